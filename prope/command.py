@@ -1,0 +1,117 @@
+"""What every command shares: flags in, one JSON object out, bad input answered in one line.
+
+A command is a module with `define_flags()`, `main() -> dict` and, at its end, `command.run(main, define_flags)`.
+Logs go to stderr; the dictionary that `main` returns is printed to stdout as the last line.
+"""
+
+import difflib
+import errno
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+
+from absl import flags
+
+
+class UsageError(Exception):
+    """Something the user gave cannot be used: the text names the cause, the value and the remedy."""
+
+
+class RunFailed(Exception):
+    """The run cannot go on: the text says what happened, what is kept and what to do."""
+
+
+def run(main: Callable[[], dict], define_flags: Callable[[], None]) -> None:
+    """Parses the flags, runs `main`, prints its result; exits with 2 on bad input and 1 on a failed run."""
+    ours = logging.getLogger("prope")
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    ours.addHandler(logging.StreamHandler(sys.stderr))
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+    try:
+        define_flags()
+        _parse_flags(sys.argv)
+        result = main()
+    except UsageError as error:
+        _stop(f"error: {error}", 2)
+    except RunFailed as error:
+        _stop(f"stopped: {error}", 1)
+    except KeyboardInterrupt:
+        _stop("stopped by Ctrl-C; the same command goes on from the last checkpoint", 130)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        _stop(
+            f"error: no space left on the device ({str(error).splitlines()[0]}); what was saved before is whole: "
+            "free some space, then run the same command again",
+            1,
+        )
+    print(json.dumps(result), flush=True)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether this exception, or one that it came from, says that a disk or quota is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if os.strerror(errno.ENOSPC) in str(cause):  # TensorStore wraps the operating system's text
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def nearest(name: str, known) -> str:
+    """' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def _parse_flags(argv: list[str]) -> None:
+    for argument in argv:  # the flag would only look when its value is used
+        path = re.match(r"--config=([^:]+)", argument)
+        if path and not os.path.isfile(path[1]):
+            raise UsageError(f"--config={path[1]}: there is no such file; the project's own are in configs/")
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UsageError(_flag_error(error, argv)) from None
+    # What a config file, or an override of one of its fields, may raise while it is applied.
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, SyntaxError, ImportError) as error:
+        raise UsageError(_flag_error(error, argv)) from None
+    if len(rest) > 1:
+        raise UsageError(f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value")
+
+
+def _flag_error(error: Exception, argv: list[str]) -> str:
+    """One line for what went wrong in a flag, an override of a config field, or the config file itself."""
+    from prope.config import default_config, flat
+
+    known = flat(default_config())
+    overrides = [found.groups() for argument in argv if (found := re.match(r"--config\.([\w.]+)=?(.*)", argument))]
+    for name, _ in overrides:
+        if name not in known:
+            return f"--config.{name}: there is no such config field{nearest(name, known)}"
+    for name, value in overrides:
+        if name in str(error):
+            return f"--config.{name}={value}: not a value of type {type(known[name]).__name__}"
+    lines = [line for line in str(error.args[0]).splitlines() if line.strip()]
+    if isinstance(error, flags.Error) and len(lines) == 1:
+        return lines[0]
+    # The config file itself failed. Where is in the traceback, or, where ml_collections quotes that, in the text.
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.name == "get_config"]
+    frames += re.findall(r'File "(.+)", line (\d+), in get_config', str(error))
+    place = "{} line {}: ".format(*frames[-1]) if frames else ""
+    if isinstance(error, AttributeError | KeyError) and (unknown := re.search(r"['\"]([\w.]+)['\"]", lines[0])):
+        hint = nearest(unknown[1], [name.split(".")[-1] for name in known])
+        return f"{place}there is no config field {unknown[1]}{hint}"
+    return f"{place}{lines[-1]}"
+
+
+def _stop(message: str, code: int) -> None:
+    print(message, file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,0 +1,232 @@
+"""What a config may say: every field with its type and meaning, and the checks made before any device is touched.
+
+A config file in `configs/` starts from `default_config()` and sets values; it cannot add a field. A run is
+identified by its config, except for the fields in `MAY_CHANGE`, which say how a run is carried out and not
+what it computes: those may differ when a run is resumed.
+"""
+
+import math
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from prope.command import UsageError, nearest
+
+MAY_CHANGE = (
+    "accumulation", "log_every", "eval_every", "checkpoint_every",
+    "model.attention", "model.remat", "model.scan_layers",
+    "data.data_dir", "data.cache_dir", "data.num_workers",
+    "checkpoint.", "eval.", "mesh.",
+)  # fmt: skip
+
+DTYPES = ("float32", "bfloat16")
+# "splash" (TPU) and "cudnn" (Hopper) are reserved names: refused until their kernels are here.
+ATTENTION = ("auto", "xla")
+REMAT = ("none", "minimal", "save_qkv", "full")
+
+
+def default_config() -> ConfigDict:
+    """A complete, locked config: the fields' types and, where a field has no neutral value, a small model's."""
+    config = ConfigDict()
+    config.batch_size = 16  # sequences per optimizer step, over all devices
+    config.accumulation = 1  # parts that a batch is computed in, one after the other, to save memory
+    config.num_steps = 1000  # optimizer steps of the whole run
+    config.seed = 0  # initial weights and the order of the data
+    config.log_every = 10  # steps
+    config.eval_every = 500  # steps; the last step is always evaluated
+    config.checkpoint_every = 500  # steps; the last step is always saved
+
+    config.model = model = ConfigDict()
+    model.num_layers = 4
+    model.embed_dim = 256  # D
+    model.num_heads = 4  # N, query heads
+    model.num_kv_heads = 1  # K; 1 is multi-query, num_heads is multi-head attention
+    model.head_dim = 64  # H, even
+    model.hidden_dim = 1024  # F, of each of the two gates of the MLP
+    model.vocab_size = 260  # V, at least the tokenizer's
+    model.max_wavelength = 10_000.0  # theta, the base wavelength
+    model.rope_percentage = 1.0  # p in [0, 1]: 1 is RoPE, 0 is NoPE
+    model.dtype = "float32"  # of activations and matmuls: float32 | bfloat16; parameters are always float32
+    model.attention = "auto"  # auto | xla
+    model.scan_layers = True  # compile one layer and loop, or unroll; same parameters, same result
+    model.remat = "none"  # none | minimal (keep matmuls) | save_qkv (keep q, k, v) | full (keep layer inputs)
+
+    config.data = data = ConfigDict()
+    data.dataset = "python_docs"  # python_docs | files | a TFDS name such as wikipedia/20230601.en
+    data.data_dir = ""  # where TFDS data or files are; not used by python_docs
+    data.text_feature = "text"  # the feature of a TFDS record, or the key of a JSON line, that holds the text
+    data.tokenizer = "byte"  # byte | path of a SentencePiece .model
+    data.seq_len = 256  # T, tokens in a window
+    data.mask_documents = False  # True: positions restart and attention stops at document borders
+    data.validation_fraction = 0.05  # share of the documents held out, chosen by a hash of their text
+    data.cache_dir = ""  # where token stores are kept; empty: $PROPE_CACHE, else ~/.cache/prope
+    data.num_workers = 0  # processes that tokenise; 0: one per core
+
+    config.optimizer = optimizer = ConfigDict()
+    optimizer.learning_rate = 1e-3  # at the peak
+    optimizer.final_learning_rate = 1e-4  # at the last step, where the cosine ends
+    optimizer.warmup_steps = 100
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.95
+    optimizer.eps = 1e-8
+    optimizer.weight_decay = 0.1  # of matrices only, not of norm scales
+    optimizer.clip_norm = 1.0  # of the gradient over all parameters
+    optimizer.mu_dtype = "float32"  # of AdamW's first moment; the second is always float32
+
+    config.mesh = mesh = ConfigDict()
+    mesh.data = 1  # replicas of the parameters; within each, all other devices share them (FSDP)
+
+    config.checkpoint = checkpoint = ConfigDict()
+    checkpoint.max_to_keep = 2  # newest checkpoints kept
+
+    config.eval = evaluation = ConfigDict()
+    evaluation.batch_size = 16  # windows at a time; the result does not depend on it
+    evaluation.max_windows = placeholder(int)  # evaluate on this many, evenly spread; None: on all
+    return config.lock()
+
+
+def sized(config: ConfigDict, size: str) -> ConfigDict:
+    """The config as it is for size "full"; for "tiny", one that any laptop trains in seconds.
+
+    `--config=FILE.py:tiny` keeps what the run is about (data, p, kinds of attention head, optimizer) and cuts sizes
+    and lengths.
+    """
+    if size not in ("full", "tiny"):
+        raise ValueError(f"the size of a config is full or tiny; got {size}")
+    if size == "full":
+        return config
+    groups = config.model.num_heads // config.model.num_kv_heads
+    config.update_from_flattened_dict({
+        "batch_size": 8, "accumulation": 1, "num_steps": 20, "log_every": 5, "eval_every": 10, "checkpoint_every": 10,
+        "model.num_layers": 2, "model.embed_dim": 64, "model.num_heads": min(groups, 4), "model.num_kv_heads": 1,
+        "model.head_dim": 32, "model.hidden_dim": 128, "data.seq_len": 64,
+        "optimizer.warmup_steps": 2, "eval.batch_size": 8, "eval.max_windows": 8,
+    })  # fmt: skip
+    return config
+
+
+def flat(config: ConfigDict) -> dict:
+    """The config's fields by dotted name, {"model.num_layers": 4, ...}."""
+    fields = {}
+    for name, value in config.to_dict().items():
+        if isinstance(value, dict):
+            fields |= {f"{name}.{inner}": v for inner, v in value.items()}
+        else:
+            fields[name] = value
+    return fields
+
+
+def from_dict(values: dict) -> ConfigDict:
+    """The config that a run has written; fields that it did not know yet take their defaults.
+
+    Raises:
+      UsageError: a field that this version of prope does not know, or a value of another type.
+    """
+    config = default_config()
+    given = flat(ConfigDict(values))
+    known = flat(config)
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"the saved config has a field that this version does not know: {name}{nearest(name, known)}"
+            )
+    try:
+        config.update_from_flattened_dict(given)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the saved config cannot be read: {error}") from None
+    return config
+
+
+def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
+    """'model.rope_percentage: 0.25, not 0.75' for every field that makes two configs different runs."""
+    ours, theirs = flat(config), flat(other)
+    return [
+        f"{name}: {theirs[name]}, not {value}"
+        for name, value in ours.items()
+        if value != theirs[name] and not name.startswith(MAY_CHANGE)
+    ]
+
+
+def validate(config: ConfigDict) -> None:
+    """Checks what can be known without a device, a tokenizer or data.
+
+    Raises:
+      UsageError: naming the field, its value, what is allowed and, where there is one, the remedy.
+    """
+    fields = flat(config)
+
+    def require(name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise UsageError(f"config.{name}={fields[name]}: {allowed}")
+
+    p = fields["model.rope_percentage"]  # first: nan is not a number between 0 and 1
+    require("model.rope_percentage", 0 <= p <= 1, "must be a fraction in [0, 1], where 1 is RoPE and 0 is NoPE")
+    for name, value in fields.items():
+        if isinstance(value, float):
+            require(name, math.isfinite(value), "must be a finite number")
+    positive = (
+        "batch_size", "accumulation", "num_steps", "log_every", "eval_every", "checkpoint_every",
+        "model.num_layers", "model.embed_dim", "model.num_heads", "model.num_kv_heads", "model.head_dim",
+        "model.hidden_dim", "model.vocab_size", "data.seq_len", "eval.batch_size", "mesh.data",
+        "checkpoint.max_to_keep",
+    )  # fmt: skip
+    for name in positive:
+        require(name, fields[name] >= 1, "must be at least 1")
+    for name in ("seed", "data.num_workers", "optimizer.warmup_steps", "optimizer.weight_decay"):
+        require(name, fields[name] >= 0, "must not be negative")
+    for name in ("optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm"):
+        require(name, fields[name] > 0, "must be positive")
+    for name in ("optimizer.b1", "optimizer.b2"):
+        require(name, 0 <= fields[name] < 1, "must be in [0, 1)")
+    for name, allowed in (
+        ("model.dtype", DTYPES), ("optimizer.mu_dtype", DTYPES),
+        ("model.attention", ATTENTION), ("model.remat", REMAT),
+    ):  # fmt: skip
+        require(name, fields[name] in allowed, f"must be one of {', '.join(allowed)}")
+    if fields["eval.max_windows"] is not None:
+        require("eval.max_windows", fields["eval.max_windows"] >= 1, "must be at least 1, or None for all")
+
+    require("model.head_dim", fields["model.head_dim"] % 2 == 0, "must be even: RoPE turns pairs of lanes")
+    require("model.max_wavelength", fields["model.max_wavelength"] > 1, "must be greater than 1")
+    heads, kv_heads = fields["model.num_heads"], fields["model.num_kv_heads"]
+    require("model.num_heads", heads % kv_heads == 0, f"must be a multiple of model.num_kv_heads={kv_heads}")
+    parts = fields["accumulation"]
+    require("batch_size", fields["batch_size"] % parts == 0, f"must be a multiple of accumulation={parts}")
+    steps, peak = fields["num_steps"], fields["optimizer.learning_rate"]
+    require(
+        "optimizer.warmup_steps",
+        fields["optimizer.warmup_steps"] < steps,
+        f"must be less than num_steps={steps}",
+    )
+    final = fields["optimizer.final_learning_rate"]
+    require("optimizer.final_learning_rate", 0 <= final <= peak, f"must be in [0, optimizer.learning_rate={peak}]")
+    share = fields["data.validation_fraction"]
+    require("data.validation_fraction", 0 < share < 1, "must be between 0 and 1")
+    if fields["data.dataset"] == "python_docs":
+        require(
+            "data.data_dir",
+            not fields["data.data_dir"],
+            "has no effect with data.dataset=python_docs; remove it",
+        )
+    else:
+        require(
+            "data.data_dir",
+            bool(fields["data.data_dir"]),
+            f"data.dataset={fields['data.dataset']} needs the folder that holds it",
+        )
+
+
+def validate_devices(config: ConfigDict, devices: int) -> None:
+    """Checks the config against the number of devices, as soon as that is known.
+
+    Raises:
+      UsageError: a batch or a mesh that the devices cannot divide.
+    """
+    replicas, parts = config.mesh.data, config.accumulation
+    if devices % replicas:
+        raise UsageError(f"config.mesh.data={replicas}: must divide the number of devices, {devices}")
+    if config.batch_size % (parts * devices):
+        raise UsageError(
+            f"config.batch_size={config.batch_size}: must be a multiple of {parts * devices} "
+            f"(accumulation={parts} x {devices} devices)"
+        )

@@ -1,0 +1,114 @@
+"""Stage 5: windows of the token stream, and the batch of a step as a pure function.
+
+Window i of a split holds tokens i*T .. i*T + T and predicts each from those before it, so the windows together
+predict every token once. A training batch is B consecutive entries of an endless list: a permutation of all
+windows, then another one, epoch after epoch. What a step sees is decided by (fingerprint, seed, step, batch size,
+T) and by nothing else; where a run stands in its data is one integer.
+
+Axes: B batch, T seq_len.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import grain
+import numpy as np
+from ml_collections import ConfigDict
+
+from prope.data.store import Store, open_store
+from prope.data.tokenizer import load_tokenizer
+
+Batch = dict[str, np.ndarray]
+
+
+class Windows:
+    """The windows of one split of the token store that a config names.
+
+    Attributes:
+      store: the tokens.
+      seq_len: T.
+      count: the number of windows; the last one may be padded.
+    """
+
+    def __init__(self, config: ConfigDict, vocab_size: int, split: str):
+        tokenizer = load_tokenizer(config.tokenizer)
+        self.store: Store = open_store(config, vocab_size)
+        self.seq_len = config.seq_len
+        self._mask_documents = config.mask_documents
+        self._bos, self._pad = tokenizer.bos, tokenizer.pad
+        self._split = split
+        self._tokens = self.store.tokens(split)
+        self._length = self._tokens.shape[0]
+        self.count = -(-(self._length - 1) // self.seq_len)
+
+    def read(self, indices) -> Batch:
+        """The windows with these indices, in this order.
+
+        Returns:
+          `tokens, targets` int32 [B, T]; `weights` float32 [B, T], 0 where the target is a <bos> or padding;
+          `positions` int32 [B, T], which restart at document borders if documents are masked; `segment_ids`
+          int32 [B, T], the number of the document within the window, from 1, or 0 for padding.
+        """
+        T = self.seq_len
+        starts = [int(i) * T for i in indices]
+        ends = [min(start + T + 1, self._length) for start in starts]
+        reads = [self._tokens[start:end].read() for start, end in zip(starts, ends, strict=True)]
+        stream = np.full((len(starts), T + 1), self._pad, np.int32)
+        real = np.zeros((len(starts), T + 1), bool)
+        for row, read in enumerate(reads):
+            piece = read.result()
+            stream[row, : len(piece)] = piece
+            real[row, : len(piece)] = True
+        opens = (stream == self._bos) & real
+        segment_ids = np.cumsum(opens, axis=1, dtype=np.int32) + ~opens[:, :1]
+        index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(starts), T))
+        first = np.maximum.accumulate(np.where(opens[:, :-1], index, 0), axis=1) if self._mask_documents else 0
+        return {
+            "tokens": stream[:, :-1],
+            "targets": stream[:, 1:],
+            "weights": (real & ~opens)[:, 1:].astype(np.float32),
+            "positions": np.asarray(index - first, np.int32),
+            "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
+        }
+
+    def empty(self, rows: int) -> Batch:
+        """Windows of padding, to fill a batch up with: no token of them has a weight."""
+        zeros = np.zeros((rows, self.seq_len), np.int32)
+        return {
+            "tokens": zeros + self._pad, "targets": zeros + self._pad, "weights": zeros.astype(np.float32),
+            "positions": zeros, "segment_ids": zeros,
+        }  # fmt: skip
+
+
+def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=None) -> Batch:
+    """The batch of update `step + 1`: rows step*B .. step*B + B-1 of the endless list of windows.
+
+    Args:
+      windows: of the train split.
+      seed: of the run.
+      batch_size: B, over all processes.
+      step: updates done before, from 0.
+      rows: which of the B rows to read; all by default, a process's own on a pod.
+    """
+    rows = range(batch_size) if rows is None else rows
+    return windows.read([window_of(step * batch_size + int(row), windows.count, seed) for row in rows])
+
+
+def window_of(example: int, count: int, seed: int) -> int:
+    """The window at place `example` of the endless list: every epoch of `count` places is a new permutation."""
+    epoch, place = divmod(example, count)
+    if count == 1:
+        return 0
+    key = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+    return grain.experimental.index_shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
+
+
+def ahead(function: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
+    """function(start), .., function(stop - 1), each made on a thread while the one before it is used."""
+    with futures.ThreadPoolExecutor(1, "batches") as pool:
+        waiting = pool.submit(function, start) if start < stop else None
+        for step in range(start, stop):
+            batch = waiting.result()
+            if step + 1 < stop:
+                waiting = pool.submit(function, step + 1)
+            yield batch

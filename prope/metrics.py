@@ -1,0 +1,147 @@
+"""What a run says while it runs: metrics.jsonl and eval.jsonl, TensorBoard events, and the terminal."""
+
+import contextlib
+import json
+import logging
+import math
+import pathlib
+import sys
+import time
+
+import jax
+from ml_collections import ConfigDict
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from prope.command import RunFailed
+from prope.optimizer import learning_rate
+
+log = logging.getLogger("prope")
+
+
+class Metrics:
+    """Writes a run's metrics to its directory and shows them: a bar on a terminal, plain lines in a log.
+
+    A step's numbers are fetched from the device after the next step is on its way. Steps that a killed run had
+    logged after its last checkpoint are done again, so their lines are dropped at the start.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path, start: int, stop: int):
+        self._config, self._workdir, self._start, self._stop = config, workdir, start, stop
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            kept = [record for record in read_jsonl(workdir / name) if record["step"] <= start]
+            part = workdir / f"{name}.part"
+            part.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            part.replace(workdir / name)
+        self._events = SummaryWriter(str(workdir), purge_step=start + 1)
+        self._bar = tqdm(total=stop, initial=start, unit="step", disable=not sys.stderr.isatty())
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._began = time.perf_counter()
+        self._data_wait = 0.0
+        self._logged = (start, 0.0, 0.0)  # step, seconds of training, seconds of waiting for data
+
+    @contextlib.contextmanager
+    def waiting_for_data(self):
+        """Time that a batch was waited for."""
+        before = time.perf_counter()
+        yield
+        self._data_wait += time.perf_counter() - before
+
+    @contextlib.contextmanager
+    def pause(self):
+        """Reports what is pending; then time that is not training: evaluation, saving."""
+        self._report()
+        before = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - before
+
+    def step(self, step: int, values: dict[str, jax.Array]) -> None:
+        """Takes the metrics of a step that was just dispatched; reports those of the step before.
+
+        Raises:
+          RunFailed: the loss or the gradient of the step before was not finite.
+        """
+        self._report()
+        self._pending = (step, values)
+
+    def evaluation(self, record: dict) -> None:
+        """Keeps and shows an evaluation."""
+        self._keep("eval.jsonl", "eval", record)
+        self.say(
+            f"step {record['step']}: validation loss {record['loss']:.4f}, perplexity {record['perplexity']:.3f}, "
+            f"{record['bits_per_byte']:.4f} bits per byte (unigram: {record['unigram_bits_per_byte']:.4f})"
+        )
+
+    def say(self, line: str) -> None:
+        """Shows a line: above the bar, or in the log."""
+        if self._bar.disable:
+            log.info(line)
+        else:
+            self._bar.write(line, file=sys.stderr)
+
+    def tokens_per_second(self) -> float:
+        """Over all the steps of this start that were reported."""
+        step, seconds, _ = self._logged
+        return self._tokens(step - self._start) / seconds
+
+    def close(self) -> None:
+        """Ends the bar and the event file."""
+        self._bar.close()
+        self._events.close()
+
+    def _report(self) -> None:
+        if self._pending is None:
+            return
+        (step, values), self._pending = self._pending, None
+        values = {name: float(value) for name, value in values.items()}
+        if not all(map(math.isfinite, values.values())):
+            raise RunFailed(
+                f"step {step} has loss {values['loss']} and grad_norm {values['grad_norm']}; the earlier checkpoints "
+                f"in {self._workdir} are good. Lower config.optimizer.learning_rate (now "
+                f"{self._config.optimizer.learning_rate}) and start in a new --workdir"
+            )
+        self._bar.update(step - self._bar.n)
+        if step % self._config.log_every and step not in (1, self._stop):
+            return
+        seconds = time.perf_counter() - self._began
+        last, then, waited = self._logged
+        self._logged = (step, seconds, self._data_wait)
+        record = {
+            "step": step,
+            **values,
+            "learning_rate": float(learning_rate(self._config)(step - 1)),
+            "tokens_per_second": self._tokens(step - last) / (seconds - then),
+            "data_wait_ms": 1000 * (self._data_wait - waited) / (step - last),
+        }
+        self._keep("metrics.jsonl", "train", record)
+        speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+        self._bar.set_postfix_str(f"loss {values['loss']:.4f}, {speed}")
+        if self._bar.disable:
+            left = tqdm.format_interval((self._stop - step) * seconds / (step - self._start))
+            log.info("step %d/%d: loss %.4f, %s, %s left", step, self._stop, values["loss"], speed, left)
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self._config.batch_size * self._config.data.seq_len
+
+    def _keep(self, name: str, tag: str, record: dict) -> None:
+        append_jsonl(self._workdir / name, record)
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float):
+                self._events.add_scalar(f"{tag}/{key}", value, record["step"])
+
+
+def append_jsonl(path: pathlib.Path, record: dict) -> None:
+    """Adds one JSON object as a line."""
+    with path.open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+
+
+def read_jsonl(path: pathlib.Path) -> list[dict]:
+    """The objects of a file of JSON lines; none where there is no file. A last line cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records

@@ -1,0 +1,207 @@
+"""The decoder: Gemma 1 (RMSNorm, MQA/GQA/MHA, GeGLU, tied embedding) with p-RoPE. The one file that imports Flax.
+
+Axes: B batch, T query length, S key length, D embed_dim, N query heads, K key/value heads, H head_dim,
+F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs.
+
+Parameters are float32 and have the names of DeepMind's Gemma. Those of the layers are stacked on a leading L
+whether the layers are scanned or unrolled, so that a checkpoint does not depend on which it was.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from prope.attention import attention
+from prope.rope import rotate, rotation_table
+
+Params = dict[str, Any]
+Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, S, K, H]
+
+# What the backward pass finds kept, by name in config.model.remat; the rest it computes again.
+_KEPT = {
+    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "save_qkv": jax.checkpoint_policies.save_only_these_names("query", "key", "value"),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def init(config: ConfigDict, key: jax.Array) -> Params:
+    """Initial parameters for `config` (a run's `config.model`): a function of it and the key, of nothing else."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return _decoder(config).init(key, tokens, tokens)["params"]
+
+
+def hidden_states(
+    config: ConfigDict,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """The decoder's normalised output for every token, in `config.dtype`; `logits` of it are the prediction."""
+    return _decoder(config).apply({"params": params}, tokens, positions, segment_ids)[0]
+
+
+def decode(
+    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache, first: int | jax.Array
+) -> tuple[Float[Array, "B T D"], Cache]:
+    """`hidden_states` of T more tokens, the first of them at position `first`, and the cache with them in it."""
+    positions = jnp.broadcast_to(first + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return _decoder(config).apply({"params": params}, tokens, positions, None, cache, first)
+
+
+def empty_cache(config: ConfigDict, batch: int, length: int) -> Cache:
+    """Room for the keys and values of `length` tokens of `batch` sequences."""
+    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
+    return {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
+
+
+def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """Scores of the next token, float32: the product with the tied embedding, in hidden's dtype."""
+    return jnp.einsum(
+        "...D,VD->...V", hidden, embedding(params).astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def embedding(params: Params) -> Float[Array, "V D"]:
+    """The table that both embeds tokens and, transposed, scores them."""
+    return params["embedder"]["input_embedding"]
+
+
+def num_parameters(params: Params) -> int:
+    """The number of scalars in a tree of arrays or of their shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def _decoder(config: ConfigDict) -> "Decoder":
+    return Decoder(FrozenConfigDict(config))
+
+
+def _fan_in(in_axes: tuple[int, ...], ndim: int) -> nn.initializers.Initializer:
+    """Truncated normal of variance 1 / (product of the sizes of the axes that the matrix is summed over)."""
+    rest = tuple(axis for axis in range(ndim) if axis not in in_axes)
+    return nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=in_axes, out_axis=rest)
+
+
+class Decoder(nn.Module):
+    """Embedding, L layers, final norm."""
+
+    config: FrozenConfigDict
+
+    @nn.compact
+    def __call__(self, tokens, positions, segment_ids=None, cache=None, first_query=0):
+        cfg = self.config
+        x = Embedder(cfg, name="embedder")(tokens)
+        # One table for all layers: it depends on the positions only.
+        table = rotation_table(positions, cfg.head_dim, cfg.max_wavelength, cfg.rope_percentage)
+        block = Block
+        if cfg.remat != "none":
+            block = nn.remat(Block, policy=_KEPT[cfg.remat], prevent_cse=not cfg.scan_layers)
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=cfg.num_layers,
+            unroll=1 if cfg.scan_layers else cfg.num_layers,
+        )
+        x, cache = layers(cfg, name="layers")(x, cache, table, segment_ids, first_query)
+        return RMSNorm(name="final_norm")(x), cache
+
+
+class Embedder(nn.Module):
+    """Looks tokens up and multiplies by sqrt(D), in float32; casts last."""
+
+    config: FrozenConfigDict
+
+    @nn.compact
+    def __call__(self, tokens):
+        cfg = self.config
+        table = self.param("input_embedding", _fan_in((1,), 2), (cfg.vocab_size, cfg.embed_dim))
+        return (table[tokens] * math.sqrt(cfg.embed_dim)).astype(cfg.dtype)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each on a normalised copy of the residual stream and added to it."""
+
+    config: FrozenConfigDict
+
+    @nn.compact
+    def __call__(self, x, cache, table, segment_ids, first_query):
+        normed = RMSNorm(name="pre_attention_norm")(x)
+        attended, cache = Attention(self.config, name="attn")(normed, cache, table, segment_ids, first_query)
+        x = x + attended
+        x = x + MLP(self.config, name="mlp")(RMSNorm(name="pre_ffw_norm")(x))
+        return x, cache
+
+
+class Attention(nn.Module):
+    """Projections, p-RoPE on queries and keys, causal attention, and the way back to D."""
+
+    config: FrozenConfigDict
+
+    @nn.compact
+    def __call__(self, x, cache, table, segment_ids, first_query):
+        cfg = self.config
+        D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
+        key, value = Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->CBTKH", x)
+        query = checkpoint_name(rotate(query, table), "query")
+        key = checkpoint_name(rotate(key, table), "key")
+        value = checkpoint_name(value, "value")
+        if cache is not None:
+            start = (0, first_query, 0, 0)
+            key = jax.lax.dynamic_update_slice(cache["key"], key, start)
+            value = jax.lax.dynamic_update_slice(cache["value"], value, start)
+            cache = {"key": key, "value": value}
+        mixed = attention(
+            query, key, value, segment_ids=segment_ids, first_query=first_query, implementation=cfg.attention
+        )
+        out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", mixed)
+        return out, cache
+
+
+class MLP(nn.Module):
+    """GeGLU: gelu(x W0) * (x W1), then back to D. The gelu is the tanh form, as in Gemma."""
+
+    config: FrozenConfigDict
+
+    @nn.compact
+    def __call__(self, x):
+        D, F = self.config.embed_dim, self.config.hidden_dim
+        gating = self.param("gating_einsum", _fan_in((1,), 3), (2, D, F)).astype(x.dtype)
+        linear = self.param("linear", _fan_in((0,), 2), (F, D)).astype(x.dtype)
+        rows = x.reshape(-1, D)  # matmuls over one axis of tokens: on a CPU the gradient is twice as fast
+        gate, up = rows @ gating[0], rows @ gating[1]
+        return ((nn.gelu(gate, approximate=True) * up) @ linear).reshape(x.shape)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * (1 + scale) over the last axis, in float32; scale starts at 0."""
+
+    epsilon: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return (normed * (1 + scale)).astype(x.dtype)
+
+
+class Einsum(nn.Module):
+    """A matrix `w` of `shape`, summed over its `in_axes` by an einsum."""
+
+    shape: tuple[int, ...]
+    in_axes: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, equation, x):
+        w = self.param("w", _fan_in(self.in_axes, len(self.shape)), self.shape)
+        return jnp.einsum(equation, x, w.astype(x.dtype))

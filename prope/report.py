@@ -1,0 +1,67 @@
+"""Draws the loss curve of a run: python -m prope.report --workdir=W writes W/loss.png."""
+
+import math
+import pathlib
+
+from absl import flags
+
+from prope import checkpoint, command
+from prope.command import UsageError
+from prope.metrics import read_jsonl
+
+
+def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
+    """Training and validation loss by step, with the unigram baseline; returns the picture's path.
+
+    Raises:
+      UsageError: there is no run, or it has not logged a step yet.
+    """
+    import matplotlib.figure
+
+    config = checkpoint.read_config(workdir)
+    steps = read_jsonl(workdir / "metrics.jsonl")
+    if config is None or not steps:
+        raise UsageError(f"--workdir={workdir}: no metrics of a run there; give the --workdir that prope.train had")
+    same = {"dataset": config.data.dataset, "seq_len": config.data.seq_len}
+    evaluations = [record for record in read_jsonl(workdir / "eval.jsonl") if same.items() <= record.items()]
+
+    figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        [r["step"] for r in steps],
+        [r["loss"] for r in steps],
+        color="#4477aa",
+        lw=1.2,
+        label="training batch",
+    )
+    if evaluations:
+        last = evaluations[-1]
+        marks = {"marker": "o", "ms": 4, "color": "#cc3311", "lw": 1.2}
+        label = f"validation, {last['loss']:.3f} at step {last['step']} ({last['bits_per_byte']:.2f} bits per byte)"
+        axes.plot([r["step"] for r in evaluations], [r["loss"] for r in evaluations], label=label, **marks)
+        unigram = last["loss"] * last["unigram_bits_per_byte"] / last["bits_per_byte"]
+        axes.axhline(unigram, color="#777777", lw=1, ls="--", label=f"token frequencies alone, {unigram:.3f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(0, math.ceil(steps[0]["loss"])))
+    axes.set_title(f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage:g}", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=9)
+    output = workdir / "loss.png"
+    figure.savefig(output, dpi=150)
+    return output
+
+
+def define_flags() -> None:
+    """The command's flags."""
+    flags.DEFINE_string("workdir", None, "directory of the run")
+    flags.mark_flags_as_required(["workdir"])
+
+
+def main() -> dict:
+    """The command."""
+    workdir = pathlib.Path(flags.FLAGS.workdir)
+    return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}
+
+
+if __name__ == "__main__":
+    command.run(main, define_flags)

@@ -1,0 +1,149 @@
+"""p-RoPE: rotary position encodings whose slowest frequencies are not rotated (Barbero et al., ICLR 2025).
+
+Pair k of a head, k = 0 .. P-1 with P = head_dim / 2, is made of lanes k and k + P. At position m it is turned by
+the angle m * theta^(-2k / head_dim): pair 0 is the fastest (1 radian a token), pair P-1 the slowest. p-RoPE keeps
+the fastest int(p * head_dim // 2) pairs and leaves the others alone. The exponent's denominator is head_dim for
+every p: the rotated pairs of p = 0.25 turn exactly as the same pairs of p = 1 do.
+
+Angles are exact at every int32 position. A float32 product m * frequency has lost its last digits at 8k and is
+wrong by 0.03 radians at a million, so the angle is held in turns, as a 32-bit binary fraction that wraps around
+by itself: what integer arithmetic drops are whole turns, and nothing else.
+
+Axes: B batch, T length, N heads, H head_dim, P = H / 2 pairs.
+"""
+
+import decimal
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937511")
+
+
+def rotated_pairs(head_dim: int, rope_percentage: float) -> int:
+    """The number of pairs that p-RoPE turns, floored to whole pairs: 12 for head_dim 256 and p = 0.1.
+
+    Raises:
+      ValueError: head_dim is not a positive even number, or rope_percentage is not in [0, 1].
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim must be even and positive, because RoPE turns pairs of lanes; got {head_dim}")
+    if not 0 <= rope_percentage <= 1:  # also refuses nan
+        raise ValueError(f"rope_percentage must be a fraction in [0, 1] (1: RoPE, 0: NoPE); got {rope_percentage}")
+    return int(rope_percentage * head_dim // 2)
+
+
+def frequencies(head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0) -> np.ndarray:
+    """Radians per token of every pair, float64 [P], fastest first; 0 for the pairs that are not turned.
+
+    Raises:
+      ValueError: as `rotated_pairs`, or max_wavelength is not a finite number above 1.
+    """
+    if not 1 < max_wavelength < math.inf:
+        raise ValueError(f"max_wavelength must be finite and greater than 1; got {max_wavelength}")
+    turned = rotated_pairs(head_dim, rope_percentage)
+    pairs = np.arange(head_dim // 2)
+    return np.where(pairs < turned, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)
+
+
+def rotation_table(
+    positions: jax.Array, head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every pair's angle, for integer `positions` [...]: two float32 [..., P].
+
+    Off by at most 1.2e-7 at every int32 position, negative ones included. It depends on no layer and no head:
+    make it once per step.
+
+    Raises:
+      TypeError: positions are not integers of at most 32 bits; bfloat16 cannot tell 256 from 257.
+      ValueError: as `frequencies`.
+    """
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer) or positions.dtype.itemsize > 4:
+        raise TypeError(
+            f"positions must be integers of at most 32 bits; got {positions.dtype}. "
+            "Floating positions round (bfloat16 from 257 on): pass jnp.int32"
+        )
+    high, low = _turns_per_token(tuple(frequencies(head_dim, max_wavelength, rope_percentage)))
+    wide = jnp.int32 if jnp.issubdtype(positions.dtype, jnp.signedinteger) else jnp.uint32
+    return _cos_sin(positions.astype(wide)[..., None], high, low)
+
+
+def rotate(inputs: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns `inputs` [B, T, N, H] of any float dtype by a table of [B, T, P]; multiplies in float32, casts last."""
+    cos, sin = (part[:, :, None, :] for part in table)
+    first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(inputs.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("head_dim", "max_wavelength", "rope_percentage"))
+def apply_p_rope(
+    inputs: jax.Array,
+    positions: jax.Array,
+    head_dim: int,
+    max_wavelength: float = 10_000,
+    rope_percentage: float = 1.0,
+) -> jax.Array:
+    """Applies p-RoPE to queries or keys: the listing of the paper's appendix C, exact at long range.
+
+    Args:
+      inputs: [B, T, N, H], any float dtype.
+      positions: [B, T], integers.
+      head_dim: H.
+      max_wavelength: theta, the base wavelength.
+      rope_percentage: p in [0, 1]: 1 is RoPE, 0 is NoPE.
+
+    Returns:
+      The rotated inputs, in their shape and dtype.
+
+    Raises:
+      TypeError: positions are not integers.
+      ValueError: a shape that does not fit, or an argument out of its range.
+    """
+    if inputs.ndim != 4 or inputs.shape[-1] != head_dim:
+        raise ValueError(f"inputs must be [B, T, N, head_dim={head_dim}]; got shape {inputs.shape}")
+    if positions.shape != inputs.shape[:2]:
+        raise ValueError(f"positions must be [B, T]={inputs.shape[:2]}, as inputs are; got shape {positions.shape}")
+    return rotate(inputs, rotation_table(positions, head_dim, max_wavelength, rope_percentage))
+
+
+@functools.cache
+def _turns_per_token(radians: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Frequencies as 64-bit binary fractions of a turn: the high and the low 32 bits, two uint32 [P]."""
+    with decimal.localcontext(prec=50):
+        fractions = [int((decimal.Decimal(r) / (2 * _PI) * 2**64).to_integral_value()) for r in radians]
+    return np.array([f >> 32 for f in fractions], np.uint32), np.array([f % 2**32 for f in fractions], np.uint32)
+
+
+def _cos_sin(positions: jax.Array, high: np.ndarray, low: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of 2 pi * positions * (high + low / 2^32) / 2^32, in 32-bit arithmetic; positions [..., 1]."""
+    steps = jnp.abs(positions).astype(jnp.uint32)
+    # The high word of steps * fraction, modulo a turn. Of steps * low only the high half is wanted; the carries
+    # left out of it are 3e-9 radians at most.
+    upper, lower = steps >> 16, steps & 0xFFFF
+    turns = steps * high + upper * (low >> 16) + ((upper * (low & 0xFFFF)) >> 16) + ((lower * (low >> 16)) >> 16)
+    # The nearest quarter turn, and what is left: at most an eighth of a turn, which a short polynomial serves.
+    quarter = (turns + np.uint32(1 << 29)) >> 30
+    rest = (turns - (quarter << 30)).astype(jnp.int32).astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
+    cos, sin = _cos_polynomial(rest), _sin_polynomial(rest)
+    odd = (quarter & 1) == 1
+    cos, sin = jnp.where(odd, sin, cos), jnp.where(odd, cos, sin)
+    cos = jnp.where(((quarter + 1) & 2) == 2, -cos, cos)
+    sin = jnp.where(((quarter & 2) == 2) != (positions < 0), -sin, sin)
+    return cos, sin
+
+
+def _sin_polynomial(x: jax.Array) -> jax.Array:
+    """Sine for |x| <= pi / 4, float32: the odd polynomial of degree 7 in Cephes (Moshier, 1989)."""
+    z = x * x
+    return x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 + z * -1.9515295891e-4))
+
+
+def _cos_polynomial(x: jax.Array) -> jax.Array:
+    """Cosine for |x| <= pi / 4, float32: the even polynomial of degree 8 in Cephes."""
+    z = x * x
+    return 1 - z / 2 + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))

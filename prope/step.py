@@ -1,0 +1,86 @@
+"""The training step as a pure function: what `train` runs, `bench` measures and `plan` compiles."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from prope import model, sharding
+from prope.loss import token_losses
+
+
+def init_state(config: ConfigDict, optimizer: optax.GradientTransformation) -> tuple[model.Params, optax.OptState]:
+    """(params, opt_state) before the first update: a function of the config alone."""
+    params = model.init(config.model, jax.random.key(config.seed))
+    return params, optimizer.init(params)
+
+
+def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a training batch."""
+    shape, place = (config.batch_size, config.data.seq_len), sharding.batch_sharding(mesh)
+    whole = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    batch = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), whole)
+    return batch | {"weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)}
+
+
+def batch_losses(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
+    """The loss of every token of a batch, [B, T] nats, float32; not yet multiplied by the weights."""
+    segment_ids = batch["segment_ids"] if config.data.mask_documents else None
+    hidden = model.hidden_states(config.model, params, batch["tokens"], batch["positions"], segment_ids)
+    return token_losses(hidden, model.embedding(params), batch["targets"])
+
+
+def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation):
+    """(params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm"}): one update."""
+
+    def weighted_sum(params, batch):
+        return (batch_losses(config, params, batch) * batch["weights"]).sum()
+
+    def step(params, opt_state, batch):
+        loss, gradient = _accumulate(jax.value_and_grad(weighted_sum), params, batch, config.accumulation)
+        tokens = jnp.maximum(batch["weights"].sum(), 1)  # of the whole batch: its parts need not weigh the same
+        loss, gradient = jax.tree.map(lambda total: total / tokens, (loss, gradient))
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return (
+            optax.apply_updates(params, updates),
+            opt_state,
+            {"loss": loss, "grad_norm": optax.tree.norm(gradient)},
+        )
+
+    return step
+
+
+def _accumulate(function, params, batch, parts: int):
+    """The sum of function(params, part) over the parts of a batch, one after the other."""
+    if parts == 1:
+        return function(params, batch)
+    # Part i takes rows i, i + parts, ..: a device that holds rows of the batch holds rows of every part.
+    split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+    shapes = jax.eval_shape(function, params, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, function(params, part)), None
+
+    return jax.lax.scan(add, zeros, split)[0]
+
+
+def hash_params(params: model.Params) -> str:
+    """A hash of the parameters' bits, 16 hex digits, the same however they are spread over devices."""
+
+    @jax.jit
+    def sums(params):
+        def of_leaf(leaf):
+            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32).ravel()
+            place = jnp.arange(bits.size, dtype=jnp.uint32) * np.uint32(2654435761)
+            mixed = (bits ^ (bits >> 15)) * (place | 1)
+            return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)  # of integers: in any order the same
+
+        return jax.tree.map(of_leaf, params)
+
+    leaves = jax.tree_util.tree_leaves_with_path(sums(params))
+    text = " ".join(f"{jax.tree_util.keystr(path)}={int(value)}" for path, value in leaves)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

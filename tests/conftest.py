@@ -1,0 +1,69 @@
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+# One compilation cache for this session and the processes it starts: most of them compile the same programs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="prope-tests-")
+os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = f"--config={ROOT}/configs/quickstart.py:tiny"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    code: int
+    result: dict | None  # the last line of stdout
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line that a failed command leaves; fails where there is a traceback or another line."""
+        assert self.code != 0 and "Traceback" not in self.stderr, self.stderr
+        lines = [line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped:"))]
+        assert len(lines) == 1, self.stderr
+        assert self.stderr.splitlines()[-1] == lines[0], self.stderr
+        return lines[0]
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def run_command(cache_dir):
+    """Runs python -m MODULE as a user does, in a process of its own."""
+
+    def run(module: str, *arguments: str, devices: int = 1, **environment: str) -> Outcome:
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        env = os.environ | {"PROPE_CACHE": str(cache_dir), "XLA_FLAGS": flags} | environment
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        lines = done.stdout.splitlines()
+        return Outcome(done.returncode, json.loads(lines[-1]) if done.returncode == 0 else None, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def train(run_command):
+    """Trains the tiny quickstart config; keyword arguments are those of `run_command`."""
+
+    def run(workdir, *arguments: str, **options) -> Outcome:
+        return run_command("prope.train", CONFIG, f"--workdir={workdir}", *arguments, **options)
+
+    return run
+
+
+def losses(workdir) -> dict[int, float]:
+    """The logged training loss by step."""
+    lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}

@@ -1,0 +1,242 @@
+"""The decoder against its formula in float64, written here from the description of Gemma 1."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import FrozenConfigDict
+from test_rope import oracle as turn
+
+from prope import model
+from prope.config import default_config
+from prope.loss import token_losses
+
+
+def small(**fields):
+    config = default_config().model
+    fields = {
+        "num_layers": 3, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_dim": 48,
+        "vocab_size": 50, "rope_percentage": 0.75,
+    } | fields  # fmt: skip
+    config.update(fields)
+    return config
+
+
+def start(config, seed=0):
+    return jax.jit(functools.partial(model.init, config))(jax.random.key(seed))
+
+
+def draw(config, B=2, T=12, seed=0):
+    """Parameters with no zeros in them, so that every one matters, and tokens."""
+    params = start(config, seed)
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape).astype(np.float32), params)
+    tokens = rng.integers(0, config.vocab_size, (B, T)).astype(np.int32)
+    return params, tokens, np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+
+
+def reference(config, params, tokens, positions, segments=None):
+    """Logits [B, T, V]: loops over layers, heads and queries, all in float64."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    table, layers = params["embedder"]["input_embedding"], params["layers"]
+    B, T = tokens.shape
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1 + scale)
+
+    def gelu(x):
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    x = table[tokens] * np.sqrt(config.embed_dim)
+    for layer in range(config.num_layers):
+        at = jax.tree.map(lambda leaf: leaf[layer], layers)  # noqa: B023
+        normed = norm(x, at["pre_attention_norm"]["scale"])
+        attended = np.zeros_like(x)
+        for n in range(N):
+            k = n * K // N
+            query, key, value = (
+                normed @ w for w in (at["attn"]["q_einsum"]["w"][n], *at["attn"]["kv_einsum"]["w"][:, k])
+            )
+            query, key = (
+                turn(part[:, :, None], positions, config.max_wavelength, config.rope_percentage)[:, :, 0]
+                for part in (query, key)
+            )
+            for b in range(B):
+                for t in range(T):
+                    seen = [s for s in range(t + 1) if segments is None or segments[b, s] == segments[b, t]]
+                    scores = key[b, seen] @ query[b, t] / np.sqrt(H)
+                    weights = np.exp(scores - scores.max())
+                    mixed = weights @ value[b, seen] / weights.sum()
+                    attended[b, t] += mixed @ at["attn"]["attn_vec_einsum"]["w"][n]
+        x = x + attended
+        normed = norm(x, at["pre_ffw_norm"]["scale"])
+        gate, up = (normed @ w for w in at["mlp"]["gating_einsum"])
+        x = x + (gelu(gate) * up) @ at["mlp"]["linear"]
+    return norm(x, params["final_norm"]["scale"]) @ table.T
+
+
+def forward(config, params, tokens, positions, segments=None):
+    return _forward(FrozenConfigDict(config), params, tokens, positions, segments)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(config, params, tokens, positions, segments):
+    return model.logits(params, model.hidden_states(config, params, tokens, positions, segments))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.75, 1.0])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_equals_the_formula(p, kv_heads):
+    config = small(rope_percentage=p, num_kv_heads=kv_heads)
+    params, tokens, positions = draw(config)
+    expected = reference(config, params, tokens, positions)
+    np.testing.assert_allclose(forward(config, params, tokens, positions), expected, rtol=0, atol=2e-5 * expected.std())
+
+
+def test_far_positions_equal_the_formula():
+    config = small(rope_percentage=1.0)
+    params, tokens, positions = draw(config)
+    positions = positions * 80_000
+    expected = reference(config, params, tokens, positions)
+    np.testing.assert_allclose(forward(config, params, tokens, positions), expected, rtol=0, atol=2e-5 * expected.std())
+
+
+def test_segments_equal_the_formula():
+    config = small()
+    params, tokens, positions = draw(config)
+    segments = np.array([[1] * 5 + [2] * 7, [1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4]], np.int32)
+    expected = reference(config, params, tokens, positions, segments)
+    actual = forward(config, params, tokens, positions, segments)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * expected.std())
+
+
+def test_two_copies_of_a_document_get_the_same_logits_when_masked():
+    config = small()
+    params, tokens, _ = draw(config, B=1, T=6)
+    twice = np.concatenate([tokens, tokens], axis=1)
+    positions = np.concatenate([np.arange(6), np.arange(6)])[None].astype(np.int32)
+    segments = np.repeat([[1, 2]], 6, axis=1).astype(np.int32)
+    scores = np.asarray(forward(config, params, twice, positions, segments))
+    np.testing.assert_allclose(scores[:, :6], scores[:, 6:], rtol=0, atol=1e-5)
+    unmasked = np.asarray(forward(config, params, twice, positions))
+    assert np.abs(unmasked[:, :6] - unmasked[:, 6:]).max() > 0.1
+
+
+def test_p_reaches_every_layer():
+    """A layer that ignored p would give the same output for every p when the others' attention is cut off."""
+    positions = np.arange(12, dtype=np.int32)[None]
+    for layer in range(3):
+        outputs = []
+        for p in (0.0, 0.5, 1.0):
+            config = small(rope_percentage=p)
+            params, tokens, _ = draw(config, B=1)
+            others = np.arange(3) != layer
+            out = params["layers"]["attn"]["attn_vec_einsum"]
+            out["w"] = jnp.where(others[:, None, None, None], 0, out["w"])
+            outputs.append(np.asarray(forward(config, params, tokens, positions)))
+        for one, other in ((0, 1), (1, 2), (0, 2)):
+            difference = np.abs(outputs[one] - outputs[other]).max(-1)[0]
+            assert difference[0] == 0, "position 0 turns nothing"
+            assert np.all(difference[2:] > 1e-4)
+
+
+def test_later_tokens_do_not_matter():
+    config = small()
+    params, tokens, positions = draw(config, B=1)
+
+    def one_output(embedded, at):
+        table = params["embedder"]["input_embedding"].at[tokens[0]].set(embedded)
+        changed = params | {"embedder": {"input_embedding": table}}
+        return model.hidden_states(config, changed, tokens, positions)[0, at].sum()
+
+    tokens = np.arange(12, dtype=np.int32)[None]  # every token once, so that a row of the table is a place
+    gradient = jax.jit(jax.grad(one_output), static_argnums=1)(params["embedder"]["input_embedding"][:12], 6)
+    reached = np.abs(np.asarray(gradient)).max(-1)
+    assert np.all(reached[:7] > 0) and np.all(reached[7:] == 0)
+
+
+def gradient_of(config, params, tokens, positions):
+    def loss(params):
+        hidden = model.hidden_states(config, params, tokens, positions)
+        return token_losses(hidden, model.embedding(params), tokens).mean()
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("remat", ["none", "minimal", "save_qkv", "full"])
+def test_scan_and_remat_change_nothing(scan_layers, remat):
+    plain = small(scan_layers=False)
+    params, tokens, positions = draw(plain)
+    loss, gradient = gradient_of(plain, params, tokens, positions)
+    config = small(scan_layers=scan_layers, remat=remat)
+    other_loss, other_gradient = gradient_of(config, params, tokens, positions)
+    np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+    for expected, actual in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+def test_initial_weights_do_not_depend_on_scan_or_p():
+    expected = start(small(), 3)
+    for fields in ({"scan_layers": False}, {"rope_percentage": 0.0}, {"remat": "full"}):
+        actual = start(small(**fields), 3)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), expected, actual))
+
+
+def test_initial_weights_have_the_variance_of_their_fan_in():
+    config = small(embed_dim=128, num_heads=4, head_dim=64, hidden_dim=512, vocab_size=500, num_kv_heads=2)
+    layers = (params := start(config))["layers"]
+    fan_in = [
+        (params["embedder"]["input_embedding"], 128), (layers["attn"]["q_einsum"]["w"], 128),
+        (layers["attn"]["kv_einsum"]["w"], 128), (layers["attn"]["attn_vec_einsum"]["w"], 4 * 64),
+        (layers["mlp"]["gating_einsum"], 128), (layers["mlp"]["linear"], 512),
+    ]  # fmt: skip
+    for leaf, size in fan_in:
+        assert abs(np.std(leaf) * size**0.5 - 1) < 0.02
+        assert np.abs(leaf).max() * size**0.5 < 2 / 0.879, "cut at two standard deviations"
+        assert np.std(np.asarray(leaf)[0] - np.asarray(leaf)[1]) > 0, "layers start apart"
+    norms = [layers["pre_attention_norm"], layers["pre_ffw_norm"], params["final_norm"]]
+    assert all(np.all(np.asarray(norm["scale"]) == 0) for norm in norms)
+
+
+def test_gemma_2b_has_gemma_s_parameters():
+    config = small(
+        num_layers=18,
+        embed_dim=2048,
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=256,
+        hidden_dim=16_384,
+        vocab_size=256_128,
+    )
+    shapes = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    assert model.num_parameters(shapes) == 2_506_434_560
+
+
+def test_bfloat16_stays_near_float32():
+    config = small(dtype="bfloat16")
+    params, tokens, positions = draw(config)
+    hidden = jax.jit(functools.partial(model.hidden_states, config))(params, tokens, positions)
+    assert hidden.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(start(config))} == {jnp.dtype("float32")}
+    scores = model.logits(params, hidden)
+    assert scores.dtype == jnp.float32
+    expected = reference(config, params, tokens, positions)
+    assert np.abs(scores - expected).mean() < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.75, 1.0])
+def test_decoding_with_a_cache_equals_the_full_forward(p):
+    config = small(rope_percentage=p)
+    params, tokens, positions = draw(config)
+    expected = jax.jit(functools.partial(model.hidden_states, config))(params, tokens, positions)
+    decode = jax.jit(functools.partial(model.decode, config))
+    hidden, cache = decode(params, tokens[:, :5], model.empty_cache(config, 2, 20), 0)
+    parts = [hidden]
+    for place in range(5, 12):
+        hidden, cache = decode(params, tokens[:, place : place + 1], cache, place)
+        parts.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, rtol=0, atol=2e-5)

@@ -1,0 +1,78 @@
+"""The update rule against the formulas of AdamW and of the schedule."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prope.config import default_config
+from prope.optimizer import is_matrix, learning_rate, make_optimizer
+
+
+def config(**fields):
+    config = default_config()
+    config.num_steps = 100
+    config.optimizer.update({"warmup_steps": 10, "learning_rate": 1e-2, "final_learning_rate": 1e-3} | fields)
+    return config
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_the_rate_rises_to_the_peak_and_ends_where_it_should(warmup):
+    rate = learning_rate(config(warmup_steps=warmup))
+
+    def expected(update):  # 1, 2, ..
+        if update < warmup:
+            return 1e-2 * update / warmup
+        done = min((update - warmup) / (100 - warmup), 1)
+        return 1e-3 + (1e-2 - 1e-3) * (1 + math.cos(math.pi * done)) / 2
+
+    for update in (1, 2, 9, 10, 11, 50, 99, 100, 1100):
+        np.testing.assert_allclose(rate(update - 1), expected(update), rtol=1e-5)
+    assert float(rate(0)) > 0 and math.isclose(float(rate(99)), 1e-3, rel_tol=1e-6)
+
+
+def params():
+    return {"layers": {"norm": {"scale": jnp.full((2, 3), 0.5)}, "mlp": {"linear": jnp.full((2, 3, 3), 0.5)}}}
+
+
+def test_matrices_decay_and_scales_do_not():
+    mask = is_matrix(params())
+    assert mask == {"layers": {"norm": {"scale": False}, "mlp": {"linear": True}}}
+    optimizer = make_optimizer(config(warmup_steps=0))
+    zeros = jax.tree.map(jnp.zeros_like, params())
+    updates, _ = optimizer.update(zeros, optimizer.init(params()), params())
+    rate = float(learning_rate(config(warmup_steps=0))(0))
+    np.testing.assert_array_equal(updates["layers"]["norm"]["scale"], 0)
+    np.testing.assert_allclose(updates["layers"]["mlp"]["linear"], -rate * 0.1 * 0.5, rtol=1e-6)
+
+
+def test_two_updates_equal_the_formula():
+    c = config(warmup_steps=0, weight_decay=0.0, clip_norm=1.0)
+    optimizer, w = make_optimizer(c), {"linear": jnp.zeros((4,))}
+    state = optimizer.init(w)
+    mu = nu = expected = np.zeros(4)
+    for n, gradient in enumerate((np.array([3.0, -4, 0, 0]), np.array([0.1, 0.2, 0.3, 0.4])), 1):
+        updates, state = optimizer.update({"linear": jnp.asarray(gradient, jnp.float32)}, state, w)
+        w = jax.tree.map(jnp.add, w, updates)
+        clipped = gradient / max(np.linalg.norm(gradient), 1)
+        mu, nu = 0.9 * mu + 0.1 * clipped, 0.95 * nu + 0.05 * clipped**2
+        step = (mu / (1 - 0.9**n)) / (np.sqrt(nu / (1 - 0.95**n)) + 1e-8)
+        expected = expected - float(learning_rate(c)(n - 1)) * step
+        np.testing.assert_allclose(w["linear"], expected, rtol=1e-4, atol=1e-8)
+
+
+def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
+    c = config(mu_dtype="bfloat16", learning_rate=6e-4, final_learning_rate=6e-4)
+    optimizer, w = make_optimizer(c), {"linear": jnp.ones((50,))}
+    state = optimizer.init(w)
+    moments = {name: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+               for name in ("mu", "nu") if f".{name}" in jax.tree_util.keystr(path)}  # fmt: skip
+    assert moments == {"mu": jnp.bfloat16, "nu": jnp.float32}
+    rng = np.random.default_rng(0)
+    before = w
+    for _ in range(100):
+        updates, state = optimizer.update({"linear": jnp.asarray(rng.normal(0.1, 1, 50), jnp.float32)}, state, w)
+        w = jax.tree.map(jnp.add, w, updates)
+    assert np.all(np.asarray(before["linear"]) != np.asarray(w["linear"]))

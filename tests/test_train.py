@@ -1,0 +1,325 @@
+"""The commands as a user runs them: processes, files, exit codes and the one line that bad input gets."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import CONFIG, ROOT, losses
+from test_data import NAME, articles, write_tfds
+
+from prope import checkpoint, command, sharding
+from prope.command import UsageError
+from prope.data.windows import Windows
+from prope.evaluate import make_evaluation
+from prope.step import hash_params
+
+EVERY_STEP = "--config.log_every=1"
+
+
+@pytest.fixture(scope="session")
+def whole(train, tmp_path_factory):
+    """A run of 20 steps in one go: (workdir, what the command printed)."""
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    outcome = train(workdir, EVERY_STEP)
+    assert outcome.code == 0, outcome.stderr
+    return workdir, outcome.result
+
+
+def test_a_run_leaves_what_it_should(whole, monkeypatch):
+    workdir, result = whole
+    assert result.keys() >= {
+        "step", "loss", "eval_loss", "perplexity", "bits_per_byte", "rope_percentage", "init_hash", "tokens_per_second",
+        "workdir",
+    }  # fmt: skip
+    assert (result["step"], result["rope_percentage"], result["workdir"]) == (20, 0.75, str(workdir))
+    assert np.isclose(result["perplexity"], np.exp(result["eval_loss"]))
+    assert json.loads((workdir / "config.json").read_text())["model"]["rope_percentage"] == 0.75
+    steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    assert steps[0].keys() >= {"loss", "learning_rate", "grad_norm", "tokens_per_second", "data_wait_ms"}
+    assert steps[0]["loss"] > steps[-1]["loss"]
+    evaluations = [json.loads(line) for line in (workdir / "eval.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in evaluations][:2] == [10, 20]
+    assert len(list(workdir.glob("events.out.tfevents.*"))) == 1
+    assert checkpoint.Checkpoints(workdir).steps() == [10, 20]
+    run = checkpoint.load_run(workdir, 10)
+    assert (run.step, run.init_hash) == (10, result["init_hash"])
+    assert checkpoint.load_run(workdir).step == 20
+
+
+def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path):
+    workdir, result = whole
+    stopped = train(tmp_path / "run", EVERY_STEP, "--stop_at_step=7")
+    assert stopped.result["step"] == 7
+    resumed = train(tmp_path / "run", EVERY_STEP)
+    assert "resumed from step 7" in resumed.stderr
+    assert losses(tmp_path / "run") == losses(workdir)
+    for key in ("loss", "eval_loss", "init_hash"):
+        assert resumed.result[key] == result[key]
+    ours, theirs = checkpoint.load_run(tmp_path / "run").params, checkpoint.load_run(workdir).params
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
+    again = train(tmp_path / "run", EVERY_STEP)
+    assert again.result["eval_loss"] == result["eval_loss"] and "step 20/20" not in again.stderr
+
+
+@pytest.mark.parametrize("p", [0, 0.25, 1])
+def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p):
+    workdir, result = whole
+    other = train(tmp_path / "run", EVERY_STEP, f"--config.model.rope_percentage={p}")
+    assert other.result["rope_percentage"] == p
+    assert other.result["init_hash"] == result["init_hash"]
+    ours, theirs = losses(tmp_path / "run"), losses(workdir)
+    assert all(ours[step] != theirs[step] for step in theirs)
+    data = [checkpoint.Checkpoints(w).restore(20, data=None)["data"] for w in (tmp_path / "run", workdir)]
+    assert data[0] == data[1]
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_dir, monkeypatch):
+    workdir, _ = whole
+    monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
+    outcome = run_command("prope.evaluate", f"--workdir={workdir}", "--batch_size=3", "--max_windows=10")
+    assert outcome.result.keys() >= {
+        "step", "rope_percentage", "rotated_pairs", "dataset", "seq_len", "tokens", "loss", "perplexity",
+        "bits_per_byte",
+    }  # fmt: skip
+    assert (outcome.result["step"], outcome.result["rotated_pairs"]) == (20, 12)
+    run = checkpoint.load_run(workdir)
+    windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
+    found = []
+    for size in (1, 3, 8):
+        run.config.eval.update({"batch_size": size, "max_windows": 10})
+        found.append(make_evaluation(run.config, windows, sharding.make_mesh())(run.params))
+    assert {record["tokens"] for record in found} == {outcome.result["tokens"]}
+    np.testing.assert_allclose([record["loss"] for record in found], outcome.result["loss"], rtol=1e-6)
+
+
+def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache_dir, monkeypatch):
+    """With a zero embedding every token has the same chance: the sums must come out as log V, whatever is padded."""
+    monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
+    run = checkpoint.load_run(whole[0])
+    run.params["embedder"]["input_embedding"] *= 0
+    windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
+    run.config.eval.update({"batch_size": 512, "max_windows": None})
+    found = make_evaluation(run.config, windows, sharding.make_mesh())(run.params)
+    assert found["tokens"] == windows.store.targets("validation")
+    np.testing.assert_allclose(found["loss"], np.log(260), rtol=1e-6)
+    size = windows.store.index["validation"]["bytes"]
+    np.testing.assert_allclose(found["bits_per_byte"], np.log2(260) * found["tokens"] / size, rtol=1e-6)
+
+
+def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in articles()))
+    outcome = run_command(
+        "prope.evaluate", f"--workdir={whole[0]}", "--seq_len=128", "--dataset=files", f"--data_dir={text}"
+    )
+    assert (outcome.result["seq_len"], outcome.result["dataset"]) == (128, "files")
+
+
+def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(tmp_path):
+    """In a process where a TensorFlow could be imported and would end it, and where every look outside fails."""
+    (tmp_path / "fake" / "tensorflow").mkdir(parents=True)
+    (tmp_path / "fake" / "tensorflow" / "__init__.py").write_text("raise SystemExit('TensorFlow was imported')")
+    watch = (
+        "import runpy, sys\n"
+        "def refuse(event, arguments):\n"
+        "    if event in ('socket.connect', 'socket.bind', 'socket.getaddrinfo', 'socket.sendto'):\n"
+        "        raise RuntimeError(f'{event} {arguments}')\n"
+        "sys.addaudithook(refuse)\n"
+        "runpy.run_module('prope.train', run_name='__main__', alter_sys=True)\n"
+    )
+    found = []
+    for kind in ("array_record", "tfrecord"):
+        write_tfds(tmp_path / kind, kind, articles(300))
+        workdir = tmp_path / f"run-{kind}"
+        arguments = [
+            sys.executable, "-c", watch, CONFIG, f"--workdir={workdir}", f"--config.data.dataset={NAME}",
+            f"--config.data.data_dir={tmp_path / kind}", f"--config.data.cache_dir={tmp_path / kind / 'cache'}",
+            EVERY_STEP,
+        ]  # fmt: skip
+        env = os.environ | {"PYTHONPATH": str(tmp_path / "fake")}
+        done = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        found.append(losses(workdir))
+    assert found[0] == found[1] and len(found[0]) == 20
+
+
+def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path):
+    workdir, result = whole
+    spread = train(tmp_path / "run", EVERY_STEP, "--config.mesh.data=2", "--stop_at_step=10", devices=8)
+    assert spread.code == 0, spread.stderr
+    assert spread.result["init_hash"] == result["init_hash"]
+    evaluated = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=8")
+    np.testing.assert_allclose(evaluated.result["loss"], spread.result["eval_loss"], rtol=1e-5)
+    train(tmp_path / "run", EVERY_STEP, "--config.accumulation=2")
+    ours, theirs = losses(tmp_path / "run"), losses(workdir)
+    np.testing.assert_allclose([ours[s] for s in theirs], list(theirs.values()), rtol=1e-5)
+
+
+def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
+    workdir, result = whole
+    started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
+    assert started.result["init_hash"] == hash_params(checkpoint.load_run(workdir).params) != result["init_hash"]
+    refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.rope_percentage=0.5")
+    assert "is another model (model.rope_percentage: 0.75, not 0.5)" in refused.error
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train, tmp_path):
+    outcome = train(
+        tmp_path / "run", "--config.optimizer.learning_rate=1e30", "--config.checkpoint_every=1",
+        "--config.optimizer.warmup_steps=0", "--config.eval.max_windows=1",
+    )  # fmt: skip
+    assert outcome.code == 1
+    assert re.search(r"stopped: step \d+ has loss .* (nan|inf).*learning_rate \(now 1e\+30\)", outcome.error)
+    kept = checkpoint.Checkpoints(tmp_path / "run").steps()
+    assert kept and all(
+        np.isfinite(leaf).all() for leaf in jax.tree.leaves(checkpoint.load_run(tmp_path / "run", kept[-1]).params)
+    )
+
+
+def test_a_prompt_is_continued(whole, run_command):
+    arguments = (f"--workdir={whole[0]}", "--prompt=Return the", "--length=20")
+    greedy = [run_command("prope.sample", *arguments, "--temperature=0", f"--seed={seed}") for seed in (1, 2)]
+    assert greedy[0].result["text"] == greedy[1].result["text"]
+    assert greedy[0].result["tokens_per_second"] > 0
+    warm = [run_command("prope.sample", *arguments, f"--seed={seed}").result["text"] for seed in (1, 1, 2)]
+    assert warm[0] == warm[1] != warm[2]
+
+
+def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
+    outcome = run_command("prope.report", f"--workdir={whole[0]}")
+    assert (whole[0] / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert outcome.result == {"output": str(whole[0] / "loss.png"), "runs": [str(whole[0])]}
+    assert "no metrics of a run there" in run_command("prope.report", f"--workdir={tmp_path}").error
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        (
+            "--config.model.rope_percentag=0.5",
+            "config.model.rope_percentag: .*did you mean model.rope_percentage",
+        ),
+        ("--config.modle.head_dim=64", "config.modle.head_dim: .*did you mean model.head_dim"),
+        ("--config.num_steps=many", "config.num_steps=many: not a value of type int"),
+        ("--config.num_steps=1.5", "config.num_steps=1.5: not a value of type int"),
+        ("--config.model.rope_percentage=1.5", r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]"),
+        (
+            "--config.model.rope_percentage=-0.1",
+            r"model.rope_percentage=-0.1: must be a fraction in \[0, 1\]",
+        ),
+        ("--config.model.rope_percentage=nan", r"model.rope_percentage=nan: must be a fraction in \[0, 1\]"),
+        ("--config.model.head_dim=33", "model.head_dim=33: must be even"),
+        ("--config.model.num_kv_heads=3", "model.num_heads=2: must be a multiple of model.num_kv_heads=3"),
+        ("--config.accumulation=3", "batch_size=8: must be a multiple of accumulation=3"),
+        ("--config.model.vocab_size=100", "vocab_size=100: the tokenizer byte has 260 ids"),
+        ("--config.data.tokenizer=none.model", "tokenizer=none.model: cannot be read"),
+        (
+            "--config.data.dataset=wikipedia/20230601.en",
+            "data.dataset=wikipedia/20230601.en needs the folder",
+        ),
+        ("--stop_at_step=0", "stop_at_step"),
+        ("--cnofig=x", "cnofig"),
+        ("stray", "unexpected argument 'stray'"),
+    ],
+)
+def test_bad_input_gets_one_line_before_a_device_is_touched(train, tmp_path, argument, says):
+    # A platform that does not exist: touching a device would be another error.
+    outcome = train(tmp_path / "run", argument, JAX_PLATFORMS="none")
+    assert outcome.code == 2
+    assert re.search(says, outcome.error), outcome.error
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_bad_config_files_get_one_line(run_command, tmp_path):
+    for text, says in (
+        ("def get_config(): return 1 +", "invalid syntax"),
+        ("from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
+         "    c.model.rope_percentag = 1.0\n    return c", "rope_percentag.*did you mean rope_percentage"),
+        ("from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
+         "    c.num_steps = 'many'\n    return c", "many|num_steps"),
+    ):  # fmt: skip
+        (tmp_path / "file.py").write_text(text)
+        outcome = run_command("prope.train", f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run")
+        assert outcome.code == 2 and re.search(says, outcome.error), outcome.error
+    huge = run_command("prope.train", f"--config={ROOT}/configs/quickstart.py:huge", f"--workdir={tmp_path}")
+    assert "the size of a config is full or tiny; got huge" in huge.error
+    missing = run_command("prope.train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run")
+    assert "none.py" in missing.error
+    assert "--workdir" in run_command("prope.train", CONFIG).error
+
+
+def test_a_batch_that_the_devices_cannot_divide(train, tmp_path):
+    outcome = train(tmp_path / "run", "--config.batch_size=12", devices=8)
+    assert "batch_size=12: must be a multiple of 8 (accumulation=1 x 8 devices)" in outcome.error
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
+    workdir, _ = whole
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    arguments = ("--config.model.rope_percentage=0.5", "--config.seed=1", "--config.log_every=3")
+    outcome = train(workdir, *arguments)
+    assert "model.rope_percentage: 0.75, not 0.5" in outcome.error and "seed: 0, not 1" in outcome.error
+    assert "log_every" not in outcome.error
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+
+
+def test_other_data_under_a_run_is_refused(train, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in articles()))
+    arguments = ("--config.data.dataset=files", f"--config.data.data_dir={text}")
+    assert train(tmp_path / "run", *arguments, "--stop_at_step=2").code == 0
+    (text / "b.txt").write_text("one more document")
+    outcome = train(tmp_path / "run", *arguments)
+    assert "checkpoint 2 was trained on other data" in outcome.error
+
+
+def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
+    workdir, _ = whole
+    assert "no run there" in run_command("prope.evaluate", f"--workdir={tmp_path}/none").error
+    (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
+    assert "a run without a finished checkpoint" in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    (tmp_path / "checkpoints").mkdir()
+    assert "a run without a finished checkpoint" in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    missing = run_command("prope.evaluate", f"--workdir={workdir}", "--step=11")
+    assert "--step=11" in missing.error and "it has 10, 20" in missing.error
+    values = json.loads((workdir / "config.json").read_text())
+    values["model"]["rope_percentage"] = 1.0
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
+    disagree = run_command("prope.evaluate", f"--workdir={tmp_path}")
+    assert "config.json and checkpoint 20 disagree (model.rope_percentage: 0.75, not 1.0)" in disagree.error
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+    usage = type("Usage", (), {"free": 5_000_000})
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UsageError, match="the disk is full: a checkpoint needs 9 MB and 5 MB are free"):
+        checkpoint.check_disk(tmp_path, 9_000_000)
+
+    def main():
+        try:
+            with open("/dev/full", "w") as full:
+                full.write("x")
+        except OSError as error:
+            raise RuntimeError("saving failed") from error
+
+    monkeypatch.setattr(sys, "argv", ["prope.train"])
+    with pytest.raises(SystemExit) as stopped:
+        command.run(main, lambda: None)
+    assert stopped.value.code == 1
+    assert re.fullmatch(
+        r"error: no space left on the device \(.*\); .*run the same command again\n", capsys.readouterr().err
+    )
