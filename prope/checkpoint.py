@@ -81,7 +81,7 @@ class Run:
     init_hash: str
 
 
-def load_run(workdir: str, step: int | None = None) -> Run:
+def load_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
     """The run in `workdir` with the parameters of a checkpoint, the newest by default, on this machine's devices.
 
     Raises:

@@ -19,6 +19,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 _PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937511")
 
@@ -50,7 +51,7 @@ def frequencies(head_dim: int, max_wavelength: float = 10_000, rope_percentage: 
 
 
 def rotation_table(
-    positions: jax.Array, head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0
+    positions: ArrayLike, head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of every pair's angle, for integer `positions` [...]: two float32 [..., P].
 
@@ -82,8 +83,8 @@ def rotate(inputs: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "max_wavelength", "rope_percentage"))
 def apply_p_rope(
-    inputs: jax.Array,
-    positions: jax.Array,
+    inputs: ArrayLike,
+    positions: ArrayLike,
     head_dim: int,
     max_wavelength: float = 10_000,
     rope_percentage: float = 1.0,

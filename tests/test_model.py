@@ -33,13 +33,14 @@ def draw(config, B=2, T=12, seed=0):
     params = start(config, seed)
     rng = np.random.default_rng(seed)
     params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape).astype(np.float32), params)
-    tokens = rng.integers(0, config.vocab_size, (B, T)).astype(np.int32)
-    return params, tokens, np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (B, T)), jnp.int32)
+    return params, tokens, jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
 
 
 def reference(config, params, tokens, positions, segments=None):
     """Logits [B, T, V]: loops over layers, heads and queries, all in float64."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    tokens, positions = np.asarray(tokens), np.asarray(positions)
     table, layers = params["embedder"]["input_embedding"], params["layers"]
     B, T = tokens.shape
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
@@ -152,7 +153,7 @@ def test_later_tokens_do_not_matter():
         changed = params | {"embedder": {"input_embedding": table}}
         return model.hidden_states(config, changed, tokens, positions)[0, at].sum()
 
-    tokens = np.arange(12, dtype=np.int32)[None]  # every token once, so that a row of the table is a place
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]  # every token once, so that a row of the table is a place
     gradient = jax.jit(jax.grad(one_output), static_argnums=1)(params["embedder"]["input_embedding"][:12], 6)
     reached = np.abs(np.asarray(gradient)).max(-1)
     assert np.all(reached[:7] > 0) and np.all(reached[7:] == 0)
