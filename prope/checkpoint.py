@@ -149,5 +149,5 @@ def check_disk(directory: pathlib.Path, num_bytes: int) -> None:
     if free < num_bytes:
         raise UsageError(
             f"{directory}: the disk is full: a checkpoint needs {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are "
-            "free; free some space or choose another --workdir"
+            "free; free some space and run the same command again, or choose another --workdir"
         )

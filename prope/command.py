@@ -31,7 +31,7 @@ def run(main: Callable[[], dict], define_flags: Callable[[], None]) -> None:
     ours.setLevel(logging.INFO)
     ours.propagate = False
     ours.addHandler(logging.StreamHandler(sys.stderr))
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it also raises, from every thread
     try:
         define_flags()
         _parse_flags(sys.argv)
@@ -45,11 +45,14 @@ def run(main: Callable[[], dict], define_flags: Callable[[], None]) -> None:
     except Exception as error:
         if not is_disk_full(error):
             raise
-        _stop(
-            f"error: no space left on the device ({str(error).splitlines()[0]}); what was saved before is whole: "
-            "free some space, then run the same command again",
-            1,
+        reason = str(error).splitlines()[0]
+        print(
+            f"error: no space left on the device ({reason}); what was saved before is whole: free some space, then run "
+            "the same command again",
+            file=sys.stderr,
+            flush=True,
         )
+        os._exit(1)  # not sys.exit: at exit, libraries would try to write to the full disk once more
     print(json.dumps(result), flush=True)
 
 

@@ -43,7 +43,8 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
     mesh = sharding.make_mesh(config.mesh.data)
     optimizer = make_optimizer(config)
     state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
-    checkpoint.check_disk(path, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    checkpoint.check_disk(path, size)
     checkpoint.write_config(path, config)
     log.info(
         "%d x %s; %s parameters; p-RoPE turns %d of %d pairs (p = %g); %s windows of %d tokens of %s",
@@ -77,6 +78,7 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
                         out.evaluation({"step": step, **about, **evaluation(params)})
                 if step == stop or step % config.checkpoint_every == 0:
                     with out.pause():
+                        checkpoint.check_disk(path, size)  # again: disks fill up while runs go on
                         identity = {"config": config.to_dict(), "init_hash": init_hash}
                         position = data | {"examples": step * config.batch_size}
                         checkpoints.save(step, params, opt_state, identity, position)

@@ -20,7 +20,7 @@ from prope.data.windows import Windows, ahead, train_batch, window_of
 NAME = "wikipedia/20230601.en"
 
 
-def articles(number=60):
+def articles(number=200):
     """Texts of very different lengths, some with more bytes than characters."""
     rng = np.random.default_rng(0)
     words = ["rope", "turn", "Zürich", "数学", "pair", "\n", "frequency", "é"]

@@ -317,6 +317,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
             raise RuntimeError("saving failed") from error
 
     monkeypatch.setattr(sys, "argv", ["prope.train"])
+    monkeypatch.setattr(command.os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as stopped:
         command.run(main, lambda: None)
     assert stopped.value.code == 1
