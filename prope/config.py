@@ -6,6 +6,7 @@ what it computes: those may differ when a run is resumed.
 """
 
 import math
+from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -45,7 +46,7 @@ def default_config() -> ConfigDict:
     model.hidden_dim = 1024  # F, of each of the two gates of the MLP
     model.vocab_size = 260  # V, at least the tokenizer's
     model.max_wavelength = 10_000.0  # theta, the base wavelength
-    model.rope_percentage = 1.0  # p in [0, 1]: 1 is RoPE, 0 is NoPE
+    model.rope_percentage = 1.0  # p in [0, 1]: 1 is RoPE, 0 is NoPE; a number per layer: set_layer_percentages
     model.dtype = "float32"  # of activations and matmuls: float32 | bfloat16; parameters are always float32
     model.attention = "auto"  # auto | xla
     model.scan_layers = True  # compile one layer and loop, or unroll; same parameters, same result
@@ -85,6 +86,18 @@ def default_config() -> ConfigDict:
     return config.lock()
 
 
+def layer_percentages(model: ConfigDict) -> tuple[float, ...]:
+    """rope_percentage of every layer, from a run's `config.model`, which may give one number for all."""
+    p = model.rope_percentage
+    return (p,) * model.num_layers if isinstance(p, int | float) else tuple(p)
+
+
+def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:
+    """Gives every layer its own rope_percentage; the field's declared type is one number."""
+    with config.model.ignore_type():
+        config.model.rope_percentage = tuple(map(float, percentages))
+
+
 def sized(config: ConfigDict, size: str) -> ConfigDict:
     """The config as it is for size "full"; for "tiny", one that any laptop trains in seconds.
 
@@ -95,6 +108,8 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         raise ValueError(f"the size of a config is full or tiny; got {size}")
     if size == "full":
         return config
+    if isinstance(config.model.rope_percentage, tuple):
+        set_layer_percentages(config, config.model.rope_percentage[:2])
     groups = config.model.num_heads // config.model.num_kv_heads
     config.update_from_flattened_dict({
         "batch_size": 8, "accumulation": 1, "num_steps": 20, "log_every": 5, "eval_every": 10, "checkpoint_every": 10,
@@ -131,6 +146,8 @@ def from_dict(values: dict) -> ConfigDict:
                 f"the saved config has a field that this version does not know: {name}{nearest(name, known)}"
             )
     try:
+        if isinstance(given.get("model.rope_percentage"), list | tuple):
+            set_layer_percentages(config, given.pop("model.rope_percentage"))
         config.update_from_flattened_dict(given)
     except (TypeError, ValueError) as error:
         raise UsageError(f"the saved config cannot be read: {error}") from None
@@ -159,8 +176,11 @@ def validate(config: ConfigDict) -> None:
         if not holds:
             raise UsageError(f"config.{name}={fields[name]}: {allowed}")
 
-    p = fields["model.rope_percentage"]  # first: nan is not a number between 0 and 1
-    require("model.rope_percentage", 0 <= p <= 1, "must be a fraction in [0, 1], where 1 is RoPE and 0 is NoPE")
+    layers = layer_percentages(config.model)
+    allowed = "must be a fraction in [0, 1], where 1 is RoPE and 0 is NoPE"
+    require("model.rope_percentage", all(0 <= p <= 1 for p in layers), allowed)  # first: nan is not finite either
+    count = f"must be one number, or one for each of model.num_layers={config.model.num_layers}"
+    require("model.rope_percentage", len(layers) == config.model.num_layers, count)
     for name, value in fields.items():
         if isinstance(value, float):
             require(name, math.isfinite(value), "must be a finite number")

@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 from prope import checkpoint, command, metrics, model, sharding
 from prope.config import validate
 from prope.data.windows import Windows
-from prope.rope import rotated_pairs
 from prope.step import batch_losses
 
 log = logging.getLogger("prope")
@@ -93,9 +92,9 @@ def main() -> dict:
         config.data.data_dir = given.data_dir
     validate(config)
     windows = Windows(config.data, config.model.vocab_size, "validation")
-    pairs = rotated_pairs(config.model.head_dim, config.model.rope_percentage)
+    pairs = model.turned_pairs(config.model)
     log.info(
-        "evaluating step %d of %s on %d windows of %s; p-RoPE turns %d of %d pairs", run.step, run.workdir,
+        "evaluating step %d of %s on %d windows of %s; p-RoPE turns %s of %d pairs", run.step, run.workdir,
         windows.count, config.data.dataset, pairs, config.model.head_dim // 2,
     )  # fmt: skip
     record = {

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope.attention import attention
-from prope.rope import rotate, rotation_table
+from prope.config import layer_percentages
+from prope.rope import keep_fastest, rotate, rotated_pairs, rotation_table
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, S, K, H]
@@ -74,6 +75,12 @@ def embedding(params: Params) -> Float[Array, "V D"]:
     return params["embedder"]["input_embedding"]
 
 
+def turned_pairs(config: ConfigDict) -> int | list[int]:
+    """How many pairs p-RoPE turns: a number, or one per layer where layers differ."""
+    pairs = [rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
+    return pairs if isinstance(config.rope_percentage, tuple) else pairs[0]
+
+
 def num_parameters(params: Params) -> int:
     """The number of scalars in a tree of arrays or of their shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -98,8 +105,12 @@ class Decoder(nn.Module):
     def __call__(self, tokens, positions, segment_ids=None, cache=None, first_query=0):
         cfg = self.config
         x = Embedder(cfg, name="embedder")(tokens)
-        # One table for all layers: it depends on the positions only.
-        table = rotation_table(positions, cfg.head_dim, cfg.max_wavelength, cfg.rope_percentage)
+        # One table for all layers: it depends on the positions only. Where p differs, a layer leaves out some pairs.
+        percentages = layer_percentages(cfg)
+        table = rotation_table(positions, cfg.head_dim, cfg.max_wavelength, max(percentages))
+        pairs = None
+        if len(set(percentages)) > 1:
+            pairs = jnp.array(turned_pairs(cfg), jnp.int32)
         block = Block
         if cfg.remat != "none":
             block = nn.remat(Block, policy=_KEPT[cfg.remat], prevent_cse=not cfg.scan_layers)
@@ -107,11 +118,11 @@ class Decoder(nn.Module):
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=cfg.num_layers,
             unroll=1 if cfg.scan_layers else cfg.num_layers,
         )
-        x, cache = layers(cfg, name="layers")(x, cache, table, segment_ids, first_query)
+        x, cache = layers(cfg, name="layers")(x, cache, pairs, table, segment_ids, first_query)
         return RMSNorm(name="final_norm")(x), cache
 
 
@@ -133,7 +144,8 @@ class Block(nn.Module):
     config: FrozenConfigDict
 
     @nn.compact
-    def __call__(self, x, cache, table, segment_ids, first_query):
+    def __call__(self, x, cache, pairs, table, segment_ids, first_query):
+        table = table if pairs is None else keep_fastest(table, pairs)
         normed = RMSNorm(name="pre_attention_norm")(x)
         attended, cache = Attention(self.config, name="attn")(normed, cache, table, segment_ids, first_query)
         x = x + attended

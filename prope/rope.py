@@ -3,11 +3,11 @@
 Pair k of a head, k = 0 .. P-1 with P = head_dim / 2, is made of lanes k and k + P. At position m it is turned by
 the angle m * theta^(-2k / head_dim): pair 0 is the fastest (1 radian a token), pair P-1 the slowest. p-RoPE keeps
 the fastest int(p * head_dim // 2) pairs and leaves the others alone. The exponent's denominator is head_dim for
-every p: the rotated pairs of p = 0.25 turn exactly as the same pairs of p = 1 do.
+every p: the pairs that p = 0.25 turns, it turns exactly as p = 1 does.
 
-Angles are exact at every int32 position. A float32 product m * frequency has lost its last digits at 8k and is
-wrong by 0.03 radians at a million, so the angle is held in turns, as a 32-bit binary fraction that wraps around
-by itself: what integer arithmetic drops are whole turns, and nothing else.
+Angles are exact at every 32-bit position. A float32 product m * frequency has lost its last digits at 8k and is
+wrong by 0.03 radians at a million, so the angle is held in turns, as a binary fraction that wraps around by itself:
+what integer arithmetic drops are whole turns, and nothing else.
 
 Axes: B batch, T length, N heads, H head_dim, P = H / 2 pairs.
 """
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-_PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937511")
+_TWO_PI = 2 * decimal.Decimal("3.14159265358979323846264338327950288419716939937511")
 
 
 def rotated_pairs(head_dim: int, rope_percentage: float) -> int:
@@ -45,21 +45,20 @@ def frequencies(head_dim: int, max_wavelength: float = 10_000, rope_percentage: 
     """
     if not 1 < max_wavelength < math.inf:
         raise ValueError(f"max_wavelength must be finite and greater than 1; got {max_wavelength}")
-    turned = rotated_pairs(head_dim, rope_percentage)
     pairs = np.arange(head_dim // 2)
-    return np.where(pairs < turned, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)
+    turned = pairs < rotated_pairs(head_dim, rope_percentage)
+    return np.where(turned, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)
 
 
 def rotation_table(
     positions: ArrayLike, head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0
-) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every pair's angle, for integer `positions` [...]: two float32 [..., P].
+) -> jax.Array:
+    """Cosine and sine of every pair's angle, for integer `positions` [...]: float32 [2, ..., P].
 
-    Off by at most 1.2e-7 at every int32 position, negative ones included. It depends on no layer and no head:
-    make it once per step.
+    Off by at most 1.2e-7 at every 32-bit position, negative ones too. It depends on no layer: make it once per step.
 
     Raises:
-      TypeError: positions are not integers of at most 32 bits; bfloat16 cannot tell 256 from 257.
+      TypeError: positions are not integers of at most 32 bits.
       ValueError: as `frequencies`.
     """
     positions = jnp.asarray(positions)
@@ -68,26 +67,31 @@ def rotation_table(
             f"positions must be integers of at most 32 bits; got {positions.dtype}. "
             "Floating positions round (bfloat16 from 257 on): pass jnp.int32"
         )
-    high, low = _turns_per_token(tuple(frequencies(head_dim, max_wavelength, rope_percentage)))
     wide = jnp.int32 if jnp.issubdtype(positions.dtype, jnp.signedinteger) else jnp.uint32
-    return _cos_sin(positions.astype(wide)[..., None], high, low)
+    turns = _turns_per_token(tuple(frequencies(head_dim, max_wavelength, rope_percentage)))
+    cos, sin = _cos_sin(positions.astype(wide)[..., None], *turns)
+    # Written into a buffer, not stacked: XLA fuses a stack into every rotation, and computes the table there anew.
+    return jax.lax.empty((2, *cos.shape), cos.dtype).at[0].set(cos).at[1].set(sin)
 
 
-def rotate(inputs: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns `inputs` [B, T, N, H] of any float dtype by a table of [B, T, P]; multiplies in float32, casts last."""
-    cos, sin = (part[:, :, None, :] for part in table)
+def keep_fastest(table: jax.Array, pairs: ArrayLike) -> jax.Array:
+    """The table [2, ..., P] with only its first `pairs` pairs turned, as for a smaller p; `pairs` may be traced."""
+    still = jnp.array([1.0, 0.0]).reshape(2, *[1] * (table.ndim - 1))
+    return jnp.where(jnp.arange(table.shape[-1]) < pairs, table, still)
+
+
+def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
+    """Turns `inputs` [B, T, N, H] of any float dtype by a table [2, B, T, P]; multiplies in float32, casts last."""
+    cos, sin = table[:, :, :, None, :]
     first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(inputs.dtype)
+    # A stack of halves, not their concatenation: on a CPU its loops are the ones that LLVM vectorises.
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2)
+    return turned.astype(inputs.dtype).reshape(inputs.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "max_wavelength", "rope_percentage"))
 def apply_p_rope(
-    inputs: ArrayLike,
-    positions: ArrayLike,
-    head_dim: int,
-    max_wavelength: float = 10_000,
-    rope_percentage: float = 1.0,
+    inputs: ArrayLike, positions: ArrayLike, head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0
 ) -> jax.Array:
     """Applies p-RoPE to queries or keys: the listing of the paper's appendix C, exact at long range.
 
@@ -102,8 +106,7 @@ def apply_p_rope(
       The rotated inputs, in their shape and dtype.
 
     Raises:
-      TypeError: positions are not integers.
-      ValueError: a shape that does not fit, or an argument out of its range.
+      TypeError, ValueError: positions that are not integers, a shape that does not fit, a value out of its range.
     """
     if inputs.ndim != 4 or inputs.shape[-1] != head_dim:
         raise ValueError(f"inputs must be [B, T, N, head_dim={head_dim}]; got shape {inputs.shape}")
@@ -112,39 +115,35 @@ def apply_p_rope(
     return rotate(inputs, rotation_table(positions, head_dim, max_wavelength, rope_percentage))
 
 
+def interleaved_to_half_split(weights: ArrayLike) -> jax.Array:
+    """Reorders the head axis [..., H] of a query or key projection that pairs lanes 2k and 2k + 1, as RoFormer does.
+
+    With it `apply_p_rope` gives that layout's scores: q.k does not see a permutation of both.
+    """
+    return jnp.concatenate([weights[..., 0::2], weights[..., 1::2]], axis=-1)
+
+
 @functools.cache
 def _turns_per_token(radians: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Frequencies as 64-bit binary fractions of a turn: the high and the low 32 bits, two uint32 [P]."""
     with decimal.localcontext(prec=50):
-        fractions = [int((decimal.Decimal(r) / (2 * _PI) * 2**64).to_integral_value()) for r in radians]
+        fractions = [int((decimal.Decimal(r) / _TWO_PI * 2**64).to_integral_value()) for r in radians]
     return np.array([f >> 32 for f in fractions], np.uint32), np.array([f % 2**32 for f in fractions], np.uint32)
 
 
 def _cos_sin(positions: jax.Array, high: np.ndarray, low: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """cos and sin of 2 pi * positions * (high + low / 2^32) / 2^32, in 32-bit arithmetic; positions [..., 1]."""
     steps = jnp.abs(positions).astype(jnp.uint32)
-    # The high word of steps * fraction, modulo a turn. Of steps * low only the high half is wanted; the carries
-    # left out of it are 3e-9 radians at most.
+    # The high word of steps * fraction, modulo a turn. Carries from the low word, 3e-9 radians at most, are left out.
     upper, lower = steps >> 16, steps & 0xFFFF
     turns = steps * high + upper * (low >> 16) + ((upper * (low & 0xFFFF)) >> 16) + ((lower * (low >> 16)) >> 16)
-    # The nearest quarter turn, and what is left: at most an eighth of a turn, which a short polynomial serves.
+    # The nearest quarter turn, and the rest: at most an eighth of a turn, which a short polynomial serves (Cephes').
     quarter = (turns + np.uint32(1 << 29)) >> 30
-    rest = (turns - (quarter << 30)).astype(jnp.int32).astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
-    cos, sin = _cos_polynomial(rest), _sin_polynomial(rest)
+    x = (turns - (quarter << 30)).astype(jnp.int32).astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
+    z = x * x
+    near_sin = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 + z * -1.9515295891e-4))
+    near_cos = 1 - z / 2 + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
     odd = (quarter & 1) == 1
-    cos, sin = jnp.where(odd, sin, cos), jnp.where(odd, cos, sin)
+    cos, sin = jnp.where(odd, near_sin, near_cos), jnp.where(odd, near_cos, near_sin)
     cos = jnp.where(((quarter + 1) & 2) == 2, -cos, cos)
-    sin = jnp.where(((quarter & 2) == 2) != (positions < 0), -sin, sin)
-    return cos, sin
-
-
-def _sin_polynomial(x: jax.Array) -> jax.Array:
-    """Sine for |x| <= pi / 4, float32: the odd polynomial of degree 7 in Cephes (Moshier, 1989)."""
-    z = x * x
-    return x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 + z * -1.9515295891e-4))
-
-
-def _cos_polynomial(x: jax.Array) -> jax.Array:
-    """Cosine for |x| <= pi / 4, float32: the even polynomial of degree 8 in Cephes."""
-    z = x * x
-    return 1 - z / 2 + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
+    return cos, jnp.where(((quarter & 2) == 2) != (positions < 0), -sin, sin)

@@ -21,7 +21,6 @@ from prope.config import differences, from_dict, validate, validate_devices
 from prope.data.windows import Windows, ahead, train_batch
 from prope.evaluate import make_evaluation
 from prope.optimizer import make_optimizer
-from prope.rope import rotated_pairs
 from prope.step import batch_shapes, hash_params, init_state, make_train_step
 
 log = logging.getLogger("prope")
@@ -47,9 +46,9 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
     checkpoint.check_disk(path, size)
     checkpoint.write_config(path, config)
     log.info(
-        "%d x %s; %s parameters; p-RoPE turns %d of %d pairs (p = %g); %s windows of %d tokens of %s",
+        "%d x %s; %s parameters; p-RoPE turns %s of %d pairs (p = %s); %s windows of %d tokens of %s",
         jax.device_count(), jax.devices()[0].device_kind, f"{model.num_parameters(state[0]):,}",
-        rotated_pairs(config.model.head_dim, config.model.rope_percentage), config.model.head_dim // 2,
+        model.turned_pairs(config.model), config.model.head_dim // 2,
         config.model.rope_percentage, f"{windows['train'].count:,}", config.data.seq_len, config.data.dataset,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What a config may say; and every config of the project, at full size as shapes and at a small one as a step."""
 
 import importlib.util
+import json
 import math
 
 import jax
@@ -10,7 +11,16 @@ from conftest import ROOT
 
 from prope import model, sharding
 from prope.command import UsageError
-from prope.config import default_config, differences, flat, from_dict, validate, validate_devices
+from prope.config import (
+    default_config,
+    differences,
+    flat,
+    from_dict,
+    set_layer_percentages,
+    sized,
+    validate,
+    validate_devices,
+)
 from prope.optimizer import make_optimizer
 from prope.step import batch_shapes, init_state, make_train_step
 
@@ -91,6 +101,23 @@ def test_both_ends_of_p_are_values(p):
     config.model.rope_percentage = p
     validate(config)
     assert from_dict(config.to_dict()).model.rope_percentage == p
+
+
+def test_p_may_be_a_number_per_layer():
+    config = default_config()
+    set_layer_percentages(config, (1.0, 1.0, 1.0, 0.25))
+    validate(config)
+    again = from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.model.rope_percentage == (1.0, 1.0, 1.0, 0.25) and differences(config, again) == []
+    assert differences(config, default_config()) == ["model.rope_percentage: 1.0, not (1.0, 1.0, 1.0, 0.25)"]
+    validate(sized(again, "tiny"))
+    for wrong, says in (
+        ((1.0, 0.5), r"rope_percentage=\(1.0, 0.5\): must be one number, or one for each of model.num_layers=4"),
+        ((1.0, 0.5, math.nan, 0), r"rope_percentage=\(1.0, 0.5, nan, 0.0\): must be a fraction in \[0, 1\]"),
+    ):
+        set_layer_percentages(config, wrong)
+        with pytest.raises(UsageError, match=says):
+            validate(config)
 
 
 def test_devices_must_divide_the_batch():

@@ -10,7 +10,7 @@ from ml_collections import FrozenConfigDict
 from test_rope import oracle as turn
 
 from prope import model
-from prope.config import default_config
+from prope.config import default_config, layer_percentages, set_layer_percentages
 from prope.loss import token_losses
 
 
@@ -61,10 +61,8 @@ def reference(config, params, tokens, positions, segments=None):
             query, key, value = (
                 normed @ w for w in (at["attn"]["q_einsum"]["w"][n], *at["attn"]["kv_einsum"]["w"][:, k])
             )
-            query, key = (
-                turn(part[:, :, None], positions, config.max_wavelength, config.rope_percentage)[:, :, 0]
-                for part in (query, key)
-            )
+            p = layer_percentages(config)[layer]
+            query, key = (turn(part[:, :, None], positions, config.max_wavelength, p)[:, :, 0] for part in (query, key))
             for b in range(B):
                 for t in range(T):
                     seen = [s for s in range(t + 1) if segments is None or segments[b, s] == segments[b, t]]
@@ -142,6 +140,38 @@ def test_p_reaches_every_layer():
             difference = np.abs(outputs[one] - outputs[other]).max(-1)[0]
             assert difference[0] == 0, "position 0 turns nothing"
             assert np.all(difference[2:] > 1e-4)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_layers_may_each_have_their_p(scan_layers):
+    whole = default_config()
+    whole.model = small(scan_layers=scan_layers)
+    set_layer_percentages(whole, (1.0, 0.25, 0.0))
+    config = whole.model
+    params, tokens, positions = draw(config)
+    expected = reference(config, params, tokens, positions * 1000)
+    scores = forward(config, params, tokens, positions * 1000)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=2e-5 * expected.std())
+    set_layer_percentages(whole, (0.5, 0.5, 0.5))
+    same = forward(small(rope_percentage=0.5, scan_layers=scan_layers), params, tokens, positions)
+    np.testing.assert_array_equal(forward(whole.model, params, tokens, positions), same)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_table_is_made_once_however_many_layers_share_it(remat):
+    """Only the table shifts integers: the compiled gradient of an unrolled model must not do it more with depth."""
+
+    def shifts(num_layers):
+        config = small(num_layers=num_layers, scan_layers=False, remat=remat)
+        params, tokens, positions = draw(config)
+
+        def loss(params, positions):
+            return (model.hidden_states(config, params, tokens, positions) ** 2).sum()
+
+        text = jax.jit(jax.grad(loss)).lower(params, positions).compile().as_text()
+        return text.count(" shift-right-logical(")
+
+    assert 0 < shifts(1) == shifts(4)
 
 
 def test_later_tokens_do_not_matter():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prope import apply_p_rope
-from prope.rope import frequencies, rotated_pairs
+from prope.rope import frequencies, interleaved_to_half_split, keep_fastest, rotated_pairs, rotation_table
 
 BOUND = 3e-7  # of max|input|, for float32
 LANDMARKS = [0, 1, 255, 256, 257, 4095, 8191, 131071, 1048575]
@@ -174,6 +174,34 @@ def test_vmap_is_a_loop():
     inputs = np.stack([draw(64, positions, seed) for seed in range(3)])
     mapped = jax.vmap(lambda x: apply_p_rope(x, positions, 64))(inputs)
     np.testing.assert_array_equal(mapped, np.stack([apply_p_rope(x, positions, 64) for x in inputs]))
+
+
+def test_the_interleaved_layout_is_a_permutation_of_the_weights():
+    """RoFormer's pairs (2k, 2k + 1), turned in float64, score as its permuted weights do under `apply_p_rope`."""
+    d, T = 16, 9
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((T, 12))
+    projections = rng.standard_normal((2, 12, d))
+    positions = np.arange(T, dtype=np.int32)[None] * 1000
+    turned = tokens @ projections  # q and k, [2, T, d]
+    for k in range(d // 2):
+        angle = positions[0] * 10_000.0 ** (-2 * k / d)
+        even, odd = turned[..., 2 * k].copy(), turned[..., 2 * k + 1].copy()
+        turned[..., 2 * k] = even * np.cos(angle) - odd * np.sin(angle)
+        turned[..., 2 * k + 1] = odd * np.cos(angle) + even * np.sin(angle)
+    expected = turned[0] @ turned[1].T
+    permuted = [interleaved_to_half_split(part) for part in projections]
+    q, k = (apply_p_rope((jnp.float32(tokens) @ part)[None, :, None], positions, d)[0, :, 0] for part in permuted)
+    scores = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.7])
+def test_a_table_can_be_cut_to_a_smaller_p(p):
+    positions = np.array([LANDMARKS], np.int32)
+    whole = rotation_table(positions, 64)
+    cut = jax.jit(keep_fastest)(whole, rotated_pairs(64, p))
+    np.testing.assert_array_equal(cut, rotation_table(positions, 64, rope_percentage=p))
 
 
 @pytest.mark.parametrize(
