@@ -18,7 +18,7 @@ def get_config(size: str = "full"):
     config.batch_size = 8  # sequences, so 2048 tokens: small batches learn most from few tokens
     config.accumulation = 1
     config.seed = 0
-    config.log_every = 50
+    config.log_every = 20
     config.eval_every = 350
     config.checkpoint_every = 350
 
