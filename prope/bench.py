@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from prope import command
-from prope.command import UsageError
+from prope.errors import UsageError
 from prope.rope import apply_p_rope
 
 log = logging.getLogger("prope")

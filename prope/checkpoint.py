@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import model, sharding
-from prope.command import UsageError
+from prope.errors import UsageError
 
 
 class Checkpoints:

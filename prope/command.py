@@ -4,7 +4,6 @@ A command is a module with `define_flags()`, `main() -> dict` and, at its end, `
 Logs go to stderr; the dictionary that `main` returns is printed to stdout as the last line.
 """
 
-import difflib
 import errno
 import json
 import logging
@@ -16,13 +15,8 @@ from collections.abc import Callable
 
 from absl import flags
 
-
-class UsageError(Exception):
-    """Something the user gave cannot be used: the text names the cause, the value and the remedy."""
-
-
-class RunFailed(Exception):
-    """The run cannot go on: the text says what happened, what is kept and what to do."""
+from prope.config import default_config, flat
+from prope.errors import RunFailed, UsageError, nearest
 
 
 def run(main: Callable[[], dict], define_flags: Callable[[], None]) -> None:
@@ -68,12 +62,6 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
-def nearest(name: str, known) -> str:
-    """' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]}?)" if match else ""
-
-
 def _parse_flags(argv: list[str]) -> None:
     for argument in argv:  # the flag would only look when its value is used
         path = re.match(r"--config=([^:]+)", argument)
@@ -92,8 +80,6 @@ def _parse_flags(argv: list[str]) -> None:
 
 def _flag_error(error: Exception, argv: list[str]) -> str:
     """One line for what went wrong in a flag, an override of a config field, or the config file itself."""
-    from prope.config import default_config, flat
-
     known = flat(default_config())
     overrides = [found.groups() for argument in argv if (found := re.match(r"--config\.([\w.]+)=?(.*)", argument))]
     for name, _ in overrides:

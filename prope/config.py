@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from prope.command import UsageError, nearest
+from prope.errors import UsageError, nearest
 
 MAY_CHANGE = (
     "accumulation", "log_every", "eval_every", "checkpoint_every",

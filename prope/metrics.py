@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from prope.command import RunFailed
+from prope.errors import RunFailed
 from prope.optimizer import learning_rate
 
 log = logging.getLogger("prope")
@@ -33,7 +33,7 @@ class Metrics:
             part = workdir / f"{name}.part"
             part.write_text("".join(json.dumps(record) + "\n" for record in kept))
             part.replace(workdir / name)
-        self._events = SummaryWriter(str(workdir), purge_step=start + 1)
+        self._events = SummaryWriter(str(workdir), purge_step=start + 1) if start < stop else None
         self._bar = tqdm(total=stop, initial=start, unit="step", disable=not sys.stderr.isatty())
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._began = time.perf_counter()
@@ -79,15 +79,27 @@ class Metrics:
         else:
             self._bar.write(line, file=sys.stderr)
 
-    def tokens_per_second(self) -> float:
-        """Over all the steps of this start that were reported."""
+    def evaluated(self, about: dict) -> dict | None:
+        """The newest evaluation of the last step with these values in it."""
+        wanted = {"step": self._stop, **about}
+        records = [r for r in read_jsonl(self._workdir / "eval.jsonl") if wanted.items() <= r.items()]
+        return records[-1] if records else None
+
+    def last(self, name: str) -> float | None:
+        """A metric of the last logged step; None where metrics.jsonl was removed."""
+        records = read_jsonl(self._workdir / "metrics.jsonl")
+        return records[-1][name] if records else None
+
+    def tokens_per_second(self) -> float | None:
+        """Over all the steps of this start; where it made none, what the last logged step says."""
         step, seconds, _ = self._logged
-        return self._tokens(step - self._start) / seconds
+        return self._tokens(step - self._start) / seconds if seconds else self.last("tokens_per_second")
 
     def close(self) -> None:
         """Ends the bar and the event file."""
         self._bar.close()
-        self._events.close()
+        if self._events:
+            self._events.close()
 
     def _report(self) -> None:
         if self._pending is None:
@@ -126,7 +138,7 @@ class Metrics:
     def _keep(self, name: str, tag: str, record: dict) -> None:
         append_jsonl(self._workdir / name, record)
         for key, value in record.items():
-            if key != "step" and isinstance(value, int | float):
+            if self._events and key != "step" and isinstance(value, int | float):
                 self._events.add_scalar(f"{tag}/{key}", value, record["step"])
 
 

@@ -6,7 +6,7 @@ import pathlib
 from absl import flags
 
 from prope import checkpoint, command
-from prope.command import UsageError
+from prope.errors import UsageError
 from prope.metrics import read_jsonl
 
 

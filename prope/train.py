@@ -16,9 +16,9 @@ from ml_collections import ConfigDict, config_flags
 
 from prope import checkpoint, command, metrics, model, sharding
 from prope.checkpoint import Checkpoints
-from prope.command import UsageError
 from prope.config import differences, from_dict, validate, validate_devices
 from prope.data.windows import Windows, ahead, train_batch
+from prope.errors import UsageError
 from prope.evaluate import make_evaluation
 from prope.optimizer import make_optimizer
 from prope.step import batch_shapes, hash_params, init_state, make_train_step
@@ -59,7 +59,7 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
             "seq_len": config.data.seq_len,
         }
         start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, data)
-        stop = min(config.num_steps, stop_at_step or config.num_steps)
+        stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
         evaluation = make_evaluation(config, windows["validation"], mesh)
         about = {"dataset": config.data.dataset, "seq_len": config.data.seq_len}
 
@@ -81,18 +81,18 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
                         identity = {"config": config.to_dict(), "init_hash": init_hash}
                         position = data | {"examples": step * config.batch_size}
                         checkpoints.save(step, params, opt_state, identity, position)
-            speed = out.tokens_per_second() if start < stop else None
+            if out.evaluated(about) is None:  # a finished run whose eval.jsonl was removed
+                out.evaluation({"step": stop, **about, **evaluation(params)})
+            evaluated, loss, speed = out.evaluated(about), out.last("loss"), out.tokens_per_second()
 
-    trained = [r for r in metrics.read_jsonl(path / "metrics.jsonl") if r["step"] <= stop][-1]
-    evaluated = [r for r in metrics.read_jsonl(path / "eval.jsonl") if about.items() <= r.items()][-1]
     return {
-        "step": max(start, stop),
-        "loss": trained["loss"],
+        "step": stop,
+        "loss": loss,
         "eval_loss": evaluated["loss"],
         **{name: evaluated[name] for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte")},
         "rope_percentage": config.model.rope_percentage,
         "init_hash": init_hash,
-        "tokens_per_second": speed or trained["tokens_per_second"],
+        "tokens_per_second": speed,
         "workdir": str(path),
     }
 

@@ -10,7 +10,6 @@ import pytest
 from conftest import ROOT
 
 from prope import model, sharding
-from prope.command import UsageError
 from prope.config import (
     default_config,
     differences,
@@ -21,6 +20,7 @@ from prope.config import (
     validate,
     validate_devices,
 )
+from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.step import batch_shapes, init_state, make_train_step
 

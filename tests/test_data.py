@@ -10,12 +10,12 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 from tensorboardX.record_writer import RecordWriter
 
-from prope.command import UsageError
 from prope.config import default_config
 from prope.data import store as store_lib
 from prope.data.documents import find_source
 from prope.data.tokenizer import BOS, EOS, ByteTokenizer, load_tokenizer
 from prope.data.windows import Windows, ahead, train_batch, window_of
+from prope.errors import UsageError
 
 NAME = "wikipedia/20230601.en"
 

@@ -13,8 +13,8 @@ from conftest import CONFIG, ROOT, losses
 from test_data import NAME, articles, write_tfds
 
 from prope import checkpoint, command, sharding
-from prope.command import UsageError
 from prope.data.windows import Windows
+from prope.errors import UsageError
 from prope.evaluate import make_evaluation
 from prope.step import hash_params
 
@@ -65,6 +65,17 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
     again = train(tmp_path / "run", EVERY_STEP)
     assert again.result["eval_loss"] == result["eval_loss"] and "step 20/20" not in again.stderr
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    bare = train(tmp_path / "run", EVERY_STEP)
+    assert (bare.result["eval_loss"], bare.result["loss"]) == (result["eval_loss"], None)
+
+
+def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
+    """The next step takes over the memory of the state that is being saved; what is saved must not notice."""
+    assert train(tmp_path / "run", EVERY_STEP, "--stop_at_step=10").result["step"] == 10
+    ours, theirs = (checkpoint.load_run(workdir, 10).params for workdir in (tmp_path / "run", whole[0]))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
 
 
 @pytest.mark.parametrize("p", [0, 0.25, 1])

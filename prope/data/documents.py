@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from ml_collections import ConfigDict
 
-from prope.command import UsageError, nearest
+from prope.errors import UsageError, nearest
 
 
 @dataclasses.dataclass(frozen=True)

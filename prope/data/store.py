@@ -24,9 +24,9 @@ import tensorstore as ts
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from prope.command import UsageError
 from prope.data.documents import Source, find_source
 from prope.data.tokenizer import load_tokenizer
+from prope.errors import UsageError
 
 SPLITS = ("train", "validation")
 

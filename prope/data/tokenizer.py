@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from prope.command import UsageError
+from prope.errors import UsageError
 
 # Gemma's ids of the special tokens; the byte tokenizer has them too.
 PAD, EOS, BOS, UNKNOWN = 0, 1, 2, 3
