@@ -50,13 +50,20 @@ def test_equals_the_formula_at_every_range(d, p, max_wavelength):
 
 
 @pytest.mark.parametrize("max_wavelength", [1e4, 1e6])
-@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_equals_the_formula_at_random_positions(d, max_wavelength):
     positions = np.random.default_rng(1).integers(0, 2**20, (1, 10_000)).astype(np.int32)
     inputs = draw(d, positions, heads=1)
-    expected = oracle(inputs, positions, max_wavelength, 1.0)
-    rotated = apply_p_rope(inputs, positions, d, max_wavelength)
-    np.testing.assert_allclose(rotated, expected, rtol=0, atol=BOUND * np.abs(inputs).max())
+    whole = oracle(inputs, positions, max_wavelength, 1.0)
+    for p in (0, 0.1, 0.25, 0.5, 0.7, 0.75, 1):
+        expected = np.where(
+            np.arange(d) % (d // 2) < int(p * d // 2), whole, inputs
+        )  # lane by lane, as the oracle does
+        rotated = apply_p_rope(inputs, positions, d, max_wavelength, p)
+        np.testing.assert_allclose(rotated, expected, rtol=0, atol=BOUND * np.abs(inputs).max())
+        with jax.disable_jit():
+            outside = apply_p_rope(inputs, positions, d, max_wavelength, p)
+        np.testing.assert_allclose(outside, expected, rtol=0, atol=BOUND * np.abs(inputs).max())
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
