@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-# One compilation cache for this session and the processes it starts: most of them compile the same programs.
+# One compilation cache for these tests and the processes they start: most of them compile the same programs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="prope-tests-")
 os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PLATFORMS"] = "cpu"
