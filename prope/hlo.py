@@ -1,0 +1,263 @@
+"""Collectives, memory traffic and shapes, read off the text of a compiled module: `compiled.as_text()`.
+
+A loop counts as often as it runs; one whose length the text does not give is an error. No device is touched.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
+                "ragged-all-to-all", "reduce-scatter")  # fmt: skip
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async",
+         "after-all", "partition-id", "replica-id", "opt-barrier")  # fmt: skip
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveDone")
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """{"all-gather": {"count", "bytes"}, ..}: the collectives that one chip runs in one step, by kind.
+
+    Args:
+      text: of a compiled module, `compiled.as_text()`. Each run of a loop counts, a start and its done once.
+
+    Returns:
+      bytes: of the operand or the result on one chip, whichever is larger, twice that for an all-reduce: what a ring
+      of n chips takes through each of them, but for a factor (n - 1) / n; for an all-to-all, no less than that.
+
+    Raises:
+      ValueError: a loop whose length the text does not give; it is named.
+    """
+    found = _per_step(text, _collectives_in)
+    kinds = sorted(kind for kind, what in found if what == "count")
+    return {kind: {what: found[kind, what] for what in ("count", "bytes")} for kind in kinds}
+
+
+def hbm_bytes(text: str) -> int:
+    """An estimate of the bytes that one chip reads from and writes to its HBM in one step; raises as `collectives`.
+
+    Every instruction and every fusion reads its operands and writes its result once. Slices count what is sliced,
+    updates in place what is updated, arrays in VMEM nothing. Padding, and what a kernel reads again, are not seen.
+    """
+    return _per_step(text, _hbm_in)["bytes"]
+
+
+def array_shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
+    """(dtype, dims) of every array of a compiled module, those that exist only inside a fusion included."""
+    instructions = [x for computation in _read(text).values() for x in computation.instructions.values()]
+    return {(array.dtype, array.dims) for x in instructions for array in x.arrays}
+
+
+class _Array(NamedTuple):
+    dtype: str
+    dims: tuple[int, ...]
+    bytes: int
+    space: int  # 0 is HBM; others are VMEM, flags, scalars and the host
+
+
+class _Instruction(NamedTuple):
+    name: str
+    arrays: tuple[_Array, ...]  # the result; a tuple's elements, flat
+    opcode: str
+    operands: tuple[str, ...]
+    inside: str  # the text in the parentheses
+    attributes: str
+
+    def attribute(self, key: str) -> str | None:
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return found and found[1]
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def hbm(self) -> int:
+        return sum(array.bytes for array in self.arrays if array.space == 0)
+
+    @property
+    def free(self) -> bool:
+        """Whether it moves no data by itself."""
+        free_call = self.opcode == "custom-call" and any(name in self.attributes for name in _FREE_CALLS)
+        return free_call or self.opcode.removesuffix("-done") in _FREE
+
+    @property
+    def chained(self) -> bool:
+        """Whether it is a collective that a TPU runs beside the fusions in which its text stands."""
+        return "chain_id=" in self.attributes
+
+
+@dataclasses.dataclass
+class _Computation:
+    instructions: dict[str, _Instruction] = dataclasses.field(default_factory=dict)
+    root: _Instruction | None = None
+
+    def users(self, name: str) -> list[_Instruction]:
+        return [x for x in self.instructions.values() if name in x.operands]
+
+    def operands(self, x: _Instruction) -> list[_Instruction]:
+        """What x reads; for the done of a start, what the start reads."""
+        found = [self.instructions[name] for name in x.operands if name in self.instructions]
+        started = x.opcode.endswith("-done") and found and found[0].opcode.endswith("-start")
+        return self.operands(found[0]) if started else found
+
+
+def _arrays(text: str) -> tuple[_Array, ...]:
+    """The arrays of a type such as (bf16[8,128]{1,0:T(8,128)S(1)}, u32[])."""
+    arrays = []
+    for dtype, sizes, space in re.findall(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?", text):
+        dims = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+        arrays.append(_Array(dtype, dims, math.ceil(math.prod(dims) * bits / 8), int(space or 0)))
+    return tuple(arrays)
+
+
+@functools.lru_cache(2)
+def _read(text: str) -> dict[str, _Computation]:
+    """The computations of a module by name; "ENTRY" is the one that runs."""
+    module = {}
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            module["ENTRY" if header[1] else header[2]] = computation = _Computation()
+        elif parts := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*))?$", line):
+            operands = tuple(re.findall(r"%([\w.\-]+)", parts[5]))
+            x = _Instruction(parts[2], _arrays(parts[3]), parts[4], operands, parts[5], parts[6] or "")
+            computation.instructions[x.name] = x
+            computation.root = x if parts[1] else computation.root
+    if "ENTRY" not in module:
+        raise ValueError("not the text of a compiled module: it has no ENTRY")
+    return module
+
+
+def _per_step(text: str, count: Callable) -> Counter:
+    module = _read(text)
+    return _total(module, module["ENTRY"], count)
+
+
+def _total(module: dict, computation: _Computation, count: Callable) -> Counter:
+    """The sum of count(module, computation) over a computation and those it runs; of branches, the largest."""
+    total = Counter(count(module, computation))
+    for x in computation.instructions.values():
+        if x.opcode == "while":
+            trips, body = _trips(module, computation, x), _total(module, module[x.attribute("body")], count)
+            total.update({key: trips * value for key, value in body.items()})
+        elif x.opcode in ("call", "async-start"):
+            total.update(_total(module, module[x.attribute("calls") or x.attribute("to_apply")], count))
+        elif x.opcode == "conditional":
+            names = re.search(r"branch_computations=\{.*?\}|true_computation=.*?false_computation=\S+", x.attributes)[0]
+            branches = [_total(module, module[name], count) for name in re.findall(r"%([\w.\-]+)", names)]
+            total.update(functools.reduce(Counter.__or__, branches))
+    return total
+
+
+def _trips(module: dict, outside: _Computation, loop: _Instruction) -> int:
+    """How often a loop runs: as the compiler notes it or, as for TPUs it does not, from start, step and condition."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(known[1])
+    body, condition = module[loop.attribute("body")], module[loop.attribute("condition")]
+    first, test, inputs = outside.instructions[loop.operands[0]], condition.root, ()
+    if test.opcode == "fusion":
+        inputs = [_affine(module, condition, name) for name in test.operands]
+        condition = module[test.attribute("calls")]
+        test = condition.root
+    sides = [_affine(module, condition, name, inputs) for name in test.operands]
+    rounding = {"LT": 0, "LE": 1, "GT": 0, "GE": -1, "NE": 0}.get(test.attribute("direction"))
+    if rounding is not None and all(sides) and first.opcode == body.root.opcode == "tuple":
+        (i, shift), (other, limit) = sides
+        if i is not None and other is None:
+            start, after = _affine(module, outside, first.operands[i]), _affine(module, body, body.root.operands[i])
+            if start and start[0] is None and after and after[0] == i and after[1]:
+                return max(0, math.ceil((limit + rounding - shift - start[1]) / after[1]))
+    raise ValueError(f"how often the loop %{loop.name} runs cannot be read from the module's text")
+
+
+def _affine(module: dict, computation: _Computation, name: str, inputs=()) -> tuple[int | None, int] | None:
+    """A scalar as (i, c), element i of the loop's state plus c, or (None, c), the constant c; else None."""
+    x = computation.instructions[name]
+    if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.inside):
+        return None, int(x.inside)
+    if x.opcode == "parameter" and int(x.inside) < len(inputs):
+        return inputs[int(x.inside)]
+    if x.opcode == "get-tuple-element" and computation.instructions[x.operands[0]].opcode == "parameter":
+        return int(x.attribute("index")), 0
+    if x.opcode not in ("add", "bitcast", "convert", "copy", "copy-start", "copy-done", "fusion"):
+        return None
+    sides = [_affine(module, computation, operand, inputs) for operand in x.operands]
+    if x.opcode == "fusion":
+        inner = module[x.attribute("calls")]
+        return _affine(module, inner, inner.root.name, sides)
+    if x.opcode != "add":
+        return sides[0]
+    if all(sides) and None in (sides[0][0], sides[1][0]):
+        return sides[1][0] if sides[0][0] is None else sides[0][0], sides[0][1] + sides[1][1]
+    return None
+
+
+def _collectives_in(module: dict, computation: _Computation) -> Counter:
+    found = Counter()
+    for x in computation.instructions.values():
+        kind = x.opcode.removesuffix("-done")
+        if x.opcode == "fusion":
+            found.update(_collectives_in(module, module[x.attribute("calls")]))
+        elif kind in _COLLECTIVES:
+            starts = any("AsyncCollectiveStart" in user.attributes for user in computation.users(x.name))
+            if starts or not x.chained:
+                size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
+                found.update({(kind, "count"): 1, (kind, "bytes"): size * (2 if kind == "all-reduce" else 1)})
+    return found
+
+
+def _hbm_in(module: dict, computation: _Computation) -> Counter:
+    total = 0
+    for x in computation.instructions.values():
+        opcode, operands = x.opcode.removesuffix("-done"), computation.operands(x)
+        if opcode == "fusion":
+            body = module[x.attribute("calls")]
+            total += sum(_read_by(module, body, i, operand.hbm) for i, operand in enumerate(operands))
+            total += _written(module, body, body.root)
+        elif opcode in _SLICES:
+            total += (x.bytes if operands[0].hbm else 0) + x.hbm
+        elif opcode in _UPDATES:
+            update = operands[1 if opcode == "dynamic-update-slice" else -1]
+            total += update.hbm + (update.bytes if x.hbm else 0)
+        elif not (x.free or opcode.endswith(("-start", "-update"))):
+            total += sum(operand.hbm for operand in operands) + x.hbm
+    return Counter(bytes=total)
+
+
+def _read_by(module: dict, body: _Computation, i: int, whole: int) -> int:
+    """Bytes that a fusion reads of its operand i, which has `whole` bytes in HBM."""
+    names = [x.name for x in body.instructions.values() if x.opcode == "parameter" and x.inside == str(i)]
+    total = 0
+    for name in names:  # the operand, and what is a view of it
+        for x in body.users(name):
+            if x.opcode in _SLICES and x.operands[0] == name:
+                total += x.bytes
+            elif x.opcode == "bitcast":
+                names.append(x.name)
+            elif x.opcode == "fusion":
+                inner = module[x.attribute("calls")]
+                total += sum(_read_by(module, inner, j, whole) for j, used in enumerate(x.operands) if used == name)
+            elif not (x.free or x.chained or (x.opcode in _UPDATES and x.operands.index(name) == 0)):
+                return whole
+    return min(whole, total)
+
+
+def _written(module: dict, body: _Computation, x: _Instruction) -> int:
+    """Bytes of HBM that a fusion with the result x writes."""
+    operands = body.operands(x)
+    if x.opcode == "tuple":
+        return sum(_written(module, body, operand) for operand in operands)
+    if x.opcode == "fusion":
+        inner = module[x.attribute("calls")]
+        return _written(module, inner, inner.root)
+    if x.opcode == "bitcast" and x.hbm:
+        return _written(module, body, operands[0])
+    if x.opcode in _UPDATES and x.hbm:
+        return operands[1 if x.opcode == "dynamic-update-slice" else -1].bytes
+    return 0 if x.free or x.chained else x.hbm
