@@ -8,7 +8,10 @@ Command    python -m prope.train --config=configs/gemma_2b_wiki.py --workdir=W \
            DATA holds wikipedia/20230601.en as TFDS prepares it (21 GB; a missing folder is answered with the commands
            that bring it); tokenizer.model is Gemma's own. To try the plumbing on a laptop first, in seconds:
            --config=configs/gemma_2b_wiki.py:tiny
-Hardware   A slice of 64 TPU v5p, or of 256 v5e; 64 or more 80 GB GPUs.
+Hardware   A slice of 64 TPU v5p, or of 256 v5e; 64 or more 80 GB GPUs. To see first what fits, on any machine:
+           python -m prope.plan --config=configs/gemma_2b_wiki.py --topology=v5p:4x4x4
+           512 sequences on 64 v5p are 8 a chip, computed in two parts (59 GB of temporaries, compiled); on 256 v5e,
+           2 a chip, give --config.accumulation=1 --config.model.remat=save_qkv.
 Hours      42 billion tokens, about 7.1e20 FLOPs: 12 hours on 64 v5p at 55 % of their peak. Computed, not measured.
 Expected   Not yet run at this size. The paper's text does not survive with three of its numbers, which are assumed
            here and marked so: the steps, the batch and the share of validation documents. The learning rate and its
@@ -22,7 +25,7 @@ def get_config(size: str = "full"):
     config = default_config()
     config.num_steps = 10_000  # assumed
     config.batch_size = 512  # assumed; sequences, so 4.2 M tokens
-    config.accumulation = 1
+    config.accumulation = 2
     config.seed = 0
     config.log_every = 10
     config.eval_every = 500

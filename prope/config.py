@@ -21,8 +21,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 DTYPES = ("float32", "bfloat16")
-# "splash" (TPU) and "cudnn" (Hopper) are reserved names: refused until their kernels are here.
-ATTENTION = ("auto", "xla")
+ATTENTION = ("auto", "xla", "splash", "cudnn")
 REMAT = ("none", "minimal", "save_qkv", "full")
 
 
@@ -48,9 +47,11 @@ def default_config() -> ConfigDict:
     model.max_wavelength = 10_000.0  # theta, the base wavelength
     model.rope_percentage = 1.0  # p in [0, 1]: 1 is RoPE, 0 is NoPE; a number per layer: set_layer_percentages
     model.dtype = "float32"  # of activations and matmuls: float32 | bfloat16; parameters are always float32
-    model.attention = "auto"  # auto | xla
+    model.attention = "auto"  # auto | xla | splash (TPU) | cudnn (NVIDIA)
     model.scan_layers = True  # compile one layer and loop, or unroll; same parameters, same result
-    model.remat = "none"  # none | minimal (keep matmuls) | save_qkv (keep q, k, v) | full (keep layer inputs)
+    # What a layer keeps for its backward pass, from the fastest to the smallest: none (everything) | minimal (the
+    # wide matmuls and attention) | save_qkv (attention: q, k, v and output) | full (the layer's input only).
+    model.remat = "none"
 
     config.data = data = ConfigDict()
     data.dataset = "python_docs"  # python_docs | files | a TFDS name such as wikipedia/20230601.en
@@ -75,7 +76,8 @@ def default_config() -> ConfigDict:
     optimizer.mu_dtype = "float32"  # of AdamW's first moment; the second is always float32
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = 1  # replicas of the parameters; within each, all other devices share them (FSDP)
+    mesh.data = placeholder(int)  # replicas of the parameters; None: one per slice. All other devices share them (FSDP)
+    mesh.tensor = 1  # devices that share a sequence: parts of the heads, of the hidden units, of the vocabulary
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.max_to_keep = 2  # newest checkpoints kept
@@ -187,7 +189,7 @@ def validate(config: ConfigDict) -> None:
     positive = (
         "batch_size", "accumulation", "num_steps", "log_every", "eval_every", "checkpoint_every",
         "model.num_layers", "model.embed_dim", "model.num_heads", "model.num_kv_heads", "model.head_dim",
-        "model.hidden_dim", "model.vocab_size", "data.seq_len", "eval.batch_size", "mesh.data",
+        "model.hidden_dim", "model.vocab_size", "data.seq_len", "eval.batch_size", "mesh.tensor",
         "checkpoint.max_to_keep",
     )  # fmt: skip
     for name in positive:
@@ -203,13 +205,19 @@ def validate(config: ConfigDict) -> None:
         ("model.attention", ATTENTION), ("model.remat", REMAT),
     ):  # fmt: skip
         require(name, fields[name] in allowed, f"must be one of {', '.join(allowed)}")
-    if fields["eval.max_windows"] is not None:
-        require("eval.max_windows", fields["eval.max_windows"] >= 1, "must be at least 1, or None for all")
+    for name, none in (("eval.max_windows", "all"), ("mesh.data", "one per slice")):
+        if fields[name] is not None:
+            require(name, fields[name] >= 1, f"must be at least 1, or None for {none}")
 
     require("model.head_dim", fields["model.head_dim"] % 2 == 0, "must be even: RoPE turns pairs of lanes")
     require("model.max_wavelength", fields["model.max_wavelength"] > 1, "must be greater than 1")
     heads, kv_heads = fields["model.num_heads"], fields["model.num_kv_heads"]
     require("model.num_heads", heads % kv_heads == 0, f"must be a multiple of model.num_kv_heads={kv_heads}")
+    tensor = fields["mesh.tensor"]
+    for name in ("model.num_heads", "model.hidden_dim", "model.vocab_size"):
+        require(name, fields[name] % tensor == 0, f"must be a multiple of mesh.tensor={tensor}")
+    shared = kv_heads == 1 or kv_heads % tensor == 0
+    require("model.num_kv_heads", shared, f"must be 1, which every device keeps, or a multiple of mesh.tensor={tensor}")
     parts = fields["accumulation"]
     require("batch_size", fields["batch_size"] % parts == 0, f"must be a multiple of accumulation={parts}")
     steps, peak = fields["num_steps"], fields["optimizer.learning_rate"]
@@ -236,17 +244,23 @@ def validate(config: ConfigDict) -> None:
         )
 
 
-def validate_devices(config: ConfigDict, devices: int) -> None:
-    """Checks the config against the number of devices, as soon as that is known.
+def validate_devices(config: ConfigDict, devices: int, slices: int = 1) -> None:
+    """Checks the config against the number of devices and of slices, as soon as these are known.
 
     Raises:
       UsageError: a batch or a mesh that the devices cannot divide.
     """
-    replicas, parts = config.mesh.data, config.accumulation
-    if devices % replicas:
-        raise UsageError(f"config.mesh.data={replicas}: must divide the number of devices, {devices}")
-    if config.batch_size % (parts * devices):
+    replicas, tensor, parts = config.mesh.data or slices, config.mesh.tensor, config.accumulation
+    if replicas % slices:
+        raise UsageError(f"config.mesh.data={replicas}: must be a multiple of the number of slices, {slices}")
+    if devices % tensor:
+        raise UsageError(f"config.mesh.tensor={tensor}: must divide the number of devices, {devices}")
+    if devices // tensor % replicas:
+        over = f" over mesh.tensor={tensor}" if tensor > 1 else ""
+        raise UsageError(f"config.mesh.data={replicas}: must divide the number of devices, {devices}{over}")
+    rows = devices // tensor
+    if config.batch_size % (parts * rows):
         raise UsageError(
-            f"config.batch_size={config.batch_size}: must be a multiple of {parts * devices} "
-            f"(accumulation={parts} x {devices} devices)"
+            f"config.batch_size={config.batch_size}: must be a multiple of {parts * rows} "
+            f"(accumulation={parts} x {rows} {'devices' if tensor == 1 else f'groups of {tensor} devices'})"
         )

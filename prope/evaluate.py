@@ -30,8 +30,8 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
     """
     count = min(config.eval.max_windows or windows.count, windows.count)
     chosen = [place * windows.count // count for place in range(count)]
-    devices = mesh.devices.size
-    size = -(-min(config.eval.batch_size, count) // devices) * devices
+    parts = mesh.devices.size // mesh.shape["tensor"]
+    size = -(-min(config.eval.batch_size, count) // parts) * parts
     mine = sharding.rows_of_this_process(mesh, size)
 
     def read(start: int) -> dict[str, np.ndarray]:
@@ -48,7 +48,8 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
     def evaluation(params: model.Params) -> dict:
         totals = np.zeros(2)
         for start in range(0, count, size):
-            sums = step(params, sharding.global_batch(mesh, read(start), size))
+            with sharding.use(mesh):
+                sums = step(params, sharding.global_batch(mesh, read(start), size))
             totals += [np.asarray(part, np.float64).sum() for part in sums]
         loss = float(totals[0] / totals[1])
         store = windows.store
@@ -83,6 +84,7 @@ def main() -> dict:
     given = flags.FLAGS
     run = checkpoint.load_run(given.workdir, given.step)
     config = run.config.copy_and_resolve_references()
+    config.model.attention = "auto"  # of this machine, which need not be the one that trained
     config.eval.max_windows = given.max_windows
     config.eval.batch_size = given.batch_size or config.eval.batch_size
     config.data.seq_len = given.seq_len or config.data.seq_len

@@ -20,22 +20,25 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope.attention import attention
 from prope.config import layer_percentages
 from prope.rope import keep_fastest, rotate, rotated_pairs, rotation_table
+from prope.sharding import constrain, gathered, stored, take_rows
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, S, K, H]
 
-# What the backward pass finds kept, by name in config.model.remat; the rest it computes again.
+# What the backward pass of a layer finds kept besides its input, by config.model.remat; the rest it computes again.
+# "mixed" is the output of attention with its softmax's normaliser: with it, attention is not run again.
 _KEPT = {
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_qkv": jax.checkpoint_policies.save_only_these_names("query", "key", "value"),
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "minimal": ("query", "key", "value", "mixed", "gate", "up"),
+    "save_qkv": ("query", "key", "value", "mixed"),
+    "full": (),
 }
 
 
 def init(config: ConfigDict, key: jax.Array) -> Params:
     """Initial parameters for `config` (a run's `config.model`): a function of it and the key, of nothing else."""
     tokens = jnp.zeros((1, 2), jnp.int32)
-    return _decoder(config).init(key, tokens, tokens)["params"]
+    plain = ConfigDict(config.to_dict() | {"attention": "xla"})  # kernels want longer sequences; shapes are the same
+    return _decoder(plain).init(key, tokens, tokens)["params"]
 
 
 def hidden_states(
@@ -102,7 +105,7 @@ class Decoder(nn.Module):
     config: FrozenConfigDict
 
     @nn.compact
-    def __call__(self, tokens, positions, segment_ids=None, cache=None, first_query=0):
+    def __call__(self, tokens, positions, segment_ids=None, cache=None, first_query=None):
         cfg = self.config
         x = Embedder(cfg, name="embedder")(tokens)
         # One table for all layers: it depends on the positions only. Where p differs, a layer leaves out some pairs.
@@ -113,7 +116,8 @@ class Decoder(nn.Module):
             pairs = jnp.array(turned_pairs(cfg), jnp.int32)
         block = Block
         if cfg.remat != "none":
-            block = nn.remat(Block, policy=_KEPT[cfg.remat], prevent_cse=not cfg.scan_layers)
+            policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[cfg.remat])
+            block = nn.remat(Block, policy=policy, prevent_cse=not cfg.scan_layers)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -135,7 +139,7 @@ class Embedder(nn.Module):
     def __call__(self, tokens):
         cfg = self.config
         table = self.param("input_embedding", _fan_in((1,), 2), (cfg.vocab_size, cfg.embed_dim))
-        return (table[tokens] * math.sqrt(cfg.embed_dim)).astype(cfg.dtype)
+        return take_rows(table, tokens, lambda rows: (rows * math.sqrt(cfg.embed_dim)).astype(cfg.dtype))
 
 
 class Block(nn.Module):
@@ -164,9 +168,9 @@ class Attention(nn.Module):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
         key, value = Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->CBTKH", x)
-        query = checkpoint_name(rotate(query, table), "query")
-        key = checkpoint_name(rotate(key, table), "key")
-        value = checkpoint_name(value, "value")
+        query = checkpoint_name(constrain(rotate(query, table), "BTNH"), "query")
+        key = checkpoint_name(constrain(rotate(key, table), "BTKH"), "key")
+        value = checkpoint_name(constrain(value, "BTKH"), "value")
         if cache is not None:
             start = (0, first_query, 0, 0)
             key = jax.lax.dynamic_update_slice(cache["key"], key, start)
@@ -176,7 +180,7 @@ class Attention(nn.Module):
             query, key, value, segment_ids=segment_ids, first_query=first_query, implementation=cfg.attention
         )
         out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", mixed)
-        return out, cache
+        return constrain(out, "BTD"), cache
 
 
 class MLP(nn.Module):
@@ -189,9 +193,31 @@ class MLP(nn.Module):
         D, F = self.config.embed_dim, self.config.hidden_dim
         gating = self.param("gating_einsum", _fan_in((1,), 3), (2, D, F)).astype(x.dtype)
         linear = self.param("linear", _fan_in((0,), 2), (F, D)).astype(x.dtype)
+        gating, linear = gathered(gating, "CDF"), gathered(linear, "FD")
         rows = x.reshape(-1, D)  # matmuls over one axis of tokens: on a CPU the gradient is twice as fast
-        gate, up = rows @ gating[0], rows @ gating[1]
-        return ((nn.gelu(gate, approximate=True) * up) @ linear).reshape(x.shape)
+        gate = checkpoint_name(constrain(rows @ gating[0], "BF"), "gate")
+        up = checkpoint_name(constrain(rows @ gating[1], "BF"), "up")
+        return constrain(_gated(gate, up, linear).reshape(x.shape), "BTD")
+
+
+@jax.custom_vjp
+def _gated(gate, up, linear):
+    """(gelu(gate) * up) @ linear, of rows; the gelu is the tanh form."""
+    return (nn.gelu(gate, approximate=True) * up) @ linear
+
+
+def _gated_backward(residuals, pull):
+    gate, up, linear = residuals
+    active = nn.gelu(gate, approximate=True) * up
+    pulled_linear = stored(active.T @ pull, "FD")
+    pulled = constrain(pull @ linear.T, "BF")
+    # One after the other, so that `active` is gone before the two gradients that are as large come.
+    pulled, pulled_linear, gate, up = jax.lax.optimization_barrier((pulled, pulled_linear, gate, up))
+    _, back = jax.vjp(lambda gate, up: nn.gelu(gate, approximate=True) * up, gate, up)
+    return *back(pulled), pulled_linear
+
+
+_gated.defvjp(lambda *residuals: (_gated(*residuals), residuals), _gated_backward)
 
 
 class RMSNorm(nn.Module):
@@ -216,4 +242,4 @@ class Einsum(nn.Module):
     @nn.compact
     def __call__(self, equation, x):
         w = self.param("w", _fan_in(self.in_axes, len(self.shape)), self.shape)
-        return jnp.einsum(equation, x, w.astype(x.dtype))
+        return jnp.einsum(equation, x, gathered(w.astype(x.dtype), equation.split(",")[1].split("->")[0]))

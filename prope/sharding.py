@@ -1,25 +1,115 @@
-"""Where arrays live: the mesh, and one rule by shape for parameters and optimizer state alike.
+"""Where arrays live: the mesh, and which of its axes each axis letter may be split over.
 
-The mesh has two axes: `data`, over which the parameters are replicated, and `fsdp`, over which they are split.
-A batch is split over both. The model names no mesh axis.
+The mesh has three axes. `data` holds replicas of the parameters: one per slice, where there are several, because
+only gradients pass between replicas. `fsdp` splits the parameters and the batch: a matrix is gathered when it is
+used. `tensor` splits heads, hidden units and vocabulary. The model names axis letters, never mesh axes.
 """
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+_AXES = ("data", "fsdp", "tensor")
+# Of activations, and of parameters while they are used. A letter that is not here is never split.
+_IN_USE = {"B": ("data", "fsdp"), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
+# The axes of a parameter, by a name in its path; the optimizer's moments have the same paths. C counts what is
+# stored side by side (key and value; the two gates), L layers; neither is ever split, since loops run over them.
+_PARAMETERS = {
+    "input_embedding": "VD", "q_einsum": "NDH", "kv_einsum": "CKDH", "attn_vec_einsum": "NHD",
+    "gating_einsum": "CDF", "linear": "FD", "scale": "D",
+}  # fmt: skip
 _SMALL = 2**16  # elements: below this a leaf is cheaper to keep everywhere than to gather
 
 
-def make_mesh(replicas: int = 1) -> Mesh:
-    """All devices as (replicas, the rest)."""
-    shape = (replicas, jax.device_count() // replicas)
-    return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
+def make_mesh(replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None) -> Mesh:
+    """All devices as (data=replicas, fsdp=the rest, tensor); by default one replica per slice."""
+    devices = jax.devices() if devices is None else list(devices)
+    slices = num_slices(devices)
+    replicas = slices if replicas is None else replicas
+    shape = (replicas, len(devices) // (replicas * tensor), tensor)
+    if slices > 1:
+        within = (replicas // slices, *shape[1:])
+        grid = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def num_slices(devices: Sequence) -> int:
+    """How many slices the devices are spread over: groups that only a data-centre network joins."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def use(mesh: Mesh) -> contextlib.AbstractContextManager:
+    """Within it, what is traced is split as the rules of this file say, over this mesh."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def num_parts(letter: str) -> int:
+    """How many parts an axis is split into, in use, on the mesh of the surrounding `use`; 1 outside."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else int(np.prod([mesh.shape[axis] for axis in _IN_USE.get(letter, ())]))
+
+
+def constrain(x: jax.Array, axes: str) -> jax.Array:
+    """x, an activation, split as its axes are in use, such as "BTNH"."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, axes, x.shape))
+
+
+def stored(x: jax.Array, axes: str) -> jax.Array:
+    """x, split as a parameter with these axes is stored, such as "NDH"."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _stored(mesh, axes, x.shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(x: jax.Array, axes: str) -> jax.Array:
+    """A stored parameter, gathered to be used; its gradient is summed and scattered in one go, never held whole."""
+    return constrain(x, axes)
+
+
+gathered.defvjp(
+    lambda x, axes: (constrain(stored(x, axes), axes), None),
+    lambda axes, _, pull: (stored(pull, axes),),
+)
+
+
+def per_device(function: Callable, axes: Sequence[str]) -> Callable:
+    """`function` of arrays with these axes, run by every device on its own part; the result is split as the first."""
+
+    def run(*arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return function(*arrays)
+        specs = tuple(_spec(mesh, names, x.shape) for names, x in zip(axes, arrays, strict=True))
+        return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+
+    return run
+
+
+def take_rows(table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows) -> jax.Array:
+    """finish(table[tokens]) for a stored table [V, D], its columns over fsdp, and tokens [B, T]; elementwise `finish`.
+
+    Every device looks up its own columns for all the tokens of its replica, and these are exchanged: the table,
+    and in the backward pass its gradient, never exist whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or table.shape[-1] % mesh.shape["fsdp"] or tokens.shape[0] % num_parts("B"):
+        return constrain(finish(table[tokens]), "BTD")
+    tokens = jax.lax.with_sharding_constraint(tokens, PartitionSpec("data"))
+    rows = jax.lax.with_sharding_constraint(finish(table[tokens]), PartitionSpec("data", None, "fsdp"))
+    return constrain(rows, "BTD")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch [B, ...] over all devices."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    """Rows of a batch [B, ...] over data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(_IN_USE["B"]))
 
 
 def rows_of_this_process(mesh: Mesh, batch_size: int) -> list[int]:
@@ -47,19 +137,38 @@ def with_shardings(shapes, mesh: Mesh):
 
 
 def state_shardings(state, mesh: Mesh):
-    """A sharding for every leaf of a tree of arrays or shapes.
+    """A sharding for every leaf of a tree of parameters or optimizer state, of arrays or shapes, by its path.
 
-    A leaf is split over `fsdp` along its longest axis that divides, but never along the layers that a scan runs
-    over; where none divides, and where a leaf is small, every device holds it whole.
+    Heads, hidden units and vocabulary are split over `tensor`, then the axis D over `fsdp`; where D does not divide,
+    the longest other axis that does. What divides by nothing is kept whole by every device, and so is what is small.
     """
 
     def rule(path, leaf):
-        stacked = any(getattr(key, "key", None) == "layers" for key in path)
-        size = mesh.shape["fsdp"]
-        axes = [a for a in range(int(stacked), leaf.ndim) if leaf.shape[a] % size == 0]
-        spec = [None] * leaf.ndim
-        if axes and leaf.size >= _SMALL:
-            spec[max(axes, key=lambda axis: leaf.shape[axis])] = "fsdp"
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        axes = next((_PARAMETERS[name] for name in names if name in _PARAMETERS), None)
+        if axes is None or leaf.size < _SMALL:
+            return NamedSharding(mesh, PartitionSpec())
+        axes = "L" * ("layers" in names) + axes
+        return NamedSharding(mesh, _stored(mesh, axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(rule, state)
+
+
+def _stored(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
+    """How a parameter that no computation is using is split: as in use, and one more axis over fsdp."""
+    spec = list(_spec(mesh, axes, shape))
+    free = [a for a, part in enumerate(spec) if (part is None or mesh.shape[part] == 1) and axes[a] not in "LC"]
+    free = [a for a in free if shape[a] % mesh.shape["fsdp"] == 0]
+    if free:
+        spec[max(free, key=lambda a: (axes[a] == "D", shape[a]))] = "fsdp"
+    return PartitionSpec(*spec)
+
+
+def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
+    """How an array in use is split: an axis that its mesh axes do not divide is not."""
+    parts = []
+    for letter, size in zip(axes, shape, strict=True):
+        over = _IN_USE.get(letter, ())
+        divides = size % int(np.prod([mesh.shape[axis] for axis in over])) == 0
+        parts.append((over if len(over) > 1 else over[0]) if over and divides else None)
+    return PartitionSpec(*parts)

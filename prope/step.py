@@ -1,6 +1,8 @@
 """The training step as a pure function: what `train` runs, `bench` measures and `plan` compiles."""
 
 import hashlib
+import logging
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,29 @@ import optax
 from ml_collections import ConfigDict
 
 from prope import model, sharding
-from prope.loss import token_losses
+from prope.attention import choose
+from prope.errors import UsageError
+from prope.loss import token_losses, weighted_loss
+
+log = logging.getLogger("prope")
+
+
+def with_attention(config: ConfigDict, device) -> ConfigDict:
+    """The config with "auto" attention replaced by what is best on this device; says which, and why.
+
+    Raises:
+      UsageError: the attention that the config asks for cannot run there.
+    """
+    c = config.model
+    asked = (c.attention, device, config.data.seq_len, c.head_dim, c.dtype, config.data.mask_documents)
+    try:
+        name, why = choose(*asked)
+    except ValueError as error:
+        raise UsageError(f"config.model.{error}") from None
+    log.info("attention: %s (%s)", name, why)
+    config = config.copy_and_resolve_references()
+    config.model.attention = name
+    return config
 
 
 def init_state(config: ConfigDict, optimizer: optax.GradientTransformation) -> tuple[model.Params, optax.OptState]:
@@ -28,16 +52,20 @@ def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.S
 
 def batch_losses(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
     """The loss of every token of a batch, [B, T] nats, float32; not yet multiplied by the weights."""
+    return token_losses(_hidden(config, params, batch), model.embedding(params), batch["targets"])
+
+
+def _hidden(config, params, batch):
     segment_ids = batch["segment_ids"] if config.data.mask_documents else None
-    hidden = model.hidden_states(config.model, params, batch["tokens"], batch["positions"], segment_ids)
-    return token_losses(hidden, model.embedding(params), batch["targets"])
+    return model.hidden_states(config.model, params, batch["tokens"], batch["positions"], segment_ids)
 
 
 def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation):
     """(params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm"}): one update."""
 
     def weighted_sum(params, batch):
-        return (batch_losses(config, params, batch) * batch["weights"]).sum()
+        hidden = _hidden(config, params, batch)
+        return weighted_loss(hidden, model.embedding(params), batch["targets"], batch["weights"])
 
     def step(params, opt_state, batch):
         loss, gradient = _accumulate(jax.value_and_grad(weighted_sum), params, batch, config.accumulation)
@@ -51,6 +79,29 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
         )
 
     return step
+
+
+def trace_step(
+    config: ConfigDict, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
+) -> jax.stages.Traced:
+    """The training step for a mesh, whose devices need not be there, ready to be lowered and compiled.
+
+    `state` is (params, opt_state) as shapes with shardings. The step takes over the memory of the state it is given.
+    """
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = jax.jit(make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*places, None))
+    with sharding.use(mesh):
+        return step.trace(*state, batch_shapes(config, mesh))
+
+
+def compile_step(
+    config: ConfigDict, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
+) -> jax.stages.Compiled:
+    """`trace_step`, compiled."""
+    start = time.perf_counter()
+    compiled = trace_step(config, optimizer, mesh, state).lower().compile()
+    log.info("compiled in %.1f s", time.perf_counter() - start)
+    return compiled
 
 
 def _accumulate(function, params, batch, parts: int):

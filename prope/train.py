@@ -8,7 +8,6 @@ import contextlib
 import functools
 import logging
 import pathlib
-import time
 
 import jax
 from absl import flags
@@ -21,7 +20,7 @@ from prope.data.windows import Windows, ahead, train_batch
 from prope.errors import UsageError
 from prope.evaluate import make_evaluation
 from prope.optimizer import make_optimizer
-from prope.step import batch_shapes, hash_params, init_state, make_train_step
+from prope.step import compile_step, hash_params, init_state, with_attention
 
 log = logging.getLogger("prope")
 
@@ -38,8 +37,9 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
     open_workdir(path, config)
     windows = {split: Windows(config.data, config.model.vocab_size, split) for split in ("train", "validation")}
 
-    validate_devices(config, jax.device_count())
-    mesh = sharding.make_mesh(config.mesh.data)
+    validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
+    here = with_attention(config, jax.devices()[0])
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
     optimizer = make_optimizer(config)
     state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -60,7 +60,7 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
         }
         start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, data)
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
-        evaluation = make_evaluation(config, windows["validation"], mesh)
+        evaluation = make_evaluation(here, windows["validation"], mesh)
         about = {"dataset": config.data.dataset, "seq_len": config.data.seq_len}
 
         with contextlib.closing(metrics.Metrics(config, path, start, stop)) as out:
@@ -69,7 +69,7 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
             for step, batch in enumerate(batches(config, windows["train"], mesh, start, stop, out), start + 1):
                 if step == start + 1:
                     with out.pause():
-                        update = compile_step(config, optimizer, mesh, state)
+                        update = compile_step(here, optimizer, mesh, state)
                 params, opt_state, values = update(params, opt_state, batch)
                 out.step(step, values)
                 if step == stop or step % config.eval_every == 0:
@@ -149,16 +149,6 @@ def batches(config, windows: Windows, mesh, start: int, stop: int, out: metrics.
         with out.waiting_for_data():
             batch = next(coming)
         yield sharding.global_batch(mesh, batch, config.batch_size)
-
-
-def compile_step(config, optimizer, mesh, state):
-    """The training step, compiled for this mesh; it takes over the memory of the state it is given."""
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step = jax.jit(make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*places, None))
-    start = time.perf_counter()
-    compiled = step.lower(*state, batch_shapes(config, mesh)).compile()
-    log.info("compiled in %.1f s", time.perf_counter() - start)
-    return compiled
 
 
 def define_flags() -> None:

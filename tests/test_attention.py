@@ -1,11 +1,17 @@
-"""Causal attention against its formula in float64."""
+"""Causal attention and its gradient against their formulas in float64, and the choice of what computes it."""
+
+import functools
+import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from prope.attention import attention
+from prope.attention import attention, choose
+from prope.hlo import array_shapes
 
 
 def draw(T, S, N, K, H=16, B=2, dtype=np.float32):
@@ -14,54 +20,237 @@ def draw(T, S, N, K, H=16, B=2, dtype=np.float32):
     return [jnp.asarray(2 * rng.standard_normal((B, length, heads, H)), dtype) for length, heads in shapes]
 
 
-def reference(query, key, value, seen):
-    """Loops over everything; seen(b, t) lists the keys that query t of sequence b may look at."""
+def pull_of(query):
+    """What the gradient of the output shall be."""
+    return jnp.asarray(np.random.default_rng(1).standard_normal(query.shape), query.dtype)
+
+
+def documents(B, T, seed=2):
+    """Segments as a packed window has them: some of one token, a row that is one, and zeros where it ends early."""
+    rng = np.random.default_rng(seed)
+    segments = 1 + np.sort(rng.integers(0, 5, (B, T)), axis=1)
+    segments[0, -T // 5 :] = 0
+    segments[0, 0] = 9
+    segments[-1] = 1 if B > 1 else segments[-1]
+    return jnp.asarray(segments, jnp.int32)
+
+
+def causal(T, segments=None):
+    """[1, T, T] or [B, T, T]: which keys a query sees."""
+    seen = np.tril(np.ones((1, T, T), bool))
+    if segments is None:
+        return seen
+    segments = np.asarray(segments)
+    return seen & (segments[:, :, None] == segments[:, None, :])
+
+
+def reference(query, key, value, seen, pull=None):
+    """The output and, for its gradient `pull`, those of query, key and value."""
     query, key, value = (np.asarray(part, np.float64) for part in (query, key, value))
-    B, T, N, H = query.shape
-    output = np.zeros_like(query)
-    for b, t, n in np.ndindex(B, T, N):
-        keys, k = seen(b, t), n * key.shape[2] // N
-        scores = key[b, keys, k] @ query[b, t, n] / np.sqrt(H)
-        weights = np.exp(scores - scores.max())
-        output[b, t, n] = weights @ value[b, keys, k] / weights.sum()
-    return output
+    (N, H), K = query.shape[2:], key.shape[2]
+    of_head = np.arange(N) * K // N
+    keys, values = key[:, :, of_head], value[:, :, of_head]
+    scores = np.einsum("btnh,bsnh->bnts", query, keys) / np.sqrt(H)
+    scores = np.where(seen[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    output = np.einsum("bnts,bsnh->btnh", weights, values)
+    if pull is None:
+        return output
+    pull = np.asarray(pull, np.float64)
+    pulled = np.einsum("btnh,bsnh->bnts", pull, values)
+    pulled = weights * (pulled - (weights * pulled).sum(-1, keepdims=True)) / np.sqrt(H)
+    gradients = [np.einsum("bnts,bsnh->btnh", pulled, keys)]
+    for of_keys in (
+        np.einsum("bnts,btnh->bsnh", pulled, query),
+        np.einsum("bnts,btnh->bsnh", weights, pull),
+    ):
+        gradients.append(np.stack([of_keys[:, :, of_head == k].sum(2) for k in range(K)], axis=2))
+    return output, *gradients
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2), (4, 4), (1, 1), (6, 3)])
-def test_heads_share_keys_in_groups(heads, kv_heads):
-    q, k, v = draw(9, 9, heads, kv_heads)
-    expected = reference(q, k, v, lambda b, t: range(t + 1))
-    np.testing.assert_allclose(jax.jit(attention)(q, k, v), expected, rtol=0, atol=2e-6)
+@functools.partial(jax.jit, static_argnames="implementation")
+def with_gradients(query, key, value, pull, segments=None, *, implementation="xla"):
+    run = functools.partial(attention, segment_ids=segments, implementation=implementation)
+    output, back = jax.vjp(run, query, key, value)
+    return output, *back(pull)
 
 
-def test_segments_do_not_see_each_other():
-    q, k, v = draw(9, 9, 4, 2)
-    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3], [1, 2, 2, 2, 2, 2, 2, 2, 0]], np.int32)
-    expected = reference(q, k, v, lambda b, t: [s for s in range(t + 1) if segments[b, s] == segments[b, t]])
-    np.testing.assert_allclose(attention(q, k, v, segment_ids=jnp.asarray(segments)), expected, rtol=0, atol=2e-6)
+def assert_close(actual, expected, rtol):
+    for name, ours, theirs in zip(("output", "query", "key", "value"), actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=rtol * np.abs(theirs).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("T", "heads", "kv_heads"),
+    [
+        (9, 4, 1), (9, 4, 2), (9, 4, 4), (9, 1, 1), (9, 6, 3), (128, 4, 2), (300, 4, 1), (300, 4, 2), (300, 3, 3),
+        (1025, 4, 2),
+    ],
+)  # fmt: skip
+def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_heads, masked):
+    q, k, v = draw(T, T, heads, kv_heads, H=8 if T > 300 else 16, B=1 if T > 300 else 2)
+    segments = documents(len(q), T) if masked else None
+    expected = reference(q, k, v, causal(T, segments), pull_of(q))
+    assert_close(with_gradients(q, k, v, pull_of(q), segments), expected, 5e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_scores_never_exist_whole(masked):
+    B, T, N = 2, 1024, 4
+    q, k, v = draw(T, T, N, 2, H=8, B=B)
+    segments = documents(B, T) if masked else None
+
+    def whole(query, key, value):
+        scores = jnp.einsum("btngh,bsnh->bngts", query.reshape(B, T, 2, 2, 8), key)
+        return jnp.einsum("bngts,bsnh->btngh", jax.nn.softmax(scores), value)
+
+    def largest(run):
+        shapes = [dims for _, dims in array_shapes(jax.jit(run).lower(q, k, v).compile().as_text())]
+        assert len(shapes) > 10
+        return max(map(math.prod, shapes)), any(dims.count(T) > 1 for dims in shapes)
+
+    blocks = functools.partial(attention, segment_ids=segments, implementation="xla")
+    gradient = jax.grad(lambda *parts: (blocks(*parts) ** 2).sum(), argnums=(0, 1, 2))
+    assert largest(whole) == (B * N * T * T, True)
+    for run in (blocks, gradient):
+        elements, square = largest(run)
+        assert elements <= B * N * T * T // 4 and not square
 
 
 @pytest.mark.parametrize("first", [0, 1, 5])
 def test_queries_may_come_after_cached_keys(first):
     q, k, v = draw(3, 12, 4, 1)
-    expected = reference(q, k, v, lambda b, t: range(first + t + 1))
+    seen = np.arange(12) <= first + np.arange(3)[:, None]
+    expected = reference(q, k, v, seen[None])
     np.testing.assert_allclose(attention(q, k, v, first_query=jnp.int32(first)), expected, rtol=0, atol=2e-6)
+
+
+def test_many_queries_may_come_after_cached_keys_whatever_is_asked_for():
+    q, k, v = draw(300, 400, 4, 2)
+    seen = np.arange(400) <= 70 + np.arange(300)[:, None]
+    out = attention(q, k, v, first_query=70, implementation="splash")
+    np.testing.assert_allclose(out, reference(q, k, v, seen[None]), rtol=0, atol=4e-6)
 
 
 def test_large_scores_do_not_overflow():
     q, k, v = draw(9, 9, 2, 1)
-    out = attention(q * 1e4, k * 1e4, v)
-    np.testing.assert_allclose(out, reference(q * 1e4, k * 1e4, v, lambda b, t: range(t + 1)), rtol=0, atol=1e-4)
+    q, k = q * 1e4, k * 1e4
+    expected = reference(q, k, v, causal(9), pull_of(q))
+    actual = with_gradients(q, k, v, pull_of(q))
+    np.testing.assert_allclose(actual[0], expected[0], rtol=0, atol=1e-4)
+    assert all(np.isfinite(part).all() for part in actual)
 
 
 def test_softmax_is_float32_for_bfloat16_inputs():
-    q, k, v = (jnp.asarray(part, jnp.bfloat16) for part in draw(64, 64, 2, 1))
-    out = attention(q, k, v)
-    assert out.dtype == jnp.bfloat16
-    expected = reference(*(part.astype(jnp.float32) for part in (q, k, v)), lambda b, t: range(t + 1))
-    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=0, atol=0.05)
+    q, k, v = (jnp.asarray(part, jnp.bfloat16) for part in draw(300, 300, 2, 1))
+    actual = with_gradients(q, k, v, pull_of(q))
+    assert {part.dtype for part in actual} == {jnp.dtype("bfloat16")}
+    wide = [part.astype(jnp.float32) for part in (q, k, v, pull_of(q))]
+    expected = reference(*wide[:3], causal(300), wide[3])
+    assert_close([part.astype(jnp.float32) for part in actual], expected, 0.015)
 
 
-def test_an_implementation_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="attention must be auto or xla; got 'splash'"):
-        attention(*draw(2, 2, 1, 1), implementation="splash")
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The TPU's kernel, run by the CPU from its source."""
+    make = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa_single_device", make)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("T", "heads", "kv_heads"), [(128, 4, 2), (256, 2, 2), (384, 2, 1)])
+def test_splash_equals_the_formula(interpreted, T, heads, kv_heads, masked):
+    q, k, v = draw(T, T, heads, kv_heads, H=128)
+    segments = documents(2, T) if masked else None
+    expected = reference(q, k, v, causal(T, segments), pull_of(q))
+    assert_close(with_gradients(q, k, v, pull_of(q), segments, implementation="splash"), expected, 5e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2), (2, 2)])
+def test_cudnn_is_given_what_equals_the_formula(monkeypatch, heads, kv_heads):
+    """NVIDIA's kernel is not here: the function of JAX that calls it is, and computes the same by XLA."""
+    function, asked = jax.nn.dot_product_attention, []
+
+    def by_xla(*arrays, implementation, **options):
+        asked.append((implementation, {name for name, value in options.items() if value is not None}))
+        return function(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    q, k, v = draw(20, 20, heads, kv_heads)
+    expected = reference(q, k, v, causal(20), pull_of(q))
+    assert_close(with_gradients(q, k, v, pull_of(q), implementation="cudnn"), expected, 5e-6)
+    assert asked == [("cudnn", {"is_causal"})], "and no mask array, no bias, no lengths"
+
+
+# --- The choice ------------------------------------------------------------------------------------------------
+
+CPU, TPU = SimpleNamespace(platform="cpu"), SimpleNamespace(platform="tpu")
+TURING, AMPERE, HOPPER, BLACKWELL = (
+    SimpleNamespace(platform="gpu", compute_capability=value) for value in ("7.5", "8.0", "9.0", "10.0")
+)
+AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")
+NO_TPU = "attention=splash cannot be: it is a TPU kernel, and this is a {}; take auto or xla"
+NO_GPU = "attention=cudnn cannot be: it is an NVIDIA kernel, and this is a {}; take auto or xla"
+OLD = "it needs an Ampere GPU or a later one"
+DENSE = "it would hold a dense mask, so documents cannot be kept apart (data.mask_documents)"
+
+# device, T, H, dtype, masked -> what auto takes, why, and what "splash" and "cudnn" are answered (None: as asked)
+CHOICES = [
+    (CPU, 8192, 128, "bfloat16", False, "xla", "there is no kernel for a cpu", NO_TPU.format("cpu"),
+     NO_GPU.format("cpu")),
+    (TPU, 8192, 256, "bfloat16", False, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be: "
+     "it is an NVIDIA kernel, and this is a tpu; head_dim must be a multiple of 8 up to 128; got 256; "
+     "take auto or xla"),
+    (TPU, 128, 128, "float32", True, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be: "
+     f"it is an NVIDIA kernel, and this is a tpu; dtype must be bfloat16; got float32; {DENSE}; take auto or xla"),
+    (TPU, 192, 128, "bfloat16", False, "xla",
+     "splash cannot be: the sequence length must be a multiple of 128; got 192",
+     "attention=splash cannot be: the sequence length must be a multiple of 128; got 192; take auto or xla",
+     NO_GPU.format("tpu")),
+    (TPU, 256, 64, "bfloat16", False, "xla", "splash cannot be: head_dim must be a multiple of 128; got 64",
+     "attention=splash cannot be: head_dim must be a multiple of 128; got 64; take auto or xla", NO_GPU.format("tpu")),
+    (AMPERE, 8192, 128, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
+    (AMPERE, 100, 64, "bfloat16", False, "cudnn", "the fastest on a gpu", "attention=splash cannot be: it is a TPU "
+     "kernel, and this is a gpu; the sequence length must be a multiple of 128; got 100; head_dim must be a multiple "
+     "of 128; got 64; take auto or xla", None),
+    (AMPERE, 8192, 256, "bfloat16", False, "xla",
+     "cudnn cannot be: head_dim must be a multiple of 8 up to 128; got 256", NO_TPU.format("gpu"),
+     "attention=cudnn cannot be: head_dim must be a multiple of 8 up to 128; got 256; take auto or xla"),
+    (HOPPER, 8192, 256, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
+    (BLACKWELL, 8192, 256, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
+    (HOPPER, 8192, 384, "bfloat16", False, "xla",
+     "cudnn cannot be: head_dim must be a multiple of 8 up to 256; got 384", NO_TPU.format("gpu"),
+     "attention=cudnn cannot be: head_dim must be a multiple of 8 up to 256; got 384; take auto or xla"),
+    (HOPPER, 8192, 128, "float32", False, "xla", "cudnn cannot be: dtype must be bfloat16; got float32",
+     NO_TPU.format("gpu"), "attention=cudnn cannot be: dtype must be bfloat16; got float32; take auto or xla"),
+    (HOPPER, 8192, 128, "bfloat16", True, "xla", f"cudnn cannot be: {DENSE}", NO_TPU.format("gpu"),
+     f"attention=cudnn cannot be: {DENSE}; take auto or xla"),
+    (TURING, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be: {OLD}", NO_TPU.format("gpu"),
+     f"attention=cudnn cannot be: {OLD}; take auto or xla"),
+    (AMD, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be: {OLD}", NO_TPU.format("gpu"),
+     f"attention=cudnn cannot be: {OLD}; take auto or xla"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "T", "H", "dtype", "masked", "choice", "why", "splash", "cudnn"), CHOICES, ids=range(len(CHOICES))
+)
+def test_the_choice_and_its_reason(device, T, H, dtype, masked, choice, why, splash, cudnn):
+    about = (device, T, H, dtype, masked)
+    assert choose("auto", *about) == (choice, why)
+    assert choose("xla", *about) == ("xla", "as asked")
+    for asked, refusal in (("splash", splash), ("cudnn", cudnn)):
+        if refusal is None:
+            assert choose(asked, *about) == (asked, "as asked")
+        else:
+            with pytest.raises(ValueError) as refused:
+                choose(asked, *about)
+            assert str(refused.value) == refusal
+
+
+def test_auto_is_what_this_machine_has():
+    """Tests run on the CPU, where there is no kernel: the result is that of "xla", bit for bit."""
+    q, k, v = draw(9, 9, 4, 2)
+    np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, implementation="xla"))

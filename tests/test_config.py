@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from prope.config import (
 )
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
-from prope.step import batch_shapes, init_state, make_train_step
+from prope.step import batch_shapes, init_state, make_train_step, with_attention
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
 
@@ -75,7 +76,11 @@ def test_every_config_makes_a_step_at_a_small_size(path):
         ("model.num_kv_heads", 3, "model.num_heads=4: must be a multiple of model.num_kv_heads=3"),
         ("model.max_wavelength", 1.0, "model.max_wavelength=1.0: must be greater than 1"),
         ("model.dtype", "float8", "model.dtype=float8: must be one of float32, bfloat16"),
-        ("model.attention", "splash", "model.attention=splash: must be one of auto, xla"),
+        ("model.attention", "flash", "model.attention=flash: must be one of auto, xla, splash, cudnn"),
+        ("model.remat", "some", "model.remat=some: must be one of none, minimal, save_qkv, full"),
+        ("mesh.tensor", 0, "mesh.tensor=0: must be at least 1"),
+        ("mesh.tensor", 8, "model.num_heads=4: must be a multiple of mesh.tensor=8"),
+        ("mesh.data", 0, "mesh.data=0: must be at least 1, or None for one per slice"),
         ("accumulation", 3, "batch_size=16: must be a multiple of accumulation=3"),
         ("num_steps", 0, "num_steps=0: must be at least 1"),
         ("optimizer.warmup_steps", 1000, "optimizer.warmup_steps=1000: must be less than num_steps=1000"),
@@ -120,14 +125,102 @@ def test_p_may_be_a_number_per_layer():
             validate(config)
 
 
-def test_devices_must_divide_the_batch():
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model.num_heads": 6, "mesh.tensor": 4}, "model.num_heads=6: must be a multiple of mesh.tensor=4"),
+        ({"model.hidden_dim": 1023, "mesh.tensor": 2}, "model.hidden_dim=1023: must be a multiple of mesh.tensor=2"),
+        ({"model.vocab_size": 257, "mesh.tensor": 2}, "model.vocab_size=257: must be a multiple of mesh.tensor=2"),
+        (
+            {"model.num_kv_heads": 2, "mesh.tensor": 4},
+            "model.num_kv_heads=2: must be 1, which every device keeps, or a multiple of mesh.tensor=4",
+        ),
+        ({"model.num_kv_heads": 1, "mesh.tensor": 4}, None),
+        ({"model.num_kv_heads": 2, "mesh.tensor": 2}, None),
+        ({"model.num_kv_heads": 4, "mesh.tensor": 4}, None),
+        ({"mesh.data": 2}, None),
+        *(({"model.attention": name}, None) for name in ("auto", "xla", "splash", "cudnn")),
+    ],
+)
+def test_tensor_must_divide_the_model(fields, says):
     config = default_config()
-    validate_devices(config, 8)
-    with pytest.raises(UsageError, match="batch_size=16: must be a multiple of 32 .*32 devices"):
-        validate_devices(config, 32)
-    config.mesh.data = 3
-    with pytest.raises(UsageError, match="mesh.data=3: must divide the number of devices, 8"):
-        validate_devices(config, 8)
+    config.update_from_flattened_dict(fields)
+    if says is None:
+        return validate(config)
+    with pytest.raises(UsageError) as refused:
+        validate(config)
+    assert str(refused.value) == f"config.{says}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("devices", "slices", "fields", "says"),
+    [
+        (8, 1, {}, None),
+        (16, 1, {}, None),
+        (32, 1, {}, "batch_size=16: must be a multiple of 32 (accumulation=1 x 32 devices)"),
+        (8, 1, {"accumulation": 4}, "batch_size=16: must be a multiple of 32 (accumulation=4 x 8 devices)"),
+        (32, 1, {"mesh.tensor": 2}, None),
+        (
+            64,
+            1,
+            {"mesh.tensor": 2},
+            "batch_size=16: must be a multiple of 32 (accumulation=1 x 32 groups of 2 devices)",
+        ),
+        (8, 1, {"mesh.data": 3}, "mesh.data=3: must divide the number of devices, 8"),
+        (6, 1, {"mesh.tensor": 4}, "mesh.tensor=4: must divide the number of devices, 6"),
+        (
+            8,
+            1,
+            {"mesh.data": 8, "mesh.tensor": 2},
+            "mesh.data=8: must divide the number of devices, 8 over mesh.tensor=2",
+        ),
+        (8, 2, {}, None),
+        (8, 2, {"mesh.data": 4}, None),
+        (8, 2, {"mesh.data": 1}, "mesh.data=1: must be a multiple of the number of slices, 2"),
+        (12, 3, {"mesh.data": 4}, "mesh.data=4: must be a multiple of the number of slices, 3"),
+    ],
+)
+def test_devices_must_divide_the_batch(devices, slices, fields, says):
+    config = default_config()
+    config.update_from_flattened_dict(fields)
+    if says is None:
+        return validate_devices(config, devices, slices)
+    with pytest.raises(UsageError) as refused:
+        validate_devices(config, devices, slices)
+    assert str(refused.value) == f"config.{says}"
+    return None
+
+
+def test_attention_is_chosen_for_the_device_and_said(caplog):
+    config = default_config()
+    config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
+    tpu, gpu = SimpleNamespace(platform="tpu"), SimpleNamespace(platform="gpu", compute_capability="9.0")
+    with caplog.at_level("INFO", "prope"):
+        found = [with_attention(config, device).model.attention for device in (jax.devices()[0], tpu, gpu)]
+    assert found == ["xla", "splash", "cudnn"] and config.model.attention == "auto"
+    assert caplog.messages == [
+        "attention: xla (there is no kernel for a cpu)",
+        "attention: splash (the fastest on a tpu)",
+        "attention: cudnn (the fastest on a gpu)",
+    ]
+    config.data.mask_documents = True
+    assert [with_attention(config, device).model.attention for device in (tpu, gpu)] == ["splash", "xla"]
+    config.model.attention, config.data.seq_len = "splash", 200
+    with pytest.raises(UsageError) as refused:
+        with_attention(config, tpu)
+    assert str(refused.value) == (
+        "config.model.attention=splash cannot be: the sequence length must be a multiple of 128; got 200; "
+        "take auto or xla"
+    )
+
+
+def test_attention_that_this_machine_cannot_run_is_refused_before_the_run_begins(train, tmp_path):
+    outcome = train(tmp_path / "run", "--config.model.attention=splash")
+    assert outcome.code == 2
+    assert "config.model.attention=splash cannot be: it is a TPU kernel, and this is a cpu" in outcome.error
+    assert outcome.error.endswith("take auto or xla")
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_saved_config_comes_back_and_a_field_from_elsewhere_is_refused():

@@ -1,55 +1,138 @@
-"""The loss against -log softmax in float64."""
+"""The loss against -log softmax in float64, on one device and on meshes of eight."""
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_sharded import MESHES, on_eight_devices
 
-from prope import loss
+from prope import loss, sharding
+from prope.hlo import array_shapes
 
 
-def draw(B=2, T=12, D=8, V=30):
+def draw(B=2, T=12, D=8, V=30, dtype=np.float32):
+    """Hidden states, embedding, targets, and weights of which every fourth is zero."""
     rng = np.random.default_rng(0)
     hidden, embedding = rng.standard_normal((B, T, D)), rng.standard_normal((V, D))
-    targets = rng.integers(0, V, (B, T))
-    return jnp.asarray(hidden, jnp.float32), jnp.asarray(embedding, jnp.float32), jnp.asarray(targets, jnp.int32)
+    targets, weights = rng.integers(0, V, (B, T)), rng.uniform(0.5, 2, (B, T))
+    weights.ravel()[::4] = 0
+    arrays = (hidden, dtype), (embedding, np.float32), (targets, np.int32), (weights, np.float32)
+    return [jnp.asarray(array, dtype) for array, dtype in arrays]
 
 
-def reference(hidden, embedding, targets):
-    """Losses, and the gradients of their sum times `ramp`."""
-    hidden, embedding = np.asarray(hidden, np.float64), np.asarray(embedding, np.float64)
+def reference(hidden, embedding, targets, weights):
+    """Losses [B, T], and the gradients of their weighted sum for hidden and embedding."""
+    hidden, embedding, weights = (np.asarray(array, np.float64) for array in (hidden, embedding, weights))
     logits = hidden @ embedding.T
     share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    right = np.eye(len(embedding))[targets]
-    pull = (share - right) * ramp(targets)[..., None]
+    right = np.eye(len(embedding))[np.asarray(targets)]
+    pull = (share - right) * weights[..., None]
     return -np.log((share * right).sum(-1)), pull @ embedding, np.einsum("btv,btd->vd", pull, hidden)
 
 
-def ramp(targets):
-    return np.arange(targets.size).reshape(targets.shape) / targets.size
+def check(arrays, tolerance=1e-5, place=lambda array: array):
+    """Value and gradients of three times the weighted loss, and the losses of evaluation, equal the formula."""
+    hidden, embedding, targets, weights = arrays
+    narrow = embedding.astype(hidden.dtype)  # what the matmuls see
+    losses, hidden_pull, embedding_pull = reference(hidden.astype(np.float32), narrow, targets, weights)
+
+    def three_times(hidden, embedding, weights, targets):
+        return 3 * loss.weighted_loss(hidden, embedding, targets, weights)
+
+    run = jax.jit(jax.value_and_grad(three_times, argnums=(0, 1, 2)))
+    value, pulls = run(*(place(array) for array in (hidden, embedding, weights, targets)))
+    assert value.dtype == pulls[1].dtype == pulls[2].dtype == np.float32 and pulls[0].dtype == hidden.dtype
+    np.testing.assert_allclose(value, 3 * (losses * weights).sum(), rtol=1e-5)
+    for pull, expected in zip(pulls, (hidden_pull, embedding_pull, losses), strict=True):
+        largest = 3 * np.abs(expected).max()
+        np.testing.assert_allclose(pull.astype(np.float32), 3 * expected, rtol=0, atol=tolerance * largest)
+    evaluated = jax.jit(loss.token_losses)(*(place(array) for array in (hidden, embedding, targets)))
+    np.testing.assert_allclose(evaluated, losses, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [2**28, 4 * 30, 30, 1])
-def test_losses_and_gradients_equal_the_formula(monkeypatch, chunk):
-    monkeypatch.setattr(loss, "_CHUNK", chunk)
-    hidden, embedding, targets = draw()
-    expected, hidden_pull, embedding_pull = reference(hidden, embedding, targets)
-    np.testing.assert_allclose(loss.token_losses(hidden, embedding, targets), expected, rtol=2e-6, atol=1e-6)
-    weighted = lambda h, e: (loss.token_losses(h, e, targets) * ramp(targets)).sum()  # noqa: E731
-    pulls = jax.grad(weighted, argnums=(0, 1))(hidden, embedding)
-    np.testing.assert_allclose(pulls[0], hidden_pull, rtol=0, atol=1e-6 * np.abs(hidden_pull).max())
-    np.testing.assert_allclose(pulls[1], embedding_pull, rtol=0, atol=1e-6 * np.abs(embedding_pull).max())
+@pytest.mark.parametrize(("few", "rows"), [(2**24, 1024), (1, 1024), (1, 8), (1, 1)])
+def test_value_and_gradients_equal_the_formula(monkeypatch, few, rows):
+    monkeypatch.setattr(loss, "_FEW", few)
+    monkeypatch.setattr(loss, "_ROWS", rows)
+    check(draw())
+
+
+def test_narrow_hidden_states_are_summed_in_float32(monkeypatch):
+    monkeypatch.setattr(loss, "_ROWS", 8)
+    monkeypatch.setattr(loss, "_FEW", 1)
+    check(draw(D=64, dtype=jnp.bfloat16), tolerance=0.01)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, embedding, targets, weights = draw()
+    targets = jnp.argmax(hidden @ embedding.T, axis=-1)
+    run = jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))
+    value, pulls = run(hidden * 1e4, embedding, targets, weights)
+    assert 0 <= value < 10 and all(np.isfinite(pull).all() for pull in pulls)
+
+
+def elements(run, *arrays):
+    """The number of elements of the largest array of a compiled program."""
+    return max(math.prod(dims) for _, dims in array_shapes(jax.jit(run).lower(*arrays).compile().as_text()))
+
+
+def gradient(hidden, embedding, targets, weights):
+    return jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))(hidden, embedding, targets, weights)
 
 
 def test_a_large_vocabulary_is_never_scored_whole(monkeypatch):
-    hidden, embedding, targets = draw(T=64, V=100)
-    monkeypatch.setattr(loss, "_CHUNK", 800)
-    text = str(jax.make_jaxpr(jax.grad(lambda h: loss.token_losses(h, embedding, targets).sum()))(hidden))
-    assert "f32[2,8,100]" in text and "f32[2,64,100]" not in text
+    arrays = draw(B=2, T=512, D=8, V=1000)
+
+    def plain(hidden, embedding, targets, weights):
+        logits = jax.nn.log_softmax(hidden @ embedding.T)
+        return (jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] * weights).sum()
+
+    assert elements(plain, *arrays) == 2 * 512 * 1000
+    monkeypatch.setattr(loss, "_ROWS", 128)
+    monkeypatch.setattr(loss, "_FEW", 1)
+    for run in (loss.token_losses, gradient):
+        assert elements(run, *arrays[: 3 if run is loss.token_losses else 4]) == 128 * 1000
 
 
-def test_narrow_hidden_states_are_summed_in_float32():
-    hidden, embedding, targets = draw()
-    losses = loss.token_losses(jnp.asarray(hidden, jnp.bfloat16), embedding, targets)
-    assert losses.dtype == jnp.float32
-    np.testing.assert_allclose(losses, reference(hidden, embedding, targets)[0], atol=0.1)
+# --- On eight devices ------------------------------------------------------------------------------------------
+
+
+def over_meshes():
+    """What `test_meshes_of_eight_devices_agree_with_the_formula` has eight devices do."""
+    rows = functools.partial(jax.sharding.PartitionSpec, ("data", "fsdp"))
+    for shape in MESHES:
+        mesh = sharding.make_mesh(shape[0], shape[2])
+        assert mesh.devices.shape == shape
+        for D, V, few, piece, dtype in (
+            (16, 48, 2**20, 2**20, np.float32),
+            (16, 48, 1, 50, np.float32),  # six pieces of the vocabulary
+            (12, 56, 1, 6, jnp.bfloat16),  # as many as it has entries, where tensor = 1; D is not a multiple of 8
+        ):
+            loss._FEW, loss._PIECE, loss._ROWS = few, piece, piece
+
+            def place(array, mesh=mesh, V=V):
+                spec = jax.sharding.PartitionSpec("tensor") if len(array) == V else rows()
+                return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+
+            with sharding.use(mesh):
+                check(draw(8, 6, D, V, dtype), 1e-5 if dtype == np.float32 else 0.02, place)
+
+    loss._FEW, loss._PIECE, loss._ROWS = 1, 2**12, 8
+    hidden, embedding, targets, weights = draw(8, 128, 32, 1024)
+    for shape in ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)):
+        mesh = sharding.make_mesh(shape[0], shape[2])
+        by_rows, columns = jax.sharding.NamedSharding(mesh, rows()), jax.sharding.PartitionSpec("tensor", "fsdp")
+        with sharding.use(mesh):
+            placed = [jax.device_put(array, by_rows) for array in (hidden, targets, weights)]
+            placed.insert(1, jax.device_put(embedding, jax.sharding.NamedSharding(mesh, columns)))
+            largest = elements(gradient, *placed)
+        groups = shape[0] * shape[1]
+        assert largest < 1024 // groups * 1024 // shape[2], f"{shape}: the logits of a device exist whole"
+        assert largest < 1024 * 32, f"{shape}: the table exists whole"
+
+
+def test_meshes_of_eight_devices_agree_with_the_formula():
+    on_eight_devices("test_loss", "over_meshes")

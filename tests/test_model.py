@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from ml_collections import FrozenConfigDict
 from test_rope import oracle as turn
 
 from prope import model
 from prope.config import default_config, layer_percentages, set_layer_percentages
-from prope.loss import token_losses
+from prope.loss import weighted_loss
 
 
 def small(**fields):
@@ -189,12 +190,45 @@ def test_later_tokens_do_not_matter():
     assert np.all(reached[:7] > 0) and np.all(reached[7:] == 0)
 
 
-def gradient_of(config, params, tokens, positions):
+def gradient_of(config, params, tokens, positions, segments=None):
+    """The summed loss of the tokens in reverse order, and its gradient."""
+
     def loss(params):
-        hidden = model.hidden_states(config, params, tokens, positions)
-        return token_losses(hidden, model.embedding(params), tokens).mean()
+        hidden = model.hidden_states(config, params, tokens, positions, segments)
+        ones = jnp.ones(tokens.shape, jnp.float32)
+        return weighted_loss(hidden, model.embedding(params), tokens[:, ::-1], ones)
 
     return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize(("kv_heads", "masked"), [(1, False), (2, True), (4, False)])
+def test_gradients_equal_differences_of_the_formula(kv_heads, masked):
+    config = small(num_kv_heads=kv_heads, num_layers=2)
+    params, tokens, positions = draw(config)
+    segments = jnp.array([[1] * 5 + [2] * 7, [1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4]], jnp.int32) if masked else None
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def loss(params):
+        scores = reference(config, params, tokens, positions, segments)
+        right = np.take_along_axis(scores, np.asarray(tokens)[:, ::-1, None], axis=-1)
+        return np.sum(np.log(np.exp(scores).sum(-1)) - right[..., 0])
+
+    narrow = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
+    value, gradient = gradient_of(config, narrow, tokens, positions, segments)
+    np.testing.assert_allclose(value, loss(params), rtol=1e-5)
+    leaves, names = jax.tree.flatten(params)
+    rng = np.random.default_rng(0)
+    for i, pull in enumerate(jax.tree.leaves(gradient)):
+        along = rng.choice([-1.0, 1.0], pull.shape)
+        up, down = (
+            loss(jax.tree.unflatten(names, [*leaves[:i], leaves[i] + step * along, *leaves[i + 1 :]]))
+            for step in (1e-5, -1e-5)
+        )
+        expected = (up - down) / 2e-5
+        error = np.sum(np.asarray(pull, np.float64) * along) - expected
+        assert abs(error) < 1e-5 * np.linalg.norm(pull) * np.sqrt(pull.size), jax.tree_util.keystr(
+            jax.tree_util.tree_leaves_with_path(params)[i][0]
+        )
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
@@ -208,6 +242,48 @@ def test_scan_and_remat_change_nothing(scan_layers, remat):
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
     for expected, actual in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+def test_attention_is_run_again_only_where_nothing_is_kept():
+    """Of what is compiled here only attention has exponentials: one forward, one in its gradient, one to run again."""
+
+    def exponentials(remat):
+        config = small(num_layers=1, scan_layers=False, remat=remat)
+        params, tokens, positions = draw(config)
+
+        def loss(params):
+            return (model.hidden_states(config, params, tokens, positions) ** 2).sum()
+
+        return jax.jit(jax.grad(loss)).lower(params).compile().as_text().count(" exponential(")
+
+    found = [exponentials(remat) for remat in ("none", "minimal", "save_qkv", "full")]
+    assert found == [2, 2, 2, 3]
+
+
+LONG = {"num_layers": 2, "head_dim": 128}
+
+
+@functools.cache
+def of_long_windows():
+    """(what `gradient_of` takes after the config, what it finds): T = 128, in which there are several documents."""
+    params, tokens, positions = draw(small(**LONG), T=128)
+    segments = jnp.asarray(np.arange(128) // np.array([[50], [200]]), jnp.int32)
+    arguments = params, tokens, positions, segments
+    return arguments, gradient_of(small(**LONG, attention="xla"), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan_layers"), [("none", True), ("minimal", False), ("save_qkv", True), ("full", False)]
+)
+def test_the_kernel_of_tpus_changes_nothing(monkeypatch, remat, scan_layers):
+    run = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa_single_device", run)
+    arguments, (expected_loss, expected) = of_long_windows()
+    config = small(**LONG, attention="splash", remat=remat, scan_layers=scan_layers)
+    loss, gradient = gradient_of(config, *arguments)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_initial_weights_do_not_depend_on_scan_or_p():
