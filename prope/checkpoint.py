@@ -85,6 +85,17 @@ def load_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
     """The run in `workdir` with the parameters of a checkpoint, the newest by default, on this machine's devices.
 
     Raises:
+      UsageError: as `find_run`.
+    """
+    config, step, init_hash = find_run(workdir, step)
+    params = Checkpoints(workdir).restore(step, params=abstract_params(config, sharding.make_mesh()))["params"]
+    return Run(pathlib.Path(workdir), config, step, params, init_hash)
+
+
+def find_run(workdir: str | os.PathLike, step: int | None = None) -> tuple[ConfigDict, int, str]:
+    """(config, step, init_hash) of a checkpoint of the run in `workdir`, the newest by default; reads no parameters.
+
+    Raises:
       UsageError: there is no run, no checkpoint, or not that step; or config.json and checkpoint disagree.
     """
     path = pathlib.Path(workdir)
@@ -104,9 +115,7 @@ def load_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
         config_lib.from_dict(saved["config"]),
         f"{workdir}: config.json and checkpoint {step} disagree",
     )
-    mesh = sharding.make_mesh()
-    params = checkpoints.restore(step, params=abstract_params(config, mesh))["params"]
-    return Run(path, config, step, params, saved["init_hash"])
+    return config, step, saved["init_hash"]
 
 
 def abstract_params(config: ConfigDict, mesh: jax.sharding.Mesh):

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,3 +68,36 @@ def losses(workdir) -> dict[int, float]:
     """The logged training loss by step."""
     lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="session")
+def run_and_export(tmp_path_factory):
+    from exchange import make_run
+
+    from prope import export_hf
+
+    base = tmp_path_factory.mktemp("exchange")
+    make_run(base / "run")
+    export_hf.export(base / "run", base / "hf")
+    return base
+
+
+@pytest.fixture
+def exported(run_and_export, tmp_path):
+    """tmp_path with a run in it and its export, which is returned: to be broken."""
+    shutil.copytree(run_and_export, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "hf"
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_model(tmp_path_factory):
+    import sentencepiece
+    from test_data import articles
+
+    prefix = str(tmp_path_factory.mktemp("sp") / "model")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(articles(200)), model_prefix=prefix, vocab_size=300, model_type="bpe",
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3, byte_fallback=True, minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+    )  # fmt: skip
+    return f"{prefix}.model"

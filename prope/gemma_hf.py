@@ -1,0 +1,222 @@
+"""The form in which `transformers` keeps a Gemma 1: names and layouts of its tensors, fields of its config.json.
+
+`prope.export_hf` writes it and `prope.import_hf` reads it; neither needs torch or transformers.
+
+Axes: D embed_dim, N query heads, K key/value heads, H head_dim, F hidden_dim, V vocab.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from prope.config import default_config, layer_percentages, validate
+from prope.errors import UsageError
+from prope.rope import rotated_pairs
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.model"
+
+# Per layer: the tensor, the parameter that it comes from, which of its matrices, the axes there and in the file.
+_LAYER = (
+    ("self_attn.q_proj", "attn/q_einsum/w", (), "NDH", "NH D"),
+    ("self_attn.k_proj", "attn/kv_einsum/w", (0,), "KDH", "KH D"),
+    ("self_attn.v_proj", "attn/kv_einsum/w", (1,), "KDH", "KH D"),
+    ("self_attn.o_proj", "attn/attn_vec_einsum/w", (), "NHD", "D NH"),
+    ("mlp.gate_proj", "mlp/gating_einsum", (0,), "DF", "F D"),
+    ("mlp.up_proj", "mlp/gating_einsum", (1,), "DF", "F D"),
+    ("mlp.down_proj", "mlp/linear", (), "FD", "D F"),
+    ("input_layernorm", "pre_attention_norm/scale", (), "D", "D"),
+    ("post_attention_layernorm", "pre_ffw_norm/scale", (), "D", "D"),
+)
+_SIZES = {
+    "hidden_size": "embed_dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+}  # fmt: skip
+_GELU = "gelu_pytorch_tanh"
+# Fields that must say what this decoder computes: the values they may have, the first one where a field is absent.
+_FIXED = {
+    "model_type": ("gemma",),
+    "hidden_act": (_GELU, "gelu"),  # the releases say gelu and mean its tanh form; transformers reads them so too
+    "hidden_activation": (None, _GELU),
+    "rms_norm_eps": (1e-6,),
+    "attention_bias": (False,),
+    "tie_word_embeddings": (True,),
+    "use_bidirectional_attention": (None, False),
+    "quantization_config": (None,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of the file, and where its numbers are among the parameters.
+
+    Attributes:
+      name: in the file.
+      shape: in the file.
+      path: of the parameter in the nested dictionary.
+      index: of the matrix in the parameter: its layer, and which of two.
+      order: of the matrix's axes in the file, some of which are one axis there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: tuple[str, ...]
+    index: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The tensor as it stands in the file, C-contiguous."""
+        return np.ascontiguousarray(parameter[self.index].transpose(self.order), dtype).reshape(self.shape)
+
+    def write(self, parameter: np.ndarray, values: np.ndarray) -> None:
+        """Copies the tensor's values into the parameter."""
+        matrix = parameter[self.index].transpose(self.order)
+        matrix[...] = values.reshape(matrix.shape)
+
+
+def tensors(config: ConfigDict) -> list[Tensor]:
+    """The tensors of a run's `config.model`, in the file's order."""
+    sizes = {
+        "D": config.embed_dim, "N": config.num_heads, "K": config.num_kv_heads, "H": config.head_dim,
+        "F": config.hidden_dim, "V": config.vocab_size,
+    }  # fmt: skip
+
+    def tensor(name, parameter, index, here, there):
+        shape = tuple(math.prod(sizes[axis] for axis in axes) for axes in there.split())
+        order = tuple(here.index(axis) for axis in there.replace(" ", ""))
+        return Tensor(f"model.{name}.weight", shape, tuple(parameter.split("/")), index, order)
+
+    found = [
+        tensor("embed_tokens", "embedder/input_embedding", (), "VD", "V D"),
+        tensor("norm", "final_norm/scale", (), "D", "D"),
+    ]
+    for layer in range(config.num_layers):
+        for name, parameter, which, here, there in _LAYER:
+            found.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", (layer, *which), here, there))
+    return sorted(found, key=lambda tensor: tensor.name)
+
+
+def to_hf(config: ConfigDict, special_ids: dict[str, int], dtype: str) -> dict:
+    """What config.json says of a run's config, with the tokenizer's special ids and the dtype of the tensors.
+
+    Raises:
+      UsageError: the layers differ in p.
+    """
+    percentages = set(layer_percentages(config.model))
+    if len(percentages) > 1:
+        raise UsageError(
+            f"config.model.rope_percentage={config.model.rope_percentage}: GemmaForCausalLM has one p for all layers; "
+            "only a run with one number can be exported"
+        )
+    (p,) = percentages
+    wavelength = config.model.max_wavelength
+    rope = {"rope_type": "proportional", "rope_theta": wavelength, "partial_rotary_factor": float(p)}
+    values = {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        **{theirs: config.model[ours] for theirs, ours in _SIZES.items()},
+        "max_position_embeddings": config.data.seq_len,
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "rope_parameters": rope,
+        "rope_theta": wavelength,
+        **special_ids,
+        "dtype": dtype,
+    }
+    # transformers 4 does not know rope_parameters and would turn every pair; at this field it stops.
+    if rotated_pairs(config.model.head_dim, p) < config.model.head_dim // 2:
+        values["rope_scaling"] = rope
+    return values
+
+
+def from_hf(path: pathlib.Path) -> tuple[ConfigDict, dict]:
+    """The config of a run that holds the model of this config.json, and what the file says.
+
+    Raises:
+      UsageError: the file cannot be read, or says something that this decoder does not compute.
+    """
+    values = read_json(path)
+    for name, allowed in _FIXED.items():
+        value = values.get(name, None if name == "model_type" else allowed[0])
+        if value not in allowed:
+            raise UsageError(
+                f"{path}: {name}={json.dumps(value)}: only {' or '.join(map(json.dumps, allowed))} can be imported, "
+                "as in Gemma 1 (google/gemma-2b, google/gemma-7b) and what prope.export_hf writes"
+            )
+    config = default_config()
+    for theirs, ours in _SIZES.items():
+        config.model[ours] = _size(path, values, theirs)
+    config.model.max_wavelength, config.model.rope_percentage = _rope(path, values)
+    config.model.dtype = "bfloat16" if values.get("dtype", values.get("torch_dtype")) == "bfloat16" else "float32"
+    tokens = config.eval.batch_size * config.data.seq_len
+    config.data.seq_len = _size(path, {"max_position_embeddings": 8192} | values, "max_position_embeddings")
+    config.eval.batch_size = max(1, tokens // config.data.seq_len)  # as many tokens at a time as by default
+    try:
+        validate(config)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return config, values
+
+
+def _size(path: pathlib.Path, values: dict, name: str) -> int:
+    value = values.get(name)
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{path}: {name}={json.dumps(value)}: must be a positive integer; restore the original file")
+    return value
+
+
+def _rope(path: pathlib.Path, values: dict) -> tuple[float, float]:
+    """(max_wavelength, rope_percentage), read as transformers does: rope_scaling, the older name, comes first."""
+    given = [values[name] for name in ("rope_scaling", "rope_parameters") if values.get(name)] or [{}]
+    # The releases say only rope_theta: every pair turns.
+    theta, p = values.get("rope_theta", 1e4), values.get("partial_rotary_factor", 1)
+    absent = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": p, "factor": 1}
+    ropes = [absent | {{"type": "rope_type"}.get(name, name): value for name, value in rope.items()} for rope in given]
+    if ropes[0] != ropes[-1]:
+        raise UsageError(f"{path}: rope_scaling={given[0]} and rope_parameters={given[1]} differ; remove the wrong one")
+    rope = ropes[0]
+    if rope["rope_type"] not in ("default", "proportional") or rope["factor"] != 1 or rope.keys() != absent.keys():
+        raise UsageError(
+            f"{path}: the rotation is {json.dumps(rope)}: only rope_type default, and proportional with factor 1, can "
+            "be imported"
+        )
+    theta, p = rope["rope_theta"], rope["partial_rotary_factor"]
+    if not _is_number(p) or not 0 <= p <= 1 or (rope["rope_type"] == "default" and p != 1):
+        raise UsageError(
+            f"{path}: partial_rotary_factor={json.dumps(p)}: must be a fraction in [0, 1] with rope_type proportional, "
+            "and 1 with default"
+        )
+    if not _is_number(theta):
+        raise UsageError(f"{path}: rope_theta={json.dumps(theta)}: must be a number; it is 10000.0 in Gemma 1")
+    return float(theta), float(p)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """The object in a JSON file.
+
+    Raises:
+      UsageError: there is no such file, or no object in it.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not readable as JSON ({error}); download it again") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: holds no JSON object; download it again")
+    return values

@@ -1,0 +1,82 @@
+"""A run to be exported, and the forms of Gemma 1 that are imported."""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prope import checkpoint, model
+from prope.config import default_config, set_layer_percentages, validate
+from prope.step import hash_params
+
+SIZES = {
+    "num_layers": 2, "embed_dim": 48, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "hidden_dim": 96,
+    "vocab_size": 300,
+}  # fmt: skip
+# What google/gemma-2b and google/gemma-7b say, in the form in which they were released.
+RELEASED = {
+    "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+    "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "initializer_range": 0.02,
+    "max_position_embeddings": 8192, "model_type": "gemma", "pad_token_id": 0, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "transformers_version": "4.38.0.dev0",
+    "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA_2B = RELEASED | {
+    "hidden_size": 2048, "intermediate_size": 16384, "num_attention_heads": 8, "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+GEMMA_7B = RELEASED | {
+    "hidden_size": 3072, "intermediate_size": 24576, "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 16,
+}  # fmt: skip
+
+
+def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
+    """A run with random weights in which every number matters, saved as training saves them: (config, params)."""
+    config = default_config()
+    config.model.update(SIZES | sizes)
+    if isinstance(p, tuple):
+        set_layer_percentages(config, p)
+    else:
+        config.model.rope_percentage = float(p)
+    config.data.update({"seq_len": 128, "tokenizer": str(tokenizer)})
+    validate(config)
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+
+    def draw(path, leaf):
+        scale = {"scale": 0.3, "input_embedding": 1.5 / np.sqrt(leaf.shape[-1])}.get(path[-1].key)
+        scale = scale or 1 / np.sqrt(config.model.embed_dim)  # as initial weights: float32 angles blur sharper scores
+        return jnp.asarray(scale * rng.standard_normal(leaf.shape), jnp.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
+    workdir.mkdir()
+    checkpoint.write_config(workdir, config)
+    with contextlib.closing(checkpoint.Checkpoints(workdir)) as checkpoints:
+        identity = {"config": config.to_dict(), "init_hash": hash_params(params)}
+        checkpoints.save(7, params, {"count": np.zeros(())}, identity, {"examples": 0})
+    return config, params
+
+
+def same(ours, theirs) -> bool:
+    return jax.tree.all(jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), ours, theirs))
+
+
+def stored(directory) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+def edit(directory, **fields) -> None:
+    """Changes fields of config.json; None removes one."""
+    values = json.loads((directory / "config.json").read_text()) | fields
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def save(directory, tensors) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
