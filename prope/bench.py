@@ -1,7 +1,12 @@
-"""Measures on this machine: python -m prope.bench --rope times `apply_p_rope` beside the paper's listing.
+"""Measures the training step on this machine: python -m prope.bench --config=configs/quickstart.py
 
-Every figure is a multiple of the time that a plain copy (x + 1) of the same array takes, measured in turns in the same
-run: that ratio means something on any machine.
+Warm steps of the real training step on random tokens. In the same run, in turns with the steps, a plain matmul of the
+model's dtype: `matmul_fraction`, the model's FLOPs per second as a part of its rate, means something on any machine.
+
+`mfu` counts 6 FLOPs per parameter of a matmul, the head's V x D counted and the embedding's lookup not, and causal
+attention, 6 L N H T a token; recomputation is not counted. It is null where the device's peak is not known.
+
+--rope times `apply_p_rope` beside the paper's listing instead, each as a multiple of a plain copy (x + 1).
 """
 
 import functools
@@ -12,11 +17,16 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
+from ml_collections import ConfigDict, config_flags
 
-from prope import command
+from prope import command, cost, model, sharding, xla_flags
+from prope.config import validate, validate_devices
 from prope.errors import UsageError
+from prope.optimizer import make_optimizer
 from prope.rope import apply_p_rope
+from prope.step import compile_step, init_state, with_attention
 
 log = logging.getLogger("prope")
 
@@ -75,19 +85,111 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
     return result
 
 
+def bench_step(config: ConfigDict, steps: int) -> dict:
+    """Times warm steps of the training step on all devices, in turns with a plain matmul.
+
+    Raises:
+      UsageError: this machine's devices cannot divide the batch or the mesh, or run the attention that is asked for.
+    """
+    devices = jax.devices()
+    validate_devices(config, len(devices), sharding.num_slices(devices))
+    config = with_attention(config, devices[0])
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
+    optimizer = make_optimizer(config)
+    start = functools.partial(init_state, config, optimizer)
+    shapes = sharding.with_shardings(jax.eval_shape(start), mesh)
+    began = time.perf_counter()
+    update = compile_step(config, optimizer, mesh, shapes)
+    compile_seconds = time.perf_counter() - began
+    state = jax.jit(start, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
+    batch = random_batch(config, mesh)
+
+    def train():
+        nonlocal state
+        *state, values = update(*state, batch)
+        return values  # ready when the whole step is
+
+    size = 2048 if devices[0].platform == "cpu" else 8192
+    square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
+    multiply = jax.jit(lambda x: x @ x)
+    repeats = 8 if devices[0].platform == "cpu" else 64  # about a second: of one alone, the clock sees other things
+    seconds = medians({"step": train, "matmul": lambda: [multiply(square) for _ in range(repeats)]}, steps)
+    tokens = config.batch_size * config.data.seq_len
+    per_token = cost.model_flops_per_token(config.model, config.data.seq_len)
+    rate, peak = repeats * 2 * size**3 / seconds["matmul"], cost.peak_flops(devices[0].device_kind)
+    per_device = per_token * tokens / seconds["step"] / len(devices)
+    memory = update.memory_analysis()
+    found = {
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "mesh": dict(mesh.shape),
+        "parameters": model.num_parameters(shapes[0]),
+        "batch_size": config.batch_size,
+        "seq_len": config.data.seq_len,
+        "dtype": config.model.dtype,
+        "remat": config.model.remat,
+        "attention": config.model.attention,
+        "step_seconds": seconds["step"],
+        "tokens_per_second": tokens / seconds["step"],
+        "model_flops_per_token": per_token,
+        "model_flops_per_second": per_device * len(devices),
+        "matmul_flops_per_second": rate,
+        "matmul_fraction": per_device / rate,
+        "mfu": per_device / peak if peak else None,
+        "peak_bytes": peak_bytes(devices[0], memory),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "compile_seconds": compile_seconds,
+        "xla_flags": xla_flags.in_force(),
+    }
+    log.info(
+        "%.3f s a step, %s tokens/s; %.0f GFLOP/s of a device, %.0f %% of its matmul rate", seconds["step"],
+        f"{found['tokens_per_second']:,.0f}", per_device / 1e9, 100 * per_device / rate,
+    )  # fmt: skip
+    return found
+
+
+def random_batch(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """A batch of random tokens, each document one window long."""
+    B, T = config.batch_size, config.data.seq_len
+    rows = sharding.rows_of_this_process(mesh, B)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T + 1), np.int32)[rows]
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": np.tile(np.arange(T, dtype=np.int32), (len(rows), 1)),
+        "segment_ids": np.ones((len(rows), T), np.int32),
+        "weights": np.ones((len(rows), T), np.float32),
+    }
+    return sharding.global_batch(mesh, batch, B)
+
+
+def peak_bytes(device: jax.Device, memory) -> int:
+    """The most memory that the process has held on a device; on a CPU, which does not count, what the step needs."""
+    counted = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    if counted is not None:
+        return counted
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return needed + memory.temp_size_in_bytes
+
+
 def define_flags() -> None:
     """The command's flags."""
+    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
+    flags.DEFINE_integer("steps", 10, "timed steps, after two that are not; the median counts", lower_bound=1)
     flags.DEFINE_boolean("rope", False, "time the rotation alone")
-    flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "B,T,N,H of the array to rotate")
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the array")
-    flags.DEFINE_float("rope_percentage", 0.75, "p", lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "with --rope: B,T,N,H of the array to rotate")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "with --rope: of the array")
+    flags.DEFINE_float("rope_percentage", 0.75, "with --rope: p", lower_bound=0.0, upper_bound=1.0)
 
 
 def main() -> dict:
     """The command."""
     given = flags.FLAGS
     if not given.rope:
-        raise UsageError("prope.bench measures the rotation only, so far: give --rope")
+        if given.config is None:
+            raise UsageError("prope.bench needs --config=FILE to measure its training step, or --rope")
+        validate(given.config)
+        return bench_step(given.config, given.steps)
     try:
         B, T, N, H = map(int, given.shape)
     except ValueError:

@@ -1,10 +1,14 @@
 """The measurements measure what they say; their figures are not judged here."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from conftest import CONFIG
 from test_rope import oracle
 
-from prope.bench import medians, paper_listing
+from prope.bench import medians, paper_listing, peak_bytes
 
 
 def test_the_baseline_is_the_formula_in_float32():
@@ -27,4 +31,35 @@ def test_the_command_prints_multiples_of_a_copy(run_command):
     assert outcome.result["prope"].keys() == outcome.result["paper"].keys() == figures
     assert all(value > 0 for value in outcome.result["prope"].values())
     assert "--shape=1,2: must be four numbers" in run_command("prope.bench", "--rope", "--shape=1,2").error
-    assert "give --rope" in run_command("prope.bench").error
+
+
+def test_the_command_measures_the_training_step(run_command):
+    outcome = run_command("prope.bench", CONFIG, "--steps=2", devices=2)
+    found = outcome.result
+    assert found["mfu"] is None and found["device"] == "cpu", "nobody publishes the peak of a CPU"
+    layer = 64 * 2 * 32 + 2 * 64 * 32 + 2 * 32 * 64 + 3 * 64 * 128  # N is 2, K 1, H 32, D 64, F 128
+    assert found["model_flops_per_token"] == 6 * (2 * layer + 260 * 64) + 6 * 2 * 2 * 32 * 64
+    assert found["tokens_per_second"] == pytest.approx(8 * 64 / found["step_seconds"])
+    rate = found["model_flops_per_token"] * found["tokens_per_second"]
+    assert found["model_flops_per_second"] == pytest.approx(rate)
+    assert found["matmul_fraction"] == pytest.approx(rate / 2 / found["matmul_flops_per_second"])
+    state = 3 * 4 * found["parameters"]  # float32: the parameters and AdamW's two moments, on two devices
+    assert found["peak_bytes"] >= found["temporary_bytes"] + state / 2
+    assert found["compile_seconds"] > 0 and found["devices"] == 2
+    assert "XLA_FLAGS" in found["xla_flags"]
+
+
+def test_a_peak_is_counted_by_the_device_where_it_counts():
+    memory = SimpleNamespace(
+        argument_size_in_bytes=10, output_size_in_bytes=7, alias_size_in_bytes=6, temp_size_in_bytes=100
+    )
+    assert peak_bytes(SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 5}), memory) == 5
+    assert peak_bytes(SimpleNamespace(memory_stats=lambda: None), memory) == 111
+
+
+def test_what_cannot_be_measured_is_answered_in_one_line(run_command):
+    assert "needs --config=FILE to measure its training step, or --rope" in run_command("prope.bench").error
+    error = run_command("prope.bench", CONFIG, "--config.model.attention=splash").error
+    assert "config.model.attention=splash cannot be: it is a TPU kernel, and this is a cpu" in error
+    error = run_command("prope.bench", CONFIG, "--config.batch_size=6", devices=4).error
+    assert "config.batch_size=6: must be a multiple of 4" in error

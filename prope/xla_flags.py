@@ -1,0 +1,70 @@
+"""XLA's flags for every platform, with their source: python -m prope.xla_flags v5p prints what a shell shall export.
+
+`launch/run.sh v5p COMMAND` runs a command with them; `prope.plan` compiles with a TPU's, and `prope.bench` reports
+which are set.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+
+VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL", "NCCL_NVLS_ENABLE")
+
+# Gathers and sums of parameters run beside the matmuls. Source: AI-Hypercomputer/maxtext,
+# benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP and CF_FOR_ALL_GATHER, used for Gemma 2B on v5e.
+_TPU = {
+    "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+    "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_enable_async_all_gather": True,
+}
+TPU = {
+    "v5e": _TPU,
+    # maxtext, src/maxtext/configs/tpu/v5p/llama2_7b.sh
+    "v5p": _TPU
+    | {
+        "xla_tpu_megacore_fusion_allow_ags": False,
+        "xla_enable_async_collective_permute": True,
+        "xla_tpu_enable_ag_backward_pipelining": True,
+    },
+    # AI-Hypercomputer/tpu-recipes, training/trillium: more of the 128 MiB of VMEM for one fusion
+    "v6e": _TPU | {"xla_tpu_scoped_vmem_limit_kib": 98304},
+}
+# With these JAX's level O1: latency hiding, pipelined collectives, double-buffered loops. Source: NVIDIA/JAX-Toolbox,
+# docs/GPU_performance.md. Collectives are combined up to one layer of Gemma 2B in bfloat16, 220 MB.
+_GPU = {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in ("all_reduce", "all_gather", "reduce_scatter")} | {
+    "xla_gpu_enable_triton_gemm": False
+}
+PLATFORMS = (*TPU, "gpu", "cpu")
+
+
+def environment(platform: str) -> dict[str, str]:
+    """The environment variables that set a platform's flags; of a CPU there are none."""
+    if platform in TPU:
+        return {"LIBTPU_INIT_ARGS": _joined(TPU[platform])}
+    if platform == "gpu":
+        return {"XLA_FLAGS": _joined(_GPU), "JAX_OPTIMIZATION_LEVEL": "O1", "NCCL_NVLS_ENABLE": "1"}
+    return {}
+
+
+def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that hold flags in this process."""
+    return {name: environ[name] for name in VARIABLES if environ.get(name)}
+
+
+def _joined(flags: Mapping[str, object]) -> str:
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
+
+
+def _main(arguments: list[str]) -> None:
+    if len(arguments) != 1 or arguments[0] not in PLATFORMS:
+        sys.exit(f"error: give one platform of {', '.join(PLATFORMS)}; got {' '.join(arguments) or 'nothing'}")
+    for name, value in environment(arguments[0]).items():
+        print(f'export {name}="{value}${{{name}:+ ${name}}}"')  # what the user has set comes last and wins
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

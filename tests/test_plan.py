@@ -1,0 +1,196 @@
+"""The plan for slices that are not there: small models, compiled for TPUs by libtpu where it is installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import CONFIG, ROOT
+
+from prope import xla_flags
+from prope.config import default_config
+from prope.plan import _too_large, search
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='needs libtpu: pip install "prope[tpu]"'
+)
+SMALL = (
+    "--config.model.head_dim=128", "--config.model.num_heads=4", "--config.model.num_kv_heads=1",
+    "--config.model.embed_dim=256", "--config.model.hidden_dim=512", "--config.model.vocab_size=25600",
+    "--config.model.dtype=bfloat16", "--config.data.seq_len=1024",
+    "--config.data.tokenizer=none.model",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan(run_command):
+    def run(*arguments, **environment):
+        # Tests may run side by side; libtpu would let one process in.
+        return run_command("prope.plan", CONFIG, *arguments, ALLOW_MULTIPLE_LIBTPU_LOAD="true", **environment)
+
+    return run
+
+
+@needs_libtpu
+def test_a_plan_says_what_fits_and_what_it_costs(plan):
+    arguments = (*SMALL, "--topology=v5e:2x2", "--sequences_per_chip=2", "--config.model.remat=save_qkv")
+    found = plan(*arguments).result
+    assert found["fits"] is True and found["chips"] == 4 and found["batch_size"] == 8
+    assert found["attention"] == "splash"
+    assert found["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+    size = found["bytes_per_chip"]
+    # float32, in quarters but for the norms, which are small and kept whole
+    assert found["parameters"] <= size["parameters"] < found["parameters"] * 1.01
+    assert size["optimizer_state"] == pytest.approx(2 * size["parameters"], rel=1e-3)
+    assert found["peak_bytes_per_chip"] == sum(size.values()) < found["hbm_bytes_per_chip"]
+    # A forward pass is a third of the model's FLOPs, and here all of it but attention and the head is repeated.
+    assert 1.1 < found["hardware_flops_per_token"] / found["model_flops_per_token"] < 1.6
+    needed = found["hardware_flops_per_token"] * 8 * 1024 / 4
+    assert found["ideal_seconds_by"]["compute"] == pytest.approx(needed / 197e12)
+    assert found["ideal_step_seconds"] == max(found["ideal_seconds_by"].values())
+    # Each layer is gathered once forward and once backward, in bfloat16; each head's piece twice.
+    head = 25_600 * 256
+    layers = found["parameters"] - head
+    gathered = found["collectives"]["all-gather"]["bytes"]
+    assert gathered == pytest.approx(2 * (2 * layers + 2 * head), rel=0.2)
+    assert found["xla_flags"] == xla_flags.TPU["v5e"]
+
+
+@needs_libtpu
+def test_several_slices_hold_a_replica_each(plan):
+    options = ("--topology=v5p:2x2x1", "--slices=2", "--config.mesh.tensor=2", "--sequences_per_chip=0.5")
+    found = plan(*SMALL, *options).result
+    assert found["fits"] and found["chips"] == 8 and found["batch_size"] == 4
+    assert found["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_told_with_its_size(plan):
+    found = plan(*SMALL, "--topology=v5e:1x1", "--config.batch_size=32768").result
+    assert found["fits"] is False and found["peak_bytes_per_chip"] > found["hbm_bytes_per_chip"]
+    assert found["ideal_step_seconds"] is None
+
+
+@pytest.mark.parametrize("jump", [0, 3])
+def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump):
+    """With a compiler made up here: 4 chips of 100 bytes; a batch of 5 or more may take `jump` more than the trend."""
+    each = {"none": 60, "minimal": 40, "save_qkv": 20, "full": 9}
+    ideal = {"none": 4, "minimal": 3, "save_qkv": 2, "full": 1}
+
+    def compiled(config, *_):
+        rows = config.batch_size // 4
+        size = 10 + rows * each[config.model.remat] + jump * (rows > 4)
+        found = {"remat": config.model.remat, "batch_size": config.batch_size, "sequences_per_chip": rows}
+        found |= {"peak_bytes_per_chip": size, "hbm_bytes_per_chip": 100, "fits": size <= 100, "ideal_mfu": rows}
+        return found | {"ideal_tokens_per_second": ideal[config.model.remat] * rows}
+
+    monkeypatch.setattr("prope.plan.plan", compiled)
+    found = search(default_config(), "v5e:2x2", [None] * 4, {})
+    largest = {
+        remat: max(row["sequences_per_chip"] for row in found["search"] if row["remat"] == remat and row["fits"])
+        for remat in each
+    }
+    assert largest == {"none": 1, "minimal": 2, "save_qkv": 4, "full": 10 if jump == 0 else 9}
+    assert (found["remat"], found["sequences_per_chip"]) == ("full", largest["full"])
+
+
+@needs_libtpu
+@pytest.mark.parametrize("attention", ["splash", "xla"])
+def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
+    """In a process of its own: libtpu cannot be let go."""
+    program = f"""
+import functools, json, jax
+from prope import hlo, plan, sharding, step
+from prope.config import default_config
+from prope.optimizer import make_optimizer
+config = default_config()
+config.model.update(num_layers=2, num_heads=4, head_dim=128, vocab_size=25600, dtype="bfloat16", remat="full")
+config.model.attention = {attention!r}
+config.batch_size, config.data.seq_len = 4, 2048
+mesh = sharding.make_mesh(devices=plan.find_devices("v5e:2x2", 1))
+optimizer = make_optimizer(config)
+state = sharding.with_shardings(jax.eval_shape(functools.partial(step.init_state, config, optimizer)), mesh)
+text = step.compile_step(config, optimizer, mesh, state).as_text()
+print(json.dumps([dims for _, dims in hlo.array_shapes(text)]))
+"""
+    environment = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    shapes = json.loads(done.stdout.splitlines()[-1])
+    assert [2048, 256] in [shape[-2:] for shape in shapes], "the hidden states of a sequence"
+    for shape in shapes:
+        assert sum(size == 2048 for size in shape) < 2, f"scores: {shape}"
+        assert not {2048, 25_600} <= set(shape), f"logits: {shape}"
+
+
+def test_without_libtpu_the_extra_is_named(plan, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'libtpu' else found(name, *rest)\n"
+    )
+    outcome = plan("--topology=v5e:2x2", PYTHONPATH=str(tmp_path))
+    assert outcome.code == 2 and "pip install 'prope[tpu]'" in outcome.error
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--topology=v9:2x2"], "--topology=v9:2x2: must be a generation (v5e, v5p, v6e) and a shape"),
+        (["--topology=v5e"], "--topology=v5e: must be a generation"),
+        (["--topology=v5e:3x3"], "--topology=v5e:3x3: "),
+        (["--topology=v5e:2x2", "--sequences_per_chip=0.3"], "--sequences_per_chip=0.3: is 1.2 on 4 chips"),
+        (["--topology=v5e:2x2", "--config.batch_size=6"], "config.batch_size=6: must be a multiple of 4"),
+        (["--topology=v5e:2x2", "--config.model.attention=cudnn"], "attention=cudnn cannot be"),
+        (["--topology=v5e:2x2", "--config.model.rope_percentage=75"], "rope_percentage=75.0: must be a fraction"),
+    ],
+)
+def test_what_cannot_be_planned_is_answered_in_one_line(plan, arguments, says):
+    assert says in plan(*arguments).error
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.50G of "
+         "15.75G hbm. Exceeded hbm capacity by 1.75G.", 17.5 * 2**30),
+        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (49.06G) exceeds available HBM (15.75G).",
+         round(49.06 * 2**30)),
+        ("RESOURCE_EXHAUSTED: something else", None),
+    ],
+)  # fmt: skip
+def test_the_compiler_s_refusals_are_read(message, size):
+    assert _too_large(message)["peak_bytes_per_chip"] == size
+
+
+@pytest.mark.parametrize("platform", xla_flags.PLATFORMS)
+def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platform):
+    environment = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "LIBTPU_INIT_ARGS": "--mine=1"}
+    command = ["bash", "launch/run.sh", platform, "env"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    for name, value in xla_flags.environment(platform).items():
+        assert found[name] == (f"{value} --mine=1" if name == "LIBTPU_INIT_ARGS" else value)
+    assert ("LIBTPU_INIT_ARGS" in xla_flags.environment(platform)) == (platform in xla_flags.TPU)
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS"])
+def test_xla_knows_the_gpu_s_flags(name):
+    """Unknown ones end the process."""
+    value = xla_flags.environment("gpu")[name]
+    program = "import jax; jax.devices(); print('started')"
+    environment = os.environ | {name: value, "JAX_OPTIMIZATION_LEVEL": "O1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout == "started\n", done.stderr[-500:]
+    broken = environment | {name: value.replace("xla_gpu_enable", "xla_gpu_no_such")}
+    done = subprocess.run([sys.executable, "-c", program], env=broken, capture_output=True, text=True)
+    assert done.returncode != 0
