@@ -54,12 +54,16 @@ def default_config() -> ConfigDict:
     model.remat = "none"
 
     config.data = data = ConfigDict()
-    data.dataset = "python_docs"  # python_docs | files | a TFDS name such as wikipedia/20230601.en
+    data.dataset = "python_docs"  # python_docs | files | a TFDS name such as wikipedia/20230601.en | mixture
     data.data_dir = ""  # where TFDS data or files are; not used by python_docs
     data.text_feature = "text"  # the feature of a TFDS record, or the key of a JSON line, that holds the text
+    data.template = ""  # instead of text_feature: a text with features in braces, "Q: {inputs}\nA: {targets}"
+    data.loss_on = "all"  # all | targets (the template's last feature; what stands before it is given)
+    data.mixture = ()  # for dataset mixture: ({"weight": 0.9, "dataset": .., "data_dir": ..}, ..), a dict per source
     data.tokenizer = "byte"  # byte | path of a SentencePiece .model
     data.seq_len = 256  # T, tokens in a window
     data.mask_documents = False  # True: positions restart and attention stops at document borders
+    data.position_range = placeholder(int)  # R: training positions are drawn from 0 .. R-1; None: they are 0 .. T-1
     data.validation_fraction = 0.05  # share of the documents held out, chosen by a hash of their text
     data.cache_dir = ""  # where token stores are kept; empty: $PROPE_CACHE, else ~/.cache/prope
     data.num_workers = 0  # processes that tokenise; 0: one per core
@@ -228,6 +232,9 @@ def validate(config: ConfigDict) -> None:
     )
     final = fields["optimizer.final_learning_rate"]
     require("optimizer.final_learning_rate", 0 <= final <= peak, f"must be in [0, optimizer.learning_rate={peak}]")
+    if fields["data.position_range"] is not None:
+        allowed = f"must be from data.seq_len={fields['data.seq_len']} to {2**31}, or None for ordinary positions"
+        require("data.position_range", fields["data.seq_len"] <= fields["data.position_range"] <= 2**31, allowed)
     share = fields["data.validation_fraction"]
     require("data.validation_fraction", 0 < share < 1, "must be between 0 and 1")
     if fields["data.dataset"] == "python_docs":

@@ -92,6 +92,7 @@ def main() -> dict:
         config.data.dataset, config.data.data_dir = given.dataset, ""
     if given.data_dir is not None:
         config.data.data_dir = given.data_dir
+    config.data.position_range = None  # of training only: what is evaluated may be longer
     validate(config)
     windows = Windows(config.data, config.model.vocab_size, "validation")
     pairs = model.turned_pairs(config.model)

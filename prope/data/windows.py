@@ -5,9 +5,15 @@ predict every token once. A training batch is B consecutive entries of an endles
 windows, then another one, epoch after epoch. What a step sees is decided by (fingerprint, seed, step, batch size,
 T) and by nothing else; where a run stands in its data is one integer.
 
+With `position_range` R a training window gets randomised positions (Ruoss et al., 2023): T distinct ones of 0 .. R-1,
+sorted, drawn anew for every place of the list. Validation keeps the ordinary positions 0 .. T-1: its loss then depends
+on no draw and compares runs that differ in R. (The paper, appendix B.2, speaks of training positions only.)
+
 Axes: B batch, T seq_len.
 """
 
+import collections
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
@@ -28,12 +34,14 @@ class Windows:
       store: the tokens.
       seq_len: T.
       count: the number of windows; the last one may be padded.
+      position_range: R, what `train_batch` draws positions from; None: positions are ordinary.
     """
 
     def __init__(self, config: ConfigDict, vocab_size: int, split: str):
         tokenizer = load_tokenizer(config.tokenizer)
         self.store: Store = open_store(config, vocab_size)
         self.seq_len = config.seq_len
+        self.position_range = config.position_range
         self._mask_documents = config.mask_documents
         self._bos, self._pad = tokenizer.bos, tokenizer.pad
         self._split = split
@@ -91,7 +99,25 @@ def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=No
       rows: which of the B rows to read; all by default, a process's own on a pod.
     """
     rows = range(batch_size) if rows is None else rows
-    return windows.read([window_of(step * batch_size + int(row), windows.count, seed) for row in rows])
+    examples = [step * batch_size + int(row) for row in rows]
+    batch = windows.read([window_of(example, windows.count, seed) for example in examples])
+    if windows.position_range is not None:
+        for positions, example in zip(batch["positions"], examples, strict=True):
+            positions[:] = randomised(positions, windows.position_range, seed, example)
+    return batch
+
+
+def randomised(positions: np.ndarray, limit: int, seed: int, example: int) -> np.ndarray:
+    """Positions [T] drawn from 0 .. limit-1 for the window at place `example` of the endless list: int32 [T].
+
+    They are distinct and rise from each 0 of the ordinary `positions` to the next: over the whole window, or within
+    each of its documents where documents are masked. Every such choice is equally likely.
+    """
+    # Another spawn key than the permutations': their seeds must not meet.
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, example], spawn_key=(1,))))
+    lengths = np.diff(np.flatnonzero(positions == 0), append=len(positions))
+    drawn = [np.sort(generator.choice(limit, length, replace=False, shuffle=False)) for length in lengths]
+    return np.concatenate(drawn).astype(np.int32)
 
 
 def window_of(example: int, count: int, seed: int) -> int:
@@ -103,12 +129,19 @@ def window_of(example: int, count: int, seed: int) -> int:
     return grain.experimental.index_shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
 
 
-def ahead(function: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
-    """function(start), .., function(stop - 1), each made on a thread while the one before it is used."""
-    with futures.ThreadPoolExecutor(1, "batches") as pool:
-        waiting = pool.submit(function, start) if start < stop else None
-        for step in range(start, stop):
-            batch = waiting.result()
-            if step + 1 < stop:
-                waiting = pool.submit(function, step + 1)
-            yield batch
+def ahead(function: Callable[[int], Batch], start: int, stop: int, depth: int = 4) -> Iterator[Batch]:
+    """function(start), .., function(stop - 1): up to `depth` of them are made on threads while one is used.
+
+    Several at a time, because a batch from a bucket takes long to come, but does not keep a core busy.
+    """
+    with futures.ThreadPoolExecutor(depth, "batches") as pool:
+        steps = iter(range(start, stop))
+        waiting = collections.deque(pool.submit(function, step) for step in itertools.islice(steps, depth))
+        try:
+            while waiting:
+                batch = waiting.popleft().result()
+                waiting.extend(pool.submit(function, step) for step in itertools.islice(steps, 1))
+                yield batch
+        finally:
+            for future in waiting:
+                future.cancel()
