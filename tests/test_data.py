@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tensorboardX.record_writer import RecordWriter
 
 from prope.config import default_config
+from prope.data import files, pack, prepare
 from prope.data import store as store_lib
 from prope.data.documents import find_source
 from prope.data.tokenizer import BOS, EOS, ByteTokenizer, load_tokenizer
@@ -90,15 +92,15 @@ def test_every_document_arrives_once_and_whole(tmp_path, kind):
     else:
         write_tfds(tmp_path / "data", kind, texts)
         config = settings(tmp_path, NAME, tmp_path / "data", validation_fraction=0.3)
-    store = store_lib.open_store(config, 260)
+    store = prepare.open_store(config, 260)
     found = {split: documents_of(store, split) for split in ("train", "validation")}
     in_order = texts if kind != "files" else [texts[0], *texts[1:-1], texts[-1]]
-    held_out = [t for t in in_order if store_lib.is_validation(t.encode(), 0.3)]
+    held_out = [t for t in in_order if pack.is_validation(t.encode(), 0.3)]
     assert found["validation"] == held_out
     assert found["train"] == [t for t in in_order if t not in held_out]
     for split, documents in found.items():
         size = sum(len(d.encode()) for d in documents)
-        expected = {"tokens": size + 2 * len(documents), "documents": len(documents), "bytes": size}
+        expected = {"tokens": size + 2 * len(documents), "documents": len(documents), "bytes": size, "given": 0}
         assert store.index[split] == expected
         assert store.targets(split) == size + len(documents)
 
@@ -107,17 +109,16 @@ def test_both_formats_are_the_same_data(tmp_path):
     stores = []
     for kind in ("array_record", "tfrecord"):
         write_tfds(tmp_path / kind, kind, articles())
-        stores.append(store_lib.open_store(settings(tmp_path / kind, NAME, tmp_path / kind), 260))
+        stores.append(prepare.open_store(settings(tmp_path / kind, NAME, tmp_path / kind), 260))
     assert stores[0].path != stores[1].path and stores[0].fingerprint == stores[1].fingerprint
     for split in ("train", "validation"):
         np.testing.assert_array_equal(stream(stores[0], split), stream(stores[1], split))
 
 
 def test_workers_do_not_change_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_lib, "_FEW_BYTES", 0)
-    monkeypatch.setattr(store_lib, "_TASK_BYTES", 1000)
+    monkeypatch.setattr(files, "part_bytes", lambda total: 1000)
     folder = write_text(tmp_path / "text", articles())
-    stores = [store_lib.open_store(settings(tmp_path / str(n), "files", folder, num_workers=n), 260) for n in (1, 2)]
+    stores = [prepare.open_store(settings(tmp_path / str(n), "files", folder, num_workers=n), 260) for n in (1, 2)]
     for split in ("train", "validation"):
         np.testing.assert_array_equal(stream(stores[0], split), stream(stores[1], split))
     assert stores[0].index == stores[1].index
@@ -125,47 +126,47 @@ def test_workers_do_not_change_the_store(tmp_path, monkeypatch):
 
 def test_shards_of_the_store_are_cut_anywhere(tmp_path, monkeypatch):
     folder = write_text(tmp_path / "text", articles())
-    whole = stream(store_lib.open_store(settings(tmp_path / "whole", "files", folder), 260), "train")
+    whole = stream(prepare.open_store(settings(tmp_path / "whole", "files", folder), 260), "train")
     monkeypatch.setattr(store_lib, "_PIECE", 128)
-    monkeypatch.setattr(store_lib, "_SHARD", 1024)
-    cut = store_lib.open_store(settings(tmp_path / "cut", "files", folder), 260)
-    assert len(list((cut.path / "train").rglob("*"))) > 5
+    monkeypatch.setattr(store_lib, "SHARD", 1024)
+    cut = prepare.open_store(settings(tmp_path / "cut", "files", folder), 260)
+    assert len(list((pathlib.Path(cut.path) / "train").rglob("*"))) > 5
     np.testing.assert_array_equal(stream(cut, "train"), whole)
 
 
 def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path):
     folder = write_text(tmp_path / "text", articles())
     config = settings(tmp_path, "files", folder)
-    store = store_lib.open_store(config, 260)
-    before = (store.path / "index.json").stat().st_mtime_ns
-    assert store_lib.open_store(config, 260).path == store.path
-    assert (store.path / "index.json").stat().st_mtime_ns == before
+    store = prepare.open_store(config, 260)
+    before = (pathlib.Path(store.path) / "index.json").stat().st_mtime_ns
+    assert prepare.open_store(config, 260).path == store.path
+    assert (pathlib.Path(store.path) / "index.json").stat().st_mtime_ns == before
     other = settings(tmp_path, "files", folder, validation_fraction=0.1)
-    assert store_lib.open_store(other, 260).fingerprint != store.fingerprint
+    assert prepare.open_store(other, 260).fingerprint != store.fingerprint
     (folder / "a.txt").write_text("another text")
-    assert store_lib.open_store(config, 260).fingerprint != store.fingerprint
+    assert prepare.open_store(config, 260).fingerprint != store.fingerprint
 
 
 def test_an_interrupted_preparation_is_never_used(tmp_path, monkeypatch):
     folder = write_text(tmp_path / "text", articles())
     config = settings(tmp_path, "files", folder)
-    packed = store_lib._packed_tasks
+    packed = prepare._packed
 
     def interrupted(*arguments):
         yield from packed(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_lib, "_packed_tasks", interrupted)
+    monkeypatch.setattr(prepare, "_packed", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        store_lib.open_store(config, 260)
-    assert list((tmp_path / "cache").iterdir()) == []
-    monkeypatch.setattr(store_lib, "_packed_tasks", packed)
-    assert len(documents_of(store_lib.open_store(config, 260), "train")) > 0
+        prepare.open_store(config, 260)
+    assert not list((tmp_path / "cache").rglob("index.json"))
+    monkeypatch.setattr(prepare, "_packed", packed)
+    assert len(documents_of(prepare.open_store(config, 260), "train")) > 0
 
 
 def test_a_damaged_store_is_an_error_and_not_other_text(tmp_path):
-    store = store_lib.open_store(settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260)
-    (shard,) = (path for path in (store.path / "train" / "c").rglob("*") if path.is_file())
+    store = prepare.open_store(settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260)
+    (shard,) = (path for path in (pathlib.Path(store.path) / "train" / "c").rglob("*") if path.is_file())
     damaged = bytearray(shard.read_bytes())
     damaged[100] ^= 1
     shard.write_bytes(damaged)
@@ -174,7 +175,7 @@ def test_a_damaged_store_is_an_error_and_not_other_text(tmp_path):
 
 
 def test_the_baseline_is_the_cross_entropy_of_token_frequencies(tmp_path):
-    store = store_lib.open_store(settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260)
+    store = prepare.open_store(settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260)
     train, held_out = (s[s != BOS] for s in (stream(store, "train"), stream(store, "validation")))
     total = 0.0
     for token in held_out:
@@ -183,7 +184,7 @@ def test_the_baseline_is_the_cross_entropy_of_token_frequencies(tmp_path):
 
 
 def test_python_documentation_is_there(tmp_path):
-    store = store_lib.open_store(settings(tmp_path), 260)
+    store = prepare.open_store(settings(tmp_path), 260)
     assert store.index["train"]["bytes"] + store.index["validation"]["bytes"] > 1_000_000
     assert any(
         "The Python Debugger" in text for text in documents_of(store, "train") + documents_of(store, "validation")
@@ -290,13 +291,13 @@ def test_sentencepiece_makes_a_store(tmp_path, sentencepiece_model):
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (2, 1, 0)
     texts = articles()
     config = settings(tmp_path, "files", write_text(tmp_path / "text", texts), tokenizer=sentencepiece_model)
-    store = store_lib.open_store(config, 300)
+    store = prepare.open_store(config, 300)
     tokens = np.concatenate([stream(store, split) for split in ("train", "validation")])
     assert np.sum(tokens == 2) == np.sum(tokens == 1) == len(texts)
     assert store.index["train"]["bytes"] + store.index["validation"]["bytes"] == sum(len(t.encode()) for t in texts)
     first = stream(store, "train")
     first = first[1 : np.flatnonzero(first == 1)[0]]
-    assert tokenizer.decode(first) == next(t for t in texts if not store_lib.is_validation(t.encode(), 0.05))
+    assert tokenizer.decode(first) == next(t for t in texts if not pack.is_validation(t.encode(), 0.05))
 
 
 # --- What cannot be used ----------------------------------------------------------------------------------------
@@ -304,9 +305,9 @@ def test_sentencepiece_makes_a_store(tmp_path, sentencepiece_model):
 
 def refused(config, says, vocab_size=260):
     with pytest.raises(UsageError, match=says) as caught:
-        store_lib.open_store(config, vocab_size)
+        prepare.open_store(config, vocab_size)
     assert "\n" not in str(caught.value)
-    assert not list((config.cache_dir and __import__("pathlib").Path(config.cache_dir)).glob("*.tmp-*"))
+    assert not list(pathlib.Path(config.cache_dir).glob("*.tmp-*"))
 
 
 def test_data_that_is_not_there(tmp_path):
@@ -334,7 +335,7 @@ def test_data_that_is_half_written(tmp_path):
     (folder / "dataset_info.json").unlink()
     refused(config, "is not whole: there is no dataset_info.json")
     (folder / "dataset_info.json").write_text(info)
-    assert store_lib.open_store(config, 260).index["train"]["documents"] > 0
+    assert prepare.open_store(config, 260).index["train"]["documents"] > 0
 
 
 def test_tfrecord_that_is_cut(tmp_path):
@@ -387,4 +388,4 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     (tmp_path / "cache").write_text("a file, not a folder")
     with pytest.raises(UsageError, match="cache_dir=.*cache: cannot be written"):
-        store_lib.open_store(settings(tmp_path), 260)
+        prepare.open_store(settings(tmp_path), 260)

@@ -1,42 +1,31 @@
-"""Stages 2 to 4: documents to tokens on disk, once. Training then reads any window of them at random.
+"""Tokens on disk: what a store is, how it is found and how any window of it is read.
 
-A store is a folder with two one-dimensional Zarr arrays, `train` and `validation`, and `index.json`, which is
-written last: a folder without it does not count. In both arrays a document is <bos>, its tokens, <eos>.
+A store is a folder, or a prefix below a URL such as gs://bucket/stores, with two one-dimensional Zarr arrays,
+`train` and `validation`, and `index.json`, which is written last: a folder without it does not count. In both
+arrays a document is <bos>, its tokens, <eos>.
+
+Where `config.data.loss_on` is "targets", the top bit of an element is set for tokens that are given and not to be
+predicted; `Store.ids_and_given` takes the two apart. Other stores hold the plain ids.
 """
 
-import collections
 import dataclasses
 import hashlib
 import json
-import logging
-import multiprocessing
-import os
 import pathlib
-import re
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from concurrent import futures
 
 import numpy as np
 import tensorstore as ts
-from ml_collections import ConfigDict
-from tqdm import tqdm
 
-from prope.data.documents import Source, find_source
-from prope.data.tokenizer import load_tokenizer
 from prope.errors import UsageError
 
 SPLITS = ("train", "validation")
 
-_FORMAT = 1  # of the store; part of the fingerprint
+FORMAT = 2  # of the store; part of the fingerprint
 _PIECE = 2**14  # tokens that are read together
-_SHARD = 2**24  # tokens in a file
-_TASK_BYTES = 2**21  # text that a worker tokenises at a time
-_FEW_BYTES = 2**26  # below this, starting workers costs more than they save
+SHARD = 2**24  # tokens in a file
 
-log = logging.getLogger(__name__)
+# One for the process: its cache holds the shards' indices and the pieces that neighbouring windows share.
+CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,190 +33,146 @@ class Store:
     """Tokens on disk.
 
     Attributes:
-      path: the folder.
+      path: the folder, or the URL.
       fingerprint: a hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens.
-      index: what index.json says: per split `tokens, documents, bytes`; `unigram_loss`, the nats per token of the
-        validation split under the token frequencies of the train split.
+      index: what index.json says: per split `tokens, documents, bytes, given`, where bytes are those of the text to
+        predict and given counts the tokens that are not to be predicted; `empty`, how many documents were left out
+        for having no text; `unigram_loss`, the nats per token of the validation split under the token frequencies
+        of the train split.
     """
 
-    path: pathlib.Path
+    path: str
     fingerprint: str
     index: dict
 
     def tokens(self, split: str) -> ts.TensorStore:
-        """The split's tokens, [tokens]; slices of it are read with `.read().result()`."""
-        # The cache holds the shards' indices and the pieces that neighbouring windows share.
-        context = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
-        return ts.open({**_spec(self.path / split), "open": True}, context=context, read=True).result()
+        """The split's elements, [tokens]; slices of it are read with `.read().result()`."""
+        return open_array(self.path, split)
 
     def targets(self, split: str) -> int:
-        """Tokens that are predicted: all but every document's <bos>."""
-        return self.index[split]["tokens"] - self.index[split]["documents"]
+        """Tokens that are predicted: all but every document's <bos> and what is given."""
+        counts = self.index[split]
+        return counts["tokens"] - counts["documents"] - counts["given"]
+
+    def ids_and_given(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Elements of an array, of any shape: their ids, int32, and which of them are given, bool."""
+        if not self.index["rule"]["marked"]:
+            return elements.astype(np.int32), np.zeros(elements.shape, bool)
+        top = mark(elements.dtype)
+        return (elements & ~top).astype(np.int32), (elements & top) != 0
 
 
-def open_store(config: ConfigDict, vocab_size: int) -> Store:
-    """The token store of a run's `config.data`; prepared first where it is not there yet.
+def mark(dtype: np.dtype) -> np.integer:
+    """The bit that says: this token is given."""
+    return np.dtype(dtype).type(1 << (8 * np.dtype(dtype).itemsize - 1))
+
+
+def dtype_of(vocab_size: int, marked: bool) -> np.dtype:
+    """Of the arrays of a store."""
+    return np.dtype("uint16" if vocab_size <= (2**15 if marked else 2**16) else "uint32")
+
+
+def fingerprint_of(rule: dict) -> str:
+    """The name of the tokens that this rule makes."""
+    return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is a URL; otherwise it is a folder."""
+    return "://" in place
+
+
+def join(place: str, name: str) -> str:
+    """A place below a place."""
+    return f"{place.rstrip('/')}/{name}"
+
+
+def keys(place: str) -> ts.KvStore:
+    """The files below a place, a folder or a URL."""
+    spec = place.rstrip("/") + "/" if is_url(place) else {"driver": "file", "path": f"{pathlib.Path(place).resolve()}/"}
+    return ts.KvStore.open(spec, context=CONTEXT).result()
+
+
+def find_store(place: str, fingerprint: str) -> Store | None:
+    """The store at this place, or None where there is none.
 
     Raises:
-      UsageError: the data, the tokenizer or the vocabulary does not fit.
+      UsageError: what is there cannot be read, or is not what its name says.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    if vocab_size < tokenizer.vocab_size:
+    remedy = "remove it to have it prepared again"
+    try:
+        found = keys(place).read("index.json").result()
+    except Exception as error:  # as many types as there are kinds of storage
+        raise UsageError(f"config.data.cache_dir: the store {place} cannot be read: {first_line(error)}") from None
+    if found.state != "value":
+        return None
+    try:
+        index = json.loads(found.value)
+        says, made_by, sizes = index["fingerprint"], fingerprint_of(index["rule"]), [index[s]["tokens"] for s in SPLITS]
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"the store {place}: its index.json is damaged; {remedy}") from None
+    if not fingerprint == says == made_by:
+        other = says if says != fingerprint else made_by
         raise UsageError(
-            f"config.model.vocab_size={vocab_size}: the tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids; "
-            f"set config.model.vocab_size to {tokenizer.vocab_size} or more"
+            f"the store {place}: its fingerprint is {other}, not {fingerprint}: changed, or copied from elsewhere; {remedy}"
         )
-    source = find_source(config)
-    rule = {
-        "format": _FORMAT,
-        "source": source.identity,
-        "tokenizer": tokenizer.fingerprint,
-        "validation_fraction": config.validation_fraction,
-    }
-    fingerprint = hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
-    path = _cache_dir(config) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
-    if not (path / "index.json").is_file():
-        _prepare(source, config, rule, fingerprint, path)
-    index = json.loads((path / "index.json").read_text())
-    return Store(path, fingerprint, index)
-
-
-def _cache_dir(config: ConfigDict) -> pathlib.Path:
-    named = config.cache_dir or os.environ.get("PROPE_CACHE")
-    return pathlib.Path(named) if named else pathlib.Path.home() / ".cache" / "prope"
-
-
-def _prepare(source: Source, config: ConfigDict, rule: dict, fingerprint: str, path: pathlib.Path) -> None:
-    """Writes the store under another name, then renames it: it is whole or not there.
-
-    Processes that prepare the same store at the same time each write their own; the first to finish is kept.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work = pathlib.Path(tempfile.mkdtemp(prefix=f"{path.name}.tmp-", dir=path.parent))
-    except OSError as error:
-        raise UsageError(f"config.data.cache_dir={path.parent}: cannot be written: {error.strerror}") from error
-    try:
-        index = _write_splits(source, config, work)
-        for split in SPLITS:
-            if not index[split]["documents"]:
-                raise UsageError(
-                    f"{source.name}: no document falls into the {split} split with "
-                    f"config.data.validation_fraction={config.validation_fraction}; change it, or bring more documents"
-                )
-        index |= {"rule": rule, "fingerprint": fingerprint}
-        (work / "index.json").write_text(json.dumps(index, indent=2))
+    store = Store(place, fingerprint, index)
+    for split, size in zip(SPLITS, sizes, strict=True):
         try:
-            work.rename(path)
-        except OSError:  # another process was first
-            if not (path / "index.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            there = store.tokens(split).shape[0]
+        except ValueError as error:
+            raise UsageError(f"the store {place}: {split} cannot be read ({first_line(error)}); {remedy}") from None
+        if there != size:
+            raise UsageError(f"the store {place}: {split} has {there} tokens, its index.json says {size}; {remedy}")
+    return store
 
 
-def _write_splits(source: Source, config: ConfigDict, folder: pathlib.Path) -> dict:
-    tokenizer = load_tokenizer(config.tokenizer)
-    writers = {split: _Writer(folder / split, tokenizer.vocab_size) for split in SPLITS}
-    totals = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
-    log.info("data: packing %s (about %.1f MB of text) into %s", source.name, source.num_bytes / 1e6, folder.parent)
-    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc="data", disable=not sys.stderr.isatty()) as bar:
-        for packed in _packed_tasks(source, config):
-            for split, (tokens, documents, size) in packed.items():
-                writers[split].write(tokens)
-                totals[split].update(tokens=len(tokens), documents=documents, bytes=size)
-                bar.update(size)
-    counts = {split: writers[split].close() for split in SPLITS}
-    for split in SPLITS:
-        counts[split][tokenizer.bos] = 0  # never predicted
-    share = (counts["train"] + 1) / (counts["train"] + 1).sum()
-    unigram_loss = float(-(counts["validation"] * np.log(share)).sum() / max(counts["validation"].sum(), 1))
-    return {**{split: dict(totals[split]) for split in SPLITS}, "unigram_loss": unigram_loss}
+def first_line(error: Exception) -> str:
+    """The first line of what an exception says."""
+    return str(error).split("\n")[0] or type(error).__name__
 
 
-def _packed_tasks(source: Source, config: ConfigDict) -> Iterator[dict]:
-    """`_pack` of every task, in order, on as many processes as the amount of text is worth."""
-    arguments = (config.tokenizer, config.validation_fraction)
-    workers = config.num_workers or os.cpu_count() or 1
-    if workers == 1 or source.num_bytes < _FEW_BYTES:
-        _start_worker(*arguments)
-        yield from map(_pack, _tasks(source.documents()))
-        return
-    with futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, arguments) as pool:
-        waiting = collections.deque()
-        for task in _tasks(source.documents()):
-            waiting.append(pool.submit(_pack, task))
-            if len(waiting) > 2 * workers:  # bounds the memory
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+def open_array(place: str, split: str) -> ts.TensorStore:
+    """The array of a split, to be read."""
+    return ts.open(_spec(place, split), context=CONTEXT, open=True, read=True).result()
 
 
-def _tasks(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
-    task, size = [], 0
-    for document in documents:
-        if document.strip():  # an empty document says nothing
-            task.append(document)
-            size += len(document)
-        if size >= _TASK_BYTES:
-            yield task
-            task, size = [], 0
-    yield task
+class Writer:
+    """Appends elements to a new array, shard by shard, and counts how often each id is predicted."""
 
+    def __init__(self, place: str, split: str, vocab_size: int, marked: bool):
+        dtype = dtype_of(vocab_size, marked)
+        spec = _spec(place, split) | {"metadata": _metadata(dtype)}
+        self._array = ts.open(spec, context=CONTEXT, create=True).result()
+        self._pending, self._filled, self._written = np.empty(SHARD, dtype), 0, 0
+        self._marked = marked
+        self.counts = np.zeros(vocab_size, np.int64)
 
-def _start_worker(tokenizer: str, validation_fraction: float) -> None:
-    global _tokenizer, _validation_fraction
-    _tokenizer, _validation_fraction = load_tokenizer(tokenizer), validation_fraction
+    def write(self, elements: np.ndarray) -> None:
+        """Appends elements [tokens]."""
+        predicted = elements[(elements & mark(elements.dtype)) == 0] if self._marked else elements
+        self.counts += np.bincount(predicted, minlength=len(self.counts))
+        while len(elements):
+            taken = min(len(elements), SHARD - self._filled)
+            self._pending[self._filled : self._filled + taken] = elements[:taken]
+            self._filled += taken
+            elements = elements[taken:]
+            if self._filled == SHARD:
+                self._flush()
 
-
-def _pack(documents: list[bytes]) -> dict[str, tuple[np.ndarray, int, int]]:
-    """Per split: <bos>, tokens, <eos> of its documents in a row, how many they are, and their bytes."""
-    parts = {split: [np.empty(0, np.int32)] for split in SPLITS}
-    number, size = collections.Counter(), collections.Counter()
-    for document in documents:
-        split = "validation" if is_validation(document, _validation_fraction) else "train"
-        parts[split] += [[_tokenizer.bos], _tokenizer.encode(document), [_tokenizer.eos]]
-        number[split] += 1
-        size[split] += len(document)
-    return {split: (np.concatenate(parts[split]), number[split], size[split]) for split in SPLITS}
-
-
-def is_validation(document: bytes, fraction: float) -> bool:
-    """Whether a document is held out: decided by a hash of its text, so it depends on nothing else."""
-    digest = hashlib.blake2b(document, digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
-
-
-class _Writer:
-    """Appends tokens to a Zarr array, shard by shard, and counts how often each occurs."""
-
-    def __init__(self, path: pathlib.Path, vocab_size: int):
-        dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
-        self._array = ts.open({**_spec(path), "metadata": _metadata(dtype), "create": True}).result()
-        self._pending = np.empty(0, dtype)
-        self._written = 0
-        self._counts = np.zeros(vocab_size, np.int64)
-
-    def write(self, tokens: np.ndarray) -> None:
-        self._counts += np.bincount(tokens, minlength=len(self._counts))
-        self._pending = np.concatenate([self._pending, tokens.astype(self._pending.dtype)])
-        while len(self._pending) >= _SHARD:
-            self._flush(_SHARD)
-
-    def close(self) -> np.ndarray:
-        """Writes the rest; returns the counts [vocab]."""
-        self._flush(len(self._pending))
+    def close(self) -> None:
+        """Writes the rest."""
+        self._flush()
         self._array.resize(exclusive_max=[self._written], resize_metadata_only=True).result()
-        return self._counts
 
-    def _flush(self, length: int) -> None:
-        self._array[self._written : self._written + length].write(self._pending[:length]).result()
-        self._pending = self._pending[length:]
-        self._written += length
+    def _flush(self) -> None:
+        stop = self._written + self._filled
+        self._array[self._written : stop].write(self._pending[: self._filled]).result()
+        self._written, self._filled = stop, 0
 
 
-def _spec(path: pathlib.Path) -> dict:
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
+def _spec(place: str, split: str) -> dict:
+    return {"driver": "zarr3", "kvstore": keys(join(place, split)).spec().to_json()}
 
 
 def _metadata(dtype: np.dtype) -> dict:
@@ -237,7 +182,12 @@ def _metadata(dtype: np.dtype) -> dict:
     return {
         "shape": [2**48],  # cut to the number of tokens at the end
         "data_type": dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [_SHARD]}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [SHARD]}},
         "codecs": [{"name": "sharding_indexed", "configuration": pieces}],
         "fill_value": 0,
     }
+
+
+def everything() -> ts.KvStore.KeyRange:
+    """All files below a place."""
+    return ts.KvStore.KeyRange("", "")

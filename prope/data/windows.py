@@ -21,7 +21,8 @@ import grain
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope.data.store import Store, open_store
+from prope.data.prepare import open_store
+from prope.data.store import Store
 from prope.data.tokenizer import load_tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -53,7 +54,7 @@ class Windows:
         """The windows with these indices, in this order.
 
         Returns:
-          `tokens, targets` int32 [B, T]; `weights` float32 [B, T], 0 where the target is a <bos> or padding;
+          `tokens, targets` int32 [B, T]; `weights` float32 [B, T], 0 where the target is a <bos>, padding or given;
           `positions` int32 [B, T], which restart at document borders if documents are masked; `segment_ids`
           int32 [B, T], the number of the document within the window, from 1, or 0 for padding.
         """
@@ -63,9 +64,10 @@ class Windows:
         reads = [self._tokens[start:end].read() for start, end in zip(starts, ends, strict=True)]
         stream = np.full((len(starts), T + 1), self._pad, np.int32)
         real = np.zeros((len(starts), T + 1), bool)
+        given = np.zeros((len(starts), T + 1), bool)
         for row, read in enumerate(reads):
             piece = read.result()
-            stream[row, : len(piece)] = piece
+            stream[row, : len(piece)], given[row, : len(piece)] = self.store.ids_and_given(piece)
             real[row, : len(piece)] = True
         opens = (stream == self._bos) & real
         segment_ids = np.cumsum(opens, axis=1, dtype=np.int32) + ~opens[:, :1]
@@ -74,7 +76,7 @@ class Windows:
         return {
             "tokens": stream[:, :-1],
             "targets": stream[:, 1:],
-            "weights": (real & ~opens)[:, 1:].astype(np.float32),
+            "weights": (real & ~opens & ~given)[:, 1:].astype(np.float32),
             "positions": np.asarray(index - first, np.int32),
             "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
         }

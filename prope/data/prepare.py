@@ -1,0 +1,297 @@
+"""Stages 2 to 4: documents to tokens on disk, once: python -m prope.data.prepare --config=F.
+
+Training does the same on first use. Workers turn parts of the source into files, in any order; when all parts are
+there they are put one after the other into the store, which then gets its name. A process that is stopped, however
+hard, leaves parts that the next one goes on from, and never a store that is not whole.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+from concurrent import futures
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+from tqdm import tqdm
+
+from prope import command
+from prope.config import validate
+from prope.data import pack, store
+from prope.data.documents import find_source, local_cache, weighted
+from prope.data.lock import locked
+from prope.data.source import Part, Source
+from prope.data.store import SPLITS, Store
+from prope.data.tokenizer import load_tokenizer
+from prope.errors import RunFailed, UsageError
+
+_FEW_BYTES = 2**26  # below this, starting workers costs more than they save
+_SAY_EVERY = 30.0  # seconds between lines where there is no terminal
+
+log = logging.getLogger(__name__)
+
+
+def open_store(config: ConfigDict, vocab_size: int, made: dict | None = None) -> Store:
+    """The token store of a run's `config.data`; prepared first where it is not there yet.
+
+    Args:
+      config: of one source, not of a mixture.
+      vocab_size: of the model.
+      made: if given, gets what preparing took: `tokens, workers, tokenizer_seconds, worker_seconds`.
+
+    Raises:
+      UsageError: the data, the tokenizer or the vocabulary does not fit.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if vocab_size < tokenizer.vocab_size:
+        raise UsageError(
+            f"config.model.vocab_size={vocab_size}: the tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids; "
+            f"set config.model.vocab_size to {tokenizer.vocab_size} or more"
+        )
+    source = find_source(config)
+    rule = {
+        "format": store.FORMAT,
+        "source": source.identity,
+        "tokenizer": tokenizer.fingerprint,
+        "validation_fraction": config.validation_fraction,
+        "marked": config.loss_on == "targets",
+    }
+    fingerprint = store.fingerprint_of(rule)
+    name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
+    cache = config.cache_dir or str(local_cache())
+    place = store.join(cache, name)
+    found = store.find_store(place, fingerprint)
+    if found is None:
+        with _named_errors(cache):
+            if not store.is_url(cache):
+                pathlib.Path(cache).mkdir(parents=True, exist_ok=True)
+            done = lambda: store.find_store(place, fingerprint) is not None  # noqa: E731
+            with locked(store.keys(cache), f"{name}.lock", name, done) as mine:
+                if mine and not done():
+                    _prepare(source, config, rule, place, {} if made is None else made)
+        found = store.find_store(place, fingerprint)
+    return found
+
+
+@contextlib.contextmanager
+def _named_errors(cache: str):
+    """What the storage says, in one line that names it."""
+    try:
+        yield
+    except (UsageError, RunFailed, KeyboardInterrupt):
+        raise
+    except futures.process.BrokenProcessPool:
+        raise RunFailed(
+            "a worker was killed, most likely for want of memory: finished parts are kept; run the same command again "
+            "with a smaller config.data.num_workers"
+        ) from None
+    except Exception as error:
+        if command.is_disk_full(error):
+            raise UsageError(
+                f"config.data.cache_dir={cache}: the disk is full; a store needs room for itself and, until it is "
+                "done, for its parts. Finished parts are kept: free some space and run the same command again"
+            ) from error
+        if isinstance(error, OSError):
+            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {error.strerror}") from error
+        if isinstance(error, ValueError) and store.is_url(cache):
+            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {store.first_line(error)}") from error
+        raise
+
+
+def _prepare(source: Source, config: ConfigDict, rule: dict, place: str, made: dict) -> None:
+    """Writes the store; the caller holds its lock."""
+    name = place.split("/")[-1]
+    url = store.is_url(place)
+    parts = (local_cache() if url else pathlib.Path(place).parent) / f"{name}.parts"
+    _start_parts(parts, source)
+    records = _make_parts(source, config, rule["marked"], parts, made)
+    index = {split: {k: sum(r[split][k] for r in records) for k in records[0][split] if k != "crc"} for split in SPLITS}
+    index["empty"] = sum(record["empty"] for record in records)
+    if index["empty"]:
+        first = next(part.key for part, record in zip(source.parts, records, strict=True) if record["empty"])
+        log.info("data: %d documents without text were left out, the first in %s", index["empty"], first)
+    for split in SPLITS:
+        if not index[split]["documents"]:
+            shutil.rmtree(parts)
+            raise UsageError(
+                f"{source.name}: no document falls into the {split} split with "
+                f"config.data.validation_fraction={config.validation_fraction}; change it, or bring more documents"
+            )
+    index |= {"rule": rule, "fingerprint": store.fingerprint_of(rule)}
+    if url:  # there is no renaming: without its index, which comes last, it does not count
+        store.keys(place).delete_range(store.everything()).result()
+        index["unigram_loss"] = _assemble(place, config, rule["marked"], parts, records)
+        store.keys(place).write("index.json", json.dumps(index, indent=2).encode()).result()
+    else:
+        for left in parts.parent.glob(f"{name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        work = pathlib.Path(tempfile.mkdtemp(prefix=f"{name}.tmp-", dir=parts.parent))
+        work.chmod(0o777 & ~_umask())
+        try:
+            index["unigram_loss"] = _assemble(str(work), config, rule["marked"], parts, records)
+            pack.replace_text(work / "index.json", json.dumps(index, indent=2))
+            shutil.rmtree(place, ignore_errors=True)  # a folder without an index
+            work.rename(place)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _start_parts(folder: pathlib.Path, source: Source) -> None:
+    """Makes the folder for parts; one that was cut otherwise, by another version, is begun anew."""
+    cut = hashlib.sha256(json.dumps([part.key for part in source.parts]).encode()).hexdigest()
+    try:
+        same = (folder / "cut").read_text() == cut
+    except OSError:
+        same = False
+    if not same:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        pack.replace_text(folder / "cut", cut)
+
+
+def _make_parts(source: Source, config: ConfigDict, marked: bool, folder: pathlib.Path, made: dict) -> list[dict]:
+    """`pack` of every part that is not there yet; the records of all, in order."""
+    records = {number: pack.read_record(folder, number) for number in range(len(source.parts))}
+    todo = [(number, source.parts[number]) for number, record in records.items() if record is None]
+    there = source.num_bytes - sum(part.num_bytes for _, part in todo)
+    log.info("data: packing %s (about %.1f MB of text)", source.name, source.num_bytes / 1e6)
+    if len(todo) < len(records):
+        log.info("data: %d of %d parts are there already", len(records) - len(todo), len(records))
+    few = sum(part.num_bytes for _, part in todo) < _FEW_BYTES
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = max(1, min(config.num_workers or (1 if few else cores), len(todo)))
+    arguments = (config.tokenizer, config.validation_fraction, marked)
+    new = []
+    with contextlib.closing(_Progress(source.num_bytes, there)) as progress:
+        for number, record in _packed(todo, folder, workers, arguments):
+            records[number] = record
+            new.append(record)
+            progress.add(source.parts[number].num_bytes)
+    made["workers"] = workers
+    made["tokens"] = sum(record[split]["tokens"] for record in new for split in SPLITS)
+    made["tokenizer_seconds"] = sum(record["tokenizer_seconds"] for record in new)
+    made["worker_seconds"] = sum(record["seconds"] for record in new)
+    return [records[number] for number in range(len(records))]
+
+
+def _packed(todo: list[tuple[int, Part]], folder: pathlib.Path, workers: int, arguments: tuple):
+    """(number, `pack` of it) of these parts, as they are done."""
+    if workers == 1:
+        pack.start_worker(*arguments, alone=False)
+        for number, part in todo:
+            yield number, pack.pack(part, folder, number)
+        return
+    pool = futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), pack.start_worker, arguments)
+    try:
+        running = {pool.submit(pack.pack, part, folder, number): number for number, part in todo}
+        for future in futures.as_completed(running):
+            yield running[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _assemble(place: str, config: ConfigDict, marked: bool, folder: pathlib.Path, records: list[dict]) -> float:
+    """Writes the two arrays; returns the loss that predicting by the frequencies of tokens would have."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    dtype = store.dtype_of(tokenizer.vocab_size, marked)
+    counts = {}
+    for split in SPLITS:
+        writer = store.Writer(place, split, tokenizer.vocab_size, marked)
+        for number, record in enumerate(records):
+            elements = pack.read_elements(folder, number, split, record, dtype)
+            if elements is None:
+                (folder / f"{number}.json").unlink(missing_ok=True)
+                raise RunFailed(f"{folder}: part {number} is damaged and was dropped; run the same command again")
+            writer.write(elements)
+        writer.close()
+        counts[split] = writer.counts
+        counts[split][tokenizer.bos] = 0  # never predicted
+    share = (counts["train"] + 1) / (counts["train"] + 1).sum()
+    return float(-(counts["validation"] * np.log(share)).sum() / max(counts["validation"].sum(), 1))
+
+
+class _Progress:
+    """A bar with the time left on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, total: int, there: int):
+        self._bar = tqdm(
+            total=total, initial=there, unit="B", unit_scale=True, desc="data", disable=not sys.stderr.isatty()
+        )
+        self._total, self._there, self._done = total, there, there
+        self._start = self._said = time.monotonic()
+
+    def add(self, size: int) -> None:
+        self._bar.update(size)
+        self._done += size
+        now = time.monotonic()
+        if self._bar.disable and now - self._said > _SAY_EVERY:
+            self._said = now
+            speed = (self._done - self._there) / (now - self._start)
+            log.info(
+                "data: %.1f %% of %.1f MB, %.2f MB/s, %.1f minutes left", 100 * self._done / self._total,
+                self._total / 1e6, speed / 1e6, (self._total - self._done) / speed / 60,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def define_flags() -> None:
+    """The command's flags."""
+    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
+    flags.mark_flags_as_required(["config"])
+
+
+def main() -> dict:
+    """The command."""
+    config = flags.FLAGS.config
+    validate(config)
+    results = []
+    for weight, own in weighted(config.data):
+        start, made = time.perf_counter(), {}
+        found = open_store(own, config.model.vocab_size, made)
+        results.append({"weight": weight, **_report(found, made, time.perf_counter() - start)})
+    if len(results) == 1:
+        return results[0]
+    total = {name: sum(result[name] for result in results) for name in ("tokens", "documents", "bytes", "seconds")}
+    stores = [result["store"] for result in results]
+    shares = [[result["weight"], result["fingerprint"]] for result in results]
+    return {"store": stores, **total, "fingerprint": store.fingerprint_of({"mixture": shares}), "sources": results}
+
+
+def _report(found: Store, made: dict, seconds: float) -> dict:
+    total = {name: sum(found.index[split][name] for split in SPLITS) for name in ("tokens", "documents", "bytes")}
+    speeds = {}
+    if made.get("tokens"):
+        speeds = {
+            "tokens_per_second": round(made["tokens"] / seconds),
+            "workers": made["workers"],
+            # In a worker, with everything around it, and of the tokenizer alone in the same minutes.
+            "worker_tokens_per_second": round(made["tokens"] / made["worker_seconds"]),
+            "tokenizer_tokens_per_second": round(made["tokens"] / max(made["tokenizer_seconds"], 1e-9)),
+        }
+    return {
+        "store": str(found.path), **total, "fingerprint": found.fingerprint, "prepared": bool(made),
+        "seconds": round(seconds, 3), "tokens_per_second": None, "workers": 0, **speeds,
+        **{split: found.index[split] for split in SPLITS}, "empty": found.index["empty"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    command.run(main, define_flags)
