@@ -12,7 +12,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tensorboardX.record_writer import RecordWriter
 
 from prope.config import default_config
-from prope.data import files, pack, prepare
+from prope.data import files, pack, prepare, workers
 from prope.data import store as store_lib
 from prope.data.documents import find_source
 from prope.data.tokenizer import BOS, EOS, ByteTokenizer, load_tokenizer
@@ -150,17 +150,17 @@ def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path):
 def test_an_interrupted_preparation_is_never_used(tmp_path, monkeypatch):
     folder = write_text(tmp_path / "text", articles())
     config = settings(tmp_path, "files", folder)
-    packed = prepare._packed
+    packed = workers._packed
 
     def interrupted(*arguments):
         yield from packed(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, "_packed", interrupted)
+    monkeypatch.setattr(workers, "_packed", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare.open_store(config, 260)
     assert not list((tmp_path / "cache").rglob("index.json"))
-    monkeypatch.setattr(prepare, "_packed", packed)
+    monkeypatch.setattr(workers, "_packed", packed)
     assert len(documents_of(prepare.open_store(config, 260), "train")) > 0
 
 

@@ -114,7 +114,7 @@ def find_store(place: str, fingerprint: str) -> Store | None:
     if not fingerprint == says == made_by:
         other = says if says != fingerprint else made_by
         raise UsageError(
-            f"the store {place}: its fingerprint is {other}, not {fingerprint}: changed, or copied from elsewhere; {remedy}"
+            f"the store {place}: its fingerprint is {other}, not {fingerprint}: it was changed or copied; {remedy}"
         )
     store = Store(place, fingerprint, index)
     for split, size in zip(SPLITS, sizes, strict=True):
