@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
+from prope import evaluate
 from prope.config import default_config, differences, validate
-from prope.data import store as store_lib
+from prope.data.pack import is_validation
 from prope.data.windows import Windows, ahead, randomised, train_batch
 from prope.errors import UsageError
 
@@ -41,7 +43,7 @@ def expected(folder):
     stream = []
     for line in (folder / "all.jsonl").read_text().splitlines():
         text = json.loads(line)["text"].encode()
-        if not store_lib.is_validation(text, 0.05):
+        if not is_validation(text, 0.05):
             stream += [BOS, *(byte + 4 for byte in text), EOS]
     return stream
 
@@ -66,6 +68,7 @@ import json, sys, jax
 from test_windows import B, digest
 from prope import sharding
 from prope.config import from_dict
+from prope.data.pack import is_validation
 from prope.data.windows import Windows, train_batch
 address, process, config = sys.argv[1], int(sys.argv[2]), from_dict(json.loads(sys.argv[3]))
 jax.distributed.initialize(address, 2, process)
@@ -191,12 +194,16 @@ def test_the_range_is_checked_and_makes_another_run():
             validate(config)
 
 
-def test_a_run_with_randomised_positions_is_evaluated_beyond_their_range(train, run_command, tmp_path):
-    short = ("--config.num_steps=3", "--config.eval.max_windows=1", "--config.model.num_layers=1")
-    outcome = train(tmp_path / "run", "--config.data.position_range=128", *short)
-    assert outcome.code == 0, outcome.stderr
-    evaluated = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--seq_len=256", "--max_windows=1")
-    assert evaluated.code == 0 and evaluated.result["seq_len"] == 256, evaluated.stderr
+def test_a_run_with_randomised_positions_is_evaluated_beyond_their_range(folder, tmp_path, monkeypatch):
+    config = default_config()
+    config.data.update({"dataset": "files", "data_dir": str(folder), "cache_dir": str(tmp_path), "position_range": 256})
+    run = types.SimpleNamespace(config=config, params=None, step=1, init_hash="", workdir=tmp_path)
+    given = dict.fromkeys(("workdir", "step", "max_windows", "batch_size", "dataset", "data_dir")) | {"seq_len": 300}
+    monkeypatch.setattr(evaluate.flags, "FLAGS", types.SimpleNamespace(**given))
+    monkeypatch.setattr(evaluate.checkpoint, "load_run", lambda *arguments: run)
+    last = lambda config, windows, mesh: lambda params: {"last": int(windows.read([0])["positions"].max())}  # noqa: E731
+    monkeypatch.setattr(evaluate, "make_evaluation", last)
+    assert evaluate.main()["last"] == 299
 
 
 # --- Reading ahead ----------------------------------------------------------------------------------------------
