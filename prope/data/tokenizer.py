@@ -7,8 +7,11 @@ import numpy as np
 
 from prope.errors import UsageError
 
-# Gemma's ids of the special tokens; the byte tokenizer has them too.
+# Gemma's ids of the special tokens; every tokenizer here has them.
 PAD, EOS, BOS, UNKNOWN = 0, 1, 2, 3
+
+# SentencePiece writes a space as this character, and so reads the character itself back as a space.
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class ByteTokenizer:
@@ -23,42 +26,57 @@ class ByteTokenizer:
         return np.frombuffer(text, np.uint8).astype(np.int32) + 4
 
     def decode(self, ids) -> str:
-        """The text of the ids; special ones are left out, broken UTF-8 is shown as U+FFFD."""
-        return bytes(i - 4 for i in map(int, ids) if i >= 4).decode(errors="replace")
+        """The text of the ids; those that stand for none are left out, broken UTF-8 is shown as U+FFFD."""
+        return bytes(i - 4 for i in map(int, ids) if 4 <= i < self.vocab_size).decode(errors="replace")
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model: Gemma's `tokenizer.model`, or one trained on the data.
+    """A SentencePiece model: Gemma's `tokenizer.model`, or one that prope.data.train_tokenizer has made.
 
     Raises:
-      UsageError: the file cannot be read, or has no <bos> or <eos>.
+      UsageError: the file cannot be read, or its special ids are not Gemma's.
     """
+
+    bos, eos, pad = BOS, EOS, PAD
 
     def __init__(self, path: str):
         import sentencepiece
 
+        remedy = "give byte, Gemma's tokenizer.model, or one made by python -m prope.data.train_tokenizer"
         try:
             model = pathlib.Path(path).read_bytes()
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            if not self._processor.vocab_size():  # an empty file
+                raise RuntimeError
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a SentencePiece model"
+            raise UsageError(f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}") from None
+        found = [getattr(self._processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
+        if found != [PAD, EOS, BOS, UNKNOWN]:
+            ids = "pad {}, eos {}, bos {}, unk {}"
             raise UsageError(
-                f"config.data.tokenizer={path}: cannot be read: {reason}; give byte, or the path of a .model file"
-            ) from None
+                f"config.data.tokenizer={path}: its special ids are {ids.format(*found)} (-1: none) and must be "
+                f"Gemma's, {ids.format(PAD, EOS, BOS, UNKNOWN)}; {remedy}"
+            )
         self.vocab_size = self._processor.vocab_size()
-        self.bos, self.eos = self._processor.bos_id(), self._processor.eos_id()
-        self.pad = max(self._processor.pad_id(), 0)  # padding has no weight, so any id will do where there is none
-        if self.bos < 0 or self.eos < 0:
-            raise UsageError(f"config.data.tokenizer={path}: has no <bos> or no <eos>, which open and close a document")
+        pieces = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        self._space = pieces if UNKNOWN not in pieces else None  # None: it has no bytes to fall back on
         self.fingerprint = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of the text, without <bos> or <eos>."""
-        return np.array(self._processor.encode(text.decode()), np.int32)
+        """Ids of the text, without <bos> or <eos>; with a model that falls back on bytes, they decode to it exactly."""
+        string = text.decode()
+        if self._space is None or _SPACE not in string:
+            return np.array(self._processor.encode(string), np.int32)
+        parts = self._processor.encode(string.split(_SPACE))
+        ids = parts[0]
+        for part in parts[1:]:
+            ids += self._space + part
+        return np.array(ids, np.int32)
 
     def decode(self, ids) -> str:
-        """The text of the ids."""
-        return self._processor.decode([int(i) for i in ids])
+        """The text of the ids; those that stand for none are left out, broken UTF-8 is shown as U+FFFD."""
+        return self._processor.decode([i for i in map(int, ids) if i < self.vocab_size])
 
 
 def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
