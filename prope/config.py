@@ -6,6 +6,7 @@ what it computes: those may differ when a run is resumed.
 """
 
 import math
+import string
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict
@@ -22,6 +23,8 @@ MAY_CHANGE = (
 
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("auto", "xla", "splash", "cudnn")
+LOSS_ON = ("all", "targets")
+MIXTURE = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on")  # fields of a source in a mixture
 REMAT = ("none", "minimal", "save_qkv", "full")
 
 
@@ -163,6 +166,8 @@ def from_dict(values: dict) -> ConfigDict:
 def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
     """'model.rope_percentage: 0.25, not 0.75' for every field that makes two configs different runs."""
     ours, theirs = flat(config), flat(other)
+    for fields in (ours, theirs):  # as data.data_dir may change, so may those in a mixture
+        fields["data.mixture"] = [{k: v for k, v in e.items() if k != "data_dir"} for e in fields["data.mixture"]]
     return [
         f"{name}: {theirs[name]}, not {value}"
         for name, value in ours.items()
@@ -237,18 +242,53 @@ def validate(config: ConfigDict) -> None:
         require("data.position_range", fields["data.seq_len"] <= fields["data.position_range"] <= 2**31, allowed)
     share = fields["data.validation_fraction"]
     require("data.validation_fraction", 0 < share < 1, "must be between 0 and 1")
-    if fields["data.dataset"] == "python_docs":
-        require(
-            "data.data_dir",
-            not fields["data.data_dir"],
-            "has no effect with data.dataset=python_docs; remove it",
-        )
+    require("data.loss_on", fields["data.loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")
+    mixed = fields["data.dataset"] == "mixture"
+    require("data.mixture", mixed == bool(fields["data.mixture"]), "goes with data.dataset=mixture, and that with it")
+    for number, entry in enumerate(fields["data.mixture"]):
+        where = f"data.mixture[{number}]"
+        for name in entry:
+            if name not in MIXTURE:
+                raise UsageError(f"config.{where}: has no field {name}{nearest(name, MIXTURE)}; it takes {MIXTURE}")
+        weight = entry.get("weight")
+        if (
+            not isinstance(weight, int | float)
+            or not 0 < weight < math.inf
+            or entry.get("dataset", "mixture") == "mixture"
+        ):
+            raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset, which is no mixture")
+        own = {name: fields[f"data.{name}"] for name in MIXTURE[2:]} | {"data_dir": ""} | dict(entry)
+        _check_source(own, f"{where}.")
+    if not mixed:
+        _check_source({name: fields[f"data.{name}"] for name in MIXTURE[1:]}, "data.")
+
+
+def _check_source(source: dict, prefix: str) -> None:
+    """Checks the fields of one source, named with `prefix` in an error."""
+
+    def require(name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise UsageError(f"config.{prefix}{name}={source[name]}: {allowed}")
+
+    if source["dataset"] == "python_docs":
+        require("data_dir", not source["data_dir"], "has no effect with dataset=python_docs; remove it")
+        require("template", not source["template"], "has no effect with dataset=python_docs; remove it")
     else:
-        require(
-            "data.data_dir",
-            bool(fields["data.data_dir"]),
-            f"data.dataset={fields['data.dataset']} needs the folder that holds it",
-        )
+        require("data_dir", bool(source["data_dir"]), f"dataset={source['dataset']} needs the folder that holds it")
+    targets = source["loss_on"] == "targets"
+    require("loss_on", source["loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")
+    require("loss_on", bool(source["template"]) or not targets, "needs a template, such as '{inputs} {targets}'")
+    if not source["template"]:
+        return
+    try:
+        parsed = list(string.Formatter().parse(source["template"]))
+        whole = all(name is None or (name.isidentifier() and not spec and not how) for _, name, spec, how in parsed)
+    except ValueError as error:
+        require("template", False, f"{error}; a field is a name in braces, a brace itself is doubled")
+    named = [name for _, name, _, _ in parsed if name is not None]
+    require("template", whole and bool(named), "must name features in braces, such as '{inputs} {targets}'")
+    ends = parsed[-1][1] is not None
+    require("template", ends or not targets, "with loss_on=targets it must end with the feature to predict")
 
 
 def validate_devices(config: ConfigDict, devices: int, slices: int = 1) -> None:

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from prope import checkpoint, command, metrics, model, sharding
 from prope.config import validate
+from prope.data.mixture import open_windows
 from prope.data.windows import Windows
 from prope.step import batch_losses
 
@@ -89,12 +90,13 @@ def main() -> dict:
     config.eval.batch_size = given.batch_size or config.eval.batch_size
     config.data.seq_len = given.seq_len or config.data.seq_len
     if given.dataset is not None:
-        config.data.dataset, config.data.data_dir = given.dataset, ""
+        plain = {"mixture": (), "template": "", "loss_on": "all"}
+        config.data.update({"dataset": given.dataset, "data_dir": "", **plain})
     if given.data_dir is not None:
         config.data.data_dir = given.data_dir
     config.data.position_range = None  # of training only: what is evaluated may be longer
     validate(config)
-    windows = Windows(config.data, config.model.vocab_size, "validation")
+    windows = open_windows(config.data, config.model.vocab_size, "validation")
     pairs = model.turned_pairs(config.model)
     log.info(
         "evaluating step %d of %s on %d windows of %s; p-RoPE turns %s of %d pairs", run.step, run.workdir,

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict, config_flags
 from prope import checkpoint, command, metrics, model, sharding
 from prope.checkpoint import Checkpoints
 from prope.config import differences, from_dict, validate, validate_devices
+from prope.data.mixture import open_windows
 from prope.data.windows import Windows, ahead, train_batch
 from prope.errors import UsageError
 from prope.evaluate import make_evaluation
@@ -35,7 +36,7 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
     validate(config)
     path = pathlib.Path(workdir)
     open_workdir(path, config)
-    windows = {split: Windows(config.data, config.model.vocab_size, split) for split in ("train", "validation")}
+    windows = {split: open_windows(config.data, config.model.vocab_size, split) for split in ("train", "validation")}
 
     validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
     here = with_attention(config, jax.devices()[0])

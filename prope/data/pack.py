@@ -101,7 +101,7 @@ class _Output:
 
     def __init__(self, path: pathlib.Path, dtype: np.dtype):
         self._path, self._temporary, self._dtype = path, path.with_name(f"{path.name}.{os.getpid()}"), dtype
-        self._file = self._temporary.open("wb")
+        self._file = self._temporary.open("wb", buffering=2**20)
         self.totals = {"tokens": 0, "documents": 0, "bytes": 0, "given": 0, "crc": 0}
 
     def add(self, document: Document) -> float:
@@ -111,7 +111,9 @@ class _Output:
         given = [_tokenizer.encode(piece) for piece in _pieces(document.text[: document.given])]
         predicted = [_tokenizer.encode(piece) for piece in _pieces(document.text[document.given :])]
         seconds = time.perf_counter() - start
-        elements = np.concatenate([[_tokenizer.bos], *given, *predicted, [_tokenizer.eos]]).astype(self._dtype)
+        elements = np.empty(2 + sum(map(len, given)) + sum(map(len, predicted)), self._dtype)
+        elements[0], elements[-1] = _tokenizer.bos, _tokenizer.eos
+        np.concatenate([*given, *predicted], out=elements[1:-1], casting="unsafe")  # ids fit: they are below vocab_size
         number = sum(map(len, given))
         elements[1 : 1 + number] |= mark(self._dtype) if number else 0
         data = elements.tobytes()

@@ -175,17 +175,20 @@ def main() -> dict:
     """The command."""
     config = flags.FLAGS.config
     validate(config)
-    results = []
-    for weight, own in weighted(config.data):
+    results, stores, sources = [], [], weighted(config.data)
+    for _, own in sources:
         start, made = time.perf_counter(), {}
-        found = open_store(own, config.model.vocab_size, made)
-        results.append({"weight": weight, **_report(found, made, time.perf_counter() - start)})
-    if len(results) == 1:
+        stores.append(open_store(own, config.model.vocab_size, made))
+        results.append(_report(stores[-1], made, time.perf_counter() - start))
+    if config.data.dataset != "mixture":
         return results[0]
+    weights = [weight for weight, _ in sources]
     total = {name: sum(result[name] for result in results) for name in ("tokens", "documents", "bytes", "seconds")}
-    stores = [result["store"] for result in results]
-    shares = [[result["weight"], result["fingerprint"]] for result in results]
-    return {"store": stores, **total, "fingerprint": store.fingerprint_of({"mixture": shares}), "sources": results}
+    return {
+        "store": [result["store"] for result in results], **total,
+        "fingerprint": store.mixed_fingerprint(weights, stores),
+        "sources": [{"weight": weight, **result} for weight, result in zip(weights, results, strict=True)],
+    }  # fmt: skip
 
 
 def _report(found: Store, made: dict, seconds: float) -> dict:

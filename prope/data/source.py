@@ -92,7 +92,9 @@ class TextRule:
     @property
     def fields(self) -> tuple[str, ...]:
         """The features that a record must have."""
-        return template_fields(self.template) if self.template else (self.text_feature,)
+        if not self.template:
+            return (self.text_feature,)
+        return tuple(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(self.template) if name))
 
     @property
     def option(self) -> str:
@@ -118,18 +120,6 @@ class TextRule:
         return Document(text, len(text) - len(pieces[-1]) if self.loss_on == "targets" else 0)
 
 
-def template_fields(template: str) -> tuple[str, ...]:
-    """The names in braces; a ValueError says what is wrong with the template."""
-    parsed = list(string.Formatter().parse(template))
-    names = [name for _, name, _, _ in parsed if name is not None]
-    if not names:
-        raise ValueError("it names no field in braces")
-    for _, name, spec, conversion in parsed:
-        if name is not None and (not name or spec or conversion):
-            raise ValueError("a field is a name in braces and nothing else")
-    return tuple(dict.fromkeys(names))
-
-
 def utf8(text: bytes, where: str) -> bytes:
     """The text itself.
 
@@ -138,10 +128,11 @@ def utf8(text: bytes, where: str) -> bytes:
     """
     if len(text) > MAX_DOCUMENT:
         raise too_long(where)
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where}: not UTF-8 text (byte {error.start}); convert or remove it") from None
+    if not text.isascii():
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{where}: not UTF-8 text (byte {error.start}); convert or remove it") from None
     return text
 
 

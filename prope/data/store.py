@@ -11,6 +11,7 @@ predicted; `Store.ids_and_given` takes the two apart. Other stores hold the plai
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -23,6 +24,7 @@ SPLITS = ("train", "validation")
 FORMAT = 2  # of the store; part of the fingerprint
 _PIECE = 2**14  # tokens that are read together
 SHARD = 2**24  # tokens in a file
+_PARTS = 10_000  # the weights of a mixture are rounded to this part
 
 # One for the process: its cache holds the shards' indices and the pieces that neighbouring windows share.
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
@@ -75,6 +77,26 @@ def dtype_of(vocab_size: int, marked: bool) -> np.dtype:
 def fingerprint_of(rule: dict) -> str:
     """The name of the tokens that this rule makes."""
     return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def mixed_fingerprint(weights: list[float], stores: list[Store]) -> str:
+    """The name of what these stores hold together."""
+    named = [[share, st.fingerprint] for share, st in zip(whole_shares(weights), stores, strict=True)]
+    return fingerprint_of({"mixture": named})
+
+
+def whole_shares(weights: list[float]) -> list[int]:
+    """Whole numbers that stand to each other as the weights, which sum to 1, do; the least such."""
+    exact = [weight * _PARTS for weight in weights]
+    shares = [math.floor(value + 1e-9) for value in exact]
+    for source in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: _PARTS - sum(shares)]:
+        shares[source] += 1
+    if min(shares) < 1:
+        raise UsageError(
+            f"config.data.mixture: a weight is less than 1/{_PARTS} of the sum; remove it, or make it more"
+        )
+    divisor = math.gcd(*shares)
+    return [share // divisor for share in shares]
 
 
 def is_url(place: str) -> bool:
@@ -145,7 +167,7 @@ class Writer:
         spec = _spec(place, split) | {"metadata": _metadata(dtype)}
         self._array = ts.open(spec, context=CONTEXT, create=True).result()
         self._pending, self._filled, self._written = np.empty(SHARD, dtype), 0, 0
-        self._marked = marked
+        self._marked, self._writing = marked, None
         self.counts = np.zeros(vocab_size, np.int64)
 
     def write(self, elements: np.ndarray) -> None:
@@ -163,11 +185,15 @@ class Writer:
     def close(self) -> None:
         """Writes the rest."""
         self._flush()
+        self._writing.result()
         self._array.resize(exclusive_max=[self._written], resize_metadata_only=True).result()
 
     def _flush(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
         stop = self._written + self._filled
-        self._array[self._written : stop].write(self._pending[: self._filled]).result()
+        self._writing = self._array[self._written : stop].write(self._pending[: self._filled])
+        self._pending = np.empty_like(self._pending)  # the other is being written meanwhile
         self._written, self._filled = stop, 0
 
 

@@ -50,6 +50,10 @@ class Windows:
         self._length = self._tokens.shape[0]
         self.count = -(-(self._length - 1) // self.seq_len)
 
+    def at(self, example: int, seed: int) -> int:
+        """The window at place `example` of the endless list."""
+        return window_of(example, self.count, seed)
+
     def read(self, indices) -> Batch:
         """The windows with these indices, in this order.
 
@@ -102,7 +106,7 @@ def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=No
     """
     rows = range(batch_size) if rows is None else rows
     examples = [step * batch_size + int(row) for row in rows]
-    batch = windows.read([window_of(example, windows.count, seed) for example in examples])
+    batch = windows.read([windows.at(example, seed) for example in examples])
     if windows.position_range is not None:
         for positions, example in zip(batch["positions"], examples, strict=True):
             positions[:] = randomised(positions, windows.position_range, seed, example)
