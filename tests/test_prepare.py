@@ -386,6 +386,6 @@ def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind):
         prepared.stderr
     )
     if kind == "array_record":
-        short = ("--config.num_steps=2", "--config.eval.max_windows=1")
+        short = ("--config.num_steps=3", "--config.eval.max_windows=1")
         trained = run_command("prope.train", *arguments, *short, f"--workdir={tmp_path}/run", **alone)
-        assert trained.code == 0 and trained.result["step"] == 2, trained.stderr
+        assert trained.code == 0 and trained.result["step"] == 3, trained.stderr

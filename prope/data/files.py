@@ -14,7 +14,8 @@ from concurrent import futures
 from prope.data.source import MAX_DOCUMENT, Document, Part, Source, TextRule, part_bytes, too_long, utf8
 from prope.errors import UsageError
 
-_ENDINGS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
+_LINES = (".jsonl", ".jsonl.gz")
+_ENDINGS = (".txt", ".txt.gz", *_LINES)
 _GZIP = 3  # about how many times smaller text becomes
 _FEW_BYTES = 2**26  # hashed again each time: faster than it is worth remembering
 
@@ -33,7 +34,7 @@ def files(folder: pathlib.Path, rule: TextRule, remembered: pathlib.Path) -> Sou
     found = [p for p in sorted(folder.rglob("*")) if p.name.endswith(_ENDINGS) and p.is_file()]
     if not found:
         raise UsageError(f"config.data.data_dir={folder}: no .txt or .jsonl file (.gz or not) in it or below it")
-    texts = [p for p in found if ".jsonl" not in p.suffixes[-2:]]
+    texts = [p for p in found if not p.name.endswith(_LINES)]
     if rule.template and texts:
         raise UsageError(f"{texts[0]}: has no fields for config.data.template to name; keep it in another folder")
     hashes = _hashes(found, remembered)
@@ -54,7 +55,7 @@ def _parts(folder: pathlib.Path, found: list[pathlib.Path], rule: TextRule) -> I
             group.clear()
 
     for path in found:
-        if ".jsonl" not in path.suffixes[-2:]:
+        if not path.name.endswith(_LINES):
             group.append(path)
             if sum(sizes[p] for p in group) >= most:
                 yield from grouped()
