@@ -271,10 +271,12 @@ def _check_source(source: dict, prefix: str) -> None:
             raise UsageError(f"config.{prefix}{name}={source[name]}: {allowed}")
 
     if source["dataset"] == "python_docs":
-        require("data_dir", not source["data_dir"], "has no effect with dataset=python_docs; remove it")
-        require("template", not source["template"], "has no effect with dataset=python_docs; remove it")
+        require("data_dir", not source["data_dir"], f"has no effect with {prefix}dataset=python_docs; remove it")
+        require("template", not source["template"], f"has no effect with {prefix}dataset=python_docs; remove it")
     else:
-        require("data_dir", bool(source["data_dir"]), f"dataset={source['dataset']} needs the folder that holds it")
+        require(
+            "data_dir", bool(source["data_dir"]), f"{prefix}dataset={source['dataset']} needs the folder that holds it"
+        )
     targets = source["loss_on"] == "targets"
     require("loss_on", source["loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")
     require("loss_on", bool(source["template"]) or not targets, "needs a template, such as '{inputs} {targets}'")
