@@ -68,7 +68,7 @@ def default_config() -> ConfigDict:
     data.mask_documents = False  # True: positions restart and attention stops at document borders
     data.position_range = placeholder(int)  # R: training positions are drawn from 0 .. R-1; None: they are 0 .. T-1
     data.validation_fraction = 0.05  # share of the documents held out, chosen by a hash of their text
-    data.cache_dir = ""  # where token stores are kept; empty: $PROPE_CACHE, else ~/.cache/prope
+    data.cache_dir = ""  # folder or gs:// URL of token stores; empty: $PROPE_CACHE, else ~/.cache/prope
     data.num_workers = 0  # processes that tokenise; 0: one per core
 
     config.optimizer = optimizer = ConfigDict()

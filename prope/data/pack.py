@@ -88,8 +88,11 @@ def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, d
 def replace_text(path: pathlib.Path, text: str) -> None:
     """Writes a file: the old one is there, or the new one, never a part of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _Output:
@@ -131,11 +134,10 @@ class _Output:
     def __exit__(self, failed, *_) -> None:
         try:
             self._file.close()
+            if not failed:
+                self._temporary.replace(self._path)
         finally:
-            if failed:
-                self._temporary.unlink(missing_ok=True)
-        if not failed:
-            self._temporary.replace(self._path)
+            self._temporary.unlink(missing_ok=True)
 
 
 def _pieces(text: bytes) -> list[bytes]:

@@ -6,6 +6,7 @@ hard, leaves parts that the next one goes on from, and never a store that is not
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import re
 import shutil
 import tempfile
 import time
-from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 from absl import flags
@@ -67,6 +68,8 @@ def open_store(config: ConfigDict, vocab_size: int, made: dict | None = None) ->
         with _named_errors(cache):
             if not store.is_url(cache):
                 pathlib.Path(cache).mkdir(parents=True, exist_ok=True)
+                if not os.access(cache, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             done = lambda: store.find_store(place, fingerprint) is not None  # noqa: E731
             with locked(store.keys(cache), f"{name}.lock", name, done) as mine:
                 if mine and not done():
@@ -82,7 +85,7 @@ def _named_errors(cache: str):
         yield
     except (UsageError, RunFailed, KeyboardInterrupt):
         raise
-    except futures.process.BrokenProcessPool:
+    except BrokenProcessPool:
         raise RunFailed(
             "a worker was killed, most likely for want of memory: finished parts are kept; run the same command again "
             "with a smaller config.data.num_workers"

@@ -37,6 +37,8 @@ def start_parts(folder: pathlib.Path, source: Source) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         pack.replace_text(folder / "cut", cut)
+    for left in folder.glob("*.*.*"):  # of workers that were killed: a finished file has one dot in its name
+        left.unlink(missing_ok=True)
 
 
 def make_parts(source: Source, config: ConfigDict, marked: bool, folder: pathlib.Path, made: dict) -> list[dict]:
