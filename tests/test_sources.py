@@ -249,7 +249,7 @@ def test_a_mixture_in_a_config(tmp_path, run_command):
     assert differences(config, moved) == [] and differences(config, saved) != []
     for entries, says in (
         ((), "mixture=(): goes with data.dataset=mixture"),
-        (({"weight": 1, "dataset": "files"},), "mixture[0].data_dir=: data.mixture[0].data.mixture[0].dataset=files needs the folder"),
+        (({"weight": 1, "dataset": "files"},), "mixture[0].data_dir=: data.mixture[0].dataset=files needs the folder"),
         (({"weight": 0, "dataset": "files", "data_dir": "a"},), "needs a weight above 0"),
         (({"weight": 1},), "needs a weight above 0 and a dataset"),
         (({"weight": 1, "dataset": "files", "data_dri": "a"},), "has no field data_dri (did you mean data_dir?)"),
