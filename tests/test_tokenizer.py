@@ -245,6 +245,29 @@ def test_a_row_is_described_with_its_borders_positions_and_weights():
     assert table[-3] == ["15", "31", "2", "1", "<eos>", "0", "<pad>", "0"]
 
 
+def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
+    mixed = config.copy_and_resolve_references()
+    for name, words in (("long", 60), ("short", 4)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"inputs": f"{name} {i}" + " word" * words, "targets": "yes"}) for i in range(100)]
+        (tmp_path / name / "a.jsonl").write_text("\n".join(lines))
+    mixed.data.update({
+        "dataset": "mixture", "data_dir": "", "template": "{inputs}? {targets}", "loss_on": "targets", "seq_len": 64,
+        "mixture": tuple({"weight": w, "dataset": "files", "data_dir": str(tmp_path / n)} for n, w in (
+            ("long", 3), ("short", 1)
+        )),
+    })  # fmt: skip
+    result = inspect.inspect(mixed, 2, 4, str(tmp_path / "plot.png"))
+    shown = capsys.readouterr().out
+    assert [(s["dataset"], s["weight"]) for s in result["sources"]] == [
+        (f"files {tmp_path}/long", 0.75), (f"files {tmp_path}/short", 0.25)
+    ]  # fmt: skip
+    # <bos>, the name and a space, the number of one or two digits, the words, "? yes", <eos>
+    assert [s["document_tokens"]["longest"] for s in result["sources"]] == [1 + 7 + 300 + 5 + 1, 1 + 8 + 20 + 5 + 1]
+    assert shown.count("=== step 2, row ") == 4 and "    given, no loss | " in shown
+    assert re.search(r"^    yes$", shown, re.M) and result["weight_share"] < 0.3
+
+
 def test_control_characters_do_not_reach_the_terminal():
     text = "red \x1b[31m bell \a tab \t end"
     ids = [byte + 4 for byte in text.encode()]
@@ -266,21 +289,16 @@ def test_lengths_of_documents(config, monkeypatch, stretches):
         n for start, n in zip(starts, true, strict=True) if stretches > 2 or any(p <= start < p + 300 for p in places)
     ]
     assert max(expected) > 300, "some do not fit into a stretch"
-    assert inspect.document_lengths(windows, 2).tolist() == expected
+    assert inspect.document_lengths(windows.store, 2).tolist() == expected
 
 
-def test_the_same_lengths_give_the_same_picture(config, tmp_path):
+def test_the_same_lengths_give_the_same_picture(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 5000, 300)
     for name, values in (("a.png", lengths), ("b.png", lengths), ("c.png", lengths[:200])):
-        inspect.draw_lengths(values, config.data, str(tmp_path / name))
+        inspect.draw_lengths({"a": values}, 64, str(tmp_path / name))
     a, b, c = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
     assert a == b != c and len(a) > 10_000
-    inspect.draw_lengths(np.array([7]), config.data, str(tmp_path / "one.png"))
+    inspect.draw_lengths({"a": np.array([7]), "b": lengths}, 64, str(tmp_path / "two.png"))
     for wrong in ("none/a.png", "a.nothing"):
-        refused(
-            f"--plot={tmp_path / wrong}: cannot be written: ",
-            inspect.draw_lengths,
-            lengths,
-            config.data,
-            str(tmp_path / wrong),
-        )
+        path = str(tmp_path / wrong)
+        refused(f"--plot={path}: cannot be written: ", inspect.draw_lengths, {"a": lengths}, 64, path)

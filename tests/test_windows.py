@@ -159,12 +159,13 @@ def test_every_choice_of_positions_is_equally_likely():
     draws = collections.Counter(tuple(randomised(np.arange(2), 4, 5, e).tolist()) for e in range(3000))
     assert set(draws) == set(itertools.combinations(range(4), 2))
     assert all(abs(count - 500) < 5 * np.sqrt(3000 * 1 / 6 * 5 / 6) for count in draws.values()), draws
-    np.testing.assert_array_equal(randomised(np.arange(T), T, 5, 0), np.arange(T))
+    whole = randomised(np.arange(T), T, 5, 0)
+    assert whole.dtype == np.int32 and whole.tolist() == list(range(T))
 
 
 def test_randomised_positions_restart_with_every_masked_document(windows):
     plain, of = windows(mask_documents=True), windows(mask_documents=True, position_range=50)
-    openings = []
+    openings, falls = [], 0
     for step in range(of.count // B):
         ordinary, batch = train_batch(plain, 1, B, step), train_batch(of, 1, B, step)
         for tokens, positions, before in zip(batch["tokens"], batch["positions"], ordinary["positions"], strict=True):
@@ -173,8 +174,10 @@ def test_randomised_positions_restart_with_every_masked_document(windows):
                 assert (np.diff(document) > 0).all()
             assert (before[borders] == 0).all()
             openings += positions[borders].tolist()
+            falls += int((np.diff(positions) < 0).sum())
         assert batch["positions"].min() >= 0 and batch["positions"].max() < 50
     assert len(set(openings)) > 5, "the first position of a document is drawn as well"
+    assert falls > len(openings) / 2, "and does not go on from the document before"
 
 
 def test_validation_keeps_ordinary_positions(windows):

@@ -14,14 +14,19 @@ from ml_collections import ConfigDict, config_flags
 
 from prope import command
 from prope.config import validate
+from prope.data.documents import weighted
+from prope.data.mixture import open_windows
+from prope.data.prepare import open_store
+from prope.data.store import Store
 from prope.data.tokenizer import load_tokenizer
-from prope.data.windows import Batch, Windows, train_batch, window_of
+from prope.data.windows import Batch, train_batch
 from prope.errors import UsageError
 
 _WIDTH = 110  # of a line of text
 _AROUND = 3  # tokens shown on either side of a border
 _STRETCH = 2**20  # tokens looked at in one place for the lengths
 _STRETCHES = 64  # such places in a long store
+_COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 
 
 def inspect(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
@@ -32,40 +37,48 @@ def inspect(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
     """
     validate(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    windows = Windows(config.data, config.model.vocab_size, "train")
+    windows = open_windows(config.data, config.model.vocab_size, "train")
     rows = min(rows, config.batch_size)
     batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
     for row in range(rows):
-        example = step * config.batch_size + row
-        window = window_of(example, windows.count, config.seed)
-        print(
-            f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} "
-            f"in epoch {example // windows.count} ==="
-        )
+        window = windows.at(step * config.batch_size + row, config.seed)
+        print(f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ===")
         for line in describe({name: values[row] for name, values in batch.items()}, tokenizer):
             print(line)
         print()
-    lengths = document_lengths(windows, tokenizer.bos)
-    shares = np.quantile(lengths, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1], method="nearest")
-    names = ("shortest", "p10", "p25", "median", "p75", "p90", "p99", "longest")
-    quantiles = {name: int(length) for name, length in zip(names, shares, strict=True)}
-    print("document lengths in tokens: " + ", ".join(f"{name} {length:,}" for name, length in quantiles.items()))
+    sources, lengths = [], {}
+    for weight, data in weighted(config.data):
+        name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
+        found = document_lengths(open_store(data, config.model.vocab_size), tokenizer.bos)
+        lengths[name] = found
+        sources.append({"dataset": name, "weight": weight, **_summary(found, config.data.seq_len)})
+        quantiles = ", ".join(f"{key} {value:,}" for key, value in sources[-1]["document_tokens"].items())
+        print(f"{name}: document lengths in tokens: {quantiles}")
     if plot:
-        draw_lengths(lengths, config.data, plot)
+        draw_lengths(lengths, config.data.seq_len, plot)
     return {
         "step": step,
         "rows": rows,
         "seq_len": config.data.seq_len,
         "windows": windows.count,
-        "steps_per_epoch": windows.count / config.batch_size,
+        "steps_per_epoch": round(windows.count / config.batch_size, 2),
         "documents_in_rows": sum(len(set(ids[ids > 0].tolist())) for ids in batch["segment_ids"]),
         "weight_share": round(float(batch["weights"].mean()), 4),
         "last_position": int(batch["positions"].max()),
-        "documents_measured": len(lengths),
-        "document_tokens": quantiles | {"mean": round(float(lengths.mean()), 1)},
-        "longer_than_window": round(float((lengths > config.data.seq_len).mean()), 4),
+        "sources": sources,
         "fingerprint": windows.store.fingerprint,
         "plot": plot,
+    }
+
+
+def _summary(lengths: np.ndarray, seq_len: int) -> dict:
+    names = ("shortest", "p10", "p25", "median", "p75", "p90", "p99", "longest")
+    values = np.quantile(lengths, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1], method="nearest")
+    return {
+        "documents_measured": len(lengths),
+        "document_tokens": {name: int(length) for name, length in zip(names, values, strict=True)},
+        "mean_document_tokens": round(float(lengths.mean()), 1),
+        "longer_than_window": round(float((lengths > seq_len).mean()), 4),
     }
 
 
@@ -96,9 +109,9 @@ def describe(row: Batch, tokenizer) -> Iterator[str]:
         before = place
 
 
-def document_lengths(windows: Windows, bos: int) -> np.ndarray:
+def document_lengths(store: Store, bos: int) -> np.ndarray:
     """Tokens of the training documents, <bos> and <eos> included: of all, or of those that begin in 64 places."""
-    tokens = windows.store.tokens("train")
+    tokens = store.tokens("train")
     total = tokens.shape[0]
     whole = total <= _STRETCH * _STRETCHES
     starts = range(0, total, _STRETCH) if whole else [i * total // _STRETCHES for i in range(_STRETCHES)]
@@ -120,19 +133,23 @@ def _next_document(tokens, place: int, bos: int) -> int:
     return tokens.shape[0]
 
 
-def draw_lengths(lengths: np.ndarray, config: ConfigDict, path: str) -> None:
-    """A histogram of document lengths and of where the tokens are; the same file every time."""
+def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> None:
+    """A histogram of the document lengths of every source, and of one source where its tokens are; always the same."""
     import matplotlib.figure
 
-    edges = np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 49)
+    everything = np.concatenate(list(lengths.values()))
+    edges = np.geomspace(everything.min(), everything.max() + 1, 49)
+    lines = [(name, values, None) for name, values in lengths.items()]
+    if len(lengths) == 1:
+        lines = [("share of the documents", everything, None), ("share of the tokens", everything, everything)]
     figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for weights, label, colour in ((None, "documents", "#4477aa"), (lengths, "tokens", "#cc3311")):
-        counts, _ = np.histogram(lengths, edges, weights=weights)
-        axes.stairs(counts / counts.sum(), edges, label=f"share of the {label}", color=colour, lw=1.4)
-    axes.axvline(config.seq_len, color="#777777", lw=1, ls="--", label=f"a window, {config.seq_len:,}")
+    for number, (label, values, weights) in enumerate(lines):
+        counts, _ = np.histogram(values, edges, weights=weights)
+        axes.stairs(counts / counts.sum(), edges, label=label, color=_COLOURS[number % len(_COLOURS)], lw=1.4)
+    axes.axvline(seq_len, color="#777777", lw=1, ls="--", label=f"a window, {seq_len:,}")
     axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share in a bin", ylim=(0, None))
-    axes.set_title(f"{config.dataset}: {len(lengths):,} training documents", fontsize=11)
+    axes.set_title(f"{', '.join(lengths)}: {len(everything):,} training documents"[:100], fontsize=11, wrap=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     try:
