@@ -42,7 +42,8 @@ def test_every_config_is_whole_and_builds_at_full_size(path):
     validate(config)
     params = jax.eval_shape(lambda: init_state(config, make_optimizer(config))[0])
     if path.stem.startswith("gemma"):
-        size = {"gemma_2b_wiki": 2_506_434_560, "gemma_300m_wiki": 298_175_232}[path.stem]
+        sizes = {"gemma_2b_flan": 2_506_434_560, "gemma_2b_wiki": 2_506_434_560, "gemma_300m_wiki": 298_175_232}
+        size = sizes[path.stem]
         assert model.num_parameters(params) == size
     page = importlib.util.spec_from_file_location(path.stem, path).loader.get_source(path.stem)
     for heading in ("What ", "Command ", "Hardware ", "Hours ", "Expected "):
