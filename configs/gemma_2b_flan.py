@@ -7,13 +7,13 @@ Command    python -m prope.train --config=configs/gemma_2b_flan.py --workdir=W -
            from the folder that holds data/flan_v2; tokenizer.model is Gemma's own. --config.data.loss_on=targets
            predicts the answers only. To try the plumbing on a laptop first: --config=configs/gemma_2b_flan.py:tiny
 Data       FlanV2 is not in TFDS. Its five parts are on the Hugging Face hub, as the README of google-research/FLAN,
-           flan/v2, says; program synthesis was never published. With pip install datasets, this brings them, dozens
-           of GB, a record with the texts `inputs` and `targets` per line:
+           flan/v2, says; program synthesis was left out there for legal reasons. With pip install datasets, this
+           brings them, dozens of GB, a record with the texts `inputs` and `targets` per line:
                import datasets, json, pathlib
                for part in ("flan2021", "t0", "niv2", "cot", "dialog"):
                    name = f"DataProvenanceInitiative/{part}_submix_original"
                    folder = pathlib.Path("data/flan_v2", part)
-                   folder.mkdir(parents=True)
+                   folder.mkdir(parents=True, exist_ok=True)
                    with open(folder / "train.jsonl", "w") as out:
                        for row in datasets.load_dataset(name, split="train", streaming=True):
                            out.write(json.dumps({key: row[key] for key in ("inputs", "targets")}) + "\\n")
