@@ -201,18 +201,15 @@ def test_the_commands_work_without_a_socket_and_without_tensorflow(config, tmp_p
     shown, last = run("prope.data.inspect", *model, "--step=12", "--rows=3", f"--plot={plot}")
     assert (last["step"], last["rows"], last["seq_len"], last["plot"]) == (12, 3, 64, str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG")
-    config = default_config().copy_and_resolve_references()
-    config.data.update({"tokenizer": str(path), **{f[14:].split("=")[0]: f.split("=")[1] for f in fields[:3]}})
-    config.data.update({"validation_fraction": 0.2, "seq_len": 64})
-    batch = train_batch(
-        Windows(config.data, 320, "train"), 0, 8, 12, range(3)
-    )  # the seed and the size of quickstart.py
-    plain = processor(path)
+    own = config.copy_and_resolve_references()
+    own.data.tokenizer = str(path)
+    windows = Windows(own.data, 320, "train")
+    batch = train_batch(windows, 0, 8, 12, range(3))  # the seed and the batch size of quickstart.py
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"row \d of 8: window ([\d,]+) of", shown)]
+    np.testing.assert_array_equal(windows.read(numbers)["tokens"], batch["tokens"])
+    text = " ".join(re.sub(r"(?m)^(---|===| +place| +\d+ +\d+ +\d+ |  \.\.\.).*", "", shown).split())
     for tokens in batch["tokens"].tolist():
-        text = plain.decode(tokens).replace("\n", " ")
-        assert " ".join(text.split()) in " ".join(
-            re.sub(r"(?m)^(---|===| +place| +\d+ +\d+ +\d+ |  \.\.\.).*", "", shown).split()
-        )
+        assert " ".join(processor(path).decode(tokens).split()) in text
 
 
 def row(tokens, targets, weights, positions, segments):
