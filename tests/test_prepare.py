@@ -23,7 +23,7 @@ from test_data import NAME, articles, documents_of, settings, stream, write_text
 from prope.data import files, lock, pack, prepare, store, tfds_files, workers
 from prope.errors import RunFailed, UsageError
 
-KILLS = int(os.environ.get("PROPE_KILLS", "2"))  # 10 and more by hand
+KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
 
 
 def digest(folder):
@@ -40,7 +40,7 @@ def digest(folder):
 def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds_files, "part_bytes", lambda total: 7_000)
     digests = set()
-    for kind, numbers in (("array_record", (1, 2)), ("tfrecord", (1, 4))):
+    for kind, numbers in (("array_record", (1, 4)), ("tfrecord", (2,))):
         write_tfds(tmp_path / kind, kind, articles(300))
         for number in numbers:
             config = settings(tmp_path / kind / str(number), NAME, tmp_path / kind, num_workers=number)
@@ -363,29 +363,25 @@ PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] == "tensor
 """
 
 
-@pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
-def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind):
+@pytest.mark.parametrize("kind, number", [("array_record", 2), ("tfrecord", 1)])
+def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind, number):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(ALONE)  # for the workers too
+    alone = {"PYTHONPATH": str(tmp_path / "site")}
+    for code, says in (
+        ("import tensorflow", "No module named 'tensorflow'"),
+        ("import socket; socket.socket()", "opened"),
+    ):
+        options = {"env": os.environ | alone, "capture_output": True, "text": True}
+        assert says in subprocess.run([sys.executable, "-c", code], **options).stderr
     write_tfds(tmp_path / "data", kind, articles(400))
     arguments = [
-        f"--config={ROOT}/configs/quickstart.py:tiny", f"--config.data.dataset={NAME}", "--config.data.num_workers=2",
+        f"--config={ROOT}/configs/quickstart.py:tiny", f"--config.data.dataset={NAME}",
         f"--config.data.data_dir={tmp_path}/data", f"--config.data.cache_dir={tmp_path}/cache",
     ]  # fmt: skip
-    alone = {"PYTHONPATH": str(tmp_path / "site")}
-    check = subprocess.run(
-        [sys.executable, "-c", "import tensorflow"], env=os.environ | alone, capture_output=True, text=True
-    )
-    assert "No module named 'tensorflow'" in check.stderr
-    check = subprocess.run(
-        [sys.executable, "-c", "import socket; socket.socket()"], env=os.environ | alone, capture_output=True, text=True
-    )
-    assert "a socket was opened" in check.stderr
-    prepared = run_command("prope.data.prepare", *arguments, **alone)
-    assert prepared.code == 0 and prepared.result["documents"] == 400 and prepared.result["workers"] == 2, (
-        prepared.stderr
-    )
-    if kind == "array_record":
-        short = ("--config.num_steps=3", "--config.eval.max_windows=1")
-        trained = run_command("prope.train", *arguments, *short, f"--workdir={tmp_path}/run", **alone)
-        assert trained.code == 0 and trained.result["step"] == 3, trained.stderr
+    prepared = run_command("prope.data.prepare", *arguments, f"--config.data.num_workers={number}", **alone)
+    assert prepared.code == 0 and prepared.result["workers"] == number, prepared.stderr
+    assert prepared.result["documents"] == 400
+    if kind == "tfrecord":
+        seen = run_command("prope.data.inspect", *arguments, "--step=3", **alone)
+        assert seen.code == 0 and seen.result["step"] == 3, seen.stderr

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 BEAT = 5.0  # seconds between renewals
 STALE = 60.0  # seconds without one after which the holder is taken for dead
-POLL = 0.5  # seconds between looks
+POLL = 0.5  # seconds between looks; up to ten times as many after a while, as hundreds of hosts may be waiting
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def locked(store: ts.KvStore, key: str, what: str, done: Callable[[], bool]) -> 
     after it has not been renewed for STALE seconds. `what` is the thing that is locked, for the log.
     """
     held = None
-    seen, seen_at, said_at = None, time.monotonic(), -STALE
+    seen, seen_at, said_at, pause = None, time.monotonic(), -STALE, POLL
     while held is None:
         if done():
             yield False
@@ -46,7 +46,8 @@ def locked(store: ts.KvStore, key: str, what: str, done: Callable[[], bool]) -> 
         if time.monotonic() - said_at > STALE:
             log.info("data: %s is preparing %s; waiting for it", _name(holder), what)
             said_at = time.monotonic()
-        time.sleep(POLL)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 10 * POLL)
     stop = threading.Event()
     beats = threading.Thread(target=_beat, args=(store, key, held, stop), daemon=True)
     beats.start()

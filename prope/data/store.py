@@ -156,7 +156,8 @@ def first_line(error: Exception) -> str:
 
 def open_array(place: str, split: str) -> ts.TensorStore:
     """The array of a split, to be read."""
-    return ts.open(_spec(place, split), context=CONTEXT, open=True, read=True).result()
+    once = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}  # what is written does not change
+    return ts.open(_spec(place, split) | once, context=CONTEXT, open=True, read=True).result()
 
 
 class Writer:

@@ -89,7 +89,8 @@ def _read(dataset: _Dataset, shard: pathlib.Path, length: int, start: int, stop:
     except UsageError:
         raise
     except Exception as error:  # what the record readers raise on a damaged file has no common type
-        raise half_written(name, data_dir, f"{shard.name} is damaged after {at} records ({error})") from None
+        says = " ".join(str(error).split())[:200]  # one of them quotes the whole record
+        raise half_written(name, data_dir, f"{shard.name} is damaged after {at} records ({says})") from None
     if at != stop:
         raise half_written(name, data_dir, f"{shard.name} holds {at} of its {length} records")
 
