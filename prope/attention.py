@@ -114,7 +114,10 @@ def _mix(query, key, value, segment_ids):
 def _mix_forward(query, key, value, segment_ids):
     parts = []
     for block, keys in _blocks(query.shape[3]):
-        scores = _scores(query[:, :, :, block], key[:, :, keys], _seen(block, keys, segment_ids))
+        q = query[:, :, :, block]
+        if parts:  # one block after the other: their scores must not be alive together
+            q, parts[-1] = jax.lax.optimization_barrier((q, parts[-1]))
+        scores = _scores(q, key[:, :, keys], _seen(block, keys, segment_ids))
         # The division waits until after the second matmul, where it is S / H times less work.
         largest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
@@ -132,6 +135,7 @@ def _mix_backward(residuals, pull):
     pulled_query, pulled_key, pulled_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     for block, keys in _blocks(query.shape[3]):
         q, g = query[:, :, :, block], pull[:, :, :, block]
+        q, g, pulled_key, pulled_value = jax.lax.optimization_barrier((q, g, pulled_key, pulled_value))
         scores = _scores(q, key[:, :, keys], _seen(block, keys, segment_ids))
         weights = jnp.exp(scores - normaliser[:, :, :, block, None])
         mean = (g.astype(jnp.float32) * mixed[:, :, :, block]).sum(axis=-1, keepdims=True)

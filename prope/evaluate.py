@@ -108,6 +108,7 @@ def main() -> dict:
         "rotated_pairs": pairs,
         "dataset": config.data.dataset,
         "seq_len": config.data.seq_len,
+        "max_windows": config.eval.max_windows,
         **make_evaluation(config, windows, sharding.make_mesh())(run.params),
         "init_hash": run.init_hash,
         "workdir": str(run.workdir),

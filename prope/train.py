@@ -62,7 +62,7 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
         start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, data)
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
         evaluation = make_evaluation(here, windows["validation"], mesh)
-        about = {"dataset": config.data.dataset, "seq_len": config.data.seq_len}
+        about = {"dataset": config.data.dataset, "seq_len": config.data.seq_len, "max_windows": config.eval.max_windows}
 
         with contextlib.closing(metrics.Metrics(config, path, start, stop)) as out:
             if start == 0:

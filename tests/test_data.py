@@ -265,19 +265,6 @@ def test_reading_ahead_keeps_the_order():
 # --- Tokenizers -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def sentencepiece_model(tmp_path_factory):
-    import sentencepiece
-
-    prefix = str(tmp_path_factory.mktemp("sp") / "model")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(articles(200)), model_prefix=prefix, vocab_size=300, model_type="bpe",
-        pad_id=0, eos_id=1, bos_id=2, unk_id=3, byte_fallback=True, minloglevel=2,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-    )  # fmt: skip
-    return f"{prefix}.model"
-
-
 def test_bytes_come_back():
     tokenizer = load_tokenizer("byte")
     text = "".join(map(chr, range(1, 1000))) + "数学 🧭"

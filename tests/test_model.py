@@ -201,7 +201,7 @@ def gradient_of(config, params, tokens, positions, segments=None):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize(("kv_heads", "masked"), [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("kv_heads", "masked"), [(1, False), (2, True)])
 def test_gradients_equal_differences_of_the_formula(kv_heads, masked):
     config = small(num_kv_heads=kv_heads, num_layers=2)
     params, tokens, positions = draw(config)
@@ -231,14 +231,19 @@ def test_gradients_equal_differences_of_the_formula(kv_heads, masked):
         )
 
 
+@functools.cache
+def of_plain():
+    """(what `gradient_of` takes after the config, what it finds) without scan or remat."""
+    plain = small(scan_layers=False)
+    arguments = draw(plain)
+    return arguments, gradient_of(plain, *arguments)
+
+
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("remat", ["none", "minimal", "save_qkv", "full"])
 def test_scan_and_remat_change_nothing(scan_layers, remat):
-    plain = small(scan_layers=False)
-    params, tokens, positions = draw(plain)
-    loss, gradient = gradient_of(plain, params, tokens, positions)
-    config = small(scan_layers=scan_layers, remat=remat)
-    other_loss, other_gradient = gradient_of(config, params, tokens, positions)
+    arguments, (loss, gradient) = of_plain()
+    other_loss, other_gradient = gradient_of(small(scan_layers=scan_layers, remat=remat), *arguments)
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
     for expected, actual in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
@@ -249,10 +254,11 @@ def test_attention_is_run_again_only_where_nothing_is_kept():
 
     def exponentials(remat):
         config = small(num_layers=1, scan_layers=False, remat=remat)
-        params, tokens, positions = draw(config)
+        params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+        tokens = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
 
         def loss(params):
-            return (model.hidden_states(config, params, tokens, positions) ** 2).sum()
+            return (model.hidden_states(config, params, tokens, tokens) ** 2).sum()
 
         return jax.jit(jax.grad(loss)).lower(params).compile().as_text().count(" exponential(")
 

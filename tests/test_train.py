@@ -52,7 +52,7 @@ def test_a_run_leaves_what_it_should(whole, monkeypatch):
     assert checkpoint.load_run(workdir).step == 20
 
 
-def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path):
+def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, run_command, tmp_path):
     workdir, result = whole
     stopped = train(tmp_path / "run", EVERY_STEP, "--stop_at_step=7")
     assert stopped.result["step"] == 7
@@ -63,6 +63,8 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path
         assert resumed.result[key] == result[key]
     ours, theirs = checkpoint.load_run(tmp_path / "run").params, checkpoint.load_run(workdir).params
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
+    part = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=1")
+    assert part.result["loss"] != result["eval_loss"]
     again = train(tmp_path / "run", EVERY_STEP)
     assert again.result["eval_loss"] == result["eval_loss"] and "step 20/20" not in again.stderr
     for name in ("metrics.jsonl", "eval.jsonl"):
