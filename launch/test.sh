@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests, after installing what they need:
+# Runs the tests, a file of them per process and as many processes as there are cores, after installing what they need:
 #   bash launch/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh test
 
-python -m pytest "$@"
+python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
