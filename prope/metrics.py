@@ -105,6 +105,7 @@ class Metrics:
         if self._pending is None:
             return
         (step, values), self._pending = self._pending, None
+        batch_hash = f"{int(values.pop('batch_hash')):08x}"
         values = {name: float(value) for name, value in values.items()}
         if not all(map(math.isfinite, values.values())):
             raise RunFailed(
@@ -121,6 +122,7 @@ class Metrics:
         record = {
             "step": step,
             **values,
+            "batch_hash": batch_hash,
             "learning_rate": float(learning_rate(self._config)(step - 1)),
             "tokens_per_second": self._tokens(step - last) / (seconds - then),
             "data_wait_ms": 1000 * (self._data_wait - waited) / (step - last),

@@ -1,7 +1,9 @@
 """The training step as a pure function: what `train` runs, `bench` measures and `plan` compiles."""
 
+import functools
 import hashlib
 import logging
+import math
 import time
 
 import jax
@@ -61,7 +63,7 @@ def _hidden(config, params, batch):
 
 
 def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation):
-    """(params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm"}): one update."""
+    """(params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm", "batch_hash"}): one update."""
 
     def weighted_sum(params, batch):
         hidden = _hidden(config, params, batch)
@@ -72,11 +74,8 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
         tokens = jnp.maximum(batch["weights"].sum(), 1)  # of the whole batch: its parts need not weigh the same
         loss, gradient = jax.tree.map(lambda total: total / tokens, (loss, gradient))
         updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return (
-            optax.apply_updates(params, updates),
-            opt_state,
-            {"loss": loss, "grad_norm": optax.tree.norm(gradient)},
-        )
+        values = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "batch_hash": _hash_batch(batch)}
+        return optax.apply_updates(params, updates), opt_state, values
 
     return step
 
@@ -121,17 +120,23 @@ def _accumulate(function, params, batch, parts: int):
 
 def hash_params(params: model.Params) -> str:
     """A hash of the parameters' bits, 16 hex digits, the same however they are spread over devices."""
-
-    @jax.jit
-    def sums(params):
-        def of_leaf(leaf):
-            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32).ravel()
-            place = jnp.arange(bits.size, dtype=jnp.uint32) * np.uint32(2654435761)
-            mixed = (bits ^ (bits >> 15)) * (place | 1)
-            return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)  # of integers: in any order the same
-
-        return jax.tree.map(of_leaf, params)
-
-    leaves = jax.tree_util.tree_leaves_with_path(sums(params))
+    sums = jax.jit(functools.partial(jax.tree.map, _hash))(params)
+    leaves = jax.tree_util.tree_leaves_with_path(sums)
     text = " ".join(f"{jax.tree_util.keystr(path)}={int(value)}" for path, value in leaves)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
+    """What a batch was, in 32 bits: two runs that log the same were trained on the same."""
+    return _hash(jnp.stack([batch[name].astype(jnp.int32) for name in sorted(batch)], axis=-1))
+
+
+def _hash(leaf: jax.Array) -> jax.Array:
+    """A hash of the bits of a 32-bit array, uint32; of integers, whose sum is the same in any order."""
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+    place = sum(
+        jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
+        for axis in range(leaf.ndim)
+    )
+    mixed = (bits ^ (bits >> 15)) * (place * np.uint32(2654435761) | 1)
+    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

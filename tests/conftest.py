@@ -64,10 +64,15 @@ def train(run_command):
     return run
 
 
+def logged(workdir, name: str) -> dict:
+    """A metric by step."""
+    lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record[name] for record in map(json.loads, lines)}
+
+
 def losses(workdir) -> dict[int, float]:
     """The logged training loss by step."""
-    lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    return logged(workdir, "loss")
 
 
 @pytest.fixture(scope="session")

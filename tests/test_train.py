@@ -9,7 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import CONFIG, ROOT, losses
+from conftest import CONFIG, ROOT, logged, losses
 from test_data import NAME, articles, write_tfds
 
 from prope import checkpoint, command, sharding
@@ -41,7 +41,9 @@ def test_a_run_leaves_what_it_should(whole, monkeypatch):
     assert json.loads((workdir / "config.json").read_text())["model"]["rope_percentage"] == 0.75
     steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in steps] == list(range(1, 21))
-    assert steps[0].keys() >= {"loss", "learning_rate", "grad_norm", "tokens_per_second", "data_wait_ms"}
+    expected = {"loss", "learning_rate", "grad_norm", "batch_hash", "tokens_per_second", "data_wait_ms"}
+    assert steps[0].keys() >= expected
+    assert len({record["batch_hash"] for record in steps}) == 20
     assert steps[0]["loss"] > steps[-1]["loss"]
     evaluations = [json.loads(line) for line in (workdir / "eval.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evaluations][:2] == [10, 20]
@@ -88,6 +90,7 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
     assert other.result["init_hash"] == result["init_hash"]
     ours, theirs = losses(tmp_path / "run"), losses(workdir)
     assert all(ours[step] != theirs[step] for step in theirs)
+    assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
     data = [checkpoint.Checkpoints(w).restore(20, data=None)["data"] for w in (tmp_path / "run", workdir)]
     assert data[0] == data[1]
 
@@ -173,6 +176,7 @@ def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path
     parts = train(tmp_path / "run", EVERY_STEP, "--config.mesh.tensor=2", "--stop_at_step=15", devices=8)
     assert parts.code == 0, parts.stderr
     train(tmp_path / "run", EVERY_STEP, "--config.accumulation=2")
+    assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
     ours, theirs = losses(tmp_path / "run"), losses(workdir)
     np.testing.assert_allclose([ours[s] for s in theirs], list(theirs.values()), rtol=1e-5)
 
