@@ -5,69 +5,185 @@ W/checkpoints/N/ holds the state after N updates in four items: `params` (readab
 are restored onto today's devices; nothing is read about the devices that saved them.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import logging
 import os
 import pathlib
 import shutil
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
+from orbax.checkpoint import checkpoint_managers as policies
 
 from prope import config as config_lib
-from prope import model, sharding
-from prope.errors import UsageError
+from prope import model, processes, sharding
+from prope.errors import RunFailed, Stopped, UsageError
+from prope.hashing import hash_arrays
+
+log = logging.getLogger("prope")
+T = TypeVar("T")
+
+_FILES = "files.json"  # beside a checkpoint's items: the size of every file
+
+
+class Damaged(Exception):
+    """A checkpoint is not whole any more: the text says why."""
 
 
 class Checkpoints:
-    """The checkpoints of the run in a directory."""
+    """The checkpoints of the run in a directory.
 
-    def __init__(self, workdir: str | os.PathLike, max_to_keep: int | None = None):
+    Orbax names a checkpoint's folder when all of it is written, so a name means that it was whole once. What its
+    files' sizes were (`files.json`) and what its arrays hashed to (in `config`) tells whether it still is.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, keep: ConfigDict | None = None):
+        """To read; or, with a run's `config.checkpoint`, to write as well."""
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
+        self._saving = 0
+        policy = None
+        if keep is not None:
+            kept = [policies.LatestN(keep.max_to_keep)]
+            kept += [policies.EveryNSteps(keep.keep_every)] if keep.keep_every else []
+            policy = policies.AnyPreservationPolicy(kept)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep,
-            create=False,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=False,
+            preservation_policy=policy,
+            create=keep is not None,
+            cleanup_tmp_directories=keep is not None,  # what a killed process had begun to write
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._list_files),
         )
         handlers = {"params": ocp.StandardCheckpointHandler(), "opt_state": ocp.StandardCheckpointHandler()}
         handlers |= {"config": ocp.JsonCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.directory, item_handlers=handlers, options=options)
 
     def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, oldest first."""
+        """Steps with a finished checkpoint, oldest first; damaged ones among them."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, params, opt_state, config: dict, data: dict) -> None:
-        """Starts saving; returns when the arrays are copied. A failure is raised by the next call or by `close`."""
-        self._manager.check_for_errors()
-        if step in self.steps():
-            return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                opt_state=ocp.args.StandardSave(opt_state),
-                config=ocp.args.JsonSave(config),
-                data=ocp.args.JsonSave(data),
-            ),
+    def damage(self, step: int) -> str | None:
+        """What is missing in the files of a checkpoint, or has another size than it had; None if nothing."""
+        folder = self.directory / str(step)
+        for name, size in _read_json(folder / _FILES).items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
+        return None
+
+    def newest(self, read: Callable[[int], T]) -> tuple[int, T]:
+        """(step, read(step)) of the newest checkpoint that `read` does not find damaged; all processes take the same.
+
+        Raises:
+          UsageError: all of them are damaged.
+        """
+        found = []
+        for step in reversed(self.steps()):
+            reason, value = self.damage(step), None
+            if not processes.anywhere(reason is not None):  # before any waits for the others to read as well
+                try:
+                    value = read(step)
+                except Damaged as error:
+                    reason = str(error)
+                if not processes.anywhere(reason is not None):
+                    return step, value
+            found.append(f"checkpoint {step} is damaged ({reason or 'another process says so'})")
+            log.warning("%s: passed over", found[-1])
+        raise UsageError(
+            f"{self.directory}: nothing whole to go on from: {'; '.join(found)}; bring a checkpoint back from a copy, "
+            "or start in a new --workdir"
         )
 
+    def set_aside(self, step: int) -> None:
+        """Renames a damaged checkpoint to N.damaged, so that its step can be saved again; deletes nothing."""
+        if processes.is_first():
+            folder = self.directory / str(step)
+            names = itertools.chain([f"{step}.damaged"], (f"{step}.damaged-{n}" for n in itertools.count(2)))
+            folder.rename(next(path for path in map(self.directory.joinpath, names) if not path.exists()))
+        processes.of_first(0)  # the others wait for it
+        self._manager.reload()
+
+    def save(self, step: int, params, opt_state, config: dict, data: dict) -> None:
+        """Starts saving; returns when the arrays are copied. A failure is raised by the next `check`, or by `close`."""
+        self.check()
+        if step in self.steps():
+            return
+        config = config | {"hashes": {"params": hash_arrays(params), "opt_state": hash_arrays(opt_state)}}
+        args = ocp.args.Composite(
+            params=ocp.args.StandardSave(params),
+            opt_state=ocp.args.StandardSave(opt_state),
+            config=ocp.args.JsonSave(config),
+            data=ocp.args.JsonSave(data),
+        )
+        self._saving = step
+        with self._named_errors():
+            self._manager.save(step, args=args, force=True)  # whether it is time to, the caller has decided
+
+    def check(self) -> None:
+        """Raises RunFailed where the last checkpoint could not be written in the background."""
+        with self._named_errors():
+            self._manager.check_for_errors()
+
     def restore(self, step: int, **abstract) -> dict[str, Any]:
-        """Items of a checkpoint by name: arrays like `abstract` (shapes, dtypes, shardings), or None for JSON."""
-        args = {
-            name: ocp.args.JsonRestore() if like is None else ocp.args.StandardRestore(like)
-            for name, like in abstract.items()
+        """Items of a checkpoint by name: arrays like `abstract` (shapes, dtypes, shardings), or None for JSON.
+
+        Raises:
+          Damaged: it cannot be read, or is not what was saved.
+        """
+        if reason := self.damage(step):
+            raise Damaged(reason)
+        names = {name: ocp.args.JsonRestore() for name, like in abstract.items() if like is None} | {
+            name: ocp.args.StandardRestore(like) for name, like in abstract.items() if like is not None
         }
-        return dict(self._manager.restore(step, args=ocp.args.Composite(**args)))
+        names.setdefault("config", ocp.args.JsonRestore())
+        try:
+            items = dict(self._manager.restore(step, args=ocp.args.Composite(**names)))
+        except Exception as error:  # of many types, by which file it was
+            raise Damaged(f"{type(error).__name__}: {_first_line(error)}") from error
+        for name, saved in items["config"].get("hashes", {}).items():
+            if name in abstract and hash_arrays(items[name]) != saved:
+                raise Damaged(f"{name} is not what was saved")
+        return {name: items[name] for name in abstract}
 
     def close(self) -> None:
-        """Waits for what is being saved."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        """Waits for what is being saved; raises RunFailed where it cannot be written."""
+        with self._named_errors():
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
         self._manager.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        # After an error here, the other processes may not come to where all wait for one another.
+        if kind is None or processes.count() == 1 or issubclass(kind, Stopped):
+            self.close()
+
+    @contextlib.contextmanager
+    def _named_errors(self):
+        try:
+            yield
+        except Exception as error:  # whatever the storage says
+            raise RunFailed(
+                f"checkpoint {self._saving} could not be written to {self.directory} ({_first_line(error)}); those "
+                "before it are whole: see to the storage, then run the same command again"
+            ) from error
+
+    def _list_files(self) -> None:
+        """Orbax calls this when all is written, just before the folder gets its name."""
+        if processes.is_first():
+            for folder in self.directory.glob(f"{self._saving}.*tmp*"):
+                # Of the items: the folder's own files, and the marks of success, are not final yet.
+                files = [path for path in folder.glob("*/**/*") if path.is_file() and path.name != "commit_success.txt"]
+                sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+                (folder / _FILES).write_text(json.dumps(sizes, indent=0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,22 +198,31 @@ class Run:
 
 
 def load_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
-    """The run in `workdir` with the parameters of a checkpoint, the newest by default, on this machine's devices.
+    """The run in `workdir` with the parameters of a checkpoint, on this machine's devices.
+
+    Without a `step` it is the newest checkpoint that is whole; a damaged one is passed over with a warning.
 
     Raises:
       UsageError: as `find_run`.
     """
-    config, step, init_hash = find_run(workdir, step)
-    params = Checkpoints(workdir).restore(step, params=abstract_params(config, sharding.make_mesh()))["params"]
-    return Run(pathlib.Path(workdir), config, step, params, init_hash)
+
+    def read(step: int, saved: dict, config: ConfigDict, checkpoints: Checkpoints) -> Run:
+        params = checkpoints.restore(step, params=abstract_params(config, sharding.make_mesh()))["params"]
+        return Run(pathlib.Path(workdir), config, step, params, saved["init_hash"])
+
+    return _find(workdir, step, read)
 
 
 def find_run(workdir: str | os.PathLike, step: int | None = None) -> tuple[ConfigDict, int, str]:
-    """(config, step, init_hash) of a checkpoint of the run in `workdir`, the newest by default; reads no parameters.
+    """(config, step, init_hash) of a checkpoint of the run in `workdir`, as `load_run`; reads no parameters.
 
     Raises:
-      UsageError: there is no run, no checkpoint, or not that step; or config.json and checkpoint disagree.
+      UsageError: there is no run, no checkpoint, or not that step; or it is damaged, or config.json disagrees.
     """
+    return _find(workdir, step, lambda step, saved, config, _: (config, step, saved["init_hash"]))
+
+
+def _find(workdir, step, read):
     path = pathlib.Path(workdir)
     config = read_config(path)
     if config is None:
@@ -108,14 +233,21 @@ def find_run(workdir: str | os.PathLike, step: int | None = None) -> tuple[Confi
         raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")
     if step is not None and step not in steps:
         raise UsageError(f"--step={step}: {workdir} has no such checkpoint; it has {', '.join(map(str, steps))}")
-    step = steps[-1] if step is None else step
-    saved = checkpoints.restore(step, config=None)["config"]
-    check_same(
-        config,
-        config_lib.from_dict(saved["config"]),
-        f"{workdir}: config.json and checkpoint {step} disagree",
-    )
-    return config, step, saved["init_hash"]
+
+    def read_one(step: int):
+        saved = checkpoints.restore(step, config=None)["config"]
+        disagree = f"{workdir}: config.json and checkpoint {step} disagree"
+        check_same(config, config_lib.from_dict(saved["config"]), disagree)
+        return read(step, saved, config, checkpoints)
+
+    if step is None:
+        return checkpoints.newest(read_one)[1]
+    try:
+        return read_one(step)
+    except Damaged as error:
+        raise UsageError(
+            f"--step={step}: checkpoint {step} of {workdir} is damaged ({error}); it has {', '.join(map(str, steps))}"
+        ) from None
 
 
 def abstract_params(config: ConfigDict, mesh: jax.sharding.Mesh):
@@ -160,3 +292,15 @@ def check_disk(directory: pathlib.Path, num_bytes: int) -> None:
             f"{directory}: the disk is full: a checkpoint needs {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are "
             "free; free some space and run the same command again, or choose another --workdir"
         )
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    """What a JSON file says; nothing where it is not there, or is not JSON any more."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -16,11 +16,16 @@ from collections.abc import Callable
 from absl import flags
 
 from prope.config import default_config, flat
-from prope.errors import RunFailed, UsageError, nearest
+from prope.errors import FAILED, INTERRUPTED, UNUSABLE, RunFailed, Stopped, UsageError, nearest
 
 
-def run(main: Callable[[], dict], define_flags: Callable[[], None]) -> None:
-    """Parses the flags, runs `main`, prints its result; exits with 2 on bad input and 1 on a failed run."""
+def run(
+    main: Callable[[], dict | None], define_flags: Callable[[], None], leave: Callable[[int], None] = sys.exit
+) -> None:
+    """Parses the flags, runs `main`, prints its result if it has one; or ends with one line and an exit code.
+
+    `leave` is called with the code: 2 for bad input, 1 for a failed run, those of `errors.py`.
+    """
     ours = logging.getLogger("prope")
     ours.setLevel(logging.INFO)
     ours.propagate = False
@@ -31,11 +36,15 @@ def run(main: Callable[[], dict], define_flags: Callable[[], None]) -> None:
         _parse_flags(sys.argv)
         result = main()
     except UsageError as error:
-        _stop(f"error: {error}", 2)
+        message, code = f"error: {error}", UNUSABLE
     except RunFailed as error:
-        _stop(f"stopped: {error}", 1)
+        message, code = f"stopped: {error}", FAILED
+        if is_disk_full(error):  # at exit, libraries would try to write to the full disk once more
+            leave = os._exit
+    except Stopped as error:
+        message, code = f"stopped: {error}", error.code
     except KeyboardInterrupt:
-        _stop("stopped by Ctrl-C; the same command goes on from the last checkpoint", 130)
+        message, code = "stopped by Ctrl-C; the same command goes on from the last checkpoint", INTERRUPTED
     except Exception as error:
         if not is_disk_full(error):
             raise
@@ -46,8 +55,13 @@ def run(main: Callable[[], dict], define_flags: Callable[[], None]) -> None:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(1)  # not sys.exit: at exit, libraries would try to write to the full disk once more
-    print(json.dumps(result), flush=True)
+        os._exit(FAILED)
+    else:
+        if result is not None:
+            print(json.dumps(result), flush=True)
+        return
+    print(message, file=sys.stderr, flush=True)
+    leave(code)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -99,8 +113,3 @@ def _flag_error(error: Exception, argv: list[str]) -> str:
         hint = nearest(unknown[1], [name.split(".")[-1] for name in known])
         return f"{place}there is no config field {unknown[1]}{hint}"
     return f"{place}{lines[-1]}"
-
-
-def _stop(message: str, code: int) -> None:
-    print(message, file=sys.stderr, flush=True)
-    sys.exit(code)

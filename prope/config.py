@@ -15,7 +15,7 @@ from ml_collections.config_dict import placeholder
 from prope.errors import UsageError, nearest
 
 MAY_CHANGE = (
-    "accumulation", "log_every", "eval_every", "checkpoint_every",
+    "accumulation", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes",
     "model.attention", "model.remat", "model.scan_layers",
     "data.data_dir", "data.cache_dir", "data.num_workers",
     "checkpoint.", "eval.", "mesh.",
@@ -38,6 +38,7 @@ def default_config() -> ConfigDict:
     config.log_every = 10  # steps
     config.eval_every = 500  # steps; the last step is always evaluated
     config.checkpoint_every = 500  # steps; the last step is always saved
+    config.watchdog_minutes = 60.0  # the process ends where nothing happens for so long; 0: it waits for ever
 
     config.model = model = ConfigDict()
     model.num_layers = 4
@@ -88,6 +89,8 @@ def default_config() -> ConfigDict:
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.max_to_keep = 2  # newest checkpoints kept
+    checkpoint.keep_every = placeholder(int)  # steps: the checkpoints of its multiples are kept for ever; None: none
+    checkpoint.every_minutes = 30.0  # saved by the clock as well, whichever comes first; 0: by steps only
 
     config.eval = evaluation = ConfigDict()
     evaluation.batch_size = 16  # windows at a time; the result does not depend on it
@@ -203,7 +206,10 @@ def validate(config: ConfigDict) -> None:
     )  # fmt: skip
     for name in positive:
         require(name, fields[name] >= 1, "must be at least 1")
-    for name in ("seed", "data.num_workers", "optimizer.warmup_steps", "optimizer.weight_decay"):
+    for name in (
+        "seed", "data.num_workers", "optimizer.warmup_steps", "optimizer.weight_decay", "watchdog_minutes",
+        "checkpoint.every_minutes",
+    ):  # fmt: skip
         require(name, fields[name] >= 0, "must not be negative")
     for name in ("optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm"):
         require(name, fields[name] > 0, "must be positive")
@@ -214,7 +220,9 @@ def validate(config: ConfigDict) -> None:
         ("model.attention", ATTENTION), ("model.remat", REMAT),
     ):  # fmt: skip
         require(name, fields[name] in allowed, f"must be one of {', '.join(allowed)}")
-    for name, none in (("eval.max_windows", "all"), ("mesh.data", "one per slice")):
+    for name, none in (
+        ("eval.max_windows", "all"), ("mesh.data", "one per slice"), ("checkpoint.keep_every", "none of them"),
+    ):  # fmt: skip
         if fields[name] is not None:
             require(name, fields[name] >= 1, f"must be at least 1, or None for {none}")
 

@@ -1,6 +1,12 @@
-"""The two ways in which a command ends early, each in one line."""
+"""The ways in which a command ends early, each in one line, and its exit codes."""
 
 import difflib
+
+FAILED = 1  # the run cannot go on as it is: someone has to look
+UNUSABLE = 2  # what was given cannot be used: nothing was done
+PREEMPTED = 75  # asked to stop, and everything is saved: the same command goes on (EX_TEMPFAIL)
+LOST = 76  # stuck, or another process is gone: the same command goes on from the last checkpoint
+INTERRUPTED = 130  # by Ctrl-C
 
 
 class UsageError(Exception):
@@ -9,6 +15,14 @@ class UsageError(Exception):
 
 class RunFailed(Exception):
     """The run cannot go on: the text says what happened, what is kept and what to do."""
+
+
+class Stopped(Exception):
+    """The run ends before its last step, and the same command goes on from there."""
+
+    def __init__(self, message: str, code: int = PREEMPTED):
+        super().__init__(message)
+        self.code = code
 
 
 def nearest(name: str, known) -> str:

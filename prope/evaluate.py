@@ -23,11 +23,12 @@ from prope.step import batch_losses
 log = logging.getLogger("prope")
 
 
-def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callable[[model.Params], dict]:
+def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callable[..., dict | None]:
     """A function of the parameters that evaluates `windows`: all, or config.eval.max_windows evenly spread ones.
 
     It returns `tokens` (how many were predicted), `loss` (nats per token), `perplexity`, `bits_per_byte`, and
-    `unigram_bits_per_byte`: what predicting every token by its frequency in the training split would give.
+    `unigram_bits_per_byte`: what predicting every token by its frequency in the training split would give. Its second
+    argument is called before every batch, as often in every process; where that returns False it gives up, with None.
     """
     count = min(config.eval.max_windows or windows.count, windows.count)
     chosen = [place * windows.count // count for place in range(count)]
@@ -46,9 +47,11 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
 
     step = jax.jit(sums_per_window, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def evaluation(params: model.Params) -> dict:
+    def evaluation(params: model.Params, go_on: Callable[[], bool] = lambda: True) -> dict | None:
         totals = np.zeros(2)
         for start in range(0, count, size):
+            if not go_on():
+                return None
             with sharding.use(mesh):
                 sums = step(params, sharding.global_batch(mesh, read(start), size))
             totals += [np.asarray(part, np.float64).sum() for part in sums]

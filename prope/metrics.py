@@ -26,15 +26,16 @@ class Metrics:
     logged after its last checkpoint are done again, so their lines are dropped at the start.
     """
 
-    def __init__(self, config: ConfigDict, workdir: pathlib.Path, start: int, stop: int):
-        self._config, self._workdir, self._start, self._stop = config, workdir, start, stop
-        for name in ("metrics.jsonl", "eval.jsonl"):
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path, start: int, stop: int, writes: bool = True):
+        """`writes` is False in all processes of a run but one."""
+        self._config, self._workdir, self._start, self._stop, self._writes = config, workdir, start, stop, writes
+        for name in ("metrics.jsonl", "eval.jsonl") if writes else ():
             kept = [record for record in read_jsonl(workdir / name) if record["step"] <= start]
             part = workdir / f"{name}.part"
             part.write_text("".join(json.dumps(record) + "\n" for record in kept))
             part.replace(workdir / name)
-        self._events = SummaryWriter(str(workdir), purge_step=start + 1) if start < stop else None
-        self._bar = tqdm(total=stop, initial=start, unit="step", disable=not sys.stderr.isatty())
+        self._events = SummaryWriter(str(workdir), purge_step=start + 1) if writes and start < stop else None
+        self._bar = tqdm(total=stop, initial=start, unit="step", disable=not (writes and sys.stderr.isatty()))
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._began = time.perf_counter()
         self._data_wait = 0.0
@@ -80,9 +81,8 @@ class Metrics:
             self._bar.write(line, file=sys.stderr)
 
     def evaluated(self, about: dict) -> dict | None:
-        """The newest evaluation of the last step with these values in it."""
-        wanted = {"step": self._stop, **about}
-        records = [r for r in read_jsonl(self._workdir / "eval.jsonl") if wanted.items() <= r.items()]
+        """The newest evaluation with these values in it."""
+        records = [r for r in read_jsonl(self._workdir / "eval.jsonl") if about.items() <= r.items()]
         return records[-1] if records else None
 
     def last(self, name: str) -> float | None:
@@ -138,6 +138,8 @@ class Metrics:
         return steps * self._config.batch_size * self._config.data.seq_len
 
     def _keep(self, name: str, tag: str, record: dict) -> None:
+        if not self._writes:
+            return
         append_jsonl(self._workdir / name, record)
         for key, value in record.items():
             if self._events and key != "step" and isinstance(value, int | float):

@@ -1,20 +1,17 @@
 """The training step as a pure function: what `train` runs, `bench` measures and `plan` compiles."""
 
-import functools
-import hashlib
 import logging
-import math
 import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.attention import choose
 from prope.errors import UsageError
+from prope.hashing import hash_batch
 from prope.loss import token_losses, weighted_loss
 
 log = logging.getLogger("prope")
@@ -74,7 +71,7 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
         tokens = jnp.maximum(batch["weights"].sum(), 1)  # of the whole batch: its parts need not weigh the same
         loss, gradient = jax.tree.map(lambda total: total / tokens, (loss, gradient))
         updates, opt_state = optimizer.update(gradient, opt_state, params)
-        values = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "batch_hash": _hash_batch(batch)}
+        values = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "batch_hash": hash_batch(batch)}
         return optax.apply_updates(params, updates), opt_state, values
 
     return step
@@ -116,27 +113,3 @@ def _accumulate(function, params, batch, parts: int):
         return jax.tree.map(jnp.add, total, function(params, part)), None
 
     return jax.lax.scan(add, zeros, split)[0]
-
-
-def hash_params(params: model.Params) -> str:
-    """A hash of the parameters' bits, 16 hex digits, the same however they are spread over devices."""
-    sums = jax.jit(functools.partial(jax.tree.map, _hash))(params)
-    leaves = jax.tree_util.tree_leaves_with_path(sums)
-    text = " ".join(f"{jax.tree_util.keystr(path)}={int(value)}" for path, value in leaves)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
-    """What a batch was, in 32 bits: two runs that log the same were trained on the same."""
-    return _hash(jnp.stack([batch[name].astype(jnp.int32) for name in sorted(batch)], axis=-1))
-
-
-def _hash(leaf: jax.Array) -> jax.Array:
-    """A hash of the bits of a 32-bit array, uint32; of integers, whose sum is the same in any order."""
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
-    place = sum(
-        jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
-        for axis in range(leaf.ndim)
-    )
-    mixed = (bits ^ (bits >> 15)) * (place * np.uint32(2654435761) | 1)
-    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

@@ -13,47 +13,72 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from prope import checkpoint, command, metrics, model, sharding
+from prope import checkpoint, command, metrics, model, processes, sharding
 from prope.checkpoint import Checkpoints
 from prope.config import differences, from_dict, validate, validate_devices
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, ahead, train_batch
-from prope.errors import UsageError
+from prope.errors import INTERRUPTED, PREEMPTED, Stopped, UsageError
 from prope.evaluate import make_evaluation
+from prope.hashing import hash_arrays
+from prope.interrupts import Interrupts, Request
 from prope.optimizer import make_optimizer
-from prope.step import compile_step, hash_params, init_state, with_attention
+from prope.startup import Startup
+from prope.step import compile_step, init_state, with_attention
+from prope.watchdog import Watchdog
 
 log = logging.getLogger("prope")
 
 
-def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_at_step: int | None = None) -> dict:
-    """Trains the run in `workdir` up to its last step, or to `stop_at_step`; returns what the command prints.
+def train(
+    config: ConfigDict, workdir: str, init_from: str | None = None, stop_at_step: int | None = None
+) -> dict | None:
+    """Trains the run in `workdir` up to its last step, or to `stop_at_step`.
+
+    Returns:
+      What the command prints; None in all processes but the first.
 
     Raises:
       UsageError: what was given does not fit; found before a device is touched wherever that is possible.
       RunFailed: a loss or a gradient was not finite.
+      Stopped: it was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)
-    path = pathlib.Path(workdir)
-    open_workdir(path, config)
-    windows = {split: open_windows(config.data, config.model.vocab_size, split) for split in ("train", "validation")}
+    path, startup = pathlib.Path(workdir), Startup()
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts(config.checkpoint.every_minutes))
+        watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))
+        stack.enter_context(processes.named_losses())
+        processes.start()
+        startup.done("processes")
+        with processes.together():
+            open_workdir(path, config)
+            with watchdog.paused():  # on first use text is made into tokens: for an hour, maybe, but not in silence
+                splits = ("train", "validation")
+                windows = {split: open_windows(config.data, config.model.vocab_size, split) for split in splits}
+            startup.done("data")
+            validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
+            here = with_attention(config, jax.devices()[0])
+        processes.check_shared(path)
+        startup.use_cache(path)
+        mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
+        interrupts.over(mesh)
+        optimizer = make_optimizer(config)
+        state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        with processes.together():
+            checkpoint.check_disk(path, size)
+            if processes.is_first():
+                checkpoint.write_config(path, config)
+        log.info(
+            "%d x %s; %s parameters; p-RoPE turns %s of %d pairs (p = %s); %s windows of %d tokens of %s",
+            jax.device_count(), jax.devices()[0].device_kind, f"{model.num_parameters(state[0]):,}",
+            model.turned_pairs(config.model), config.model.head_dim // 2,
+            config.model.rope_percentage, f"{windows['train'].count:,}", config.data.seq_len, config.data.dataset,
+        )  # fmt: skip
+        startup.done("devices")
 
-    validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
-    here = with_attention(config, jax.devices()[0])
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
-    optimizer = make_optimizer(config)
-    state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    checkpoint.check_disk(path, size)
-    checkpoint.write_config(path, config)
-    log.info(
-        "%d x %s; %s parameters; p-RoPE turns %s of %d pairs (p = %s); %s windows of %d tokens of %s",
-        jax.device_count(), jax.devices()[0].device_kind, f"{model.num_parameters(state[0]):,}",
-        model.turned_pairs(config.model), config.model.head_dim // 2,
-        config.model.rope_percentage, f"{windows['train'].count:,}", config.data.seq_len, config.data.dataset,
-    )  # fmt: skip
-
-    with contextlib.closing(Checkpoints(path, config.checkpoint.max_to_keep)) as checkpoints:
+        checkpoints = stack.enter_context(Checkpoints(path, config.checkpoint))
         data = {
             "fingerprint": windows["train"].store.fingerprint,
             "seed": config.seed,
@@ -61,31 +86,61 @@ def train(config: ConfigDict, workdir: str, init_from: str | None = None, stop_a
         }
         start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, data)
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
+        startup.done("restore" if start else "weights")
+
         evaluation = make_evaluation(here, windows["validation"], mesh)
-        about = {"dataset": config.data.dataset, "seq_len": config.data.seq_len, "max_windows": config.eval.max_windows}
+        about = {name: config.data[name] for name in ("dataset", "seq_len")} | {"max_windows": config.eval.max_windows}
+        out = stack.enter_context(contextlib.closing(metrics.Metrics(config, path, start, stop, processes.is_first())))
 
-        with contextlib.closing(metrics.Metrics(config, path, start, stop)) as out:
-            if start == 0:
-                out.say(f"init_hash {init_hash}")
-            for step, batch in enumerate(batches(config, windows["train"], mesh, start, stop, out), start + 1):
-                if step == start + 1:
-                    with out.pause():
-                        update = compile_step(here, optimizer, mesh, state)
-                params, opt_state, values = update(params, opt_state, batch)
-                out.step(step, values)
-                if step == stop or step % config.eval_every == 0:
-                    with out.pause():
-                        out.evaluation({"step": step, **about, **evaluation(params)})
-                if step == stop or step % config.checkpoint_every == 0:
-                    with out.pause():
-                        checkpoint.check_disk(path, size)  # again: disks fill up while runs go on
-                        identity = {"config": config.to_dict(), "init_hash": init_hash}
-                        position = data | {"examples": step * config.batch_size}
-                        checkpoints.save(step, params, opt_state, identity, position)
-            if out.evaluated(about) is None:  # a finished run whose eval.jsonl was removed
-                out.evaluation({"step": stop, **about, **evaluation(params)})
-            evaluated, loss, speed = out.evaluated(about), out.last("loss"), out.tokens_per_second()
+        def evaluate(step: int) -> None:
+            """Evaluates, or gives up half-way where the run is asked to stop: it is done when the run goes on."""
 
+            def go_on() -> bool:
+                watchdog.alive(f"a part of the evaluation of step {step}")
+                return interrupts.poll() <= Request.SAVE
+
+            with out.pause():
+                if (found := evaluation(params, go_on)) is not None:
+                    out.evaluation({"step": step, **about, **found})
+
+        def save(step: int) -> None:
+            with out.pause():
+                checkpoint.check_disk(path, size)  # again: disks fill up while runs go on
+                identity = {"config": config.to_dict(), "init_hash": init_hash}
+                checkpoints.save(step, params, opt_state, identity, data | {"examples": step * config.batch_size})
+                interrupts.saved()
+
+        if start == 0:
+            out.say(f"init_hash {init_hash}")
+        missing = start > 0 and out.evaluated({"step": start, **about}) is None  # it was stopped while it evaluated
+        if processes.of_first(missing and (start == stop or start % config.eval_every == 0)):
+            evaluate(start)
+        startup.done("evaluation")
+        for step, batch in enumerate(batches(config, windows["train"], mesh, start, stop, out), start + 1):
+            if step == start + 1:
+                with out.pause():
+                    startup.done("first batch")
+                    update = compile_step(here, optimizer, mesh, state)
+                    startup.compiled()
+                interrupts.training = True
+            params, opt_state, values = update(params, opt_state, batch)
+            out.step(step, values)
+            if step == start + 1:
+                jax.block_until_ready(values)
+                startup.first_step(path, step)
+            watchdog.alive(f"step {step}")
+            checkpoints.check()
+            if interrupts.poll() <= Request.SAVE and (step == stop or step % config.eval_every == 0):
+                evaluate(step)
+            if step == stop or step % config.checkpoint_every == 0 or interrupts.asked:
+                save(step)
+            if interrupts.asked > Request.SAVE:
+                by, code = ("Ctrl-C", INTERRUPTED) if interrupts.asked == Request.INTERRUPT else ("SIGTERM", PREEMPTED)
+                raise Stopped(f"{by}: step {step} of {config.num_steps} is saved; the same command goes on", code)
+        evaluated, loss, speed = out.evaluated({"step": stop, **about}), out.last("loss"), out.tokens_per_second()
+
+    if not processes.is_first():
+        return None
     return {
         "step": stop,
         "loss": loss,
@@ -117,19 +172,26 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, data):
     2. the parameters of the run that --init_from names, with a new optimizer, from step 0;
     3. from scratch.
     """
-    if steps := checkpoints.steps():
-        step = steps[-1]
-        saved = checkpoints.restore(step, config=None, data=None)
-        checkpoint.check_same(config, from_dict(saved["config"]["config"]), f"checkpoint {step} is of another config")
-        expected = data | {"examples": step * config.batch_size}
-        if saved["data"] != expected:
-            raise UsageError(
-                f"checkpoint {step} was trained on other data ({saved['data']}, now {expected}): the documents, the "
-                "tokenizer or the split have changed; bring the old data back, or start in a new --workdir"
-            )
-        arrays = checkpoints.restore(step, params=state[0], opt_state=state[1])
+    if checkpoints.steps():
+
+        def read(step: int):
+            saved = checkpoints.restore(step, config=None, data=None)
+            other = f"checkpoint {step} is of another config"
+            checkpoint.check_same(config, from_dict(saved["config"]["config"]), other)
+            expected = data | {"examples": step * config.batch_size}
+            if saved["data"] != expected:
+                raise UsageError(
+                    f"checkpoint {step} was trained on other data ({saved['data']}, now {expected}): the documents, "
+                    "the tokenizer or the split have changed; bring the old data back, or start in a new --workdir"
+                )
+            arrays = checkpoints.restore(step, params=state[0], opt_state=state[1])
+            return arrays["params"], arrays["opt_state"], saved["config"]["init_hash"]
+
+        step, resumed = checkpoints.newest(read)
+        for later in [other for other in checkpoints.steps() if other > step]:
+            checkpoints.set_aside(later)
         log.info("resumed from step %d", step)
-        return step, arrays["params"], arrays["opt_state"], saved["config"]["init_hash"]
+        return step, *resumed
 
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=places)()
@@ -139,7 +201,7 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, data):
         if differing:
             raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(differing)})")
         params = jax.device_put(run.params, places[0])
-    return 0, params, opt_state, hash_params(params)
+    return 0, params, opt_state, hash_arrays(params)
 
 
 def batches(config, windows: Windows, mesh, start: int, stop: int, out: metrics.Metrics):
@@ -162,11 +224,11 @@ def define_flags() -> None:
     flags.mark_flags_as_required(["config", "workdir"])
 
 
-def main() -> dict:
+def main() -> dict | None:
     """The command."""
     given = flags.FLAGS
     return train(given.config, given.workdir, given.init_from, given.stop_at_step)
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    command.run(main, define_flags, processes.leave)

@@ -9,7 +9,7 @@ import numpy as np
 
 from prope import checkpoint, model
 from prope.config import default_config, set_layer_percentages, validate
-from prope.step import hash_params
+from prope.hashing import hash_arrays
 
 SIZES = {
     "num_layers": 2, "embed_dim": 48, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "hidden_dim": 96,
@@ -55,7 +55,7 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
     workdir.mkdir()
     checkpoint.write_config(workdir, config)
     with contextlib.closing(checkpoint.Checkpoints(workdir)) as checkpoints:
-        identity = {"config": config.to_dict(), "init_hash": hash_params(params)}
+        identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
         checkpoints.save(7, params, {"count": np.zeros(())}, identity, {"examples": 0})
     return config, params
 

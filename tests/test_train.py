@@ -16,7 +16,7 @@ from prope import checkpoint, command, sharding
 from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.evaluate import make_evaluation
-from prope.step import hash_params
+from prope.hashing import hash_arrays
 
 EVERY_STEP = "--config.log_every=1"
 
@@ -184,7 +184,7 @@ def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path
 def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     workdir, result = whole
     started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
-    assert started.result["init_hash"] == hash_params(checkpoint.load_run(workdir).params) != result["init_hash"]
+    assert started.result["init_hash"] == hash_arrays(checkpoint.load_run(workdir).params) != result["init_hash"]
     refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.rope_percentage=0.5")
     assert "is another model (model.rope_percentage: 0.75, not 0.5)" in refused.error
 

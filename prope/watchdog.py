@@ -1,0 +1,52 @@
+"""Ends a process that hangs, so that a scheduler starts it again: on a pod, one lost host leaves all others waiting."""
+
+import contextlib
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+
+from prope.errors import LOST
+
+
+class Watchdog(contextlib.AbstractContextManager):
+    """While the context is open, ends the process after `minutes` without a call of `alive`; None: never."""
+
+    def __init__(self, minutes: float | None):
+        self._seconds = 60 * minutes if minutes else None
+        self._over = threading.Event()
+        self.alive("the start")
+
+    def __enter__(self):
+        if self._seconds is not None:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self._over.set()
+
+    def alive(self, after: str) -> None:
+        """Something was done: `after` says what, for the message."""
+        self._after, self._at = after, time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Within it nothing has to happen."""
+        self._at = math.inf
+        yield
+        self.alive("a pause")
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._seconds / 4)):
+            if time.monotonic() - self._at > self._seconds:
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                print(
+                    f"stopped: nothing has happened for {self._seconds / 60:g} minutes after {self._after}; the stacks "
+                    "of all threads are above. The same command goes on from the last checkpoint; "
+                    "config.watchdog_minutes says how long to wait",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(LOST)
