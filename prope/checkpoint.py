@@ -7,6 +7,7 @@ are restored onto today's devices; nothing is read about the devices that saved 
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import logging
@@ -17,13 +18,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers as policies
 
 from prope import config as config_lib
 from prope import model, processes, sharding
-from prope.errors import RunFailed, Stopped, UsageError
+from prope.errors import RunFailed, Stopped, UsageError, is_disk_full
 from prope.hashing import hash_arrays
 
 log = logging.getLogger("prope")
@@ -171,8 +173,9 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # whatever the storage says
+            reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else _first_line(error)
             raise RunFailed(
-                f"checkpoint {self._saving} could not be written to {self.directory} ({_first_line(error)}); those "
+                f"checkpoint {self._saving} could not be written to {self.directory} ({reason}); those "
                 "before it are whole: see to the storage, then run the same command again"
             ) from error
 
@@ -248,6 +251,15 @@ def _find(workdir, step, read):
         raise UsageError(
             f"--step={step}: checkpoint {step} of {workdir} is damaged ({error}); it has {', '.join(map(str, steps))}"
         ) from None
+
+
+def read_numpy(workdir: str | os.PathLike, step: int) -> dict[str, np.ndarray]:
+    """The parameters of a checkpoint by path, "['final_norm']['scale']", as NumPy arrays: no device holds any."""
+    item = pathlib.Path(workdir).absolute() / "checkpoints" / str(step) / "params"
+    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    like = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(item).item_metadata.tree)
+    params = reader.restore(item, args=ocp.args.PyTreeRestore(restore_args=like))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def abstract_params(config: ConfigDict, mesh: jax.sharding.Mesh):

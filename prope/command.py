@@ -4,7 +4,6 @@ A command is a module with `define_flags()`, `main() -> dict` and, at its end, `
 Logs go to stderr; the dictionary that `main` returns is printed to stdout as the last line.
 """
 
-import errno
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from absl import flags
 
 from prope.config import default_config, flat
-from prope.errors import FAILED, INTERRUPTED, UNUSABLE, RunFailed, Stopped, UsageError, nearest
+from prope.errors import FAILED, INTERRUPTED, UNUSABLE, RunFailed, Stopped, UsageError, is_disk_full, nearest
 
 
 def run(
@@ -62,18 +61,6 @@ def run(
         return
     print(message, file=sys.stderr, flush=True)
     leave(code)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Whether this exception, or one that it came from, says that a disk or quota is full."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if os.strerror(errno.ENOSPC) in str(cause):  # TensorStore wraps the operating system's text
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
 
 
 def _parse_flags(argv: list[str]) -> None:

@@ -1,6 +1,8 @@
 """The ways in which a command ends early, each in one line, and its exit codes."""
 
 import difflib
+import errno
+import os
 
 FAILED = 1  # the run cannot go on as it is: someone has to look
 UNUSABLE = 2  # what was given cannot be used: nothing was done
@@ -23,6 +25,18 @@ class Stopped(Exception):
     def __init__(self, message: str, code: int = PREEMPTED):
         super().__init__(message)
         self.code = code
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether this exception, or one that it came from, says that a disk or quota is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if os.strerror(errno.ENOSPC) in str(cause):  # TensorStore wraps the operating system's text
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def nearest(name: str, known) -> str:

@@ -133,6 +133,12 @@ def named_losses() -> Iterator[None]:
         ) from error
 
 
+def end() -> None:
+    """Waits for the other processes: all have done their part, and none shall take another for lost."""
+    if _count > 1:
+        jax.distributed.shutdown()
+
+
 def leave(code: int) -> None:
     """Ends this process; among several without waiting for the others, which may never come."""
     if _count == 1:

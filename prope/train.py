@@ -139,6 +139,7 @@ def train(
                 raise Stopped(f"{by}: step {step} of {config.num_steps} is saved; the same command goes on", code)
         evaluated, loss, speed = out.evaluated({"step": stop, **about}), out.last("loss"), out.tokens_per_second()
 
+    processes.end()
     if not processes.is_first():
         return None
     return {

@@ -3,11 +3,10 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 
 import pytest
+from forks import Command
 
 # One compilation cache for these tests and the processes they start: most of them compile the same programs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="prope-tests-")
@@ -40,18 +39,32 @@ def cache_dir(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def run_command(cache_dir):
-    """Runs python -m MODULE as a user does, in a process of its own."""
+def start_command(cache_dir, tmp_path_factory):
+    """Starts python -m MODULE in a process of its own."""
 
-    def run(module: str, *arguments: str, devices: int = 1, **environment: str) -> Outcome:
+    def start(module: str, *arguments: str, devices: int = 1, **environment: str) -> Command:
         flags = f"--xla_force_host_platform_device_count={devices}"
         env = os.environ | {"PROPE_CACHE": str(cache_dir), "XLA_FLAGS": flags} | environment
-        command = [sys.executable, "-m", module, *map(str, arguments)]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-        lines = done.stdout.splitlines()
-        return Outcome(done.returncode, json.loads(lines[-1]) if done.returncode == 0 else None, done.stderr)
+        return Command(module, [str(argument) for argument in arguments], env, tmp_path_factory.mktemp("command"))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_command(start_command):
+    """Runs python -m MODULE as a user does, in a process of its own."""
+
+    def run(*arguments: str, **options) -> Outcome:
+        return finish(start_command(*arguments, **options))
 
     return run
+
+
+def finish(command: Command) -> Outcome:
+    """What a command that was started ends with."""
+    code, stdout, stderr = command.wait()
+    last = (stdout.splitlines() or [""])[-1]
+    return Outcome(code, json.loads(last) if code == 0 and last.startswith("{") else None, stderr)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from prope.data.lock import locked
 from prope.data.source import Source
 from prope.data.store import SPLITS, Store
 from prope.data.tokenizer import load_tokenizer
-from prope.errors import RunFailed, UsageError
+from prope.errors import RunFailed, UsageError, is_disk_full
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def _named_errors(cache: str):
             "with a smaller config.data.num_workers"
         ) from None
     except Exception as error:
-        if command.is_disk_full(error):
+        if is_disk_full(error):
             raise UsageError(
                 f"config.data.cache_dir={cache}: the disk is full; a store needs room for itself and, until it is "
                 "done, for its parts. Finished parts are kept: free some space and run the same command again"

@@ -1,0 +1,60 @@
+"""Commands in processes of their own, forked off one that has imported everything: they start in a moment."""
+
+import multiprocessing
+import os
+import pathlib
+import runpy
+import signal
+import sys
+import threading
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["forks", "matplotlib.figure", "prope.evaluate", "prope.sample", "prope.train"])
+
+
+class Command:
+    """python -m MODULE with its arguments and environment, running; its output goes to files in `folder`."""
+
+    def __init__(self, module: str, arguments: list[str], environment: dict[str, str], folder: pathlib.Path):
+        self._files = [folder / name for name in ("stdout", "stderr")]
+        self._process = _context.Process(target=_run, args=(module, arguments, environment, *map(str, self._files)))
+        self._process.start()
+
+    def wait(self, seconds: float = 600) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) when it has ended."""
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise TimeoutError(f"still running after {seconds} s:\n{self.stderr}")
+        return self._process.exitcode, self._files[0].read_text(), self.stderr
+
+    @property
+    def stderr(self) -> str:
+        """What it has said so far."""
+        return self._files[1].read_text() if self._files[1].exists() else ""
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal, if it is still there."""
+        if self._process.is_alive():
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.join()
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
+    import jax
+
+    assert threading.active_count() == 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    for target, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+    for name in ("jax_platforms", "jax_compilation_cache_dir"):  # what JAX has read of another environment
+        jax.config.update(name, environment.get(name.upper()))
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,274 @@
+"""What can happen to a run: killed, asked to stop, its disk full, its checkpoints damaged; on real processes."""
+
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import jax
+import pytest
+from conftest import CONFIG, finish, logged, losses
+
+from prope import checkpoint
+
+EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=1", "--config.eval_every=20", "--config.num_steps=60")
+
+
+@pytest.fixture(scope="session")
+def whole(train, tmp_path_factory):
+    """A run of 20 steps, saved at 10 and 20: (workdir, what the command printed)."""
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    outcome = train(workdir, "--config.log_every=1")
+    assert outcome.code == 0, outcome.stderr
+    return workdir, outcome.result
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A copy of that run, to be broken."""
+    return shutil.copytree(whole[0], tmp_path / "run")
+
+
+@pytest.fixture
+def start(start_command):
+    """Starts prope.train on the tiny config."""
+    return lambda workdir, *arguments, **how: start_command(
+        "prope.train", CONFIG, f"--workdir={workdir}", *arguments, **how
+    )
+
+
+def wait_for(command, text: str) -> None:
+    """Until the command has said this."""
+    end = time.monotonic() + 300
+    while not re.search(text, command.stderr):
+        assert time.monotonic() < end, command.stderr
+        time.sleep(0.01)
+
+
+def test_killed_ten_times_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train, tmp_path):
+    straight = train(tmp_path / "straight", *EVERY_STEP)
+    assert straight.code == 0, straight.stderr
+    chance, reached = random.Random(6), []
+    for _ in range(10):
+        command = start(tmp_path / "run", *EVERY_STEP)
+        if chance.random() < 0.8:  # else: at any moment of the start
+            wait_for(command, "first step after|Traceback")
+        time.sleep(chance.random())
+        command.kill()
+        assert "Traceback" not in command.stderr, command.stderr
+        reached.append(max(losses(tmp_path / "run"), default=0) if (tmp_path / "run/metrics.jsonl").exists() else 0)
+    end = train(tmp_path / "run", *EVERY_STEP)
+    assert end.code == 0, end.stderr
+    assert max(reached) > 0, "no kill met a run that was training"
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight") and len(losses(tmp_path / "run")) == 60
+    assert logged(tmp_path / "run", "batch_hash") == logged(tmp_path / "straight", "batch_hash")
+    assert {k: end.result[k] for k in ("eval_loss", "init_hash")} == {
+        k: straight.result[k] for k in ("eval_loss", "init_hash")
+    }
+    ours, theirs = (checkpoint.load_run(tmp_path / name).params for name in ("run", "straight"))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
+    left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(left) == ["59", "60"], "what a killed process had begun to write is gone"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_asked_to_stop_while_training(start, train, tmp_path, number, code):
+    arguments = ("--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
+    command = start(tmp_path, *arguments)
+    wait_for(command, "step 3/")
+    command.signal(number)
+    stopped = finish(command)
+    assert stopped.code == code
+    step = int(re.search(r"step (\d+) of 100000 is saved; the same command goes on", stopped.error)[1])
+    assert step >= 3 and checkpoint.Checkpoints(tmp_path).steps() == [step]
+    resumed = train(tmp_path, *arguments, f"--stop_at_step={step + 2}")
+    assert f"resumed from step {step}" in resumed.stderr and resumed.result["step"] == step + 2
+
+
+def test_asked_to_stop_while_evaluating(start, train, tmp_path):
+    arguments = ("--config.eval_every=3", "--config.checkpoint_every=100", "--config.log_every=1")
+    slow = ("--config.eval.batch_size=1", "--config.eval.max_windows=100000")
+    command = start(tmp_path, *arguments, *slow)
+    wait_for(command, "step 3/20")
+    time.sleep(0.3)
+    command.signal(signal.SIGTERM)
+    stopped = finish(command)
+    assert stopped.code == 75 and "step 3 of 20 is saved" in stopped.error
+    assert "validation loss" not in stopped.stderr
+    resumed = train(tmp_path, *arguments, "--config.eval.max_windows=4", "--stop_at_step=4")
+    assert resumed.code == 0, resumed.stderr
+    records = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [3, 4], "the evaluation that was given up is made up for"
+
+
+def test_asked_to_stop_while_compiling(start, tmp_path):
+    deep = ("--config.model.num_layers=12", "--config.model.scan_layers=False", "--config.model.remat=full")
+    command = start(tmp_path, *deep, JAX_ENABLE_COMPILATION_CACHE="false")
+    wait_for(command, "init_hash")
+    time.sleep(0.3)
+    command.signal(signal.SIGTERM)
+    stopped = finish(command)
+    assert stopped.code == 75 and "compiled in" not in stopped.stderr
+    assert "SIGTERM before the first step, so nothing was lost; the same command goes on" in stopped.error
+
+
+def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
+    command = start(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=100000")
+    wait_for(command, "step 5/")
+    command.signal(signal.SIGINT)
+    wait_for(command, "once more leaves at once")
+    command.signal(signal.SIGINT)
+    stopped = finish(command)
+    assert stopped.code == 130 and "Ctrl-C twice; the same command goes on from the last checkpoint" in stopped.error
+
+
+DAMAGES = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "one byte changed": lambda path: path.write_bytes(flipped(path.read_bytes())),
+}
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage, listed):
+    folder = copy / "checkpoints" / "20"
+    if not listed:  # as one was saved before files were listed
+        (folder / "files.json").unlink()
+    largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    DAMAGES[damage](largest)
+    if listed:
+        evaluated = run_command("prope.evaluate", f"--workdir={copy}", "--max_windows=2")
+        assert evaluated.result["step"] == 10 and "checkpoint 20 is damaged" in evaluated.stderr
+        asked = run_command("prope.evaluate", f"--workdir={copy}", "--step=20")
+        assert "checkpoint 20" in asked.error and "is damaged" in asked.error
+    resumed = train(copy, "--config.log_every=1")
+    assert resumed.code == 0, resumed.stderr
+    assert re.search(r"checkpoint 20 is damaged \(.+\): passed over", resumed.stderr)
+    assert "resumed from step 10" in resumed.stderr
+    assert losses(copy) == losses(whole[0]) and resumed.result["eval_loss"] == whole[1]["eval_loss"]
+    assert checkpoint.Checkpoints(copy).steps() == [10, 20] and checkpoint.load_run(copy).step == 20
+    assert (copy / "checkpoints" / "20.damaged").is_dir(), "what is damaged is renamed, not deleted"
+
+
+@pytest.mark.parametrize("item", ["opt_state", "config", "data", "params"])
+def test_any_damaged_item_counts(copy, train, item):
+    for path in (copy / "checkpoints" / "20" / item).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    resumed = train(copy, "--stop_at_step=11")
+    assert resumed.code == 0 and "resumed from step 10" in resumed.stderr
+
+
+def test_where_nothing_is_whole_nothing_is_done(copy, train, run_command):
+    for step in (10, 20):
+        shutil.rmtree(copy / "checkpoints" / str(step) / "params")
+    before = sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "config.json")
+    outcome = train(copy)
+    assert outcome.code == 2
+    assert re.search(r"nothing whole to go on from: checkpoint 20 .*; checkpoint 10 .*start in a new", outcome.error)
+    assert "nothing whole to go on from" in run_command("prope.evaluate", f"--workdir={copy}").error
+    assert sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "config.json") == before
+
+
+def test_what_a_killed_process_left_half_written_is_not_a_checkpoint(copy, train):
+    half = copy / "checkpoints" / "30.orbax-checkpoint-tmp"
+    shutil.copytree(copy / "checkpoints" / "20", half)
+    (copy / "checkpoints" / "notes.txt").write_text("not ours to delete")
+    resumed = train(copy)
+    assert resumed.result["step"] == 20 and checkpoint.Checkpoints(copy).steps() == [10, 20]
+    assert (copy / "checkpoints" / "notes.txt").exists() and not half.exists()
+
+
+def test_retention(train, tmp_path):
+    outcome = train(
+        tmp_path, "--config.checkpoint_every=2", "--config.checkpoint.keep_every=6", "--config.checkpoint.max_to_keep=2"
+    )
+    assert outcome.code == 0, outcome.stderr
+    assert checkpoint.Checkpoints(tmp_path).steps() == [6, 12, 18, 20]
+
+
+def test_saving_by_the_clock(train, tmp_path):
+    quick = ("--config.checkpoint_every=1000", "--config.checkpoint.every_minutes=1e-6")
+    assert train(tmp_path / "run", *quick, "--config.checkpoint.max_to_keep=100").code == 0
+    assert len(checkpoint.Checkpoints(tmp_path / "run").steps()) > 5
+    never = ("--config.checkpoint_every=1000", "--config.checkpoint.every_minutes=0")
+    assert train(tmp_path / "other", *never).code == 0
+    assert checkpoint.Checkpoints(tmp_path / "other").steps() == [20]
+
+
+def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
+    """There is room for the arrays, as the check before sees, but hardly any for what is written around them."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(tmp_path)], check=True)
+    try:
+        arguments = ("--config.checkpoint_every=5", "--config.eval_every=5", "--config.log_every=1")
+        command = start(tmp_path / "run", *arguments)
+        wait_for(command, "step 2/")
+        command.signal(signal.SIGSTOP)
+        free = shutil.disk_usage(tmp_path).free
+        (tmp_path / "filler").write_bytes(b"0" * (free - 12 * 90_688 - 30_000))
+        command.signal(signal.SIGCONT)
+        stopped = finish(command)
+        (line,) = [line for line in stopped.stderr.splitlines() if line.startswith(("stopped:", "error:"))]
+        assert stopped.code == 1 and "Traceback" not in stopped.stderr, stopped.stderr
+        assert re.search(r"checkpoint 5 could not be written .*No space left", line), stopped.stderr
+        assert max(losses(tmp_path / "run")) <= 8, "it stops soon"
+        (tmp_path / "filler").unlink()
+        resumed = train(tmp_path / "run", *arguments)
+        assert resumed.result["step"] == 20 and checkpoint.Checkpoints(tmp_path / "run").steps() == [15, 20]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_token_store_that_was_replaced(copy, whole, train, cache_dir, tmp_path):
+    """What a store says of itself tells; without it, it is made again, the same."""
+    cache = shutil.copytree(cache_dir, tmp_path / "cache")
+    (store,) = [path.parent for path in cache.glob("python-docs-*/index.json")]
+    index = json.loads((store / "index.json").read_text())
+    (store / "index.json").write_text(json.dumps(index | {"fingerprint": "0" * 16}))
+    shutil.rmtree(copy / "checkpoints" / "20")
+    refused = train(copy, "--config.log_every=1", PROPE_CACHE=str(cache))
+    assert "was changed or copied; remove it to have it prepared again" in refused.error
+    shutil.rmtree(store)
+    resumed = train(copy, "--config.log_every=1", PROPE_CACHE=str(cache))
+    assert resumed.code == 0 and losses(copy) == losses(whole[0])
+
+
+def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
+    """The batch of a step is a function of the step: at a million, nothing is read again."""
+    step, long = 1_000_000, ("--config.num_steps=1000100", "--config.log_every=1")
+    assert train(tmp_path, *long, "--stop_at_step=1").code == 0
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints / "1", checkpoints / str(step))
+    data = json.loads((checkpoints / str(step) / "data" / "metadata").read_text())
+    (checkpoints / str(step) / "data" / "metadata").write_text(json.dumps(data | {"examples": 8 * step}))
+    (checkpoints / str(step) / "files.json").unlink()
+    resumed = train(tmp_path, *long, f"--stop_at_step={step + 2}")
+    assert resumed.result["step"] == step + 2, resumed.stderr
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert starts[-1]["step"] == step + 1
+    assert starts[-1]["seconds"].keys() >= {"import", "data", "restore", "first batch", "compile", "first step"}
+    assert starts[-1]["seconds"]["first batch"] < 1
+
+
+def test_compiled_programs_are_found_again(train, tmp_path):
+    """Beside the run, where nothing says another place."""
+    for expected in ("miss", "hit"):
+        outcome = train(
+            tmp_path, "--config.model.num_layers=3", "--config.model.scan_layers=False",
+            JAX_COMPILATION_CACHE_DIR="", JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS="0.0",
+        )  # fmt: skip
+        assert outcome.code == 0, outcome.stderr
+        shutil.rmtree(tmp_path / "checkpoints")
+        (tmp_path / "metrics.jsonl").unlink()
+        assert f"compilation cache: {expected}" in outcome.stderr
+    assert list((tmp_path / "compilation_cache").glob("cpu-*/*"))

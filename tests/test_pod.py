@@ -1,0 +1,218 @@
+"""A run of several processes, as on a pod: here two on one machine, with devices that they pretend to have."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import CONFIG, ROOT, finish, logged, losses
+
+from prope import checkpoint, processes
+from prope.errors import UsageError
+
+LOGGED = ("--config.log_every=1", "--config.eval.max_windows=7")  # windows that no number of devices divides
+WIDE = (*LOGGED, "--config.model.embed_dim=256")  # wide enough that parameters are split over devices
+
+
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return any_port.getsockname()[1]
+
+
+@pytest.fixture
+def start_pod(start_command):
+    """Starts `count` processes of prope.train with `devices` each; `workdir` may be one for each."""
+
+    def start(workdir, *arguments, count=2, devices=2, **environment):
+        given = {"PROPE_PROCESSES": str(count), "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"} | environment
+        workdirs = workdir if isinstance(workdir, list) else [workdir] * count
+        return [
+            start_command(
+                "prope.train", CONFIG, f"--workdir={path}", *arguments, devices=devices, PROPE_PROCESS=str(i), **given
+            )
+            for i, path in enumerate(workdirs)
+        ]
+
+    return start
+
+
+def wait_for(command, text: str) -> None:
+    end = time.monotonic() + 300
+    while not re.search(text, command.stderr):
+        assert time.monotonic() < end, command.stderr
+        time.sleep(0.01)
+
+
+def line_of(outcome) -> str:
+    """The one line of ours that a process ends with, among what JAX's runtime may say."""
+    (line,) = [line for line in outcome.stderr.splitlines() if line.startswith(("error:", "stopped:"))]
+    assert "Traceback" not in outcome.stderr, outcome.stderr
+    return line
+
+
+def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(start_pod, train, tmp_path):
+    straight = train(tmp_path / "straight", *WIDE, "--config.num_steps=60", "--config.eval_every=20")
+    assert straight.code == 0, straight.stderr
+    moving = (*WIDE, "--config.num_steps=60", "--config.eval_every=20")
+    first, second = map(finish, start_pod(tmp_path / "run", *moving, "--stop_at_step=20"))
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert re.search(r"^process 0 of 2 on .*, with 2 of 4 devices$", first.stderr, re.MULTILINE)
+    assert re.search(r"^process 1 of 2 on .*, with 2 of 4 devices$", second.stderr, re.MULTILINE)
+    assert "step 20" not in second.stderr, "only the first one logs"
+    four = train(tmp_path / "run", *moving, "--stop_at_step=40", "--config.mesh.tensor=2", devices=4)
+    assert four.code == 0 and "resumed from step 20" in four.stderr, four.stderr
+    one = train(tmp_path / "run", *moving)
+    assert one.code == 0 and "resumed from step 40" in one.stderr, one.stderr
+    assert first.result["init_hash"] == four.result["init_hash"] == straight.result["init_hash"]
+    assert logged(tmp_path / "run", "batch_hash") == logged(tmp_path / "straight", "batch_hash")
+    ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "straight")
+    assert list(ours) == list(range(1, 61))
+    np.testing.assert_allclose([ours[s] for s in theirs], list(theirs.values()), rtol=1e-5)
+    evals = [
+        [json.loads(line) for line in (tmp_path / name / "eval.jsonl").read_text().splitlines()]
+        for name in ("run", "straight")
+    ]
+    assert [r["step"] for r in evals[0]] == [r["step"] for r in evals[1]] == [20, 40, 60]
+    np.testing.assert_allclose(*([r["loss"] for r in records] for records in evals), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_saved_on_eight_devices_restored_on_fewer_and_as_numpy(start_command, train, tmp_path, tensor):
+    saved = train(tmp_path / "run", *WIDE, f"--config.mesh.tensor={tensor}", "--stop_at_step=2", devices=8)
+    assert saved.code == 0, saved.stderr
+    read = (
+        "import sys, jax, numpy as np; from prope import checkpoint\n"
+        "run = checkpoint.load_run(sys.argv[1]); assert jax.device_count() == int(sys.argv[2])\n"
+        "leaves = jax.tree_util.tree_leaves_with_path(run.params)\n"
+        "assert jax.device_count() == 1 or any(not leaf.is_fully_replicated for _, leaf in leaves)\n"
+        "np.savez(sys.argv[3], **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})\n"
+    )
+    (tmp_path / "read.py").write_text(read)
+    whole = checkpoint.read_numpy(tmp_path / "run", 2)
+    assert len(whole) > 5
+    for devices in (1, 2, 4):
+        output = tmp_path / f"{devices}.npz"
+        env = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        command = [sys.executable, tmp_path / "read.py", tmp_path / "run", str(devices), output]
+        subprocess.run(command, env=env | {"JAX_PLATFORMS": "cpu"}, check=True, timeout=600)
+        found = np.load(output)
+        assert set(found) == set(whole)
+        for name in whole:
+            np.testing.assert_array_equal(found[name], whole[name], err_msg=name)
+
+
+def test_initial_weights_do_not_depend_on_devices_or_processes(start_pod, train, tmp_path):
+    stop = (*WIDE, "--stop_at_step=1", "--config.eval.max_windows=1")
+    hashes = {d: train(tmp_path / str(d), *stop, devices=d).result["init_hash"] for d in (1, 2, 8)}
+    pod = finish(start_pod(tmp_path / "pod", *stop, devices=4)[0])
+    assert {pod.result["init_hash"], *hashes.values()} == {hashes[1]}
+
+
+def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
+    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
+    wait_for(pod[0], "step 3/")
+    pod[1].signal(signal.SIGTERM)
+    first, second = map(finish, pod)
+    assert (first.code, second.code) == (75, 75), first.stderr + second.stderr
+    (step,) = checkpoint.Checkpoints(tmp_path).steps()
+    for outcome in (first, second):
+        assert f"SIGTERM: step {step} of 100000 is saved" in line_of(outcome)
+    assert checkpoint.load_run(tmp_path).step == step
+
+
+def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
+    arguments = ("--config.checkpoint_every=1000", "--config.checkpoint.every_minutes=1e-6")
+    outcomes = [finish(command) for command in start_pod(tmp_path, *arguments, "--config.checkpoint.max_to_keep=100")]
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert len(checkpoint.Checkpoints(tmp_path).steps()) > 3
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, killed):
+    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=5", PROPE_HEARTBEAT_TIMEOUT="10")
+    wait_for(pod[0], "step 10/")
+    pod[killed].kill()
+    start = time.monotonic()
+    other = finish(pod[1 - killed])
+    assert time.monotonic() - start < 60
+    assert other.code == 76 and "another process of this run is gone" in line_of(other)
+    assert "start the same command again" in line_of(other)
+    step = max(checkpoint.Checkpoints(tmp_path).steps())
+    resumed = train(tmp_path, "--config.num_steps=100000", f"--stop_at_step={step + 2}")
+    assert resumed.code == 0 and resumed.result["step"] == step + 2
+
+
+def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
+    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=0.25")
+    wait_for(pod[0], "step 5/")
+    pod[1].signal(signal.SIGSTOP)
+    first = finish(pod[0])
+    pod[1].kill()
+    assert first.code == 76 and "nothing has happened for 0.25 minutes after step" in line_of(first)
+    assert "Thread 0x" in first.stderr and "train.py" in first.stderr, "where every thread is"
+
+
+def test_a_process_that_never_comes(start_pod, tmp_path):
+    (alone,) = start_pod([tmp_path], count=1, PROPE_PROCESSES="2", PROPE_START_TIMEOUT="5")
+    outcome = finish(alone)
+    assert outcome.code == 76
+    assert re.search(
+        r"after 5 s not all processes have come; 2 were expected, the first at 127.0.0.1:\d+", line_of(outcome)
+    )
+    assert "firewall" in line_of(outcome) and not (tmp_path / "config.json").exists()
+
+
+def test_a_workdir_that_is_not_shared(start_pod, tmp_path):
+    outcomes = [finish(command) for command in start_pod([tmp_path / "a", tmp_path / "b"])]
+    for outcome in outcomes:
+        assert outcome.code == 2 and "is not shared: process 1 of 2" in line_of(outcome), outcome.stderr
+        assert "compiled" not in outcome.stderr
+    assert not list((tmp_path / "a").glob(".shared*"))
+
+
+def test_bad_input_of_one_process_ends_both(start_pod, train, tmp_path):
+    train(tmp_path / "run", "--stop_at_step=1", "--config.seed=1")
+    for outcome in map(finish, start_pod([tmp_path / "new", tmp_path / "run"])):
+        assert outcome.code == 2 and "holds a run of another config (seed: 1, not 0)" in line_of(outcome)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"PROPE_PROCESSES": "two"}, "PROPE_PROCESSES=two: must be a whole number from 1"),
+        ({"PROPE_PROCESSES": "2", "PROPE_PROCESS": "0"}, "PROPE_COORDINATOR and PROPE_PROCESS go together"),
+        ({"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": "a:1", "PROPE_PROCESS": "2"}, "less than PROPE_PROCESSES=2"),
+        ({"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": "a", "PROPE_PROCESS": "0"}, "=a: must be host:port"),
+        ({"PROPE_PROCESSES": "auto", "PROPE_COORDINATOR": "a:1", "PROPE_PROCESS": "0"}, "be the number of processes"),
+        ({"PROPE_PROCESSES": "2", "PROPE_START_TIMEOUT": "soon"}, "PROPE_START_TIMEOUT=soon: must be a whole number"),
+        ({"PROPE_PROCESSES": "2", "PROPE_PROCESSES_PER_NODE": "rack"}, "=rack: must be gpu, one process for"),
+    ],
+)  # fmt: skip
+def test_what_the_environment_may_not_say(environment, says):
+    with pytest.raises(UsageError, match=re.escape(says)):
+        processes.start(environment)
+
+
+@pytest.mark.parametrize(("visible", "used", "fits"), [("0,1,2,3", 4, True), ("0,1,2,3", 1, False), ("2", 1, True)])
+def test_gpus_that_nobody_uses(monkeypatch, visible, used, fits):
+    device = type("Device", (), {"platform": "gpu"})
+    monkeypatch.setattr(processes.jax, "local_devices", lambda: [device] * used)
+    monkeypatch.setattr(processes.jax, "local_device_count", lambda: used)
+    if fits:
+        processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})
+        return
+    with pytest.raises(UsageError, match=r"4 GPUs are visible .* 1 processes use 1: start one process for each"):
+        processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})
+
+
+def test_several_tasks_of_slurm_are_not_mistaken_for_one():
+    assert processes._found_by_launchers({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}) == "auto"
+    assert processes._found_by_launchers({"SLURM_NTASKS": "8"}) == "1", "a shell inside an allocation is one process"
+    assert processes._found_by_launchers({"TPU_WORKER_HOSTNAMES": "a,b"}) == "auto"
+    assert processes._found_by_launchers({}) == "1"
