@@ -1,0 +1,43 @@
+# shellcheck shell=bash
+# Sourced by the scripts that start runs on pods and clusters: usage, errors, dry runs and the commit.
+#   source launch/common.sh
+# Exit codes of prope that are final; after any other the same command, with the same --workdir, goes on:
+#   0 done   1 failed, needs a person   2 the input cannot be used   130 Ctrl-C
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# The comment at the head of the script that runs.
+usage() {
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+}
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+# positive --flag VALUE
+positive() {
+  [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || fail "$1=$2: must be a whole number from 1"
+}
+
+# The commit that runs, +changes where the tree holds more than it; nothing where git knows no commit.
+commit() {
+  local hash=${PROPE_COMMIT:-}
+  if [[ -z $hash && -e $ROOT/.git ]] && hash=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null); then
+    [[ -z $(git -C "$ROOT" status --porcelain) ]] || hash+=+changes
+  fi
+  echo "$hash"
+}
+
+# final CODE: whether a run that ended with it is not to be started again.
+final() {
+  [[ $1 =~ ^(0|1|2|130)$ ]]
+}
+
+# The arguments as one line that a shell reads back as the same arguments.
+quoted() {
+  local line
+  printf -v line '%q ' "$@"
+  echo "${line% }"
+}

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Runs a command as a pod would, on this machine: several processes that find each other, each with fake CPU devices.
+#   bash launch/local_pod.sh [--processes=2] [--devices=2] [--dry-run] -- python -m prope.train --config=.. --workdir=..
+# --processes   how many                  --devices   fake CPU devices of each
+# --dry-run     print the commands and run nothing
+# Process 0 has stdout to itself: its last line is the result. What else is said goes to stderr, each line of process i
+# behind "[i] "; before that "process i: pid P" for each. SIGTERM, SIGINT and SIGHUP are passed on to every process.
+# It waits for all of them, whichever ends first, and exits with the first of 2, 1, 130, 75, 76 that one of them exits
+# with, else with any other code that is not 0.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+processes=2 devices=2 dry_run=
+while (($#)); do
+  case $1 in
+    --processes=*) processes=${1#*=} ;;
+    --devices=*) devices=${1#*=} ;;
+    --dry-run) dry_run=yes ;;
+    --help | -h) usage && exit ;;
+    --) shift && break ;;
+    -*) fail "$1: there is no such flag; --help lists them" ;;
+    *) break ;;
+  esac
+  shift
+done
+positive --processes "$processes"
+positive --devices "$devices"
+(($#)) || fail "no command: give it after --, as in: bash launch/local_pod.sh -- python -m prope.train --help"
+
+# Pods that start at the same time have different pids, so they try different ports, below those the system gives out.
+port=$((10000 + $$ % 20000))
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do
+  port=$((10000 + (port + 7919) % 20000))
+done
+
+environment=(
+  JAX_PLATFORMS=cpu
+  "XLA_FLAGS=${XLA_FLAGS:+$XLA_FLAGS }--xla_force_host_platform_device_count=$devices"
+  "PROPE_COORDINATOR=127.0.0.1:$port"
+  "PROPE_PROCESSES=$processes"
+  "PROPE_COMMIT=$(commit)"
+)
+if [[ $dry_run ]]; then
+  for ((i = 0; i < processes; i++)); do
+    quoted env "${environment[@]}" "PROPE_PROCESS=$i" "$@"
+  done
+  exit
+fi
+
+# prefix I: every line of stdin to stderr behind "[I] ", at once and in one write.
+prefix() {
+  trap '' INT TERM HUP
+  local line LC_ALL=C
+  while IFS= read -r line || [[ $line ]]; do
+    printf '[%s] %s\n' "$1" "$line" >&2
+  done
+}
+
+pids=() printers=() started='' pending=''
+pass_on() {
+  if [[ -z $started ]]; then
+    pending=$1
+    return
+  fi
+  local pid
+  for pid in "${pids[@]}"; do
+    [[ -z $pid ]] || kill -s "$1" "$pid" || true
+  done
+}
+trap 'pass_on TERM' TERM
+trap 'pass_on INT' INT
+trap 'pass_on HUP' HUP
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+set -m # a process group for each: without it bash lets them ignore SIGINT, and a terminal's Ctrl-C comes twice
+for ((i = 0; i < processes; i++)); do
+  mkfifo "$folder/$i"
+  prefix "$i" <"$folder/$i" >/dev/null &
+  printers+=("$!")
+  if ((i == 0)); then
+    exec 3>&1
+  else
+    exec 3>"$folder/$i"
+  fi
+  (exec env "${environment[@]}" "PROPE_PROCESS=$i" "$@") </dev/null 2>"$folder/$i" >&3 3>&- &
+  pids+=("$!")
+  exec 3>&-
+  echo "process $i: pid ${pids[i]}" >&2
+done
+exec 2>/dev/null # from here on bash itself has nothing to say but which process was killed; the exit code says it
+started=yes
+[[ -z $pending ]] || pass_on "$pending"
+
+# Not `wait` alone: it also ends where a signal is passed on, and where a process is stopped for a while.
+codes=()
+while ((${#codes[@]} < processes)); do
+  sleep 0.1
+  for ((i = 0; i < processes; i++)); do
+    [[ ${pids[i]} ]] && ! kill -0 "${pids[i]}" || continue
+    wait "${pids[i]}" || true # this one may still be cut short by a signal
+    code=0
+    wait "${pids[i]}" || code=$?
+    codes+=("$code")
+    pids[i]=
+  done
+done
+
+# What the processes leave behind may hold their stderr open: its last lines are waited for, but not for ever.
+for ((tries = 0; tries < 50; tries++)); do
+  kill -0 "${printers[@]}" || break
+  sleep 0.1
+done
+kill -KILL "${printers[@]}" || true
+
+result=0
+for code in "${codes[@]}"; do
+  ((code == 0)) || result=$code
+done
+for code in 76 75 130 1 2; do
+  [[ " ${codes[*]} " != *" $code "* ]] || result=$code
+done
+exit "$result"
