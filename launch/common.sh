@@ -35,6 +35,18 @@ final() {
   [[ $1 =~ ^(0|1|2|130)$ ]]
 }
 
+# decide CODE..: the one that speaks for all processes of a run: the final ones first, then who was asked to stop.
+decide() {
+  local code result=0
+  for code in "$@"; do
+    ((code == 0)) || result=$code
+  done
+  for code in 76 75 130 1 2; do
+    [[ " $* " != *" $code "* ]] || result=$code
+  done
+  echo "$result"
+}
+
 # The arguments as one line that a shell reads back as the same arguments.
 quoted() {
   local line

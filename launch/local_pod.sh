@@ -98,7 +98,9 @@ codes=()
 while ((${#codes[@]} < processes)); do
   sleep 0.1
   for ((i = 0; i < processes; i++)); do
-    [[ ${pids[i]} ]] && ! kill -0 "${pids[i]}" || continue
+    if [[ -z ${pids[i]} ]] || kill -0 "${pids[i]}"; then
+      continue
+    fi
     wait "${pids[i]}" || true # this one may still be cut short by a signal
     code=0
     wait "${pids[i]}" || code=$?
@@ -114,11 +116,4 @@ for ((tries = 0; tries < 50; tries++)); do
 done
 kill -KILL "${printers[@]}" || true
 
-result=0
-for code in "${codes[@]}"; do
-  ((code == 0)) || result=$code
-done
-for code in 76 75 130 1 2; do
-  [[ " ${codes[*]} " != *" $code "* ]] || result=$code
-done
-exit "$result"
+exit "$(decide "${codes[@]}")"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes .venv beside the code, with the pinned versions, and activates it.
 #   source launch/setup.sh [extra]     extra: test, tpu, gpu or hf; none by default
 # A second call with nothing changed costs milliseconds. PYTHON names the interpreter; without it the first of
@@ -26,6 +27,7 @@ prope_setup() {
       --editable ".${extra:+[$extra]}"
     echo "$wanted" >"$stamp"
   fi
+  # shellcheck source=/dev/null
   source .venv/bin/activate
 }
 

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# What launch/tpu_vm.sh asks of every worker of a slice; it runs there, from the installed clone:
+#   bash prope/launch/tpu_worker.sh install COMMIT                    Python where it is too old, the pinned versions
+#   bash prope/launch/tpu_worker.sh check                             fails where a run is going on
+#   bash prope/launch/tpu_worker.sh start PLATFORM RESTARTS COMMAND.. in the background, by launch/restart.sh
+#   bash prope/launch/tpu_worker.sh report | follow | last | stop     one line; the log; the result; SIGTERM
+# What a run leaves is in ~/prope_run.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+folder=$HOME/prope_run
+
+running() {
+  [[ -s $folder/pid && ! -f $folder/exit ]] && kill -0 "$(<"$folder/pid")" 2>/dev/null
+}
+
+install() {
+  cd "$ROOT"
+  echo "$1" >COMMIT
+  # The images of some TPUs have Python 3.10; uv brings a newer one without touching it.
+  if ! python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    python3 -m pip install --quiet --user uv
+    python3 -m uv python install --quiet 3.11
+    PYTHON=$(python3 -m uv python find 3.11)
+    export PYTHON
+  fi
+  # shellcheck source-path=SCRIPTDIR source=setup.sh
+  source launch/setup.sh tpu
+  echo "$HOSTNAME: installed"
+}
+
+check() {
+  if running; then
+    fail "$HOSTNAME: a run is going on; follow it with logs, or end it with stop"
+  fi
+  [[ -x $ROOT/.venv/bin/python ]] || fail "$HOSTNAME: nothing is installed; do that with install"
+}
+
+start() {
+  local platform=$1 restarts=$2 tries
+  shift 2
+  check
+  cd "$ROOT"
+  # shellcheck source=/dev/null
+  source .venv/bin/activate
+  rm -f "$folder/pid"
+  PROPE_PROCESSES=auto PROPE_COMMIT=$(<COMMIT) PROPE_START_TIMEOUT=${PROPE_START_TIMEOUT:-600} nohup setsid \
+    bash launch/restart.sh --restarts="$restarts" --folder="$folder" -- bash launch/run.sh "$platform" "$@" \
+    </dev/null >/dev/null 2>&1 &
+  for ((tries = 0; tries < 50; tries++)); do
+    if [[ -s $folder/pid ]]; then
+      echo "$HOSTNAME: started"
+      return
+    fi
+    sleep 0.1
+  done
+  echo "error: $HOSTNAME: the run did not start; try: bash launch/restart.sh in ~/prope" >&2
+  exit 1
+}
+
+report() {
+  if [[ -f $folder/exit ]]; then
+    echo "$HOSTNAME: exit $(<"$folder/exit")"
+  elif running; then
+    echo "$HOSTNAME: running"
+  elif [[ -f $folder/pid ]]; then
+    echo "$HOSTNAME: exit 137" # killed, and with it who would have started it again
+  else
+    echo "$HOSTNAME: no run"
+  fi
+}
+
+follow() {
+  exec tail -n +1 --pid="$(<"$folder/pid")" -f "$folder/log"
+}
+
+last() {
+  tail -n 1 "$folder/out"
+}
+
+stop() {
+  if running; then
+    kill -TERM "$(<"$folder/pid")"
+  fi
+}
+
+case ${1:-} in
+  install | check | start | report | follow | last | stop) "$@" ;;
+  --help | -h) usage ;;
+  *) fail "${1:-nothing}: there is no such action; --help lists them" ;;
+esac
