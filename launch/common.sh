@@ -8,7 +8,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # The comment at the head of the script that runs.
 usage() {
-  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+  sed -n '/^#!/d; /^#SBATCH/d; /^[^#]/q; s/^# \{0,1\}//p' "$0"
 }
 
 fail() {
@@ -28,6 +28,17 @@ commit() {
     [[ -z $(git -C "$ROOT" status --porcelain) ]] || hash+=+changes
   fi
   echo "$hash"
+}
+
+# committed_tree ALLOW_CHANGES: what git archive takes; with changes, those of tracked files are part of it.
+committed_tree() {
+  local tree=
+  [[ -e $ROOT/.git ]] || fail "$ROOT: is not a git clone; what is committed there would be taken"
+  if [[ $(git -C "$ROOT" status --porcelain) ]]; then
+    [[ $1 ]] || fail "the tree holds changes that are not committed; commit them, or give --allow-changes"
+    tree=$(git -C "$ROOT" stash create)
+  fi
+  echo "${tree:-HEAD}"
 }
 
 # final CODE: whether a run that ended with it is not to be started again.

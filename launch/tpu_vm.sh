@@ -96,14 +96,9 @@ create() {
 }
 
 install() {
-  local archive tree=HEAD
+  local archive tree
   archive=${TMPDIR:-/tmp}/prope-$name-$$.tar.gz
-  [[ -e $ROOT/.git ]] || fail "$ROOT: is not a git clone; install takes what git has committed"
-  if [[ $(git -C "$ROOT" status --porcelain) ]]; then
-    [[ $changes ]] || fail "the tree holds changes that are not committed; commit them, or give --allow-changes"
-    tree=$(git -C "$ROOT" stash create)
-    tree=${tree:-HEAD} # files that git does not track stay here
-  fi
+  tree=$(committed_tree "$changes")
   shown git -C "$ROOT" archive --format=tar.gz --output="$archive" "$tree"
   # The first call makes the ssh key and spreads it; all workers at once would each try to.
   remote 0 true
