@@ -69,7 +69,7 @@ if [[ $type == v5p ]]; then
   a=${BASH_REMATCH[1]} b=${BASH_REMATCH[2]} c=${BASH_REMATCH[3]} chips=$((a * b * c))
   [[ " 2x2x1 2x2x2 2x2x4 2x4x4 " == *" $topology "* ]] ||
     ((a % 4 + b % 4 + c % 4 == 0 && a <= b && b <= c && chips <= 6144)) ||
-    fail "--topology=$topology: v5p has 2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order, 6144 chips at most"
+    fail "--topology=$topology: v5p has 2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 that rise, up to 6144 chips"
 else
   [[ " $flat " == *" $topology "* ]] || fail "--topology=$topology: $type has $flat"
   chips=$((${topology%x*} * ${topology#*x}))
@@ -125,7 +125,10 @@ while :; do
     failures=0
   else
     failures=$((failures + 1))
-    ((failures < 5)) || { echo "lost: the cluster does not answer; the JobSet $name goes on without this" >&2 && exit 76; }
+    if ((failures == 5)); then
+      echo "lost: the cluster does not answer; the JobSet $name goes on without this" >&2
+      exit 76
+    fi
     continue
   fi
   case $after in

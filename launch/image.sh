@@ -26,7 +26,8 @@ done
 [[ $image =~ ^[a-z0-9][-a-z0-9._/:]*[a-z0-9]$ ]] ||
   fail "--image=$image: must be an image's name without tag, as in europe-docker.pkg.dev/PROJECT/REPOSITORY/prope"
 [[ $extra =~ ^(tpu|gpu|cpu)$ ]] || fail "--extra=$extra: must be tpu, gpu or cpu"
-[[ -z $tag || $tag =~ ^[A-Za-z0-9_][-A-Za-z0-9_.]*$ ]] || fail "--tag=$tag: must be of letters, digits, hyphens and dots"
+[[ -z $tag || $tag =~ ^[A-Za-z0-9_][-A-Za-z0-9_.]*$ ]] ||
+  fail "--tag=$tag: must be of letters, digits, hyphens and dots"
 tree=$(committed_tree "$changes")
 hash=$(commit)
 if [[ -z $tag ]]; then
@@ -35,7 +36,8 @@ if [[ -z $tag ]]; then
 fi
 [[ $extra != cpu ]] || extra=
 
-build=(docker build --file=launch/Dockerfile --build-arg="EXTRA=$extra" --build-arg="COMMIT=$hash" --tag="$image:$tag" -)
+build=(docker build --file=launch/Dockerfile --build-arg="EXTRA=$extra" --build-arg="COMMIT=$hash"
+  --tag="$image:$tag" -)
 if [[ $dry_run ]]; then
   echo "$(quoted git -C "$ROOT" archive "$tree") | $(quoted "${build[@]}")"
   [[ -z $push ]] || quoted docker push "$image:$tag"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs one task of a Slurm step: bash launch/slurm_task.sh COMMAND..
 # srun exits with the greatest code of its tasks. For that to be the one that counts, final codes become the greatest:
-# 2, 1, 130, 75, 76 become 254, 253, 252, 251, 250, and what is greater than 249 becomes 249; launch/slurm.sbatch reads them.
+# 2, 1, 130, 75, 76 become 254, 253, 252, 251, 250, and what is greater than 249 becomes 249; launch/slurm.sbatch
+# reads them.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -2,7 +2,7 @@
 # A slice of TPU VMs, from nothing to a run on all its workers:
 #   bash launch/tpu_vm.sh create  --name=N --zone=Z --type=v5p-128 [--queue] [--spot] [--version=V]
 #   bash launch/tpu_vm.sh install --name=N --zone=Z
-#   bash launch/tpu_vm.sh run     --name=N --zone=Z --type=v5p-128 -- python -m prope.train --config=.. --workdir=gs://..
+#   bash launch/tpu_vm.sh run     --name=N --zone=Z --type=v5p-128 -- python -m prope.train --config=F --workdir=gs://..
 #   bash launch/tpu_vm.sh logs | status | stop | delete   --name=N --zone=Z
 # create     the slice; --queue: a queued resource, which waits until there is one; then ask with status --queue
 # install    this clone's committed tree, with its pinned versions, on every worker
@@ -13,7 +13,7 @@
 #                        without zone or project gcloud's own defaults; types: v5litepod-N (v5e), v5p-N, v6e-N
 #   --version=V          the VM's software, by default the one for the type
 #   --allow-changes      install tracked files with changes that are not committed
-#   --restarts=20        how often a worker starts a command again that is lost or was stopped
+#   --restarts=20        how often a worker starts a command again that is lost or was stopped, --pause=10 s later
 #   --poll=30            seconds between looks at all workers, while a run is followed
 #   --dry-run            print the commands and run nothing
 # The workdir must be one that all workers see. When one worker fails for good, run and logs stop the others; should
@@ -23,7 +23,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name=${PROPE_TPU:-} zone=${PROPE_TPU_ZONE:-} project=${PROPE_TPU_PROJECT:-} type=${PROPE_TPU_TYPE:-}
-action=${1:-} version='' queue='' spot='' changes='' restarts=20 dry_run='' poll=30
+action=${1:-} version='' queue='' spot='' changes='' restarts=20 pause=10 dry_run='' poll=30
 actions='create, install, run, logs, status, stop, delete'
 case $action in
   --help | -h) usage && exit ;;
@@ -39,6 +39,7 @@ while (($#)); do
     --type=*) type=${1#*=} ;;
     --version=*) version=${1#*=} ;;
     --restarts=*) restarts=${1#*=} ;;
+    --pause=*) pause=${1#*=} ;;
     --poll=*) poll=${1#*=} ;;
     --queue) queue=yes ;;
     --spot) spot=yes ;;
@@ -54,6 +55,7 @@ done
 [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
   fail "--name=$name: must be a name of small letters, digits and hyphens; give it here or in PROPE_TPU"
 positive --restarts "$restarts"
+positive --pause "$pause"
 positive --poll "$poll"
 [[ $action == run || $# == 0 ]] || fail "$1: $action takes no command; only run does"
 if [[ $action == create || $action == run ]]; then
@@ -113,7 +115,7 @@ tar -xzf prope.tar.gz -C prope && $WORKER install $(commit)"
 
 run() {
   remote all "$WORKER check" # before any of them starts
-  remote all "$WORKER start $platform $restarts $(quoted "$@")"
+  remote all "$WORKER start $platform $restarts $pause $(quoted "$@")"
   logs
 }
 

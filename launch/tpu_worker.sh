@@ -2,7 +2,7 @@
 # What launch/tpu_vm.sh asks of every worker of a slice; it runs there, from the installed clone:
 #   bash prope/launch/tpu_worker.sh install COMMIT                    Python where it is too old, the pinned versions
 #   bash prope/launch/tpu_worker.sh check                             fails where a run is going on
-#   bash prope/launch/tpu_worker.sh start PLATFORM RESTARTS COMMAND.. in the background, by launch/restart.sh
+#   bash prope/launch/tpu_worker.sh start PLATFORM RESTARTS PAUSE COMMAND..   in the background
 #   bash prope/launch/tpu_worker.sh report | follow | last | stop     one line; the log; the result; SIGTERM
 # What a run leaves is in ~/prope_run.
 set -euo pipefail
@@ -37,16 +37,16 @@ check() {
 }
 
 start() {
-  local platform=$1 restarts=$2 tries
-  shift 2
+  local platform=$1 restarts=$2 pause=$3 tries
+  shift 3
   check
   cd "$ROOT"
   # shellcheck source=/dev/null
   source .venv/bin/activate
   rm -f "$folder/pid"
   PROPE_PROCESSES=auto PROPE_COMMIT=$(<COMMIT) PROPE_START_TIMEOUT=${PROPE_START_TIMEOUT:-600} nohup setsid \
-    bash launch/restart.sh --restarts="$restarts" --folder="$folder" -- bash launch/run.sh "$platform" "$@" \
-    </dev/null >/dev/null 2>&1 &
+    bash launch/restart.sh --restarts="$restarts" --pause="$pause" --folder="$folder" -- \
+    bash launch/run.sh "$platform" "$@" </dev/null >/dev/null 2>&1 &
   for ((tries = 0; tries < 50; tries++)); do
     if [[ -s $folder/pid ]]; then
       echo "$HOSTNAME: started"
