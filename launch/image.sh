@@ -23,7 +23,7 @@ while (($#)); do
   esac
   shift
 done
-[[ $image =~ ^[a-z0-9][-a-z0-9._/:]*[a-z0-9]$ ]] ||
+[[ $image =~ ^[a-z0-9]([-a-z0-9._/:]*[a-z0-9])?$ ]] ||
   fail "--image=$image: must be an image's name without tag, as in europe-docker.pkg.dev/PROJECT/REPOSITORY/prope"
 [[ $extra =~ ^(tpu|gpu|cpu)$ ]] || fail "--extra=$extra: must be tpu, gpu or cpu"
 [[ -z $tag || $tag =~ ^[A-Za-z0-9_][-A-Za-z0-9_.]*$ ]] ||

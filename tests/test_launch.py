@@ -1,7 +1,6 @@
 """The scripts of launch/ on this machine: what they print and refuse, and what becomes of the processes they start."""
 
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -10,49 +9,13 @@ import time
 
 import pytest
 from conftest import ROOT
+from launchers import HANDLE, NEXT, TOOLS, clean_environment, launch, refused, start, wait_for
 
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
 NEW = (
     "local_pod.sh", "restart.sh", "tpu_vm.sh", "tpu_worker.sh", "gke_jobset.sh", "slurm.sbatch", "slurm_task.sh",
     "image.sh",
 )  # fmt: skip
-TOOLS = pathlib.Path(sys.executable).parent
-
-
-def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment, without what the scripts take defaults from."""
-    ours = ("PROPE_", "SLURM_", "XLA_FLAGS", "SSH_AUTH_SOCK", "PYTHON")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return kept | {"PYTHON": sys.executable} | more
-
-
-def launch(script: str, *arguments, root=ROOT, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", f"{root}/launch/{script}", *map(str, arguments)],
-        cwd=root, env=clean_environment(**environment), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
-
-def refused(done: subprocess.CompletedProcess) -> str:
-    """The one line of a script that was given what it cannot use."""
-    assert done.returncode == 2 and not done.stdout, done
-    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
-    return done.stderr
-
-
-def start(script: str, *arguments, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        ["bash", f"{ROOT}/launch/{script}", *map(str, arguments)],
-        env=clean_environment(**environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def wait_for(file, lines: int) -> None:
-    """Until a file, which processes write a line each to, has so many."""
-    deadline = time.monotonic() + 60
-    while not file.exists() or len(file.read_text().splitlines()) < lines:
-        assert time.monotonic() < deadline, f"{file}: fewer than {lines} lines after 60 s"
-        time.sleep(0.02)
 
 
 def test_shellcheck_finds_nothing():
@@ -163,18 +126,6 @@ def test_local_pod_waits_for_all_and_ends_none():
     assert time.monotonic() - begun > 1
 
 
-HANDLE = """import os, signal, sys, time
-def end(number, frame):
-    print("got", number, file=sys.stderr)
-    sys.exit({2: 130, 15: 75}[number])
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, end)
-with open(sys.argv[1], "a") as file:
-    print(os.getpid(), file=file)
-time.sleep(60)
-"""
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_local_pod_passes_signals_on_to_every_process(number, code, tmp_path):
     pod = start("local_pod.sh", "--processes=3", "--", sys.executable, "-c", HANDLE, tmp_path / "ready")
@@ -233,10 +184,6 @@ os.execvp("bash", ["bash", *sys.argv[1:]])
     said, _ = process.communicate(timeout=30)
     port = int(re.search(r"127\.0\.0\.1:(\d+)", said)[1])
     assert process.returncode == 0 and port != 10_000 + process.pid % 20_000
-
-
-# A command whose every start ends with the next of the codes in a file, and says so.
-NEXT = 'read -r code rest <"$0"; echo "$rest" >"$0"; echo "said $code"; echo "log $code" >&2; exit "$code"'
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""What the tests of launch/ share: a way to run its scripts, and programs that stand for those of a cloud."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+from conftest import ROOT
+
+TOOLS = pathlib.Path(sys.executable).parent
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment, without what the scripts take defaults from."""
+    ours = ("PROPE_", "SLURM_", "XLA_FLAGS", "SSH_AUTH_SOCK", "PYTHON")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return kept | {"PYTHON": sys.executable} | more
+
+
+def launch(script: str, *arguments, root=ROOT, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", f"{root}/launch/{script}", *map(str, arguments)],
+        cwd=root, env=clean_environment(**environment), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one line of a script that was given what it cannot use."""
+    assert done.returncode == 2 and not done.stdout, done
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
+    return done.stderr
+
+
+def start(script: str, *arguments, root=ROOT, group: bool = False, **environment: str) -> subprocess.Popen:
+    """Leaves a script running; in a process group of its own if asked to."""
+    return subprocess.Popen(
+        ["bash", f"{root}/launch/{script}", *map(str, arguments)], cwd=root, env=clean_environment(**environment),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group,
+    )  # fmt: skip
+
+
+def wait_for(file, lines: int) -> None:
+    """Until a file, which processes write a line each to, has so many."""
+    deadline = time.monotonic() + 60
+    while not file.exists() or len(file.read_text().splitlines()) < lines:
+        assert time.monotonic() < deadline, f"{file}: fewer than {lines} lines after 60 s"
+        time.sleep(0.02)
+
+
+# Says that it is there, and ends as prope does when a signal comes.
+HANDLE = """import os, signal, sys, time
+def end(number, frame):
+    print("got", number, file=sys.stderr)
+    sys.exit({2: 130, 15: 75}[number])
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, end)
+with open(sys.argv[1], "a") as file:
+    print(os.getpid(), file=file)
+time.sleep(60)
+"""
+
+# A command whose every start ends with the next of the codes in a file, and says so.
+NEXT = 'read -r code rest <"$0"; echo "$rest" >"$0"; echo "said $code"; echo "log $code" >&2; exit "$code"'
+
+# What every program of another's does here: it records its arguments, then does as the code below it says.
+RECORD = """#!{python}
+import json, os, pathlib, shutil, subprocess, sys
+here = pathlib.Path({here!r})
+arguments = sys.argv[1:]
+with open(here / "calls", "a") as file:
+    print(json.dumps([pathlib.Path(sys.argv[0]).name, *arguments]), file=file)
+"""
+# gcloud: a slice of two workers, each a home directory.
+GCLOUD = """
+def flag(name):
+    return next((a.split("=", 1)[1] for a in arguments if a.startswith(f"--{name}=")), None)
+workers = ["0", "1"] if flag("worker") == "all" else [flag("worker")]
+if "ssh" in arguments:
+    started = [subprocess.Popen(["bash", "-c", flag("command")], cwd=here / w, env=os.environ | dict(
+        HOME=str(here / w), HOSTNAME=f"w{w}")) for w in workers]
+    sys.exit(max(process.wait() for process in started))
+if "scp" in arguments:
+    source, target = [a for a in arguments if "prope" in a and not a.startswith("-")][-2:]
+    for w in workers:
+        shutil.copy(source, here / w / target.split(":")[1])
+"""
+# kubectl: a JobSet whose state is the next line of a file, each time it is asked for.
+KUBECTL = """
+if arguments[0] == "get":
+    state, *rest = (here / "states").read_text().split(",")
+    (here / "states").write_text(",".join(rest))
+    if state == "lost":
+        sys.exit(1)
+    print(state, end="")
+elif arguments[0] == "create":
+    (here / "created.yaml").write_text(sys.stdin.read())
+elif arguments[0] == "logs":
+    print('{"step": 1}')
+"""
+# srun: every task at once; exits with the greatest code, as Slurm's does.
+SRUN = """
+ntasks = next(int(a.split("=")[1]) for a in arguments if a.startswith("--ntasks="))
+command = arguments[arguments.index("bash"):]
+tasks = [subprocess.Popen(command, env=os.environ | {"SLURM_PROCID": str(i)}) for i in range(ntasks)]
+sys.exit(max(task.wait() % 256 for task in tasks))
+"""
+DOCKER = """
+if arguments[0] == "build":
+    (here / "context.tar").write_bytes(sys.stdin.buffer.read())
+"""
+SCONTROL = """
+sys.exit(int(os.environ.get("REQUEUE_CODE", 0)))
+"""
+
+
+def put_programs(tmp_path) -> dict[str, str]:
+    """Puts the programs into a folder; returns the variables with which they are found there, before any others."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    codes = {"gcloud": GCLOUD, "kubectl": KUBECTL, "srun": SRUN, "scontrol": SCONTROL, "docker": DOCKER}
+    for name, code in codes.items():
+        (folder / name).write_text(RECORD.format(python=sys.executable, here=str(tmp_path)) + code)
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{TOOLS}:{os.environ['PATH']}"}
+
+
+def calls(tmp_path) -> list[list[str]]:
+    """What the programs were given, each call its name and arguments."""
+    file = tmp_path / "calls"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def make_clone(tmp_path) -> tuple[pathlib.Path, str]:
+    """A small clone of this project with one commit, and its hash."""
+    root = tmp_path / "clone"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    (root / "prope").mkdir()
+    for name in ("prope/__init__.py", "prope/rope.py", "prope/xla_flags.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, root / name)
+    (root / "prope/__init__.py").write_text("")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", root]
+    for command in (["init", "-q"], ["config", "user.name", "x"], ["config", "user.email", "x@example.org"],
+                    ["add", "."], ["commit", "-q", "-m", "one"]):  # fmt: skip
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    return root, head

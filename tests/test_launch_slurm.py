@@ -1,0 +1,111 @@
+"""launch/slurm.sbatch with an srun and an scontrol that record what they are given; srun runs it."""
+
+import os
+import re
+import shlex
+import signal
+import sys
+
+import pytest
+from conftest import ROOT
+from launchers import HANDLE, calls, launch, put_programs, refused, start, wait_for
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    return put_programs(tmp_path)
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "9",
+       "SLURM_SUBMIT_DIR": str(ROOT)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "tasks", "flags"),
+    [
+        ("gpu", "4", "--nodes=2 --ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4 --kill-on-bad-exit=0"),
+        (
+            "node",
+            "2",
+            "--nodes=2 --ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9 --kill-on-bad-exit=0",
+        ),
+    ],
+)
+def test_slurm_prints_the_step(mode, tasks, flags, fakes, tmp_path):
+    arguments = ["--dry-run", f"--processes_per_node={mode}", "--", "python", "-m", "x", "a b"]
+    done = launch("slurm.sbatch", *arguments, PROPE_COMMIT="abc", **JOB, **fakes)
+    assert shlex.split(done.stdout) == [
+        "env", f"PROPE_PROCESSES={tasks}", f"PROPE_PROCESSES_PER_NODE={mode}", "PROPE_COMMIT=abc", "srun",
+        *flags.split(), "bash", "launch/slurm_task.sh", "bash", "launch/run.sh", "gpu", "python", "-m", "x", "a b",
+    ]  # fmt: skip
+    assert not calls(tmp_path)
+
+
+def test_slurm_prints_outside_slurm():
+    done = launch("slurm.sbatch", "--dry-run", "--nodes=3", "--gpus=4", "--", "x")
+    assert "PROPE_PROCESSES=12 " in done.stdout and "--ntasks=12 --ntasks-per-node=4 " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "named"),
+    [
+        (["--processes_per_node=two"], {}, "--processes_per_node=two"),
+        (["--max_restarts=no"], {}, "--max_restarts=no"),
+        (["--max_restart=2"], {}, "--max_restart=2"),
+        ([], {"SLURM_JOB_ID": ""}, "no Slurm job"),
+        ([], {"SLURM_GPUS_ON_NODE": ""}, "no GPUs"),
+        ([], {"SLURM_GPUS": "h100:3"}, "the job has 3 GPUs"),
+        ([], {"SLURM_NTASKS_PER_NODE": "1"}, "--ntasks-per-node=1"),
+        (["--processes_per_node=node"], {"SLURM_NTASKS_PER_NODE": "2"}, "--ntasks-per-node=2"),
+        ([], {"SLURM_GPUS_PER_TASK": "1"}, "--gpus-per-task"),
+        ([], {"SLURM_CPUS_ON_NODE": "1"}, "1 CPUs a node are too few"),
+        (["--nodes=9"], {}, "for --dry-run outside Slurm"),
+    ],
+)
+def test_slurm_refuses_before_srun(arguments, changed, named, fakes, tmp_path):
+    assert named in refused(launch("slurm.sbatch", *arguments, "--", "x", **JOB | changed, **fakes))
+    assert not calls(tmp_path)
+
+
+def test_slurm_refuses_another_folder_and_no_command(fakes, tmp_path):
+    assert "not the folder of a clone" in refused(launch("slurm.sbatch", **JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}))
+    assert "no command" in refused(launch("slurm.sbatch", **JOB, **fakes))
+    assert "no command" in refused(launch("slurm_task.sh"))
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "requeued"),
+    [
+        ("0 0 0 0", 0, False), ("1 76 76 76", 1, False), ("76 2 1 76", 2, False), ("75 130 75 75", 130, False),
+        ("75 75 75 75", 75, True), ("76 75 76 76", 75, True), ("76 76 0 76", 76, True), ("76 134 76 76", 76, True),
+        ("0 0 0 139", 139, True), ("0 kill 0 0", 137, True), ("0 1 kill 0", 1, False), ("255 0 0 0", 249, True),
+    ],
+)  # fmt: skip
+def test_slurm_queues_again_what_is_not_final(codes, code, requeued, fakes, tmp_path):
+    words = f'set -- {codes}; shift "$SLURM_PROCID"; [[ $1 != kill ]] || kill -KILL $$; exit "$1"'
+    done = launch("slurm.sbatch", "--", "bash", "-c", words, **JOB, **fakes)
+    assert done.returncode == code, done.stderr
+    assert [call for call in calls(tmp_path) if call[0] == "scontrol"] == [["scontrol", "requeue", "7"]] * requeued
+
+
+def test_slurm_stops_queueing(fakes, tmp_path):
+    stop = ["--max_restarts=3", "--", "bash", "-c", "exit 76"]
+    done = launch("slurm.sbatch", *stop, SLURM_RESTART_COUNT="3", **JOB, **fakes)
+    assert done.returncode == 76 and "after 3 restarts" in done.stderr
+    assert [call[0] for call in calls(tmp_path)] == ["srun"]
+    done = launch("slurm.sbatch", *stop, SLURM_RESTART_COUNT="2", REQUEUE_CODE="1", **JOB, **fakes)
+    assert done.returncode == 76 and "did not take job 7 back" in done.stderr
+
+
+def test_slurm_task_waits_for_a_command_that_saves(tmp_path):
+    # Slurm signals every process of a task; here both of them are.
+    task = start("slurm_task.sh", sys.executable, "-c", HANDLE, tmp_path / "ready", group=True)
+    wait_for(tmp_path / "ready", 1)
+    os.killpg(task.pid, signal.SIGTERM)
+    task.communicate(timeout=30)
+    assert task.returncode == 251  # 75, so that it is greater than a 76
+
+
+def test_slurm_asks_to_stop_before_the_limit():
+    said = re.findall(r"^#SBATCH (\S+)$", (ROOT / "launch/slurm.sbatch").read_text(), re.MULTILINE)
+    assert {"--requeue", "--signal=TERM@120", "--open-mode=append"} <= set(said)
