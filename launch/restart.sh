@@ -25,7 +25,7 @@ while (($#)); do
   shift
 done
 positive --restarts "$restarts"
-positive --pause "$pause"
+[[ $pause == 0 ]] || positive --pause "$pause"
 (($#)) || fail "no command: give it after --, as in: bash launch/restart.sh -- python -m prope.train --help"
 if [[ $dry_run ]]; then
   quoted "$@"

@@ -55,7 +55,7 @@ done
 [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
   fail "--name=$name: must be a name of small letters, digits and hyphens; give it here or in PROPE_TPU"
 positive --restarts "$restarts"
-positive --pause "$pause"
+[[ $pause == 0 ]] || positive --pause "$pause"
 positive --poll "$poll"
 [[ $action == run || $# == 0 ]] || fail "$1: $action takes no command; only run does"
 if [[ $action == create || $action == run ]]; then

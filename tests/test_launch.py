@@ -193,7 +193,7 @@ os.execvp("bash", ["bash", *sys.argv[1:]])
 )  # fmt: skip
 def test_restart_starts_again_until_a_code_is_final(codes, expected, starts, tmp_path):
     (tmp_path / "codes").write_text(codes)
-    done = launch("restart.sh", "--restarts=3", "--pause=1", f"--folder={tmp_path}/run", "--", "bash", "-c", NEXT,
+    done = launch("restart.sh", "--restarts=3", "--pause=0", f"--folder={tmp_path}/run", "--", "bash", "-c", NEXT,
                   tmp_path / "codes")  # fmt: skip
     assert done.returncode == expected
     begun = codes.split()[:starts]
