@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a command on TPU slices of a GKE cluster as a JobSet:
 #   bash launch/gke_jobset.sh --name=N --image=I --type=v5p --topology=4x4x4 --claim=C [--wait] \
-#       -- python -m prope.train --config=.. --workdir=/work/N
+#       -- python -m prope.train --config=.. --workdir=/data/N
 #   --name               of the JobSet: small letters, digits and hyphens, 40 at most
 #   --image              built and pushed by launch/image.sh; it knows its commit
 #   --type, --topology   v5e, v5p or v6e, and the shape of a slice in chips
 #   --slices=1           how many of them
-#   --claim=C | --bucket=B   what is mounted at --mount=/work: a PersistentVolumeClaim that many pods may write, or a
+#   --claim=C | --bucket=B   what is mounted at --mount=/data: a PersistentVolumeClaim that many pods may write, or a
 #                        Cloud Storage bucket by GKE's FUSE driver
 #   --service_account=default   of Kubernetes; for a bucket, one that may write to it
 #   --namespace=default  --spot   take Spot nodes
@@ -21,7 +21,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-name='' image='' type='' topology='' slices=1 claim='' bucket='' mount=/work service_account=default
+name='' image='' type='' topology='' slices=1 claim='' bucket='' mount=/data service_account=default
 namespace=default spot='' max_restarts=50 grace_seconds=600 wait='' poll=30 dry_run=''
 while (($#)); do
   case $1 in

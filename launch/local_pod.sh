@@ -74,7 +74,7 @@ trap 'pass_on HUP' HUP
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-set -m # a process group for each: without it bash lets them ignore SIGINT, and a terminal's Ctrl-C comes twice
+set -m # a process group for each, or a terminal's Ctrl-C would reach them twice: once by itself, once passed on
 for ((i = 0; i < processes; i++)); do
   mkfifo "$folder/$i"
   prefix "$i" <"$folder/$i" >/dev/null &

@@ -24,7 +24,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 def launch(script: str, *arguments, root=ROOT, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["bash", f"{root}/launch/{script}", *map(str, arguments)],
-        cwd=root, env=clean_environment(**environment), capture_output=True, text=True, timeout=120,
+        cwd=root, env=clean_environment(**environment), input="typed", capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 
@@ -51,16 +51,20 @@ def wait_for(file, lines: int) -> None:
         time.sleep(0.02)
 
 
-# Says that it is there, and ends as prope does when a signal comes.
+# Says that it is there, and ends as prope does when a signal comes. Ctrl-C reaches it only as Python's own exception,
+# which there is not where a shell has started it with SIGINT ignored.
 HANDLE = """import os, signal, sys, time
 def end(number, frame):
     print("got", number, file=sys.stderr)
-    sys.exit({2: 130, 15: 75}[number])
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, end)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
 with open(sys.argv[1], "a") as file:
     print(os.getpid(), file=file)
-time.sleep(60)
+try:
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("got 2", file=sys.stderr)
+    sys.exit(130)
 """
 
 # A command whose every start ends with the next of the codes in a file, and says so.

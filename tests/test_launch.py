@@ -89,7 +89,7 @@ PRINT = f"import os, sys; print(*sys.argv[1:], *(os.environ[name] for name in {N
 def test_local_pod_keeps_the_last_line_for_process_0_and_prefixes_the_rest():
     code = """import os, sys
 i = os.environ["PROPE_PROCESS"]
-print("out", i, os.getpid(), flush=True)
+print("out", i, os.getpid(), os.getpgrp() == os.getpid(), flush=True)
 print("one", i, file=sys.stderr)
 sys.stderr.write(f"two {i} {sys.stdin.read()!r}")
 """
@@ -97,11 +97,11 @@ sys.stderr.write(f"two {i} {sys.stdin.read()!r}")
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
     pids = {int(i): pid for i, pid in re.findall(r"^process (\d): pid (\d+)$", done.stderr, re.MULTILINE)}
-    assert done.stdout == f"out 0 {pids[0]}\n"  # the pid is the command's own
+    assert done.stdout == f"out 0 {pids[0]} True\n"  # the pid is the command's own, as is its process group
     assert [line for line in said if line.startswith("[0]")] == ["[0] one 0", "[0] two 0 ''"]
     for i in (1, 2):
         assert sorted(line for line in said if line.startswith(f"[{i}]")) == [
-            f"[{i}] one {i}", f"[{i}] out {i} {pids[i]}", f"[{i}] two {i} ''",
+            f"[{i}] one {i}", f"[{i}] out {i} {pids[i]} True", f"[{i}] two {i} ''",
         ]  # fmt: skip
     assert len(said) == 3 + 2 + 3 + 3
 
@@ -209,8 +209,8 @@ def test_restart_lets_a_command_end_that_is_asked_to(number, code, tmp_path):
     run = start("restart.sh", "--pause=1", "--", sys.executable, "-c", HANDLE, tmp_path / "ready")
     wait_for(tmp_path / "ready", 1)
     run.send_signal(number)
-    run.communicate(timeout=30)
-    assert run.returncode == code
+    _, said = run.communicate(timeout=30)
+    assert run.returncode == code and "again" not in said
     assert len((tmp_path / "ready").read_text().splitlines()) == 1
 
 
@@ -222,6 +222,11 @@ def test_restart_refuses_a_folder_in_use(tmp_path):
     )
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=30)
+    second = start("restart.sh", f"--folder={tmp_path}", "--", sys.executable, "-c", HANDLE, tmp_path / "ready")
+    wait_for(tmp_path / "ready", 2)
+    assert f"process {second.pid} still" in refused(launch("restart.sh", f"--folder={tmp_path}", "--", "true"))
+    second.send_signal(signal.SIGTERM)
+    second.communicate(timeout=30)
     assert launch("restart.sh", f"--folder={tmp_path}", "--", "true").returncode == 0
 
 

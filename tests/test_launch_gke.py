@@ -93,13 +93,13 @@ def test_gke_says_what_ends_and_what_restarts():
 
 def test_gke_mounts_a_bucket():
     done = launch("gke_jobset.sh", "--name=a", "--image=i", "--type=v6e", "--topology=4x4", "--bucket=my_bucket",
-                  "--mount=/data", "--service_account=writer", "--dry-run", "--", "x")  # fmt: skip
+                  "--mount=/store", "--service_account=writer", "--dry-run", "--", "x")  # fmt: skip
     jobset = yaml.safe_load(done.stdout)
     check_jobset(jobset)
     template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     assert template["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
     assert template["spec"]["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "my_bucket"
-    assert template["spec"]["containers"][0]["volumeMounts"][0] == {"name": "work", "mountPath": "/data"}
+    assert template["spec"]["containers"][0]["volumeMounts"][0] == {"name": "work", "mountPath": "/store"}
     assert template["spec"]["serviceAccountName"] == "writer"
 
 
@@ -162,7 +162,7 @@ def test_gke_check_finds_a_typo_in_every_field():
         (["--type=v5e", "--topology=4x4", "--bucket=b"], "one of --claim and --bucket"),
         (["--type=v5e", "--topology=4x4", "--claim="], "one of --claim and --bucket"),
         (["--type=v5e", "--topology=4x4", '--claim=c"'], '--claim=c"'),
-        (["--type=v5e", "--topology=4x4", "--mount=work"], "--mount=work"),
+        (["--type=v5e", "--topology=4x4", "--mount=data"], "--mount=data"),
         (["--type=v5e", "--topology=4x4", "--namespace=N"], "--namespace=N"),
         (["--type=v5e", "--topology=4x4", "--slice=2"], "--slice=2"),
     ],

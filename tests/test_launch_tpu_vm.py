@@ -1,8 +1,8 @@
 """launch/tpu_vm.sh with a gcloud that has two workers, each a folder on this machine."""
 
 import os
-import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -82,7 +82,7 @@ def installed(fakes, clone, tmp_path):
         (environment / "bin/python").chmod(0o755)
         (environment / "installed-tpu").write_bytes(wanted.stdout.strip() + b" tpu\n")
         (tmp_path / worker / "prope/old.py").write_text("")
-    variables = fakes | {"PROPE_TPU": "a", "PROPE_TPU_ZONE": "z", "PROPE_TPU_TYPE": "v5p-16"}
+    variables = fakes | {"PROPE_TPU": "a", "PROPE_TPU_ZONE": "z", "PROPE_TPU_TYPE": "v5p-16", "TMPDIR": str(tmp_path)}
     done = launch("tpu_vm.sh", "install", root=root, **variables)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["w0: installed", "w1: installed"]
@@ -98,7 +98,7 @@ def test_tpu_vm_installs_what_is_committed(installed, clone, tmp_path):
         assert not (home / "old.py").exists()
     first, second = [call for call in calls(tmp_path) if call[4] in ("ssh", "scp")][:2]
     assert "--worker=0" in first and second[4] == "scp" and "--worker=all" in second  # the key, before all at once
-    assert not list(pathlib.Path(os.environ.get("TMPDIR", "/tmp")).glob("prope-a-*.tar.gz"))
+    assert not list(tmp_path.glob("*.tar.gz"))
 
 
 def test_tpu_vm_installs_changes_only_if_told(installed, clone, tmp_path):
@@ -155,8 +155,10 @@ def test_tpu_vm_stops_a_run_and_starts_none_beside_another(installed, tmp_path):
     command = ["tpu_vm.sh", "run", "--pause=1", "--poll=1", "--", sys.executable, "-c", HANDLE, tmp_path / "ready"]
     run = start(*command, root=root, **variables)
     wait_for(tmp_path / "ready", 2)
+    os.kill(int((tmp_path / "1/prope_run/pid").read_text()), signal.SIGTERM)
+    wait_for(tmp_path / "1/prope_run/exit", 1)
     second = launch(*command, root=root, **variables)
-    assert second.returncode == 2 and "a run is going on" in second.stderr
+    assert second.returncode == 2 and "w0: a run is going on" in second.stderr
     assert launch("tpu_vm.sh", "stop", root=root, **variables).returncode == 0
     run.communicate(timeout=60)
     assert run.returncode == 75
