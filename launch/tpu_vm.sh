@@ -2,7 +2,7 @@
 # A slice of TPU VMs, from nothing to a run on all its workers:
 #   bash launch/tpu_vm.sh create  --name=N --zone=Z --type=v5p-128 [--queue] [--spot] [--version=V]
 #   bash launch/tpu_vm.sh install --name=N --zone=Z
-#   bash launch/tpu_vm.sh run     --name=N --zone=Z --type=v5p-128 -- python -m prope.train --config=F --workdir=gs://..
+#   bash launch/tpu_vm.sh run     --name=N --zone=Z --type=v5p-128 -- python -m prope.train --config=F --workdir=/data/W
 #   bash launch/tpu_vm.sh logs | status | stop | delete   --name=N --zone=Z
 # create     the slice; --queue: a queued resource, which waits until there is one; then ask with status --queue
 # install    this clone's committed tree, with its pinned versions, on every worker
@@ -13,17 +13,19 @@
 #                        without zone or project gcloud's own defaults; types: v5litepod-N (v5e), v5p-N, v6e-N
 #   --version=V          the VM's software, by default the one for the type
 #   --allow-changes      install tracked files with changes that are not committed
+#   --mount=COMMAND      run by install on every worker, to mount what all share, such as
+#                        "sudo mkdir -p /data && sudo mount 10.0.0.2:/share /data"
 #   --restarts=20        how often a worker starts a command again that is lost or was stopped, --pause=10 s later
 #   --poll=30            seconds between looks at all workers, while a run is followed
 #   --dry-run            print the commands and run nothing
-# The workdir must be one that all workers see. When one worker fails for good, run and logs stop the others; should
+# The workdir must be a folder that all workers see: see --mount. When one worker fails for good, run and logs stop the others; should
 # neither be connected, those give up by themselves, after --restarts times $PROPE_START_TIMEOUT (600 s here).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name=${PROPE_TPU:-} zone=${PROPE_TPU_ZONE:-} project=${PROPE_TPU_PROJECT:-} type=${PROPE_TPU_TYPE:-}
-action=${1:-} version='' queue='' spot='' changes='' restarts=20 pause=10 dry_run='' poll=30
+action=${1:-} version='' queue='' spot='' changes='' mount='' restarts=20 pause=10 dry_run='' poll=30
 actions='create, install, run, logs, status, stop, delete'
 case $action in
   --help | -h) usage && exit ;;
@@ -38,6 +40,7 @@ while (($#)); do
     --project=*) project=${1#*=} ;;
     --type=*) type=${1#*=} ;;
     --version=*) version=${1#*=} ;;
+    --mount=*) mount=${1#*=} ;;
     --restarts=*) restarts=${1#*=} ;;
     --pause=*) pause=${1#*=} ;;
     --poll=*) poll=${1#*=} ;;
@@ -111,6 +114,7 @@ install() {
   remote all "mkdir -p prope && find prope -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} + && \
 tar -xzf prope.tar.gz -C prope && $WORKER install $(commit)"
   shown rm "$archive"
+  [[ -z $mount ]] || remote all "$mount"
 }
 
 run() {

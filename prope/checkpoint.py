@@ -225,8 +225,18 @@ def find_run(workdir: str | os.PathLike, step: int | None = None) -> tuple[Confi
     return _find(workdir, step, lambda step, saved, config, _: (config, step, saved["init_hash"]))
 
 
+def folder(workdir: str | os.PathLike) -> pathlib.Path:
+    """--workdir as a path; raises UsageError where it is a URL."""
+    if "://" in str(workdir):
+        raise UsageError(
+            f"--workdir={workdir}: must be a folder, not a URL; mount the bucket where every host sees it, such as by "
+            "Cloud Storage FUSE, and give its path"
+        )
+    return pathlib.Path(workdir)
+
+
 def _find(workdir, step, read):
-    path = pathlib.Path(workdir)
+    path = folder(workdir)
     config = read_config(path)
     if config is None:
         raise UsageError(f"--workdir={workdir}: no run there (no config.json); give the --workdir that prope.train had")

@@ -44,7 +44,7 @@ def train(
       Stopped: it was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)
-    path, startup = pathlib.Path(workdir), Startup()
+    path, startup = checkpoint.folder(workdir), Startup()
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(config.checkpoint.every_minutes))
         watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))

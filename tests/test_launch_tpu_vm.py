@@ -101,6 +101,15 @@ def test_tpu_vm_installs_what_is_committed(installed, clone, tmp_path):
     assert not list(tmp_path.glob("*.tar.gz"))
 
 
+def test_tpu_vm_mounts_what_all_share(installed, tmp_path):
+    root, variables = installed
+    mount = "--mount=touch mounted && sudo mount 10.0.0.2:/share /data"
+    printed = launch("tpu_vm.sh", "install", mount, "--dry-run", root=root, **variables).stdout.splitlines()[-1]
+    assert shlex.split(printed)[5:8] == ["a", "--worker=all", f"--command={mount.removeprefix('--mount=')}"]
+    assert launch("tpu_vm.sh", "install", "--mount=touch mounted", root=root, **variables).returncode == 0
+    assert all((tmp_path / worker / "mounted").exists() for worker in ("0", "1"))
+
+
 def test_tpu_vm_installs_changes_only_if_told(installed, clone, tmp_path):
     root, head = clone
     _, variables = installed
