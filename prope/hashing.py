@@ -1,6 +1,5 @@
 """Hashes of arrays by their bits: the same however these are spread over devices and processes."""
 
-import functools
 import hashlib
 import math
 
@@ -11,8 +10,7 @@ import numpy as np
 
 def hash_arrays(tree) -> str:
     """A hash of a tree of arrays of 16 or 32 bits, 16 hex digits; made on the devices, which send 4 bytes an array."""
-    sums = jax.jit(functools.partial(jax.tree.map, hash_bits))(tree)
-    leaves = jax.tree_util.tree_leaves_with_path(sums)
+    leaves = jax.tree_util.tree_leaves_with_path(_hash_leaves(tree))
     text = " ".join(f"{jax.tree_util.keystr(path)}={int(value)}" for path, value in leaves)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -31,3 +29,8 @@ def hash_bits(leaf: jax.Array) -> jax.Array:
     )
     mixed = (bits ^ (bits >> 15)) * (place * np.uint32(2654435761) | 1)
     return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+
+
+@jax.jit
+def _hash_leaves(tree):
+    return jax.tree.map(hash_bits, tree)

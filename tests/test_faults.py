@@ -146,6 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, da
         (folder / "files.json").unlink()
     largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     DAMAGES[damage](largest)
+    assert bool(checkpoint.Checkpoints(copy).damage(20)) == (listed and damage != "one byte changed")
     if listed:
         evaluated = run_command("prope.evaluate", f"--workdir={copy}", "--max_windows=2")
         assert evaluated.result["step"] == 10 and "checkpoint 20 is damaged" in evaluated.stderr
