@@ -22,7 +22,7 @@ def attention(
     value: Float[Array, "B S K H"],
     *,
     segment_ids: Int[Array, "B S"] | None = None,
-    first_query: int | jax.Array | None = None,
+    first_query: Int[Array, " B"] | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """softmax(query key^T / sqrt(H)) value, where a query sees the keys up to its own index.
@@ -34,7 +34,7 @@ def attention(
       key: already rotated.
       value: what is averaged.
       segment_ids: where given, queries and keys of different segments do not see each other. Needs T = S.
-      first_query: the index among the keys of the first query, where the keys come from a cache; always by "xla".
+      first_query: the index among the keys of each row's first query, where the keys come from a cache; by "xla".
       implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what `choose` finds for this machine. What is
         named is taken as it is: `choose` tells whether a device can.
 
@@ -190,14 +190,15 @@ def _sum_over_queries(weights, query):
 
 
 def _cached(query, key, value, first_query):
-    """Queries after `first_query` keys of a cache; not for gradients."""
+    """Queries after `first_query` [B] keys of a cache, which each row has of its own; not for gradients."""
     B, T, N, H = query.shape
     K, S = key.shape[2], key.shape[1]
     query = (query * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     parts = []
     for block, _ in _blocks(T):
-        seen = jnp.arange(S)[None, :] <= first_query + jnp.arange(block.start, block.stop)[:, None]
+        last = first_query[:, None] + jnp.arange(block.start, block.stop)
+        seen = jnp.arange(S) <= last[:, None, None, :, None]
         weights = jax.nn.softmax(_scores(query[:, :, :, block], key, seen), axis=-1)
         parts.append(_times(weights.astype(value.dtype), value).astype(value.dtype))
     return jnp.concatenate(parts, axis=3).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)

@@ -23,7 +23,7 @@ from prope.rope import keep_fastest, rotate, rotated_pairs, rotation_table
 from prope.sharding import constrain, gathered, stored, take_rows
 
 Params = dict[str, Any]
-Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, S, K, H]
+Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
 
 # What the backward pass of a layer finds kept besides its input, by config.model.remat; the rest it computes again.
 # "mixed" is the output of attention with its softmax's normaliser: with it, attention is not run again.
@@ -52,17 +52,31 @@ def hidden_states(
     return _decoder(config).apply({"params": params}, tokens, positions, segment_ids)[0]
 
 
-def decode(
-    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache, first: int | jax.Array
+def prefill(
+    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """`hidden_states` of T more tokens, the first of them at position `first`, and the cache with them in it."""
-    positions = jnp.broadcast_to(first + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    """`hidden_states` of tokens that open their sequences, and the cache with them in its first T slots.
+
+    Rows may be padded on the right: no token sees what comes after it, and `decode` writes over the padding's slots.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return _decoder(config).apply({"params": params}, tokens, positions, None, cache)
+
+
+def decode(
+    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache, first: Int[Array, " B"]
+) -> tuple[Float[Array, "B T D"], Cache]:
+    """`hidden_states` of T more tokens, a row's first of them at its position `first`, and the cache with them in it.
+
+    A row sees the slots up to its own positions: what stands in later ones is of no account.
+    """
+    positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     return _decoder(config).apply({"params": params}, tokens, positions, None, cache, first)
 
 
 def empty_cache(config: ConfigDict, batch: int, length: int) -> Cache:
     """Room for the keys and values of `length` tokens of `batch` sequences."""
-    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
     return {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
 
 
@@ -118,6 +132,8 @@ class Decoder(nn.Module):
         if cfg.remat != "none":
             policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[cfg.remat])
             block = nn.remat(Block, policy=policy, prevent_cse=not cfg.scan_layers)
+        # The cache is carried whole, so that a step writes its own tokens' slots and copies no others.
+        layer = None if cache is None else jnp.arange(cfg.num_layers)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -126,7 +142,7 @@ class Decoder(nn.Module):
             length=cfg.num_layers,
             unroll=1 if cfg.scan_layers else cfg.num_layers,
         )
-        x, cache = layers(cfg, name="layers")(x, cache, pairs, table, segment_ids, first_query)
+        (x, cache), _ = layers(cfg, name="layers")((x, cache), layer, pairs, table, segment_ids, first_query)
         return RMSNorm(name="final_norm")(x), cache
 
 
@@ -148,13 +164,14 @@ class Block(nn.Module):
     config: FrozenConfigDict
 
     @nn.compact
-    def __call__(self, x, cache, pairs, table, segment_ids, first_query):
+    def __call__(self, carry, layer, pairs, table, segment_ids, first_query):
+        x, cache = carry
         table = table if pairs is None else keep_fastest(table, pairs)
         normed = RMSNorm(name="pre_attention_norm")(x)
-        attended, cache = Attention(self.config, name="attn")(normed, cache, table, segment_ids, first_query)
+        attended, cache = Attention(self.config, name="attn")(normed, cache, layer, table, segment_ids, first_query)
         x = x + attended
         x = x + MLP(self.config, name="mlp")(RMSNorm(name="pre_ffw_norm")(x))
-        return x, cache
+        return (x, cache), None
 
 
 class Attention(nn.Module):
@@ -163,7 +180,7 @@ class Attention(nn.Module):
     config: FrozenConfigDict
 
     @nn.compact
-    def __call__(self, x, cache, table, segment_ids, first_query):
+    def __call__(self, x, cache, layer, table, segment_ids, first_query):
         cfg = self.config
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
@@ -172,15 +189,23 @@ class Attention(nn.Module):
         key = checkpoint_name(constrain(rotate(key, table), "BTKH"), "key")
         value = checkpoint_name(constrain(value, "BTKH"), "value")
         if cache is not None:
-            start = (0, first_query, 0, 0)
-            key = jax.lax.dynamic_update_slice(cache["key"], key, start)
-            value = jax.lax.dynamic_update_slice(cache["value"], value, start)
-            cache = {"key": key, "value": value}
+            new = {"key": key, "value": value}
+            cache = {name: _written(cache[name], new[name], layer, first_query) for name in cache}
+            if first_query is not None:
+                key, value = (cache[name][layer].swapaxes(1, 2) for name in ("key", "value"))
         mixed = attention(
             query, key, value, segment_ids=segment_ids, first_query=first_query, implementation=cfg.attention
         )
         out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", mixed)
         return constrain(out, "BTD"), cache
+
+
+def _written(cache, new, layer, first):
+    """The cache [L, B, K, S, H] with a layer's keys or values [B, T, K, H] in the slots from `first` [B], or from 0."""
+    B, T = new.shape[:2]
+    if first is None:
+        return cache.at[layer, :, :, :T].set(new.swapaxes(1, 2))
+    return cache.at[layer, jnp.arange(B)[:, None], :, first[:, None] + jnp.arange(T)].set(new)
 
 
 class MLP(nn.Module):

@@ -339,17 +339,3 @@ def test_bfloat16_stays_near_float32():
     assert scores.dtype == jnp.float32
     expected = reference(config, params, tokens, positions)
     assert np.abs(scores - expected).mean() < 0.03 * expected.std()
-
-
-@pytest.mark.parametrize("p", [0.0, 0.75, 1.0])
-def test_decoding_with_a_cache_equals_the_full_forward(p):
-    config = small(rope_percentage=p)
-    params, tokens, positions = draw(config)
-    expected = jax.jit(functools.partial(model.hidden_states, config))(params, tokens, positions)
-    decode = jax.jit(functools.partial(model.decode, config))
-    hidden, cache = decode(params, tokens[:, :5], model.empty_cache(config, 2, 20), 0)
-    parts = [hidden]
-    for place in range(5, 12):
-        hidden, cache = decode(params, tokens[:, place : place + 1], cache, place)
-        parts.append(hidden)
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, rtol=0, atol=2e-5)

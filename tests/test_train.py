@@ -202,15 +202,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train,
     )
 
 
-def test_a_prompt_is_continued(whole, run_command):
-    arguments = (f"--workdir={whole[0]}", "--prompt=Return the", "--length=20")
-    greedy = [run_command("prope.sample", *arguments, "--temperature=0", f"--seed={seed}") for seed in (1, 2)]
-    assert greedy[0].result["text"] == greedy[1].result["text"]
-    assert greedy[0].result["tokens_per_second"] > 0
-    warm = [run_command("prope.sample", *arguments, f"--seed={seed}").result["text"] for seed in (1, 1, 2)]
-    assert warm[0] == warm[1] != warm[2]
-
-
 def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
     outcome = run_command("prope.report", f"--workdir={whole[0]}")
     assert (whole[0] / "loss.png").read_bytes().startswith(b"\x89PNG")
