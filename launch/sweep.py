@@ -6,154 +6,46 @@
 Runs are made one after the other, in W/rope_percentage=0.25 and so on. Started again with the same arguments it skips
 finished runs and resumes the others; with more values it adds runs. Without --grid it takes the config file's own grid,
 if that has a function get_sweep(). --config.FIELD=VALUE goes to every run.
+
+--backend hands the runs to a launcher, whose flags come after --:
+
+    python launch/sweep.py .. --backend=tpu_vm -- --name=N --zone=Z --type=v5p-128                  one after the other
+    python launch/sweep.py .. --backend=gke -- --image=I --type=v5p --topology=4x4x4 --claim=C      all into the cluster
+    python launch/sweep.py .. --backend=slurm -- --nodes=8 --gpus-per-node=8 --exclusive            all into the queue
+
+With --wait among its flags, gke and slurm take one run after the other as well.
 """
 
 import contextlib
 import dataclasses
 import fcntl
-import itertools
 import json
 import logging
+import os
 import pathlib
-import runpy
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 
 import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from prope import command
-from prope.config import differences, flat, from_dict, validate
-from prope.errors import RunFailed, UsageError, nearest
-from prope.runs import check_equal, read_json, read_run, table, table_text
+from prope.config import differences, from_dict
+from prope.errors import RunFailed, UsageError
+from prope.grid import Planned, plan, read_grid, text_of
+from prope.runs import Run, check_equal, read_json, read_run, table, table_text
 
 log = logging.getLogger("prope")
 
-P = "model.rope_percentage"
-CONFIG = "config"  # an axis whose values are config files
 STOPPED, LOST, INTERRUPTED = 75, 76, 130  # exit codes of prope.train: asked to stop, start it again, Ctrl-C
+BACKENDS = ("local", "tpu_vm", "gke", "slurm")
 STARTS_AGAIN = 3  # times that a run which was lost is started again
-PATIENCE = 5.0  # seconds in which a run is to notice Ctrl-C itself
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A run that the sweep is to make."""
-
-    name: str
-    values: dict
-    config: ConfigDict
-    arguments: list[str]  # of prope.train, without --workdir
-
-
-def read_grid(texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict) -> dict:
-    """The values of every field that is swept, {"model.rope_percentage": (0.0, 0.25)}: from flags, or the config file.
-
-    Raises:
-      UsageError: there is nothing to sweep, no such field, a value of another type, or one twice.
-    """
-    given = [("--grid", text) for text in texts]
-    if percentages is not None:
-        given.insert(0, ("--rope_percentage", f"{P}={percentages}"))
-    grid: dict[str, list] = {}
-    known = flat(base)
-    for flag, text in given:
-        name, equals, values = text.partition("=")
-        if not equals:
-            raise UsageError(f"{flag} {text}: must be a field and its values, such as seed=0,1,2")
-        if name in grid:
-            raise UsageError(f"{flag} {text}: {name} is given twice; give all its values at once")
-        grid[name] = [value.strip() for value in values.split(",") if value.strip()]
-    where = "--grid"
-    if not given:
-        path, _, argument = file.partition(":")
-        get_sweep = runpy.run_path(path).get("get_sweep")
-        if get_sweep is None:
-            raise UsageError(
-                f"--config={file}: has no get_sweep(), so say what to sweep: --rope_percentage=0,0.25,0.5,0.75,1 or "
-                "--grid=FIELD=VALUE,VALUE"
-            )
-        where = f"get_sweep() of {path}:"
-        grid = {name: list(values) for name, values in get_sweep(*([argument] if argument else [])).items()}
-    for name, values in grid.items():
-        if name != CONFIG and name not in known:
-            raise UsageError(f"{where} {name}: there is no such config field{nearest(name, known)}")
-        if name in overrides:
-            raise UsageError(f"--config.{name}={overrides[name]}: {name} is swept; give it here or in the grid")
-        if not values:
-            raise UsageError(f"{where} {name}=: names no values; write {name}=VALUE,VALUE")
-        grid[name] = [value if name == CONFIG else convert(name, value, base) for value in values]
-        for value in grid[name]:
-            if grid[name].count(value) > 1:
-                raise UsageError(f"{where} {name}: the value {text_of(value)} is given twice; remove one")
-    return grid
-
-
-def convert(name: str, value, base: ConfigDict):
-    """A value of a field, from a text or a number, in the field's own type."""
-    *outer, last = name.split(".")
-    kind = (base[outer[0]] if outer else base).get_type(last)
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[str(value).lower()]
-        if kind in (int, float, str):
-            return kind(str(value))
-    except (KeyError, ValueError):
-        pass
-    allowed = "only numbers, texts and booleans can be swept" if kind not in (bool, int, float, str) else "not a value"
-    raise UsageError(f"--grid {name}: {value}: {allowed} (its type is {kind.__name__})")
-
-
-def text_of(value) -> str:
-    """A value as it stands in a name and on a command line: 0.25, and 1 for 1.0."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)
-
-
-def plan(grid: dict, file: str, base: ConfigDict, overrides: dict) -> list[Planned]:
-    """The runs, the first field of the grid changing slowest; every config is checked.
-
-    A run's name is made of its values alone, sorted by field: rope_percentage=0.25,seed=0.
-
-    Raises:
-      UsageError: a value that the config refuses, or two runs of one name.
-    """
-    last = [name.rpartition(".")[2] for name in grid]
-    labels = {name: short if last.count(short) == 1 else name for name, short in zip(grid, last, strict=True)}
-    runs = []
-    for combination in itertools.product(*grid.values()):
-        fields = dict(zip(grid, combination, strict=True))
-        run_file = fields.pop(CONFIG, file)
-        config = base.copy_and_resolve_references() if run_file == file else load(run_file, overrides)
-        config.update_from_flattened_dict(fields)
-        validate(config)
-        values = {labels[name]: value for name, value in fields.items()}
-        if CONFIG in grid:
-            path, _, argument = run_file.partition(":")
-            values = {CONFIG: pathlib.Path(path).stem + (f"_{argument}" if argument else ""), **values}
-        name = ",".join(f"{label}={text_of(value)}" for label, value in sorted(values.items())).replace("/", "_")
-        given = [f"--config.{name}={text_of(value)}" for name, value in (overrides | fields).items()]
-        runs.append(Planned(name, values, config, [f"--config={run_file}", *given]))
-    names = [run.name for run in runs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"two runs would be called {twice[0]}; give one of them another value")
-    return runs
-
-
-def load(file: str, overrides: dict) -> ConfigDict:
-    """The config of a file, with overrides of its fields."""
-    path, _, argument = file.partition(":")
-    if not pathlib.Path(path).is_file():
-        raise UsageError(f"--grid {CONFIG}={file}: there is no such file; the project's own are in configs/")
-    config = runpy.run_path(path)["get_config"](*([argument] if argument else []))
-    config.update_from_flattened_dict(overrides)
-    return config
 
 
 def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base: ConfigDict, about: dict) -> dict:
@@ -200,7 +92,7 @@ def locked(directory: pathlib.Path) -> Iterator[int]:
 
 
 class Processes:
-    """Starts runs one after the other, and hands on what the sweep is told: SIGTERM at once, Ctrl-C if need be."""
+    """Starts runs one after the other, and hands on to them what only the sweep is told: to stop."""
 
     def __init__(self, lock: int):
         self._lock = lock
@@ -209,18 +101,20 @@ class Processes:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._tell)
 
-    def run(self, line: list[str]) -> tuple[int, str]:
-        """(exit code, last error line) of a command; its output goes to stderr."""
+    def run(self, line: list[str]) -> tuple[int, str, dict]:
+        """(exit code, last error line, result that it printed) of a command; all its output goes to stderr."""
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self._child = subprocess.Popen(line, text=True, errors="replace", pass_fds=[self._lock], **pipe)
         if self.told:  # between the last look and now
             self._child.send_signal(self.told)
-        said = ""
+        said, printed = "", {}
         for text in self._child.stdout:
             sys.stderr.write(text)
             sys.stderr.flush()
             said = text.strip() if text.startswith(("error:", "stopped:")) else said
-        return self._child.wait(), said
+            with contextlib.suppress(ValueError):
+                printed = json.loads(text) if text.startswith("{") else printed
+        return self._child.wait(), said, printed
 
     def exit_code(self, code: int) -> int:
         """The sweep's own, after a run that ended with `code` was asked to stop."""
@@ -232,50 +126,113 @@ class Processes:
         self.told = number
         if self._child is None or self._child.poll() is not None:
             return
-        if number == signal.SIGTERM:
+        if number == signal.SIGTERM or not in_foreground():
             self._child.send_signal(number)
-        else:  # a terminal tells every process of the sweep; another sender only this one
-            later = threading.Timer(PATIENCE, self._child.send_signal, [number])
-            later.daemon = True
-            later.start()
 
 
-def sweep(directory: pathlib.Path, runs: list[Planned], processes: Processes) -> dict[str, str]:
-    """Makes every run that is not finished; returns why, by name, for those that failed.
-
-    Raises:
-      RunFailed: runs that must have started equal or seen equal batches have not.
-      SystemExit: the sweep, or a run, was asked to stop.
-    """
-    failed = {}
-    for number, run in enumerate(runs, 1):
-        for start in range(STARTS_AGAIN + 1):
-            if processes.told or read_run(directory / run.name, run.values, run.config).state == "finished":
-                break
-            log.info("run %d of %d, %s: %s", number, len(runs), run.name, "starts" if not start else "starts again")
-            code, said = processes.run(train_command(directory, run))
-            stop = code in (STOPPED, INTERRUPTED, -signal.SIGINT)
-            if processes.told or stop:
-                code = processes.exit_code(code) if processes.told else abs(code)
-                log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
-                sys.exit(code)
-            lost = code == LOST or code < 0
-            failed.pop(run.name, None)
-            if code:
-                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                failed[run.name] = f"{how}{f', {said}' if said else ''}"
-                log.info("%s ended early: %s", run.name, failed[run.name])
-            if not lost:
-                break
-        if processes.told:
-            sys.exit(processes.exit_code(0))
-        check_equal(read_run(directory / run.name, run.values, run.config) for run in runs)
-    return failed
+def in_foreground() -> bool:
+    """Whether Ctrl-C on a terminal goes to this process and to its runs; told twice, a run would not even save."""
+    with contextlib.suppress(OSError), open("/dev/tty") as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
 
 
-def train_command(directory: pathlib.Path, run: Planned) -> list[str]:
-    """The command that makes a run on this machine."""
-    return [sys.executable, "-m", "prope.train", *run.arguments, f"--workdir={directory / run.name}"]
+@dataclasses.dataclass
+class Sweep:
+    """The runs in a directory, the commands that make them, and what has come of it so far."""
+
+    directory: pathlib.Path
+    runs: list[Planned]
+    command: Callable[[pathlib.Path, Planned], list[str]]
+    submits: bool = False  # the command ends when the run is in a queue
+    printed: dict[str, dict] = dataclasses.field(default_factory=dict)  # by name, where it cannot be read from files
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by name
+
+    def read(self, planned: Planned) -> Run:
+        """A run by its files; one that another machine made, and whose files are not seen here, by what it printed."""
+        run = read_run(self.directory / planned.name, planned.values, planned.config)
+        result = self.printed.get(planned.name, {})
+        if run.started or "eval_loss" not in result:
+            return run
+        data, windows = planned.config.data, planned.config.eval.max_windows
+        record = {"step": result["step"], "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
+        record |= {"loss": result["eval_loss"], **{name: result[name] for name in ("perplexity", "bits_per_byte")}}
+        steps = [{"step": result["step"], "loss": result["loss"]}]
+        known = {"started": True, "step": result["step"], "init_hash": result["init_hash"], "metrics": steps}
+        return dataclasses.replace(run, **known, evaluations=[record])
+
+    def read_all(self) -> list[Run]:
+        """All runs, in their order."""
+        return [self.read(run) for run in self.runs]
+
+    def make(self, processes: Processes) -> None:
+        """Makes every run that is not finished.
+
+        Raises:
+          RunFailed: runs that must have started equal or seen equal batches have not.
+          SystemExit: the sweep, or a run, was asked to stop.
+        """
+        for number, run in enumerate(self.runs, 1):
+            for start in range(STARTS_AGAIN + 1):
+                if processes.told or self.read(run).state == "finished":
+                    break
+                log.info(
+                    "run %d of %d, %s: %s", number, len(self.runs), run.name, "starts again" if start else "starts"
+                )
+                code, said, printed = processes.run(self.command(self.directory, run))
+                if processes.told or code in (STOPPED, INTERRUPTED, -signal.SIGINT):
+                    log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
+                    sys.exit(processes.exit_code(code) if processes.told else INTERRUPTED if code < 0 else code)
+                self.printed[run.name] = printed
+                self.failed.pop(run.name, None)
+                if code:
+                    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    self.failed[run.name] = f"{how}{f', {said}' if said else ''}"
+                elif not self.submits and self.read(run).state != "finished":
+                    self.failed[run.name] = f"ended without an evaluation of step {run.config.num_steps}"
+                if run.name in self.failed:
+                    log.info("%s: %s", run.name, self.failed[run.name])
+                if code != LOST and code >= 0:
+                    break
+            if processes.told:
+                sys.exit(processes.exit_code(0))
+            check_equal(self.read_all())
+
+    def result(self) -> dict:
+        """What the command prints."""
+        runs = self.read_all()
+        records = [run.record() | ({"state": "failed"} if run.name in self.failed else {}) for run in runs]
+        if self.submits:
+            records = [r | {"state": "submitted"} if r["state"] in ("new", "unfinished") else r for r in records]
+        return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
+
+
+def launcher(backend: str, given: list[str]) -> Callable[[pathlib.Path, Planned], list[str]]:
+    """A function that gives the command for a run: one process here, or a launcher with the flags `given`."""
+    folder = pathlib.Path(__file__).parent
+
+    def line(directory: pathlib.Path, run: Planned) -> list[str]:
+        python = sys.executable if backend == "local" else "python"
+        train = [python, "-m", "prope.train", *run.arguments, f"--workdir={directory / run.name}"]
+        name = job_name(f"{directory.name}-{run.name}")
+        if backend == "tpu_vm":
+            return ["bash", f"{folder}/tpu_vm.sh", "run", *given, "--", *train]
+        if backend == "gke":
+            return ["bash", f"{folder}/gke_jobset.sh", f"--name={name}", *given, "--", *train]
+        if backend == "slurm":  # a second job for a run waits until the first has ended
+            own = [flag for flag in given if flag.startswith(("--processes_per_node", "--max_restarts"))]
+            others = [flag for flag in given if flag not in own]
+            once = [f"--job-name={name}", "--dependency=singleton"]
+            return ["sbatch", *once, *others, f"{folder}/slurm.sbatch", *own, "--", *train]
+        return train
+
+    return line
+
+
+def job_name(text: str) -> str:
+    """A name of at most 40 small letters, digits and hyphens, another one for every text."""
+    plain = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
+    return f"{plain[:31].rstrip('-')}-{zlib.crc32(text.encode()):08x}"
 
 
 def define_flags() -> None:
@@ -284,50 +241,60 @@ def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "directory of the sweep; a run's directory is below it")
     flags.DEFINE_string("rope_percentage", None, "values of config.model.rope_percentage: 0,0.25,0.5,0.75,1")
     flags.DEFINE_multi_string("grid", [], "FIELD=VALUE,VALUE: a config field and its values; may be given again")
+    flags.DEFINE_enum("backend", "local", BACKENDS, "what makes the runs; its own flags come after --")
     flags.DEFINE_boolean("dry-run", False, "print the commands, one a line, and run nothing")
     flags.mark_flags_as_required(["config", "workdir"])
 
 
-def main() -> dict:
+def main(given_to_launcher: list[str]) -> dict:
     """The command."""
     given = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # this process reads files; the accelerator is for its runs
+    if "://" in given.workdir:
+        raise UsageError(f"--workdir={given.workdir}: must be a folder; mount the bucket, and give the folder it is at")
+    if given.backend == "local" and given_to_launcher:
+        raise UsageError(f"{given_to_launcher[0]}: flags after -- are a launcher's; --backend=local has none")
+    if given.backend in ("gke", "slurm"):
+        for flag in given_to_launcher:
+            if flag.startswith(("--name", "--job-name")):
+                raise UsageError(
+                    f"{flag}: every run gets a name of its own, made of the workdir's and its values; remove it"
+                )
     directory = pathlib.Path(given.workdir)
     file = config_flags.get_config_filename(given["config"])
     base, overrides = given.config, config_flags.get_override_values(given["config"])
     grid = read_grid(given.grid, given.rope_percentage, file, base, overrides)
     runs = plan(grid, file, base, overrides)
-    about = {"config_file": file, "overrides": overrides}
-    record = record_sweep(directory, runs, grid, base, about)
-
-    def read():
-        return [read_run(directory / run.name, run.values, run.config) for run in runs]
+    record = record_sweep(directory, runs, grid, base, {"config_file": file, "overrides": overrides})
+    submits = given.backend in ("gke", "slurm") and "--wait" not in given_to_launcher
+    sweep = Sweep(directory, runs, launcher(given.backend, given_to_launcher), submits)
 
     log.info("%d runs in %s:", len(runs), directory)
-    for run in read():
+    for run in sweep.read_all():
         log.info("  %s: %s", run.name, f"resumes at step {run.step}" if run.state == "unfinished" else run.state)
     if given["dry-run"].value:
         for run in runs:
-            print(shlex.join(train_command(directory, run)))
-        return {"runs": [run.record() for run in read()], "table": table(read())}
+            print(shlex.join(sweep.command(directory, run)))
+        sweep.submits = False
+        return sweep.result()
 
-    check_equal(read())
+    check_equal(sweep.read_all())
     with locked(directory) as lock:
         part = directory / "sweep.json.part"
         part.write_text(json.dumps(record, indent=2) + "\n")
         part.replace(directory / "sweep.json")
-        failed = sweep(directory, runs, Processes(lock))
-    done = read()
-    equal = check_equal(done)
-    records = [run.record() | ({"state": "failed"} if run.name in failed else {}) for run in done]
-    result = {"runs": records, "table": table(done), "equal": equal}
+        sweep.make(Processes(lock))
+    result = sweep.result()
     log.info("%s", table_text(result["table"]))
-    if failed:
+    if sweep.failed:
         print(json.dumps(result), flush=True)
-        reasons = "; ".join(f"{name} ({why})" for name, why in failed.items())
-        raise RunFailed(f"{len(failed)} of {len(runs)} runs failed: {reasons}; run the same command to try these again")
+        why = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
+        raise RunFailed(f"{len(sweep.failed)} of {len(runs)} runs failed: {why}; the same command tries these again")
     return result
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    launcher_flags = sys.argv[end + 1 :]
+    del sys.argv[end:]
+    command.run(lambda: main(launcher_flags), define_flags)
