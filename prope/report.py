@@ -1,13 +1,19 @@
-"""Draws the loss curve of a run: python -m prope.report --workdir=W writes W/loss.png."""
+"""Shows what was trained: a sweep as a page, or the loss curve of one run.
+
+python -m prope.report --sweep=DIR       DIR/report/index.html, one file that opens without a network
+python -m prope.report --workdir=W       W/loss.png
+"""
 
 import math
 import pathlib
 
+import jax
 from absl import flags
 
 from prope import checkpoint, command
 from prope.errors import UsageError
 from prope.metrics import read_jsonl
+from prope.runs import read_sweep, table
 
 
 def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
@@ -51,15 +57,33 @@ def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
     return output
 
 
+def report_sweep(directory: pathlib.Path) -> dict:
+    """Writes the page of a sweep and its pictures; returns what the command prints.
+
+    Raises:
+      UsageError: there is no sweep, or none of its runs has started.
+    """
+    from prope import pictures, sweep_page
+
+    runs = read_sweep(directory)
+    output = sweep_page.write(directory, runs, pictures.pictures(runs))
+    return {"output": str(output), "runs": [run.record() for run in runs], "table": table(runs)}
+
+
 def define_flags() -> None:
     """The command's flags."""
-    flags.DEFINE_string("workdir", None, "directory of the run")
-    flags.mark_flags_as_required(["workdir"])
+    flags.DEFINE_string("workdir", None, "directory of a run: draws W/loss.png")
+    flags.DEFINE_string("sweep", None, "directory of a sweep: writes DIR/report/index.html, and its pictures beside it")
+    flags.mark_flags_as_mutual_exclusive(["workdir", "sweep"], required=True)
 
 
 def main() -> dict:
     """The command."""
-    workdir = pathlib.Path(flags.FLAGS.workdir)
+    given = flags.FLAGS
+    jax.config.update("jax_platforms", "cpu")  # files are read here; an accelerator may be at work on another run
+    if given.sweep is not None:
+        return report_sweep(pathlib.Path(given.sweep))
+    workdir = pathlib.Path(given.workdir)
     return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}
 
 

@@ -4,21 +4,25 @@ A sweep is a directory of runs with sweep.json beside them: the fields that diff
 read here; no device is touched.
 """
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import statistics
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from prope import checkpoint
 from prope.config import flat
 from prope.errors import RunFailed, UsageError
+from prope.grid import text_of
 from prope.metrics import read_jsonl
 from prope.model import turned_pairs
 
-SEED = "seed"
+SEED, P = "seed", "rope_percentage"  # labels
 # Fields of config.model that the initial weights do not depend on.
 NOT_OF_INIT = tuple(f"model.{name}" for name in (
     "rope_percentage", "max_wavelength", "dtype", "attention", "remat", "scan_layers",
@@ -165,16 +169,66 @@ def check_equal(runs: Iterable[Run]) -> dict:
     return {"init": len(same_init), "batches": len(same_batches), "steps": last}
 
 
+def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The runs that differ in their seed only, by what they are called: 'p = 0.25'."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(group_name(run.values), []).append(run)
+    return found
+
+
+def group_name(values: dict) -> str:
+    """'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}; other fields by their names."""
+    named = {P: "p"}
+    parts = [f"{named.get(k, k)} = {text_of(v)}" for k, v in values.items() if k != SEED]
+    return ", ".join(parts) or "all runs"
+
+
+def reference(run_values: dict) -> str | None:
+    """The name of the group with RoPE, p = 1, that a group is compared with; None for that itself, or without p."""
+    if run_values.get(P, 1.0) == 1.0:
+        return None
+    return group_name(run_values | {P: 1.0})
+
+
+class Difference(NamedTuple):
+    """A loss minus RoPE's on the same text, nats per token, and its standard error over seeds or documents."""
+
+    mean: float
+    stderr: float | None
+    over: str
+
+
+def against_reference(group: list[Run], others: list[Run]) -> Difference | None:
+    """The validation loss of a group minus RoPE's, seed by seed: runs of one seed start equal and see equal batches.
+
+    The standard error is that over seeds; with one seed, that over documents, where both runs have kept their sums.
+    """
+    by_seed = {run.values.get(SEED): run for run in others if run.state == "finished"}
+    pairs = [(run, by_seed[run.values.get(SEED)]) for run in group if run.values.get(SEED) in by_seed]
+    pairs = [(run, other) for run, other in pairs if run.state == "finished"]
+    apart = [run.evaluation["loss"] - other.evaluation["loss"] for run, other in pairs]
+    if not apart:
+        return None
+    if len(apart) > 1:
+        return Difference(statistics.fmean(apart), statistics.stdev(apart) / len(apart) ** 0.5, f"{len(apart)} seeds")
+    if importlib.util.find_spec("prope.paired"):
+        from prope.paired import paired_difference
+
+        run, other = pairs[0]
+        about = {name: run.evaluation[name] for name in ("step", "dataset", "seq_len")}
+        with contextlib.suppress(UsageError):  # one of them has kept no sums
+            return Difference(*paired_difference(run.workdir, other.workdir, about), "documents")
+    return Difference(apart[0], None, "")
+
+
 def table(runs: Iterable[Run]) -> list[dict]:
     """A row for each combination of values but the seed: means over its finished runs, and their spread.
 
     The spread, `eval_loss_sd` and so on, is the sample standard deviation over runs; None for a single run.
     """
-    rows: dict[str, list[Run]] = {}
-    for run in runs:
-        rows.setdefault(repr({k: v for k, v in run.values.items() if k != SEED}), []).append(run)
     made = []
-    for group in rows.values():
+    for group in groups(runs).values():
         records = [run.record() for run in group if run.state == "finished"]
         row = {k: v for k, v in group[0].values.items() if k != SEED}
         row["rotated_pairs"] = turned_pairs(group[0].config.model)

@@ -1,0 +1,259 @@
+"""The page of a sweep: its numbers are those of the runs' files, and it asks for nothing."""
+
+import contextlib
+import html.parser
+import json
+import math
+import re
+import statistics
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+from prope import checkpoint, pictures, report, runs, sweep_page
+from prope.config import default_config
+from prope.errors import RunFailed, UsageError
+
+PERCENTAGES, SEEDS, STEPS = (0.0, 0.25, 1.0), (0, 1), (1, 5, 10)
+PAPER = {0.0: "4.8594", 0.25: "4.5302", 1.0: "4.4627"}  # Barbero et al., Table 2, Wiki
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A sweep whose numbers are drawn at random: three values of p and two seeds, everything evaluated."""
+    directory = tmp_path_factory.mktemp("template")
+    rng = np.random.default_rng(0)
+    entries = []
+    for p in PERCENTAGES:
+        for seed in SEEDS:
+            values = {"rope_percentage": p, "seed": seed}
+            workdir = directory / f"rope_percentage={p:g},seed={seed}"
+            workdir.mkdir()
+            config = default_config()
+            config.update_from_flattened_dict({"model.rope_percentage": p, "seed": seed, "num_steps": 10})
+            config.data.tokenizer = "<b>.model"
+            checkpoint.write_config(workdir, config)
+            with contextlib.closing(checkpoint.Checkpoints(workdir)) as checkpoints:
+                identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
+                checkpoints.save(10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0})
+            speed = {"tokens_per_second": 4096.0}  # a step of 16 x 256 tokens a second
+            write_lines(workdir / "metrics.jsonl", [
+                {"step": step, "loss": rng.uniform(2, 3), "batch_hash": f"{seed}{step}", **speed} for step in STEPS
+            ])  # fmt: skip
+            records = []
+            for seq_len in (512, 256):
+                loss = rng.uniform(1, 2)
+                positions = [{"from": a, "to": a + 64, "loss": rng.uniform(1, 2), "tokens": 9} for a in (0, 64)]
+                distances = [
+                    {"task": task, "from": a, "to": 2 * a, "accuracy": rng.uniform(), "answers": 5}
+                    for task in ("copy", "recall") for a in (8, 16)
+                ]  # fmt: skip
+                records.append({
+                    "step": 10, "dataset": "python_docs", "seq_len": seq_len, "max_windows": None, "loss": loss,
+                    "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2), "loss_stderr": 0.01,
+                    "by_position": positions, "accuracy_by_distance": distances,
+                })  # fmt: skip
+            write_lines(workdir / "eval.jsonl", [records[1] | {"step": 5}, *records])
+            entries.append({"name": workdir.name, "values": values})
+    started = {"devices": 8, "device_kind": "TPU v5p", "commit": "0123456789abcdef+changes", "jax": "0.10.2"}
+    write_lines(directory / entries[0]["name"] / "starts.jsonl", [{"step": 0}, started])
+    (directory / "sweep.json").write_text(json.dumps({"runs": [*entries, {"name": "to come", "values": {}}]}))
+    return directory
+
+
+@pytest.fixture
+def made(template, tmp_path):
+    """A copy of it that may be spoilt."""
+    import shutil
+
+    return shutil.copytree(template, tmp_path / "sweep")
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would see: tables as rows of texts, tags with their attributes, all text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tables, self.tags, self.text, self.open = [], [], "", []
+        self.feed(path.read_text())
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "img", "source"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if any(tag in self.open for tag in ("th", "td")):
+            self.tables[-1][-1][-1] += data
+
+
+def page_of(directory):
+    result = report.report_sweep(directory)
+    return Page(directory / "report" / "index.html"), result
+
+
+def final(directory, p, seed):
+    found = read_lines(directory / f"rope_percentage={p:g},seed={seed}" / "eval.jsonl")
+    (record,) = [r for r in found if r["step"] == 10 and r["seq_len"] == 256]
+    return record
+
+
+def test_the_numbers_of_the_page_are_those_of_the_files(made):
+    page, result = page_of(made)
+    assert result["output"] == str(made / "report" / "index.html") and len(result["runs"]) == 6
+    head, *rows = page.tables[0]
+    assert head[:3] == ["p", "pairs turned", "runs"] and head[-1] == "paper: Wikipedia *"
+    for p, row in zip(PERCENTAGES, rows, strict=True):
+        records = [final(made, p, seed) for seed in SEEDS]
+        expected = [f"{p:g}", f"{int(32 * p)} of 32", "2"]
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            values = [record[name] for record in records]
+            expected.append(f"{sum(values) / 2:.4f} ± {abs(values[0] - values[1]) / math.sqrt(2):.4f}")
+        apart = [final(made, p, seed)["loss"] - final(made, 1.0, seed)["loss"] for seed in SEEDS]
+        error = abs(apart[0] - apart[1]) / 2  # the standard deviation of two, over the root of two
+        expected.append("–" if p == 1 else f"{sum(apart) / 2:+.4f} ± {error:.4f}".replace("-", "−"))
+        assert row == [*expected, PAPER[p]]
+    best = min(PERCENTAGES, key=lambda p: sum(final(made, p, seed)["perplexity"] for seed in SEEDS))
+    assert f"p = {best:g} has the lowest validation perplexity" in page.text
+    assert "These runs have another model or other data" in page.text
+    (runs_table,) = [table for table in page.tables if table[0][1] == "state"]
+    first = final(made, 0, 0)
+    last = read_lines(made / "rope_percentage=0,seed=0" / "metrics.jsonl")[-1]
+    assert runs_table[1] == [
+        "rope_percentage=0,seed=0", "finished", "10", f"{last['loss']:.4f}", f"{first['loss']:.4f}",
+        f"{first['perplexity']:.4f}", f"{first['bits_per_byte']:.4f}", "0" * 16,
+    ]  # fmt: skip
+    (machines,) = [table for table in page.tables if table[0][1] == "devices"]
+    code = "0123456789+changes"
+    assert machines[1][1:] == ["8 × TPU v5p", "–", "0.10.2", code, "2", "4,096", "0 min 10 s"]
+    assert machines[2][1:] == ["–", "–", "–", "–", "–", "4,096", "0 min 10 s"]
+    assert page.text.count("equal. Those of 6 of 6 runs") == 2 and "up to 10." in page.text
+
+
+def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
+    page, _ = page_of(made)
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "iframe", "object", "embed", "video", "audio", "form", "base")
+        for name in ("src", "srcset", "href", "data", "action", "poster"):
+            assert attributes.get(name, "data:").startswith("data:"), (tag, name)
+        assert not any(name.startswith("on") for name in attributes)
+        if tag == "img":
+            assert len(attributes["alt"]) > 40
+        if tag == "th":
+            assert attributes["scope"] in ("row", "col")
+    source = (made / "report" / "index.html").read_text()
+    assert "url(" not in source and "@import" not in source and "default-src 'none'" in source
+    assert sum(tag == "img" for tag, _ in page.tags) == sum(tag == "source" for tag, _ in page.tags) == 5
+    assert ("html", {"lang": "en"}) in page.tags and sum(tag == "h1" for tag, _ in page.tags) == 1
+    assert "'<b>.model'" not in source and "&lt;b&gt;.model" in source
+    files = sorted(path.name for path in (made / "report").iterdir())
+    names = ("accuracy", "index", "length", "loss", "perplexity", "position")
+    assert files == [f"{name}.{'html' if name == 'index' else 'png'}" for name in names]
+    assert (made / "report" / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def lines_of(picture):
+    """x and y of what is drawn, by panel and label."""
+    figure = matplotlib.figure.Figure()
+    picture.draw(figure, pictures.THEMES["light"])
+    return [[(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] for axes in figure.axes]
+
+
+def test_the_pictures_show_what_the_files_say(made):
+    drawn = {picture.name: picture for picture in pictures.pictures(runs.read_sweep(made))}
+    assert list(drawn) == ["perplexity", "loss", "position", "length", "accuracy"]
+
+    def logged(p, seed):
+        return [r["loss"] for r in read_lines(made / f"rope_percentage={p:g},seed={seed}" / "metrics.jsonl")]
+
+    left, right = lines_of(drawn["loss"])
+    for i, p in enumerate(PERCENTAGES):
+        assert left[i][0] == list(STEPS)
+        np.testing.assert_allclose(left[i][1], np.mean([logged(p, seed) for seed in SEEDS], axis=0))
+        if p < 1:
+            apart = [np.subtract(logged(p, seed), logged(1.0, seed)) for seed in SEEDS]
+            np.testing.assert_allclose(right[i][1], np.mean(apart, axis=0))
+    left, _ = lines_of(drawn["position"])
+    expected = np.mean([[b["loss"] for b in final(made, 0.25, seed)["by_position"]] for seed in SEEDS], axis=0)
+    assert left[1][0] == [32, 96]
+    np.testing.assert_allclose(left[1][1], expected)
+    left, _ = lines_of(drawn["length"])
+    assert left[0][0] == [256, 512]
+    np.testing.assert_allclose(left[0][1][0], np.mean([final(made, 0, seed)["loss"] for seed in SEEDS]))
+    copy, recall = lines_of(drawn["accuracy"])
+    assert copy[0][0] == recall[0][0] == [12, 24] and copy[0][1] != recall[0][1]
+    means = [statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES]
+    assert all(f"p = {p:g}: {mean:.4f}" in drawn["perplexity"].alt for p, mean in zip(PERCENTAGES, means, strict=True))
+    (axes,) = lines_of(drawn["perplexity"])
+    assert any(x == list(PERCENTAGES) and np.allclose(y, means) for x, y in axes)
+
+
+def test_what_is_missing_is_left_out(made):
+    for path in made.glob("rope_percentage=1,*/eval.jsonl"):
+        path.unlink()
+    (made / "rope_percentage=0,seed=1" / "metrics.jsonl").unlink()
+    page, result = page_of(made)
+    assert [row[2] for row in page.tables[0][1:]] == ["2", "2", "0"]
+    assert page.tables[0][3][3:7] == ["–"] * 4 and page.tables[0][1][6] == "–"
+    assert [run["state"] for run in result["runs"]].count("unfinished") == 2
+    for path in [*made.glob("*/eval.jsonl"), *made.glob("*/metrics.jsonl")]:
+        path.unlink()
+    page, _ = page_of(made)
+    assert "No run has finished yet." in page.text and not any(tag == "img" for tag, _ in page.tags)
+    assert "Initial weights: equal" in page.text and "Batches: not proven" in page.text
+
+
+def test_runs_that_may_not_be_compared_are_said_to_be_so(made):
+    path = made / "rope_percentage=0.25,seed=1" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"batch_hash": "15"', '"batch_hash": "99"'))
+    page, _ = page_of(made)
+    says = "rope_percentage=0,seed=1 and rope_percentage=0.25,seed=1 saw other batches at step 5: batch_hash 15 and 99"
+    assert f"No: {says}" in page.text
+    with pytest.raises(RunFailed, match=says):
+        runs.check_equal(runs.read_sweep(made))
+
+
+def test_the_papers_own_runs_are_not_marked():
+    config = default_config()
+    config.data.dataset = "wikipedia/20230601.en"
+    sizes = {"num_layers": 18, "embed_dim": 2048, "vocab_size": 256_128}
+    for fields, expected in (({}, ("Wikipedia", False)), (sizes, ("Wikipedia", True))):
+        config.model.update(fields)
+        config.data.seq_len = 8192
+        run = runs.Run("a", None, {}, config, True, 0, None, [], [])
+        assert sweep_page.of_paper(run) == expected
+    config.data.dataset = "mixture"
+    assert sweep_page.of_paper(run) == ("FlanV2", True)
+
+
+def test_a_directory_that_is_no_sweep_gets_one_line(run_command, made, tmp_path):
+    missing = run_command("prope.report", f"--sweep={tmp_path}/none")
+    assert missing.code == 2 and "no sweep there (no sweep.json)" in missing.error
+    assert "sweep" in run_command("prope.report").error
+    for path in made.glob("*/config.json"):
+        path.unlink()
+    with pytest.raises(UsageError, match="none of its 7 runs has started"):
+        runs.read_sweep(made)
+    (made / "sweep.json").write_text("{")
+    with pytest.raises(UsageError, match=re.escape("sweep.json: not readable as JSON")):
+        runs.read_sweep(made)
