@@ -94,7 +94,10 @@ def results(runs: list[Run]) -> str:
         "Means over finished runs, ± their standard deviation. The lowest perplexity is marked.", head, rows
     )
     if overs:
-        made += f'<p class="soft">Loss minus RoPE’s: mean ± standard error over {e(" or ".join(sorted(overs)))}.</p>\n'
+        note = f"Loss minus RoPE’s: mean ± standard error over {' or '.join(sorted(overs))}."
+        if "documents" in overs:
+            note += " Documents tell how sure the evaluation is, not what another seed would give."
+        made += f'<p class="soft">{e(note)}</p>\n'
     if marked:
         made += (
             '<p class="soft">* Table 2 of the paper: Gemma 2B, windows of 8192 of Gemma’s tokens. <strong>These runs '
@@ -117,7 +120,7 @@ def lead(runs: list[Run]) -> str:
     apart = against_reference(by_name[name], by_name[base]) if base in by_name else None
     if apart is None:
         return said + "."
-    said += f"; its loss is {abs(apart.mean):.4f} nats per token below RoPE’s"
+    said += f"; its loss is {abs(apart.mean):.4f} nats per token {'below' if apart.mean < 0 else 'above'} RoPE’s"
     if apart.stderr is None:
         return said + ". One run of each does not tell whether that is more than chance."
     sure = "more" if abs(apart.mean) > 2 * apart.stderr else "not more"
