@@ -106,9 +106,13 @@ def by_position(record: dict | None) -> dict[float, float]:
 
 
 def by_length(run: Run) -> dict[float, float]:
-    """Loss of the last step by length of the windows; of several evaluations of a length the newest."""
+    """Loss of the last step by length of the windows, of evaluations on as many of them; of several the newest."""
     wanted = {"step": run.config.num_steps, "dataset": run.config.data.dataset}
-    return {r["seq_len"]: r["loss"] for r in run.evaluations if wanted.items() <= r.items()}
+    found: dict[int | None, dict[float, float]] = {}
+    for record in run.evaluations:
+        if wanted.items() <= record.items():
+            found.setdefault(record.get("max_windows"), {})[record["seq_len"]] = record["loss"]
+    return max(found.values(), key=len, default={})
 
 
 def accuracies(run: Run) -> list[dict]:
