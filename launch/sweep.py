@@ -35,15 +35,14 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from prope import command
+from prope import checkpoint, command
 from prope.config import differences, from_dict
-from prope.errors import RunFailed, UsageError
+from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
 from prope.grid import Planned, plan, read_grid, text_of
 from prope.runs import Run, check_equal, read_json, read_run, table, table_text
 
 log = logging.getLogger("prope")
 
-STOPPED, LOST, INTERRUPTED = 75, 76, 130  # exit codes of prope.train: asked to stop, start it again, Ctrl-C
 BACKENDS = ("local", "tpu_vm", "gke", "slurm")
 STARTS_AGAIN = 3  # times that a run which was lost is started again
 
@@ -119,7 +118,7 @@ class Processes:
     def exit_code(self, code: int) -> int:
         """The sweep's own, after a run that ended with `code` was asked to stop."""
         if code <= 0:  # it had just finished, or did not answer
-            return {signal.SIGTERM: STOPPED, signal.SIGINT: INTERRUPTED}[self.told] if code == 0 else 128 - code
+            return {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}[self.told] if code == 0 else 128 - code
         return code
 
     def _tell(self, number: int, frame) -> None:
@@ -180,7 +179,7 @@ class Sweep:
                     "run %d of %d, %s: %s", number, len(self.runs), run.name, "starts again" if start else "starts"
                 )
                 code, said, printed = processes.run(self.command(self.directory, run))
-                if processes.told or code in (STOPPED, INTERRUPTED, -signal.SIGINT):
+                if processes.told or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
                     log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
                     sys.exit(processes.exit_code(code) if processes.told else INTERRUPTED if code < 0 else code)
                 self.printed[run.name] = printed
@@ -250,8 +249,6 @@ def main(given_to_launcher: list[str]) -> dict:
     """The command."""
     given = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # this process reads files; the accelerator is for its runs
-    if "://" in given.workdir:
-        raise UsageError(f"--workdir={given.workdir}: must be a folder; mount the bucket, and give the folder it is at")
     if given.backend == "local" and given_to_launcher:
         raise UsageError(f"{given_to_launcher[0]}: flags after -- are a launcher's; --backend=local has none")
     if given.backend in ("gke", "slurm"):
@@ -260,7 +257,7 @@ def main(given_to_launcher: list[str]) -> dict:
                 raise UsageError(
                     f"{flag}: every run gets a name of its own, made of the workdir's and its values; remove it"
                 )
-    directory = pathlib.Path(given.workdir)
+    directory = checkpoint.folder(given.workdir)
     file = config_flags.get_config_filename(given["config"])
     base, overrides = given.config, config_flags.get_override_values(given["config"])
     grid = read_grid(given.grid, given.rope_percentage, file, base, overrides)
