@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import pathlib
+import re
 import runpy
 import signal
 import sys
 import threading
+import time
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["forks", "matplotlib.figure", "prope.evaluate", "prope.sample", "prope.train"])
@@ -32,6 +34,14 @@ class Command:
     def stderr(self) -> str:
         """What it has said so far."""
         return self._files[1].read_text() if self._files[1].exists() else ""
+
+    def wait_for(self, text: str) -> None:
+        """Until it has said something that this pattern finds."""
+        end = time.monotonic() + 300
+        while not re.search(text, self.stderr):
+            if time.monotonic() > end or not self._process.is_alive():
+                raise TimeoutError(f"{text} was not said:\n{self.stderr}")
+            time.sleep(0.01)
 
     def signal(self, number: int) -> None:
         """Sends it a signal, if it is still there."""

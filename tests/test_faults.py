@@ -40,14 +40,6 @@ def start(start_command):
     )
 
 
-def wait_for(command, text: str) -> None:
-    """Until the command has said this."""
-    end = time.monotonic() + 300
-    while not re.search(text, command.stderr):
-        assert time.monotonic() < end, command.stderr
-        time.sleep(0.01)
-
-
 def test_killed_ten_times_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train, tmp_path):
     straight = train(tmp_path / "straight", *EVERY_STEP)
     assert straight.code == 0, straight.stderr
@@ -55,7 +47,7 @@ def test_killed_ten_times_at_random_a_run_ends_as_a_straight_one_bit_for_bit(sta
     for _ in range(10):
         command = start(tmp_path / "run", *EVERY_STEP)
         if chance.random() < 0.8:  # else: at any moment of the start
-            wait_for(command, "first step after|Traceback")
+            command.wait_for("first step after|Traceback")
         time.sleep(chance.random())
         command.kill()
         assert "Traceback" not in command.stderr, command.stderr
@@ -78,7 +70,7 @@ def test_killed_ten_times_at_random_a_run_ends_as_a_straight_one_bit_for_bit(sta
 def test_asked_to_stop_while_training(start, train, tmp_path, number, code):
     arguments = ("--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
     command = start(tmp_path, *arguments)
-    wait_for(command, "step 3/")
+    command.wait_for("step 3/")
     command.signal(number)
     stopped = finish(command)
     assert stopped.code == code
@@ -92,7 +84,7 @@ def test_asked_to_stop_while_evaluating(start, train, tmp_path):
     arguments = ("--config.eval_every=3", "--config.checkpoint_every=100", "--config.log_every=1")
     slow = ("--config.eval.batch_size=1", "--config.eval.max_windows=100000")
     command = start(tmp_path, *arguments, *slow)
-    wait_for(command, "step 3/20")
+    command.wait_for("step 3/20")
     time.sleep(0.3)
     command.signal(signal.SIGTERM)
     stopped = finish(command)
@@ -107,7 +99,7 @@ def test_asked_to_stop_while_evaluating(start, train, tmp_path):
 def test_asked_to_stop_while_compiling(start, tmp_path):
     deep = ("--config.model.num_layers=12", "--config.model.scan_layers=False", "--config.model.remat=full")
     command = start(tmp_path, *deep, JAX_ENABLE_COMPILATION_CACHE="false")
-    wait_for(command, "init_hash")
+    command.wait_for("init_hash")
     time.sleep(0.3)
     command.signal(signal.SIGTERM)
     stopped = finish(command)
@@ -117,9 +109,9 @@ def test_asked_to_stop_while_compiling(start, tmp_path):
 
 def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
     command = start(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=100000")
-    wait_for(command, "step 5/")
+    command.wait_for("step 5/")
     command.signal(signal.SIGINT)
-    wait_for(command, "once more leaves at once")
+    command.wait_for("once more leaves at once")
     command.signal(signal.SIGINT)
     stopped = finish(command)
     assert stopped.code == 130 and "Ctrl-C twice; the same command goes on from the last checkpoint" in stopped.error
@@ -213,7 +205,7 @@ def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
     try:
         arguments = ("--config.checkpoint_every=5", "--config.eval_every=5", "--config.log_every=1")
         command = start(tmp_path / "run", *arguments)
-        wait_for(command, "step 2/")
+        command.wait_for("step 2/")
         command.signal(signal.SIGSTOP)
         free = shutil.disk_usage(tmp_path).free
         (tmp_path / "filler").write_bytes(b"0" * (free - 12 * 90_688 - 30_000))

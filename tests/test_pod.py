@@ -1,6 +1,7 @@
 """A run of several processes, as on a pod: here two on one machine, with devices that they pretend to have."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -42,13 +43,6 @@ def start_pod(start_command):
     return start
 
 
-def wait_for(command, text: str) -> None:
-    end = time.monotonic() + 300
-    while not re.search(text, command.stderr):
-        assert time.monotonic() < end, command.stderr
-        time.sleep(0.01)
-
-
 def line_of(outcome) -> str:
     """The one line of ours that a process ends with, among what JAX's runtime may say."""
     (line,) = [line for line in outcome.stderr.splitlines() if line.startswith(("error:", "stopped:"))]
@@ -65,18 +59,26 @@ def straight(train, tmp_path_factory):
     return workdir, outcome.result
 
 
-def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, start_pod, train, tmp_path):
+def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, train, cache_dir, tmp_path):
     moving = (*WIDE, "--config.num_steps=60", "--config.eval_every=20")
-    first, second = map(finish, start_pod(tmp_path / "run", *moving, "--stop_at_step=20"))
-    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
-    assert re.search(r"^process 0 of 2 on .*, with 2 of 4 devices$", first.stderr, re.MULTILINE)
-    assert re.search(r"^process 1 of 2 on .*, with 2 of 4 devices$", second.stderr, re.MULTILINE)
-    assert "step 20" not in second.stderr, "only the first one logs"
+    train_in = ["--", sys.executable, "-m", "prope.train", CONFIG, f"--workdir={tmp_path / 'run'}", *moving]
+    pod = ["bash", ROOT / "launch" / "local_pod.sh", "--processes=2", "--devices=2", *train_in, "--stop_at_step=20"]
+    env = os.environ | {"PROPE_CACHE": str(cache_dir)}
+    done = subprocess.run(pod, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout.splitlines()[-1])
+    for process in (0, 1):
+        said = rf"^\[{process}\] process {process} of 2 on .*, with 2 of 4 devices$"
+        assert re.search(said, done.stderr, re.MULTILINE), done.stderr
+    assert "[0] step 20/20" in done.stderr and "[1] step" not in done.stderr, "only the first one logs"
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 20, "and writes"
+    (start,) = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert (start["processes"], start["devices"]) == (2, 4) and len(start["commit"]) >= 40
     four = train(tmp_path / "run", *moving, "--stop_at_step=40", "--config.mesh.tensor=2", devices=4)
     assert four.code == 0 and "resumed from step 20" in four.stderr, four.stderr
     one = train(tmp_path / "run", *moving)
     assert one.code == 0 and "resumed from step 40" in one.stderr, one.stderr
-    assert first.result["init_hash"] == four.result["init_hash"] == straight[1]["init_hash"]
+    assert first["init_hash"] == four.result["init_hash"] == straight[1]["init_hash"]
     assert logged(tmp_path / "run", "batch_hash") == logged(straight[0], "batch_hash")
     ours, theirs = losses(tmp_path / "run"), losses(straight[0])
     assert list(ours) == list(range(1, 61))
@@ -117,7 +119,7 @@ def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, t
 
 def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
-    wait_for(pod[0], "step 3/")
+    pod[0].wait_for("step 3/")
     pod[1].signal(signal.SIGTERM)
     first, second = map(finish, pod)
     assert (first.code, second.code) == (75, 75), first.stderr + second.stderr
@@ -137,7 +139,7 @@ def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, killed):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=5", PROPE_HEARTBEAT_TIMEOUT="10")
-    wait_for(pod[0], "step 10/")
+    pod[0].wait_for("step 10/")
     pod[killed].kill()
     start = time.monotonic()
     other = finish(pod[1 - killed])
@@ -151,7 +153,7 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
 
 def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=0.25")
-    wait_for(pod[0], "step 5/")
+    pod[0].wait_for("step 5/")
     pod[1].signal(signal.SIGSTOP)
     first = finish(pod[0])
     pod[1].kill()
