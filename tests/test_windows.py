@@ -10,13 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
-from prope import evaluate
 from prope.config import default_config, differences, validate
 from prope.data.pack import is_validation
 from prope.data.windows import Windows, ahead, randomised, train_batch
@@ -195,18 +193,6 @@ def test_the_range_is_checked_and_makes_another_run():
         config.data.position_range = value
         with pytest.raises(UsageError, match=f"data.position_range={value}: must be from data.seq_len=256 to "):
             validate(config)
-
-
-def test_a_run_with_randomised_positions_is_evaluated_beyond_their_range(folder, tmp_path, monkeypatch):
-    config = default_config()
-    config.data.update({"dataset": "files", "data_dir": str(folder), "cache_dir": str(tmp_path), "position_range": 256})
-    run = types.SimpleNamespace(config=config, params=None, step=1, init_hash="", workdir=tmp_path)
-    given = dict.fromkeys(("workdir", "step", "max_windows", "batch_size", "dataset", "data_dir")) | {"seq_len": 300}
-    monkeypatch.setattr(evaluate.flags, "FLAGS", types.SimpleNamespace(**given))
-    monkeypatch.setattr(evaluate.checkpoint, "load_run", lambda *arguments: run)
-    last = lambda config, windows, mesh: lambda params: {"last": int(windows.read([0])["positions"].max())}  # noqa: E731
-    monkeypatch.setattr(evaluate, "make_evaluation", last)
-    assert evaluate.main()["last"] == 299
 
 
 # --- Reading ahead ----------------------------------------------------------------------------------------------
