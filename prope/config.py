@@ -25,6 +25,7 @@ DTYPES = ("float32", "bfloat16")
 ATTENTION = ("auto", "xla", "splash", "cudnn")
 LOSS_ON = ("all", "targets")
 MIXTURE = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on")  # fields of a source in a mixture
+SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
 REMAT = ("none", "minimal", "save_qkv", "full")
 
 
@@ -58,7 +59,8 @@ def default_config() -> ConfigDict:
     model.remat = "none"
 
     config.data = data = ConfigDict()
-    data.dataset = "python_docs"  # python_docs | files | a TFDS name such as wikipedia/20230601.en | mixture
+    # python_docs | files | a TFDS name such as wikipedia/20230601.en | mixture | synthetic/ and copy, recall or mix
+    data.dataset = "python_docs"
     data.data_dir = ""  # where TFDS data or files are; not used by python_docs
     data.text_feature = "text"  # the feature of a TFDS record, or the key of a JSON line, that holds the text
     data.template = ""  # instead of text_feature: a text with features in braces, "Q: {inputs}\nA: {targets}"
@@ -251,6 +253,8 @@ def validate(config: ConfigDict) -> None:
     share = fields["data.validation_fraction"]
     require("data.validation_fraction", 0 < share < 1, "must be between 0 and 1")
     require("data.loss_on", fields["data.loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")
+    if fields["data.dataset"].startswith("synthetic/"):
+        require("data.tokenizer", fields["data.tokenizer"] == "byte", "has no effect with synthetic data; remove it")
     mixed = fields["data.dataset"] == "mixture"
     require("data.mixture", mixed == bool(fields["data.mixture"]), "goes with data.dataset=mixture, and that with it")
     for number, entry in enumerate(fields["data.mixture"]):
@@ -262,9 +266,9 @@ def validate(config: ConfigDict) -> None:
         if (
             not isinstance(weight, int | float)
             or not 0 < weight < math.inf
-            or entry.get("dataset", "mixture") == "mixture"
+            or entry.get("dataset", "mixture").split("/")[0] in ("mixture", "synthetic")
         ):
-            raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset, which is no mixture")
+            raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
         own = {name: fields[f"data.{name}"] for name in MIXTURE[2:]} | {"data_dir": ""} | dict(entry)
         _check_source(own, f"{where}.")
     if not mixed:
@@ -278,7 +282,13 @@ def _check_source(source: dict, prefix: str) -> None:
         if not holds:
             raise UsageError(f"config.{prefix}{name}={source[name]}: {allowed}")
 
-    if source["dataset"] == "python_docs":
+    if source["dataset"].split("/")[0] == "synthetic":
+        known = [f"synthetic/{task}" for task in SYNTHETIC]
+        hint = nearest(source["dataset"], known)
+        require("dataset", source["dataset"] in known, f"there is no such task{hint}; there are {', '.join(known)}")
+        for name in ("data_dir", "template"):
+            require(name, not source[name], f"has no effect with {prefix}dataset={source['dataset']}; remove it")
+    elif source["dataset"] == "python_docs":
         require("data_dir", not source["data_dir"], f"has no effect with {prefix}dataset=python_docs; remove it")
         require("template", not source["template"], f"has no effect with {prefix}dataset=python_docs; remove it")
     else:

@@ -26,10 +26,12 @@ from ml_collections import ConfigDict
 from prope import checkpoint, command, metrics, model, paired, sharding
 from prope.config import validate
 from prope.data.mixture import open_windows
+from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS
 from prope.data.windows import Windows
 from prope.errors import UsageError
-from prope.step import batch_losses
+from prope.loss import token_losses
+from prope.step import batch_hidden
 
 log = logging.getLogger("prope")
 
@@ -54,12 +56,16 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
     by_position                 [{"from", "to", "loss", "tokens"}]: by position in the window, from .. to - 1, in steps
                                 of an eighth of config.data.seq_len, the length of training; of 1024 in windows of
                                 8192 tokens or more. Buckets without a token are left out
+    accuracy                    of synthetic data: the share of the answers that have the highest score
+    accuracy_by_distance        of synthetic data: [{"task", "from", "to", "accuracy", "answers"}], by how many tokens
+                                before the question the answer stands, from .. to - 1
     """
     count = _count(config, windows)
     chosen = [place * windows.count // count for place in range(count)]
     parts = mesh.devices.size // mesh.shape["tensor"]
     size = -(-min(config.eval.batch_size, count) // parts) * parts
     mine = sharding.rows_of_this_process(mesh, size)
+    generated = isinstance(windows, Synthetic)
     width = 1024 if windows.seq_len >= _LONG else max(config.data.seq_len // 8, 1)
 
     def read(start: int) -> dict[str, np.ndarray]:
@@ -68,20 +74,27 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
         return {name: np.concatenate([part, padding[name]]) for name, part in windows.read(rows).items()}
 
     def score(params, batch):
-        scores = {name: batch[name] for name in ("weights", "segment_ids")}
-        return scores | {"losses": batch_losses(config, params, batch), "opens": batch["tokens"][:, 0] == BOS}
+        hidden = batch_hidden(config, params, batch)
+        scores = {name: batch[name] for name in ("weights", "segment_ids")} | {"opens": batch["tokens"][:, 0] == BOS}
+        scores["losses"] = token_losses(hidden, model.embedding(params), batch["targets"])
+        if generated:  # a sequence at a time: nothing holds the logits of all
+            best = jax.lax.map(lambda row: model.logits(params, row).argmax(axis=-1), hidden)
+            scores["right"] = best == batch["targets"]
+        return scores
 
     step = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def evaluation(params: model.Params, keep: pathlib.Path | None = None) -> dict:
-        sums = _Sums(windows.seq_len, width)
+        sums, right = _Sums(windows.seq_len, width), []
         for start in range(0, count, size):
             if not go_on():
                 return None
             with sharding.use(mesh):
                 scores = step(params, sharding.global_batch(mesh, read(start), size))
             scores = {name: np.asarray(values) for name, values in scores.items()}
-            for row, window in enumerate(chosen[start : start + size]):
+            here = chosen[start : start + size]
+            right.extend(scores.pop("right", ())[: len(here)])
+            for row, window in enumerate(here):
                 sums.add(window, **{name: values[row] for name, values in scores.items()})
         losses, tokens = sums.by_document()
         loss, stderr = paired.mean_and_stderr(losses.sum(axis=1), tokens.sum(axis=1))
@@ -99,6 +112,8 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
             "unigram_bits_per_byte": store.index["unigram_loss"] * bits_per_byte,
             "by_position": _by_position(losses.sum(axis=0), tokens.sum(axis=0), sums.edges),
         }
+        if generated:
+            record |= windows.accuracy(chosen, np.array(right))
         if keep is not None and jax.process_index() == 0:
             paired.write_sums(keep, record, losses, tokens, sums.edges)
         return record

@@ -11,8 +11,7 @@ from ml_collections import ConfigDict
 from prope import model, sharding
 from prope.attention import choose
 from prope.errors import UsageError
-from prope.hashing import hash_batch
-from prope.loss import token_losses, weighted_loss
+from prope.loss import weighted_loss
 
 log = logging.getLogger("prope")
 
@@ -49,12 +48,8 @@ def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.S
     return batch | {"weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)}
 
 
-def batch_losses(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
-    """The loss of every token of a batch, [B, T] nats, float32; not yet multiplied by the weights."""
-    return token_losses(_hidden(config, params, batch), model.embedding(params), batch["targets"])
-
-
-def _hidden(config, params, batch):
+def batch_hidden(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
+    """The decoder's output for every token of a batch, [B, T, D]."""
     segment_ids = batch["segment_ids"] if config.data.mask_documents else None
     return model.hidden_states(config.model, params, batch["tokens"], batch["positions"], segment_ids)
 
@@ -63,7 +58,7 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
     """(params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm", "batch_hash"}): one update."""
 
     def weighted_sum(params, batch):
-        hidden = _hidden(config, params, batch)
+        hidden = batch_hidden(config, params, batch)
         return weighted_loss(hidden, model.embedding(params), batch["targets"], batch["weights"])
 
     def step(params, opt_state, batch):

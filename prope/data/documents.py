@@ -5,6 +5,8 @@ files        a folder of .txt (a document each) and .jsonl (a document per line)
 NAME         a TFDS dataset such as wikipedia/20230601.en, prepared as ArrayRecord or as TFRecord, read without
              TensorFlow, Beam or a network
 mixture      several of these by weight, each with a store of its own
+
+synthetic/TASK is none of them: its windows are generated, in synthetic.py.
 """
 
 import ast
@@ -33,6 +35,8 @@ def find_source(config: ConfigDict) -> Source:
     """
     if config.dataset == "python_docs":
         return _python_docs()
+    if config.dataset.startswith("synthetic/"):
+        raise UsageError(f"config.data.dataset={config.dataset}: is generated while it is read, and has no text")
     data_dir, rule = pathlib.Path(config.data_dir), TextRule.of(config)
     if not data_dir.is_dir():
         bring = "" if config.dataset == "files" else how_to_bring(config.dataset, config.data_dir)

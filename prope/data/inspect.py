@@ -14,10 +14,12 @@ from ml_collections import ConfigDict, config_flags
 
 from prope import command
 from prope.config import validate
+from prope.data import synthetic
 from prope.data.documents import weighted
 from prope.data.mixture import open_windows
 from prope.data.prepare import open_store
 from prope.data.store import Store
+from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import load_tokenizer
 from prope.data.windows import Batch, train_batch
 from prope.errors import UsageError
@@ -36,6 +38,10 @@ def inspect(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
       UsageError: what was given does not fit, or the picture cannot be written.
     """
     validate(config)
+    if plot and config.data.dataset.startswith("synthetic/"):
+        raise UsageError(
+            f"--plot={plot}: {config.data.dataset} has no documents whose lengths could be drawn; remove it"
+        )
     tokenizer = load_tokenizer(config.data.tokenizer)
     windows = open_windows(config.data, config.model.vocab_size, "train")
     rows = min(rows, config.batch_size)
@@ -43,11 +49,14 @@ def inspect(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
     for row in range(rows):
         window = windows.at(step * config.batch_size + row, config.seed)
         print(f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ===")
-        for line in describe({name: values[row] for name, values in batch.items()}, tokenizer):
-            print(line)
-        print()
+        if isinstance(windows, Synthetic):
+            lines = synthetic.describe(windows.window(window))
+        else:
+            lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
+        print("\n".join(lines), end="\n\n")
     sources, lengths = [], {}
-    for weight, data in weighted(config.data):
+    texts = [] if isinstance(windows, Synthetic) else weighted(config.data)
+    for weight, data in texts:
         name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
         found = document_lengths(open_store(data, config.model.vocab_size), tokenizer.bos)
         lengths[name] = found

@@ -12,11 +12,14 @@ from ml_collections import ConfigDict
 
 from prope.data import store
 from prope.data.documents import weighted
+from prope.data.synthetic import Synthetic
 from prope.data.windows import Batch, Windows
 
 
-def open_windows(config: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture":
-    """The windows that a run's `config.data` names, of one source or of a mixture."""
+def open_windows(config: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture | Synthetic":
+    """The windows that a run's `config.data` names: of one source, of a mixture, or generated."""
+    if config.dataset.startswith("synthetic/"):
+        return Synthetic(config, vocab_size, split)
     if config.dataset != "mixture":
         return Windows(config, vocab_size, split)
     return Mixture(config, vocab_size, split)

@@ -28,6 +28,7 @@ from prope.data.documents import find_source, local_cache, weighted
 from prope.data.lock import locked
 from prope.data.source import Source
 from prope.data.store import SPLITS, Store
+from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import load_tokenizer
 from prope.errors import RunFailed, UsageError, is_disk_full
 
@@ -178,6 +179,10 @@ def main() -> dict:
     """The command."""
     config = flags.FLAGS.config
     validate(config)
+    if config.data.dataset.startswith("synthetic/"):
+        log.info("%s is generated while it is read: there is nothing to prepare", config.data.dataset)
+        store_of = Synthetic(config.data, config.model.vocab_size, "train").store
+        return {"store": None, "tokens": 0, "documents": 0, "fingerprint": store_of.fingerprint, "prepared": False}
     results, stores, sources = [], [], weighted(config.data)
     for _, own in sources:
         start, made = time.perf_counter(), {}
