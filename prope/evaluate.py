@@ -229,7 +229,6 @@ def _asked_for(config: ConfigDict, given) -> ConfigDict:
         config.data.update({"dataset": given.dataset, "data_dir": "", **plain})
     if given.data_dir is not None:
         config.data.data_dir = given.data_dir
-    config.data.position_range = None  # of training only: what is evaluated may be longer
     validate(config)
     return config
 

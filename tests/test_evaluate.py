@@ -191,6 +191,7 @@ def test_two_runs_on_the_same_windows_are_compared_document_by_document(runs):
     a, b = ask(runs, seq_len="2x", step="7")
     ask(runs, seq_len="1x", step="7")  # newer, of another length
     ask(runs / "rope", seq_len="2x", step="9")
+    ask(runs / "rope", seq_len="2x", step="7", max_windows=3)  # newer, of other windows
     found = paired.paired_difference(runs / "nope", runs / "rope", {"step": 7, "seq_len": 2 * T})
     ours, theirs = (token_by_token(runs / name, 2 * T, step=7) for name in ("nope", "rope"))
     assert math.isclose(found.difference, a["loss"] - b["loss"], rel_tol=1e-4)
@@ -270,14 +271,13 @@ def test_training_with_randomised_positions_does_not_bound_evaluation(runs, base
 # --- Which runs, checkpoints and lengths ------------------------------------------------------------------------
 
 
-def test_all_runs_all_checkpoints_all_lengths_once_and_not_again(runs, base, monkeypatch, caplog):
+def test_all_runs_all_checkpoints_all_lengths_once_and_not_again(runs, base, monkeypatch):
     made = []
     real = evaluate.make_evaluation
     monkeypatch.setattr(evaluate, "make_evaluation", lambda *given: made.append(given) or real(*given))
     shutil.copytree(runs / "nope", runs / "below" / "seed=1")
     edit(runs / "below" / "seed=1", base, seed=1)
-    (runs / "nope" / "hf").mkdir()
-    (runs / "nope" / "hf" / "config.json").write_text("{}")  # of an export within a run
+    shutil.copytree(runs / "rope", runs / "nope" / "within")  # is a part of that run, whatever it holds
     (runs / "unfinished").mkdir()
     shutil.copy(runs / "nope" / "config.json", runs / "unfinished")
     records = ask(runs, step="all", seq_len="1x,32,0064,2x")

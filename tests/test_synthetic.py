@@ -193,6 +193,8 @@ def test_accuracy_by_distance_counts_right_answers():
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_size):
     config, params = make_run(tmp_path / "run")
+    likely = (jnp.arange(300) >= 8) & (jnp.arange(300) < 24)  # letters and values, so that some answers are right
+    params["embedder"]["input_embedding"] *= jnp.where(likely, 1, 0.1)[:, None]
     config.data.update({"dataset": "synthetic/mix", "seq_len": 64})
     config.eval.update({"batch_size": batch_size, "max_windows": 7})
     of = windows("mix", 64, "validation")
@@ -207,7 +209,7 @@ def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_siz
             right.append(logits[place].argmax() == stream[place + 1])
             losses.append(np.log(np.exp(logits[place]).sum()) - logits[place, stream[place + 1]])
     assert found["tokens"] == len(losses) and math.isclose(found["loss"], np.mean(losses), rel_tol=1e-5)
-    assert math.isclose(found["accuracy"], np.mean(right))
+    assert sum(right) >= 2 and math.isclose(found["accuracy"], np.mean(right))
     assert math.isclose(found["bits_per_byte"], found["loss"] / math.log(2))
     assert math.isclose(found["unigram_bits_per_byte"], 3), "guessing one of eight"
 
