@@ -1,0 +1,62 @@
+"""The paper's Table 1 as an experiment of minutes: which encoding can attend by position, which by meaning.
+
+What       93,000 parameters on synthetic/mix, generated as it is read: repeat the letter that stood 1 to 4 tokens
+           before (positional), and give the value of a key that was set anywhere before (semantic); see
+           prope/data/synthetic.py. The wavelength suits the length as the paper's does: over a window of training the
+           slowest pair turns by 1.7 radians (there: 0.9), over one eight times as long by 14.
+Command    for p in 0 0.75 1; do
+             python -m prope.train --config=configs/synthetic.py --workdir=W/p=$p --config.model.rope_percentage=$p
+           done
+           python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=128
+           --config.data.dataset=synthetic/copy and synthetic/recall are the two tasks alone.
+Hardware   Two CPU cores and 1 GB of memory.
+Hours      0.1 a run: 170 to 370 seconds of training at 12,200 to 5,500 tokens/s, measured while other programs had most
+           of both cores; not yet timed on quiet ones.
+Expected   Right answers in %, by length of the window (guessing: 12.5); one seed, 128 windows:
+
+                      copy: 1x    2x    4x    8x     recall: 1x    2x    4x    8x
+           p = 0          37.4  31.4  22.7  18.5          100.0 100.0  98.4  91.2
+           p = 0.75      100.0  99.9  99.8  99.1          100.0 100.0  99.0  94.6
+           p = 1         100.0 100.0 100.0  97.9           98.6  65.5  40.2  27.8
+
+           p = 0 is above guessing on copy: the causal mask tells it something of where it is, near the start of a
+           window. p = 1 recalls what it learnt to within 128 tokens; from 128 on it guesses (12 to 16 %).
+"""
+
+from prope.config import default_config, sized
+
+
+def get_config(size: str = "full"):
+    config = default_config()
+    config.num_steps = 500
+    config.batch_size = 32  # sequences, so 4096 tokens, of which 370 are answers
+    config.accumulation = 1
+    config.seed = 0
+    config.log_every = 100
+    config.eval_every = 500
+    config.checkpoint_every = 500
+
+    config.model.num_layers = 2
+    config.model.embed_dim = 64
+    config.model.num_heads = 2
+    config.model.num_kv_heads = 2
+    config.model.head_dim = 32
+    config.model.hidden_dim = 128
+    config.model.vocab_size = 168  # of synthetic data
+    config.model.max_wavelength = 100.0
+    config.model.rope_percentage = 0.75
+    config.model.dtype = "float32"
+    config.model.scan_layers = False
+
+    config.data.dataset = "synthetic/mix"
+    config.data.seq_len = 128
+
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.final_learning_rate = 3e-5
+    config.optimizer.warmup_steps = 100
+    config.optimizer.b2 = 0.98
+    config.optimizer.weight_decay = 0.01
+    config.optimizer.clip_norm = 1.0
+
+    config.eval.batch_size = 64
+    return sized(config, size)
