@@ -49,7 +49,7 @@ class Checkpoints:
         """To read; or, with a run's `config.checkpoint`, to write as well."""
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
         self._saving = 0
-        policy = None
+        policy, self._unseen = None, False
         if keep is not None:
             kept = [policies.LatestN(keep.max_to_keep)]
             kept += [policies.EveryNSteps(keep.keep_every)] if keep.keep_every else []
@@ -126,11 +126,15 @@ class Checkpoints:
         self._saving = step
         with self._named_errors():
             self._manager.save(step, args=args, force=True)  # whether it is time to, the caller has decided
+        self._unseen = True
 
     def check(self) -> None:
         """Raises RunFailed where the last checkpoint could not be written in the background."""
-        with self._named_errors():
-            self._manager.check_for_errors()
+        # Orbax's own check_for_errors does not see what its last thread has met: only waiting for that one raises it.
+        if self._unseen and not self._manager.is_saving_in_progress():
+            self._unseen = False
+            with self._named_errors():
+                self._manager.wait_until_finished()
 
     def restore(self, step: int, **abstract) -> dict[str, Any]:
         """Items of a checkpoint by name: arrays like `abstract` (shapes, dtypes, shardings), or None for JSON.
@@ -157,7 +161,6 @@ class Checkpoints:
         """Waits for what is being saved; raises RunFailed where it cannot be written."""
         with self._named_errors():
             self._manager.wait_until_finished()
-            self._manager.check_for_errors()
         self._manager.close()
 
     def __enter__(self):

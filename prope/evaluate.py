@@ -23,7 +23,7 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from prope import checkpoint, command, metrics, model, paired, sharding
+from prope import checkpoint, command, metrics, model, paired, processes, sharding
 from prope.config import validate
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic
@@ -41,10 +41,11 @@ _LONG = 8192  # windows of this many tokens and more are told apart by thousands
 _FIELDS = ("loss", "loss_stderr", "by_position", "tokens", "perplexity", "bits_per_byte", "unigram_bits_per_byte")
 
 
-def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callable[..., dict]:
+def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callable[..., dict | None]:
     """A function of the parameters that evaluates `windows`: all, or config.eval.max_windows evenly spread ones.
 
-    Its arguments are the parameters and, if wanted, a folder W/eval/STEP to keep the sums by document in. It returns
+    Its arguments are the parameters and, if wanted, a folder W/eval/STEP to keep the sums by document in, and what is
+    called before every batch, as often in every process: where that returns False it gives up, with None. It returns
 
     fingerprint, windows        of the data; how many windows were read
     tokens                      how many were predicted
@@ -84,7 +85,9 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
 
     step = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def evaluation(params: model.Params, keep: pathlib.Path | None = None) -> dict:
+    def evaluation(
+        params: model.Params, keep: pathlib.Path | None = None, go_on: Callable[[], bool] = lambda: True
+    ) -> dict | None:
         sums, right = _Sums(windows.seq_len, width), []
         for start in range(0, count, size):
             if not go_on():
@@ -114,7 +117,7 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
         }
         if generated:
             record |= windows.accuracy(chosen, np.array(right))
-        if keep is not None and jax.process_index() == 0:
+        if keep is not None and processes.is_first():
             paired.write_sums(keep, record, losses, tokens, sums.edges)
         return record
 
@@ -298,7 +301,7 @@ def evaluations(given) -> Iterator[dict]:
             params = checkpoint.load_run(workdir, step).params if params is None else params
             result = evaluator.function(params, workdir / "eval" / str(step))
             record = {**about, **run, "max_windows": config.eval.max_windows, **result, **end}
-            if jax.process_index() == 0:
+            if processes.is_first():
                 metrics.append_jsonl(workdir / "eval.jsonl", record)
             yield record
 

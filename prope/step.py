@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from prope import model, sharding
 from prope.attention import choose
 from prope.errors import UsageError
+from prope.hashing import hash_batch
 from prope.loss import weighted_loss
 
 log = logging.getLogger("prope")

@@ -101,7 +101,7 @@ def train(
                 return interrupts.poll() <= Request.SAVE
 
             with out.pause():
-                if (found := evaluation(params, go_on)) is not None:
+                if (found := evaluation(params, path / "eval" / str(step), go_on)) is not None:
                     out.evaluation({"step": step, **about, **found})
 
         def save(step: int) -> None:
