@@ -48,8 +48,8 @@ class Checkpoints:
     def __init__(self, workdir: str | os.PathLike, keep: ConfigDict | None = None):
         """To read; or, with a run's `config.checkpoint`, to write as well."""
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._saving = 0
-        policy, self._unseen = None, False
+        self._saving, self._unseen = 0, False  # the last step that was saved; whether its failure would be news
+        policy = None
         if keep is not None:
             kept = [policies.LatestN(keep.max_to_keep)]
             kept += [policies.EveryNSteps(keep.keep_every)] if keep.keep_every else []
@@ -148,8 +148,13 @@ class Checkpoints:
             name: ocp.args.StandardRestore(like) for name, like in abstract.items() if like is not None
         }
         names.setdefault("config", ocp.args.JsonRestore())
+        for name in names:
+            if not (self.directory / str(step) / name).is_dir():
+                raise Damaged(f"{name} is missing")
         try:
             items = dict(self._manager.restore(step, args=ocp.args.Composite(**names)))
+        except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+            raise  # the checkpoint is not to blame
         except Exception as error:  # of many types, by which file it was
             raise Damaged(f"{type(error).__name__}: {_first_line(error)}") from error
         for name, saved in items["config"].get("hashes", {}).items():
@@ -176,6 +181,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # whatever the storage says
+            if isinstance(error, jax.errors.JaxRuntimeError) and processes.count() > 1:
+                raise  # another process is gone
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else _first_line(error)
             raise RunFailed(
                 f"checkpoint {self._saving} could not be written to {self.directory} ({reason}); those "

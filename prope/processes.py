@@ -184,9 +184,8 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
 
 def _found_by_launchers(environ: Mapping[str, str]) -> str:
     """'auto' where a launcher started several processes and nothing was said: each would train alone."""
-    tasks = environ.get("SLURM_NTASKS", "1") if "SLURM_STEP_NUM_TASKS" in environ else "1"
-    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
-    return "auto" if tasks != "1" or "," in hosts else "1"
+    several = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+    return "auto" if several else "1"
 
 
 def _number(name: str, value: str, least: int) -> int:
@@ -218,9 +217,7 @@ def _local_gpus(environ: Mapping[str, str]) -> list[int] | None:
 def _visible_gpus(environ: Mapping[str, str]) -> int:
     if environ.get("CUDA_VISIBLE_DEVICES"):
         return len(environ["CUDA_VISIBLE_DEVICES"].split(","))
-    return (
-        len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]) if os.path.isdir("/dev") else 0
-    )
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in pathlib.Path("/dev").glob("nvidia*"))
 
 
 def _check_gpus(environ: Mapping[str, str]) -> None:

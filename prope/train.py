@@ -177,6 +177,11 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, data):
     if checkpoints.steps():
 
         def read(step: int):
+            if step == 0:
+                raise UsageError(
+                    f"--workdir={checkpoints.directory.parent}: holds an imported checkpoint, without optimizer state: "
+                    "start from it in another --workdir, with --init_from naming this one"
+                )
             saved = checkpoints.restore(step, config=None, data=None)
             other = f"checkpoint {step} is of another config"
             checkpoint.check_same(config, from_dict(saved["config"]["config"]), other)

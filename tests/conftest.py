@@ -77,6 +77,12 @@ def train(run_command):
     return run
 
 
+def flipped(data: bytes) -> bytes:
+    """The bytes with the one in the middle changed."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
+
+
 def logged(workdir, name: str) -> dict:
     """A metric by step."""
     lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()

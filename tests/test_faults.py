@@ -1,6 +1,7 @@
 """What can happen to a run: killed, asked to stop, its disk full, its checkpoints damaged; on real processes."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -10,7 +11,7 @@ import time
 
 import jax
 import pytest
-from conftest import CONFIG, finish, logged, losses
+from conftest import CONFIG, finish, flipped, logged, losses
 
 from prope import checkpoint
 
@@ -125,11 +126,6 @@ DAMAGES = {
 }
 
 
-def flipped(data: bytes) -> bytes:
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
-
-
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage, listed):
@@ -173,6 +169,14 @@ def test_where_nothing_is_whole_nothing_is_done(copy, train, run_command):
     assert sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "config.json") == before
 
 
+def test_a_run_that_was_imported_is_not_gone_on_with(copy, train):
+    shutil.rmtree(copy / "checkpoints" / "10")
+    shutil.rmtree(copy / "checkpoints" / "20" / "opt_state")
+    (copy / "checkpoints" / "20" / "files.json").unlink()
+    (copy / "checkpoints" / "20").rename(copy / "checkpoints" / "0")
+    assert "imported checkpoint, without optimizer state: start from it in another" in train(copy).error
+
+
 def test_what_a_killed_process_left_half_written_is_not_a_checkpoint(copy, train):
     half = copy / "checkpoints" / "30.orbax-checkpoint-tmp"
     shutil.copytree(copy / "checkpoints" / "20", half)
@@ -199,6 +203,7 @@ def test_saving_by_the_clock(train, tmp_path):
     assert checkpoint.Checkpoints(tmp_path / "other").steps() == [20]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
     """There is room for the arrays, as the check before sees, but hardly any for what is written around them."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(tmp_path)], check=True)

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import CONFIG, ROOT, finish, logged, losses
+from conftest import CONFIG, ROOT, finish, flipped, logged, losses
 
 from prope import checkpoint, processes
 from prope.errors import UsageError
@@ -159,6 +159,18 @@ def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
     pod[1].kill()
     assert first.code == 76 and "nothing has happened for 0.25 minutes after step" in line_of(first)
     assert "Thread 0x" in first.stderr and "train.py" in first.stderr, "where every thread is"
+
+
+def test_all_pass_over_the_same_damaged_checkpoint(start_pod, train, tmp_path):
+    assert train(tmp_path, *LOGGED).code == 0
+    files = [path for path in (tmp_path / "checkpoints" / "20" / "params").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    largest.write_bytes(flipped(largest.read_bytes()))
+    outcomes = [finish(command) for command in start_pod(tmp_path, *LOGGED, "--stop_at_step=12")]
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert all("checkpoint 20 is damaged" in outcome.stderr for outcome in outcomes)
+    assert "resumed from step 10" in outcomes[0].stderr and outcomes[0].result["step"] == 12
+    assert (tmp_path / "checkpoints" / "20.damaged").is_dir()
 
 
 def test_a_process_that_never_comes(start_pod, tmp_path):
