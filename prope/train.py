@@ -2,6 +2,10 @@
 
 Started again with the same --workdir it goes on from the last checkpoint. The batch of a step, the initial weights
 and the updates are functions of the config alone, so a run that was stopped ends as one that was not.
+
+Where the environment says so (prope/processes.py), several processes train one run. The exit code is 0 when the run is
+done, 1 when it failed, 2 when what was given cannot be used, 75 when it was asked to stop and is saved, 76 when it was
+stuck or lost another process, 130 after Ctrl-C; after 75, 76 and whatever kills it the same command goes on.
 """
 
 import contextlib
