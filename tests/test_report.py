@@ -115,9 +115,9 @@ def page_of(directory):
     return Page(sweep_page.write(directory, found, [])), [run.record() for run in found]
 
 
-def final(directory, p, seed):
+def final(directory, p, seed, seq_len=256):
     found = read_lines(directory / f"rope_percentage={p:g},seed={seed}" / "eval.jsonl")
-    (record,) = [r for r in found if r["step"] == 10 and r["seq_len"] == 256]
+    (record,) = [r for r in found if r["step"] == 10 and r["seq_len"] == seq_len]
     return record
 
 
@@ -137,6 +137,8 @@ def test_the_numbers_of_the_page_are_those_of_the_files(made):
         assert row == [*expected, PAPER[p]]
     best = min(PERCENTAGES, key=lambda p: sum(final(made, p, seed)["perplexity"] for seed in SEEDS))
     assert f"p = {best:g} has the lowest validation perplexity" in page.text
+    marked = [i for i, attributes in enumerate(a for tag, a in page.tags if tag == "tr") if attributes]
+    assert marked == [1 + PERCENTAGES.index(best)]
     assert "These runs have another model or other data" in page.text
     (runs_table,) = [table for table in page.tables if table[0][1] == "state"]
     first = final(made, 0, 0)
@@ -205,7 +207,10 @@ def test_the_pictures_show_what_the_files_say(made):
     assert left[0][0] == [256, 512]
     np.testing.assert_allclose(left[0][1][0], np.mean([final(made, 0, seed)["loss"] for seed in SEEDS]))
     copy, recall = lines_of(drawn["accuracy"])
-    assert copy[0][0] == recall[0][0] == [12, 24] and copy[0][1] != recall[0][1]
+    assert copy[0][0] == recall[0][0] == [12, 24]
+    found = [final(made, 0, seed, 512)["accuracy_by_distance"] for seed in SEEDS]
+    expected = np.mean([[entry["accuracy"] for entry in record] for record in found], axis=0)
+    np.testing.assert_allclose([*copy[0][1], *recall[0][1]], expected)
     means = [statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES]
     assert all(f"p = {p:g}: {mean:.4f}" in drawn["perplexity"].alt for p, mean in zip(PERCENTAGES, means, strict=True))
     (axes,) = lines_of(drawn["perplexity"])
