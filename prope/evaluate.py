@@ -298,7 +298,10 @@ def evaluations(given) -> Iterator[dict]:
                 "evaluating step %d of %s on %d of %d windows of %d tokens of %s; p-RoPE turns %s of %d pairs", step,
                 workdir, count, windows.count, windows.seq_len, config.data.dataset, pairs, config.model.head_dim // 2,
             )  # fmt: skip
-            params = checkpoint.load_run(workdir, step).params if params is None else params
+            if params is None:  # without --step, of the newest checkpoint that is whole
+                loaded = checkpoint.load_run(workdir, None if given.step is None else step)
+                params, step = loaded.params, loaded.step
+                about["step"] = step
             result = evaluator.function(params, workdir / "eval" / str(step))
             record = {**about, **run, "max_windows": config.eval.max_windows, **result, **end}
             if processes.is_first():

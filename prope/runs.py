@@ -6,7 +6,6 @@ read here; no device is touched.
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import statistics
@@ -21,6 +20,7 @@ from prope.errors import RunFailed, UsageError
 from prope.grid import text_of
 from prope.metrics import read_jsonl
 from prope.model import turned_pairs
+from prope.paired import paired_difference
 
 SEED, P = "seed", "rope_percentage"  # labels
 # Fields of config.model that the initial weights do not depend on.
@@ -212,13 +212,10 @@ def against_reference(group: list[Run], others: list[Run]) -> Difference | None:
         return None
     if len(apart) > 1:
         return Difference(statistics.fmean(apart), statistics.stdev(apart) / len(apart) ** 0.5, f"{len(apart)} seeds")
-    if importlib.util.find_spec("prope.paired"):
-        from prope.paired import paired_difference
-
-        run, other = pairs[0]
-        about = {name: run.evaluation[name] for name in ("step", "dataset", "seq_len")}
-        with contextlib.suppress(UsageError):  # one of them has kept no sums
-            return Difference(*paired_difference(run.workdir, other.workdir, about), "documents")
+    run, other = pairs[0]
+    about = {name: run.evaluation[name] for name in ("step", "dataset", "seq_len")}
+    with contextlib.suppress(UsageError):  # one of them has kept no sums
+        return Difference(*paired_difference(run.workdir, other.workdir, about), "documents")
     return Difference(apart[0], None, "")
 
 

@@ -3,6 +3,8 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -51,18 +53,26 @@ def start_command(cache_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run_command(start_command):
+def run_command(start_command, cache_dir):
     """Runs python -m MODULE as a user does, in a process of its own."""
 
-    def run(*arguments: str, **options) -> Outcome:
-        return finish(start_command(*arguments, **options))
+    def run(module: str, *arguments: str, **options) -> Outcome:
+        if "PYTHONPATH" in options:  # which an interpreter reads when it starts
+            command = [sys.executable, "-m", module, *map(str, arguments)]
+            env = os.environ | {"PROPE_CACHE": str(cache_dir)} | options
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+            return outcome(done.returncode, done.stdout, done.stderr)
+        return finish(start_command(module, *arguments, **options))
 
     return run
 
 
 def finish(command: Command) -> Outcome:
     """What a command that was started ends with."""
-    code, stdout, stderr = command.wait()
+    return outcome(*command.wait())
+
+
+def outcome(code: int, stdout: str, stderr: str) -> Outcome:
     last = (stdout.splitlines() or [""])[-1]
     return Outcome(code, json.loads(last) if code == 0 and last.startswith("{") else None, stderr)
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -35,11 +36,16 @@ def refused(done: subprocess.CompletedProcess) -> str:
     return done.stderr
 
 
+def hear_ctrl_c() -> None:
+    """In a script's process: bash cannot take a signal that was ignored when it began, as in a background job."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(script: str, *arguments, root=ROOT, group: bool = False, **environment: str) -> subprocess.Popen:
     """Leaves a script running; in a process group of its own if asked to."""
     return subprocess.Popen(
         ["bash", f"{root}/launch/{script}", *map(str, arguments)], cwd=root, env=clean_environment(**environment),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group, preexec_fn=hear_ctrl_c,
     )  # fmt: skip
 
 

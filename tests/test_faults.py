@@ -15,7 +15,7 @@ from conftest import CONFIG, finish, flipped, logged, losses
 
 from prope import checkpoint
 
-EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=1", "--config.eval_every=20", "--config.num_steps=60")
+EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=2", "--config.eval_every=20", "--config.num_steps=60")
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,7 @@ def test_killed_ten_times_at_random_a_run_ends_as_a_straight_one_bit_for_bit(sta
     ours, theirs = (checkpoint.load_run(tmp_path / name).params for name in ("run", "straight"))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
     left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert sorted(left) == ["59", "60"], "what a killed process had begun to write is gone"
+    assert sorted(left) == ["58", "60"], "what a killed process had begun to write is gone"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -126,8 +126,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("damage", "listed"), [*((damage, True) for damage in DAMAGES), ("emptied", False), ("one byte changed", False)]
+)
 def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage, listed):
     folder = copy / "checkpoints" / "20"
     if not listed:  # as one was saved before files were listed
@@ -149,7 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, da
     assert (copy / "checkpoints" / "20.damaged").is_dir(), "what is damaged is renamed, not deleted"
 
 
-@pytest.mark.parametrize("item", ["opt_state", "config", "data", "params"])
+@pytest.mark.parametrize("item", ["opt_state", "data"])
 def test_any_damaged_item_counts(copy, train, item):
     for path in (copy / "checkpoints" / "20" / item).rglob("*"):
         if path.is_file():
@@ -263,7 +264,7 @@ def test_compiled_programs_are_found_again(train, tmp_path):
     """Beside the run, where nothing says another place."""
     for expected in ("miss", "hit"):
         outcome = train(
-            tmp_path, "--config.model.num_layers=3", "--config.model.scan_layers=False",
+            tmp_path, "--config.eval.max_windows=1",
             JAX_COMPILATION_CACHE_DIR="", JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS="0.0",
         )  # fmt: skip
         assert outcome.code == 0, outcome.stderr

@@ -63,7 +63,7 @@ def suite_passes(folder, replace=None) -> bool:
     """Whether tests/test_rope.py passes on a copy of the package in which a text is replaced."""
     shutil.copytree(ROOT / "prope", folder / "prope", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/test_rope.py"):
+    for name in ("pyproject.toml", "tests/conftest.py", "tests/forks.py", "tests/test_rope.py"):
         shutil.copy(ROOT / name, folder / name)
     if replace:
         source = (folder / "prope" / "rope.py").read_text()

@@ -130,7 +130,12 @@ def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
 
 
 def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
-    arguments = ("--config.checkpoint_every=1000", "--config.checkpoint.every_minutes=1e-6", "--stop_at_step=4")
+    arguments = (
+        "--config.checkpoint_every=1000",
+        "--config.checkpoint.every_minutes=1e-6",
+        "--stop_at_step=4",
+        *LOGGED,
+    )
     outcomes = [finish(command) for command in start_pod(tmp_path, *arguments)]
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert checkpoint.Checkpoints(tmp_path).steps() == [3, 4], "what one asks for, all know one step later"
