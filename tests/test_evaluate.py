@@ -187,6 +187,7 @@ def test_the_standard_error_is_the_spread_over_many_samples():
     assert paired.mean_and_stderr(np.array([6.0, 0.0]), np.array([2, 0])) == (3.0, None)
 
 
+@pytest.mark.slow
 def test_two_runs_on_the_same_windows_are_compared_document_by_document(runs):
     a, b = ask(runs, seq_len="2x", step="7")
     ask(runs, seq_len="1x", step="7")  # newer, of another length

@@ -41,11 +41,12 @@ def start(start_command):
     )
 
 
-def test_killed_ten_times_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train, tmp_path):
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train, tmp_path, kills):
     straight = train(tmp_path / "straight", *EVERY_STEP)
     assert straight.code == 0, straight.stderr
     chance, reached = random.Random(6), []
-    for _ in range(10):
+    for _ in range(kills):
         command = start(tmp_path / "run", *EVERY_STEP)
         if chance.random() < 0.8:  # else: at any moment of the start
             command.wait_for("first step after|Traceback")
@@ -67,7 +68,9 @@ def test_killed_ten_times_at_random_a_run_ends_as_a_straight_one_bit_for_bit(sta
     assert sorted(left) == ["58", "60"], "what a killed process had begun to write is gone"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_asked_to_stop_while_training(start, train, tmp_path, number, code):
     arguments = ("--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
     command = start(tmp_path, *arguments)
@@ -108,6 +111,7 @@ def test_asked_to_stop_while_compiling(start, tmp_path):
     assert "SIGTERM before the first step, so nothing was lost; the same command goes on" in stopped.error
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
     command = start(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=100000")
     command.wait_for("step 5/")
@@ -127,7 +131,15 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    ("damage", "listed"), [*((damage, True) for damage in DAMAGES), ("emptied", False), ("one byte changed", False)]
+    ("damage", "listed"),
+    [
+        ("truncated", True),
+        ("one byte changed", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("emptied", True), ("missing", True), ("emptied", False), ("one byte changed", False))
+        ),
+    ],
 )
 def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage, listed):
     folder = copy / "checkpoints" / "20"
@@ -151,6 +163,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, da
 
 
 @pytest.mark.parametrize("item", ["opt_state", "data"])
+@pytest.mark.slow
 def test_any_damaged_item_counts(copy, train, item):
     for path in (copy / "checkpoints" / "20" / item).rglob("*"):
         if path.is_file():
@@ -187,6 +200,7 @@ def test_what_a_killed_process_left_half_written_is_not_a_checkpoint(copy, train
     assert (copy / "checkpoints" / "notes.txt").exists() and not half.exists()
 
 
+@pytest.mark.slow
 def test_retention(train, tmp_path):
     outcome = train(
         tmp_path, "--config.checkpoint_every=2", "--config.checkpoint.keep_every=6", "--config.checkpoint.max_to_keep=2"
@@ -195,6 +209,7 @@ def test_retention(train, tmp_path):
     assert checkpoint.Checkpoints(tmp_path).steps() == [6, 12, 18, 20]
 
 
+@pytest.mark.slow
 def test_saving_by_the_clock(train, tmp_path):
     quick = ("--config.checkpoint_every=1000", "--config.checkpoint.every_minutes=1e-6")
     assert train(tmp_path / "run", *quick, "--config.checkpoint.max_to_keep=100").code == 0
@@ -229,6 +244,7 @@ def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.slow
 def test_a_token_store_that_was_replaced(copy, whole, train, cache_dir, tmp_path):
     """What a store says of itself tells; without it, it is made again, the same."""
     cache = shutil.copytree(cache_dir, tmp_path / "cache")
@@ -260,6 +276,7 @@ def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
     assert starts[-1]["seconds"]["first batch"] < 1
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_found_again(train, tmp_path):
     """Beside the run, where nothing says another place."""
     for expected in ("miss", "hit"):

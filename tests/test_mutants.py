@@ -8,6 +8,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 # What is planted: (the text in prope/rope.py, what stands there instead).
 MUTANTS = {
     "wrong denominator": (

@@ -59,6 +59,7 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_several_slices_hold_a_replica_each(plan):
     options = ("--topology=v5p:2x2x1", "--slices=2", "--config.mesh.tensor=2", "--sequences_per_chip=0.5")
     found = plan(*SMALL, *options).result
@@ -97,7 +98,7 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("attention", ["splash", "xla"])
+@pytest.mark.parametrize("attention", ["splash", pytest.param("xla", marks=pytest.mark.slow)])
 def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
     """In a process of its own: libtpu cannot be let go."""
     program = f"""

@@ -91,7 +91,7 @@ def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, tr
     np.testing.assert_allclose(*([r["loss"] for r in records] for records in evals), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "tensor"), [(8, 1), (8, 2), (2, 1)])
+@pytest.mark.parametrize(("devices", "tensor"), [(8, 2), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 8))])
 def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, tmp_path, devices, tensor):
     saved = train(tmp_path / "run", *WIDE, f"--config.mesh.tensor={tensor}", "--stop_at_step=2", devices=devices)
     assert saved.code == 0, saved.stderr
@@ -129,6 +129,7 @@ def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
     assert checkpoint.load_run(tmp_path).step == step
 
 
+@pytest.mark.slow
 def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
     arguments = (
         "--config.checkpoint_every=1000",
@@ -141,7 +142,7 @@ def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
     assert checkpoint.Checkpoints(tmp_path).steps() == [3, 4], "what one asks for, all know one step later"
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, killed):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=5", PROPE_HEARTBEAT_TIMEOUT="10")
     pod[0].wait_for("step 10/")
@@ -156,6 +157,7 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
     assert resumed.code == 0 and resumed.result["step"] == step + 2
 
 
+@pytest.mark.slow
 def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=0.25")
     pod[0].wait_for("step 5/")
@@ -166,6 +168,7 @@ def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
     assert "Thread 0x" in first.stderr and "train.py" in first.stderr, "where every thread is"
 
 
+@pytest.mark.slow
 def test_all_pass_over_the_same_damaged_checkpoint(start_pod, train, tmp_path):
     assert train(tmp_path, *LOGGED).code == 0
     files = [path for path in (tmp_path / "checkpoints" / "20" / "params").rglob("*") if path.is_file()]

@@ -124,6 +124,7 @@ def test_tokens_equal_those_of_the_full_forward(fields, temperature):
     assert found.tolist() == without_cache(config, sampling, params, prompts, lengths, keys)
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_no_other_row():
     config = small()
     params = lively(config)
@@ -291,6 +292,7 @@ def run(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("The rôle of\r\n\nx\n".encode())
@@ -310,6 +312,7 @@ def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path
     assert spread.result["texts"] == result["texts"], "on four devices"
 
 
+@pytest.mark.slow
 def test_a_prompt_is_continued_by_chance_and_the_seed_repeats_it(run, run_command):
     arguments = (f"--workdir={run}", "--prompt=Return the", "--prompt=Return the", "--length=120", "--top_p=0.95")
     warm = [run_command("prope.sample", *arguments, f"--seed={seed}") for seed in (1, 1, 2)]

@@ -174,6 +174,7 @@ def steps():
         jax.tree_util.tree_map_with_path(compare, expected[1], actual[1])
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_on_every_mesh():
     on_eight_devices("test_sharded", "steps")
 

@@ -18,6 +18,8 @@ from prope.errors import UsageError
 from prope.grid import plan
 from prope.runs import read_run
 
+pytestmark = pytest.mark.slow
+
 PERCENTAGES = ("0", "0.5", "1")
 THREE = (CONFIG, f"--rope_percentage={','.join(PERCENTAGES)}", "--config.log_every=1", "--config.checkpoint_every=5")
 

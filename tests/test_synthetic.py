@@ -23,6 +23,8 @@ from prope.data.mixture import open_windows
 from prope.data.windows import train_batch
 from prope.errors import UsageError
 
+pytestmark = pytest.mark.slow
+
 KINDS = {"copy": ("copy",), "recall": ("recall",), "mix": ("copy", "recall")}
 SHORTEST = {"copy": 16, "recall": 32, "mix": 64}
 
