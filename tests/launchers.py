@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -36,16 +35,19 @@ def refused(done: subprocess.CompletedProcess) -> str:
     return done.stderr
 
 
-def hear_ctrl_c() -> None:
-    """In a script's process: bash cannot take a signal that was ignored when it began, as in a background job."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# bash cannot take a signal that was ignored when it began, as Ctrl-C is in a background job. Not by preexec_fn: that
+# forks this process, in which JAX may have threads.
+HEAR_CTRL_C = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 def start(script: str, *arguments, root=ROOT, group: bool = False, **environment: str) -> subprocess.Popen:
     """Leaves a script running; in a process group of its own if asked to."""
+    command = [sys.executable, "-c", HEAR_CTRL_C, "bash", f"{root}/launch/{script}", *map(str, arguments)]
     return subprocess.Popen(
-        ["bash", f"{root}/launch/{script}", *map(str, arguments)], cwd=root, env=clean_environment(**environment),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group, preexec_fn=hear_ctrl_c,
+        command, cwd=root, env=clean_environment(**environment),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group,
     )  # fmt: skip
 
 
