@@ -30,6 +30,9 @@ th, td { padding: .4rem .6rem; text-align: right; border-bottom: 1px solid var(-
 th { font-weight: 600; }
 thead th { border-bottom-width: 2px; vertical-align: bottom; white-space: normal; }
 th:first-child, td.text, th.text { text-align: left; }
+.prose { display: inline-block; white-space: normal; min-width: 16rem; margin: 0; padding: 0; vertical-align: top; }
+ul.prose { list-style: none; min-width: 24rem; }
+tr:has(.prose) > * { vertical-align: top; }
 tr.best { background: color-mix(in srgb, var(--mark) 12%, transparent); }
 figure { margin: 0; }
 img { display: block; width: 100%; min-width: 34rem; height: auto; }

@@ -175,7 +175,7 @@ def positional_head(distance: int, epsilon: float, length: int, frequencies: np.
     off = np.arange(1, max(distance, length - 1 - distance) + 1)
     gap = float((2 * np.sin(np.outer(off, frequencies) / 2) ** 2).sum(axis=-1).min())  # 1 - cos x, exact near 0
     if gap == 0:
-        raise ValueError(f"these frequencies bring a pair back to where it was within {length} tokens")
+        raise ValueError(f"these frequencies do not tell the wanted place from others within {length} tokens")
     key = np.concatenate([turns, np.zeros_like(turns)]).astype(np.float64)
     temperature = math.sqrt(key.size) * math.log((length - 1) / epsilon) / gap
     return PositionalHead(temperature * rotate(key, -distance, frequencies), key, temperature, gap)
@@ -304,14 +304,12 @@ def randomised_curves(
       "ones" and "gaussian": mean and standard error over the draws, each [length], by the number of tokens from the
       key to the query, which is the last token.
     """
-    rng = np.random.default_rng(seed)
-    ones, gaussian = np.empty((2, draws, length))
-    for i in range(draws):
-        positions = random_positions(length, bound, rng)
-        distances = positions[-1] - positions[::-1]
-        ones[i] = all_ones_curve(distances, frequencies)
-        gaussian[i] = by_distance(*rng.standard_normal((2, 2 * len(frequencies))), distances, frequencies)
-    return {"ones": _mean_and_error(ones), "gaussian": _mean_and_error(gaussian)}
+    rng, every = np.random.default_rng(seed), np.arange(bound)
+    positions = np.stack([random_positions(length, bound, rng) for _ in range(draws)])
+    distances = positions[:, -1:] - positions[:, ::-1]
+    ones = all_ones_curve(every, frequencies)[distances]
+    gaussian = by_distance(*rng.standard_normal((2, draws, 2 * len(frequencies))), every, frequencies)
+    return {"ones": _mean_and_error(ones), "gaussian": _mean_and_error(np.take_along_axis(gaussian, distances, axis=1))}
 
 
 def _check(epsilon: float, length: int) -> None:
