@@ -14,8 +14,8 @@ from prope.theory_statements import BOUNDS, HEAD_DIM, LENGTH, statements
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
 
 FOOT = """<p>Barbero et al., <cite>Round and Round We Go! What makes Rotary Positional Encodings useful?</cite>, ICLR
-2025. The constructions are functions of <code>prope/theory.py</code>; every number is in <code>theory.json</code>, beside
-this page. Made by <code>python -m prope.analyze --theory</code>.</p>
+2025. The constructions are functions of <code>prope/theory.py</code>; every number is in <code>theory.json</code>,
+beside this page. Made by <code>python -m prope.analyze --theory</code>.</p>
 """
 
 
@@ -33,8 +33,7 @@ def write(folder: str | pathlib.Path) -> dict:
         (folder / f"{picture.name}.png").write_bytes(images["light"])
         (folder / f"{picture.name}-dark.png").write_bytes(images["dark"])
         drawn.append(section(picture.title, figure(picture.title, picture.alt, picture.caption, **images)))
-    settings = {"head_dim": HEAD_DIM, "max_wavelength": 10_000}
-    written = {"settings": settings, "statements": tried, "figures": curves}
+    written = {"head_dim": HEAD_DIM, "max_wavelength": 10_000, "statements": tried, "figures": curves}
     (folder / "theory.json").write_text(json.dumps(written, indent=1) + "\n")
     held = sum(found["holds"] for found in tried)
     head = (
@@ -42,8 +41,8 @@ def write(folder: str | pathlib.Path) -> dict:
         f'<p class="lead">{held} of {len(tried)} statements of the p-RoPE paper hold in the numbers below.</p>\n'
         f'<p class="soft">Heads as Gemma’s: d = {HEAD_DIM}, base wavelength 10 000; float64.</p>\n'
     )
-    output = folder / "index.html"
     parts = [section("Statements", statement_table(tried)), *drawn]
+    output = folder / "index.html"
     output.write_text(document("The statements of the p-RoPE paper", head, parts, FOOT))
     return {"output": str(output), "statements": tried}
 
@@ -61,12 +60,12 @@ def statement_table(tried: list[dict]) -> str:
 
 
 def shown(value) -> str:
-    """A number, or several, in four digits."""
+    """A number, or several, in five digits."""
     if isinstance(value, list | tuple):
         return ", ".join(f"({shown(item)})" if isinstance(item, tuple) else shown(item) for item in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+    return str(value) if isinstance(value, int) else f"{value:.5g}".replace("-", "−")  # a sign at which no line breaks
 
 
 def figure_2_curves() -> dict:
@@ -134,7 +133,7 @@ def figure_8(curves: dict) -> Picture:
         look = styles([f"L = {bound:,}" for bound in BOUNDS], theme)
         for kind, axes in panels.items():
             for (name, style), curve in zip(look.items(), curves[kind], strict=True):
-                line(axes, points(curve), style, name)
+                line(axes, points(curve), style | {"lw": 1.2}, name)
             axes.set_xlabel("tokens from the key to the query")
         panels["ones"].set(title="(a) queries and keys of ones", ylabel="q · k / d", ylim=(-0.1, 1.1))
         panels["gaussian"].set(
