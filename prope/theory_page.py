@@ -69,17 +69,10 @@ def shown(value) -> str:
 
 
 def figure_2_curves() -> dict:
-    """Logits by distance, of vectors of ones for several p, and of Gaussian ones for RoPE."""
-    distances = np.arange(LENGTH)
-    ones = [
-        {"p": p, "logit": theory.all_ones_curve(distances, frequencies(HEAD_DIM, rope_percentage=p)).tolist()}
-        for p in PERCENTAGES
-    ]
-    return {
-        "distances": LENGTH,
-        "ones": ones,
-        "gaussian": listed(theory.gaussian_curve(distances, frequencies(HEAD_DIM))),
-    }
+    """Logits at distances 0 .. LENGTH-1, of vectors of ones for several p, and of Gaussian ones for RoPE."""
+    distances, turns = np.arange(LENGTH), {p: frequencies(HEAD_DIM, rope_percentage=p) for p in PERCENTAGES}
+    ones = [{"p": p, "logit": theory.all_ones_curve(distances, turns[p]).tolist()} for p in PERCENTAGES]
+    return {"ones": ones, "gaussian": listed(theory.gaussian_curve(distances, turns[1.0]))}
 
 
 def figure_8_curves() -> dict:
