@@ -235,6 +235,30 @@ def find_run(workdir: str | os.PathLike, step: int | None = None) -> tuple[Confi
     return _find(workdir, step, lambda step, saved, config, _: (config, step, saved["init_hash"]))
 
 
+def find_runs(workdir: str | os.PathLike) -> list[pathlib.Path]:
+    """The run in a directory, or all runs below it, sorted by path: folders with a config.json.
+
+    Raises:
+      UsageError: there is none.
+    """
+    found = []
+    for folder, below, files in os.walk(workdir):
+        below.sort()
+        if "config.json" in files:
+            found.append(pathlib.Path(folder))
+            below.clear()  # nothing within a run is another
+    if not found:
+        raise UsageError(
+            f"--workdir={workdir}: no run there (no config.json), nor below it; give the --workdir that prope.train had"
+        )
+    return found
+
+
+def steps_of(run: pathlib.Path) -> list[int]:
+    """The finished checkpoints of a run, oldest first; none where there is nothing."""
+    return Checkpoints(run).steps() if (run / "checkpoints").is_dir() else []
+
+
 def folder(workdir: str | os.PathLike) -> pathlib.Path:
     """--workdir as a path; raises UsageError where it is a URL."""
     if "://" in str(workdir):

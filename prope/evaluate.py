@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import math
-import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -168,25 +167,6 @@ def _count(config: ConfigDict, windows: Windows) -> int:
     return min(config.eval.max_windows or windows.count, windows.count)
 
 
-def find_runs(workdir: str | os.PathLike) -> list[pathlib.Path]:
-    """The run in a directory, or all runs below it, sorted by path: folders with a config.json.
-
-    Raises:
-      UsageError: there is none.
-    """
-    found = []
-    for folder, below, files in os.walk(workdir):
-        below.sort()
-        if "config.json" in files:
-            found.append(pathlib.Path(folder))
-            below.clear()  # nothing within a run is another
-    if not found:
-        raise UsageError(
-            f"--workdir={workdir}: no run there (no config.json), nor below it; give the --workdir that prope.train had"
-        )
-    return found
-
-
 def find_steps(run: pathlib.Path, step: str | None) -> list[int | None]:
     """The checkpoints of a run that --step names: a number, "all", or None for the newest, which stays None.
 
@@ -194,14 +174,10 @@ def find_steps(run: pathlib.Path, step: str | None) -> list[int | None]:
       UsageError: it is neither.
     """
     if step == "all":
-        return _steps(run)
+        return checkpoint.steps_of(run)
     if step is not None and not step.isdecimal():
         raise UsageError(f"--step={step}: must be the number of a checkpoint, or all")
     return [None if step is None else int(step)]
-
-
-def _steps(run: pathlib.Path) -> list[int]:
-    return checkpoint.Checkpoints(run).steps() if (run / "checkpoints").is_dir() else []
 
 
 def lengths(text: str | None, trained: int) -> list[int]:
@@ -270,9 +246,9 @@ def evaluations(given) -> Iterator[dict]:
     Raises:
       UsageError: a run, a checkpoint or data is missing, or does not fit; before the first evaluation.
     """
-    plan, made, runs = [], {}, find_runs(given.workdir)
+    plan, made, runs = [], {}, checkpoint.find_runs(given.workdir)
     for workdir in runs:
-        if len(runs) > 1 and not _steps(workdir):
+        if len(runs) > 1 and not checkpoint.steps_of(workdir):
             log.info("%s: left out, for it has no finished checkpoint yet", workdir)
             continue
         for step in find_steps(workdir, given.step):

@@ -8,7 +8,8 @@ whether the layers are scanned or unrolled, so that a checkpoint does not depend
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,20 @@ from prope.sharding import constrain, gathered, stored, take_rows
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
+
+
+class Captured(NamedTuple):
+    """What attention is made of in one layer: queries [B, T, N, H], keys and values [B, T, K, H].
+
+    The turned ones are as attention sees them: turned_query turned_key^T / sqrt(H) is what its softmax takes.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    turned_query: jax.Array
+    turned_key: jax.Array
+
 
 # What the backward pass of a layer finds kept besides its input, by config.model.remat; the rest it computes again.
 # "mixed" is the output of attention with its softmax's normaliser: with it, attention is not run again.
@@ -78,6 +93,46 @@ def empty_cache(config: ConfigDict, batch: int, length: int) -> Cache:
     """Room for the keys and values of `length` tokens of `batch` sequences."""
     shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
     return {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
+
+
+def embed(config: ConfigDict, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """What enters the first layer. The table may be a part of the embedding, with tokens that count its rows."""
+    part = FrozenConfigDict(ConfigDict(config.to_dict() | {"vocab_size": table.shape[0]}))
+    return Embedder(part).apply({"params": {"input_embedding": table}}, tokens)
+
+
+def layer(
+    config: ConfigDict,
+    params: Params,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    pairs: int | Int[Array, ""],
+    turn: Callable | None = None,
+) -> tuple[Float[Array, "B T D"], Captured]:
+    """One layer by itself, as analysis runs them: the residual stream after it, and what its attention was made of.
+
+    Args:
+      config: as everywhere.
+      params: of this layer alone: those of "layers" without their leading axis.
+      x: the residual stream that enters.
+      positions: of the tokens.
+      pairs: how many of the fastest pairs this layer turns.
+      turn: as `turned`, which it stands in for: what attention is to see of queries, keys and values.
+    """
+    table = keep_fastest(rotation_table(positions, config.head_dim, config.max_wavelength), pairs)
+    block = Block(FrozenConfigDict(config), turn or turned)
+    ((x, _), _), made = block.apply({"params": params}, (x, None), None, None, table, None, None, mutable="captured")
+    return x, Captured(**made["captured"]["attn"])
+
+
+def final_norm(params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The normalised output of the last layer, which `logits` scores; `params` are those of "final_norm"."""
+    return RMSNorm().apply({"params": params}, x)
+
+
+def turned(query, key, value, table):
+    """Queries [B, T, N, H], keys and values [B, T, K, H] as attention sees them: rotated by a table [2, B, T, P]."""
+    return rotate(query, table), rotate(key, table), value
 
 
 def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -162,13 +217,15 @@ class Block(nn.Module):
     """One layer: attention and MLP, each on a normalised copy of the residual stream and added to it."""
 
     config: FrozenConfigDict
+    turn: Callable = turned
 
     @nn.compact
     def __call__(self, carry, layer, pairs, table, segment_ids, first_query):
         x, cache = carry
         table = table if pairs is None else keep_fastest(table, pairs)
         normed = RMSNorm(name="pre_attention_norm")(x)
-        attended, cache = Attention(self.config, name="attn")(normed, cache, layer, table, segment_ids, first_query)
+        attend = Attention(self.config, self.turn, name="attn")
+        attended, cache = attend(normed, cache, layer, table, segment_ids, first_query)
         x = x + attended
         x = x + MLP(self.config, name="mlp")(RMSNorm(name="pre_ffw_norm")(x))
         return (x, cache), None
@@ -178,6 +235,7 @@ class Attention(nn.Module):
     """Projections, p-RoPE on queries and keys, causal attention, and the way back to D."""
 
     config: FrozenConfigDict
+    turn: Callable
 
     @nn.compact
     def __call__(self, x, cache, layer, table, segment_ids, first_query):
@@ -185,8 +243,12 @@ class Attention(nn.Module):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
         key, value = Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->CBTKH", x)
-        query = checkpoint_name(constrain(rotate(query, table), "BTNH"), "query")
-        key = checkpoint_name(constrain(rotate(key, table), "BTKH"), "key")
+        captured = {"query": query, "key": key, "value": value}
+        query, key, value = self.turn(query, key, value, table)
+        for name, array in (captured | {"turned_query": query, "turned_key": key}).items():
+            self.sow("captured", name, array, reduce_fn=lambda _, new: new)  # nothing, unless `layer` asks for it
+        query = checkpoint_name(constrain(query, "BTNH"), "query")
+        key = checkpoint_name(constrain(key, "BTKH"), "key")
         value = checkpoint_name(constrain(value, "BTKH"), "value")
         if cache is not None:
             new = {"key": key, "value": value}

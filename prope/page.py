@@ -2,7 +2,10 @@
 
 import base64
 import html
+import pathlib
 from collections.abc import Iterable
+
+from prope.drawing import THEMES, Picture
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #f6f8fa; --card: #ffffff; --text: #24292f; --soft: #57606a;
@@ -88,6 +91,16 @@ def figure(title: str, alt: str, caption: str, light: bytes, dark: bytes) -> str
         f'<source media="(prefers-color-scheme: dark)" srcset="{dark}"><img src="{light}" alt="{e(alt)}">'
         f"</picture></div><figcaption>{e(caption)}</figcaption></figure>\n"
     )
+
+
+def figures(folder: pathlib.Path, drawn: Iterable[Picture]) -> dict[str, str]:
+    """Pictures by name, as they stand in the page; each is also written to `folder` as PNG, for papers and slides."""
+    made = {}
+    for picture in drawn:
+        images = {theme: picture.png(theme) for theme in THEMES}
+        (folder / f"{picture.name}.png").write_bytes(images["light"])
+        made[picture.name] = figure(picture.title, picture.alt, picture.caption, **images)
+    return made
 
 
 def html_table(caption: str, head: list[str], rows: Iterable[tuple[str, list[str]]], text: Iterable[int] = ()) -> str:

@@ -6,10 +6,10 @@ import jax
 
 from prope import model
 from prope.config import flat
+from prope.drawing import Picture
 from prope.errors import RunFailed
 from prope.metrics import read_jsonl
-from prope.page import document, e, figure, html_table, section
-from prope.pictures import THEMES, Picture
+from prope.page import document, e, figures, html_table, section
 from prope.runs import SEED, P, Run, against_reference, check_equal, group_name, groups, reference, table
 
 # Perplexity of Gemma 2B trained on 8192 tokens, by p: Barbero et al. (ICLR 2025), Table 2.
@@ -30,15 +30,11 @@ def write(directory: pathlib.Path, runs: list[Run], drawn: list[Picture]) -> pat
     """Writes DIR/report/index.html, and beside it the pictures as PNG files for papers and slides; returns its path."""
     folder = directory / "report"
     folder.mkdir(exist_ok=True)
-    figures = {}
-    for picture in drawn:
-        images = {theme: picture.png(theme) for theme in THEMES}
-        (folder / f"{picture.name}.png").write_bytes(images["light"])
-        figures[picture.name] = figure(picture.title, picture.alt, picture.caption, **images)
-    result = [results(runs), figures.pop("perplexity", "")]
+    shown = figures(folder, drawn)
+    result = [results(runs), shown.pop("perplexity", "")]
     parts = [
         section("Result", *result),
-        *(section(picture.title, figures[picture.name]) for picture in drawn if picture.name in figures),
+        *(section(picture.title, shown[picture.name]) for picture in drawn if picture.name in shown),
         section("Are the runs equal but for what is swept?", equality(runs)),
         section("Runs", run_table(runs)),
         section("Machines and time", machines(runs)),

@@ -1,6 +1,6 @@
 """The paper's statements as vectors and weights that can be tried (Barbero et al., ICLR 2025, sections 3, 5, 6, B.2).
 
-A proof by construction says what a head would have to hold. Here each is made; `theory_statements.py` tries them all.
+A proof by construction says what a head would have to hold. Here each is made; `analysis/statements.py` tries them all.
 All is NumPy in float64, to be looked at, not trained; what is returned can be put into the decoder as it is. Wherever
 `frequencies` [P] are asked for, they are those of `prope.rope.frequencies`, for any p.
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prope import apply_p_rope, theory, theory_page, theory_statements
+from prope import apply_p_rope, theory
+from prope.analysis import statements, theory_page
 from prope.attention import attention as model_attention
 from prope.rope import frequencies
 
@@ -400,7 +401,7 @@ def test_the_page_holds_every_statement_and_every_number(page):
     result, folder = page
     assert result["output"] == str(folder / "index.html")
     assert {path.name for path in folder.iterdir()} == {
-        "index.html", "theory.json", "figure_2.png", "figure_2-dark.png", "figure_8.png", "figure_8-dark.png"
+        "index.html", "theory.json", "figure_2.png", "figure_8.png"
     }  # fmt: skip
     for picture in folder.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -435,5 +436,5 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_statement_whose_construction_is_broken_does_not_hold(name, monkeypatch):
     monkeypatch.setattr(theory, *BROKEN[name])
-    *_, holds = getattr(theory_statements, name)()
+    *_, holds = getattr(statements, name)()
     assert holds is False

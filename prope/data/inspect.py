@@ -20,7 +20,7 @@ from prope.data.mixture import open_windows
 from prope.data.prepare import open_store
 from prope.data.store import Store
 from prope.data.synthetic import Synthetic
-from prope.data.tokenizer import load_tokenizer
+from prope.data.tokenizer import load_tokenizer, name_of
 from prope.data.windows import Batch, train_batch
 from prope.errors import UsageError
 
@@ -191,8 +191,7 @@ def _wrapped(text: str, indent: str) -> Iterator[str]:
 
 def _piece(tokenizer, token: int) -> str:
     """Id and text of a token, 24 columns."""
-    names = {tokenizer.pad: "<pad>", tokenizer.bos: "<bos>", tokenizer.eos: "<eos>"}
-    text = names.get(int(token)) or repr(tokenizer.decode([token]))
+    text = name_of(tokenizer, token)
     return f"{token:6d} {text if len(text) <= 17 else text[:16] + '…':17s}"
 
 

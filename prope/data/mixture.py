@@ -85,6 +85,12 @@ class Mixture:
                 batch[name][rows] = values
         return batch
 
+    def beginnings(self, count: int) -> list[np.ndarray]:
+        """How documents begin, as `Windows.beginnings`: as many of every source, as far as that goes."""
+        each = [len(range(source, count, len(self._windows))) for source in range(len(self._windows))]
+        parts = [windows.beginnings(n) for windows, n in zip(self._windows, each, strict=True) if n]
+        return [tokens for part in parts for tokens in part]
+
     def empty(self, rows: int) -> Batch:
         """Windows of padding."""
         return {name: values.copy() for name, values in self._windows[0].empty(rows).items()}

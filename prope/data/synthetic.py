@@ -130,6 +130,10 @@ class Synthetic:
             batch["segment_ids"][row] = 1
         return batch
 
+    def beginnings(self, count: int) -> list[np.ndarray]:
+        """Whole windows, which are documents: int32 [T] each."""
+        return list(self.read(range(count))["tokens"])
+
     def empty(self, rows: int) -> dict[str, np.ndarray]:
         """Windows of padding."""
         names = ("tokens", "targets", "positions", "segment_ids")

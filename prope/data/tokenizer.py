@@ -82,3 +82,9 @@ class SentencePieceTokenizer:
 def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
     """The tokenizer that `config.data.tokenizer` names."""
     return ByteTokenizer() if name == "byte" else SentencePieceTokenizer(name)
+
+
+def name_of(tokenizer: ByteTokenizer | SentencePieceTokenizer, token: int) -> str:
+    """A token as it can be shown: <bos>, or its text in quotes."""
+    names = {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}
+    return names.get(int(token)) or repr(tokenizer.decode([token]))

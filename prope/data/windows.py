@@ -27,6 +27,8 @@ from prope.data.tokenizer import load_tokenizer
 
 Batch = dict[str, np.ndarray]
 
+_STRETCH = 2**18  # tokens of the stream that are looked through at a time
+
 
 class Windows:
     """The windows of one split of the token store that a config names.
@@ -84,6 +86,31 @@ class Windows:
             "positions": np.asarray(index - first, np.int32),
             "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
         }
+
+    def beginnings(self, count: int) -> list[np.ndarray]:
+        """How documents begin: up to `count` pieces, int32, of T tokens each, or of fewer if documents are shorter.
+
+        The stream is cut into `count` stretches. Of each it is the first document with T tokens that begins there, or
+        the longest one where there is none.
+        """
+        cuts = [self._length * part // count for part in range(count + 1)]
+        found = [self._beginning(start, stop) for start, stop in itertools.pairwise(cuts)]
+        return [tokens for tokens in found if len(tokens)]
+
+    def _beginning(self, start: int, stop: int) -> np.ndarray:
+        best = np.zeros(0, np.int32)
+        for first in range(start, stop, _STRETCH):
+            last = min(first + _STRETCH, stop)
+            tokens, _ = self.store.ids_and_given(
+                self._tokens[first : min(last + self.seq_len, self._length)].read().result()
+            )
+            opens = np.flatnonzero(tokens == self._bos)
+            for begin, end in itertools.pairwise([*opens, len(tokens)]):
+                if begin < last - first and min(end - begin, self.seq_len) > len(best):
+                    best = tokens[begin:end][: self.seq_len]
+                if len(best) == self.seq_len:
+                    return best
+        return best
 
     def empty(self, rows: int) -> Batch:
         """Windows of padding, to fill a batch up with: no token of them has a weight."""

@@ -6,10 +6,10 @@ import pathlib
 import numpy as np
 
 from prope import theory
-from prope.page import document, e, figure, html_table, section
-from prope.pictures import THEMES, Picture, line, styles
+from prope.analysis.statements import BOUNDS, HEAD_DIM, LENGTH, statements
+from prope.drawing import Picture, line, styles
+from prope.page import document, e, figures, html_table, section
 from prope.rope import frequencies
-from prope.theory_statements import BOUNDS, HEAD_DIM, LENGTH, statements
 
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
 
@@ -20,19 +20,16 @@ beside this page. Made by <code>python -m prope.analyze --theory</code>.</p>
 
 
 def write(folder: str | pathlib.Path) -> dict:
-    """Writes index.html, theory.json and the figures as PNG files, light and dark, into a folder that it makes.
+    """Writes index.html, theory.json and the figures as PNG files into a folder that it makes.
 
     Returns:
-      `output`, the path of the page, and `statements`, as `theory_statements.statements` returns them.
+      `output`, the path of the page, and `statements`, as `statements.statements` returns them.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tried, curves, drawn = statements(), {"figure_2": figure_2_curves(), "figure_8": figure_8_curves()}, []
-    for picture in (figure_2(curves["figure_2"]), figure_8(curves["figure_8"])):
-        images = {theme: picture.png(theme) for theme in THEMES}
-        (folder / f"{picture.name}.png").write_bytes(images["light"])
-        (folder / f"{picture.name}-dark.png").write_bytes(images["dark"])
-        drawn.append(section(picture.title, figure(picture.title, picture.alt, picture.caption, **images)))
+    tried, curves = statements(), {"figure_2": figure_2_curves(), "figure_8": figure_8_curves()}
+    drawn = [figure_2(curves["figure_2"]), figure_8(curves["figure_8"])]
+    shown_as = figures(folder, drawn)
     written = {"head_dim": HEAD_DIM, "max_wavelength": 10_000, "statements": tried, "figures": curves}
     (folder / "theory.json").write_text(json.dumps(written, indent=1) + "\n")
     held = sum(found["holds"] for found in tried)
@@ -41,7 +38,8 @@ def write(folder: str | pathlib.Path) -> dict:
         f'<p class="lead">{held} of {len(tried)} statements of the p-RoPE paper hold in the numbers below.</p>\n'
         f'<p class="soft">Heads as Gemma’s: d = {HEAD_DIM}, base wavelength 10 000; float64.</p>\n'
     )
-    parts = [section("Statements", statement_table(tried)), *drawn]
+    parts = [section(picture.title, shown_as[picture.name]) for picture in drawn]
+    parts = [section("Statements", statement_table(tried)), *parts]
     output = folder / "index.html"
     output.write_text(document("The statements of the p-RoPE paper", head, parts, FOOT))
     return {"output": str(output), "statements": tried}

@@ -1,0 +1,512 @@
+"""The analysis: against the forward pass, against float64 written here, and on decoders whose heads are known."""
+
+import json
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exchange import make_run
+from scipy import stats
+from test_model import draw, small
+
+from prope import analyze, attention, checkpoint, model, theory
+from prope.analysis import census, channels, compare, measures, page, walk
+from prope.config import default_config, layer_percentages, set_layer_percentages
+from prope.data.mixture import open_windows
+from prope.data.tokenizer import BOS
+from prope.errors import UsageError
+from prope.hashing import hash_arrays
+from prope.rope import frequencies, rotated_pairs
+from prope.streaming import LayerByLayer
+
+H = 32
+
+
+def asked(**flags) -> types.SimpleNamespace:
+    names = {"sequences": 3, "channels": 2, "again": False} | dict.fromkeys(
+        ("step", "seq_len", "text", "layers", "heads")
+    )
+    return types.SimpleNamespace(**names | flags)
+
+
+def at_layer(params, number):
+    return jax.tree.map(lambda leaf: leaf[number], params["layers"])
+
+
+def layers_of(config, params, tokens, positions):
+    """(residual stream after, captured) of every layer, one at a time."""
+    x = model.embed(config, model.embedding(params), tokens)
+    for number, p in enumerate(layer_percentages(config)):
+        pairs = rotated_pairs(config.head_dim, p)
+        x, captured = model.layer(config, at_layer(params, number), x, positions, pairs)
+        yield x, captured
+
+
+# --- Capture ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0, 0.25, 0.75, 1, (1, 0.25, 0)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypatch, p, kv_heads):
+    whole = default_config()
+    whole.model = small(num_kv_heads=kv_heads, head_dim=H)
+    set_layer_percentages(whole, p if isinstance(p, tuple) else (p, p, p))
+    config = whole.model
+    params, tokens, positions = draw(config)
+    seen, original = [], attention._scores
+
+    def record(query, key, *mask):
+        jax.debug.callback(lambda scores: seen.append(np.asarray(scores)), original(query, key))
+        return original(query, key, *mask)
+
+    monkeypatch.setattr(attention, "_scores", record)
+    hidden = jax.block_until_ready(model.hidden_states(config, params, tokens, positions))
+    jax.effects_barrier()
+    monkeypatch.setattr(attention, "_scores", original)
+    made = list(layers_of(config, params, tokens, positions))
+    assert len(seen) == len(made) == 3
+    T = tokens.shape[1]
+    for scores, (_, captured) in zip(seen, made, strict=True):
+        for row in range(len(tokens)):
+            ours = measures.logits(captured.turned_query[row], captured.turned_key[row])
+            np.testing.assert_allclose(ours, scores[row].reshape(4, T, T), rtol=0, atol=1e-5)
+            assert np.abs(ours).max() > 0.5
+    out = model.final_norm(params["final_norm"], made[-1][0])
+    np.testing.assert_allclose(out, hidden, rtol=0, atol=1e-5)
+
+
+def test_capture_costs_nothing_where_it_is_off(monkeypatch):
+    config = small()
+    params, tokens, positions = draw(config)
+
+    def compiled():
+        def loss(params):
+            return model.hidden_states(config, params, tokens, positions).sum()
+
+        made = jax.jit(jax.value_and_grad(loss)).lower(params)
+        return made.as_text(), made.compile().cost_analysis()["flops"]
+
+    program = compiled()
+    monkeypatch.setattr(model.Attention, "sow", lambda *args, **kwargs: False)
+    jax.clear_caches()
+    assert compiled() == program
+
+
+# --- Measures ---------------------------------------------------------------------------------------------------
+
+
+def oracle(captured, turns):
+    """Everything that `measure` says, in float64 by loops over heads and queries; rotation by complex numbers."""
+    query, key, value = (np.asarray(x, np.float64) for x in captured[:3])
+    B, T, N, H = query.shape
+    K, P = key.shape[2], H // 2
+
+    def pairs(x):
+        return x[..., :P] + 1j * x[..., P:]
+
+    found = {name: [] for name in measures.Measures._fields}
+    for name, x in (("query_norms", query), ("key_norms", key), ("value_norms", value)):
+        found[name] = np.abs(pairs(x)).mean(axis=(0, 1))
+    for n in range(N):
+        rows = {name: [] for name in (*census.SCORES, "to_first", "to_others")}
+        for b in range(B):
+            k = pairs(key[b, :, n // (N // K)])
+            for i in range(1, T):
+                q = pairs(query[b, i, n])
+                j = np.arange(i + 1)
+                parts = (q.conj() * k[: i + 1] * np.exp(1j * (j - i)[:, None] * turns)).real / H**0.5
+                rows["to_first"].append(parts[0])
+                rows["to_others"].append(parts[1:].mean(axis=0))
+                if i >= 2:
+                    free = np.exp((q.conj() * k[: i + 1]).real.sum(axis=1) / H**0.5)
+                    w = np.exp(parts.sum(axis=1))
+                    w, free = w / w.sum(), free / free.sum()
+                    rows["diagonal"].append(w[i])
+                    rows["previous_token"].append(w[i - 1])
+                    rows["first_token"].append(w[0])
+                    rows["entropy"].append(-(w * np.log(w)).sum() / np.log(i + 1))
+                    rows["distance"].append((w * (i - j)).sum())
+                    rows["unturned_overlap"].append(np.minimum(w, free).sum())
+        for name, values in rows.items():
+            found[name].append(np.mean(values, axis=0))
+    return measures.Measures(**{name: np.array(values) for name, values in found.items()})
+
+
+@pytest.mark.parametrize("block", [5, 128])
+@pytest.mark.parametrize(("p", "kv_heads"), [(0, 2), (0.25, 4), (0.75, 1), (1, 2)])
+def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
+    config = small(num_kv_heads=kv_heads, head_dim=H, rope_percentage=float(p))
+    params, tokens, positions = draw(config)
+    *_, (_, captured) = layers_of(config, params, tokens, positions)
+    monkeypatch.setattr(measures, "BLOCK", block)
+    measures.measure.clear_cache()
+    ours = measures.measure(captured)
+    expected = oracle(captured, frequencies(H, rope_percentage=p))
+    for name, values in ours._asdict().items():
+        np.testing.assert_allclose(values, getattr(expected, name), rtol=2e-5, atol=2e-6, err_msg=name)
+    if p == 0:
+        np.testing.assert_allclose(ours.unturned_overlap, 1, atol=1e-5)
+
+
+def test_an_opening_is_the_start_of_the_whole(monkeypatch):
+    config = small(head_dim=H)
+    params, tokens, positions = draw(config)
+    (_, captured), *_ = layers_of(config, params, tokens, positions)
+    opening = measures.opening(captured, 7)
+    whole = measures.weights(captured.turned_query[0], captured.turned_key[0], jnp.arange(12))
+    np.testing.assert_allclose(opening.weights, whole[:, :7, :7], atol=1e-6)
+    names = [f"t{i}" for i in range(7)]
+    for head in range(4):
+        table = census.table(opening, head, H, names)
+        q = np.asarray(captured.query[0, :, head], np.float64)
+        k = np.asarray(captured.key[0, :, head // 2], np.float64)
+        bounds = [np.linalg.norm(q[i]) * np.linalg.norm(k[i]) / H**0.5 for i in range(7)]
+        np.testing.assert_allclose(table["upper_bound"], bounds, rtol=1e-5)
+        before = [np.linalg.norm(q[i]) * np.linalg.norm(k[i - 1]) / H**0.5 for i in range(1, 7)]
+        np.testing.assert_allclose(table["previous_upper_bound"][1:], before, rtol=1e-5)
+        logits = np.log(np.asarray(whole[head], np.float64)[range(1, 7), range(1, 7)])
+        logits -= np.log(np.asarray(whole[head], np.float64)[range(1, 7), range(6)])
+        apart = np.subtract(table["diagonal"][1:], table["previous_token"][1:])
+        np.testing.assert_allclose(apart, logits, atol=1e-4)
+        assert table["previous_token"][0] is None and table["tokens"] == names
+
+
+def test_the_rank_correlation_is_spearmans():
+    rng = np.random.default_rng(0)
+    shares, scores = rng.random(20), rng.random(20)
+    heads = [{"high_frequency_share": a, "positional": b} for a, b in zip(shares, scores, strict=True)]
+    ranks = [np.argsort(np.argsort(x)) for x in (shares, scores)]
+    expected = np.corrcoef(*ranks)[0, 1]
+    found = census.rank_correlation(heads)
+    assert found["rho"] == pytest.approx(expected) and found["heads"] == 20
+    assert found["p_value"] == pytest.approx(stats.pearsonr(*ranks).pvalue)
+    assert census.rank_correlation([head | {"high_frequency_share": 0.0} for head in heads]) is None
+
+
+def test_the_high_frequency_share_counts_turned_pairs_only():
+    norms = np.ones((2, 16), np.float32)
+    zeros = np.zeros(2)
+    made = measures.Measures(norms, norms, norms, *[zeros] * 6, norms, norms)
+    shares = [census.heads_of(0, turned, made, H)[0]["high_frequency_share"] for turned in (0, 2, 4, 16)]
+    assert shares == pytest.approx([0, 2 / 16, 4 / 16, 4 / 16])
+
+
+# --- Decoders whose heads are known -----------------------------------------------------------------------------
+
+LETTER = 4 + ord("q")  # what the semantic head looks for
+
+
+def text() -> str:
+    """256 letters; every twentieth is a q."""
+    letters = np.random.default_rng(0).choice(list("abcdefgh "), 256)
+    letters[5::20] = "q"
+    return "".join(letters)
+
+
+def constructed(workdir, p, written_for=0.75):
+    """A layer with a diagonal, a previous-token, a semantic and an even head; weights for p = `written_for`.
+
+    The residual stream has a constant in lane 0, and in lane 1 whether the token is a q.
+    """
+    config = default_config()
+    D = 64
+    config.model.update({
+        "num_layers": 1, "embed_dim": D, "num_heads": 4, "num_kv_heads": 4, "head_dim": H, "hidden_dim": 8,
+        "vocab_size": 260, "rope_percentage": float(p),
+    })  # fmt: skip
+    config.data.update({"seq_len": 256})
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((260, D))
+    rows[:, :2] = 0
+    rows *= (np.sqrt(D - 2) / np.linalg.norm(rows, axis=1))[:, None]
+    rows[:, :2] = 1, -1
+    rows[LETTER, 1] = 1
+    assert np.allclose((rows**2).mean(axis=1), 1)  # so that the norm before attention leaves them as they are
+    turns = frequencies(H, rope_percentage=written_for)
+    query, key = np.zeros((4, D, H)), np.zeros((4, D, H))
+    query[0], key[0] = theory.head_weights(0, 0.1, 257, turns, D)
+    query[1], key[1] = theory.head_weights(1, 0.1, 257, turns, D)
+    still = np.flatnonzero(turns == 0)[:2]
+    query[2, 0, still], key[2, 1, still] = 10.0, 10.0  # 2 * 100 / sqrt(32) for a q, as much less for another
+    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+    params["embedder"]["input_embedding"][:] = rows / np.sqrt(D)
+    attn = params["layers"]["attn"]
+    attn["q_einsum"]["w"][0], attn["kv_einsum"]["w"][0, 0] = query, key
+    attn["kv_einsum"]["w"][0, 1] = rng.standard_normal((4, D, H)) / 8
+    attn["attn_vec_einsum"]["w"][0] = rng.standard_normal((4, H, D)) / 8
+    save(workdir, config, params)
+
+
+def save(workdir, config, params):
+    workdir.mkdir()
+    checkpoint.write_config(workdir, config)
+    manager = checkpoint.Checkpoints(workdir)
+    params = jax.tree.map(jnp.asarray, params)
+    identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
+    manager.save(1, params, {"count": np.zeros(())}, identity, {"examples": 0})
+    manager.close()
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    base = tmp_path_factory.mktemp("known")
+    (base / "text.txt").write_text(text())
+    (base / "runs").mkdir()
+    for p in (0, 0.75):
+        constructed(base / "runs" / f"p={p}", p)
+    return base
+
+
+def kinds(analysis) -> list[str]:
+    return [head["kind"] for head in analysis["heads"]]
+
+
+def test_the_census_names_exactly_the_constructed_heads(known):
+    given = asked(text=str(known / "text.txt"), channels=4)
+    found = analyze.analyse(known / "runs" / "p=0.75", given)
+    assert kinds(found) == ["diagonal", "previous_token", "semantic", ""]
+    diagonal, previous, semantic, even = found["heads"]
+    assert diagonal["diagonal"] > 0.9 and previous["previous_token"] > 0.9  # epsilon = 0.1
+    assert semantic["unturned_overlap"] > 0.99 and even["entropy"] == pytest.approx(1, abs=1e-4)
+    assert [(head["head"], head["why"]) for head in found["shown"][:1]] == [(0, "diagonal")]
+    assert (1, "previous_token") in [(head["head"], head["why"]) for head in found["shown"]]
+    # The semantic head's channels are the two pairs that it was given, which are not turned.
+    of_semantic = [c for c in found["channels"] if c["head"] == 2]
+    assert [c["pair"] for c in of_semantic] == [12, 13] and all(c["frequency"] == 0 for c in of_semantic)
+    assert all(c["stopped"] is None and c["removed"] for c in of_semantic)
+    # In a head that is exactly diagonal the logit to itself is the upper bound (Theorem 5.3, Table 3).
+    table = next(head["table"] for head in found["shown"] if head["head"] == 0)
+    np.testing.assert_allclose(table["diagonal"], table["upper_bound"], rtol=1e-4)
+    table = next(head["table"] for head in found["shown"] if head["head"] == 1)
+    np.testing.assert_allclose(table["previous_token"][1:], table["previous_upper_bound"][1:], rtol=1e-4)
+
+
+def test_without_rotation_the_positional_heads_vanish(known):
+    found = analyze.analyse(known / "runs" / "p=0", asked(text=str(known / "text.txt")))
+    assert kinds(found) == ["", "", "semantic", ""]
+    assert max(head["positional"] for head in found["heads"][:2]) < 0.05
+    assert all(head["high_frequency_share"] == 0 for head in found["heads"])
+
+
+def test_runs_below_a_directory_are_compared(known, run_command):
+    arguments = [f"--workdir={known / 'runs'}", f"--text={known / 'text.txt'}", "--channels=1"]
+    done = run_command("prope.analyze", *arguments)
+    assert done.code == 0, done.stderr
+    assert done.result.keys() >= {"output", "sequences", "heads"} and len(done.result["heads"]) == 8
+    rows = {row["p"]: row for row in done.result["comparison"]}
+    assert rows["p = 0"]["kinds"]["previous_token"] == 0 and rows["p = 0.75"]["kinds"]["previous_token"] == 1
+    assert rows["p = 0"]["kinds"]["semantic"] == rows["p = 0.75"]["kinds"]["semantic"] == 1
+    written = (known / "runs/analysis/index.html").read_text()
+    assert "p = 0.75" in written and "http" not in re.sub(r"data:[^\"]*", "", written).replace("http-equiv", "")
+    again = run_command("prope.analyze", *arguments)
+    assert again.stderr.count("was analysed before") == 2 and again.result == done.result
+
+
+# --- Channels ---------------------------------------------------------------------------------------------------
+
+
+def make_walk(workdir, B=3, T=24):
+    config = checkpoint.read_config(workdir)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T)).astype(np.int32)
+    return walk.Walk(config.model, LayerByLayer(workdir, 7), tokens)
+
+
+def plain_losses(config, params, tokens):
+    """Mean loss of every sequence by the whole forward pass."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = model.hidden_states(config, params, jnp.asarray(tokens), positions)
+    logits = np.asarray(model.logits(params, hidden), np.float64)
+    logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return -np.take_along_axis(logs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0].mean(axis=1)
+
+
+@pytest.mark.parametrize("at_once", [24, 8192])
+def test_removing_a_channel_is_zeroing_its_queries(tmp_path, monkeypatch, at_once):
+    config, params = make_run(tmp_path / "run", 0.75)
+    monkeypatch.setattr(walk, "_TOKENS", at_once)
+    made = make_walk(tmp_path / "run")
+    losses = made.losses(made.through(0, made.enter()))
+    np.testing.assert_allclose(losses, plain_losses(config.model, params, made.tokens), atol=2e-5)
+    for layer, head, pair in ((0, 3, 30), (1, 1, 20)):
+        channel = {"layer": layer, "head": head, "pair": pair, "frequency": 0.0}
+        channels.ablate(made, [channel], losses)
+        query = params["layers"]["attn"]["q_einsum"]["w"]
+        zeroed = query.at[layer, head, :, jnp.array([pair, pair + 32])].set(0)
+        other = jax.tree.map(lambda leaf: leaf, params)
+        other["layers"]["attn"]["q_einsum"]["w"] = zeroed
+        apart = plain_losses(config.model, other, made.tokens) - losses
+        assert channel["stopped"] is None
+        assert channel["removed"]["difference"] == pytest.approx(apart.mean(), abs=1e-5)
+        assert channel["removed"]["stderr"] == pytest.approx(apart.std(ddof=1) / 3**0.5, abs=1e-5)
+        assert abs(apart.mean()) > 1e-4
+
+
+def test_stopping_the_slowest_turned_pair_is_a_smaller_p(tmp_path):
+    config, params = make_run(tmp_path / "run", 0.25, num_heads=1, num_layers=1)
+    made = make_walk(tmp_path / "run")
+    losses = made.losses(made.through(0, made.enter()))
+    channel = {"layer": 0, "head": 0, "pair": 7, "frequency": 1.0}  # the last of 8 that turn
+    channels.ablate(made, [channel], losses)
+    config.model.rope_percentage = 7 / 32
+    apart = plain_losses(config.model, params, made.tokens) - losses
+    assert channel["stopped"]["difference"] == pytest.approx(apart.mean(), abs=1e-5)
+    assert abs(apart.mean()) > 1e-4
+
+
+def test_only_the_head_that_is_stopped_changes():
+    config = small(num_kv_heads=2, head_dim=H, rope_percentage=1.0)
+    params, tokens, positions = draw(config)
+    x = model.embed(config, model.embedding(params), tokens)
+    run = lambda turn: model.layer(config, at_layer(params, 0), x, positions, 16, turn)[1]  # noqa: E731
+    plain, changed = run(None), run(channels.stopped(2, 3))
+    own = np.repeat(np.asarray(plain.turned_key), 2, axis=2)
+    lanes = [3, 19]
+    for name, before in (("turned_query", np.asarray(plain.turned_query)), ("turned_key", own)):
+        after = np.asarray(getattr(changed, name))
+        moved = np.argwhere(np.abs(after - before).max(axis=(0, 1)) > 1e-6)
+        assert {tuple(place) for place in moved.tolist()} == {(2, lane) for lane in lanes}, name
+    np.testing.assert_array_equal(changed.turned_query[:, :, 2, lanes], plain.query[:, :, 2, lanes])
+
+
+def test_channels_are_slow_or_unturned_and_the_strongest():
+    rng = np.random.default_rng(0)
+    query, key = rng.random((4, 16)), rng.random((2, 16))
+    rest = [np.zeros(4)] * 6
+    made = measures.Measures(query, key, key, *rest, query, query)
+    turns = frequencies(H)
+    for turned, slow in ((16, 8), (4, 4), (0, 0)):
+        found = channels.channels_of(5, turned, made, turns, 100, 3)
+        strength = query * np.repeat(key, 2, axis=0) / H**0.5
+        order = sorted(((strength[n, k], n, k) for n in range(4) for k in range(slow, 16)), reverse=True)[:3]
+        assert [(c["strength"], c["head"], c["pair"]) for c in found] == order
+        for c in found:
+            expected = turns[c["pair"]] if c["pair"] < turned else 0
+            assert c["frequency"] == expected and c["largest_rotation"] == pytest.approx(99 * expected)
+            assert c["key_norm"] == key[c["head"] // 2, c["pair"]]
+
+
+# --- What is read -----------------------------------------------------------------------------------------------
+
+
+def test_layers_are_read_one_by_one(tmp_path):
+    _, params = make_run(tmp_path / "run", num_layers=3)
+    weights = LayerByLayer(tmp_path / "run", 7)
+    for number in range(3):
+        jax.tree.map(np.testing.assert_array_equal, weights.layer(number), at_layer(params, number))
+    rows = np.array([5, 0, 299])
+    np.testing.assert_array_equal(weights.embedding(rows), model.embedding(params)[rows])
+    np.testing.assert_array_equal(weights.embedding(), model.embedding(params))
+    jax.tree.map(np.testing.assert_array_equal, weights.final_norm(), params["final_norm"])
+
+
+@pytest.mark.parametrize("stretch", [100, 2**18])
+def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
+    from prope.data import windows
+
+    monkeypatch.setattr(windows, "_STRETCH", stretch)
+    (tmp_path / "text").mkdir()
+    documents = [chr(97 + i % 26) * (10 if i % 3 else 200 + i) for i in range(90)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    (tmp_path / "text" / "a.jsonl").write_text(lines)
+    config = default_config()
+    config.data.update({"dataset": "files", "data_dir": str(tmp_path / "text"), "cache_dir": str(tmp_path / "cache"),
+                        "seq_len": 64, "validation_fraction": 0.5})  # fmt: skip
+    found = open_windows(config.data, 260, "validation").beginnings(5)
+    assert len(found) == 5 and len({bytes(piece) for piece in found}) == 5
+    for piece in found:
+        assert len(piece) == 64 and piece[0] == BOS and len(set(piece[1:].tolist())) == 1
+    config.data.seq_len = 1000  # longer than any: the longest
+    found = open_windows(config.data, 260, "validation").beginnings(1)
+    stream = open_windows(config.data, 260, "validation").store.tokens("validation").read().result()
+    lengths = np.diff(np.flatnonzero(stream == BOS), append=len(stream))
+    assert len(found[0]) == lengths.max()
+
+
+@pytest.mark.parametrize("dataset", ["synthetic/mix", "python_docs"])
+def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
+    sizes = [
+        "--config.num_steps=3",
+        "--config.data.seq_len=64",
+        "--config.model.vocab_size=300",
+        "--config.eval.max_windows=1",
+    ]
+    assert train(tmp_path / "run", f"--config.data.dataset={dataset}", *sizes).code == 0
+    done = run_command("prope.analyze", f"--workdir={tmp_path / 'run'}", "--sequences=2", "--layers=1", "--heads=1.0")
+    assert done.code == 0, done.stderr
+    assert done.result["sequences"] == 2 and {head["layer"] for head in done.result["heads"]} == {1}
+    folder = tmp_path / "run" / "analysis"
+    saved = json.loads((folder / "analysis.json").read_text())
+    assert [(head["layer"], head["head"], head["why"]) for head in saved["shown"]] == [(1, 0, "asked for")]
+    assert saved["shown"][0]["table"]["tokens"][0] == "<bos>"
+    pictures = {path.stem for path in folder.glob("*.png")}
+    assert pictures == {"usage", "usage_by_head", "census", "heads", "channels"}
+    for value in (saved["loss"]["loss"], *(c["removed"]["difference"] for c in saved["channels"])):
+        assert np.isfinite(value)
+
+
+def test_pages_say_what_was_found():
+    heads = [
+        {"layer": 0, "head": n, "kind": kind, "positional": 0.1 * n, "high_frequency_share": 0.2 * n, "diagonal": 0.1,
+         "previous_token": 0.1 * n, "first_token": 0.0}
+        for n, kind in enumerate(["", "semantic", "previous_token", "previous_token"])
+    ]  # fmt: skip
+    found = {"heads": heads, "rank_correlation": census.rank_correlation(heads)}
+    assert page.lead(found).startswith("Of 4 heads: 2 mostly the token before, 1 semantic. The more positional")
+    assert "more it uses" in page.lead(found) and "correlation 1.00" in page.lead(found)
+    analysis = found | {"rope_percentage": 0.75, "rotated_pairs": 24, "loss": {"loss": 2.0}, "channels": []}
+    (row,) = (
+        compare.row(p, group) for p, group in compare.by_p([analysis, analysis | {"loss": {"loss": 3.0}}]).items()
+    )
+    assert row["p"] == "p = 0.75" and row["loss"] == 2.5 and row["loss_sd"] == pytest.approx(0.5**0.5)
+    assert row["kinds"] == {"diagonal": 0, "previous_token": 4, "first_token": 0, "semantic": 2, "none": 2}
+    assert row["previous_token"] == pytest.approx(0.3) and row["removed"] is None
+
+
+# --- What cannot be used ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"layers": "0,2"}, "--layers=0,2: '2' is not a layer of this model, which has 0 to 1"),
+        ({"layers": "x"}, "--layers=x: 'x' is not a layer"),
+        ({"heads": "1.4"}, "--heads=1.4: '1.4' is not LAYER.HEAD of this model, whose heads are 0 to 3"),
+        ({"heads": "1.0", "layers": "0"}, "of which these layers are measured: 0"),
+        ({"step": 3}, "--step=3: .* has no such checkpoint; it has 7"),
+        ({"text": "none.txt"}, "--text=none.txt: cannot be read: No such file"),
+    ],
+)
+def test_what_is_not_there_is_answered_in_one_line(run_and_export, flags, says):
+    with pytest.raises(UsageError, match=says) as error:
+        analyze.analyse(run_and_export / "run", asked(**flags))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("content", "says"), [(b"", "has 0 tokens"), (b"x", "has 1 tokens"), (b"\xff\xfe", "UTF-8")])
+def test_a_text_has_two_tokens_at_least(run_and_export, tmp_path, content, says):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UsageError, match=says):
+        analyze.analyse(run_and_export / "run", asked(text=str(tmp_path / "a.txt")))
+    (tmp_path / "a.txt").write_text("ab")  # enough
+    assert analyze.analyse(run_and_export / "run", asked(text=str(tmp_path / "a.txt")))["seq_len"] == 3
+
+
+def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_command):
+    checkpoint.write_config(tmp_path, default_config())
+    assert (
+        "without a finished checkpoint; train it first" in run_command("prope.analyze", f"--workdir={tmp_path}").error
+    )
+    assert "--workdir: must be given" in run_command("prope.analyze").error
+
+
+def test_layers_with_a_p_of_their_own_are_analysed(tmp_path):
+    make_run(tmp_path / "run", (1, 0.25))
+    (tmp_path / "a.txt").write_text("What turns, and what does not.")
+    found = analyze.analyse(tmp_path / "run", asked(text=str(tmp_path / "a.txt"), channels=0))
+    assert found["rotated_pairs"] == [32, 8] and found["loss"] is None and found["channels"] == []
+    assert [layer["turned"] for layer in found["layers"]] == [32, 8]
+    page.write(tmp_path / "run" / "analysis", found)
