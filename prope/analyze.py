@@ -9,6 +9,7 @@ python -m prope.analyze --theory [--workdir=DIR] checks the paper's statements a
 Axes: B sequences, T length, N query heads, P pairs.
 """
 
+import hashlib
 import json
 import logging
 import pathlib
@@ -31,6 +32,8 @@ from prope.streaming import LayerByLayer
 
 log = logging.getLogger("prope")
 
+# Flags that change the result.
+_ASKED = ("sequences", "seq_len", "text", "dataset", "data_dir", "layers", "heads", "channels")
 # Of analysis.json, on the last line.
 _SAID = ("sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage", "step", "workdir")
 
@@ -41,7 +44,7 @@ def analyse(workdir: pathlib.Path, given) -> dict:
     Raises:
       UsageError: there is no such run, checkpoint, layer, head or text, or no document of three tokens.
     """
-    asked = {name: getattr(given, name) for name in ("sequences", "seq_len", "text", "layers", "heads", "channels")}
+    asked = {name: getattr(given, name) for name in _ASKED} | {"text_hash": _hash(given.text)}
     config, step, _ = checkpoint.find_run(workdir, given.step)
     layers = layers_of(given.layers, config.model)
     chosen = heads_of(given.heads, layers, config.model)
@@ -113,6 +116,14 @@ def rounded(value):
     return float(f"{value:.6g}") if isinstance(value, float | np.floating) else value
 
 
+def _hash(path: str | None) -> str | None:
+    """Of the text's bytes; None where there is none, which `sequences` will say."""
+    try:
+        return path and hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
+
+
 def _read(path: pathlib.Path) -> dict | None:
     try:
         return json.loads(path.read_text())
@@ -129,6 +140,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("sequences", 8, "how many beginnings of validation documents are read", lower_bound=1)
     flags.DEFINE_integer("seq_len", None, "tokens of each; as in training by default", lower_bound=LEAST)
     flags.DEFINE_string("text", None, "a file to read instead of validation documents")
+    flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
+    flags.DEFINE_string("data_dir", None, "where the dataset is, as in config.data.data_dir")
     flags.DEFINE_string("layers", None, "layers that are measured, as in 0,3; all by default")
     flags.DEFINE_string("heads", None, "heads that are shown, as in 0.2,3.1 for LAYER.HEAD; the strongest by default")
     flags.DEFINE_integer("channels", 4, "semantic channels whose loss is looked at; 0 saves that time", lower_bound=0)
@@ -144,23 +157,27 @@ def main() -> dict:
     if given.theory:
         from prope.analysis import theory_page
 
-        return theory_page.write(pathlib.Path(given.workdir or "runs/theory"))
+        result = theory_page.write(given.workdir or "runs/theory")
+        for found in result["statements"]:
+            log.info("%s %s: %s", found["statement"], "holds" if found["holds"] else "DOES NOT HOLD", found["numbers"])
+        return result
     if given.workdir is None:
         raise UsageError("--workdir: must be given: the directory of a run, or one with runs below it; or --theory")
-    runs = checkpoint.find_runs(given.workdir)
-    if len(runs) > 1 or runs[0] != pathlib.Path(given.workdir):
+    workdir = pathlib.Path(given.workdir)
+    runs = checkpoint.find_runs(workdir)
+    if runs != [workdir]:
         runs = [run for run in runs if checkpoint.steps_of(run)]
-        if not runs:
-            raise UsageError(f"--workdir={given.workdir}: no run there has a finished checkpoint; train one first")
-    found = []
+    if not runs:
+        raise UsageError(f"--workdir={workdir}: no run there has a finished checkpoint; train one first")
+    analyses = []
     for run in runs:
-        analysis = analyse(run, given)
-        output = page.write(run / "analysis", analysis)
-        found.append(analysis)
-    first = found[0]
-    if len(found) == 1:
-        return {"output": str(output)} | {name: first[name] for name in _SAID}
-    return compare.write(pathlib.Path(given.workdir) / "analysis", found)
+        analyses.append(analyse(run, given))
+        output = run / "analysis" / "index.html"
+        if not output.exists() or output.stat().st_mtime < output.with_name("analysis.json").stat().st_mtime:
+            page.write(output.parent, analyses[-1])
+    if runs == [workdir]:
+        return {"output": str(output)} | {name: analyses[0][name] for name in _SAID}
+    return compare.write(workdir / "analysis", analyses)
 
 
 if __name__ == "__main__":

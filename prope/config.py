@@ -180,6 +180,15 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
     ]
 
 
+def read_elsewhere(data: ConfigDict, dataset: str | None, data_dir: str | None) -> None:
+    """Makes a run's `config.data` name another dataset, as a plain one, or another place; None changes nothing."""
+    if dataset is not None:
+        plain = {"mixture": (), "template": "", "loss_on": "all"}
+        data.update({"dataset": dataset, "data_dir": "", **plain})
+    if data_dir is not None:
+        data.data_dir = data_dir
+
+
 def validate(config: ConfigDict) -> None:
     """Checks what can be known without a device, a tokenizer or data.
 

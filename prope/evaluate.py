@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from prope import checkpoint, command, metrics, model, paired, processes, sharding
-from prope.config import validate
+from prope.config import read_elsewhere, validate
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS
@@ -203,11 +203,7 @@ def _asked_for(config: ConfigDict, given) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     config.eval.max_windows = given.max_windows
-    if given.dataset is not None:
-        plain = {"mixture": (), "template": "", "loss_on": "all"}
-        config.data.update({"dataset": given.dataset, "data_dir": "", **plain})
-    if given.data_dir is not None:
-        config.data.data_dir = given.data_dir
+    read_elsewhere(config.data, given.dataset, given.data_dir)
     validate(config)
     return config
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import types
 
 import jax
@@ -27,7 +28,7 @@ H = 32
 
 def asked(**flags) -> types.SimpleNamespace:
     names = {"sequences": 3, "channels": 2, "again": False} | dict.fromkeys(
-        ("step", "seq_len", "text", "layers", "heads")
+        ("step", "seq_len", "text", "dataset", "data_dir", "layers", "heads")
     )
     return types.SimpleNamespace(**names | flags)
 
@@ -304,6 +305,18 @@ def test_runs_below_a_directory_are_compared(known, run_command):
     assert "p = 0.75" in written and "http" not in re.sub(r"data:[^\"]*", "", written).replace("http-equiv", "")
     again = run_command("prope.analyze", *arguments)
     assert again.stderr.count("was analysed before") == 2 and again.result == done.result
+
+
+def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path):
+    run = shutil.copytree(known / "runs" / "p=0", tmp_path / "run")
+    (tmp_path / "a.txt").write_text("What is read")
+    given = asked(text=str(tmp_path / "a.txt"), channels=0)
+    first = analyze.analyse(run, given)
+    assert analyze.analyse(run, given) == first  # with the time that it took
+    given.layers = "0"
+    assert analyze.analyse(run, given)["asked"]["layers"] == "0"
+    (tmp_path / "a.txt").write_text("What is read now")
+    assert analyze.analyse(run, given)["seq_len"] == first["seq_len"] + 4
 
 
 # --- Channels ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.analysis.measures import FROM
+from prope.config import read_elsewhere, validate
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic, text_of
 from prope.data.tokenizer import BOS, load_tokenizer, name_of
@@ -30,8 +31,11 @@ def sequences(config: ConfigDict, given) -> tuple[np.ndarray, list[str], str]:
         tokens = read_text(given.text, tokenizer)[None, : given.seq_len or config.data.seq_len]
         source = given.text
     else:
-        data = config.data.copy_and_resolve_references()
-        data.seq_len = given.seq_len or config.data.seq_len
+        config = config.copy_and_resolve_references()
+        data = config.data
+        data.seq_len = given.seq_len or data.seq_len
+        read_elsewhere(data, given.dataset, given.data_dir)
+        validate(config)
         windows = open_windows(data, config.model.vocab_size, "validation")
         pieces = windows.beginnings(given.sequences)
         longest = max(map(len, pieces), default=0)
