@@ -8,8 +8,18 @@ Command    python launch/sweep.py --config=configs/wiki_sample.py --workdir=W --
            DATA holds wikipedia/20230601.en in TFDS's layout, whole or a few articles. For a whole Wikipedia add
            --config.eval.max_windows=512, since every validation window is evaluated otherwise.
 Hardware   Two CPU cores and 2 GB of memory.
-Hours      1: 15 runs of 4 minutes.
-Expected   To be measured.
+Hours      1.2: 15 runs of 4.5 minutes, at 9,200 tokens/s.
+Expected   On 106 articles of 20230601.en, by p: validation loss (mean and standard deviation of 3 seeds), and the loss
+           on 48 windows of 512, 1024, 2048 and 4096 tokens:
+
+           p = 0      2.5068  0.0006     2.516  2.506  2.511  2.517
+           p = 0.25   1.6479  0.0197     1.669  1.650  1.698  1.815
+           p = 0.5    1.6419  0.0084     1.663  1.636  1.659  1.702
+           p = 0.75   1.6417  0.0039     1.664  1.928  2.500  2.867
+           p = 1      1.6481  0.0057     1.671  1.912  2.463  2.893
+
+           p = 0 barely learns in so few steps. p = 0.75 is below p = 1 with every seed, by 0.0064 +- 0.0010 (standard
+           error). Windows beyond 512: python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=48
 """
 
 from prope.config import default_config, sized
