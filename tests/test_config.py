@@ -216,6 +216,7 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
     )
 
 
+@pytest.mark.slow
 def test_attention_that_this_machine_cannot_run_is_refused_before_the_run_begins(train, tmp_path):
     outcome = train(tmp_path / "run", "--config.model.attention=splash")
     assert outcome.code == 2

@@ -41,7 +41,7 @@ def start(start_command):
     )
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train, tmp_path, kills):
     straight = train(tmp_path / "straight", *EVERY_STEP)
     assert straight.code == 0, straight.stderr
@@ -259,6 +259,7 @@ def test_a_token_store_that_was_replaced(copy, whole, train, cache_dir, tmp_path
     assert resumed.code == 0 and losses(copy) == losses(whole[0])
 
 
+@pytest.mark.slow
 def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
     """The batch of a step is a function of the step: at a million, nothing is read again."""
     step, long = 1_000_000, ("--config.num_steps=1000100", "--config.log_every=1")

@@ -262,6 +262,7 @@ TPU = """__import__("jax.experimental.topologies").experimental.topologies.get_t
     platform="tpu", topology_name="v5e:4x4").devices, 2048, jnp.bfloat16"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='needs libtpu: pip install "prope[tpu]"')
 def test_a_program_for_a_tpu_slice_that_is_not_there(tmp_path):
     environment = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}

@@ -134,5 +134,6 @@ def over_meshes():
         assert largest < 1024 * 32, f"{shape}: the table exists whole"
 
 
+@pytest.mark.slow
 def test_meshes_of_eight_devices_agree_with_the_formula():
     on_eight_devices("test_loss", "over_meshes")

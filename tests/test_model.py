@@ -158,7 +158,7 @@ def test_layers_may_each_have_their_p(scan_layers):
     np.testing.assert_array_equal(forward(whole.model, params, tokens, positions), same)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_the_table_is_made_once_however_many_layers_share_it(remat):
     """Only the table shifts integers: the compiled gradient of an unrolled model must not do it more with depth."""
 
@@ -201,7 +201,7 @@ def gradient_of(config, params, tokens, positions, segments=None):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize(("kv_heads", "masked"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("kv_heads", "masked"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_gradients_equal_differences_of_the_formula(kv_heads, masked):
     config = small(num_kv_heads=kv_heads, num_layers=2)
     params, tokens, positions = draw(config)

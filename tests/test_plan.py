@@ -98,7 +98,8 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("attention", ["splash", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["splash", "xla"])
 def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
     """In a process of its own: libtpu cannot be let go."""
     program = f"""

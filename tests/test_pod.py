@@ -181,6 +181,7 @@ def test_all_pass_over_the_same_damaged_checkpoint(start_pod, train, tmp_path):
     assert (tmp_path / "checkpoints" / "20.damaged").is_dir()
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes(start_pod, tmp_path):
     (alone,) = start_pod([tmp_path], count=1, PROPE_PROCESSES="2", PROPE_START_TIMEOUT="5")
     outcome = finish(alone)

@@ -11,7 +11,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from prope import checkpoint, pictures, report, runs, sweep_page
+from prope import checkpoint, drawing, pictures, report, runs, sweep_page
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
 
@@ -181,7 +181,7 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
 def lines_of(picture):
     """x and y of what is drawn, by panel and label."""
     figure = matplotlib.figure.Figure()
-    picture.draw(figure, pictures.THEMES["light"])
+    picture.draw(figure, drawing.THEMES["light"])
     return [[(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] for axes in figure.axes]
 
 

@@ -166,6 +166,7 @@ def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(t
     assert found[0] == found[1] and len(found[0]) == 20
 
 
+@pytest.mark.slow
 def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path):
     workdir, result = whole
     spread = train(tmp_path / "run", EVERY_STEP, "--config.mesh.data=2", "--stop_at_step=10", devices=8)
