@@ -14,7 +14,7 @@ from scipy import stats
 from test_model import draw, small
 
 from prope import analyze, attention, checkpoint, model, theory
-from prope.analysis import census, channels, compare, measures, page, walk
+from prope.analysis import census, compare, measures, page
 from prope.config import default_config, layer_percentages, set_layer_percentages
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import BOS
@@ -317,90 +317,6 @@ def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path)
     assert analyze.analyse(run, given)["asked"]["layers"] == "0"
     (tmp_path / "a.txt").write_text("What is read now")
     assert analyze.analyse(run, given)["seq_len"] == first["seq_len"] + 4
-
-
-# --- Channels ---------------------------------------------------------------------------------------------------
-
-
-def make_walk(workdir, B=3, T=24):
-    config = checkpoint.read_config(workdir)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T)).astype(np.int32)
-    return walk.Walk(config.model, LayerByLayer(workdir, 7), tokens)
-
-
-def plain_losses(config, params, tokens):
-    """Mean loss of every sequence by the whole forward pass."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = model.hidden_states(config, params, jnp.asarray(tokens), positions)
-    logits = np.asarray(model.logits(params, hidden), np.float64)
-    logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    return -np.take_along_axis(logs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0].mean(axis=1)
-
-
-@pytest.mark.parametrize("at_once", [pytest.param(24, marks=pytest.mark.slow), 8192])
-def test_removing_a_channel_is_zeroing_its_queries(tmp_path, monkeypatch, at_once):
-    config, params = make_run(tmp_path / "run", 0.75)
-    monkeypatch.setattr(walk, "_TOKENS", at_once)
-    made = make_walk(tmp_path / "run")
-    losses = made.losses(made.through(0, made.enter()))
-    np.testing.assert_allclose(losses, plain_losses(config.model, params, made.tokens), atol=2e-5)
-    for layer, head, pair in ((0, 3, 30), (1, 1, 20)):
-        channel = {"layer": layer, "head": head, "pair": pair, "frequency": 0.0}
-        channels.ablate(made, [channel], losses)
-        query = params["layers"]["attn"]["q_einsum"]["w"]
-        zeroed = query.at[layer, head, :, jnp.array([pair, pair + 32])].set(0)
-        other = jax.tree.map(lambda leaf: leaf, params)
-        other["layers"]["attn"]["q_einsum"]["w"] = zeroed
-        apart = plain_losses(config.model, other, made.tokens) - losses
-        assert channel["stopped"] is None
-        assert channel["removed"]["difference"] == pytest.approx(apart.mean(), abs=1e-5)
-        assert channel["removed"]["stderr"] == pytest.approx(apart.std(ddof=1) / 3**0.5, abs=1e-5)
-        assert abs(apart.mean()) > 1e-4
-
-
-def test_stopping_the_slowest_turned_pair_is_a_smaller_p(tmp_path):
-    config, params = make_run(tmp_path / "run", 0.25, num_heads=1, num_layers=1)
-    made = make_walk(tmp_path / "run")
-    losses = made.losses(made.through(0, made.enter()))
-    channel = {"layer": 0, "head": 0, "pair": 7, "frequency": 1.0}  # the last of 8 that turn
-    channels.ablate(made, [channel], losses)
-    config.model.rope_percentage = 7 / 32
-    apart = plain_losses(config.model, params, made.tokens) - losses
-    assert channel["stopped"]["difference"] == pytest.approx(apart.mean(), abs=1e-5)
-    assert abs(apart.mean()) > 1e-4
-
-
-def test_only_the_head_that_is_stopped_changes():
-    config = small(num_kv_heads=2, head_dim=H, rope_percentage=1.0)
-    params, tokens, positions = draw(config)
-    x = model.embed(config, model.embedding(params), tokens)
-    run = lambda turn: model.layer(config, at_layer(params, 0), x, positions, 16, turn)[1]  # noqa: E731
-    plain, changed = run(None), run(channels.stopped(2, 3))
-    own = np.repeat(np.asarray(plain.turned_key), 2, axis=2)
-    lanes = [3, 19]
-    for name, before in (("turned_query", np.asarray(plain.turned_query)), ("turned_key", own)):
-        after = np.asarray(getattr(changed, name))
-        moved = np.argwhere(np.abs(after - before).max(axis=(0, 1)) > 1e-6)
-        assert {tuple(place) for place in moved.tolist()} == {(2, lane) for lane in lanes}, name
-    np.testing.assert_array_equal(changed.turned_query[:, :, 2, lanes], plain.query[:, :, 2, lanes])
-
-
-def test_channels_are_slow_or_unturned_and_the_strongest():
-    rng = np.random.default_rng(0)
-    query, key = rng.random((4, 16)), rng.random((2, 16))
-    query[:, :6] += 2  # the fast ones would be chosen, if they could
-    rest = [np.zeros(4)] * 6
-    made = measures.Measures(query, key, key, *rest, query, query)
-    turns = frequencies(H)
-    for turned, slow in ((16, 8), (4, 4), (0, 0)):
-        found = channels.channels_of(5, turned, made, turns, 100, 3)
-        strength = query * np.repeat(key, 2, axis=0) / H**0.5
-        order = sorted(((strength[n, k], n, k) for n in range(4) for k in range(slow, 16)), reverse=True)[:3]
-        assert [(c["strength"], c["head"], c["pair"]) for c in found] == order
-        for c in found:
-            expected = turns[c["pair"]] if c["pair"] < turned else 0
-            assert c["frequency"] == expected and c["largest_rotation"] == pytest.approx(99 * expected)
-            assert c["key_norm"] == key[c["head"] // 2, c["pair"]]
 
 
 # --- What is read -----------------------------------------------------------------------------------------------
