@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 from prope import model, sharding
 from prope.attention import choose
 from prope.errors import UsageError
-from prope.hashing import hash_batch
 from prope.loss import weighted_loss
+from prope.sharding import hash_batch
 
 log = logging.getLogger("prope")
 

@@ -3,8 +3,8 @@
 Started again with the same --workdir it goes on from the last checkpoint. The batch of a step, the initial weights
 and the updates are functions of the config alone, so a run that was stopped ends as one that was not.
 
-Where the environment says so (prope/processes.py), several processes train one run. The exit code is 0 when the run is
-done, 1 when it failed, 2 when what was given cannot be used, 75 when it was asked to stop and is saved, 76 when it was
+Where the environment says so (prope/runtime/processes.py), several processes train one run. The exit code is 0 when it
+is done, 1 when it failed, 2 when its input cannot be used, 75 when it was asked to stop and is saved, 76 when it was
 stuck or lost another process, 130 after Ctrl-C; after 75, 76 and whatever kills it the same command goes on.
 """
 
@@ -17,19 +17,24 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from prope import checkpoint, command, metrics, model, processes, sharding
-from prope.checkpoint import Checkpoints
-from prope.config import differences, from_dict, validate, validate_devices
+from prope import command, model, sharding
+from prope.config import differences, from_dict
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, ahead, train_batch
 from prope.errors import INTERRUPTED, PREEMPTED, Stopped, UsageError
-from prope.evaluate import make_evaluation
-from prope.hashing import hash_arrays
-from prope.interrupts import Interrupts, Request
+from prope.inference.evaluation import make_evaluation
 from prope.optimizer import make_optimizer
-from prope.startup import Startup
+from prope.runtime import processes
+from prope.runtime.interrupts import Interrupts, Request
+from prope.runtime.startup import Startup
+from prope.runtime.validate import validate, validate_devices
+from prope.runtime.watchdog import Watchdog
+from prope.sharding import hash_arrays
 from prope.step import compile_step, init_state, with_attention
-from prope.watchdog import Watchdog
+from prope.workdir import checkpoints as checkpoint
+from prope.workdir import metrics
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.records import append_jsonl
 
 log = logging.getLogger("prope")
 
@@ -132,7 +137,9 @@ def train(
             out.step(step, values)
             if step == start + 1:
                 jax.block_until_ready(values)
-                startup.first_step(path, step)
+                started = startup.first_step(step)
+                if processes.is_first():
+                    append_jsonl(path / "starts.jsonl", started)
             watchdog.alive(f"step {step}")
             checkpoints.check()
             if interrupts.poll() <= Request.SAVE and (step == stop or step % config.eval_every == 0):

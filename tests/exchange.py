@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prope import checkpoint, model
-from prope.config import default_config, set_layer_percentages, validate
-from prope.hashing import hash_arrays
+from prope import model
+from prope.config import default_config, set_layer_percentages
+from prope.runtime.validate import validate
+from prope.sharding import hash_arrays
+from prope.workdir import checkpoints as checkpoint
 
 SIZES = {
     "num_layers": 2, "embed_dim": 48, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "hidden_dim": 96,

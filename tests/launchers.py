@@ -151,7 +151,7 @@ def make_clone(tmp_path) -> tuple[pathlib.Path, str]:
     root = tmp_path / "clone"
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "prope").mkdir()
-    for name in ("prope/__init__.py", "prope/rope.py", "prope/xla_flags.py", "pyproject.toml"):
+    for name in ("prope/__init__.py", "prope/rope.py", "prope/runtime/xla_flags.py", "pyproject.toml"):
         shutil.copy(ROOT / name, root / name)
     (root / "prope/__init__.py").write_text("")
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", root]

@@ -13,15 +13,17 @@ from exchange import make_run
 from scipy import stats
 from test_model import draw, small
 
-from prope import analyze, attention, checkpoint, model, theory
-from prope.analysis import census, compare, measures, page
+from prope import attention, model
+from prope.analysis import analysis as analyze
+from prope.analysis import census, compare, measures, page, theory
 from prope.config import default_config, layer_percentages, set_layer_percentages
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import BOS
 from prope.errors import UsageError
-from prope.hashing import hash_arrays
 from prope.rope import frequencies, rotated_pairs
-from prope.streaming import LayerByLayer
+from prope.sharding import hash_arrays
+from prope.workdir import checkpoints as checkpoint
+from prope.workdir.parameters import LayerByLayer
 
 H = 32
 

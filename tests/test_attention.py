@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from prope.attention import attention, choose
-from prope.hlo import array_shapes
+from prope.cost.hlo import array_shapes
 
 
 def draw(T, S, N, K, H=16, B=2, dtype=np.float32):

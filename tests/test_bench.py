@@ -8,7 +8,7 @@ import pytest
 from conftest import CONFIG
 from test_rope import oracle
 
-from prope.bench import medians, paper_listing, peak_bytes
+from prope.cost.bench import medians, paper_listing, peak_bytes
 
 
 def test_the_baseline_is_the_formula_in_float32():

@@ -8,10 +8,11 @@ from exchange import make_run
 from test_analyze import H, at_layer
 from test_model import draw, small
 
-from prope import checkpoint, model
+from prope import model
 from prope.analysis import channels, measures, walk
 from prope.rope import frequencies
-from prope.streaming import LayerByLayer
+from prope.workdir import checkpoints as checkpoint
+from prope.workdir.parameters import LayerByLayer
 
 
 def make_walk(workdir, B=3, T=24):

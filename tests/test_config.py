@@ -11,18 +11,10 @@ import pytest
 from conftest import ROOT
 
 from prope import model, sharding
-from prope.config import (
-    default_config,
-    differences,
-    flat,
-    from_dict,
-    set_layer_percentages,
-    sized,
-    validate,
-    validate_devices,
-)
+from prope.config import default_config, differences, flat, from_dict, set_layer_percentages, sized
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
+from prope.runtime.validate import validate, validate_devices
 from prope.step import batch_shapes, init_state, make_train_step, with_attention
 
 FILES = sorted((ROOT / "configs").glob("*.py"))

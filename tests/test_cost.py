@@ -7,8 +7,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from prope import cost, model
+from prope import model
 from prope.config import default_config
+from prope.cost import flops as cost
 
 
 def flops(function, *shapes, **options):

@@ -12,9 +12,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tensorboardX.record_writer import RecordWriter
 
 from prope.config import default_config
-from prope.data import files, pack, prepare, workers
-from prope.data import store as store_lib
-from prope.data.documents import find_source
+from prope.data.sources import files
+from prope.data.sources.find import find_source
+from prope.data.store import arrays as store_lib
+from prope.data.store import build as prepare
+from prope.data.store import pack, workers
 from prope.data.tokenizer import BOS, EOS, ByteTokenizer, load_tokenizer
 from prope.data.windows import Windows, ahead, train_batch, window_of
 from prope.errors import UsageError

@@ -13,9 +13,12 @@ import pytest
 from exchange import make_run
 from jax import extend
 
-from prope import checkpoint, evaluate, model, paired
+from prope import model
 from prope.data.windows import Windows
 from prope.errors import UsageError
+from prope.inference import evaluation as evaluate
+from prope.inference import paired
+from prope.workdir import checkpoints as checkpoint
 
 T = 64  # of training
 BOS = 2

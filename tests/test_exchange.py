@@ -13,9 +13,14 @@ import pytest
 from exchange import GEMMA_2B, GEMMA_7B, SIZES, edit, make_run, same, save, stored
 from test_data import articles
 
-from prope import checkpoint, export_hf, gemma_hf, import_hf, model, tensor_files
+from prope import model
 from prope.config import default_config
 from prope.data.tokenizer import load_tokenizer
+from prope.hf import gemma as gemma_hf
+from prope.hf import reader as import_hf
+from prope.hf import tensors as tensor_files
+from prope.hf import writer as export_hf
+from prope.workdir import checkpoints as checkpoint
 
 # --- Beside transformers ----------------------------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from exchange import edit, make_run, save, stored
 
-from prope import export_hf, gemma_hf, import_hf
 from prope.errors import UsageError
+from prope.hf import gemma as gemma_hf
+from prope.hf import reader as import_hf
+from prope.hf import writer as export_hf
 
 
 def refused(tmp_path, says, source=None, workdir="back", **arguments):

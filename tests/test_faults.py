@@ -13,7 +13,7 @@ import jax
 import pytest
 from conftest import CONFIG, finish, flipped, logged, losses
 
-from prope import checkpoint
+from prope.workdir import checkpoints as checkpoint
 
 EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=2", "--config.eval_every=20", "--config.num_steps=60")
 

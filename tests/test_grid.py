@@ -9,8 +9,8 @@ from conftest import ROOT
 
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
-from prope.grid import plan, read_grid
-from prope.runs import Run, check_equal, table, table_text
+from prope.sweep.grid import plan, read_grid
+from prope.sweep.runs import Run, check_equal, table, table_text
 
 
 def grid_of(*texts, percentages=None, file="", overrides=None):

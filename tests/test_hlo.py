@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import ROOT
 
-from prope import hlo
+from prope.cost import hlo
 
 MODULE = """
 HloModule hand, is_scheduled=true
@@ -196,7 +196,8 @@ PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
-from prope import cost, hlo
+from prope.cost import flops as cost
+from prope.cost import hlo
 
 devices, D, dtype = DEVICES
 n = len(devices)

@@ -232,7 +232,7 @@ def test_image_builds_what_is_committed_and_knows_it(clone, fakes, tmp_path):
     assert launch("image.sh", *flags, root=root, **fakes).stdout == f"{image}\n"
     assert calls(tmp_path) == [build, ["docker", "push", image]]
     with tarfile.open(tmp_path / "context.tar") as context:
-        assert {"launch/Dockerfile", "pyproject.toml", "prope/xla_flags.py"} <= set(context.getnames())
+        assert {"launch/Dockerfile", "pyproject.toml", "prope/runtime/xla_flags.py"} <= set(context.getnames())
     (root / "launch/new").write_text("")
     assert "--allow-changes" in refused(launch("image.sh", *flags, root=root, **fakes))
     changed = launch("image.sh", "--image=a", "--extra=cpu", "--allow-changes", "--dry-run", root=root).stdout

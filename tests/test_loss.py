@@ -10,7 +10,7 @@ import pytest
 from test_sharded import MESHES, on_eight_devices
 
 from prope import loss, sharding
-from prope.hlo import array_shapes
+from prope.cost.hlo import array_shapes
 
 
 def draw(B=2, T=12, D=8, V=30, dtype=np.float32):

@@ -9,9 +9,9 @@ import sys
 import pytest
 from conftest import CONFIG, ROOT
 
-from prope import xla_flags
 from prope.config import default_config
-from prope.plan import _too_large, search
+from prope.cost.plan import _too_large, search
+from prope.runtime import xla_flags
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='needs libtpu: pip install "prope[tpu]"'
@@ -87,7 +87,7 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump):
         found |= {"peak_bytes_per_chip": size, "hbm_bytes_per_chip": 100, "fits": size <= 100, "ideal_mfu": rows}
         return found | {"ideal_tokens_per_second": ideal[config.model.remat] * rows}
 
-    monkeypatch.setattr("prope.plan.plan", compiled)
+    monkeypatch.setattr("prope.cost.plan.plan", compiled)
     found = search(default_config(), "v5e:2x2", [None] * 4, {})
     largest = {
         remat: max(row["sequences_per_chip"] for row in found["search"] if row["remat"] == remat and row["fits"])
@@ -104,7 +104,9 @@ def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
     """In a process of its own: libtpu cannot be let go."""
     program = f"""
 import functools, json, jax
-from prope import hlo, plan, sharding, step
+from prope import sharding, step
+from prope.cost import hlo
+from prope.cost import plan
 from prope.config import default_config
 from prope.optimizer import make_optimizer
 config = default_config()

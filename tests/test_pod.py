@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, finish, flipped, logged, losses
 
-from prope import checkpoint, processes
 from prope.errors import UsageError
+from prope.runtime import processes
+from prope.workdir import checkpoints as checkpoint
 
 LOGGED = ("--config.log_every=1", "--config.eval.max_windows=7")  # windows that no number of devices divides
 WIDE = (*LOGGED, "--config.model.embed_dim=256")  # wide enough that parameters are split over devices

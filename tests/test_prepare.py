@@ -20,7 +20,11 @@ import pytest
 from conftest import ROOT
 from test_data import NAME, articles, documents_of, settings, stream, write_text, write_tfds
 
-from prope.data import files, lock, pack, prepare, store, tfds_files, workers
+from prope.data.sources import files
+from prope.data.sources import tfds as tfds_files
+from prope.data.store import arrays as store
+from prope.data.store import build as prepare
+from prope.data.store import lock, pack, workers
 from prope.errors import RunFailed, UsageError
 
 KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand

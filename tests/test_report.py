@@ -11,9 +11,13 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from prope import checkpoint, drawing, pictures, report, runs, sweep_page
+from prope import report
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
+from prope.html import drawing
+from prope.sweep import page as sweep_page
+from prope.sweep import pictures, runs
+from prope.workdir import checkpoints as checkpoint
 
 PERCENTAGES, SEEDS, STEPS = (0.0, 0.25, 1.0), (0, 1), (1, 5, 10)
 PAPER = {0.0: "4.8594", 0.25: "4.5302", 1.0: "4.4627"}  # Barbero et al., Table 2, Wiki

@@ -13,10 +13,11 @@ from exchange import make_run
 from ml_collections import FrozenConfigDict
 from test_model import draw, forward, reference, small
 
-from prope import model, sample
+from prope import model
+from prope.cost.hlo import array_shapes
 from prope.errors import UsageError
-from prope.hlo import array_shapes
-from prope.sample import Sampling
+from prope.inference import generation as sample
+from prope.inference.generation import Sampling
 
 LENGTHS = (4, 9, 1, 6)
 NEVER = -1  # an eos that no token is

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 from test_data import NAME, articles, documents_of, settings, stream, write_text, write_tfds
 
-from prope.config import default_config, differences, from_dict, validate
-from prope.data import files, pack, prepare, source, store
-from prope.data.documents import find_source
+from prope.config import default_config, differences, from_dict
 from prope.data.mixture import open_windows, turns
+from prope.data.sources import base as source
+from prope.data.sources import files
+from prope.data.sources.find import find_source
+from prope.data.store import arrays as store
+from prope.data.store import build as prepare
+from prope.data.store import pack
 from prope.data.tokenizer import BOS, EOS
 from prope.data.windows import train_batch
 from prope.errors import UsageError
+from prope.runtime.validate import validate
 
 
 def refused(config, says):

@@ -15,8 +15,8 @@ from conftest import CONFIG, ROOT, logged, losses
 
 from prope.config import default_config, from_dict
 from prope.errors import UsageError
-from prope.grid import plan
-from prope.runs import read_run
+from prope.sweep.grid import plan
+from prope.sweep.runs import read_run
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,16 @@ from conftest import CONFIG, ROOT
 from exchange import make_run
 from scipy import stats
 
-from prope import checkpoint, evaluate, model, sharding
-from prope.config import default_config, validate
+from prope import model, sharding
+from prope.config import default_config
 from prope.data import synthetic
-from prope.data.documents import find_source
 from prope.data.mixture import open_windows
+from prope.data.sources.find import find_source
 from prope.data.windows import train_batch
 from prope.errors import UsageError
+from prope.inference import evaluation as evaluate
+from prope.runtime.validate import validate
+from prope.workdir import checkpoints as checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prope import apply_p_rope, theory
-from prope.analysis import statements, theory_page
+from prope import apply_p_rope
+from prope.analysis import statements, theory, theory_page
 from prope.attention import attention as model_attention
 from prope.rope import frequencies
 

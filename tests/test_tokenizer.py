@@ -16,8 +16,8 @@ from conftest import ROOT
 
 from prope.config import default_config
 from prope.data import inspect
-from prope.data.documents import find_source
-from prope.data.pack import is_validation
+from prope.data.sources.find import find_source
+from prope.data.store.pack import is_validation
 from prope.data.tokenizer import load_tokenizer
 from prope.data.train_tokenizer import _lines, sample, train_tokenizer
 from prope.data.windows import Windows, train_batch

@@ -12,11 +12,12 @@ import pytest
 from conftest import CONFIG, ROOT, logged, losses
 from test_data import NAME, articles, write_tfds
 
-from prope import checkpoint, command, sharding
+from prope import command, sharding
 from prope.data.windows import Windows
 from prope.errors import UsageError
-from prope.evaluate import make_evaluation
-from prope.hashing import hash_arrays
+from prope.inference.evaluation import make_evaluation
+from prope.sharding import hash_arrays
+from prope.workdir import checkpoints as checkpoint
 
 EVERY_STEP = "--config.log_every=1"
 

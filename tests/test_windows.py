@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from prope.config import default_config, differences, validate
-from prope.data.pack import is_validation
+from prope.config import default_config, differences
+from prope.data.store.pack import is_validation
 from prope.data.windows import Windows, ahead, randomised, train_batch
 from prope.errors import UsageError
+from prope.runtime.validate import validate
 
 B, T = 8, 32
 BOS, EOS = 2, 1
@@ -66,7 +67,7 @@ import json, sys, jax
 from test_windows import B, digest
 from prope import sharding
 from prope.config import from_dict
-from prope.data.pack import is_validation
+from prope.data.store.pack import is_validation
 from prope.data.windows import Windows, train_batch
 address, process, config = sys.argv[1], int(sys.argv[2]), from_dict(json.loads(sys.argv[3]))
 jax.distributed.initialize(address, 2, process)

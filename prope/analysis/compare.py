@@ -12,8 +12,8 @@ import numpy as np
 
 from prope.analysis.census import rank_correlation
 from prope.analysis.pictures import KINDS, norms
-from prope.drawing import Picture, Theme, styles
-from prope.page import document, e, figures, html_table, section
+from prope.html.drawing import Picture, Theme, styles
+from prope.html.page import document, e, figures, html_table, section
 
 FOOT = """<p>Every run’s own page is in its directory, analysis/index.html; comparison.json has the numbers. Made by
 <code>python -m prope.analyze</code>.</p>

@@ -4,7 +4,7 @@ import collections
 import pathlib
 
 from prope.analysis.pictures import KINDS, name_of, pictures
-from prope.page import document, e, figures, html_table, section
+from prope.html.page import document, e, figures, html_table, section
 
 FOOT = """<p>A pair is two lanes of a head that rotate together; pair 0 turns by one radian a token, the last one hardly
 at all. All weights are means over queries from the third token on. Figures and tables are those of Barbero et al. (ICLR

@@ -5,7 +5,7 @@ They are drawn from what analysis.json says. Axes: L layers, N query heads, K ke
 
 import numpy as np
 
-from prope.drawing import MARKERS, Picture, Theme, styles
+from prope.html.drawing import MARKERS, Picture, Theme, styles
 
 KINDS = {
     "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",

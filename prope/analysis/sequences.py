@@ -7,11 +7,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.analysis.measures import FROM
-from prope.config import read_elsewhere, validate
+from prope.config import read_elsewhere
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic, text_of
 from prope.data.tokenizer import BOS, load_tokenizer, name_of
 from prope.errors import UsageError
+from prope.runtime.validate import validate
 
 log = logging.getLogger("prope")
 

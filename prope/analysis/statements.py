@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prope import theory
+from prope.analysis import theory
 from prope.rope import frequencies, rotated_pairs
 
 HEAD_DIM = 256

@@ -5,10 +5,10 @@ import pathlib
 
 import numpy as np
 
-from prope import theory
+from prope.analysis import theory
 from prope.analysis.statements import BOUNDS, HEAD_DIM, LENGTH, statements
-from prope.drawing import Picture, line, styles
-from prope.page import document, e, figures, html_table, section
+from prope.html.drawing import Picture, line, styles
+from prope.html.page import document, e, figures, html_table, section
 from prope.rope import frequencies
 
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)

@@ -15,7 +15,7 @@ from prope import model
 from prope.config import layer_percentages
 from prope.loss import token_losses
 from prope.rope import rotated_pairs
-from prope.streaming import LayerByLayer
+from prope.workdir.parameters import LayerByLayer
 
 _TOKENS = 8192  # that are run at once
 

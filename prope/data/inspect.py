@@ -13,16 +13,16 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from prope import command
-from prope.config import validate
 from prope.data import synthetic
-from prope.data.documents import weighted
 from prope.data.mixture import open_windows
-from prope.data.prepare import open_store
-from prope.data.store import Store
+from prope.data.sources.find import weighted
+from prope.data.store.arrays import Store
+from prope.data.store.build import open_store
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import load_tokenizer, name_of
 from prope.data.windows import Batch, train_batch
 from prope.errors import UsageError
+from prope.runtime.validate import validate
 
 _WIDTH = 110  # of a line of text
 _AROUND = 3  # tokens shown on either side of a border

@@ -10,8 +10,8 @@ import math
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope.data import store
-from prope.data.documents import weighted
+from prope.data.sources.find import weighted
+from prope.data.store import arrays as store
 from prope.data.synthetic import Synthetic
 from prope.data.windows import Batch, Windows
 

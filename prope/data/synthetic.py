@@ -27,7 +27,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.config import SYNTHETIC as TASKS
-from prope.data.store import SPLITS, fingerprint_of
+from prope.data.store.arrays import SPLITS, fingerprint_of
 from prope.data.tokenizer import BOS, PAD
 from prope.errors import UsageError
 

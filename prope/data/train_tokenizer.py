@@ -20,11 +20,11 @@ from ml_collections import ConfigDict, config_flags
 from tqdm import tqdm
 
 from prope import command
-from prope.config import validate
-from prope.data.documents import find_source, weighted
-from prope.data.pack import is_validation
+from prope.data.sources.find import find_source, weighted
+from prope.data.store.pack import is_validation
 from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
 from prope.errors import UsageError
+from prope.runtime.validate import validate
 
 _SENTENCE = 4096  # bytes; SentencePiece leaves out a line that is longer than its limit
 _SMALLEST = 4 + 256  # ids: the special ones and the bytes

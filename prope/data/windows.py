@@ -21,8 +21,8 @@ import grain
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope.data.prepare import open_store
-from prope.data.store import Store
+from prope.data.store.arrays import Store
+from prope.data.store.build import open_store
 from prope.data.tokenizer import load_tokenizer
 
 Batch = dict[str, np.ndarray]

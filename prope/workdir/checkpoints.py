@@ -24,9 +24,10 @@ from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers as policies
 
 from prope import config as config_lib
-from prope import model, processes, sharding
+from prope import model, sharding
 from prope.errors import RunFailed, Stopped, UsageError, is_disk_full
-from prope.hashing import hash_arrays
+from prope.runtime import processes
+from prope.sharding import hash_arrays
 
 log = logging.getLogger("prope")
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from prope.data.source import Document, Part, Source, TextRule, part_bytes
+from prope.data.sources.base import Document, Part, Source, TextRule, part_bytes
 from prope.errors import UsageError, nearest
 
 

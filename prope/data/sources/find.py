@@ -21,9 +21,9 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from prope.data.files import files
-from prope.data.source import Document, Part, Source, TextRule
-from prope.data.tfds_files import how_to_bring, tfds_source
+from prope.data.sources.base import Document, Part, Source, TextRule
+from prope.data.sources.files import files
+from prope.data.sources.tfds import how_to_bring, tfds_source
 from prope.errors import UsageError
 
 

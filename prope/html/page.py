@@ -5,7 +5,7 @@ import html
 import pathlib
 from collections.abc import Iterable
 
-from prope.drawing import THEMES, Picture
+from prope.html.drawing import THEMES, Picture
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #f6f8fa; --card: #ffffff; --text: #24292f; --soft: #57606a;

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from prope import checkpoint
 from prope.config import flat
 from prope.errors import RunFailed, UsageError
-from prope.grid import text_of
-from prope.metrics import read_jsonl
+from prope.inference.paired import paired_difference
 from prope.model import turned_pairs
-from prope.paired import paired_difference
+from prope.sweep.grid import text_of
+from prope.workdir import checkpoints as checkpoint
+from prope.workdir.records import read_jsonl
 
 SEED, P = "seed", "rope_percentage"  # labels
 # Fields of config.model that the initial weights do not depend on.

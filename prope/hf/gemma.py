@@ -13,9 +13,10 @@ import pathlib
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope.config import default_config, layer_percentages, validate
+from prope.config import default_config, layer_percentages
 from prope.errors import UsageError
 from prope.rope import rotated_pairs
+from prope.runtime.validate import validate
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

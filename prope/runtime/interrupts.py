@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from prope import processes
 from prope.errors import INTERRUPTED, PREEMPTED
+from prope.runtime import processes
 
 
 class Request(enum.IntEnum):

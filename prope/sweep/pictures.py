@@ -8,8 +8,8 @@ runs of one seed have in common (initial weights, batches, text) drops out.
 import statistics
 from collections.abc import Callable
 
-from prope.drawing import Picture, Theme, line, styles
-from prope.runs import SEED, P, Run, group_name, groups, reference
+from prope.html.drawing import Picture, Theme, line, styles
+from prope.sweep.runs import SEED, P, Run, group_name, groups, reference
 
 Curves = dict[str, dict[int | None, dict[float, float]]]
 

@@ -7,8 +7,9 @@ import runpy
 
 from ml_collections import ConfigDict
 
-from prope.config import flat, validate
+from prope.config import flat
 from prope.errors import UsageError, nearest
+from prope.runtime.validate import validate
 
 P = "model.rope_percentage"
 CONFIG = "config"  # an axis whose values are config files

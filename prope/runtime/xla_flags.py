@@ -1,4 +1,4 @@
-"""XLA's flags for every platform, with their source: python -m prope.xla_flags v5p prints what a shell shall export.
+"""XLA's flags for every platform, with their source: `python -m prope.runtime.xla_flags v5p` prints the exports.
 
 `launch/run.sh v5p COMMAND` runs a command with them; `prope.plan` compiles with a TPU's, and `prope.bench` reports
 which are set.

@@ -1,4 +1,4 @@
-"""What a training step costs: matmul FLOPs from its jaxpr, and what chips can do; `prope.hlo` has its traffic.
+"""What a training step costs: matmul FLOPs from its jaxpr, and what chips can do; `prope.cost.hlo` has its traffic.
 
 XLA's own cost analysis counts the body of a loop once and a Pallas kernel as nothing; here a loop counts as often as it
 runs, and what cannot be counted is an error, never 0. No device is touched.
@@ -56,8 +56,8 @@ def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str
 
     Args:
       flops: of one chip, as `count_flops` / chips.
-      hbm: bytes of one chip, as `prope.hlo.hbm_bytes` gives them.
-      traffic: of one chip, as `prope.hlo.collectives` gives it.
+      hbm: bytes of one chip, as `prope.cost.hlo.hbm_bytes` gives them.
+      traffic: of one chip, as `prope.cost.hlo.collectives` gives it.
       chip: from `CHIPS`. Where its links are not known, "communication" is None and left out of the largest.
     """
     parts = {"compute": flops / chip.flops, "memory": hbm / chip.hbm_bandwidth, "communication": None}

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 import numpy as np
 
-from prope import gemma_hf
 from prope.errors import UsageError
+from prope.hf import gemma as gemma_hf
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16"}
 

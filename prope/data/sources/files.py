@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent import futures
 
-from prope.data.source import MAX_DOCUMENT, Document, Part, Source, TextRule, part_bytes, too_long, utf8
+from prope.data.sources.base import MAX_DOCUMENT, Document, Part, Source, TextRule, part_bytes, too_long, utf8
 from prope.errors import UsageError
 
 _LINES = (".jsonl", ".jsonl.gz")

@@ -6,11 +6,11 @@ import jax
 
 from prope import model
 from prope.config import flat
-from prope.drawing import Picture
 from prope.errors import RunFailed
-from prope.metrics import read_jsonl
-from prope.page import document, e, figures, html_table, section
-from prope.runs import SEED, P, Run, against_reference, check_equal, group_name, groups, reference, table
+from prope.html.drawing import Picture
+from prope.html.page import document, e, figures, html_table, section
+from prope.sweep.runs import SEED, P, Run, against_reference, check_equal, group_name, groups, reference, table
+from prope.workdir.records import read_jsonl
 
 # Perplexity of Gemma 2B trained on 8192 tokens, by p: Barbero et al. (ICLR 2025), Table 2.
 PAPER = {

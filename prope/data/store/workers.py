@@ -16,9 +16,9 @@ from concurrent import futures
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from prope.data import pack
-from prope.data.source import Part, Source
-from prope.data.store import SPLITS
+from prope.data.sources.base import Part, Source
+from prope.data.store import pack
+from prope.data.store.arrays import SPLITS
 
 _FEW_BYTES = 2**26  # below this, starting workers costs more than they save
 _SAY_EVERY = 30.0  # seconds between lines where there is no terminal

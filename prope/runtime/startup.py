@@ -15,7 +15,7 @@ import zlib
 
 import jax
 
-from prope import metrics, processes
+from prope.runtime import processes
 
 log = logging.getLogger("prope")
 
@@ -57,29 +57,27 @@ class Startup:
         self.done("compile")
         self.cache = "hit" if self._events["hits"] else "miss"
 
-    def first_step(self, workdir: pathlib.Path, step: int) -> None:
-        """The first step is done: logs the parts, and keeps them."""
+    def first_step(self, step: int) -> dict:
+        """Logs the seconds of every part; returns the line for W/starts.jsonl."""
         self.done("first step")
         seconds = {part: round(value, 3) for part, value in self._seconds.items()}
         log.info(
             "first step after %.1f s: %s (compilation cache: %s)", sum(seconds.values()),
             ", ".join(f"{part} {value:.1f}" for part, value in seconds.items()), self.cache,
         )  # fmt: skip
-        if processes.is_first():
-            record = {
-                "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "step": step,
-                "commit": _commit(),
-                "processes": processes.count(),
-                "devices": jax.device_count(),
-                "device_kind": jax.devices()[0].device_kind,
-                "machine": _machine(),
-                "jax": jax.__version__,
-                "python": platform.python_version(),
-                "seconds": seconds,
-                "compilation_cache": self.cache,
-            }
-            metrics.append_jsonl(workdir / "starts.jsonl", record)
+        return {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "step": step,
+            "commit": _commit(),
+            "processes": processes.count(),
+            "devices": jax.device_count(),
+            "device_kind": jax.devices()[0].device_kind,
+            "machine": _machine(),
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "seconds": seconds,
+            "compilation_cache": self.cache,
+        }
 
 
 def _age() -> float:

@@ -16,8 +16,8 @@ import zlib
 
 import numpy as np
 
-from prope.data.source import Document, Part
-from prope.data.store import SPLITS, dtype_of, mark
+from prope.data.sources.base import Document, Part
+from prope.data.store.arrays import SPLITS, dtype_of, mark
 from prope.data.tokenizer import load_tokenizer
 
 _PIECE_BYTES = 2**22  # a longer document is tokenised in pieces, to bound the memory

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from prope.errors import RunFailed
 from prope.optimizer import learning_rate
+from prope.workdir.records import append_jsonl, read_jsonl
 
 log = logging.getLogger("prope")
 
@@ -144,20 +145,3 @@ class Metrics:
         for key, value in record.items():
             if self._events and key != "step" and isinstance(value, int | float):
                 self._events.add_scalar(f"{tag}/{key}", value, record["step"])
-
-
-def append_jsonl(path: pathlib.Path, record: dict) -> None:
-    """Adds one JSON object as a line."""
-    with path.open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
-
-
-def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """The objects of a file of JSON lines; none where there is no file. A last line cut short is left out."""
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records

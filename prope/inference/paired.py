@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prope.errors import UsageError
-from prope.metrics import read_jsonl
+from prope.workdir.records import read_jsonl
 
 SAME_DATA = ("fingerprint", "seq_len", "windows")  # of a record: two that agree in these saw the same tokens
 

@@ -1,0 +1,1 @@
+"""Where text comes from: each source yields UTF-8 documents in a fixed order."""

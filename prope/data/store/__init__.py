@@ -1,0 +1,1 @@
+"""Tokens on disk: built once from a source, read at random."""

@@ -1,0 +1,1 @@
+"""Checkpoints in the Hugging Face format: written, and read."""

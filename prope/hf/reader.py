@@ -1,0 +1,173 @@
+"""Makes a run of a Gemma 1 checkpoint in HF format: python -m prope.import_hf --input=DIR --workdir=W.
+
+DIR is what transformers saves and Google publishes: config.json and model.safetensors, whole or in shards, and a
+tokenizer.model. The run has one checkpoint, of step 0, which `evaluate`, `sample` and `train --init_from` read. The
+tensors are read one after the other into the parameters' arrays. Needs the safetensors library.
+"""
+
+import functools
+import hashlib
+import logging
+import math
+import operator
+import pathlib
+import shutil
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from prope import model
+from prope.data.tokenizer import load_tokenizer
+from prope.errors import UsageError
+from prope.hf import gemma as gemma_hf
+from prope.hf.tensors import Stored, find_tensors, open_tensors, some
+from prope.workdir import checkpoints as checkpoint
+from prope.workdir.files import check_new, new_directory
+from prope.workdir.parameters import save_parameters
+
+log = logging.getLogger("prope")
+
+_DTYPES = ("F32", "BF16", "F16")  # of tensors: every value of theirs is a float32
+_TIED = "lm_head.weight"  # where it is written, a second copy of the embedding
+_EMBEDDING = "model.embed_tokens.weight"
+_REMEDY = "give --tokenizer=PATH, the SentencePiece model that the checkpoint was trained with"
+_OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+def import_run(directory: str, workdir: str, tokenizer: str | None = None) -> dict:
+    """Makes the run `workdir` of the checkpoint in `directory`; returns the last line.
+
+    Raises:
+      UsageError: the checkpoint is not one that this decoder computes, or is not whole; or `workdir` is there already.
+    """
+    source, path = pathlib.Path(directory), pathlib.Path(workdir)
+    check_new("workdir", path)
+    if not source.is_dir():
+        raise UsageError(
+            f"--input={source}: no such directory; a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
+        )
+    config, values = gemma_hf.from_hf(source / "config.json")
+    found = find_tensors(source)
+    expected = gemma_hf.tensors(config.model)
+    check_tensors(source, found, expected)
+    tokenizer_file = find_tokenizer(source, tokenizer, config, values)
+
+    with new_directory("workdir", path) as part:
+        checkpoint.check_disk(part, sum(4 * math.prod(tensor.shape) for tensor in expected))
+        params = read_params(config, found, expected)
+        check_tied(found, params)
+        if tokenizer_file is not None:
+            shutil.copyfile(tokenizer_file, part / gemma_hf.TOKENIZER)
+            config.data.tokenizer = str(path.resolve() / gemma_hf.TOKENIZER)
+        init_hash = save(part, config, params, source)
+    pairs = model.turned_pairs(config.model)
+    log.info(
+        "%s parameters, computed in %s; p-RoPE turns %d of %d pairs; tokenizer %s",
+        f"{model.num_parameters(params):,}", config.model.dtype, pairs, config.model.head_dim // 2,
+        config.data.tokenizer,
+    )  # fmt: skip
+    return {
+        "workdir": str(path),
+        "parameters": model.num_parameters(params),
+        "step": 0,
+        "rope_percentage": config.model.rope_percentage,
+        "rotated_pairs": pairs,
+        "tokenizer": config.data.tokenizer,
+        "init_hash": init_hash,
+    }
+
+
+def check_tensors(source: pathlib.Path, found: dict[str, Stored], expected: list[gemma_hf.Tensor]) -> None:
+    """Raises UsageError where the tensors are not the ones that config.json leads to."""
+    shapes = {tensor.name: tensor.shape for tensor in expected}
+    missing, surplus = shapes.keys() - found.keys(), found.keys() - shapes.keys() - {_TIED}
+    if missing or surplus:
+        what = [
+            f"{word} tensors: {some(names)}" for word, names in (("missing", missing), ("unknown", surplus)) if names
+        ]
+        raise UsageError(f"--input={source}: {'; '.join(what)}; only the tensors of a plain Gemma 1 can be imported")
+    for name, tensor in found.items():
+        shape = shapes.get(name, shapes[_EMBEDDING])
+        if tensor.shape != shape:
+            raise UsageError(f"{tensor.file}: {name} has shape {tensor.shape}; config.json leads to {shape}")
+        if tensor.dtype not in _DTYPES:
+            raise UsageError(f"{tensor.file}: {name} has dtype {tensor.dtype}; only {', '.join(_DTYPES)} can be read")
+
+
+def find_tokenizer(source: pathlib.Path, given: str | None, config: ConfigDict, values: dict) -> pathlib.Path | None:
+    """The file of the checkpoint's SentencePiece model, or None for bytes; checked against the config.
+
+    Raises:
+      UsageError: there is none, there are two, or it is not the one that the model was trained with.
+    """
+    own = source / gemma_hf.TOKENIZER
+    name = str(own) if own.is_file() else given
+    others = [name for name in _OTHER_TOKENIZERS if (source / name).is_file()]
+    if name is None and others:
+        raise UsageError(f"--input={source}: has no {own.name}, and {others[0]} is not read; {_REMEDY}")
+    tokenizer = load_tokenizer(name or "byte")
+    if given is not None and load_tokenizer(given).fingerprint != tokenizer.fingerprint:
+        raise UsageError(f"--tokenizer={given}: {own} is there and is another one; remove the flag, or that file")
+    size, what = config.model.vocab_size, f"the tokenizer {name or 'byte'} has"
+    if size < tokenizer.vocab_size:
+        raise UsageError(f"{source}: vocab_size={size}, but {what} {tokenizer.vocab_size} ids; {_REMEDY}")
+    for special in ("bos", "eos"):
+        ours, theirs = getattr(tokenizer, special), values.get(f"{special}_token_id")
+        if theirs is not None and ours not in (theirs if isinstance(theirs, list) else [theirs]):
+            raise UsageError(f"{source}: {special}_token_id={theirs}, but {what} {ours}; {_REMEDY}")
+    if name is None:
+        log.info("no %s in %s: taking the byte tokenizer; if that is wrong, give --tokenizer=PATH", own.name, source)
+    return None if name in (None, "byte") else pathlib.Path(name)
+
+
+def read_params(config: ConfigDict, found: dict[str, Stored], expected: Iterable[gemma_hf.Tensor]) -> dict:
+    """The parameters, float32: arrays that are made once and filled one tensor after the other."""
+    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
+    for file in sorted({stored.file for stored in found.values()}):
+        with open_tensors(file) as tensors:
+            for tensor in expected:
+                if found[tensor.name].file == file:
+                    tensor.write(_parameter(params, tensor.path), tensors.get_tensor(tensor.name))
+    return params
+
+
+def check_tied(found: dict[str, Stored], params: dict) -> None:
+    """Raises UsageError where the checkpoint has an output matrix that is not its embedding."""
+    if _TIED not in found:
+        return
+    with open_tensors(found[_TIED].file) as tensors:
+        output, embedding = tensors.get_tensor(_TIED), params["embedder"]["input_embedding"]
+    for start in range(0, len(output), 1024):  # in pieces: the comparison needs float32 copies
+        rows = slice(start, start + 1024)
+        if output[rows].astype(np.float32).tobytes() != embedding[rows].tobytes():
+            raise UsageError(
+                f"{found[_TIED].file}: {_TIED} differs from {_EMBEDDING}; this decoder has one matrix for both, as "
+                "Gemma 1 has: import a checkpoint with tied embeddings"
+            )
+
+
+def save(workdir: pathlib.Path, config: ConfigDict, params: dict, source: pathlib.Path) -> str:
+    """Writes the run: config.json and the checkpoint of step 0; returns the init_hash, of the parameters' bytes."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        digest.update(leaf.reshape(-1).view(np.uint8))
+    init_hash = digest.hexdigest()[:16]
+    checkpoint.write_config(workdir, config)
+    identity = {"config": config.to_dict(), "init_hash": init_hash}
+    save_parameters(workdir, params, identity, {"imported_from": str(source)})
+    return init_hash
+
+
+def _parameter(params: dict, path: tuple[str, ...]) -> np.ndarray:
+    return functools.reduce(operator.getitem, path, params)
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """An array that JAX can use where it stands: it copies those that do not start on a multiple of 64 bytes."""
+    size = int(np.prod(shape)) * 4
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(np.float32).reshape(shape)

@@ -1,0 +1,1 @@
+"""What a run meets in the world: processes, signals, hangs, start-up, platforms, bad input."""

@@ -1,0 +1,1 @@
+"""A run's directory: its config, its records, its checkpoints."""
