@@ -11,7 +11,7 @@ import pytest
 from forks import Command
 
 # One compilation cache for these tests and the processes they start: most of them compile the same programs.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="prope-tests-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/prope-tests-jax")
 os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
