@@ -6,7 +6,7 @@ import matplotlib
 import matplotlib.figure
 import numpy as np
 
-from prope.rope import frequencies, rotated_pairs
+from prope.rope import frequencies, num_rotated_pairs
 
 FOLDER = pathlib.Path(__file__).parent / "figures"
 
@@ -29,7 +29,7 @@ def draw_lanes(head_dim: int = 32) -> matplotlib.figure.Figure:
     axes.tick_params(which="both", length=0)
     axes.set_yticks(range(len(percentages)), [f"p = {p:g}" for p in percentages])
     for row, p in enumerate(percentages):
-        turned = rotated_pairs(head_dim, p)
+        turned = num_rotated_pairs(head_dim, p)
         axes.text(head_dim - 0.2, row, f"{turned} of {pairs} pairs", va="center", fontsize=9)
     axes.axvline(pairs - 0.5, color="black", lw=1.5)
     at = [0, 5, pairs, pairs + 5, head_dim - 1]

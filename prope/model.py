@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope.attention import attention
 from prope.config import layer_percentages
-from prope.rope import keep_fastest, rotate, rotated_pairs, rotation_table
+from prope.rope import mask_slow_pairs, num_rotated_pairs, rotate, rotation_table
 from prope.sharding import constrain, gathered, stored, take_rows
 
 Params = dict[str, Any]
@@ -30,14 +30,14 @@ Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, K, S, H]: slot s h
 class Captured(NamedTuple):
     """What attention is made of in one layer: queries [B, T, N, H], keys and values [B, T, K, H].
 
-    The turned ones are as attention sees them: turned_query turned_key^T / sqrt(H) is what its softmax takes.
+    The rotated ones are as attention sees them: rotated_query rotated_key^T / sqrt(H) is what its softmax takes.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    turned_query: jax.Array
-    turned_key: jax.Array
+    rotated_query: jax.Array
+    rotated_key: jax.Array
 
 
 # What the backward pass of a layer finds kept besides its input, by config.model.remat; the rest it computes again.
@@ -107,7 +107,7 @@ def layer(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
     pairs: int | Int[Array, ""],
-    turn: Callable | None = None,
+    rotate_fn: Callable | None = None,
 ) -> tuple[Float[Array, "B T D"], Captured]:
     """One layer by itself, as analysis runs them: the residual stream after it, and what its attention was made of.
 
@@ -116,11 +116,11 @@ def layer(
       params: of this layer alone: those of "layers" without their leading axis.
       x: the residual stream that enters.
       positions: of the tokens.
-      pairs: how many of the fastest pairs this layer turns.
-      turn: as `turned`, which it stands in for: what attention is to see of queries, keys and values.
+      pairs: how many of the fastest pairs this layer rotates.
+      rotate_fn: replaces `rotate_qkv`, with its arguments and results.
     """
-    table = keep_fastest(rotation_table(positions, config.head_dim, config.max_wavelength), pairs)
-    block = Block(FrozenConfigDict(config), turn or turned)
+    table = mask_slow_pairs(rotation_table(positions, config.head_dim, config.max_wavelength), pairs)
+    block = Block(FrozenConfigDict(config), rotate_fn or rotate_qkv)
     ((x, _), _), made = block.apply({"params": params}, (x, None), None, None, table, None, None, mutable="captured")
     return x, Captured(**made["captured"]["attn"])
 
@@ -130,7 +130,7 @@ def final_norm(params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"
     return RMSNorm().apply({"params": params}, x)
 
 
-def turned(query, key, value, table):
+def rotate_qkv(query, key, value, table):
     """Queries [B, T, N, H], keys and values [B, T, K, H] as attention sees them: rotated by a table [2, B, T, P]."""
     return rotate(query, table), rotate(key, table), value
 
@@ -147,9 +147,9 @@ def embedding(params: Params) -> Float[Array, "V D"]:
     return params["embedder"]["input_embedding"]
 
 
-def turned_pairs(config: ConfigDict) -> int | list[int]:
+def rotated_pairs(config: ConfigDict) -> int | list[int]:
     """How many pairs p-RoPE turns: a number, or one per layer where layers differ."""
-    pairs = [rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
+    pairs = [num_rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
     return pairs if isinstance(config.rope_percentage, tuple) else pairs[0]
 
 
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         table = rotation_table(positions, cfg.head_dim, cfg.max_wavelength, max(percentages))
         pairs = None
         if len(set(percentages)) > 1:
-            pairs = jnp.array(turned_pairs(cfg), jnp.int32)
+            pairs = jnp.array(rotated_pairs(cfg), jnp.int32)
         block = Block
         if cfg.remat != "none":
             policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[cfg.remat])
@@ -217,14 +217,14 @@ class Block(nn.Module):
     """One layer: attention and MLP, each on a normalised copy of the residual stream and added to it."""
 
     config: FrozenConfigDict
-    turn: Callable = turned
+    rotate_fn: Callable = rotate_qkv
 
     @nn.compact
     def __call__(self, carry, layer, pairs, table, segment_ids, first_query):
         x, cache = carry
-        table = table if pairs is None else keep_fastest(table, pairs)
+        table = table if pairs is None else mask_slow_pairs(table, pairs)
         normed = RMSNorm(name="pre_attention_norm")(x)
-        attend = Attention(self.config, self.turn, name="attn")
+        attend = Attention(self.config, self.rotate_fn, name="attn")
         attended, cache = attend(normed, cache, layer, table, segment_ids, first_query)
         x = x + attended
         x = x + MLP(self.config, name="mlp")(RMSNorm(name="pre_ffw_norm")(x))
@@ -235,7 +235,7 @@ class Attention(nn.Module):
     """Projections, p-RoPE on queries and keys, causal attention, and the way back to D."""
 
     config: FrozenConfigDict
-    turn: Callable
+    rotate_fn: Callable
 
     @nn.compact
     def __call__(self, x, cache, layer, table, segment_ids, first_query):
@@ -244,8 +244,8 @@ class Attention(nn.Module):
         query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
         key, value = Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->CBTKH", x)
         captured = {"query": query, "key": key, "value": value}
-        query, key, value = self.turn(query, key, value, table)
-        for name, array in (captured | {"turned_query": query, "turned_key": key}).items():
+        query, key, value = self.rotate_fn(query, key, value, table)
+        for name, array in (captured | {"rotated_query": query, "rotated_key": key}).items():
             self.sow("captured", name, array, reduce_fn=lambda _, new: new)  # nothing, unless `layer` asks for it
         query = checkpoint_name(constrain(query, "BTNH"), "query")
         key = checkpoint_name(constrain(key, "BTKH"), "key")

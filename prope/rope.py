@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 _TWO_PI = 2 * decimal.Decimal("3.14159265358979323846264338327950288419716939937511")
 
 
-def rotated_pairs(head_dim: int, rope_percentage: float) -> int:
+def num_rotated_pairs(head_dim: int, rope_percentage: float) -> int:
     """The number of pairs that p-RoPE turns, floored to whole pairs: 12 for head_dim 256 and p = 0.1.
 
     Raises:
@@ -41,13 +41,13 @@ def frequencies(head_dim: int, max_wavelength: float = 10_000, rope_percentage: 
     """Radians per token of every pair, float64 [P], fastest first; 0 for the pairs that are not turned.
 
     Raises:
-      ValueError: as `rotated_pairs`, or max_wavelength is not a finite number above 1.
+      ValueError: as `num_rotated_pairs`, or max_wavelength is not a finite number above 1.
     """
     if not 1 < max_wavelength < math.inf:
         raise ValueError(f"max_wavelength must be finite and greater than 1; got {max_wavelength}")
     pairs = np.arange(head_dim // 2)
-    turned = pairs < rotated_pairs(head_dim, rope_percentage)
-    return np.where(turned, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)
+    rotated = pairs < num_rotated_pairs(head_dim, rope_percentage)
+    return np.where(rotated, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)
 
 
 def rotation_table(
@@ -74,7 +74,7 @@ def rotation_table(
     return jax.lax.empty((2, *cos.shape), cos.dtype).at[0].set(cos).at[1].set(sin)
 
 
-def keep_fastest(table: jax.Array, pairs: ArrayLike) -> jax.Array:
+def mask_slow_pairs(table: jax.Array, pairs: ArrayLike) -> jax.Array:
     """The table [2, ..., P] with only its first `pairs` pairs turned, as for a smaller p; `pairs` may be traced."""
     still = jnp.array([1.0, 0.0]).reshape(2, *[1] * (table.ndim - 1))
     return jnp.where(jnp.arange(table.shape[-1]) < pairs, table, still)
@@ -85,8 +85,8 @@ def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
     cos, sin = table[:, :, :, None, :]
     first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
     # A stack of halves, not their concatenation: on a CPU its loops are the ones that LLVM vectorises.
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2)
-    return turned.astype(inputs.dtype).reshape(inputs.shape)
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2)
+    return rotated.astype(inputs.dtype).reshape(inputs.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "max_wavelength", "rope_percentage"))

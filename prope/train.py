@@ -83,7 +83,7 @@ def train(
         log.info(
             "%d x %s; %s parameters; p-RoPE turns %s of %d pairs (p = %s); %s windows of %d tokens of %s",
             jax.device_count(), jax.devices()[0].device_kind, f"{model.num_parameters(state[0]):,}",
-            model.turned_pairs(config.model), config.model.head_dim // 2,
+            model.rotated_pairs(config.model), config.model.head_dim // 2,
             config.model.rope_percentage, f"{windows['train'].count:,}", config.data.seq_len, config.data.dataset,
         )  # fmt: skip
         startup.done("devices")

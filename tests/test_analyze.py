@@ -20,7 +20,7 @@ from prope.config import default_config, layer_percentages, set_layer_percentage
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import BOS
 from prope.errors import UsageError
-from prope.rope import frequencies, rotated_pairs
+from prope.rope import frequencies, num_rotated_pairs
 from prope.sharding import hash_arrays
 from prope.workdir import checkpoints as checkpoint
 from prope.workdir.parameters import LayerByLayer
@@ -43,7 +43,7 @@ def layers_of(config, params, tokens, positions):
     """(residual stream after, captured) of every layer, one at a time."""
     x = model.embed(config, model.embedding(params), tokens)
     for number, p in enumerate(layer_percentages(config)):
-        pairs = rotated_pairs(config.head_dim, p)
+        pairs = num_rotated_pairs(config.head_dim, p)
         x, captured = model.layer(config, at_layer(params, number), x, positions, pairs)
         yield x, captured
 
@@ -74,7 +74,7 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     T = tokens.shape[1]
     for scores, (_, captured) in zip(seen, made, strict=True):
         for row in range(len(tokens)):
-            ours = measures.logits(captured.turned_query[row], captured.turned_key[row])
+            ours = measures.logits(captured.rotated_query[row], captured.rotated_key[row])
             np.testing.assert_allclose(ours, scores[row].reshape(4, T, T), rtol=0, atol=1e-5)
             assert np.abs(ours).max() > 0.5
     out = model.final_norm(params["final_norm"], made[-1][0])
@@ -159,7 +159,7 @@ def test_an_opening_is_the_start_of_the_whole(monkeypatch):
     params, tokens, positions = draw(config)
     (_, captured), *_ = layers_of(config, params, tokens, positions)
     opening = measures.opening(captured, 7)
-    whole = measures.weights(captured.turned_query[0], captured.turned_key[0], jnp.arange(12))
+    whole = measures.weights(captured.rotated_query[0], captured.rotated_key[0], jnp.arange(12))
     np.testing.assert_allclose(opening.weights, whole[:, :7, :7], atol=1e-6)
     names = [f"t{i}" for i in range(7)]
     for head in range(4):

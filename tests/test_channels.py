@@ -69,13 +69,13 @@ def test_only_the_head_that_is_stopped_changes():
     x = model.embed(config, model.embedding(params), tokens)
     run = lambda turn: model.layer(config, at_layer(params, 0), x, positions, 16, turn)[1]  # noqa: E731
     plain, changed = run(None), run(channels.stopped(2, 3))
-    own = np.repeat(np.asarray(plain.turned_key), 2, axis=2)
+    own = np.repeat(np.asarray(plain.rotated_key), 2, axis=2)
     lanes = [3, 19]
-    for name, before in (("turned_query", np.asarray(plain.turned_query)), ("turned_key", own)):
+    for name, before in (("rotated_query", np.asarray(plain.rotated_query)), ("rotated_key", own)):
         after = np.asarray(getattr(changed, name))
         moved = np.argwhere(np.abs(after - before).max(axis=(0, 1)) > 1e-6)
         assert {tuple(place) for place in moved.tolist()} == {(2, lane) for lane in lanes}, name
-    np.testing.assert_array_equal(changed.turned_query[:, :, 2, lanes], plain.query[:, :, 2, lanes])
+    np.testing.assert_array_equal(changed.rotated_query[:, :, 2, lanes], plain.query[:, :, 2, lanes])
 
 
 def test_channels_are_slow_or_unturned_and_the_strongest():

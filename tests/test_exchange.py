@@ -81,7 +81,7 @@ def test_p_floors_to_the_same_pairs_in_transformers(gemma, d):
         config.model.rope_percentage = float(p)
         theirs = transformers.GemmaConfig(**gemma_hf.to_hf(config, {}, "float32"))
         turned = ROPE_INIT_FUNCTIONS["proportional"](theirs, device=None)[0].numpy() > 0
-        assert turned.sum() == model.turned_pairs(config.model), p
+        assert turned.sum() == model.rotated_pairs(config.model), p
 
 
 def test_transformers_reads_the_tokenizer_with_its_bos(gemma, tmp_path, sentencepiece_model):

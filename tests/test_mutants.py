@@ -14,11 +14,11 @@ pytestmark = pytest.mark.slow
 MUTANTS = {
     "wrong denominator": (
         "max_wavelength ** (-2.0 * pairs / head_dim)",
-        "max_wavelength ** (-2.0 * pairs / max(2 * rotated_pairs(head_dim, rope_percentage), 1))",
+        "max_wavelength ** (-2.0 * pairs / max(2 * num_rotated_pairs(head_dim, rope_percentage), 1))",
     ),
     "prefix pairing": (
         "    return rotate(inputs, rotation_table(positions, head_dim, max_wavelength, rope_percentage))",
-        "    n = rotated_pairs(head_dim, rope_percentage)\n"
+        "    n = num_rotated_pairs(head_dim, rope_percentage)\n"
         "    table = rotation_table(positions, head_dim, max_wavelength, rope_percentage)[..., :n]\n"
         "    return jnp.concatenate([rotate(inputs[..., : 2 * n], table), inputs[..., 2 * n :]], axis=-1)",
     ),
@@ -27,16 +27,16 @@ MUTANTS = {
         "    first, second = inputs[..., 0::2].astype(jnp.float32), inputs[..., 1::2].astype(jnp.float32)\n",
     ),
     "slow end kept": (
-        "turned = pairs < rotated_pairs(head_dim, rope_percentage)",
-        "turned = pairs >= head_dim // 2 - rotated_pairs(head_dim, rope_percentage)",
+        "rotated = pairs < num_rotated_pairs(head_dim, rope_percentage)",
+        "rotated = pairs >= head_dim // 2 - num_rotated_pairs(head_dim, rope_percentage)",
     ),
     "bfloat16 positions": (
         "positions.astype(wide)[..., None]",
         "positions.astype(jnp.bfloat16).astype(wide)[..., None]",
     ),
     "bfloat16 frequencies": (
-        "return np.where(turned, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)",
-        "exact = np.where(turned, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)\n"
+        "return np.where(rotated, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)",
+        "exact = np.where(rotated, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)\n"
         "    return exact.astype(jnp.bfloat16).astype(np.float64)",
     ),
     "p applied twice": (

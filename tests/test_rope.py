@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prope import apply_p_rope
-from prope.rope import frequencies, interleaved_to_half_split, keep_fastest, rotated_pairs, rotation_table
+from prope.rope import frequencies, interleaved_to_half_split, mask_slow_pairs, num_rotated_pairs, rotation_table
 
 BOUND = 3e-7  # of max|input|, for float32
 LANDMARKS = [0, 1, 255, 256, 257, 4095, 8191, 131071, 1048575]
@@ -107,7 +107,7 @@ def test_the_right_lanes_move(p):
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.25, 0.5, 0.75])
 def test_smaller_p_keeps_the_fastest_frequencies_as_they_are(p):
     whole, kept = frequencies(256), frequencies(256, rope_percentage=p)
-    pairs = rotated_pairs(256, p)
+    pairs = num_rotated_pairs(256, p)
     np.testing.assert_array_equal(kept[:pairs], whole[:pairs])
     np.testing.assert_array_equal(kept[pairs:], 0)
     assert np.all(np.diff(whole) < 0) and whole[0] == 1.0
@@ -115,7 +115,7 @@ def test_smaller_p_keeps_the_fastest_frequencies_as_they_are(p):
 
 
 def test_pairs_are_floored():
-    assert [rotated_pairs(256, p) for p in (0, 0.1, 0.25, 0.3, 0.7, 0.75, 0.9, 1)] == [
+    assert [num_rotated_pairs(256, p) for p in (0, 0.1, 0.25, 0.3, 0.7, 0.75, 0.9, 1)] == [
         0,
         12,
         32,
@@ -207,7 +207,7 @@ def test_the_interleaved_layout_is_a_permutation_of_the_weights():
 def test_a_table_can_be_cut_to_a_smaller_p(p):
     positions = np.array([LANDMARKS], np.int32)
     whole = rotation_table(positions, 64)
-    cut = jax.jit(keep_fastest)(whole, rotated_pairs(64, p))
+    cut = jax.jit(mask_slow_pairs)(whole, num_rotated_pairs(64, p))
     np.testing.assert_array_equal(cut, rotation_table(positions, 64, rope_percentage=p))
 
 

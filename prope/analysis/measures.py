@@ -96,7 +96,7 @@ def _measure_one(captured: Captured) -> Measures:
     def block(start):
         rows = start + jnp.arange(size)
         at = jnp.minimum(rows, T - 1)  # the last block may run over the end
-        seen = weights(captured.turned_query[at], captured.turned_key, at)
+        seen = weights(captured.rotated_query[at], captured.rotated_key, at)
         free = weights(captured.query[at], captured.key, at)
         surprise = -jax.scipy.special.xlogy(seen, seen).sum(axis=-1)
         back = (seen * (at[:, None] - jnp.arange(T))).sum(axis=-1)
@@ -107,7 +107,7 @@ def _measure_one(captured: Captured) -> Measures:
 
     sums = jax.lax.map(block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
     norms = (pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
-    return Measures(*norms, *sums, *_contributions(captured.turned_query, captured.turned_key))
+    return Measures(*norms, *sums, *_contributions(captured.rotated_query, captured.rotated_key))
 
 
 def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,7 +122,7 @@ def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Arr
 @functools.partial(jax.jit, static_argnames="shown")
 def opening(captured: Captured, shown: int) -> Opening:
     """What attention does at the start of the first sequence, as far as `shown` tokens."""
-    query, key = (x[0, :shown] for x in (captured.turned_query, captured.turned_key))
+    query, key = (x[0, :shown] for x in (captured.rotated_query, captured.rotated_key))
     N, K = query.shape[1], key.shape[1]
     norms = (jnp.linalg.norm(x, axis=-1).T for x in (query, jnp.repeat(key, N // K, axis=1)))
     return Opening(logits(query, key), weights(query, key, jnp.arange(len(query))), *norms)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from prope.analysis import theory
-from prope.rope import frequencies, rotated_pairs
+from prope.rope import frequencies, num_rotated_pairs
 
 HEAD_DIM = 256
 LENGTH = 1024
@@ -96,7 +96,7 @@ def positional() -> tuple[str, str, dict, bool]:
             weights = theory.attention(residual @ query_weights, residual @ key_weights, turns)
             least.append(float(np.diagonal(weights, -distance).min()))
         temperature = theory.positional_head(1, EPSILON, LENGTH, turns).temperature
-        temperatures[f"temperature, p = {p:g} ({rotated_pairs(HEAD_DIM, p)} pairs)"] = temperature
+        temperatures[f"temperature, p = {p:g} ({num_rotated_pairs(HEAD_DIM, p)} pairs)"] = temperature
     try:
         theory.positional_head(1, EPSILON, LENGTH, frequencies(HEAD_DIM, rope_percentage=0))
         refused = False

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from prope import model
 from prope.config import layer_percentages
 from prope.loss import token_losses
-from prope.rope import rotated_pairs
+from prope.rope import num_rotated_pairs
 from prope.workdir.parameters import LayerByLayer
 
 _TOKENS = 8192  # that are run at once
@@ -33,7 +33,7 @@ class Walk:
         changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
         self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
-        self.pairs = [rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
+        self.pairs = [num_rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
         self._weights = weights
         self._positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         self._at_once = max(_TOKENS // tokens.shape[1], 1)

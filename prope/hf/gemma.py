@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from prope.config import default_config, layer_percentages
 from prope.errors import UsageError
-from prope.rope import rotated_pairs
+from prope.rope import num_rotated_pairs
 from prope.runtime.validate import validate
 
 WEIGHTS = "model.safetensors"
@@ -135,7 +135,7 @@ def to_hf(config: ConfigDict, special_ids: dict[str, int], dtype: str) -> dict:
         "dtype": dtype,
     }
     # transformers 4 does not know rope_parameters and would turn every pair; at this field it stops.
-    if rotated_pairs(config.model.head_dim, p) < config.model.head_dim // 2:
+    if num_rotated_pairs(config.model.head_dim, p) < config.model.head_dim // 2:
         values["rope_scaling"] = rope
     return values
 

@@ -62,7 +62,7 @@ def import_run(directory: str, workdir: str, tokenizer: str | None = None) -> di
             shutil.copyfile(tokenizer_file, part / gemma_hf.TOKENIZER)
             config.data.tokenizer = str(path.resolve() / gemma_hf.TOKENIZER)
         init_hash = save(part, config, params, source)
-    pairs = model.turned_pairs(config.model)
+    pairs = model.rotated_pairs(config.model)
     log.info(
         "%s parameters, computed in %s; p-RoPE turns %d of %d pairs; tokenizer %s",
         f"{model.num_parameters(params):,}", config.model.dtype, pairs, config.model.head_dim // 2,

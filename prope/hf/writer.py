@@ -36,7 +36,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     config, step, _ = checkpoint.find_run(path, step)
     texts = describe(config, dtype)
     tensors = gemma_hf.tensors(config.model)
-    pairs = model.turned_pairs(config.model)
+    pairs = model.rotated_pairs(config.model)
     log.info(
         "exporting step %d of %s in %s; p-RoPE turns %s of %d pairs", step, path, dtype, pairs,
         config.model.head_dim // 2,

@@ -260,7 +260,7 @@ def evaluations(given) -> Iterator[dict]:
         params = None
         for evaluator in evaluators:
             config, windows = evaluator.config, evaluator.windows
-            count, pairs = _count(config, windows), model.turned_pairs(config.model)
+            count, pairs = _count(config, windows), model.rotated_pairs(config.model)
             about = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
             run = {"rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
             end = {"init_hash": init_hash, "workdir": str(workdir)}

@@ -79,7 +79,7 @@ def results(runs: list[Run]) -> str:
         base = reference(group[0].values)
         apart = against_reference(group, by_name[base]) if base in by_name else None
         overs |= {apart.over} if apart and apart.over else set()
-        pairs = f"{model.turned_pairs(group[0].config.model)} of {group[0].config.model.head_dim // 2}"
+        pairs = f"{model.rotated_pairs(group[0].config.model)} of {group[0].config.model.head_dim // 2}"
         paper = PAPER[of_paper(group[0])[0]].get(group[0].config.model.rope_percentage)
         cells = [e(name.removeprefix("p = ")), e(pairs), str(row["runs"])]
         cells += [spread(row[key], row[f"{key}_sd"]) for key in ("eval_loss", "perplexity", "bits_per_byte")]

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from prope.config import flat
 from prope.errors import RunFailed, UsageError
 from prope.inference.paired import paired_difference
-from prope.model import turned_pairs
+from prope.model import rotated_pairs
 from prope.sweep.grid import text_of
 from prope.workdir import checkpoints as checkpoint
 from prope.workdir.records import read_jsonl
@@ -228,7 +228,7 @@ def table(runs: Iterable[Run]) -> list[dict]:
     for group in groups(runs).values():
         records = [run.record() for run in group if run.state == "finished"]
         row = {k: v for k, v in group[0].values.items() if k != SEED}
-        row["rotated_pairs"] = turned_pairs(group[0].config.model)
+        row["rotated_pairs"] = rotated_pairs(group[0].config.model)
         row["runs"] = len(records)
         for name in MEASURES:
             values = [record[name] for record in records]
