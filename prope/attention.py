@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from prope.sharding import per_device
+from prope.sharding import shard_mapped
 
-_LEAST = float(jnp.finfo(jnp.float32).min)
+_MASKED_SCORE = float(jnp.finfo(jnp.float32).min)
 
 
 def attention(
@@ -48,7 +48,7 @@ def attention(
         implementation, _ = choose("auto", jax.devices()[0], T, H, query.dtype.name, segment_ids is not None)
     function = {"xla": _by_blocks, "splash": _splash, "cudnn": _cudnn}[implementation]
     arrays = [query, key, value] if segment_ids is None else [query, key, value, segment_ids]
-    return per_device(function, ["BTNH", "BSKH", "BSKH", "BS"][: len(arrays)])(*arrays)
+    return shard_mapped(function, ["BTNH", "BSKH", "BSKH", "BS"][: len(arrays)])(*arrays)
 
 
 def choose(asked: str, device, T: int, H: int, dtype: str, masked: bool) -> tuple[str, str]:
@@ -125,7 +125,7 @@ def _mix_forward(query, key, value, segment_ids):
         mixed = _times(weights.astype(value.dtype), value[:, :, keys]) / total
         parts.append((mixed.astype(value.dtype), (largest + jnp.log(total))[..., 0]))
     mixed, normaliser = (jnp.concatenate(part, axis=3) for part in zip(*parts, strict=True))
-    mixed, normaliser = checkpoint_name(mixed, "mixed"), checkpoint_name(normaliser, "mixed")
+    mixed, normaliser = checkpoint_name(mixed, "attention_out"), checkpoint_name(normaliser, "attention_out")
     return mixed, (query, key, value, segment_ids, mixed, normaliser)
 
 
@@ -172,7 +172,7 @@ def _scores(query, key, seen=None):
     B, K, G, t, H = query.shape
     rows = query.reshape(B, K, G * t, H)
     scores = jnp.einsum("BKRH,BKSH->BKRS", rows, key, preferred_element_type=jnp.float32).reshape(B, K, G, t, -1)
-    return scores if seen is None else jnp.where(seen, scores, _LEAST)
+    return scores if seen is None else jnp.where(seen, scores, _MASKED_SCORE)
 
 
 def _times(weights, value):
@@ -219,7 +219,7 @@ def _splash(query, key, value, segment_ids=None):
         use_fused_bwd_kernel=True,
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * (N // K))
-    run = kernel.make_splash_mqa_single_device(mask, block_sizes=sizes, residual_checkpoint_name="mixed")
+    run = kernel.make_splash_mqa_single_device(mask, block_sizes=sizes, residual_checkpoint_name="attention_out")
     segments = None if segment_ids is None else kernel.SegmentIds(segment_ids, segment_ids)
     query = (query * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     of_heads = jax.vmap(run, in_axes=(0, 0, 0, None))
@@ -230,5 +230,5 @@ def _splash(query, key, value, segment_ids=None):
 def _cudnn(query, key, value):
     """The flash attention of NVIDIA's library, causal without a mask array."""
     return checkpoint_name(
-        jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"), "mixed"
+        jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"), "attention_out"
     )

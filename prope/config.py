@@ -178,7 +178,7 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
     ]
 
 
-def read_elsewhere(data: ConfigDict, dataset: str | None, data_dir: str | None) -> None:
+def override_dataset(data: ConfigDict, dataset: str | None, data_dir: str | None) -> None:
     """Makes a run's `config.data` name another dataset, as a plain one, or another place; None changes nothing."""
     if dataset is not None:
         plain = {"mixture": (), "template": "", "loss_on": "all"}

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from prope.sharding import constrain, num_parts, stored
+from prope.sharding import constrain, constrain_like_param, num_shards
 
-_ROWS = 1024  # tokens of a device whose logits exist at a time, where pieces are of tokens; more where V is small:
-_FEW = 2**24  # logits of a device that are no burden: 64 MiB
-_PIECE = 2**27  # logits of a device that exist at a time, where pieces are of the vocabulary
+_MAX_LOGITS_WHOLE = 2**24  # logits of a device that exist at once without chunks: 64 MiB in float32
+_ROWS_PER_CHUNK = 1024  # tokens of a device in a chunk of tokens, where _MAX_LOGITS_WHOLE allows no more
+_MAX_LOGITS_PER_CHUNK = 2**27  # logits of a device in a chunk of the vocabulary
 
 
 def token_losses(
@@ -53,7 +53,7 @@ def weighted_loss(
 
 
 def _forward(hidden, embedding, targets, weights):
-    by_pieces = _by_tokens if num_parts("B") == num_parts("V") == 1 else _by_vocab
+    by_pieces = _by_tokens if num_shards("B") == num_shards("V") == 1 else _by_vocab
     losses, pulled, given = by_pieces(hidden, embedding, targets, weights)
     return (losses * weights).sum(), (losses, pulled, given.astype(embedding.dtype))
 
@@ -88,14 +88,14 @@ def _by_tokens(hidden, embedding, targets, weights):
 
 def _by_vocab(hidden, embedding, targets, weights):
     """The same, a piece of the vocabulary at a time; every device keeps its own columns of the table."""
-    (B, T, D), V, parts = hidden.shape, len(embedding), num_parts("V")
+    (B, T, D), V, parts = hidden.shape, len(embedding), num_shards("V")
     each = V // parts  # entries that one device holds
-    logits = B * T // num_parts("B") * each  # of one device
-    least = 1 if logits <= _FEW else max(4, -(-logits // _PIECE))
+    logits = B * T // num_shards("B") * each  # of one device
+    least = 1 if logits <= _MAX_LOGITS_WHOLE else max(4, -(-logits // _MAX_LOGITS_PER_CHUNK))
     count = next((c for c in range(least, 16 * least) if each % c == 0), 1)  # 1: a V that hardly divides
     length = each // count
     tables = embedding.reshape(parts, count, length, D).swapaxes(0, 1)
-    tables = stored(tables, "CVvD")
+    tables = constrain_like_param(tables, "CVvD")
     first = jnp.arange(count) * length
     names = jnp.arange(parts)[:, None] * each + jnp.arange(length)  # of entries, less `first`
     rows, right, weight = hidden.reshape(-1, D), targets.reshape(-1), weights.reshape(-1)
@@ -118,7 +118,7 @@ def _by_vocab(hidden, embedding, targets, weights):
         pull = constrain(pull.astype(rows.dtype), "BVv")
         total = total + jnp.einsum("RPV,PVD->RD", pull, table, preferred_element_type=jnp.float32)
         given = jnp.einsum("RPV,RD->PVD", pull, rows, preferred_element_type=jnp.float32)
-        return total, stored(given, "VvD")
+        return total, constrain_like_param(given, "VvD")
 
     zeros = jnp.zeros(rows.shape[0], jnp.float32)
     (largest, total, picked), _ = jax.lax.scan(normalise, (zeros - jnp.inf, zeros, zeros), (tables, first))
@@ -131,8 +131,8 @@ def _by_vocab(hidden, embedding, targets, weights):
 def _pieces_of_tokens(arrays, V: int):
     """Arrays [B, T, ...] as [C, B, T / C, ...]: a batch that is split over devices stays split."""
     B, T = arrays[0].shape[:2]
-    most = _FEW // V * num_parts("B") // B  # tokens of a sequence
+    most = _MAX_LOGITS_WHOLE // V * num_shards("B") // B  # tokens of a sequence
     if most < T:
-        most = min(max(most, _ROWS * num_parts("B") // B), T // 2)
+        most = min(max(most, _ROWS_PER_CHUNK * num_shards("B") // B), T // 2)
     length = max(t for t in range(1, T + 1) if T % t == 0 and (t == 1 or t <= most))
     return jax.tree.map(lambda x: x.reshape(B, T // length, length, *x.shape[2:]).swapaxes(0, 1), arrays)

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope.attention import attention
 from prope.config import layer_percentages
 from prope.rope import mask_slow_pairs, num_rotated_pairs, rotate, rotation_table
-from prope.sharding import constrain, gathered, stored, take_rows
+from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
@@ -41,10 +41,10 @@ class Captured(NamedTuple):
 
 
 # What the backward pass of a layer finds kept besides its input, by config.model.remat; the rest it computes again.
-# "mixed" is the output of attention with its softmax's normaliser: with it, attention is not run again.
-_KEPT = {
-    "minimal": ("query", "key", "value", "mixed", "gate", "up"),
-    "save_qkv": ("query", "key", "value", "mixed"),
+# "attention_out" is the output of attention with its softmax's normaliser: with it, attention is not run again.
+_SAVED_RESIDUALS = {
+    "minimal": ("query", "key", "value", "attention_out", "gate", "up"),
+    "save_qkv": ("query", "key", "value", "attention_out"),
     "full": (),
 }
 
@@ -185,7 +185,7 @@ class Decoder(nn.Module):
             pairs = jnp.array(rotated_pairs(cfg), jnp.int32)
         block = Block
         if cfg.remat != "none":
-            policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[cfg.remat])
+            policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_RESIDUALS[cfg.remat])
             block = nn.remat(Block, policy=policy, prevent_cse=not cfg.scan_layers)
         # The cache is carried whole, so that a step writes its own tokens' slots and copies no others.
         layer = None if cache is None else jnp.arange(cfg.num_layers)
@@ -210,7 +210,7 @@ class Embedder(nn.Module):
     def __call__(self, tokens):
         cfg = self.config
         table = self.param("input_embedding", _fan_in((1,), 2), (cfg.vocab_size, cfg.embed_dim))
-        return take_rows(table, tokens, lambda rows: (rows * math.sqrt(cfg.embed_dim)).astype(cfg.dtype))
+        return embedding_lookup(table, tokens, lambda rows: (rows * math.sqrt(cfg.embed_dim)).astype(cfg.dtype))
 
 
 class Block(nn.Module):
@@ -280,7 +280,7 @@ class MLP(nn.Module):
         D, F = self.config.embed_dim, self.config.hidden_dim
         gating = self.param("gating_einsum", _fan_in((1,), 3), (2, D, F)).astype(x.dtype)
         linear = self.param("linear", _fan_in((0,), 2), (F, D)).astype(x.dtype)
-        gating, linear = gathered(gating, "CDF"), gathered(linear, "FD")
+        gating, linear = all_gather_param(gating, "CDF"), all_gather_param(linear, "FD")
         rows = x.reshape(-1, D)  # matmuls over one axis of tokens: on a CPU the gradient is twice as fast
         gate = checkpoint_name(constrain(rows @ gating[0], "BF"), "gate")
         up = checkpoint_name(constrain(rows @ gating[1], "BF"), "up")
@@ -296,7 +296,7 @@ def _gated(gate, up, linear):
 def _gated_backward(residuals, pull):
     gate, up, linear = residuals
     active = nn.gelu(gate, approximate=True) * up
-    pulled_linear = stored(active.T @ pull, "FD")
+    pulled_linear = constrain_like_param(active.T @ pull, "FD")
     pulled = constrain(pull @ linear.T, "BF")
     # One after the other, so that `active` is gone before the two gradients that are as large come.
     pulled, pulled_linear, gate, up = jax.lax.optimization_barrier((pulled, pulled_linear, gate, up))
@@ -329,4 +329,4 @@ class Einsum(nn.Module):
     @nn.compact
     def __call__(self, equation, x):
         w = self.param("w", _fan_in(self.in_axes, len(self.shape)), self.shape)
-        return jnp.einsum(equation, x, gathered(w.astype(x.dtype), equation.split(",")[1].split("->")[0]))
+        return jnp.einsum(equation, x, all_gather_param(w.astype(x.dtype), equation.split(",")[1].split("->")[0]))

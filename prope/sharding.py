@@ -26,7 +26,7 @@ _PARAMETERS = {
     "input_embedding": "VD", "q_einsum": "NDH", "kv_einsum": "CKDH", "attn_vec_einsum": "NHD",
     "gating_einsum": "CDF", "linear": "FD", "scale": "D",
 }  # fmt: skip
-_SMALL = 2**16  # elements: below this a leaf is cheaper to keep everywhere than to gather
+_MIN_SHARD_SIZE = 2**16  # elements: below this a leaf is cheaper to keep everywhere than to gather
 
 
 def make_mesh(replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None) -> Mesh:
@@ -53,7 +53,7 @@ def use(mesh: Mesh) -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def num_parts(letter: str) -> int:
+def num_shards(letter: str) -> int:
     """How many parts an axis is split into, in use, on the mesh of the surrounding `use`; 1 outside."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else int(np.prod([mesh.shape[axis] for axis in _IN_USE.get(letter, ())]))
@@ -65,25 +65,25 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, axes, x.shape))
 
 
-def stored(x: jax.Array, axes: str) -> jax.Array:
+def constrain_like_param(x: jax.Array, axes: str) -> jax.Array:
     """x, split as a parameter with these axes is stored, such as "NDH"."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _stored(mesh, axes, x.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(x: jax.Array, axes: str) -> jax.Array:
+def all_gather_param(x: jax.Array, axes: str) -> jax.Array:
     """A stored parameter, gathered to be used; its gradient is summed and scattered in one go, never held whole."""
     return constrain(x, axes)
 
 
-gathered.defvjp(
-    lambda x, axes: (constrain(stored(x, axes), axes), None),
-    lambda axes, _, pull: (stored(pull, axes),),
+all_gather_param.defvjp(
+    lambda x, axes: (constrain(constrain_like_param(x, axes), axes), None),
+    lambda axes, _, pull: (constrain_like_param(pull, axes),),
 )
 
 
-def per_device(function: Callable, axes: Sequence[str]) -> Callable:
+def shard_mapped(function: Callable, axes: Sequence[str]) -> Callable:
     """`function` of arrays with these axes, run by every device on its own part; the result is split as the first."""
 
     def run(*arrays):
@@ -96,14 +96,14 @@ def per_device(function: Callable, axes: Sequence[str]) -> Callable:
     return run
 
 
-def take_rows(table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows) -> jax.Array:
+def embedding_lookup(table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows) -> jax.Array:
     """finish(table[tokens]) for a stored table [V, D], its columns over fsdp, and tokens [B, T]; elementwise `finish`.
 
     Every device looks up its own columns for all the tokens of its replica, and these are exchanged: the table,
     and in the backward pass its gradient, never exist whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or table.shape[-1] % mesh.shape["fsdp"] or tokens.shape[0] % num_parts("B"):
+    if mesh.empty or table.shape[-1] % mesh.shape["fsdp"] or tokens.shape[0] % num_shards("B"):
         return constrain(finish(table[tokens]), "BTD")
     tokens = jax.lax.with_sharding_constraint(tokens, PartitionSpec("data"))
     rows = jax.lax.with_sharding_constraint(finish(table[tokens]), PartitionSpec("data", None, "fsdp"))
@@ -149,7 +149,7 @@ def state_shardings(state, mesh: Mesh):
     def rule(path, leaf):
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         axes = next((_PARAMETERS[name] for name in names if name in _PARAMETERS), None)
-        if axes is None or leaf.size < _SMALL:
+        if axes is None or leaf.size < _MIN_SHARD_SIZE:
             return NamedSharding(mesh, PartitionSpec())
         axes = "L" * ("layers" in names) + axes
         return NamedSharding(mesh, _stored(mesh, axes, leaf.shape))

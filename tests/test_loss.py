@@ -55,14 +55,14 @@ def check(arrays, tolerance=1e-5, place=lambda array: array):
 
 @pytest.mark.parametrize(("few", "rows"), [(2**24, 1024), (1, 1024), (1, 8), (1, 1)])
 def test_value_and_gradients_equal_the_formula(monkeypatch, few, rows):
-    monkeypatch.setattr(loss, "_FEW", few)
-    monkeypatch.setattr(loss, "_ROWS", rows)
+    monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", few)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", rows)
     check(draw())
 
 
 def test_narrow_hidden_states_are_summed_in_float32(monkeypatch):
-    monkeypatch.setattr(loss, "_ROWS", 8)
-    monkeypatch.setattr(loss, "_FEW", 1)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", 8)
+    monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", 1)
     check(draw(D=64, dtype=jnp.bfloat16), tolerance=0.01)
 
 
@@ -91,8 +91,8 @@ def test_a_large_vocabulary_is_never_scored_whole(monkeypatch):
         return (jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] * weights).sum()
 
     assert elements(plain, *arrays) == 2 * 512 * 1000
-    monkeypatch.setattr(loss, "_ROWS", 128)
-    monkeypatch.setattr(loss, "_FEW", 1)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", 128)
+    monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", 1)
     for run in (loss.token_losses, gradient):
         assert elements(run, *arrays[: 3 if run is loss.token_losses else 4]) == 128 * 1000
 
@@ -111,7 +111,7 @@ def over_meshes():
             (16, 48, 1, 50, np.float32),  # six pieces of the vocabulary
             (12, 56, 1, 6, jnp.bfloat16),  # as many as it has entries, where tensor = 1; D is not a multiple of 8
         ):
-            loss._FEW, loss._PIECE, loss._ROWS = few, piece, piece
+            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = few, piece, piece
 
             def place(array, mesh=mesh, V=V):
                 spec = jax.sharding.PartitionSpec("tensor") if len(array) == V else rows()
@@ -120,7 +120,7 @@ def over_meshes():
             with sharding.use(mesh):
                 check(draw(8, 6, D, V, dtype), 1e-5 if dtype == np.float32 else 0.02, place)
 
-    loss._FEW, loss._PIECE, loss._ROWS = 1, 2**12, 8
+    loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = 1, 2**12, 8
     hidden, embedding, targets, weights = draw(8, 128, 32, 1024)
     for shape in ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)):
         mesh = sharding.make_mesh(shape[0], shape[2])

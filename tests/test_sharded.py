@@ -156,8 +156,8 @@ CASES = [
 
 def steps():
     """What `test_a_step_is_the_same_on_every_mesh` has eight devices do."""
-    sharding._SMALL = 0  # or nothing of a model this small would be split
-    loss._FEW = 1  # several pieces of the vocabulary
+    sharding._MIN_SHARD_SIZE = 0  # or nothing of a model this small would be split
+    loss._MAX_LOGITS_WHOLE = 1  # several pieces of the vocabulary
     make = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
     splash_attention_kernel.make_splash_mqa_single_device = make
     alone = functools.cache(lambda fields: run(small(**dict(fields), model__scan_layers=False), (1, 1, 1)))
@@ -203,11 +203,11 @@ def starts():
         of_optimizer = {jax.tree_util.keystr(path): leaf for path, leaf in arrays}
         for name, leaf in (parameters | of_optimizer).items():
             split = 1
-            if leaf.size >= sharding._SMALL:
+            if leaf.size >= sharding._MIN_SHARD_SIZE:
                 split = shape[1] * (1 if "kv_einsum" in name else shape[2])  # there is one key/value head
             each = {shard.data.size for shard in leaf.addressable_shards}
             assert each == {leaf.size // split}, f"{shape} {name}"
-        large = [name for name, leaf in parameters.items() if leaf.size >= sharding._SMALL]
+        large = [name for name, leaf in parameters.items() if leaf.size >= sharding._MIN_SHARD_SIZE]
         assert len(large) == 6, "all but the scales of the norms"
         for name, leaf in parameters.items():
             mu, nu = (next(v for k, v in of_optimizer.items() if k.endswith(m + name)) for m in (".mu", ".nu"))

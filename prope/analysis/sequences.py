@@ -7,7 +7,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.analysis.measures import FROM
-from prope.config import read_elsewhere
+from prope.config import override_dataset
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic, text_of
 from prope.data.tokenizer import BOS, load_tokenizer, name_of
@@ -35,7 +35,7 @@ def sequences(config: ConfigDict, given) -> tuple[np.ndarray, list[str], str]:
         config = config.copy_and_resolve_references()
         data = config.data
         data.seq_len = given.seq_len or data.seq_len
-        read_elsewhere(data, given.dataset, given.data_dir)
+        override_dataset(data, given.dataset, given.data_dir)
         validate(config)
         windows = open_windows(data, config.model.vocab_size, "validation")
         pieces = windows.beginnings(given.sequences)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from prope import model, sharding
-from prope.config import read_elsewhere
+from prope.config import override_dataset
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS
@@ -207,7 +207,7 @@ def _asked_for(config: ConfigDict, given) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     config.eval.max_windows = given.max_windows
-    read_elsewhere(config.data, given.dataset, given.data_dir)
+    override_dataset(config.data, given.dataset, given.data_dir)
     validate(config)
     return config
 
