@@ -318,7 +318,7 @@ def test_a_disk_that_fills_up(tmp_path, monkeypatch):
     def no_space(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((pack, "replace_text"), (prepare.tempfile, "mkdtemp"), (store.Writer, "_flush")):
+    for module, name in ((pack, "write_atomic"), (prepare.tempfile, "mkdtemp"), (store.Writer, "_flush")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, no_space)
             refused(config, full)

@@ -26,6 +26,7 @@ from prope.analysis.sequences import sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError
 from prope.rope import frequencies
+from prope.runtime.files import read_json, write_atomic
 from prope.workdir import checkpoints as checkpoint
 from prope.workdir.parameters import LayerByLayer
 
@@ -48,7 +49,7 @@ def analyse(workdir: pathlib.Path, given) -> dict:
     layers = layers_of(given.layers, config.model)
     chosen = heads_of(given.heads, layers, config.model)
     output = workdir / "analysis" / "analysis.json"
-    if not given.again and (found := _read(output)) and (found["step"], found["asked"]) == (step, asked):
+    if not given.again and (found := read_json(output)) and (found["step"], found["asked"]) == (step, asked):
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, step)
         return found
     began = time.monotonic()
@@ -74,9 +75,7 @@ def analyse(workdir: pathlib.Path, given) -> dict:
     }  # fmt: skip
     result = rounded(result)
     output.parent.mkdir(exist_ok=True)
-    part = output.with_suffix(".part")
-    part.write_text(json.dumps(result))
-    part.replace(output)
+    write_atomic(output, json.dumps(result))
     return result
 
 
@@ -142,11 +141,4 @@ def _hash(path: str | None) -> str | None:
     try:
         return path and hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
     except OSError:
-        return None
-
-
-def _read(path: pathlib.Path) -> dict | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
         return None

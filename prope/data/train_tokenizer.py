@@ -9,7 +9,6 @@ import hashlib
 import heapq
 import io
 import logging
-import os
 import pathlib
 import re
 import sys
@@ -24,6 +23,7 @@ from prope.data.sources.find import find_source, weighted
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
 from prope.errors import UsageError
+from prope.runtime.files import write_atomic
 from prope.runtime.validate import validate
 
 _SENTENCE = 4096  # bytes; SentencePiece leaves out a line that is longer than its limit
@@ -63,14 +63,10 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
     size = sum(map(len, sentences))
     log.info("learning from %s of %s bytes of text, %s lines", f"{size:,}", f"{total:,}", f"{len(sentences):,}")
     model = _learn(sentences, vocab_size, model_type)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(model)
-        temporary.replace(path)
+        write_atomic(path, model)
     except OSError as error:
         raise UsageError(f"--output={output}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     tokenizer = load_tokenizer(str(path))
     tokens = sum(len(tokenizer.encode(sentence)) for sentence in sentences[:10_000])
     return {

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from prope.config import default_config, layer_percentages
 from prope.errors import UsageError
 from prope.rope import num_rotated_pairs
+from prope.runtime import files
 from prope.runtime.validate import validate
 
 WEIGHTS = "model.safetensors"
@@ -212,12 +213,9 @@ def read_json(path: pathlib.Path) -> dict:
     Raises:
       UsageError: there is no such file, or no object in it.
     """
-    try:
-        values = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not readable as JSON ({error}); download it again") from None
+    values = files.read_json(path, "download it again")
+    if values is None:
+        raise UsageError(f"{path}: cannot be read: No such file or directory")
     if not isinstance(values, dict):
         raise UsageError(f"{path}: holds no JSON object; download it again")
     return values

@@ -23,8 +23,8 @@ from prope.data.tokenizer import load_tokenizer
 from prope.errors import UsageError
 from prope.hf import gemma as gemma_hf
 from prope.hf.tensors import Stored, find_tensors, open_tensors, some
+from prope.runtime.files import check_new, new_directory
 from prope.workdir import checkpoints as checkpoint
-from prope.workdir.files import check_new, new_directory
 from prope.workdir.parameters import save_parameters
 
 log = logging.getLogger("prope")

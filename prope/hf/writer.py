@@ -18,8 +18,8 @@ from prope import model
 from prope.data.tokenizer import load_tokenizer
 from prope.hf import gemma as gemma_hf
 from prope.hf.tensors import write_tensors
+from prope.runtime.files import check_new, new_directory
 from prope.workdir import checkpoints as checkpoint
-from prope.workdir.files import check_new, new_directory
 from prope.workdir.parameters import read_parameter
 
 log = logging.getLogger("prope")

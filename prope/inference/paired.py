@@ -11,6 +11,7 @@ edges   int64 [Q + 1]: bucket q holds positions edges[q] .. edges[q + 1] - 1
 Axes: C documents, in the order of the windows, Q buckets of positions.
 """
 
+import io
 import os
 import pathlib
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prope.errors import UsageError
+from prope.runtime.files import write_atomic
 from prope.workdir.records import read_jsonl
 
 SAME_DATA = ("fingerprint", "seq_len", "windows")  # of a record: two that agree in these saw the same tokens
@@ -97,10 +99,9 @@ def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.
     """Writes the sums of an evaluation into the folder of its step, W/eval/STEP, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(folder, record)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        np.savez_compressed(file, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), edges=edges)
-    part.replace(path)
+    arrays = io.BytesIO()
+    np.savez_compressed(arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), edges=edges)
+    write_atomic(path, arrays.getvalue())
 
 
 def _path(folder: pathlib.Path, record: dict) -> pathlib.Path:

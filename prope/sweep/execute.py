@@ -19,8 +19,9 @@ from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
+from prope.runtime.files import read_json, write_atomic
 from prope.sweep.grid import Planned, text_of
-from prope.sweep.runs import Run, check_equal, read_json, read_run, table, table_text
+from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, read_run, table, table_text
 from prope.workdir import checkpoints as checkpoint
 
 log = logging.getLogger("prope")
@@ -38,7 +39,7 @@ def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base:
     if (directory / "config.json").exists():
         raise UsageError(f"--workdir={directory}: holds a run, not a sweep; choose another --workdir")
     grid = {name: list(values) for name, values in grid.items()}
-    there = read_json(directory / "sweep.json")
+    there = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if there is not None:
         remedy = "; choose another --workdir, or the arguments that it was started with"
         what = f"--workdir={directory}: holds a sweep"
@@ -252,9 +253,7 @@ def run_sweep(
 
     check_equal(sweep.read_all())
     with locked(directory) as lock:
-        part = directory / "sweep.json.part"
-        part.write_text(json.dumps(record, indent=2) + "\n")
-        part.replace(directory / "sweep.json")
+        write_atomic(directory / "sweep.json", json.dumps(record, indent=2) + "\n")
         sweep.make(Processes(lock))
     result = sweep.result()
     log.info("%s", table_text(result["table"]))

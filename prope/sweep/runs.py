@@ -6,7 +6,6 @@ read here; no device is touched.
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import statistics
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from prope.config import flat
 from prope.errors import RunFailed, UsageError
 from prope.inference.paired import paired_difference
 from prope.model import rotated_pairs
+from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import checkpoints as checkpoint
 from prope.workdir.records import read_jsonl
@@ -27,6 +27,7 @@ SEED, P = "seed", "rope_percentage"  # labels
 NOT_OF_INIT = tuple(f"model.{name}" for name in (
     "rope_percentage", "max_wavelength", "dtype", "attention", "remat", "scan_layers",
 ))  # fmt: skip
+DAMAGED_SWEEP = "remove it, and start the sweep again"  # the remedy for a sweep.json that is not JSON
 NOT_OF_BATCHES = ("data.cache_dir", "data.num_workers")
 MEASURES = ("eval_loss", "perplexity", "bits_per_byte")
 
@@ -99,7 +100,7 @@ def read_sweep(directory: pathlib.Path) -> list[Run]:
     Raises:
       UsageError: there is no sweep, or it has no run yet.
     """
-    sweep = read_json(directory / "sweep.json")
+    sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if sweep is None:
         raise UsageError(f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py")
     runs = []
@@ -110,20 +111,6 @@ def read_sweep(directory: pathlib.Path) -> list[Run]:
     if not runs:
         raise UsageError(f"--sweep={directory}: none of its {len(sweep['runs'])} runs has started; run it first")
     return runs
-
-
-def read_json(path: pathlib.Path) -> dict | None:
-    """The JSON object in a file; None where there is no file.
-
-    Raises:
-      UsageError: it cannot be read as JSON.
-    """
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(f"{path}: not readable as JSON ({error}); remove it, and start the sweep again") from None
 
 
 def check_equal(runs: Iterable[Run]) -> dict:

@@ -27,6 +27,7 @@ from prope import config as config_lib
 from prope import model, sharding
 from prope.errors import RunFailed, Stopped, UsageError, is_disk_full
 from prope.runtime import processes
+from prope.runtime.files import read_json, write_atomic
 from prope.sharding import hash_arrays
 
 log = logging.getLogger("prope")
@@ -72,7 +73,7 @@ class Checkpoints:
     def damage(self, step: int) -> str | None:
         """What is missing in the files of a checkpoint, or has another size than it had; None if nothing."""
         folder = self.directory / str(step)
-        for name, size in _read_json(folder / _FILES).items():
+        for name, size in (read_json(folder / _FILES) or {}).items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
@@ -315,23 +316,13 @@ def abstract_params(config: ConfigDict, mesh: jax.sharding.Mesh):
 
 def read_config(workdir: pathlib.Path) -> ConfigDict | None:
     """What W/config.json says, or None where there is none."""
-    path = workdir / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(
-            f"{path}: not readable as JSON ({error}); restore it from a checkpoint's config item"
-        ) from None
-    return config_lib.from_dict(values)
+    values = read_json(workdir / "config.json", "restore it from a checkpoint's config item")
+    return None if values is None else config_lib.from_dict(values)
 
 
 def write_config(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Writes W/config.json, whole or not at all."""
-    part = workdir / "config.json.part"
-    part.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    part.replace(workdir / "config.json")
+    write_atomic(workdir / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def check_same(config: ConfigDict, other: ConfigDict, message: str, remedy: str = "") -> None:
@@ -349,14 +340,6 @@ def check_disk(directory: pathlib.Path, num_bytes: int) -> None:
             f"{directory}: the disk is full: a checkpoint needs {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are "
             "free; free some space and run the same command again, or choose another --workdir"
         )
-
-
-def _read_json(path: pathlib.Path) -> dict:
-    """What a JSON file says; nothing where it is not there, or is not JSON any more."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 def _first_line(error: Exception) -> str:

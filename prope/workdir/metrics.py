@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from prope.errors import RunFailed
 from prope.optimizer import learning_rate
+from prope.runtime.files import write_atomic
 from prope.workdir.records import append_jsonl, read_jsonl
 
 log = logging.getLogger("prope")
@@ -32,9 +33,7 @@ class Metrics:
         self._config, self._workdir, self._start, self._stop, self._writes = config, workdir, start, stop, writes
         for name in ("metrics.jsonl", "eval.jsonl") if writes else ():
             kept = [record for record in read_jsonl(workdir / name) if record["step"] <= start]
-            part = workdir / f"{name}.part"
-            part.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            part.replace(workdir / name)
+            write_atomic(workdir / name, "".join(json.dumps(record) + "\n" for record in kept))
         self._events = SummaryWriter(str(workdir), purge_step=start + 1) if writes and start < stop else None
         self._bar = tqdm(total=stop, initial=start, unit="step", disable=not (writes and sys.stderr.isatty()))
         self._pending: tuple[int, dict[str, jax.Array]] | None = None

@@ -1,5 +1,6 @@
 """A folder of text: .txt holds a document, .jsonl a document per line; either may be compressed, .txt.gz, .jsonl.gz."""
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -13,6 +14,7 @@ from concurrent import futures
 
 from prope.data.sources.base import MAX_DOCUMENT, Document, Part, Source, TextRule, part_bytes, too_long, utf8
 from prope.errors import UsageError
+from prope.runtime.files import read_json, write_atomic
 
 _LINES = (".jsonl", ".jsonl.gz")
 _ENDINGS = (".txt", ".txt.gz", *_LINES)
@@ -147,34 +149,19 @@ def _hashes(paths: list[pathlib.Path], remembered: pathlib.Path) -> dict[pathlib
     stats = {path: path.stat() for path in paths}
     large = sum(s.st_size for s in stats.values()) >= _FEW_BYTES
     keys = {p: f"{os.path.abspath(p)} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for p, s in stats.items()}
-    known = _read_json(remembered) if large else {}
+    known = (read_json(remembered) if large else None) or {}
     new = [path for path in paths if keys[path] not in known]
     with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         hashes = {keys[path]: value for path, value in zip(new, pool.map(_sha256, new), strict=True)}
     if large and new:
         # A file written this very moment could change again without its time showing it.
         settled = {p for p in new if stats[p].st_mtime < time.time() - 2}
-        _write_json(remembered, known | {keys[p]: hashes[keys[p]] for p in settled})
+        with contextlib.suppress(OSError):  # it only saves time
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(remembered, json.dumps(known | {keys[p]: hashes[keys[p]] for p in settled}))
     return {path: (known | hashes)[keys[path]] for path in paths}
 
 
 def _sha256(path: pathlib.Path) -> str:
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _read_json(path: pathlib.Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def _write_json(path: pathlib.Path, values: dict) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(values))
-        temporary.replace(path)
-    except OSError:  # it only saves time
-        temporary.unlink(missing_ok=True)

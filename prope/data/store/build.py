@@ -29,6 +29,7 @@ from prope.data.store.lock import locked
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import load_tokenizer
 from prope.errors import RunFailed, UsageError, is_disk_full
+from prope.runtime.files import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def _prepare(source: Source, config: ConfigDict, rule: dict, place: str, made: d
         work.chmod(0o777 & ~_umask())
         try:
             index["unigram_loss"] = _assemble(str(work), config, rule["marked"], parts, records)
-            pack.replace_text(work / "index.json", json.dumps(index, indent=2))
+            write_atomic(work / "index.json", json.dumps(index, indent=2))
             shutil.rmtree(place, ignore_errors=True)  # a folder without an index
             work.rename(place)
         finally:

@@ -19,6 +19,7 @@ import numpy as np
 from prope.data.sources.base import Document, Part
 from prope.data.store.arrays import SPLITS, dtype_of, mark
 from prope.data.tokenizer import load_tokenizer
+from prope.runtime.files import read_json, write_atomic
 
 _PIECE_BYTES = 2**22  # a longer document is tokenised in pieces, to bound the memory
 
@@ -58,7 +59,7 @@ def pack(part: Part, folder: pathlib.Path, number: int) -> dict:
             record["tokenizer_seconds"] += outputs[split].add(document)
     record |= {split: output.totals for split, output in outputs.items()}
     record["seconds"] = time.perf_counter() - start
-    replace_text(folder / f"{number}.json", json.dumps(record))
+    write_atomic(folder / f"{number}.json", json.dumps(record))
     return record
 
 
@@ -70,10 +71,7 @@ def is_validation(document: bytes, fraction: float) -> bool:
 
 def read_record(folder: pathlib.Path, number: int) -> dict | None:
     """What `pack` has returned for this part, in this process or one that was stopped; None if it did not finish."""
-    try:
-        return json.loads((folder / f"{number}.json").read_text())
-    except (OSError, ValueError):
-        return None
+    return read_json(folder / f"{number}.json")
 
 
 def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype) -> np.ndarray | None:
@@ -83,16 +81,6 @@ def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, d
     except FileNotFoundError:
         return None
     return elements if zlib.crc32(elements) == record[split]["crc"] else None
-
-
-def replace_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file: the old one is there, or the new one, never a part of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class _Output:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from prope.data.sources.base import Part, Source
 from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
+from prope.runtime.files import write_atomic
 
 _FEW_BYTES = 2**26  # below this, starting workers costs more than they save
 _SAY_EVERY = 30.0  # seconds between lines where there is no terminal
@@ -36,7 +37,7 @@ def start_parts(folder: pathlib.Path, source: Source) -> None:
     if not same:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        pack.replace_text(folder / "cut", cut)
+        write_atomic(folder / "cut", cut)
     for left in folder.glob("*.*.*"):  # of workers that were killed: a finished file has one dot in its name
         left.unlink(missing_ok=True)
 

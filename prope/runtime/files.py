@@ -1,0 +1,73 @@
+"""Files and directories that appear under their name only when complete, and JSON files."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+from prope.errors import UsageError
+
+
+def write_atomic(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file under a temporary name and renames it, so that readers see the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: pathlib.Path, remedy: str | None = None):
+    """Reads a JSON file; None if there is none.
+
+    Args:
+      path: the file.
+      remedy: what the user can do about an unreadable file. None: it counts as missing, as in a cache.
+
+    Raises:
+      UsageError: the file cannot be read as JSON; only with a `remedy`.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        if remedy is None:
+            return None
+        reason = (
+            f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"not readable as JSON ({error})"
+        )
+        raise UsageError(f"{path}: {reason}; {remedy}") from None
+
+
+def check_new(flag: str, path: pathlib.Path) -> None:
+    """Raises UsageError if `path` exists and is not an empty directory."""
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if path.exists():
+        raise UsageError(f"--{flag}={path}: is there already, and is not overwritten; choose another, or remove it")
+
+
+@contextlib.contextmanager
+def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary directory next to `path` that becomes `path` on success and is deleted on an error."""
+    path = path.resolve()
+    temporary = path.with_name(f"{path.name}.part")
+    if temporary.exists():
+        raise UsageError(
+            f"{temporary}: another process writes there, or one was killed that did; in that case remove it"
+        )
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--{flag}={path}: cannot be made: {error.strerror}") from error
+    try:
+        yield temporary
+        check_new(flag, path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
