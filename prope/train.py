@@ -57,11 +57,11 @@ def train(
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(config.checkpoint.every_minutes))
         watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))
-        stack.enter_context(processes.named_losses())
+        stack.enter_context(processes.peer_loss_as_stopped())
         processes.start()
         interrupts.listen()
         startup.done("processes")
-        with processes.together():
+        with processes.raise_on_all():
             open_workdir(path, config)
             with watchdog.paused():  # on first use text is made into tokens: for an hour, maybe, but not in silence
                 splits = ("train", "validation")
@@ -76,7 +76,7 @@ def train(
         optimizer = make_optimizer(config)
         state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        with processes.together():
+        with processes.raise_on_all():
             checkpoint.check_disk(path, size)
             if processes.is_first():
                 checkpoint.write_config(path, config)
@@ -123,7 +123,7 @@ def train(
         if start == 0:
             out.say(f"init_hash {init_hash}")
         missing = start > 0 and out.evaluated({"step": start, **about}) is None  # it was stopped while it evaluated
-        if processes.of_first(missing and (start == stop or start % config.eval_every == 0)):
+        if processes.broadcast_from_first(missing and (start == stop or start % config.eval_every == 0)):
             evaluate(start)
         startup.done("evaluation")
         for step, batch in enumerate(batches(config, windows["train"], mesh, start, stop, out), start + 1):

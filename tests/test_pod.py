@@ -237,7 +237,7 @@ def test_gpus_that_nobody_uses(monkeypatch, visible, used, fits):
 
 
 def test_several_tasks_of_slurm_are_not_mistaken_for_one():
-    assert processes._found_by_launchers({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}) == "auto"
-    assert processes._found_by_launchers({"SLURM_NTASKS": "8"}) == "1", "a shell inside an allocation is one process"
-    assert processes._found_by_launchers({"TPU_WORKER_HOSTNAMES": "a,b"}) == "auto"
-    assert processes._found_by_launchers({}) == "1"
+    assert processes._default_processes({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}) == "auto"
+    assert processes._default_processes({"SLURM_NTASKS": "8"}) == "1", "a shell inside an allocation is one process"
+    assert processes._default_processes({"TPU_WORKER_HOSTNAMES": "a,b"}) == "auto"
+    assert processes._default_processes({}) == "1"

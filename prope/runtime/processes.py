@@ -44,7 +44,7 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
       UsageError: a variable cannot be used, or the processes are not as many as expected; or GPUs would stay idle.
     """
     global _index, _count
-    wanted = environ.get("PROPE_PROCESSES") or _found_by_launchers(environ)
+    wanted = environ.get("PROPE_PROCESSES") or _default_processes(environ)
     if wanted == "1":
         return
     expected = None if wanted == "auto" else _number("PROPE_PROCESSES", wanted, 1)
@@ -71,18 +71,18 @@ def is_first() -> bool:
     return _index == 0
 
 
-def of_first(value: int) -> int:
+def broadcast_from_first(value: int) -> int:
     """The value that the first process has; all must call this at the same place."""
     return value if _count == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
-def anywhere(condition: bool) -> bool:
+def any_process(condition: bool) -> bool:
     """Whether a condition holds in any process; all must call this at the same place."""
     return condition if _count == 1 else bool(multihost_utils.process_allgather(np.int32(condition)).any())
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def raise_on_all() -> Iterator[None]:
     """Bad input that one process finds within ends all of them, so that none waits for one that has gone."""
     message = ""
     try:
@@ -105,8 +105,8 @@ def check_shared(directory: pathlib.Path) -> None:
     """Raises UsageError in all processes where some do not see the directory that the first one sees."""
     if _count == 1:
         return
-    token = directory / f".shared-{of_first(secrets.randbits(30))}"
-    with together():
+    token = directory / f".shared-{broadcast_from_first(secrets.randbits(30))}"
+    with raise_on_all():
         if is_first():
             token.write_text("Seen by every process of the run?\n")
     sees = multihost_utils.process_allgather(np.int32(token.exists()))
@@ -120,7 +120,7 @@ def check_shared(directory: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def named_losses() -> Iterator[None]:
+def peer_loss_as_stopped() -> Iterator[None]:
     """What a collective raises when another process is gone, as one line."""
     try:
         yield
@@ -169,7 +169,7 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
         f"first at {address or 'the address that the cluster gives'}. Are all of them running, and may they connect to "
         "this port (firewall)? PROPE_START_TIMEOUT sets how long to wait; start the same command again on all of them"
     )
-    _last_words(waiting)
+    _set_abort_message(waiting)
     try:
         jax.distributed.initialize(
             initialization_timeout=seconds, heartbeat_timeout_seconds=beat, shutdown_timeout_seconds=60, **known
@@ -179,10 +179,10 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
             f"PROPE_PROCESSES={environ.get('PROPE_PROCESSES', 'auto')}: JAX finds no cluster here ({error}); set "
             "PROPE_COORDINATOR and PROPE_PROCESS"
         ) from None
-    _last_words(f"another process of this run is gone: no sign of life for {beat} s; {_AGAIN}")
+    _set_abort_message(f"another process of this run is gone: no sign of life for {beat} s; {_AGAIN}")
 
 
-def _found_by_launchers(environ: Mapping[str, str]) -> str:
+def _default_processes(environ: Mapping[str, str]) -> str:
     """'auto' where a launcher started several processes and nothing was said: each would train alone."""
     several = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
     return "auto" if several else "1"
@@ -194,7 +194,7 @@ def _number(name: str, value: str, least: int) -> int:
     return int(value)
 
 
-def _last_words(line: str) -> None:
+def _set_abort_message(line: str) -> None:
     """What to say, and the exit code, when JAX's runtime ends the process: it calls abort(), in a thread of its own."""
 
     def say(_number: int) -> None:

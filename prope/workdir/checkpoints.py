@@ -90,12 +90,12 @@ class Checkpoints:
         found = []
         for step in reversed(self.steps()):
             reason, value = self.damage(step), None
-            if not processes.anywhere(reason is not None):  # before any waits for the others to read as well
+            if not processes.any_process(reason is not None):  # before any waits for the others to read as well
                 try:
                     value = read(step)
                 except Damaged as error:
                     reason = str(error)
-                if not processes.anywhere(reason is not None):
+                if not processes.any_process(reason is not None):
                     return step, value
             found.append(f"checkpoint {step} is damaged ({reason or 'another process says so'})")
             log.warning("%s: passed over", found[-1])
@@ -110,7 +110,7 @@ class Checkpoints:
             folder = self.directory / str(step)
             names = itertools.chain([f"{step}.damaged"], (f"{step}.damaged-{n}" for n in itertools.count(2)))
             folder.rename(next(path for path in map(self.directory.joinpath, names) if not path.exists()))
-        processes.of_first(0)  # the others wait for it
+        processes.broadcast_from_first(0)  # the others wait for it
         self._manager.reload()
 
     def save(self, step: int, params, opt_state, config: dict, data: dict) -> None:
