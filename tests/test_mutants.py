@@ -56,7 +56,7 @@ MUTANTS = {
         "    steps = jnp.abs(positions).astype(jnp.uint32)\n",
     ),
     "low word of the fraction dropped": ("upper * (low >> 16) + ", ""),
-    "quarter turns rounded down": ("(turns + np.uint32(1 << 29)) >> 30", "turns >> 30"),
+    "quarter turns rounded down": ("(phase + np.uint32(1 << 29)) >> 30", "phase >> 30"),
     "sine of negative positions": ("!= (positions < 0)", "!= (positions > positions)"),
 }
 
