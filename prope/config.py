@@ -5,12 +5,16 @@ identified by its config, except for the fields in `MAY_CHANGE`, which say how a
 what it computes: those may differ when a run is resumed.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 
 from prope.errors import UsageError, nearest
+
+log = logging.getLogger("prope")
 
 MAY_CHANGE = (
     "accumulation", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes",
@@ -113,8 +117,8 @@ def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> N
 def sized(config: ConfigDict, size: str) -> ConfigDict:
     """The config as it is for size "full"; for "tiny", one that any laptop trains in seconds.
 
-    `--config=FILE.py:tiny` keeps what the run is about (data, p, kinds of attention head, optimizer) and cuts sizes
-    and lengths.
+    `--config=FILE.py:tiny` keeps p, the kind of attention and the optimizer, and cuts sizes and lengths. It needs no
+    files: python_docs replaces a dataset, and byte a tokenizer, until the command line gives one.
     """
     if size not in ("full", "tiny"):
         raise ValueError(f"the size of a config is full or tiny; got {size}")
@@ -129,7 +133,46 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         "model.head_dim": 32, "model.hidden_dim": 128, "data.seq_len": 64,
         "optimizer.warmup_steps": 2, "eval.batch_size": 8, "eval.max_windows": 8,
     })  # fmt: skip
+    _embed_data(config)
     return config
+
+
+class _Operation(NamedTuple):
+    """The operation of a FieldReference: its value is fn(value, *args), computed at every read."""
+
+    fn: Callable
+    args: tuple
+
+
+def _embed_data(config: ConfigDict) -> None:
+    """Replaces data and tokenizer that need files, until `data_dir`, `dataset` or `tokenizer` is overridden.
+
+    Overrides are applied after this, so fields that depend on them are references, computed when they are read.
+    """
+    data, model = config.data, config.model
+    replaced = []
+
+    def compute(fields: ConfigDict, name: str, source: FieldReference, value: Callable) -> None:
+        """Computes a field from its full-size value and another field."""
+        fields[name] = FieldReference(fields[name], op=_Operation(value, (source,)))
+
+    if data.dataset != "python_docs" and not data.dataset.startswith("synthetic/"):
+        flag = "dataset=mixture" if data.dataset == "mixture" else "data_dir=DIR"
+        replaced.append(f"python_docs, not {data.dataset} (--config.data.{flag} reads that)")
+        data.data_dir = ""
+        if data.dataset != "mixture":
+            compute(data, "dataset", data.get_ref("data_dir"), lambda full, folder: full if folder else "python_docs")
+        dataset = data.get_ref("dataset")
+        compute(data, "mixture", dataset, lambda full, name: full if name == "mixture" else ())
+        compute(data, "template", dataset, lambda full, name: "" if name == "python_docs" else full)
+        if data.dataset == "mixture":
+            data.dataset = "python_docs"
+    if data.tokenizer != "byte":
+        replaced.append(f"the tokenizer byte, not {data.tokenizer} (--config.data.tokenizer=FILE reads that)")
+        data.tokenizer = "byte"
+        compute(model, "vocab_size", data.get_ref("tokenizer"), lambda full, name: 260 if name == "byte" else full)
+    if replaced:
+        log.info("tiny: takes %s", "; ".join(replaced))
 
 
 def flat(config: ConfigDict) -> dict:
