@@ -4,6 +4,7 @@ import contextlib
 import html.parser
 import json
 import math
+import pathlib
 import re
 import statistics
 
@@ -128,7 +129,7 @@ def final(directory, p, seed, seq_len=256):
 def test_the_numbers_of_the_page_are_those_of_the_files(made):
     page, _ = page_of(made)
     head, *rows = page.tables[0]
-    assert head[:3] == ["p", "pairs turned", "runs"] and head[-1] == "paper: Wikipedia *"
+    assert head[:3] == ["p", "rotated pairs", "runs"] and head[-1] == "paper: Wikipedia *"
     for p, row in zip(PERCENTAGES, rows, strict=True):
         records = [final(made, p, seed) for seed in SEEDS]
         expected = [f"{p:g}", f"{int(32 * p)} of 32", "2"]
@@ -164,16 +165,16 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
     page = Page(made / "report" / "index.html")
     for tag, attributes in page.tags:
         assert tag not in ("script", "iframe", "object", "embed", "video", "audio", "form", "base")
-        for name in ("src", "srcset", "href", "data", "action", "poster"):
-            assert attributes.get(name, "data:").startswith("data:"), (tag, name)
+        for name in ("src", "srcset", "href", "xlink:href", "data", "action", "poster"):
+            assert attributes.get(name, "data:").startswith(("data:", "#")), (tag, name)
         assert not any(name.startswith("on") for name in attributes)
-        if tag == "img":
-            assert len(attributes["alt"]) > 40
+        assert tag != "img" and not any("http" in (value or "") for value in attributes.values())
         if tag == "th":
             assert attributes["scope"] in ("row", "col")
     source = (made / "report" / "index.html").read_text()
-    assert "url(" not in source and "@import" not in source and "default-src 'none'" in source
-    assert sum(tag == "img" for tag, _ in page.tags) == sum(tag == "source" for tag, _ in page.tags) == 5
+    assert re.findall(r"url\((?!#)", source) == [] and "@import" not in source and "default-src 'none'" in source
+    texts = [attributes["aria-label"] for _, attributes in page.tags if attributes.get("role") == "img"]
+    assert len(texts) == sum(tag == "svg" for tag, _ in page.tags) == 5 and min(map(len, texts)) > 40
     assert ("html", {"lang": "en"}) in page.tags and sum(tag == "h1" for tag, _ in page.tags) == 1
     assert "'<b>.model'" not in source and "&lt;b&gt;.model" in source
     files = sorted(path.name for path in (made / "report").iterdir())
@@ -182,10 +183,24 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
     assert (made / "report" / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_pictures_take_their_colours_from_the_style_sheet(made):
+    page = Page(pathlib.Path(report.report_sweep(made)["output"]))
+    source = (made / "report" / "index.html").read_text()
+    light, dark = (set(re.findall(r"--([\w-]+):", block)) for block in source.split("@media", 1)[0:2])
+    assert light <= dark | {"card", "text"} and light == dark  # every colour of one ground has one for the other
+    styled = " ".join(attributes.get("style") or "" for _, attributes in page.tags)
+    used = set(re.findall(r"var\(--([\w-]+)\)", styled))
+    assert used <= light and {"text", "line", "card", "group-0", "group-15"} <= used
+    assert set(re.findall(r"#[0-9a-f]{6}", styled)) <= {drawing.BORDER}  # no colour is fixed but what reads on both
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    references = re.findall(r"url\(#([\w-]+)\)", source) + re.findall(r'href="#([\w-]+)"', source)
+    assert len(ids) == len(set(ids)) and references and set(references) <= set(ids)
+
+
 def lines_of(picture):
     """x and y of what is drawn, by panel and label."""
     figure = matplotlib.figure.Figure()
-    picture.draw(figure, drawing.THEMES["light"])
+    picture.draw(figure)
     return [[(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] for axes in figure.axes]
 
 
@@ -254,9 +269,9 @@ def test_the_papers_own_runs_are_not_marked():
         config.model.update(fields)
         config.data.seq_len = 8192
         run = runs.Run("a", None, {}, config, True, 0, None, [], [])
-        assert sweep_page.of_paper(run) == expected
+        assert sweep_page.paper_column(run) == expected
     config.data.dataset = "mixture"
-    assert sweep_page.of_paper(run) == ("FlanV2", True)
+    assert sweep_page.paper_column(run) == ("FlanV2", True)
 
 
 def test_a_directory_that_is_no_sweep_gets_one_line(run_command, made, tmp_path):

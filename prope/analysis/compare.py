@@ -1,4 +1,4 @@
-"""Several analyses in one page: how frequency usage and the census move with p.
+"""Compares several analyses on one page: how frequency usage and the census change with p.
 
 Axes: L layers, N heads, P pairs, R runs with the same p.
 """
@@ -12,73 +12,77 @@ import numpy as np
 
 from prope.analysis.census import rank_correlation
 from prope.analysis.pictures import KINDS, norms
-from prope.html.drawing import Picture, Theme, styles
-from prope.html.page import document, e, figures, html_table, section
+from prope.html import page
+from prope.html.drawing import TEXT, Picture, styles
+from prope.html.page import Table, plus_minus, tag
 
-FOOT = """<p>Every run’s own page is in its directory, analysis/index.html; comparison.json has the numbers. Made by
-<code>python -m prope.analyze</code>.</p>
-"""
+Groups = dict[str, list[dict]]  # analyses by "p = .."
+FOOT = "Every run’s own page is in its directory, analysis/index.html; comparison.json has the numbers."
 
 
 def write(folder: pathlib.Path, analyses: list[dict]) -> dict:
-    """Writes the page and its pictures; returns what the command prints."""
-    folder.mkdir(exist_ok=True)
-    groups = by_p(analyses)
+    """Writes the page, its pictures and comparison.json; returns what the command prints."""
+    groups, first = by_p(analyses), analyses[0]
     rows = [row(p, group) for p, group in groups.items()]
-    (folder / "comparison.json").write_text(json.dumps(rows))
-    drawn = [usage(groups), scores(groups), *([losses(groups)] if all(a["channels"] for a in analyses) else [])]
-    shown = figures(folder, drawn)
-    parts = [section("By p", table(rows)), *(section(picture.title, shown[picture.name]) for picture in drawn)]
-    first = analyses[0]
+    pictures = [usage(groups), scores(groups), *([losses(groups)] if all(a["channels"] for a in analyses) else [])]
     title = f"What the heads do: {folder.resolve().parent.name}"
-    read = f"{first['sequences']} × {first['seq_len']} tokens of {first['source']}"
-    about = f"{len(analyses)} runs; every one read {read}."
-    head = f'<h1>{e(title)}</h1>\n<p class="lead">{e(lead(rows))}</p>\n<p class="soft">{e(about)}</p>\n'
-    output = folder / "index.html"
-    output.write_text(document(title, head, parts, FOOT))
-    heads = [{"run": a["workdir"]} | head for a in analyses for head in a["heads"]]
-    said = {"output": str(output), "sequences": first["sequences"], "seq_len": first["seq_len"], "comparison": rows}
-    return said | {"runs": [a["workdir"] for a in analyses], "heads": heads}
+    text = f"{first['sequences']} × {first['seq_len']} tokens of {first['source']}"
+    sections = {"By p": [table(rows)], **{picture.title: [picture] for picture in pictures}}
+    about = f"{len(analyses)} runs, each over {text}."
+    output = page.write(folder, title, lead(rows), about, sections, FOOT, "python -m prope.analyze")
+    (folder / "comparison.json").write_text(json.dumps(rows))
+    return {
+        "output": str(output), "sequences": first["sequences"], "seq_len": first["seq_len"], "comparison": rows,
+        "runs": [a["workdir"] for a in analyses],
+        "heads": [{"run": a["workdir"]} | head for a in analyses for head in a["heads"]],
+    }  # fmt: skip
 
 
-def by_p(analyses: list[dict]) -> dict[str, list[dict]]:
-    """Analyses by "p = .."; of layers that differ in p, by all of them."""
-    found = collections.defaultdict(list)
-    order = sorted(analyses, key=lambda a: np.mean(a["rope_percentage"]))
-    for analysis in order:
-        p = analysis["rope_percentage"]
-        found[f"p = {p:g}" if isinstance(p, float | int) else f"p = {', '.join(f'{x:g}' for x in p)}"].append(analysis)
-    return dict(found)
+def by_p(analyses: list[dict]) -> Groups:
+    """Groups analyses by p, the mean of p first to last; layers that differ in p are listed."""
+    groups = collections.defaultdict(list)
+    for analysis in sorted(analyses, key=lambda a: np.mean(a["rope_percentage"])):
+        name = ", ".join(f"{p:g}" for p in np.atleast_1d(analysis["rope_percentage"]))
+        groups[f"p = {name}"].append(analysis)
+    return dict(groups)
 
 
 def row(p: str, group: list[dict]) -> dict:
-    """A p in numbers: means over its runs, of all heads where nothing else is said.
+    """Summarises the runs of a p.
 
     loss, loss_sd                       of the sequences that were read; the standard deviation over runs
     kinds                               heads of each kind, in all runs together
     diagonal, previous_token, first_token   the greatest score of any head, mean over runs
-    high_frequency_share                mean over heads
+    high_frequency_share                mean over the heads of all runs
     rank_correlation                    `census.rank_correlation` of the heads of all runs together
     removed, stopped                    the greatest rise of the loss by a channel, mean over runs; nats per token
     """
-    heads = [head for analysis in group for head in analysis["heads"]]
+    heads = heads_of(group)
     losses = [analysis["loss"]["loss"] for analysis in group if analysis["loss"]]
-    found = {"p": p, "rotated_pairs": group[0]["rotated_pairs"], "runs": len(group), "heads": len(heads)}
-    found["loss"] = statistics.fmean(losses) if losses else None
-    found["loss_sd"] = statistics.stdev(losses) if len(losses) > 1 else None
-    found["kinds"] = {kind or "none": sum(head["kind"] == kind for head in heads) for kind in KINDS}
-    for score in ("diagonal", "previous_token", "first_token"):
-        found[score] = statistics.fmean(max(head[score] for head in analysis["heads"]) for analysis in group)
-    found["high_frequency_share"] = statistics.fmean(head["high_frequency_share"] for head in heads)
-    found["rank_correlation"] = rank_correlation(heads)
-    for name in ("removed", "stopped"):
-        rises = [[c[name]["difference"] for c in analysis["channels"] if c[name]] for analysis in group]
-        found[name] = statistics.fmean(map(max, rises)) if all(rises) else None
-    return found
+    scores = ("diagonal", "previous_token", "first_token")
+    rises = {
+        name: [[c[name]["difference"] for c in analysis["channels"] if c[name]] for analysis in group]
+        for name in ("removed", "stopped")
+    }
+    return {
+        "p": p, "rotated_pairs": group[0]["rotated_pairs"], "runs": len(group), "heads": len(heads),
+        "loss": statistics.fmean(losses) if losses else None,
+        "loss_sd": statistics.stdev(losses) if len(losses) > 1 else None,
+        "kinds": {kind or "none": sum(head["kind"] == kind for head in heads) for kind in KINDS},
+        **{name: statistics.fmean(max(head[name] for head in a["heads"]) for a in group) for name in scores},
+        "high_frequency_share": statistics.fmean(head["high_frequency_share"] for head in heads),
+        "rank_correlation": rank_correlation(heads),
+        **{name: statistics.fmean(map(max, found)) if all(found) else None for name, found in rises.items()},
+    }  # fmt: skip
+
+
+def heads_of(group: list[dict]) -> list[dict]:
+    """The heads of all analyses of a group."""
+    return [head for analysis in group for head in analysis["heads"]]
 
 
 def lead(rows: list[dict]) -> str:
-    """What changes from the smallest to the greatest p, in a sentence."""
+    """The change from the smallest to the greatest p, in a sentence."""
     low, high = rows[0], rows[-1]
     if low is high:
         return f"All runs have {low['p']}."
@@ -89,108 +93,110 @@ def lead(rows: list[dict]) -> str:
     )
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as they stand in the page."""
-
-    def number(value: float | None, form: str = ".3f") -> str:
-        return "–" if value is None else f"{value:{form}}"
-
-    made = []
+def table(rows: list[dict]) -> Table:
+    """The rows as the page shows them."""
+    cells = []
     for r in rows:
-        kinds = ", ".join(
-            f"{count} {KINDS['' if kind == 'none' else kind]}" for kind, count in r["kinds"].items() if count
-        )
-        found = r["rank_correlation"]
-        correlation = "–" if found is None else f"{found['rho']:+.2f} <small>(p-value {found['p_value']:.2g})</small>"
-        loss = number(r["loss"], ".4f") + (f" <small>± {r['loss_sd']:.4f}</small>" if r["loss_sd"] is not None else "")
-        cells = [e(r["p"]), e(r["rotated_pairs"]), str(r["runs"]), loss, e(kinds)]
-        cells += [number(r[name]) for name in ("diagonal", "previous_token", "first_token", "high_frequency_share")]
-        made.append(("", [*cells, correlation, number(r["stopped"], "+.4f"), number(r["removed"], "+.4f")]))
-    head = ["p", "pairs turned", "runs", "loss", "heads by kind", "diagonal", "previous token", "first token"]
+        kinds = (f"{count} {KINDS['' if kind == 'none' else kind]}" for kind, count in r["kinds"].items() if count)
+        rho, correlation = r["rank_correlation"], "–"
+        if rho:
+            correlation = plus_minus(rho["rho"], form="+.2f") + " " + tag("small", f"(p-value {rho['p_value']:.2g})")
+        scores = (r[name] for name in ("diagonal", "previous_token", "first_token", "high_frequency_share"))
+        cells.append([
+            r["p"], r["rotated_pairs"], r["runs"], plus_minus(r["loss"], r["loss_sd"]), ", ".join(kinds),
+            *(plus_minus(score, form=".3f") for score in scores), correlation,
+            *(plus_minus(r[name], form="+.4f") for name in ("stopped", "removed")),
+        ])  # fmt: skip
+    head = ["p", "rotated pairs", "runs", "loss", "heads by kind", "diagonal", "previous token", "first token"]
     head += ["high-frequency share", "rank correlation", "loss, a channel stopped", "loss, a channel removed"]
     note = (
         "Loss: mean ± standard deviation over runs. Diagonal, previous and first token: the greatest mean weight of "
         "any head, mean over runs. Rank correlation: of high-frequency share and positional weight, over the heads of "
         "all runs. Channels: the greatest rise of the loss by one of them, mean over runs."
     )
-    return html_table("Means over runs.", head, made, text=[4]) + f'<p class="soft">{e(note)}</p>\n'
+    return Table("Means over runs.", head, cells, text=[4], notes=[note])
 
 
-def usage(groups: dict[str, list[dict]]) -> Picture:
+def usage(groups: Groups) -> Picture:
     """Mean norms by pair: a line for every p."""
-    found = {
-        name: {p: np.mean([norms(a, key).mean(axis=(0, 1)) for a in group], axis=0) for p, group in groups.items()}
-        for name, key in {"queries": "query_norms", "keys": "key_norms"}.items()
+    means = {
+        kind: {p: np.mean([norms(a, key).mean(axis=(0, 1)) for a in group], axis=0) for p, group in groups.items()}
+        for kind, key in {"queries": "query_norms", "keys": "key_norms"}.items()
     }
 
-    def draw(figure, theme: Theme) -> None:
-        look = styles(list(groups), theme)
-        for axes, (name, lines) in zip(figure.subplots(1, 2), found.items(), strict=True):
+    def draw(figure) -> None:
+        style = styles(list(groups))
+        for axes, (kind, lines) in zip(figure.subplots(1, 2), means.items(), strict=True):
             for p, values in lines.items():
-                axes.plot(values, label=p, markevery=max(len(values) // 8, 1), **look[p])
-                turned = groups[p][0]["rotated_pairs"]
-                if isinstance(turned, int) and 0 < turned < len(values):
-                    axes.axvline(turned - 0.5, color=look[p]["color"], lw=1, ls=":")
-            axes.set(xlabel="pair, fastest first", ylabel="mean norm", title=name, ylim=(0, None))
+                axes.plot(values, label=p, markevery=max(len(values) // 8, 1), **style[p])
+                rotated = groups[p][0]["rotated_pairs"]
+                if isinstance(rotated, int) and 0 < rotated < len(values):
+                    axes.axvline(rotated - 0.5, color=style[p]["color"], lw=1, ls=":")
+            axes.set(xlabel="pair, fastest first", ylabel="mean norm", title=kind, ylim=(0, None))
         figure.axes[0].legend()
 
-    ends = "; ".join(f"{p}: queries {v[0]:.2f} fastest, {v[-1]:.2f} slowest" for p, v in found["queries"].items())
-    caption = "Means over tokens, heads, layers and runs. Dotted: where the turned pairs of that p end."
+    ends = "; ".join(f"{p}: queries {v[0]:.2f} fastest, {v[-1]:.2f} slowest" for p, v in means["queries"].items())
+    caption = "Means over tokens, heads, layers and runs. Dotted: where the rotated pairs of that p end."
     return Picture("usage", "Frequency usage by p", f"Mean norms by pair. {ends}.", caption, draw)
 
 
-def scores(groups: dict[str, list[dict]]) -> Picture:
+def spread(at: int, count: int) -> np.ndarray:
+    """Places of `count` marks around `at`, side by side."""
+    return at + (np.linspace(-0.25, 0.25, count) if count > 1 else np.zeros(count))
+
+
+def mark_groups(axes, groups: Groups) -> None:
+    """Labels the groups along the x axis."""
+    axes.set_xticks(range(len(groups)), [p.removeprefix("p = ") for p in groups])
+    axes.set_xlabel("p")
+
+
+def scores(groups: Groups) -> Picture:
     """Every head of every run, by p."""
-    names = {
+    titles = {
         "diagonal": "weight on itself",
         "previous_token": "weight on the token before",
         "first_token": "on the first token",
     }
 
-    def draw(figure, theme: Theme) -> None:
-        look = styles(list(groups), theme)
-        panels = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.4])
-        for axes, (score, title) in zip(panels, names.items(), strict=False):
-            for at, (p, group) in enumerate(groups.items()):
-                values = [head[score] for analysis in group for head in analysis["heads"]]
-                spread = at + np.linspace(-0.25, 0.25, len(values))
-                axes.plot(spread, sorted(values), **look[p] | {"ls": ""})
-            axes.set_xticks(range(len(groups)), [p.removeprefix("p = ") for p in groups])
-            axes.set(xlabel="p", title=title, ylim=(-0.03, 1.03))
-        for p, group in groups.items():
-            heads = [head for analysis in group for head in analysis["heads"]]
-            points = [(head["high_frequency_share"], head["positional"]) for head in heads]
-            panels[3].plot(*zip(*points, strict=True), label=p, **look[p] | {"ls": ""})
-        panels[3].set(xlabel="high_frequency_share", title="positional by use of fast pairs", ylim=(-0.03, 1.03))
-        panels[3].legend(fontsize=8)
+    def draw(figure) -> None:
+        *panels, last = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.4])
+        for at, ((p, group), style) in enumerate(zip(groups.items(), styles(list(groups)).values(), strict=True)):
+            style |= {"ls": ""}
+            heads = heads_of(group)
+            for axes, score in zip(panels, titles, strict=True):
+                axes.plot(spread(at, len(heads)), sorted(head[score] for head in heads), **style)
+            last.plot([h["high_frequency_share"] for h in heads], [h["positional"] for h in heads], label=p, **style)
+        for axes, title in zip(panels, titles.values(), strict=True):
+            mark_groups(axes, groups)
+            axes.set(title=title, ylim=(-0.03, 1.03))
+        last.set(xlabel="high_frequency_share", title="positional by use of fast pairs", ylim=(-0.03, 1.03))
+        last.legend(fontsize=8)
 
-    said = "; ".join(f"{p}: {max(h['positional'] for a in g for h in a['heads']):.2f}" for p, g in groups.items())
+    greatest = "; ".join(f"{p}: {max(head['positional'] for head in heads_of(g)):.2f}" for p, g in groups.items())
+    alt = f"Greatest weight on itself or the token before, {greatest}."
     caption = "Every mark is a head of a run, in order of its score."
-    return Picture(
-        "scores", "Heads by p", f"Greatest weight on itself or the token before, {said}.", caption, draw, (13, 3.8)
-    )
+    return Picture("scores", "Heads by p", alt, caption, draw, (13, 3.8))
 
 
-def losses(groups: dict[str, list[dict]]) -> Picture:
-    """What the loss is without the channels, by p."""
+def losses(groups: Groups) -> Picture:
+    """Changes of the loss without the channels, by p."""
+    channels = {p: [channel for analysis in group for channel in analysis["channels"]] for p, group in groups.items()}
 
-    def draw(figure, theme: Theme) -> None:
-        look = styles(list(groups), theme)
-        for axes, name in zip(figure.subplots(1, 2, sharey=True), ("removed", "stopped"), strict=True):
-            for at, (p, group) in enumerate(groups.items()):
-                found = [c[name] for analysis in group for c in analysis["channels"] if c[name]]
-                spread = at + np.linspace(-0.25, 0.25, len(found)) if len(found) > 1 else [at] * len(found)
+    def draw(figure) -> None:
+        style = styles(list(groups))
+        titles = {"removed": "a channel removed", "stopped": "a channel's rotation stopped"}
+        for axes, (name, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+            for at, p in enumerate(groups):
+                found = [channel[name] for channel in channels[p] if channel[name]]
                 values, errors = [c["difference"] for c in found], [c["stderr"] or 0 for c in found]
-                axes.errorbar(spread, values, errors, **look[p] | {"ls": ""})
-            axes.axhline(0, color=theme.text, lw=1)
-            axes.set_xticks(range(len(groups)), [p.removeprefix("p = ") for p in groups])
-            axes.set(xlabel="p", title=f"a channel {name}" if name == "removed" else "a channel's rotation stopped")
+                axes.errorbar(spread(at, len(found)), values, errors, **style[p] | {"ls": ""})
+            axes.axhline(0, color=TEXT, lw=1)
+            mark_groups(axes, groups)
+            axes.set_title(title)
         figure.axes[0].set_ylabel("change of the loss (nats per token)")
 
-    said = "; ".join(
-        f"{p}: {max(c['removed']['difference'] for a in g for c in a['channels']):+.4f}" for p, g in groups.items()
-    )
-    caption = "The strongest slow or unturned pairs of every run. Bars: standard errors over sequences."
-    return Picture(
-        "losses", "Loss without a channel", f"Greatest rise of the loss when removed, {said}.", caption, draw
-    )
+    rises = "; ".join(f"{p}: {max(c['removed']['difference'] for c in found):+.4f}" for p, found in channels.items())
+    caption = "The strongest slow or unrotated pairs of every run. Bars: standard errors over sequences."
+    alt = f"Greatest rise of the loss when removed, {rises}."
+    return Picture("losses", "Loss without a channel", alt, caption, draw)

@@ -1,22 +1,23 @@
-"""The page of the paper's statements: what each says, the numbers that bear it out, and Figures 2 and 8."""
+"""Writes the page of the paper's statements: each with its numbers, and Figures 2 and 8."""
 
 import json
 import pathlib
 
 import numpy as np
+from markupsafe import Markup
 
 from prope.analysis import theory
 from prope.analysis.statements import BOUNDS, HEAD_DIM, LENGTH, statements
+from prope.html import page
 from prope.html.drawing import Picture, line, styles
-from prope.html.page import document, e, figures, html_table, section
+from prope.html.page import Table, tag
 from prope.rope import frequencies
 
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
-
-FOOT = """<p>Barbero et al., <cite>Round and Round We Go! What makes Rotary Positional Encodings useful?</cite>, ICLR
-2025. The constructions are functions of <code>prope/theory.py</code>; every number is in <code>theory.json</code>,
-beside this page. Made by <code>python -m prope.analyze --theory</code>.</p>
-"""
+FOOT = (
+    "Barbero et al., “Round and Round We Go! What makes Rotary Positional Encodings useful?”, ICLR 2025. The "
+    "constructions are functions of prope/analysis/theory.py; every number is in theory.json, beside this page."
+)
 
 
 def write(folder: str | pathlib.Path) -> dict:
@@ -26,41 +27,35 @@ def write(folder: str | pathlib.Path) -> dict:
       `output`, the path of the page, and `statements`, as `statements.statements` returns them.
     """
     folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tried, curves = statements(), {"figure_2": figure_2_curves(), "figure_8": figure_8_curves()}
-    drawn = [figure_2(curves["figure_2"]), figure_8(curves["figure_8"])]
-    shown_as = figures(folder, drawn)
+    pictures = [figure_2(curves["figure_2"]), figure_8(curves["figure_8"])]
+    sections = {"Statements": [statement_table(tried)], **{picture.title: [picture] for picture in pictures}}
+    held = sum(result["holds"] for result in tried)
+    lead = f"{held} of {len(tried)} statements of the p-RoPE paper hold in the numbers below."
+    about = f"Heads as Gemma’s: d = {HEAD_DIM}, base wavelength 10 000; float64."
+    title, command = "What rotation can do, and what it cannot", "python -m prope.analyze --theory"
+    output = page.write(folder, title, lead, about, sections, FOOT, command)
     written = {"head_dim": HEAD_DIM, "max_wavelength": 10_000, "statements": tried, "figures": curves}
     (folder / "theory.json").write_text(json.dumps(written, indent=1) + "\n")
-    held = sum(found["holds"] for found in tried)
-    head = (
-        "<h1>What rotation can do, and what it cannot</h1>\n"
-        f'<p class="lead">{held} of {len(tried)} statements of the p-RoPE paper hold in the numbers below.</p>\n'
-        f'<p class="soft">Heads as Gemma’s: d = {HEAD_DIM}, base wavelength 10 000; float64.</p>\n'
-    )
-    parts = [section(picture.title, shown_as[picture.name]) for picture in drawn]
-    parts = [section("Statements", statement_table(tried)), *parts]
-    output = folder / "index.html"
-    output.write_text(document("The statements of the p-RoPE paper", head, parts, FOOT))
     return {"output": str(output), "statements": tried}
 
 
-def statement_table(tried: list[dict]) -> str:
+def statement_table(tried: list[dict]) -> Table:
     """The statements, one a row."""
     rows = []
-    for found in tried:
-        numbers = "".join(f"<li>{e(name)}: {e(shown(value))}</li>" for name, value in found["numbers"].items())
-        holds = '<span class="good">holds</span>' if found["holds"] else '<span class="bad">does not hold</span>'
-        name = f"{e(found['statement'])}<br>{holds}"
-        rows.append(("", [name, f'<span class="prose">{e(found["says"])}</span>', f'<ul class="prose">{numbers}</ul>']))
+    for result in tried:
+        holds = tag("span", "holds", "good") if result["holds"] else tag("span", "does not hold", "bad")
+        numbers = Markup().join(tag("li", f"{name}: {text_of(value)}") for name, value in result["numbers"].items())
+        name = Markup("{}<br>{}").format(result["statement"], holds)
+        rows.append([name, tag("span", result["says"], "prose"), tag("ul", numbers, "prose")])
     head = ["statement", "what it says", "what was computed"]
-    return html_table("Each is tried with the construction of its proof.", head, rows, text=[1, 2])
+    return Table("Each is tried with the construction of its proof.", head, rows, text=[1, 2])
 
 
-def shown(value) -> str:
+def text_of(value) -> str:
     """A number, or several, in five digits."""
     if isinstance(value, list | tuple):
-        return ", ".join(f"({shown(item)})" if isinstance(item, tuple) else shown(item) for item in value)
+        return ", ".join(f"({text_of(item)})" if isinstance(item, tuple) else text_of(item) for item in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value) if isinstance(value, int) else f"{value:.5g}".replace("-", "−")  # a sign at which no line breaks
@@ -68,41 +63,51 @@ def shown(value) -> str:
 
 def figure_2_curves() -> dict:
     """Logits at distances 0 .. LENGTH-1, of vectors of ones for several p, and of Gaussian ones for RoPE."""
-    distances, turns = np.arange(LENGTH), {p: frequencies(HEAD_DIM, rope_percentage=p) for p in PERCENTAGES}
-    ones = [{"p": p, "logit": theory.all_ones_curve(distances, turns[p]).tolist()} for p in PERCENTAGES]
-    return {"ones": ones, "gaussian": listed(theory.gaussian_curve(distances, turns[1.0]))}
+    distances, freqs = np.arange(LENGTH), {p: frequencies(HEAD_DIM, rope_percentage=p) for p in PERCENTAGES}
+    ones = [{"p": p, "logit": theory.all_ones_curve(distances, freqs[p]).tolist()} for p in PERCENTAGES]
+    return {"ones": ones, "gaussian": to_json(theory.gaussian_curve(distances, freqs[1.0]))}
 
 
 def figure_8_curves() -> dict:
     """Logits under random positions, by their upper bound."""
-    found = {bound: theory.randomised_curves(BOUNDS[0], bound, frequencies(HEAD_DIM)) for bound in BOUNDS}
-    return {kind: [{"bound": b, **listed(c[kind])} for b, c in found.items()] for kind in ("ones", "gaussian")}
+    curves = {bound: theory.randomised_curves(BOUNDS[0], bound, frequencies(HEAD_DIM)) for bound in BOUNDS}
+    return {kind: [{"bound": b, **to_json(c[kind])} for b, c in curves.items()] for kind in ("ones", "gaussian")}
 
 
-def listed(curve: tuple[np.ndarray, np.ndarray]) -> dict:
+def to_json(curve: tuple[np.ndarray, np.ndarray]) -> dict:
     """A mean and its standard error, for JSON."""
     return {"mean": curve[0].tolist(), "standard_error": curve[1].tolist()}
 
 
 def points(curve: dict) -> dict:
-    """The same, for `pictures.line`."""
+    """The same, for `drawing.line`."""
     return dict(enumerate(zip(curve["mean"], curve["standard_error"], strict=True)))
+
+
+def panels_of(figure, xlabel: str, **legend) -> tuple:
+    """Two panels, for vectors of ones and for Gaussian ones; `finish` labels them and adds their legends."""
+    ones, gaussian = figure.subplots(1, 2)
+
+    def finish() -> None:
+        ones.set(title="(a) queries and keys of ones", ylabel="q · k / d", ylim=(-0.1, 1.1))
+        gaussian.set(title="(b) Gaussian queries and keys", ylabel="q · k / √d, mean over draws", ylim=(-0.6, 0.6))
+        for axes in (ones, gaussian):
+            axes.set_xlabel(xlabel)
+            axes.legend(ncols=2, **legend)
+
+    return ones, gaussian, finish
 
 
 def figure_2(curves: dict) -> Picture:
     """Figure 2 of the paper, with p-RoPE beside RoPE."""
 
-    def draw(made, theme) -> None:
-        left, right = made.subplots(1, 2)
-        look = styles([f"p = {curve['p']:g}" for curve in curves["ones"]], theme)
-        for (name, style), curve in zip(look.items(), curves["ones"], strict=True):
-            left.plot(curve["logit"], label=name, markevery=len(curve["logit"]) // 8, **style)
-        line(right, points(curves["gaussian"]), look["p = 1"] | {"marker": ""}, "p = 1")
-        left.set(title="(a) queries and keys of ones", ylabel="q · k / d", ylim=(-0.1, 1.1))
-        right.set(title="(b) Gaussian queries and keys", ylabel="q · k / √d, mean over draws", ylim=(-0.6, 0.6))
-        for axes in (left, right):
-            axes.set_xlabel("distance (tokens)")
-            axes.legend(ncols=2)
+    def draw(figure) -> None:
+        ones, gaussian, finish = panels_of(figure, "distance (tokens)")
+        style = styles([f"p = {curve['p']:g}" for curve in curves["ones"]])
+        for (name, own), curve in zip(style.items(), curves["ones"], strict=True):
+            ones.plot(curve["logit"], label=name, markevery=len(curve["logit"]) // 8, **own)
+        line(gaussian, points(curves["gaussian"]), style["p = 1"] | {"marker": ""}, "p = 1")
+        finish()
 
     alt = (
         f"Logits at distances 0 to {LENGTH - 1}. Of ones they fall, at the right end to "
@@ -110,8 +115,8 @@ def figure_2(curves: dict) -> Picture:
         + f"; the mean of Gaussian ones stays within {np.abs(curves['gaussian']['mean']).max():.3f} of 0."
     )
     caption = (
-        "Vectors of ones decay with distance (a), the less the fewer pairs turn; Gaussian ones do not (b: 4000 draws, "
-        "the same at every distance, of standard deviation 1; the band is the standard error of their mean)."
+        "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000 "
+        "draws, the same at every distance, of standard deviation 1; the band is the standard error of their mean)."
     )
     return Picture("figure_2", "Figure 2: does RoPE decay with distance?", alt, caption, draw)
 
@@ -119,19 +124,13 @@ def figure_2(curves: dict) -> Picture:
 def figure_8(curves: dict) -> Picture:
     """Figure 8 of the paper."""
 
-    def draw(made, theme) -> None:
-        panels = dict(zip(("ones", "gaussian"), made.subplots(1, 2), strict=True))
-        look = styles([f"L = {bound:,}" for bound in BOUNDS], theme)
-        for kind, axes in panels.items():
-            for (name, style), curve in zip(look.items(), curves[kind], strict=True):
-                line(axes, points(curve), style | {"lw": 1.2}, name)
-            axes.set_xlabel("tokens from the key to the query")
-        panels["ones"].set(title="(a) queries and keys of ones", ylabel="q · k / d", ylim=(-0.1, 1.1))
-        panels["gaussian"].set(
-            title="(b) Gaussian queries and keys", ylabel="q · k / √d, mean over draws", ylim=(-0.6, 0.6)
-        )
-        for axes in panels.values():
-            axes.legend(ncols=2, title="upper bound")
+    def draw(figure) -> None:
+        ones, gaussian, finish = panels_of(figure, "tokens from the key to the query", title="upper bound")
+        for kind, axes in {"ones": ones, "gaussian": gaussian}.items():
+            style = styles([f"L = {bound:,}" for bound in BOUNDS])
+            for (name, own), curve in zip(style.items(), curves[kind], strict=True):
+                line(axes, points(curve), own | {"lw": 1.2}, name)
+        finish()
 
     ends = ", ".join(f"{c['mean'][-1]:.3f} for {c['bound']}" for c in curves["ones"])
     largest = max(np.abs(curve["mean"]).max() for curve in curves["gaussian"])

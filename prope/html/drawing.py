@@ -1,77 +1,86 @@
-"""Pictures that are drawn once for a light and once for a dark ground, each with a text that says what it shows."""
+"""Draws pictures once, as PNG and as SVG whose colours the page's style sheet sets for light and dark."""
 
 import dataclasses
+import functools
 import io
+import re
 from collections.abc import Callable
 
-import matplotlib
-import matplotlib.figure
-
 MARKERS = "osD^vP*X"
-
-
-@dataclasses.dataclass(frozen=True)
-class Theme:
-    """Colours of the ground, the text and the lines, which are taken from a part of a colour map."""
-
-    ground: str
-    text: str
-    grid: str
-    part: tuple[float, float]
-
-
-# Viridis reads in order with every kind of colour vision and in grey; its palest and darkest ends need contrast.
-THEMES = {
-    "light": Theme("#ffffff", "#24292f", "#d8dee4", (0.0, 0.76)),
-    "dark": Theme("#161b22", "#d4dae1", "#363d47", (0.36, 1.0)),
-}
+TEXT, GRID, GROUND = "#24292f", "#d8dee4", "#ffffff"
+BORDER = "#ff4d4d"  # seen on either ground and on viridis
+_STEPS = 16  # colours of groups
+_SETTINGS = {
+    "figure.facecolor": GROUND, "axes.facecolor": GROUND, "axes.edgecolor": GRID, "text.color": TEXT,
+    "axes.labelcolor": TEXT, "axes.titlecolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT, "grid.color": GRID,
+    "axes.grid": True, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    "grid.linewidth": 0.8, "font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left",
+    "legend.frameon": False, "xtick.major.size": 0, "ytick.major.size": 0, "axes.formatter.useoffset": False,
+    "svg.fonttype": "none", "svg.hashsalt": "prope",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A drawing that has yet to be given its theme."""
+    """A drawing with its name, its texts and its size in inches."""
 
     name: str
     title: str
     alt: str
     caption: str
-    draw: Callable[[matplotlib.figure.Figure, Theme], None]
+    draw: Callable  # of a matplotlib Figure
     size: tuple[float, float] = (9.6, 3.9)
 
-    def png(self, theme: str) -> bytes:
-        """The picture as a file."""
-        look = THEMES[theme]
-        settings = {
-            "figure.facecolor": look.ground, "axes.facecolor": look.ground, "axes.edgecolor": look.grid,
-            "text.color": look.text, "axes.labelcolor": look.text, "axes.titlecolor": look.text,
-            "xtick.color": look.text, "ytick.color": look.text, "grid.color": look.grid, "axes.grid": True,
-            "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "grid.linewidth": 0.8,
-            "font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left", "legend.frameon": False,
-            "xtick.major.size": 0, "ytick.major.size": 0, "axes.formatter.useoffset": False,
-        }  # fmt: skip
-        with matplotlib.rc_context(settings):
+    def render(self) -> tuple[bytes, str]:
+        """Draws the picture: (a PNG file in light colours, an <svg> element for `page.html.j2`)."""
+        import matplotlib.figure
+
+        png, svg = io.BytesIO(), io.StringIO()
+        with matplotlib.rc_context(_SETTINGS):
             figure = matplotlib.figure.Figure(figsize=self.size, layout="constrained")
-            self.draw(figure, look)
-            made = io.BytesIO()
-            figure.savefig(made, format="png", dpi=150, metadata={"Software": None})
-        return made.getvalue()
+            self.draw(figure)
+            figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
+            figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        return png.getvalue(), self._inline(svg.getvalue())
+
+    def _inline(self, svg: str) -> str:
+        """Makes an SVG file part of a page: no header, ids of its own, colours as CSS variables."""
+        box, content = re.search(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>(.*)', svg, re.DOTALL).groups()
+        content = re.sub(r"<defs>\s*<style.*?</defs>", "", content, count=1, flags=re.DOTALL)
+        referred = set(re.findall(r'(?:href="|url\()#([^")]+)', content))
+        content = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in referred else "", content)
+        content = content.replace("xlink:href=", "href=")
+        content = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.name}-", content)
+        variables = {light: f"var(--{name})" for name, (light, _) in palette().items()}
+        return f"<svg {box}>" + re.sub(r"#[0-9a-f]{6}\b", lambda m: variables.get(m[0], m[0]), content)
 
 
-def styles(names: list[str], theme: Theme) -> dict[str, dict]:
-    """A colour and a marker for every group, in the order of the sweep."""
-    low, high = theme.part
+@functools.cache
+def palette() -> dict[str, tuple[str, str]]:
+    """The colours of pictures by the name of their CSS variable: (light, dark)."""
+    import matplotlib
+    from matplotlib.colors import rgb2hex
+
+    # Viridis reads in order with every kind of colour vision and in grey; its palest and darkest ends need contrast.
+    viridis = matplotlib.colormaps["viridis"]
+    shares = [i / (_STEPS - 1) for i in range(_STEPS)]
+    groups = {f"group-{i}": (rgb2hex(viridis(0.76 * x)), rgb2hex(viridis(0.36 + 0.64 * x)))
+              for i, x in enumerate(shares)}  # fmt: skip
+    return {"text": (TEXT, "#d4dae1"), "line": (GRID, "#363d47"), "card": (GROUND, "#161b22"), **groups}
+
+
+def styles(names: list[str]) -> dict[str, dict]:
+    """A colour and a marker for every group, in their order, as keyword arguments of `axes.plot`."""
     last = len(names) - 1
-    colours = [
-        matplotlib.colormaps["viridis"](low + (high - low) * (i / last if last else 0.5)) for i in range(last + 1)
-    ]
+    steps = [round((_STEPS - 1) * (i / last if last else 0.5)) for i in range(len(names))]
     return {
-        name: {"color": colour, "marker": MARKERS[i % len(MARKERS)], "lw": 1.7, "ms": 4.5}
-        for i, (name, colour) in enumerate(zip(names, colours, strict=True))
+        name: {"color": palette()[f"group-{step}"][0], "marker": MARKERS[i % len(MARKERS)], "lw": 1.7, "ms": 4.5}
+        for i, (name, step) in enumerate(zip(names, steps, strict=True))
     }
 
 
 def line(axes, points: dict, style: dict, label: str | None = None) -> None:
-    """A mean with its standard error as a band, with a marker here and there."""
+    """Plots means with their standard errors as a band, from {x: (mean, error or None)}."""
     x, y = list(points), [value for value, _ in points.values()]
     axes.plot(x, y, label=label, markevery=max(len(x) // 8, 1), **style)
     errors = [error for _, error in points.values()]

@@ -1,4 +1,4 @@
-"""What the page of a sweep says: the result beside the paper's, what is equal in all runs, and where they were made."""
+"""The page of a sweep: the result beside the paper's, what all runs share, and where they were trained."""
 
 import pathlib
 
@@ -7,8 +7,9 @@ import jax
 from prope import model
 from prope.config import flat
 from prope.errors import RunFailed
+from prope.html import page
 from prope.html.drawing import Picture
-from prope.html.page import document, e, figures, html_table, section
+from prope.html.page import Table, plus_minus, tag
 from prope.sweep.runs import SEED, P, Run, against_reference, check_equal, group_name, groups, reference, table
 from prope.workdir.records import read_jsonl
 
@@ -20,87 +21,79 @@ PAPER = {
 PAPER_DATA = {"wikipedia/20230601.en": "Wikipedia", "mixture": "FlanV2"}
 PAPER_MODEL = {"model.num_layers": 18, "model.embed_dim": 2048, "data.seq_len": 8192, "model.vocab_size": 256_128}
 
-FOOT = """<p>p-RoPE turns the fastest int(p · d / 2) of the d/2 pairs of lanes of a head; p = 1 is RoPE, p = 0 is NoPE
-(Barbero et al., ICLR 2025). Loss is in nats per token, perplexity its exponential; bits per byte are total bits over
-the bytes of the text, and compare across tokenizers. Made by <code>python -m prope.report --sweep</code>.</p>
-"""
+FOOT = (
+    "p-RoPE rotates the fastest int(p · d / 2) of the d/2 pairs of lanes of a head; p = 1 is RoPE, p = 0 is NoPE "
+    "(Barbero et al., ICLR 2025). Loss is in nats per token, perplexity its exponential; bits per byte are total bits "
+    "over the bytes of the text, and compare across tokenizers."
+)
 
 
-def write(directory: pathlib.Path, runs: list[Run], drawn: list[Picture]) -> pathlib.Path:
-    """Writes DIR/report/index.html, and beside it the pictures as PNG files for papers and slides; returns its path."""
-    folder = directory / "report"
-    folder.mkdir(exist_ok=True)
-    shown = figures(folder, drawn)
-    result = [results(runs), shown.pop("perplexity", "")]
-    parts = [
-        section("Result", *result),
-        *(section(picture.title, shown[picture.name]) for picture in drawn if picture.name in shown),
-        section("Are the runs equal but for what is swept?", equality(runs)),
-        section("Runs", run_table(runs)),
-        section("Machines and time", machines(runs)),
-        section("Settings that all runs share", settings(runs)),
-    ]
-    swept = ", ".join(f"<code>{e(name)}</code>" for name in runs[0].values) or "nothing"
-    done = sum(run.state == "finished" for run in runs)
-    head = (
-        f'<h1>Sweep {e(directory.resolve().name)}</h1>\n<p class="lead">{lead(runs)}</p>\n'
-        f'<p class="soft">{e(about(runs[0]))} Swept: {swept}; {done} of {len(runs)} runs finished.</p>\n'
-    )
-    output = folder / "index.html"
-    output.write_text(document(f"Sweep {directory.resolve().name}: p-RoPE", head, parts, FOOT))
-    return output
+def write(directory: pathlib.Path, runs: list[Run], pictures: list[Picture]) -> pathlib.Path:
+    """Writes DIR/report/index.html and the pictures as PNG files beside it; returns the page's path."""
+    first = [picture for picture in pictures if picture.name == "perplexity"]
+    sections = {
+        "Result": [result_table(runs), *first],
+        **{picture.title: [picture] for picture in pictures if picture not in first},
+        "Are the runs equal but for what is swept?": equality(runs),
+        "Runs": [run_table(runs)],
+        "Machines and time": [machine_table(runs)],
+        "Settings that all runs share": [settings_table(runs)],
+    }
+    swept = ", ".join(runs[0].values) or "nothing"
+    finished = sum(run.state == "finished" for run in runs)
+    about = f"{describe(runs[0])} Swept: {swept}; {finished} of {len(runs)} runs finished."
+    title = f"Sweep {directory.resolve().name}"
+    return page.write(directory / "report", title, lead(runs), about, sections, FOOT, "python -m prope.report --sweep")
 
 
-def spread(value: float | None, by: float | None, digits: int = 4) -> str:
-    """A number and, small beside it, how much it varies."""
-    if value is None:
-        return "–"
-    return f"{value:.{digits}f}" + (f" <small>± {by:.{digits}f}</small>" if by is not None else "")
-
-
-def of_paper(run: Run) -> tuple[str, bool]:
-    """(which of the paper's data a run is put beside, whether it is the paper's own model on these data)."""
+def paper_column(run: Run) -> tuple[str, bool]:
+    """(the paper's dataset that a run is compared with, whether the run has the paper's model and data)."""
     fields = flat(run.config)
     same = fields["data.dataset"] in PAPER_DATA and all(fields[k] == v for k, v in PAPER_MODEL.items())
     return PAPER_DATA.get(fields["data.dataset"], "Wikipedia"), same
 
 
-def results(runs: list[Run]) -> str:
-    """The table of the sweep, beside the paper's."""
-    found, rows = table(runs), []
-    by_name = groups(runs)
-    best = min((row["perplexity"] for row in found if row["perplexity"] is not None), default=None)
-    marked = not all(of_paper(run)[1] for run in runs)
-    sources = sorted({of_paper(run)[0] for run in runs})
-    head = ["run" if P not in runs[0].values else "p", "pairs turned", "runs", "validation loss", "perplexity"]
-    head += ["bits per byte", "loss minus RoPE’s", f"paper: {' / '.join(sources)}{' *' if marked else ''}"]
-    overs = set()
-    for row, (name, group) in zip(found, by_name.items(), strict=True):
-        base = reference(group[0].values)
-        apart = against_reference(group, by_name[base]) if base in by_name else None
-        overs |= {apart.over} if apart and apart.over else set()
-        pairs = f"{model.rotated_pairs(group[0].config.model)} of {group[0].config.model.head_dim // 2}"
-        paper = PAPER[of_paper(group[0])[0]].get(group[0].config.model.rope_percentage)
-        cells = [e(name.removeprefix("p = ")), e(pairs), str(row["runs"])]
-        cells += [spread(row[key], row[f"{key}_sd"]) for key in ("eval_loss", "perplexity", "bits_per_byte")]
-        signed = spread(abs(apart.mean), apart.stderr) if apart else "–"
-        cells += [("−" if apart.mean < 0 else "+") + signed if apart else signed, spread(paper, None)]
-        rows.append(("best" if best is not None and row["perplexity"] == best else "", cells))
-    made = html_table(
-        "Means over finished runs, ± their standard deviation. The lowest perplexity is marked.", head, rows
+def difference(by_name: dict[str, list[Run]], name: str):
+    """The loss of a group minus RoPE's; None where one of them has no finished run, or the group is RoPE's."""
+    base = reference(by_name[name][0].values)
+    return against_reference(by_name[name], by_name[base]) if base in by_name else None
+
+
+def result_table(runs: list[Run]) -> Table:
+    """The means of every group of runs, beside the paper's perplexity."""
+    by_name, rows, over = groups(runs), [], set()
+    means = table(runs)
+    for row, (name, group) in zip(means, by_name.items(), strict=True):
+        config = group[0].config.model
+        apart = difference(by_name, name)
+        over |= {apart.over} if apart and apart.over else set()
+        rows.append([
+            name.removeprefix("p = "), f"{model.rotated_pairs(config)} of {config.head_dim // 2}", row["runs"],
+            *(plus_minus(row[key], row[f"{key}_sd"]) for key in ("eval_loss", "perplexity", "bits_per_byte")),
+            plus_minus(apart.mean, apart.stderr, "+.4f") if apart else "–",
+            plus_minus(PAPER[paper_column(group[0])[0]].get(config.rope_percentage)),
+        ])  # fmt: skip
+    notes = []
+    if over:
+        notes.append(f"Loss minus RoPE’s: mean ± standard error over {' or '.join(sorted(over))}.")
+        if "documents" in over:
+            notes[0] += " The error over documents is that of the evaluation; another seed may differ by more."
+    columns = {paper_column(run) for run in runs}
+    other = not all(same for _, same in columns)
+    if other:
+        strong = tag("strong", "These runs have another model or other data")
+        notes.append("* Table 2 of the paper: Gemma 2B, windows of 8192 of Gemma’s tokens. " + strong
+                     + f" ({describe(runs[0])[:-1]}): compare the order, not the numbers.")  # fmt: skip
+    best = min((row["perplexity"] for row in means if row["perplexity"] is not None), default=None)
+    head = ["run" if P not in runs[0].values else "p", "rotated pairs", "runs", "validation loss", "perplexity"]
+    head += ["bits per byte", "loss minus RoPE’s", f"paper: {' / '.join(sorted({name for name, _ in columns}))}"]
+    return Table(
+        "Means over finished runs, ± their standard deviation. The lowest perplexity is marked.",
+        [*head[:-1], head[-1] + (" *" if other else "")],
+        rows,
+        best=[i for i, row in enumerate(means) if best is not None and row["perplexity"] == best],
+        notes=notes,
     )
-    if overs:
-        note = f"Loss minus RoPE’s: mean ± standard error over {' or '.join(sorted(overs))}."
-        if "documents" in overs:
-            note += " Documents tell how sure the evaluation is, not what another seed would give."
-        made += f'<p class="soft">{e(note)}</p>\n'
-    if marked:
-        made += (
-            '<p class="soft">* Table 2 of the paper: Gemma 2B, windows of 8192 of Gemma’s tokens. <strong>These runs '
-            f"have another model or other data</strong> ({e(about(runs[0])[:-1])}): compare the order, not the "
-            "numbers.</p>\n"
-        )
-    return made
 
 
 def lead(runs: list[Run]) -> str:
@@ -109,24 +102,22 @@ def lead(runs: list[Run]) -> str:
     if not rows:
         return "No run has finished yet."
     best = min(rows, key=lambda row: row["perplexity"])
-    by_name = groups(runs)
     name = group_name({k: best[k] for k in runs[0].values if k != SEED})
-    said = f"{e(name)} has the lowest validation perplexity, {best['perplexity']:.4f}"
-    base = reference(by_name[name][0].values)
-    apart = against_reference(by_name[name], by_name[base]) if base in by_name else None
+    text = f"{name} has the lowest validation perplexity, {best['perplexity']:.4f}"
+    apart = difference(groups(runs), name)
     if apart is None:
-        return said + "."
-    said += f"; its loss is {abs(apart.mean):.4f} nats per token {'below' if apart.mean < 0 else 'above'} RoPE’s"
+        return text + "."
+    text += f"; its loss is {abs(apart.mean):.4f} nats per token {'below' if apart.mean < 0 else 'above'} RoPE’s"
     if apart.stderr is None:
-        return said + ". One run of each does not tell whether that is more than chance."
-    sure = "more" if abs(apart.mean) > 2 * apart.stderr else "not more"
-    return f"{said}, {sure} than two standard errors (± {apart.stderr:.4f} over {e(apart.over)})."
+        return text + ". One run of each cannot tell whether that is more than chance."
+    certainty = "more" if abs(apart.mean) > 2 * apart.stderr else "not more"
+    return f"{text}, {certainty} than two standard errors (± {apart.stderr:.4f} over {apart.over})."
 
 
-def about(run: Run) -> str:
-    """What a run is, in a sentence."""
-    shapes = jax.eval_shape(lambda: model.init(run.config.model, jax.random.key(0)))
+def describe(run: Run) -> str:
+    """Model, data and length of a run, in a sentence."""
     config = run.config
+    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     return (
         f"{model.num_parameters(shapes) / 1e6:,.1f} M parameters, {config.data.dataset}, "
         f"{'bytes' if config.data.tokenizer == 'byte' else 'SentencePiece'}, windows of {config.data.seq_len} tokens, "
@@ -134,81 +125,60 @@ def about(run: Run) -> str:
     )
 
 
-def equality(runs: list[Run]) -> str:
-    """What the logged hashes and the configs prove."""
+def equality(runs: list[Run]) -> list[str]:
+    """Paragraphs on what the configs and the logged hashes prove to be equal."""
     try:
         equal = check_equal(runs)
     except RunFailed as error:
-        return f'<p class="bad">No: {e(error)}.</p>\n'
+        return [tag("span", f"No: {error}.", "bad")]
     fields = {name: {repr(flat(run.config)[name]) for run in runs} for name in flat(runs[0].config)}
     differing = [name for name, values in fields.items() if len(values) > 1]
-    swept = [name for name in differing if name in runs[0].values or name.rpartition(".")[2] in runs[0].values]
-    others = [name for name in differing if name not in swept]
-    said = ", ".join(f"<code>{e(name)}</code>" for name in others)
-    made = [
-        f"<p>Config: all fields are equal but those swept{f' and {said}' if said else ''}.</p>\n",
+    others = [name for name in differing if not {name, name.rpartition(".")[2]} & runs[0].values.keys()]
+    return [
+        f"Config: all fields are equal but those swept{' and ' if others else ''}{', '.join(others)}.",
         verdict("Initial weights", equal["init"], len(runs), "hash to the same value in all runs of a seed"),
-        verdict("Batches", equal["batches"], len(runs), f"hash to the same values at every step that was logged, up to "
+        verdict("Batches", equal["batches"], len(runs), "hash to the same values at every step that was logged, up to "
                 f"{equal['steps']:,}"),
     ]  # fmt: skip
-    return "".join(made)
 
 
-def verdict(what: str, compared: int, total: int, says: str) -> str:
+def verdict(name: str, compared: int, total: int, proof: str) -> str:
     """Whether hashes prove that something is equal, and for how many runs."""
     if not compared:
-        return f"<p>{what}: not proven; no two runs that should agree have logged hashes.</p>\n"
-    return f'<p>{what}: <span class="good">equal</span>. Those of {compared} of {total} runs {says}.</p>\n'
+        return f"{name}: not proven; no two runs that should agree have logged hashes."
+    return f"{name}: " + tag("span", "equal", "good") + f". Those of {compared} of {total} runs {proof}."
 
 
-def run_table(runs: list[Run]) -> str:
-    """Every run, and what its weights hashed to at the start."""
+def run_table(runs: list[Run]) -> Table:
+    """State, losses and the hash of the initial weights of every run."""
     rows = []
     for run in runs:
-        r = run.record()
-        state = e(r["state"]) if r["state"] == "finished" else f'<span class="bad">{e(r["state"])}</span>'
-        cells = [
-            e(run.name),
-            state,
-            f"{r['step']:,}",
-            *(spread(r[k], None) for k in ("loss", "eval_loss", "perplexity")),
-        ]
-        cells += [spread(r["bits_per_byte"], None), f"<code>{e(r['init_hash'] or '–')}</code>"]
-        rows.append(("", cells))
+        record = run.record()
+        state = record["state"] if record["state"] == "finished" else tag("span", record["state"], "bad")
+        losses = [plus_minus(record[name]) for name in ("loss", "eval_loss", "perplexity", "bits_per_byte")]
+        rows.append([run.name, state, f"{record['step']:,}", *losses, tag("code", record["init_hash"] or "–")])
     head = ["run", "state", "step", "training loss", "validation loss", "perplexity", "bits per byte", "init_hash"]
-    return html_table("The training loss is that of the last batch that was logged.", head, rows, text=[1])
+    return Table("The training loss is that of the last batch that was logged.", head, rows, text=[1])
 
 
-def machines(runs: list[Run]) -> str:
-    """On what the runs were made, and how long they trained."""
+def machine_table(runs: list[Run]) -> Table:
+    """The machines on which the runs were trained, and how long that took."""
     rows = []
     for run in runs:
         starts = read_jsonl(run.workdir / "starts.jsonl")
         last = starts[-1] if starts else {}
         device = f"{last['devices']} × {last['device_kind']}" if {"devices", "device_kind"} <= last.keys() else "–"
-        code = str(last.get("commit") or "–")
-        cells = [
-            e(run.name),
-            e(device),
-            e(last.get("host_cpu") or last.get("machine") or "–"),
-            e(last.get("jax") or "–"),
-        ]
-        cells += [f"<code>{e(code[:10] + ('+changes' if code.endswith('+changes') else ''))}</code>"]
-        rows.append(("", [*cells, str(len(starts)) if starts else "–", *pace(run)]))
+        commit = str(last.get("commit") or "–")
+        commit = commit[:10] + ("+changes" if commit.endswith("+changes") else "")
+        seconds, pace = training_seconds(run), ["–", "–"]
+        if seconds:
+            tokens = run.metrics[-1]["step"] * run.config.batch_size * run.config.data.seq_len
+            pace = [f"{tokens / seconds:,.0f}", duration(seconds)]
+        machine = last.get("host_cpu") or last.get("machine") or "–"
+        rows.append([run.name, device, machine, last.get("jax") or "–", tag("code", commit), len(starts) or "–", *pace])
     head = ["run", "devices", "machine", "jax", "commit", "starts", "tokens/s", "time in training"]
-    total = duration(sum(training_seconds(run) for run in runs))
-    return html_table(
-        f"Together {total} of training, without starting, evaluating and saving.", head, rows, [1, 2, 3, 4]
-    )
-
-
-def pace(run: Run) -> list[str]:
-    """Tokens a second, and the time, of training."""
-    seconds = training_seconds(run)
-    if not seconds:
-        return ["–", "–"]
-    tokens = run.metrics[-1]["step"] * run.config.batch_size * run.config.data.seq_len
-    return [f"{tokens / seconds:,.0f}", duration(seconds)]
+    total = duration(sum(map(training_seconds, runs)))
+    return Table(f"Together {total} of training, without starting, evaluating and saving.", head, rows, [1, 2, 3, 4])
 
 
 def training_seconds(run: Run) -> float:
@@ -227,10 +197,9 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
-def settings(runs: list[Run]) -> str:
-    """The config that the runs share, folded away."""
-    first = flat(runs[0].config)
-    shared = {k: v for k, v in first.items() if all(flat(run.config)[k] == v for run in runs)}
-    rows = [("", [f"<code>{e(name)}</code>", f"<code>{e(value)}</code>"]) for name, value in shared.items()]
-    inner = html_table("Fields of the config.", ["field", "value"], rows, text=[1])
-    return f"<details><summary>{len(shared)} fields</summary>\n{inner}</details>\n"
+def settings_table(runs: list[Run]) -> Table:
+    """The config fields that the runs share, folded away."""
+    first, *others = (flat(run.config) for run in runs)
+    shared = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
+    rows = [[tag("code", name), tag("code", value)] for name, value in shared.items()]
+    return Table("Fields of the config.", ["field", "value"], rows, text=[1], folded=f"{len(shared)} fields")
