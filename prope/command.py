@@ -1,6 +1,7 @@
-"""What every command shares: flags in, one JSON object out, bad input answered in one line.
+"""What every command shares: flags in, one JSON object out, `--help`, invalid input answered in one line.
 
 A command is a module with `define_flags()`, `main() -> dict` and, at its end, `command.run(main, define_flags)`.
+Its docstring is the text of `--help`. It imports JAX and its room inside `main`, so that `--help` answers at once.
 Logs go to stderr; the dictionary that `main` returns is printed to stdout as the last line.
 """
 
@@ -9,30 +10,36 @@ import logging
 import os
 import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from absl import flags
 
-from prope.config import default_config, flat
+from prope.config import default_config, describe_fields, flat
 from prope.errors import FAILED, INTERRUPTED, UNUSABLE, RunFailed, Stopped, UsageError, is_disk_full, nearest
+
+_WIDTH = 120  # columns of --help
 
 
 def run(
     main: Callable[[], dict | None], define_flags: Callable[[], None], leave: Callable[[int], None] = sys.exit
 ) -> None:
-    """Parses the flags, runs `main`, prints its result if it has one; or ends with one line and an exit code.
+    """Parses the flags, runs `main` and prints its result; an expected error becomes one line and an exit code.
 
-    `leave` is called with the code: 2 for bad input, 1 for a failed run, those of `errors.py`.
+    Args:
+      main: computes the result; None prints nothing.
+      define_flags: defines the command's absl flags.
+      leave: called with the exit code: 2 for invalid input, 1 for a failed run, others in `errors.py`.
     """
+    answer_help(define_flags, main.__globals__["__doc__"])
     ours = logging.getLogger("prope")
     ours.setLevel(logging.INFO)
     ours.propagate = False
     ours.addHandler(logging.StreamHandler(sys.stderr))
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it also raises, from every thread
     try:
-        define_flags()
-        _parse_flags(sys.argv)
+        _parse_flags(sys.argv, _define(define_flags))
         result = main()
     except UsageError as error:
         message, code = f"error: {error}", UNUSABLE
@@ -63,33 +70,89 @@ def run(
     leave(code)
 
 
-def _parse_flags(argv: list[str]) -> None:
-    for argument in argv:  # the flag would only look when its value is used
-        path = re.match(r"--config=([^:]+)", argument)
-        if path and not os.path.isfile(path[1]):
-            raise UsageError(f"--config={path[1]}: there is no such file; the project's own are in configs/")
+def answer_help(define_flags: Callable[[], None], doc: str) -> None:
+    """Prints `doc` and the flags and exits with code 0, where the command line has --help or -h."""
+    if not {"--help", "-h"} & set(sys.argv[1:]):
+        return
+    own = [flags.FLAGS[name] for name in _define(define_flags)]
+    print(f"{doc.strip()}\n\nFlags:\n" + _table((_spelling(flag), _meaning(flag)) for flag in own))
+    if "config" in flags.FLAGS:
+        print(
+            "\nConfig fields, each set by --config.FIELD=VALUE after --config, with the defaults that files in\n"
+            "configs/ start from (prope/config.py):"
+        )
+        fields = ((f"{name}={value}", comment) for name, (value, comment) in describe_fields().items())
+        print(_table(fields))
+    sys.exit(0)
+
+
+def _define(define_flags: Callable[[], None]) -> list[str]:
+    """Defines the flags; returns their names, without those of libraries."""
+    others = set(flags.FLAGS)
+    define_flags()
+    return [name for name in flags.FLAGS if name not in others]
+
+
+def _spelling(flag: flags.Flag) -> str:
+    return f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+
+
+def _meaning(flag: flags.Flag) -> str:
+    """The flag's help, whether it is required, and its default."""
+    required = any("must have a value" in validator.message for validator in flag.validators)
+    default = "none" if flag.default in (None, []) else flag.default_as_str.strip("'")
+    return f"{flag.help} ({'required' if required else f'default: {default}'})"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    """Two columns as text: names, and wrapped meanings."""
+    rows = list(rows)
+    indent = " " * min(34, max(len(name) for name, _ in rows) + 4)
+    lines = []
+    for name, meaning in rows:
+        name = f"  {name}".ljust(len(indent))
+        if not name.endswith("  "):
+            lines, name = [*lines, name], indent
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=name, subsequent_indent=indent)
+    return "\n".join(lines)
+
+
+def _parse_flags(argv: list[str], own: list[str]) -> None:
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):  # absl would look only when the value is used
+        match = re.fullmatch(r"--?config(=.*)?", argument)
+        path = (match[1][1:] if match[1] else following).split(":")[0] if match else ""
+        if path and not os.path.isfile(path):
+            raise UsageError(f"--config={path}: there is no such file; the project's own are in configs/")
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        raise UsageError(_flag_error(error, argv)) from None
+        raise UsageError(_flag_error(error, argv, own)) from None
     # What a config file, or an override of one of its fields, may raise while it is applied.
     except (AttributeError, KeyError, TypeError, ValueError, OSError, SyntaxError, ImportError) as error:
-        raise UsageError(_flag_error(error, argv)) from None
+        raise UsageError(_flag_error(error, argv, own)) from None
     if len(rest) > 1:
-        raise UsageError(f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value")
+        raise UsageError(f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value; --help lists them")
 
 
-def _flag_error(error: Exception, argv: list[str]) -> str:
-    """One line for what went wrong in a flag, an override of a config field, or the config file itself."""
-    known = flat(default_config())
-    overrides = [found.groups() for argument in argv if (found := re.match(r"--config\.([\w.]+)=?(.*)", argument))]
-    for name, _ in overrides:
+def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
+    """One line for an error in a flag, an override of a config field, or the config file itself."""
+    known = flat(default_config()) if "config" in own else {}
+    overrides = [match.groups() for argument in argv if (match := re.match(r"--?config\.([\w.]+)=?(.*)", argument))]
+    for name, _ in overrides if known else ():
         if name not in known:
             return f"--config.{name}: there is no such config field{nearest(name, known)}"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return _unknown_flag(error.flagname, known, own)
+    if missing := re.search(r"Flag (--\w+) must have a value", str(error)):
+        return f"{missing[1]}: must be given; --help lists the flags"
+    lines = [line for line in str(error.args[0]).splitlines() if line.strip()]
+    if "before a value for --config" in lines[0]:
+        return "--config.FIELD=VALUE: must come after --config=FILE"
     for name, value in overrides:
         if name in str(error):
             return f"--config.{name}={value}: not a value of type {type(known[name]).__name__}"
-    lines = [line for line in str(error.args[0]).splitlines() if line.strip()]
+    if number := re.match(r"flag --(\w+)=(.*): (invalid literal|could not convert)", lines[0]):
+        return f"--{number[1]}={number[2]}: must be {flags.FLAGS[number[1]].parser.syntactic_help}"
     if isinstance(error, flags.Error) and len(lines) == 1:
         return lines[0]
     # The config file itself failed. Where is in the traceback, or, where ml_collections quotes that, in the text.
@@ -100,3 +163,10 @@ def _flag_error(error: Exception, argv: list[str]) -> str:
         hint = nearest(unknown[1], [name.split(".")[-1] for name in known])
         return f"{place}there is no config field {unknown[1]}{hint}"
     return f"{place}{lines[-1]}"
+
+
+def _unknown_flag(name: str, fields: Iterable[str], own: list[str]) -> str:
+    """One line for a flag that the command does not have, with the flag or config field that resembles it."""
+    field = next((field for field in fields if f".{field}".endswith(f".{name}")), None)
+    hint = f" (did you mean --config.{field}?)" if field else nearest(f"--{name}", [f"--{flag}" for flag in own])
+    return f"--{name}: there is no such flag{hint}; --help lists the flags"

@@ -1,11 +1,13 @@
-"""What a config may say: every field with its type and meaning, and the checks made before any device is touched.
+"""Every config field with its type, default and meaning; `prope/runtime/validate.py` checks the values.
 
 A config file in `configs/` starts from `default_config()` and sets values; it cannot add a field. A run is
-identified by its config, except for the fields in `MAY_CHANGE`, which say how a run is carried out and not
-what it computes: those may differ when a run is resumed.
+identified by its config, except for the fields in `MAY_CHANGE`: they change how a run is executed and not what it
+computes, and may differ when a run is resumed.
 """
 
+import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -35,71 +37,84 @@ def default_config() -> ConfigDict:
     """A complete, locked config: the fields' types and, where a field has no neutral value, a small model's."""
     config = ConfigDict()
     config.batch_size = 16  # sequences per optimizer step, over all devices
-    config.accumulation = 1  # parts that a batch is computed in, one after the other, to save memory
+    config.accumulation = 1  # microbatches per batch, computed one after the other to save memory
     config.num_steps = 1000  # optimizer steps of the whole run
-    config.seed = 0  # initial weights and the order of the data
-    config.log_every = 10  # steps
-    config.eval_every = 500  # steps; the last step is always evaluated
-    config.checkpoint_every = 500  # steps; the last step is always saved
-    config.watchdog_minutes = 60.0  # the process ends where nothing happens for so long; 0: it waits for ever
+    config.seed = 0  # of the initial weights and the order of the data
+    config.log_every = 10  # steps between lines of metrics.jsonl
+    config.eval_every = 500  # steps between evaluations; the last step is always evaluated
+    config.checkpoint_every = 500  # steps between checkpoints; the last step is always saved
+    config.watchdog_minutes = 60.0  # minutes without progress after which the process ends; 0: never
 
     config.model = model = ConfigDict()
-    model.num_layers = 4
-    model.embed_dim = 256  # D
-    model.num_heads = 4  # N, query heads
-    model.num_kv_heads = 1  # K; 1 is multi-query, num_heads is multi-head attention
-    model.head_dim = 64  # H, even
-    model.hidden_dim = 1024  # F, of each of the two gates of the MLP
-    model.vocab_size = 260  # V, at least the tokenizer's
-    model.max_wavelength = 10_000.0  # theta, the base wavelength
-    model.rope_percentage = 1.0  # p in [0, 1]: 1 is RoPE, 0 is NoPE; a number per layer: set_layer_percentages
-    model.dtype = "float32"  # of activations and matmuls: float32 | bfloat16; parameters are always float32
+    model.num_layers = 4  # L, layers of the decoder
+    model.embed_dim = 256  # D, width of the residual stream
+    model.num_heads = 4  # N, query heads of a layer
+    model.num_kv_heads = 1  # K, key/value heads: 1 is multi-query, num_heads is multi-head attention
+    model.head_dim = 64  # H, lanes of a head, even
+    model.hidden_dim = 1024  # F, hidden units of the gated MLP
+    model.vocab_size = 260  # V, at least the tokenizer's size
+    model.max_wavelength = 10_000.0  # theta, the base wavelength of RoPE
+    model.rope_percentage = 1.0  # p in [0, 1]: 1 is RoPE, 0 is NoPE; per layer: set_layer_percentages
+    model.dtype = "float32"  # of activations and matmuls, float32 | bfloat16; parameters are always float32
     model.attention = "auto"  # auto | xla | splash (TPU) | cudnn (NVIDIA)
-    model.scan_layers = True  # compile one layer and loop, or unroll; same parameters, same result
-    # What a layer keeps for its backward pass, from the fastest to the smallest: none (everything) | minimal (the
-    # wide matmuls and attention) | save_qkv (attention: q, k, v and output) | full (the layer's input only).
+    model.scan_layers = True  # compile one layer and loop, or unroll all; parameters and result are the same
+    # what a layer saves for its backward pass, fastest first: none (everything) | minimal (wide matmuls and
+    # attention) | save_qkv (q, k, v and the output of attention) | full (only the layer's input)
     model.remat = "none"
 
     config.data = data = ConfigDict()
     # python_docs | files | a TFDS name such as wikipedia/20230601.en | mixture | synthetic/ and copy, recall or mix
     data.dataset = "python_docs"
-    data.data_dir = ""  # where TFDS data or files are; not used by python_docs
-    data.text_feature = "text"  # the feature of a TFDS record, or the key of a JSON line, that holds the text
-    data.template = ""  # instead of text_feature: a text with features in braces, "Q: {inputs}\nA: {targets}"
-    data.loss_on = "all"  # all | targets (the template's last feature; what stands before it is given)
-    data.mixture = ()  # for dataset mixture: ({"weight": 0.9, "dataset": .., "data_dir": ..}, ..), a dict per source
+    data.data_dir = ""  # folder of the TFDS data or of the files
+    data.text_feature = "text"  # feature of a TFDS record, or key of a JSON line, that holds the text
+    data.template = ""  # instead of text_feature: features in braces, as in "Q: {inputs}\nA: {targets}"
+    data.loss_on = "all"  # tokens with a loss: all | targets (only those of the template's last feature)
+    data.mixture = ()  # of dataset mixture: ({"weight": 0.9, "dataset": .., "data_dir": ..}, ..), a dict per source
     data.tokenizer = "byte"  # byte | path of a SentencePiece .model
     data.seq_len = 256  # T, tokens in a window
     data.mask_documents = False  # True: positions restart and attention stops at document borders
     data.position_range = placeholder(int)  # R: training positions are drawn from 0 .. R-1; None: they are 0 .. T-1
-    data.validation_fraction = 0.05  # share of the documents held out, chosen by a hash of their text
+    data.validation_fraction = 0.05  # share of documents held out, chosen by a hash of their text
     data.cache_dir = ""  # folder or gs:// URL of token stores; empty: $PROPE_CACHE, else ~/.cache/prope
     data.num_workers = 0  # processes that tokenise; 0: one per core
 
     config.optimizer = optimizer = ConfigDict()
-    optimizer.learning_rate = 1e-3  # at the peak
-    optimizer.final_learning_rate = 1e-4  # at the last step, where the cosine ends
-    optimizer.warmup_steps = 100
-    optimizer.b1 = 0.9
-    optimizer.b2 = 0.95
-    optimizer.eps = 1e-8
-    optimizer.weight_decay = 0.1  # of matrices only, not of norm scales
-    optimizer.clip_norm = 1.0  # of the gradient over all parameters
+    optimizer.learning_rate = 1e-3  # at the peak, the end of warmup
+    optimizer.final_learning_rate = 1e-4  # at the last step, the end of the cosine
+    optimizer.warmup_steps = 100  # linear, from 0 to learning_rate
+    optimizer.b1 = 0.9  # decay rate of the first moment
+    optimizer.b2 = 0.95  # decay rate of the second moment
+    optimizer.eps = 1e-8  # added to the denominator
+    optimizer.weight_decay = 0.1  # of matrices, not of norm scales
+    optimizer.clip_norm = 1.0  # largest norm of the gradient over all parameters
     optimizer.mu_dtype = "float32"  # of AdamW's first moment; the second is always float32
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = placeholder(int)  # replicas of the parameters; None: one per slice. All other devices share them (FSDP)
-    mesh.tensor = 1  # devices that share a sequence: parts of the heads, of the hidden units, of the vocabulary
+    mesh.data = placeholder(int)  # replicas of the parameters, None: one per slice; within a replica FSDP shards them
+    mesh.tensor = 1  # devices over which heads, hidden units and vocabulary are split
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.max_to_keep = 2  # newest checkpoints kept
-    checkpoint.keep_every = placeholder(int)  # steps: the checkpoints of its multiples are kept for ever; None: none
-    checkpoint.every_minutes = 30.0  # saved by the clock as well, whichever comes first; 0: by steps only
+    checkpoint.keep_every = placeholder(int)  # steps whose multiples are kept for ever; None: none
+    checkpoint.every_minutes = 30.0  # minutes between checkpoints, beside checkpoint_every; 0: by steps only
 
     config.eval = evaluation = ConfigDict()
-    evaluation.batch_size = 16  # windows at a time; the result does not depend on it
-    evaluation.max_windows = placeholder(int)  # evaluate on this many, evenly spread; None: on all
+    evaluation.batch_size = 16  # windows at a time; does not change the result
+    evaluation.max_windows = placeholder(int)  # number of windows to evaluate, evenly spread; None: all
     return config.lock()
+
+
+def describe_fields() -> dict[str, tuple[object, str]]:
+    """(default, comment in the source) of every field of `default_config`, by dotted name."""
+    values, prefixes, above, fields = flat(default_config()), {"config": ""}, "", {}
+    for line in map(str.strip, inspect.getsource(default_config).splitlines()):
+        if group := re.match(r"config\.(\w+) = (\w+) = ConfigDict", line):
+            prefixes[group[2]] = f"{group[1]}."
+        elif field := re.match(r"(\w+)\.(\w+) = [^#]*(?:# (.*))?", line):
+            name = prefixes[field[1]] + field[2]
+            fields[name] = (values[name], above + (field[3] or ""))
+        above = f"{above}{line[2:]} " if line.startswith("# ") else ""
+    return fields
 
 
 def layer_percentages(model: ConfigDict) -> tuple[float, ...]:

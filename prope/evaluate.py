@@ -1,37 +1,38 @@
-"""Loss and perplexity of saved checkpoints over the validation documents: python -m prope.evaluate --workdir=W.
+"""Computes loss and perplexity of saved checkpoints over the validation documents.
 
-W is a run, or a directory with runs below it. A run knows its config. Every token of every validation document is
-predicted once and the losses are added up in float64, so the batch size does not change the result. What W/eval.jsonl
-already says is not computed again.
+    python -m prope.evaluate --workdir=runs/quickstart
+    python -m prope.evaluate --workdir=runs --step=all --seq_len=1x,2x,8x
 
-Axes: B batch, T seq_len of the windows.
+The config is stored in the run directory. Every token of every validation document is predicted once, and losses are
+summed in float64, so the batch size does not change the result. Records in W/eval.jsonl are reused.
 """
 
 from absl import flags
 
 from prope import command
-from prope.inference.evaluation import evaluations
+
+FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    """The command's flags."""
-    flags.DEFINE_string("workdir", None, "directory of the run, or one with runs below it: all are evaluated")
-    flags.DEFINE_string("step", None, "checkpoint to evaluate, or all; the newest by default")
+    """Defines the command's flags."""
+    flags.DEFINE_string("workdir", None, "directory of a run, or one with runs below it: all are evaluated")
+    flags.DEFINE_string("step", None, "checkpoint to evaluate, or 'all'; the newest by default")
     flags.DEFINE_integer("batch_size", None, "windows at a time: changes the speed, not the result", lower_bound=1)
-    flags.DEFINE_integer(
-        "max_windows", None, "evaluate this many windows, evenly spread; all by default", lower_bound=1
-    )
-    length = "tokens in a window: numbers, or multiples of the training's, as in 512,2x,8x; as in training by default"
-    flags.DEFINE_string("seq_len", None, length)
+    flags.DEFINE_integer("max_windows", None, "number of windows, evenly spread; all by default", lower_bound=1)
+    lengths = "tokens per window: numbers, or multiples of the training length, as in 512,2x,8x; 1x by default"
+    flags.DEFINE_string("seq_len", None, lengths)
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
-    flags.DEFINE_string("data_dir", None, "where the dataset is, as in config.data.data_dir")
-    flags.DEFINE_boolean("again", False, "evaluate even what eval.jsonl already has")
+    flags.DEFINE_string("data_dir", None, "folder of the dataset, as in config.data.data_dir")
+    flags.DEFINE_boolean("again", False, "recompute what eval.jsonl has")
     flags.mark_flags_as_required(["workdir"])
 
 
 def main() -> dict:
-    """The command."""
-    records = list(evaluations(flags.FLAGS))
+    """Evaluates; returns the last record, and all of them where there are several."""
+    from prope.inference.evaluation import evaluations
+
+    records = list(evaluations(FLAGS))
     return records[-1] | ({"evaluations": records} if len(records) > 1 else {})
 
 

@@ -1,32 +1,37 @@
-"""Writes a checkpoint for transformers: python -m prope.export_hf --workdir=W --output=DIR.
+"""Writes a checkpoint in the format of Hugging Face transformers.
 
-DIR then holds what `GemmaForCausalLM.from_pretrained(DIR)` loads: config.json, where p is the partial_rotary_factor
-of rope_type proportional, model.safetensors, generation_config.json, and the tokenizer if it is a SentencePiece
-model. The parameters are read and written one after the other: the model is never whole in memory.
+    python -m prope.export_hf --workdir=runs/quickstart --output=runs/hf
+
+`GemmaForCausalLM.from_pretrained(DIR)` loads the result: config.json, in which p is the partial_rotary_factor of
+rope_type proportional, model.safetensors, generation_config.json, and the tokenizer if it is a SentencePiece model.
+Parameters are copied one at a time, so the model is never whole in memory.
 """
 
-import jax
 from absl import flags
 
 from prope import command
 from prope.config import DTYPES
-from prope.hf.writer import export
+
+FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    """The command's flags."""
+    """Defines the command's flags."""
     flags.DEFINE_string("workdir", None, "directory of the run")
     flags.DEFINE_integer("step", None, "checkpoint to export; the newest by default")
-    flags.DEFINE_string("output", None, "directory to make, for transformers")
-    flags.DEFINE_enum("dtype", "float32", DTYPES, "of the tensors: float32 keeps every bit, bfloat16 halves the file")
+    flags.DEFINE_string("output", None, "directory to create")
+    flags.DEFINE_enum("dtype", "float32", DTYPES, "of the tensors: float32 is exact, bfloat16 halves the file")
     flags.mark_flags_as_required(["workdir", "output"])
 
 
 def main() -> dict:
-    """The command."""
-    given = flags.FLAGS
+    """Exports; returns the output directory and the number of parameters."""
+    import jax
+
+    from prope.hf.writer import export
+
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a host holds more than a device
-    return export(given.workdir, given.output, given.step, given.dtype)
+    return export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype)
 
 
 if __name__ == "__main__":

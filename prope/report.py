@@ -1,32 +1,37 @@
-"""Shows what was trained: a sweep as a page, or the loss curve of one run.
+"""Draws the loss curve of a run, or writes the HTML page of a sweep.
 
-python -m prope.report --sweep=DIR       DIR/report/index.html, one file that opens without a network
-python -m prope.report --workdir=W       W/loss.png
+python -m prope.report --workdir=runs/quickstart     # runs/quickstart/loss.png
+python -m prope.report --sweep=runs/sweep            # runs/sweep/report/index.html, and its pictures as PNG
 """
 
 import pathlib
 
-import jax
 from absl import flags
 
 from prope import command
-from prope.sweep.report import draw_loss, report_sweep
+from prope.errors import UsageError
+
+FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    """The command's flags."""
+    """Defines the command's flags."""
     flags.DEFINE_string("workdir", None, "directory of a run: draws W/loss.png")
-    flags.DEFINE_string("sweep", None, "directory of a sweep: writes DIR/report/index.html, and its pictures beside it")
-    flags.mark_flags_as_mutual_exclusive(["workdir", "sweep"], required=True)
+    flags.DEFINE_string("sweep", None, "directory of a sweep: writes DIR/report/index.html, which needs no network")
 
 
 def main() -> dict:
-    """The command."""
-    given = flags.FLAGS
-    jax.config.update("jax_platforms", "cpu")  # files are read here; an accelerator may be at work on another run
-    if given.sweep is not None:
-        return report_sweep(pathlib.Path(given.sweep))
-    workdir = pathlib.Path(given.workdir)
+    """Draws; returns the output file and the runs it shows."""
+    if (FLAGS.workdir is None) == (FLAGS.sweep is None):
+        raise UsageError("give either --workdir, the directory of a run, or --sweep, the directory of a sweep")
+    import jax
+
+    from prope.sweep.report import draw_loss, report_sweep
+
+    jax.config.update("jax_platforms", "cpu")  # only files are read; an accelerator may be in use by another run
+    if FLAGS.sweep is not None:
+        return report_sweep(pathlib.Path(FLAGS.sweep))
+    workdir = pathlib.Path(FLAGS.workdir)
     return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}
 
 

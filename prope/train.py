@@ -1,11 +1,13 @@
-"""Trains a p-RoPE decoder: python -m prope.train --config=configs/quickstart.py --workdir=W.
+"""Trains a p-RoPE decoder, or resumes a run.
 
-Started again with the same --workdir it goes on from the last checkpoint. The batch of a step, the initial weights
-and the updates are functions of the config alone, so a run that was stopped ends as one that was not.
+    python -m prope.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Where the environment says so (prope/runtime/processes.py), several processes train one run. The exit code is 0 when it
-is done, 1 when it failed, 2 when its input cannot be used, 75 when it was asked to stop and is saved, 76 when it was
-stuck or lost another process, 130 after Ctrl-C; after 75, 76 and whatever kills it the same command goes on.
+Rerun the same command to resume from the last checkpoint. Batches, initial weights and updates are functions of the
+config alone, so an interrupted run ends as an uninterrupted one does.
+
+Several processes train one run where the environment says so (prope/runtime/processes.py). Exit codes: 0 done; 1 the
+run failed; 2 invalid input; 75 stopped on request, with everything saved; 76 stuck, or another process is gone; 130
+Ctrl-C. After 75, 76 or a kill the same command goes on.
 """
 
 import contextlib
@@ -13,11 +15,28 @@ import functools
 import logging
 import pathlib
 
-import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from prope import command, model, sharding
+from prope import command
+
+
+def define_flags() -> None:
+    """Defines the command's flags."""
+    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
+    flags.DEFINE_string("workdir", None, "directory of the run: created, or resumed")
+    flags.DEFINE_string("init_from", None, "start from the parameters of the run in this directory")
+    stop = "save and stop after this step, as an interrupted run would; rerun to resume"
+    flags.DEFINE_integer("stop_at_step", None, stop, lower_bound=1)
+    flags.mark_flags_as_required(["config", "workdir"])
+
+
+if __name__ == "__main__":  # before JAX is imported, so that --help answers at once
+    command.answer_help(define_flags, __doc__)
+
+import jax
+
+from prope import model, sharding
 from prope.config import differences, from_dict
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, ahead, train_batch
@@ -232,20 +251,10 @@ def batches(config, windows: Windows, mesh, start: int, stop: int, out: metrics.
         yield sharding.global_batch(mesh, batch, config.batch_size)
 
 
-def define_flags() -> None:
-    """The command's flags."""
-    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
-    flags.DEFINE_string("workdir", None, "directory of the run: it is made, or the run in it goes on")
-    flags.DEFINE_string("init_from", None, "start from the parameters of the run in this directory")
-    stop = "save and stop after this step, as an interrupted run would; run again to go on"
-    flags.DEFINE_integer("stop_at_step", None, stop, lower_bound=1)
-    flags.mark_flags_as_required(["config", "workdir"])
-
-
 def main() -> dict | None:
-    """The command."""
-    given = flags.FLAGS
-    return train(given.config, given.workdir, given.init_from, given.stop_at_step)
+    """Trains; returns what the command prints."""
+    FLAGS = flags.FLAGS
+    return train(FLAGS.config, FLAGS.workdir, FLAGS.init_from, FLAGS.stop_at_step)
 
 
 if __name__ == "__main__":

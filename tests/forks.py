@@ -11,7 +11,8 @@ import threading
 import time
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["forks", "matplotlib.figure", "prope.evaluate", "prope.sample", "prope.train"])
+_preload = ("prope.inference.evaluation", "prope.inference.generation", "prope.train")
+_context.set_forkserver_preload(["forks", "matplotlib.figure", *_preload])
 
 
 class Command:

@@ -1,7 +1,9 @@
-"""XLA's flags for every platform, with their source: `python -m prope.runtime.xla_flags v5p` prints the exports.
+"""Prints the shell exports that set a platform's XLA flags: v5e, v5p, v6e, gpu or cpu.
 
-`launch/run.sh v5p COMMAND` runs a command with them; `prope.plan` compiles with a TPU's, and `prope.bench` reports
-which are set.
+    python -m prope.runtime.xla_flags v5p
+
+`launch/run.sh v5p COMMAND` runs a command with them, `prope.plan` compiles with a TPU's, and `prope.bench` reports
+which are set. The source of every flag stands beside it in prope/runtime/xla_flags.py.
 """
 
 import os
@@ -60,10 +62,15 @@ def _joined(flags: Mapping[str, object]) -> str:
 
 
 def _main(arguments: list[str]) -> None:
+    if arguments in (["--help"], ["-h"]):
+        return print(__doc__.strip())
     if len(arguments) != 1 or arguments[0] not in PLATFORMS:
-        sys.exit(f"error: give one platform of {', '.join(PLATFORMS)}; got {' '.join(arguments) or 'nothing'}")
+        message = f"give one platform of {', '.join(PLATFORMS)}; got {' '.join(arguments) or 'nothing'}"
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
     for name, value in environment(arguments[0]).items():
         print(f'export {name}="{value}${{{name}:+ ${name}}}"')  # what the user has set comes last and wins
+    return None
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from prope.workdir import checkpoints as checkpoint
 
 log = logging.getLogger("prope")
 
-BACKENDS = ("local", "tpu_vm", "gke", "slurm")
 STARTS_AGAIN = 3  # times that a run which was lost is started again
 
 
@@ -229,7 +228,7 @@ def run_sweep(
       grid: the values of every field that is swept.
       base: the config that they start from.
       about: the config file and its overrides, for sweep.json.
-      backend: one of BACKENDS.
+      backend: local, tpu_vm, gke or slurm.
       launcher_flags: of the backend's launcher.
       dry_run: print the commands only.
 
