@@ -30,7 +30,7 @@ def define_flags() -> None:
     config_flags.DEFINE_config_file("config", None, "config file of all runs, such as configs/quickstart.py")
     flags.DEFINE_string("workdir", None, "directory of the sweep; every run has a directory below it")
     flags.DEFINE_string("rope_percentage", None, "values of config.model.rope_percentage, as in 0,0.25,0.5,0.75,1")
-    flags.DEFINE_multi_string("grid", [], "a config field and its values, FIELD=VALUE,VALUE; may be repeated")
+    flags.DEFINE_multi_string("grid", [], "a config field and its values, FIELD=VALUE,VALUE")
     backends = ["local", "tpu_vm", "gke", "slurm"]
     flags.DEFINE_enum("backend", "local", backends, "what trains the runs; its own flags come after --")
     flags.DEFINE_boolean("dry-run", False, "print the commands, one per line, and run nothing")

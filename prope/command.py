@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -75,14 +76,12 @@ def answer_help(define_flags: Callable[[], None], doc: str) -> None:
     if not {"--help", "-h"} & set(sys.argv[1:]):
         return
     own = [flags.FLAGS[name] for name in _define(define_flags)]
-    print(f"{doc.strip()}\n\nFlags:\n" + _table((_spelling(flag), _meaning(flag)) for flag in own))
+    text = f"{doc.strip()}\n\nFlags:\n" + _table((_spelling(flag), _meaning(flag)) for flag in own)
     if "config" in flags.FLAGS:
-        print(
-            "\nConfig fields, each set by --config.FIELD=VALUE after --config, with the defaults that files in\n"
-            "configs/ start from (prope/config.py):"
-        )
-        fields = ((f"{name}={value}", comment) for name, (value, comment) in describe_fields().items())
-        print(_table(fields))
+        text += "\n\nConfig fields, set by --config.FIELD=VALUE after --config, with the defaults of prope/config.py:\n"
+        text += _table((f"{name}={value}", comment) for name, (value, comment) in describe_fields().items())
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+    print(text, flush=True)
     sys.exit(0)
 
 
@@ -101,7 +100,8 @@ def _meaning(flag: flags.Flag) -> str:
     """The flag's help, whether it is required, and its default."""
     required = any("must have a value" in validator.message for validator in flag.validators)
     default = "none" if flag.default in (None, []) else flag.default_as_str.strip("'")
-    return f"{flag.help} ({'required' if required else f'default: {default}'})"
+    meaning = re.sub(r"\s+", " ", flag.help)  # absl adds spaces of its own
+    return f"{meaning} ({'required' if required else f'default: {default}'})"
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

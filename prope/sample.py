@@ -18,7 +18,7 @@ def define_flags() -> None:
     """Defines the command's flags."""
     flags.DEFINE_string("workdir", None, "directory of the run")
     flags.DEFINE_integer("step", None, "checkpoint to sample from; the newest by default")
-    flags.DEFINE_multi_string("prompt", [], "text to continue; may be repeated, with the same text too")
+    flags.DEFINE_multi_string("prompt", [], "text to continue")
     flags.DEFINE_string("prompts", None, "file with one prompt per line; empty lines are skipped")
     flags.DEFINE_integer("length", 200, "largest number of tokens per prompt; a row ends earlier at <eos>")
     flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token, 1 samples from the model")

@@ -12,12 +12,11 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from prope import report
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
 from prope.html import drawing
 from prope.sweep import page as sweep_page
-from prope.sweep import pictures, runs
+from prope.sweep import pictures, report, runs
 from prope.workdir import checkpoints as checkpoint
 
 PERCENTAGES, SEEDS, STEPS = (0.0, 0.25, 1.0), (0, 1), (1, 5, 10)
