@@ -191,46 +191,47 @@ TURING, AMPERE, HOPPER, BLACKWELL = (
     SimpleNamespace(platform="gpu", compute_capability=value) for value in ("7.5", "8.0", "9.0", "10.0")
 )
 AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")
-NO_TPU = "attention=splash cannot be: it is a TPU kernel, and this is a {}; take auto or xla"
-NO_GPU = "attention=cudnn cannot be: it is an NVIDIA kernel, and this is a {}; take auto or xla"
+NO_TPU = "attention=splash cannot be used: it is a TPU kernel, and this is a {}; take auto or xla"
+NO_GPU = "attention=cudnn cannot be used: it is an NVIDIA kernel, and this is a {}; take auto or xla"
 OLD = "it needs an Ampere GPU or a later one"
-DENSE = "it would hold a dense mask, so documents cannot be kept apart (data.mask_documents)"
+DENSE = "it needs a dense mask to keep documents apart (data.mask_documents)"
 
 # device, T, H, dtype, masked -> what auto takes, why, and what "splash" and "cudnn" are answered (None: as asked)
 CHOICES = [
     (CPU, 8192, 128, "bfloat16", False, "xla", "there is no kernel for a cpu", NO_TPU.format("cpu"),
      NO_GPU.format("cpu")),
-    (TPU, 8192, 256, "bfloat16", False, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be: "
+    (TPU, 8192, 256, "bfloat16", False, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be used: "
      "it is an NVIDIA kernel, and this is a tpu; head_dim must be a multiple of 8 up to 128; got 256; "
      "take auto or xla"),
-    (TPU, 128, 128, "float32", True, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be: "
+    (TPU, 128, 128, "float32", True, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be used: "
      f"it is an NVIDIA kernel, and this is a tpu; dtype must be bfloat16; got float32; {DENSE}; take auto or xla"),
     (TPU, 192, 128, "bfloat16", False, "xla",
-     "splash cannot be: the sequence length must be a multiple of 128; got 192",
-     "attention=splash cannot be: the sequence length must be a multiple of 128; got 192; take auto or xla",
+     "splash cannot be used: the sequence length must be a multiple of 128; got 192",
+     "attention=splash cannot be used: the sequence length must be a multiple of 128; got 192; take auto or xla",
      NO_GPU.format("tpu")),
-    (TPU, 256, 64, "bfloat16", False, "xla", "splash cannot be: head_dim must be a multiple of 128; got 64",
-     "attention=splash cannot be: head_dim must be a multiple of 128; got 64; take auto or xla", NO_GPU.format("tpu")),
+    (TPU, 256, 64, "bfloat16", False, "xla", "splash cannot be used: head_dim must be a multiple of 128; got 64",
+     "attention=splash cannot be used: head_dim must be a multiple of 128; got 64; take auto or xla",
+     NO_GPU.format("tpu")),
     (AMPERE, 8192, 128, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
-    (AMPERE, 100, 64, "bfloat16", False, "cudnn", "the fastest on a gpu", "attention=splash cannot be: it is a TPU "
-     "kernel, and this is a gpu; the sequence length must be a multiple of 128; got 100; head_dim must be a multiple "
-     "of 128; got 64; take auto or xla", None),
+    (AMPERE, 100, 64, "bfloat16", False, "cudnn", "the fastest on a gpu", "attention=splash cannot be used: it is a "
+     "TPU kernel, and this is a gpu; the sequence length must be a multiple of 128; got 100; head_dim must be a "
+     "multiple of 128; got 64; take auto or xla", None),
     (AMPERE, 8192, 256, "bfloat16", False, "xla",
-     "cudnn cannot be: head_dim must be a multiple of 8 up to 128; got 256", NO_TPU.format("gpu"),
-     "attention=cudnn cannot be: head_dim must be a multiple of 8 up to 128; got 256; take auto or xla"),
+     "cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256", NO_TPU.format("gpu"),
+     "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256; take auto or xla"),
     (HOPPER, 8192, 256, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
     (BLACKWELL, 8192, 256, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
     (HOPPER, 8192, 384, "bfloat16", False, "xla",
-     "cudnn cannot be: head_dim must be a multiple of 8 up to 256; got 384", NO_TPU.format("gpu"),
-     "attention=cudnn cannot be: head_dim must be a multiple of 8 up to 256; got 384; take auto or xla"),
-    (HOPPER, 8192, 128, "float32", False, "xla", "cudnn cannot be: dtype must be bfloat16; got float32",
-     NO_TPU.format("gpu"), "attention=cudnn cannot be: dtype must be bfloat16; got float32; take auto or xla"),
-    (HOPPER, 8192, 128, "bfloat16", True, "xla", f"cudnn cannot be: {DENSE}", NO_TPU.format("gpu"),
-     f"attention=cudnn cannot be: {DENSE}; take auto or xla"),
-    (TURING, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be: {OLD}", NO_TPU.format("gpu"),
-     f"attention=cudnn cannot be: {OLD}; take auto or xla"),
-    (AMD, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be: {OLD}", NO_TPU.format("gpu"),
-     f"attention=cudnn cannot be: {OLD}; take auto or xla"),
+     "cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384", NO_TPU.format("gpu"),
+     "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384; take auto or xla"),
+    (HOPPER, 8192, 128, "float32", False, "xla", "cudnn cannot be used: dtype must be bfloat16; got float32",
+     NO_TPU.format("gpu"), "attention=cudnn cannot be used: dtype must be bfloat16; got float32; take auto or xla"),
+    (HOPPER, 8192, 128, "bfloat16", True, "xla", f"cudnn cannot be used: {DENSE}", NO_TPU.format("gpu"),
+     f"attention=cudnn cannot be used: {DENSE}; take auto or xla"),
+    (TURING, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be used: {OLD}", NO_TPU.format("gpu"),
+     f"attention=cudnn cannot be used: {OLD}; take auto or xla"),
+    (AMD, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be used: {OLD}", NO_TPU.format("gpu"),
+     f"attention=cudnn cannot be used: {OLD}; take auto or xla"),
 ]  # fmt: skip
 
 

@@ -235,7 +235,7 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
     with pytest.raises(UsageError) as refused:
         with_attention(config, tpu)
     assert str(refused.value) == (
-        "config.model.attention=splash cannot be: the sequence length must be a multiple of 128; got 200; "
+        "config.model.attention=splash cannot be used: the sequence length must be a multiple of 128; got 200; "
         "take auto or xla"
     )
 
@@ -244,7 +244,7 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
 def test_attention_that_this_machine_cannot_run_is_refused_before_the_run_begins(train, tmp_path):
     outcome = train(tmp_path / "run", "--config.model.attention=splash")
     assert outcome.code == 2
-    assert "config.model.attention=splash cannot be: it is a TPU kernel, and this is a cpu" in outcome.error
+    assert "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu" in outcome.error
     assert outcome.error.endswith("take auto or xla")
     assert not (tmp_path / "run" / "config.json").exists()
 
