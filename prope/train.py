@@ -10,10 +10,10 @@ run failed; 2 invalid input; 75 stopped on request, with everything saved; 76 st
 Ctrl-C. After 75, 76 or a kill the same command goes on.
 """
 
-import contextlib
 import functools
 import logging
 import pathlib
+from collections.abc import Iterator
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -40,20 +40,17 @@ from prope import model, sharding
 from prope.config import differences, from_dict
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, ahead, train_batch
-from prope.errors import INTERRUPTED, PREEMPTED, Stopped, UsageError
+from prope.errors import UsageError
 from prope.inference.evaluation import make_evaluation
 from prope.optimizer import make_optimizer
-from prope.runtime import processes
-from prope.runtime.interrupts import Interrupts, Request
-from prope.runtime.startup import Startup
+from prope.runtime.processes import broadcast_from_first, is_first, leave, raise_on_all
+from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
-from prope.runtime.watchdog import Watchdog
 from prope.sharding import hash_arrays
 from prope.step import compile_step, init_state, with_attention
 from prope.workdir import checkpoints as checkpoint
-from prope.workdir import metrics
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.records import append_jsonl
+from prope.workdir.metrics import MetricWriter
 
 log = logging.getLogger("prope")
 
@@ -67,138 +64,110 @@ def train(
       What the command prints; None in all processes but the first.
 
     Raises:
-      UsageError: what was given does not fit; found before a device is touched wherever that is possible.
+      UsageError: invalid input; before a device is touched wherever that is possible.
       RunFailed: a loss or a gradient was not finite.
-      Stopped: it was asked to stop, and everything is saved; or another process is gone.
+      Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)
-    path, startup = checkpoint.folder(workdir), Startup()
-    with contextlib.ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts(config.checkpoint.every_minutes))
-        watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))
-        stack.enter_context(processes.peer_loss_as_stopped())
-        processes.start()
-        interrupts.listen()
-        startup.done("processes")
-        with processes.raise_on_all():
+    path = checkpoint.folder(workdir)
+    with open_session(config) as session:
+        with raise_on_all():
             open_workdir(path, config)
-            with watchdog.paused():  # on first use text is made into tokens: for an hour, maybe, but not in silence
-                splits = ("train", "validation")
-                windows = {split: open_windows(config.data, config.model.vocab_size, split) for split in splits}
-            startup.done("data")
+            with session.watchdog.paused():  # text is tokenized on first use, maybe for an hour
+                windows = open_windows(config.data, config.model.vocab_size, "train")
+                validation = open_windows(config.data, config.model.vocab_size, "validation")
+            session.startup.mark("data")
             validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
-            here = with_attention(config, jax.devices()[0])
-        processes.check_shared(path)
-        startup.use_cache(path)
+            local_config = with_attention(config, jax.devices()[0])
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
-        interrupts.over(mesh)
+        session.attach(path, mesh)
         optimizer = make_optimizer(config)
         state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        with processes.raise_on_all():
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))  # of a checkpoint, in bytes
+        with raise_on_all():
             checkpoint.check_disk(path, size)
-            if processes.is_first():
+            if is_first():
                 checkpoint.write_config(path, config)
-        log.info(
-            "%d x %s; %s parameters; p-RoPE turns %s of %d pairs (p = %s); %s windows of %d tokens of %s",
-            jax.device_count(), jax.devices()[0].device_kind, f"{model.num_parameters(state[0]):,}",
-            model.rotated_pairs(config.model), config.model.head_dim // 2,
-            config.model.rope_percentage, f"{windows['train'].count:,}", config.data.seq_len, config.data.dataset,
-        )  # fmt: skip
-        startup.done("devices")
+        log_run(config, state[0], windows)
+        session.startup.mark("devices")
 
-        checkpoints = stack.enter_context(Checkpoints(path, config.checkpoint))
-        data = {
-            "fingerprint": windows["train"].store.fingerprint,
-            "seed": config.seed,
-            "seq_len": config.data.seq_len,
-        }
-        start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, data)
+        checkpoints = session.enter(Checkpoints(path, config.checkpoint))
+        start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, windows)
+        session.startup.mark("restore" if start else "weights")
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
-        startup.done("restore" if start else "weights")
-
-        evaluation = make_evaluation(here, windows["validation"], mesh)
-        about = {name: config.data[name] for name in ("dataset", "seq_len")} | {"max_windows": config.eval.max_windows}
-        out = stack.enter_context(contextlib.closing(metrics.Metrics(config, path, start, stop, processes.is_first())))
+        writer = session.enter(MetricWriter(config, path, start, stop))
+        evaluation = make_evaluation(local_config, validation, mesh)
 
         def evaluate(step: int) -> None:
-            """Evaluates, or gives up half-way where the run is asked to stop: it is done when the run goes on."""
-
-            def go_on() -> bool:
-                watchdog.alive(f"a part of the evaluation of step {step}")
-                return interrupts.poll() <= Request.SAVE
-
-            with out.pause():
-                if (found := evaluation(params, path / "eval" / str(step), go_on)) is not None:
-                    out.evaluation({"step": step, **about, **found})
+            """Evaluates; a request to stop ends it half-way, and the resumed run makes up for it."""
+            with writer.pause():
+                go_on = functools.partial(session.poll, f"a part of the evaluation of step {step}")
+                if (record := evaluation(params, path / "eval" / str(step), go_on)) is not None:
+                    writer.evaluation(step, record)
 
         def save(step: int) -> None:
-            with out.pause():
+            with writer.pause():
                 checkpoint.check_disk(path, size)  # again: disks fill up while runs go on
                 identity = {"config": config.to_dict(), "init_hash": init_hash}
-                checkpoints.save(step, params, opt_state, identity, data | {"examples": step * config.batch_size})
-                interrupts.saved()
+                checkpoints.save(step, params, opt_state, identity, data_state(config, windows, step))
+                session.interrupts.saved()
+
+        def due(step: int, every: int) -> bool:
+            return step == stop or step % every == 0
 
         if start == 0:
-            out.say(f"init_hash {init_hash}")
-        missing = start > 0 and out.evaluated({"step": start, **about}) is None  # it was stopped while it evaluated
-        if processes.broadcast_from_first(missing and (start == stop or start % config.eval_every == 0)):
+            writer.log(f"init_hash {init_hash}")
+        elif broadcast_from_first(due(start, config.eval_every) and writer.evaluated(start) is None):
             evaluate(start)
-        startup.done("evaluation")
-        for step, batch in enumerate(batches(config, windows["train"], mesh, start, stop, out), start + 1):
+        session.startup.mark("evaluation")
+        for step, batch in enumerate(batches(config, windows, mesh, start, stop, writer), start + 1):
+            if step == start + 1:  # invalid data has failed by now, before a long compilation
+                with writer.pause(), session.compiling():
+                    train_step = compile_step(local_config, optimizer, mesh, state)
+            params, opt_state, metrics = train_step(params, opt_state, batch)
+            writer.step(step, metrics)
             if step == start + 1:
-                with out.pause():
-                    startup.done("first batch")
-                    update = compile_step(here, optimizer, mesh, state)
-                    startup.compiled()
-                interrupts.training = True
-            params, opt_state, values = update(params, opt_state, batch)
-            out.step(step, values)
-            if step == start + 1:
-                jax.block_until_ready(values)
-                started = startup.first_step(step)
-                if processes.is_first():
-                    append_jsonl(path / "starts.jsonl", started)
-            watchdog.alive(f"step {step}")
+                session.first_step(step, metrics)
             checkpoints.check()
-            if interrupts.poll() <= Request.SAVE and (step == stop or step % config.eval_every == 0):
+            if session.poll(f"step {step}") and due(step, config.eval_every):
                 evaluate(step)
-            if step == stop or step % config.checkpoint_every == 0 or interrupts.asked:
+            if due(step, config.checkpoint_every) or session.save_requested:
                 save(step)
-            if interrupts.asked > Request.SAVE:
-                by, code = ("Ctrl-C", INTERRUPTED) if interrupts.asked == Request.INTERRUPT else ("SIGTERM", PREEMPTED)
-                raise Stopped(f"{by}: step {step} of {config.num_steps} is saved; the same command goes on", code)
-        evaluated, loss, speed = out.evaluated({"step": stop, **about}), out.last("loss"), out.tokens_per_second()
-
-    processes.end()
-    if not processes.is_first():
-        return None
-    return {
-        "step": stop,
-        "loss": loss,
-        "eval_loss": evaluated["loss"],
-        **{name: evaluated[name] for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte")},
-        "rope_percentage": config.model.rope_percentage,
-        "init_hash": init_hash,
-        "tokens_per_second": speed,
-        "workdir": str(path),
-    }
+            session.stop_if_requested(step)
+    return writer.summary(init_hash) if is_first() else None
 
 
 def open_workdir(path: pathlib.Path, config: ConfigDict) -> None:
-    """Makes the directory; refuses one that holds another run."""
-    there = checkpoint.read_config(path)
-    if there is not None:
-        what = f"--workdir={path}: holds a run of another config"
-        checkpoint.check_same(config, there, what, "; choose another --workdir, or the config that it was started with")
+    """Creates the directory; raises UsageError where it holds another run."""
+    existing = checkpoint.read_config(path)
+    if existing is not None:
+        error = f"--workdir={path}: holds a run of another config"
+        remedy = "; choose another --workdir, or the config that it was started with"
+        checkpoint.check_same(config, existing, error, remedy)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--workdir={path}: cannot be made: {error.strerror}") from error
 
 
-def start_or_resume(config, checkpoints, init_from, optimizer, state, data):
-    """(step, params, opt_state, init_hash): where the run starts. In this order:
+def log_run(config: ConfigDict, params, windows: Windows) -> None:
+    """Logs the devices, the model's size and encoding, and the data, in one line."""
+    log.info(
+        "%d x %s; %s parameters; p-RoPE rotates %s of %d pairs (p = %s); %s windows of %d tokens of %s",
+        jax.device_count(), jax.devices()[0].device_kind, f"{model.num_parameters(params):,}",
+        model.rotated_pairs(config.model), config.model.head_dim // 2, config.model.rope_percentage,
+        f"{windows.count:,}", config.data.seq_len, config.data.dataset,
+    )  # fmt: skip
+
+
+def data_state(config: ConfigDict, windows: Windows, step: int) -> dict:
+    """Returns what identifies the training data, and the position in it after `step` updates."""
+    identity = {"fingerprint": windows.store.fingerprint, "seed": config.seed, "seq_len": config.data.seq_len}
+    return identity | {"examples": step * config.batch_size}
+
+
+def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
+    """Returns (step, params, opt_state, init_hash) to start from. In this order:
 
     1. its own newest checkpoint: the run was stopped and goes on;
     2. the parameters of the run that --init_from names, with a new optimizer, from step 0;
@@ -213,9 +182,9 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, data):
                     "start from it in another --workdir, with --init_from naming this one"
                 )
             saved = checkpoints.restore(step, config=None, data=None)
-            other = f"checkpoint {step} is of another config"
-            checkpoint.check_same(config, from_dict(saved["config"]["config"]), other)
-            expected = data | {"examples": step * config.batch_size}
+            error = f"checkpoint {step} is of another config"
+            checkpoint.check_same(config, from_dict(saved["config"]["config"]), error)
+            expected = data_state(config, windows, step)
             if saved["data"] != expected:
                 raise UsageError(
                     f"checkpoint {step} was trained on other data ({saved['data']}, now {expected}): the documents, "
@@ -225,37 +194,37 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, data):
             return arrays["params"], arrays["opt_state"], saved["config"]["init_hash"]
 
         step, resumed = checkpoints.newest(read)
-        for later in [other for other in checkpoints.steps() if other > step]:
-            checkpoints.set_aside(later)
+        for damaged in [other for other in checkpoints.steps() if other > step]:
+            checkpoints.set_aside(damaged)
         log.info("resumed from step %d", step)
         return step, *resumed
 
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=places)()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()
     if init_from is not None:
         run = checkpoint.load_run(init_from)
         differing = [line for line in differences(config, run.config) if line.startswith("model.")]
         if differing:
             raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(differing)})")
-        params = jax.device_put(run.params, places[0])
+        params = jax.device_put(run.params, shardings[0])
     return 0, params, opt_state, hash_arrays(params)
 
 
-def batches(config, windows: Windows, mesh, start: int, stop: int, out: metrics.Metrics):
-    """The global batches of steps start + 1 .. stop; this process reads its rows of them, one step ahead."""
+def batches(config, windows: Windows, mesh, start: int, stop: int, writer: MetricWriter) -> Iterator[dict]:
+    """Yields the global batches of steps start + 1 .. stop; each process reads its own rows, some steps ahead."""
     rows = sharding.rows_of_this_process(mesh, config.batch_size)
-    coming = ahead(lambda step: train_batch(windows, config.seed, config.batch_size, step, rows), start, stop)
+    local = ahead(lambda step: train_batch(windows, config.seed, config.batch_size, step, rows), start, stop)
     for _ in range(start, stop):
-        with out.waiting_for_data():
-            batch = next(coming)
+        with writer.waiting_for_data():
+            batch = next(local)
         yield sharding.global_batch(mesh, batch, config.batch_size)
 
 
 def main() -> dict | None:
     """Trains; returns what the command prints."""
-    FLAGS = flags.FLAGS
-    return train(FLAGS.config, FLAGS.workdir, FLAGS.init_from, FLAGS.stop_at_step)
+    values = flags.FLAGS
+    return train(values.config, values.workdir, values.init_from, values.stop_at_step)
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags, processes.leave)
+    command.run(main, define_flags, leave)

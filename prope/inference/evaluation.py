@@ -31,10 +31,11 @@ from prope.errors import UsageError
 from prope.inference import paired
 from prope.loss import token_losses
 from prope.runtime import processes
+from prope.runtime.files import append_jsonl
 from prope.runtime.validate import validate
 from prope.step import batch_hidden
 from prope.workdir import checkpoints as checkpoint
-from prope.workdir.records import append_jsonl, read_jsonl
+from prope.workdir.records import read_jsonl
 
 log = logging.getLogger("prope")
 

@@ -43,6 +43,12 @@ def read_json(path: pathlib.Path, remedy: str | None = None):
         raise UsageError(f"{path}: {reason}; {remedy}") from None
 
 
+def append_jsonl(path: pathlib.Path, record: dict) -> None:
+    """Appends one JSON object as a line."""
+    with path.open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+
+
 def check_new(flag: str, path: pathlib.Path) -> None:
     """Raises UsageError if `path` exists and is not an empty directory."""
     if path.is_dir() and not any(path.iterdir()):

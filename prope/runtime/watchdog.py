@@ -1,4 +1,4 @@
-"""Ends a process that hangs, so that a scheduler starts it again: on a pod, one lost host leaves all others waiting."""
+"""Ends a process that hangs, so that a scheduler restarts it: on a pod, all hosts wait for a lost one."""
 
 import contextlib
 import faulthandler
@@ -12,11 +12,11 @@ from prope.errors import LOST
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """While the context is open, ends the process after `minutes` without a call of `alive`; None: never."""
+    """Ends the process, while the context is open, after `minutes` without a call of `alive`; None: never."""
 
     def __init__(self, minutes: float | None):
         self._seconds = 60 * minutes if minutes else None
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self.alive("the start")
 
     def __enter__(self):
@@ -25,22 +25,22 @@ class Watchdog(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, *error):
-        self._over.set()
+        self._closed.set()
 
     def alive(self, after: str) -> None:
-        """Something was done: `after` says what, for the message."""
-        self._after, self._at = after, time.monotonic()
+        """Restarts the timer; `after` names the last progress in the error."""
+        self._after, self._alive_at = after, time.monotonic()
 
     @contextlib.contextmanager
     def paused(self):
-        """Within it nothing has to happen."""
-        self._at = math.inf
+        """Stops the timer within the context."""
+        self._alive_at = math.inf
         yield
         self.alive("a pause")
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._seconds / 4)):
-            if time.monotonic() - self._at > self._seconds:
+        while not self._closed.wait(min(1.0, self._seconds / 4)):
+            if time.monotonic() - self._alive_at > self._seconds:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 print(
                     f"stopped: nothing has happened for {self._seconds / 60:g} minutes after {self._after}; the stacks "

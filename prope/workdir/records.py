@@ -4,14 +4,8 @@ import json
 import pathlib
 
 
-def append_jsonl(path: pathlib.Path, record: dict) -> None:
-    """Adds one JSON object as a line."""
-    with path.open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
-
-
 def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """The objects of a file of JSON lines; none where there is no file. A last line cut short is left out."""
+    """Reads the objects of a file of JSON lines; none if there is no file. A last line cut short is left out."""
     records = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:

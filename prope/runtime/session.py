@@ -1,0 +1,95 @@
+"""Surrounds the training loop: joins processes, hears signals, watches for hangs, records the start.
+
+`train` opens one session and asks it, between steps, whether to save and whether to stop.
+"""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from prope.errors import INTERRUPTED, PREEMPTED, Stopped
+from prope.runtime import processes
+from prope.runtime.files import append_jsonl
+from prope.runtime.interrupts import Interrupts, Request
+from prope.runtime.startup import Startup
+from prope.runtime.watchdog import Watchdog
+
+
+@contextlib.contextmanager
+def open_session(config: ConfigDict) -> Iterator["Session"]:
+    """Opens a session of the run; waits at the end, unless an error ends it, for the run's other processes.
+
+    Raises:
+      UsageError: the environment names processes that cannot be joined.
+      Stopped: a collective failed because another process is gone.
+    """
+    with contextlib.ExitStack() as stack:
+        session = Session(config, stack)
+        stack.enter_context(processes.peer_loss_as_stopped())
+        processes.start()
+        session.interrupts.install_handlers()  # again: JAX's runtime has taken SIGTERM for itself
+        session.startup.mark("processes")
+        yield session
+    processes.end()
+
+
+class Session:
+    """What a training run exchanges with its surroundings while it runs.
+
+    Attributes:
+      interrupts, watchdog, startup: the parts, each explained in its file.
+      enter: enters a context manager that is left, last first, before the session ends.
+    """
+
+    def __init__(self, config: ConfigDict, stack: contextlib.ExitStack):
+        self.startup = Startup()
+        self.interrupts = stack.enter_context(Interrupts(config.checkpoint.every_minutes))
+        self.watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))
+        self.enter = stack.enter_context
+        self._num_steps = config.num_steps
+
+    def attach(self, workdir: pathlib.Path, mesh: Mesh) -> None:
+        """Checks that all processes see `workdir`, keeps compiled programs there, and polls over `mesh`."""
+        processes.check_shared(workdir)
+        self.startup.use_cache(workdir)
+        self.interrupts.vote_over(mesh)
+        self._starts = workdir / "starts.jsonl"
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Measures the compilation of the training step; afterwards a signal saves before it stops."""
+        self.startup.mark("first batch")
+        yield
+        self.startup.compiled()
+        self.interrupts.training = True
+
+    def first_step(self, step: int, metrics) -> None:
+        """Waits for the first step and adds this start to starts.jsonl."""
+        jax.block_until_ready(metrics)
+        record = self.startup.first_step(step)
+        if processes.is_first():
+            append_jsonl(self._starts, record)
+
+    def poll(self, progress: str) -> bool:
+        """Reports progress to the watchdog; returns False once the run is asked to stop.
+
+        All processes must call it at the same places.
+        """
+        self.watchdog.alive(progress)
+        return self.interrupts.poll() <= Request.SAVE
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether the last `poll` found a request to save, alone or before a stop."""
+        return self.interrupts.request > Request.NONE
+
+    def stop_if_requested(self, step: int) -> None:
+        """Raises Stopped where the last `poll` found SIGTERM or Ctrl-C; `step` is saved."""
+        if self.interrupts.request > Request.SAVE:
+            ctrl_c = self.interrupts.request == Request.INTERRUPT
+            signal, code = ("Ctrl-C", INTERRUPTED) if ctrl_c else ("SIGTERM", PREEMPTED)
+            raise Stopped(f"{signal}: step {step} of {self._num_steps} is saved; the same command goes on", code)
