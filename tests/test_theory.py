@@ -1,4 +1,4 @@
-"""The paper's constructions, against rotations written anew: a pair is a complex number, turned by multiplication."""
+"""The paper's constructions, against rotations written anew: a pair is a complex number, rotated by multiplication."""
 
 import cmath
 import itertools
@@ -22,33 +22,33 @@ def pairs(vectors):
     return vectors[..., :half] + 1j * vectors[..., half:]
 
 
-def turns_of(d, p=1.0, max_wavelength=10_000.0):
+def freqs_of(d, p=1.0, max_wavelength=10_000.0):
     """Radians per token, from the definition."""
     return [max_wavelength ** (-2 * k / d) if k < int(p * d // 2) else 0.0 for k in range(d // 2)]
 
 
-def logit(query, key, distance, turns):
+def logit(query, key, distance, freqs):
     """q . R^(-distance) k / sqrt(H), one pair after the other."""
     found = 0.0
-    for q, k, g in zip(pairs(query), pairs(key), turns, strict=True):
+    for q, k, g in zip(pairs(query), pairs(key), freqs, strict=True):
         found += (q.conjugate() * k * cmath.exp(-1j * g * distance)).real
-    return found / math.sqrt(2 * len(turns))
+    return found / math.sqrt(2 * len(freqs))
 
 
-def curve(query, key, length, turns):
+def curve(query, key, length, freqs):
     """`logit` at the distances 0 .. length-1."""
-    angles = np.outer(np.arange(length), turns)
-    return (np.exp(-1j * angles) * (pairs(query).conj() * pairs(key))).real.sum(-1) / math.sqrt(2 * len(turns))
+    angles = np.outer(np.arange(length), freqs)
+    return (np.exp(-1j * angles) * (pairs(query).conj() * pairs(key))).real.sum(-1) / math.sqrt(2 * len(freqs))
 
 
-def weights_of(queries, keys, turns, positions=None):
+def weights_of(queries, keys, freqs, positions=None):
     """Attention weights of T queries, each of which sees the keys up to its own place."""
     positions = np.arange(len(keys)) if positions is None else positions
-    angles = np.exp(1j * np.outer(positions, turns))
+    angles = np.exp(1j * np.outer(positions, freqs))
     q, k = pairs(queries) * angles[len(keys) - len(queries) :], pairs(keys) * angles
     found = np.zeros((len(queries), len(keys)))
     for row, place in enumerate(range(len(keys) - len(queries), len(keys))):
-        scores = (q[row].conj() * k[: place + 1]).real.sum(-1) / math.sqrt(2 * len(turns))
+        scores = (q[row].conj() * k[: place + 1]).real.sum(-1) / math.sqrt(2 * len(freqs))
         raised = np.exp(scores - scores.max())
         found[row, : place + 1] = raised / raised.sum()
     return found
@@ -62,71 +62,71 @@ HEADS = [(2, 1.0), (4, 1.0), (8, 0.5), (64, 0.75), (64, 0.25), (256, 1.0)]
 
 
 def test_the_oracle_is_the_rotation_of_the_definition():
-    angle = 3 * turns_of(4)[1]
+    angle = 3 * freqs_of(4)[1]
     matrix = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     q, k = gaussians(2, 2)
-    assert logit([0, q[0], 0, q[1]], [0, k[0], 0, k[1]], 3, turns_of(4)) == pytest.approx(q @ matrix.T @ k / 2)
+    assert logit([0, q[0], 0, q[1]], [0, k[0], 0, k[1]], 3, freqs_of(4)) == pytest.approx(q @ matrix.T @ k / 2)
     assert curve(q, k, 9, [1.0])[5] == pytest.approx(logit(q, k, 5, [1.0]))
 
 
 @pytest.mark.parametrize(("d", "p"), HEADS)
 def test_rotation_logits_and_weights_are_those_of_complex_numbers(d, p):
-    turns, places = turns_of(d, p), np.array([0, 1, 2, 7, 8, 4000])
+    freqs, places = freqs_of(d, p), np.array([0, 1, 2, 7, 8, 4000])
     queries, keys = gaussians(2, 6, d)
-    turned = pairs(keys) * np.exp(1j * np.outer(places, turns))
-    np.testing.assert_allclose(pairs(theory.rotate(keys, places, turns)), turned, atol=1e-12)
+    rotated = pairs(keys) * np.exp(1j * np.outer(places, freqs))
+    np.testing.assert_allclose(pairs(theory.rotate(keys, places, freqs)), rotated, atol=1e-12)
     for positions in (None, places):
         for first in (0, 4):
-            expected = weights_of(queries[first:], keys, turns, positions)
-            np.testing.assert_allclose(theory.attention(queries[first:], keys, turns, positions), expected, atol=1e-12)
-            scores = theory.logits(queries[first:], keys, turns, positions)
+            expected = weights_of(queries[first:], keys, freqs, positions)
+            np.testing.assert_allclose(theory.attention(queries[first:], keys, freqs, positions), expected, atol=1e-12)
+            scores = theory.logits(queries[first:], keys, freqs, positions)
             assert ((scores == -np.inf) == (expected == 0)).all()
     at = places if positions is None else positions
-    assert scores[1, 2] == pytest.approx(logit(queries[5], keys[2], at[5] - at[2], turns))
-    by_distance = theory.by_distance(queries, keys, [0, 3, 100], turns)
+    assert scores[1, 2] == pytest.approx(logit(queries[5], keys[2], at[5] - at[2], freqs))
+    by_distance = theory.by_distance(queries, keys, [0, 3, 100], freqs)
     for row, (m, column) in itertools.product(range(6), zip((0, 3, 100), range(3), strict=True)):
-        assert by_distance[row, column] == pytest.approx(logit(queries[row], keys[row], m, turns), abs=1e-12)
+        assert by_distance[row, column] == pytest.approx(logit(queries[row], keys[row], m, freqs), abs=1e-12)
 
 
 @pytest.mark.parametrize(("d", "p"), HEADS)
 @pytest.mark.parametrize("distance", [0, 1, 13, 99])
 def test_3_1_one_key_is_largest_at_the_distance_asked_for(d, p, distance):
-    turns, length, query = turns_of(d, p), 100, gaussians(d)
-    key = theory.key_for_distance(query, distance, turns)
-    np.testing.assert_allclose(pairs(key), pairs(query) * np.exp(1j * distance * np.array(turns)), atol=1e-12)
-    found = curve(query, key, length, turns)
+    freqs, length, query = freqs_of(d, p), 100, gaussians(d)
+    key = theory.key_for_distance(query, distance, freqs)
+    np.testing.assert_allclose(pairs(key), pairs(query) * np.exp(1j * distance * np.array(freqs)), atol=1e-12)
+    found = curve(query, key, length, freqs)
     assert found.argmax() == distance
     assert found[distance] == pytest.approx(query @ query / math.sqrt(d))  # every pair is aligned: Cauchy-Schwarz
     runner_up = max(found[m] for m in range(length) if m != distance)
-    assert theory.margin(query, key, distance, length, turns) == pytest.approx(found[distance] - runner_up, abs=1e-10)
-    assert weights_of(query[None], np.tile(key, (length, 1)), turns)[0].argmax() == length - 1 - distance
+    assert theory.margin(query, key, distance, length, freqs) == pytest.approx(found[distance] - runner_up, abs=1e-10)
+    assert weights_of(query[None], np.tile(key, (length, 1)), freqs)[0].argmax() == length - 1 - distance
 
 
 def test_3_1_a_query_that_no_rotation_reaches_is_refused():
     still = np.zeros(8)
-    still[[3, 7]] = 1  # the slowest pair, which p = 0.75 does not turn
-    with pytest.raises(ValueError, match="0 in every pair that turns"):
-        theory.key_for_distance(still, 1, turns_of(8, 0.75))
-    assert theory.key_for_distance(still, 1, turns_of(8))[3] < 1
-    with pytest.raises(ValueError, match="0 in every pair that turns"):
-        theory.key_for_distance(np.ones(8), 1, turns_of(8, 0))
+    still[[3, 7]] = 1  # the slowest pair, which p = 0.75 does not rotate
+    with pytest.raises(ValueError, match="0 in every pair that rotates"):
+        theory.key_for_distance(still, 1, freqs_of(8, 0.75))
+    assert theory.key_for_distance(still, 1, freqs_of(8))[3] < 1
+    with pytest.raises(ValueError, match="0 in every pair that rotates"):
+        theory.key_for_distance(np.ones(8), 1, freqs_of(8, 0))
 
 
 @pytest.mark.parametrize(("d", "p"), [(2, 1.0), (64, 0.75), (64, 0.0), (256, 1.0)])
 def test_3_2_gaussian_logits_are_0_on_average_at_every_distance(d, p):
     draws, distances = 2000, np.array([0, 1, 2, 10, 100, 5000])
-    mean, error = theory.gaussian_curve(distances, turns_of(d, p), draws, seed=3)
+    mean, error = theory.gaussian_curve(distances, freqs_of(d, p), draws, seed=3)
     assert (np.abs(mean) < 4.5 * error).all()
     np.testing.assert_allclose(error, 1 / math.sqrt(draws), rtol=0.12)  # q . k / sqrt(H) has variance 1
-    again = theory.gaussian_curve(distances, turns_of(d, p), draws, seed=4)[0]
+    again = theory.gaussian_curve(distances, freqs_of(d, p), draws, seed=4)[0]
     assert not np.allclose(mean, again, atol=1e-6)
 
 
 @pytest.mark.parametrize(("d", "p"), HEADS)
 def test_figure_2_ones_have_their_closed_form(d, p):
-    turns, ones = turns_of(d, p), np.ones(d)
-    expected = [logit(ones, ones, m, turns) / math.sqrt(d) for m in (0, 1, 17, 3000)]
-    np.testing.assert_allclose(theory.all_ones_curve([0, 1, 17, 3000], turns), expected, atol=1e-12)
+    freqs, ones = freqs_of(d, p), np.ones(d)
+    expected = [logit(ones, ones, m, freqs) / math.sqrt(d) for m in (0, 1, 17, 3000)]
+    np.testing.assert_allclose(theory.all_ones_curve([0, 1, 17, 3000], freqs), expected, atol=1e-12)
     assert expected[0] == pytest.approx(1)
 
 
@@ -138,56 +138,56 @@ def test_5_2_a_repeated_token_halves_every_head_without_rotation(seed):
     tokens = np.concatenate([embeddings, embeddings[-1:]])
     expected = weights_of(tokens @ weights[0], tokens @ weights[1], [0.0] * 4)[-1]
     assert (diagonal, previous) == pytest.approx((expected[-1], expected[-2]), rel=1e-10)
-    turning = weights_of(tokens @ weights[0], tokens @ weights[1], turns_of(8))[-1]
-    with_rotation = theory.repeated_token(*weights, embeddings, turns_of(8))
-    assert with_rotation == pytest.approx((turning[-1], turning[-2]), rel=1e-10)
+    rotated = weights_of(tokens @ weights[0], tokens @ weights[1], freqs_of(8))[-1]
+    with_rotation = theory.repeated_token(*weights, embeddings, freqs_of(8))
+    assert with_rotation == pytest.approx((rotated[-1], rotated[-2]), rel=1e-10)
     assert with_rotation[0] != pytest.approx(with_rotation[1], rel=1e-3)
 
 
-def gap_of(distance, length, turns):
+def gap_of(distance, length, freqs):
     """The least lead of the wanted place, by search."""
     off = [m - distance for m in range(length) if m != distance]
-    return min(sum(1 - math.cos(g * m) for g in turns if g) for m in off)
+    return min(sum(1 - math.cos(g * m) for g in freqs if g) for m in off)
 
 
 @pytest.mark.parametrize(("d", "p"), HEADS)
 @pytest.mark.parametrize(("distance", "length"), [(0, 2), (0, 200), (1, 3), (1, 64), (22, 24), (5, 100)])
 @pytest.mark.parametrize("epsilon", [0.5, 0.1, 1e-6])
 def test_5_3_a_head_attends_to_one_distance(d, p, distance, length, epsilon):
-    turns = turns_of(d, p)
-    head = theory.positional_head(distance, epsilon, length, turns)
-    wanted = np.array([g != 0 for g in turns])
-    np.testing.assert_array_equal(np.abs(pairs(head.key)), wanted)  # every pair that turns takes part, alike
-    assert head.gap == pytest.approx(gap_of(distance, length, turns), rel=1e-9)
+    freqs = freqs_of(d, p)
+    head = theory.positional_head(distance, epsilon, length, freqs)
+    wanted = np.array([g != 0 for g in freqs])
+    np.testing.assert_array_equal(np.abs(pairs(head.key)), wanted)  # every rotated pair takes part, alike
+    assert head.gap == pytest.approx(gap_of(distance, length, freqs), rel=1e-9)
     least = np.diagonal(
-        weights_of(np.tile(head.query, (length, 1)), np.tile(head.key, (length, 1)), turns), -distance
+        weights_of(np.tile(head.query, (length, 1)), np.tile(head.key, (length, 1)), freqs), -distance
     ).min()
     assert least > 1 - epsilon
     best = head.temperature * wanted.sum() / math.sqrt(d)  # all pairs aligned
-    assert logit(head.query, head.key, distance, turns) == pytest.approx(best, rel=1e-9)
+    assert logit(head.query, head.key, distance, freqs) == pytest.approx(best, rel=1e-9)
     assert head.temperature == pytest.approx(
-        math.sqrt(d) * math.log((length - 1) / epsilon) / gap_of(distance, length, turns), rel=1e-9
+        math.sqrt(d) * math.log((length - 1) / epsilon) / gap_of(distance, length, freqs), rel=1e-9
     )
     if (distance, length) in [(0, 2), (1, 3)]:  # all others are as near as the gap allows: the bound is met
         assert least == pytest.approx(1 / (1 + epsilon), rel=1e-6)
 
 
 def test_5_3_what_cannot_be_is_refused_in_one_line():
-    turns = turns_of(8)
+    freqs = freqs_of(8)
     for arguments, says in (
-        ((1, 0.1, 8, turns_of(8, 0)), r"no pair turns \(p = 0\).*Proposition 5.2"),
-        ((1, 0.1, 8, [1e-200]), "do not tell the wanted place from others within 8 tokens"),
-        ((8, 0.1, 8, turns), "below length=8; got 8"),
-        ((-1, 0.1, 8, turns), "at least 0"),
-        ((1, 0.0, 8, turns), "epsilon"),
-        ((1, 1.0, 8, turns), "epsilon"),
-        ((0, 0.1, 1, turns), "length must be at least 2"),
+        ((1, 0.1, 8, freqs_of(8, 0)), r"no pair rotates \(p = 0\).*Proposition 5.2"),
+        ((1, 0.1, 8, [1e-200]), "do not tell the target from other positions within 8 tokens"),
+        ((8, 0.1, 8, freqs), "below length=8; got 8"),
+        ((-1, 0.1, 8, freqs), "at least 0"),
+        ((1, 0.0, 8, freqs), "epsilon"),
+        ((1, 1.0, 8, freqs), "epsilon"),
+        ((0, 0.1, 1, freqs), "length must be at least 2"),
     ):
         with pytest.raises(ValueError, match=says) as raised:
             theory.positional_head(*arguments)
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="embed_dim=4 features; got 4"):
-        theory.head_weights(1, 0.1, 8, turns, 4, constant=4)
+        theory.head_weights(1, 0.1, 8, freqs, 4, constant=4)
 
 
 def through_the_model(queries, keys, d, p, first=0):
@@ -204,8 +204,8 @@ def through_the_model(queries, keys, d, p, first=0):
 @pytest.mark.parametrize("distance", [0, 1, 3])
 def test_5_3_its_weights_work_in_the_model(d, p, distance):
     length, epsilon, constant = 32, 0.05, 5
-    turns = frequencies(d, rope_percentage=p)
-    query_weights, key_weights = theory.head_weights(distance, epsilon, length, turns, 16, constant)
+    freqs = frequencies(d, rope_percentage=p)
+    query_weights, key_weights = theory.head_weights(distance, epsilon, length, freqs, 16, constant)
     assert query_weights.shape == key_weights.shape == (16, d)
     residual = 10 * gaussians(length, 16)
     residual[:, constant] = 1
@@ -282,7 +282,7 @@ def sequence(kind, length, frequency, seed):
      ("askew", 1, 1.0), ("askew", 1, 0.01),
      ("opposed", 2, 0.31), ("opposed", 2, 0.01)],
 )  # fmt: skip
-def test_6_1_swaps_take_the_target_from_a_turning_pair(frequency, epsilon, kind, count):
+def test_6_1_swaps_take_the_target_from_a_rotated_pair(frequency, epsilon, kind, count):
     for seed, times in itertools.product(range(4), (1, 3)):
         length = times * (math.ceil(2 * math.pi / frequency) + 3)
         query, keys, target = sequence(kind, length, frequency, seed)
@@ -297,7 +297,7 @@ def test_6_1_swaps_take_the_target_from_a_turning_pair(frequency, epsilon, kind,
         for fewer in range(count):
             after, place = moved(keys, target, swaps[:fewer])
             assert weights_of(query[None], after, [frequency])[0].argmax() == place
-        # The unturned pair of p-RoPE: the same weight, wherever the tokens stand.
+        # The unrotated pair of p-RoPE: the same weight, wherever the tokens stand.
         before = theory.attention(query[None], keys, [0.0])[0, target]
         after, place = moved(keys, target, swaps)
         assert theory.attention(query[None], after, [0.0])[0, place] == pytest.approx(before, rel=1e-9)
@@ -325,7 +325,7 @@ def test_6_1_the_length_that_is_said_to_suffice_does(frequency):
     # Too short for the target to turn negative; were it tried all the same, the other token could not outdo it.
     for other in (0, 1):
         with pytest.raises(
-            ValueError, match=f"4 tokens turn .* too little to defeat this head; {enough} suffice"
+            ValueError, match=f"4 tokens rotate .* too little to defeat this head; {enough} suffice"
         ) as raised:
             theory.defeating_swaps(query, np.array([[other, 0], [0, 0], [10.0, 0], [0, 0]]), frequency, 2, 0.1)
         assert "\n" not in str(raised.value)
@@ -347,7 +347,7 @@ def test_6_1_what_cannot_be_is_refused():
     query, keys = np.array([30.0, 0]), np.array([[0.0, 0], [1, 0], [0, 0]])
     assert theory.defeating_swaps(np.zeros(2), keys, 0.1, 1, 0.5) == []  # it does not attend in the first place
     for arguments, says in (
-        ((0.0, 1, 0.1), "no swap defeats a pair that does not turn"),
+        ((0.0, 1, 0.1), "no swap defeats an unrotated pair"),
         ((1.5, 1, 0.1), r"frequency must be in \(0, 1\]"),
         ((0.1, 1, 0.6), "Lemma|1/2"),
         ((0.1, 2, 0.1), "before the last token, 2"),
@@ -373,8 +373,8 @@ def test_figure_8_positions_are_sorted_distinct_and_bounded():
 @pytest.mark.parametrize("bound", [12, 40, 300])
 @pytest.mark.parametrize("p", [1.0, 0.5])
 def test_figure_8_curves_have_their_exact_expectation(bound, p):
-    length, turns = 12, turns_of(16, p)
-    curves = theory.randomised_curves(length, bound, turns, draws=2000, seed=1)
+    length, freqs = 12, freqs_of(16, p)
+    curves = theory.randomised_curves(length, bound, freqs, draws=2000, seed=1)
     mean, error = curves["ones"]
     for r in range(length):
         # Of all sets of positions, those in which the r-th token before the last is m away.
@@ -383,7 +383,7 @@ def test_figure_8_curves_have_their_exact_expectation(bound, p):
             for m in range(1, bound) if r
         } or {0: 1.0}  # fmt: skip
         assert sum(chances.values()) == pytest.approx(1)
-        expected = sum(chance * sum(math.cos(g * m) for g in turns) / len(turns) for m, chance in chances.items())
+        expected = sum(chance * sum(math.cos(g * m) for g in freqs) / len(freqs) for m, chance in chances.items())
         assert abs(mean[r] - expected) <= 4.5 * error[r] + 1e-12
     assert mean[0] == 1 and (error.max() == pytest.approx(0, abs=1e-12)) == (bound == length)
     mean, error = curves["gaussian"]
@@ -417,15 +417,15 @@ def test_the_page_holds_every_statement_and_every_number(page):
     curves = written["figures"]["figure_2"]
     assert [curve["p"] for curve in curves["ones"]] == [1, 0.75, 0.25, 0]
     for drawn in curves["ones"]:
-        expected = [logit(np.ones(256), np.ones(256), m, turns_of(256, drawn["p"])) / 16 for m in (0, 3, 1000)]
+        expected = [logit(np.ones(256), np.ones(256), m, freqs_of(256, drawn["p"])) / 16 for m in (0, 3, 1000)]
         assert [drawn["logit"][m] for m in (0, 3, 1000)] == pytest.approx(expected)
     for drawn in written["figures"]["figure_8"]["ones"]:
         assert len(drawn["mean"]) == len(drawn["standard_error"]) == 256
 
 
 BROKEN = {
-    "maximal": ("key_for_distance", lambda query, distance, turns: theory.rotate(query, -distance, turns)),
-    "gaussian": ("gaussian_curve", lambda distances, turns, draws: (np.ones(len(distances)),) * 2),
+    "maximal": ("key_for_distance", lambda query, distance, freqs: theory.rotate(query, -distance, freqs)),
+    "gaussian": ("gaussian_curve", lambda distances, freqs, draws: (np.ones(len(distances)),) * 2),
     "repeated": ("repeated_token", lambda weights, *others: (0.9, 0.1)),
     "positional": ("head_weights", lambda *arguments: np.zeros((2, 32, 256))),
     "semantic": ("defeating_swaps", lambda *arguments: []),

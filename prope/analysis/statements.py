@@ -1,4 +1,4 @@
-"""The paper's statements, tried with the constructions of `theory.py` for heads as Gemma's: d = 256, wavelength 1e4."""
+"""Tries the paper's statements with the constructions of `theory.py`, for heads as Gemma's: d = 256, wavelength 1e4."""
 
 import numpy as np
 
@@ -14,42 +14,41 @@ SIGMAS = 4.5  # a standard normal is further out once in 150 000 times; the curv
 
 
 def statements() -> list[dict]:
-    """Tries them all; a few seconds.
+    """Tries all statements, in a few seconds.
 
     Returns:
-      Dictionaries of `statement` (its number), `says` (one sentence), `numbers` (what was computed, by name) and
-      `holds` (whether these numbers bear it out).
+      Dictionaries of `statement` (its number), `says` (one sentence), `numbers` (computed results by name) and `holds`
+      (whether these numbers confirm it).
     """
-    return [
-        dict(zip(("statement", "says", "numbers", "holds"), make(), strict=True))
-        for make in (maximal, gaussian, repeated, positional, semantic, randomised)
-    ]
+    names = ("statement", "says", "numbers", "holds")
+    tests = (maximal, gaussian, repeated, positional, semantic, randomised)
+    return [dict(zip(names, test(), strict=True)) for test in tests]
 
 
 def maximal() -> tuple[str, str, dict, bool]:
-    """Proposition 3.1, for a Gaussian query at the end of the sequence."""
+    """Tries Proposition 3.1, for a Gaussian query at the end of the sequence."""
     query = np.random.default_rng(0).standard_normal(HEAD_DIM)
     distances = (0, 1, 17, 300, LENGTH - 1)
-    numbers, found = {}, []
+    margins, argmax = {}, []
     for p in PERCENTAGES:
-        turns = frequencies(HEAD_DIM, rope_percentage=p)
-        keys = {r: theory.key_for_distance(query, r, turns) for r in distances}
-        weights = [theory.attention(query[None], np.tile(keys[r], (LENGTH, 1)), turns)[0] for r in distances]
-        found += [LENGTH - 1 - int(w.argmax()) for w in weights]
-        margins = [theory.margin(query, keys[r], r, LENGTH, turns) for r in distances]
-        numbers[f"least margin of the logit, p = {p:g}"] = min(margins)
-    numbers = {"distances asked for": list(distances), "distances found": found[: len(distances)], **numbers}
+        freqs = frequencies(HEAD_DIM, rope_percentage=p)
+        keys = {r: theory.key_for_distance(query, r, freqs) for r in distances}
+        weights = [theory.attention(query[None], np.tile(keys[r], (LENGTH, 1)), freqs)[0] for r in distances]
+        argmax += [LENGTH - 1 - int(w.argmax()) for w in weights]
+        least = min(theory.margin(query, keys[r], r, LENGTH, freqs) for r in distances)
+        margins[f"least margin of the logit, p = {p:g}"] = least
+    numbers = {"distances asked for": list(distances), "distances found": argmax[: len(distances)], **margins}
     says = "Given any query and any distance, there is a key whose softmax weight is largest at that distance."
-    holds = found == list(distances) * len(PERCENTAGES) and min(list(numbers.values())[2:]) > 0
+    holds = argmax == list(distances) * len(PERCENTAGES) and min(margins.values()) > 0
     return "Proposition 3.1", says, numbers, holds
 
 
 def gaussian() -> tuple[str, str, dict, bool]:
-    """Proposition 3.2, with the curve of ones that does fall."""
-    turns, distances, draws = frequencies(HEAD_DIM), np.arange(LENGTH), 4000
-    mean, error = theory.gaussian_curve(distances, turns, draws)
+    """Tries Proposition 3.2, beside the curve of ones, which does fall."""
+    freqs, distances, draws = frequencies(HEAD_DIM), np.arange(LENGTH), 4000
+    mean, error = theory.gaussian_curve(distances, freqs, draws)
     spread = error * np.sqrt(draws)
-    ones = theory.all_ones_curve(distances, turns)
+    ones = theory.all_ones_curve(distances, freqs)
     numbers = {
         "draws": draws,
         "largest |mean| of the logit": float(np.abs(mean).max()),
@@ -63,20 +62,20 @@ def gaussian() -> tuple[str, str, dict, bool]:
 
 
 def repeated() -> tuple[str, str, dict, bool]:
-    """Proposition 5.2, for random weights, some of them so large that the softmax is sharp."""
+    """Tries Proposition 5.2, for random weights, some of them so large that the softmax is sharp."""
     rng, embed_dim, pairs = np.random.default_rng(0), 64, []
     for scale in np.logspace(-2, 0, 50):
         weights = scale * rng.standard_normal((2, embed_dim, HEAD_DIM))
         pairs.append(theory.repeated_token(*weights, rng.standard_normal((8, embed_dim))))
     weights = np.array(pairs)
-    turns, tokens = frequencies(HEAD_DIM), rng.standard_normal((8, embed_dim))
+    freqs, tokens = frequencies(HEAD_DIM), rng.standard_normal((8, embed_dim))
     tokens[:, 0] = 1
-    head = theory.head_weights(1, EPSILON, 9, turns, embed_dim)
+    head = theory.head_weights(1, EPSILON, 9, freqs, embed_dim)
     numbers = {
         "heads tried": len(weights),
         "largest difference of the two weights": float(np.abs(weights[:, 0] - weights[:, 1]).max()),
         "largest of the weights": float(weights.max()),
-        "a previous-token head of Theorem 5.3, with RoPE": theory.repeated_token(*head, tokens, turns)[1],
+        "a previous-token head of Theorem 5.3, with RoPE": theory.repeated_token(*head, tokens, freqs)[1],
         "the same head, without": theory.repeated_token(*head, tokens)[1],
     }
     says = "Without rotation no head is diagonal or previous-token: a token and its repetition get equal weights."
@@ -85,17 +84,17 @@ def repeated() -> tuple[str, str, dict, bool]:
 
 
 def positional() -> tuple[str, str, dict, bool]:
-    """Theorem 5.3, through weights that read a constant feature of a random residual stream."""
+    """Tries Theorem 5.3, through weights that read a constant feature of a random residual stream."""
     rng, embed_dim, least, temperatures = np.random.default_rng(0), 32, [], {}
     residual = rng.standard_normal((LENGTH, embed_dim))
     residual[:, 0] = 1
     for p in PERCENTAGES:
-        turns = frequencies(HEAD_DIM, rope_percentage=p)
+        freqs = frequencies(HEAD_DIM, rope_percentage=p)
         for distance in (0, 1):
-            query_weights, key_weights = theory.head_weights(distance, EPSILON, LENGTH, turns, embed_dim)
-            weights = theory.attention(residual @ query_weights, residual @ key_weights, turns)
+            query_weights, key_weights = theory.head_weights(distance, EPSILON, LENGTH, freqs, embed_dim)
+            weights = theory.attention(residual @ query_weights, residual @ key_weights, freqs)
             least.append(float(np.diagonal(weights, -distance).min()))
-        temperature = theory.positional_head(1, EPSILON, LENGTH, turns).temperature
+        temperature = theory.positional_head(1, EPSILON, LENGTH, freqs).temperature
         temperatures[f"temperature, p = {p:g} ({num_rotated_pairs(HEAD_DIM, p)} pairs)"] = temperature
     try:
         theory.positional_head(1, EPSILON, LENGTH, frequencies(HEAD_DIM, rope_percentage=0))
@@ -115,23 +114,23 @@ def positional() -> tuple[str, str, dict, bool]:
 
 
 def semantic() -> tuple[str, str, dict, bool]:
-    """Theorem 6.1, for the slowest pair of RoPE, and beside it a pair that p-RoPE does not turn."""
+    """Tries Theorem 6.1, for the slowest pair of RoPE, and beside it a pair that p-RoPE does not rotate."""
     slow, length = float(frequencies(HEAD_DIM)[-1]), 8192
     head = theory.semantic_head(EPSILON, length, slow)
-    places = range(0, length, 512)
-    within = min(weight_of(head.query, keyed(head, length, place), slow, place) for place in places)
+    positions = range(0, length, 512)
+    within = min(weight_of(head.query, keys_with_target(head, length, at), slow, at) for at in positions)
 
-    # The other tokens say nothing: one swap is enough.
+    # The keys of all other tokens are 0: one swap is enough.
     long = 4 * head.longest
-    one = before_and_after(head.query, keyed(head, long, long - 2), slow, long - 2)
-    # All others stay opposed to the query wherever the target comes from, which takes two.
+    one = before_and_after(head.query, keys_with_target(head, long, long - 2), slow, long - 2)
+    # All others stay opposed to the query wherever the target comes from: this takes two swaps.
     target = long - head.longest + 1000
     opposed = -100 * theory.rotate(head.target, np.arange(long)[::-1] - head.longest / 2, [slow])
     opposed[target] = head.target
     two = before_and_after(head.query, opposed, slow, target)
 
     still = theory.semantic_head(EPSILON, long, 0)
-    kept = [weight_of(still.query, keyed(still, long, place), 0, place) for place in (long - 2, 0)]
+    kept = [weight_of(still.query, keys_with_target(still, long, at), 0, at) for at in (long - 2, 0)]
     numbers = {
         "frequency": slow,
         "a quarter turn, in tokens": head.longest,
@@ -148,10 +147,10 @@ def semantic() -> tuple[str, str, dict, bool]:
 
 
 def randomised() -> tuple[str, str, dict, bool]:
-    """Appendix B.2, for 256 tokens."""
-    turns, length, half, sigmas = frequencies(HEAD_DIM), BOUNDS[0], [], []
+    """Tries Appendix B.2, for 256 tokens."""
+    freqs, length, half, sigmas = frequencies(HEAD_DIM), BOUNDS[0], [], []
     for bound in BOUNDS:
-        curves = theory.randomised_curves(length, bound, turns)
+        curves = theory.randomised_curves(length, bound, freqs)
         half.append(int(np.argmax(curves["ones"][0] < 0.5)))
         mean, error = curves["gaussian"]
         sigmas.append(float(np.abs(mean / error).max()))
@@ -164,20 +163,20 @@ def randomised() -> tuple[str, str, dict, bool]:
     return "Appendix B.2", says, numbers, half == sorted(set(half), reverse=True) and max(sigmas) < SIGMAS
 
 
-def keyed(head: theory.SemanticHead, length: int, target: int) -> np.ndarray:
-    """Keys [length, 2] of a sequence with the target at one place."""
+def keys_with_target(head: theory.SemanticHead, length: int, target: int) -> np.ndarray:
+    """Builds keys [length, 2] of a sequence with the target at one position."""
     keys = np.tile(head.other, (length, 1))
     keys[target] = head.target
     return keys
 
 
-def weight_of(query: np.ndarray, keys: np.ndarray, frequency: float, place: int) -> float:
-    """What the last token, which has this query, gives to a place."""
-    return float(theory.attention(query[None], keys, [frequency])[0, place])
+def weight_of(query: np.ndarray, keys: np.ndarray, frequency: float, position: int) -> float:
+    """Computes the weight of the last token, whose query this is, on a position."""
+    return float(theory.attention(query[None], keys, [frequency])[0, position])
 
 
 def before_and_after(query: np.ndarray, keys: np.ndarray, frequency: float, target: int) -> tuple:
-    """The target's weight before and after the swaps that defeat the head, and these swaps."""
+    """Computes the target's weight before and after the swaps that defeat the head, and these swaps."""
     swaps = theory.defeating_swaps(query, keys, frequency, target, EPSILON)
     order = theory.swapped(len(keys), swaps)
     after = weight_of(query, keys[order], frequency, int(np.flatnonzero(order == target)[0]))
