@@ -163,7 +163,7 @@ def test_an_opening_is_the_start_of_the_whole(monkeypatch):
     np.testing.assert_allclose(opening.weights, whole[:, :7, :7], atol=1e-6)
     names = [f"t{i}" for i in range(7)]
     for head in range(4):
-        table = census.table(opening, head, H, names)
+        table = census.bounds_table(opening, head, H, names)
         q = np.asarray(captured.query[0, :, head], np.float64)
         k = np.asarray(captured.key[0, :, head // 2], np.float64)
         bounds = [np.linalg.norm(q[i]) * np.linalg.norm(k[i]) / H**0.5 for i in range(7)]
@@ -193,7 +193,7 @@ def test_the_high_frequency_share_counts_turned_pairs_only():
     norms = np.ones((2, 16), np.float32)
     zeros = np.zeros(2)
     made = measures.Measures(norms, norms, norms, *[zeros] * 6, norms, norms)
-    shares = [census.heads_of(0, turned, made, H)[0]["high_frequency_share"] for turned in (0, 2, 4, 16)]
+    shares = [census.score_heads(0, rotated, made, H)[0]["high_frequency_share"] for rotated in (0, 2, 4, 16)]
     assert shares == pytest.approx([0, 2 / 16, 4 / 16, 4 / 16])
 
 

@@ -84,13 +84,13 @@ def test_channels_are_slow_or_unturned_and_the_strongest():
     query[:, :6] += 2  # the fast ones would be chosen, if they could
     rest = [np.zeros(4)] * 6
     made = measures.Measures(query, key, key, *rest, query, query)
-    turns = frequencies(H)
-    for turned, slow in ((16, 8), (4, 4), (0, 0)):
-        found = channels.channels_of(5, turned, made, turns, 100, 3)
+    freqs = frequencies(H)
+    for rotated, slow in ((16, 8), (4, 4), (0, 0)):
+        found = channels.strongest_channels(5, rotated, made, freqs, 100, 3)
         strength = query * np.repeat(key, 2, axis=0) / H**0.5
         order = sorted(((strength[n, k], n, k) for n in range(4) for k in range(slow, 16)), reverse=True)[:3]
         assert [(c["strength"], c["head"], c["pair"]) for c in found] == order
         for c in found:
-            expected = turns[c["pair"]] if c["pair"] < turned else 0
+            expected = freqs[c["pair"]] if c["pair"] < rotated else 0
             assert c["frequency"] == expected and c["largest_rotation"] == pytest.approx(99 * expected)
             assert c["key_norm"] == key[c["head"] // 2, c["pair"]]

@@ -21,8 +21,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.analysis import census, compare, page
-from prope.analysis.look import look, show
-from prope.analysis.sequences import sequences
+from prope.analysis.layers import measure_layers
+from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError
 from prope.rope import frequencies
@@ -46,20 +46,19 @@ def analyse(workdir: pathlib.Path, given) -> dict:
     """
     asked = {name: getattr(given, name) for name in _ASKED} | {"text_hash": _hash(given.text)}
     config, step, _ = checkpoint.find_run(workdir, given.step)
-    layers = layers_of(given.layers, config.model)
-    chosen = heads_of(given.heads, layers, config.model)
+    layers = parse_layers(given.layers, config.model)
+    chosen = parse_heads(given.heads, layers, config.model)
     output = workdir / "analysis" / "analysis.json"
     if not given.again and (found := read_json(output)) and (found["step"], found["asked"]) == (step, asked):
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, step)
         return found
     began = time.monotonic()
-    tokens, names, source = sequences(config, given)
+    tokens, names, source = read_sequences(config, given)
     walk = Walk(config.model, LayerByLayer(workdir, step), tokens)
     B, T = tokens.shape
     log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, step, B, T, source)
-    found = look(walk, layers, given.channels)
-    heads = [head for layer in found["layers"] for head in layer.pop("heads")]
-    openings = found.pop("openings")
+    found = measure_layers(walk, layers, given.channels)
+    heads, openings = found.pop("heads"), found.pop("openings")
     chosen = [(*place, "asked for") for place in chosen] or census.strongest(heads)
     p = config.model.rope_percentage
     result = {
@@ -69,7 +68,11 @@ def analyse(workdir: pathlib.Path, given) -> dict:
         "source": source, "sequences": B, "seq_len": T, "trained_on": config.data.seq_len,
         "frequencies": frequencies(config.model.head_dim, config.model.max_wavelength).tolist(),
         "heads": heads, "rank_correlation": census.rank_correlation(heads),
-        "shown": [show(openings[layer], layer, head, why, config.model.head_dim, names) for layer, head, why in chosen],
+        "shown": [
+            {"layer": layer, "head": head, "why": why, "map": openings[layer].weights[head].tolist(),
+             "table": census.bounds_table(openings[layer], head, config.model.head_dim, names)}
+            for layer, head, why in chosen
+        ],
         **found,
         "seconds": time.monotonic() - began, "device": jax.devices()[0].device_kind,
     }  # fmt: skip
@@ -101,7 +104,7 @@ def analyse_all(workdir: pathlib.Path, given) -> dict:
     return compare.write(workdir / "analysis", analyses)
 
 
-def layers_of(text: str | None, config: ConfigDict) -> list[int]:
+def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
     """The layers that --layers names, as in 0,3; all by default."""
     if text is None:
         return list(range(config.num_layers))
@@ -113,7 +116,7 @@ def layers_of(text: str | None, config: ConfigDict) -> list[int]:
     return sorted({int(entry) for entry in text.split(",")})
 
 
-def heads_of(text: str | None, layers: list[int], config: ConfigDict) -> list[tuple[int, int]]:
+def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list[tuple[int, int]]:
     """The (layer, head) that --heads names, as in 0.2,3.1; none by default."""
     found = []
     for entry in text.split(",") if text is not None else []:

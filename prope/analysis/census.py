@@ -1,33 +1,31 @@
-"""Every head with its scores and what it is, and the tables of the paper that take chosen heads.
+"""Scores and names every head, and computes the paper's tables of chosen heads.
 
 Axes: N query heads, K key/value heads, P pairs.
 """
 
 import numpy as np
-from scipy import stats
 
 from prope.analysis.channels import strengths
 from prope.analysis.measures import Measures, Opening
 
-MOSTLY = 0.5  # of the weight, for a head to be called by where it looks
-SHARP = 0.5  # of the greatest entropy: less, for a head to be called semantic
+MOSTLY = 0.5  # of the weight, for a head to be named by where it attends
+SHARP = 0.5  # of the largest entropy: less, for a head to be named semantic
 TABLE = 8  # tokens in a table: the first one and seven more, as in the paper's
-
 SCORES = ("diagonal", "previous_token", "first_token", "entropy", "distance", "unturned_overlap")
 
 
-def heads_of(layer: int, turned: int, measures: Measures, head_dim: int) -> list[dict]:
-    """A record for every head of a layer: its scores (`Measures`), and
+def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int) -> list[dict]:
+    """Computes a record for every head of a layer with `rotated` pairs: its scores (`Measures`), and
 
-    high_frequency_share    how much of what its pairs can add to logits (`strengths`) the fastest quarter of the pairs
-                            has, as far as they are turned: at wavelength 10,000 those of 0.1 radians a token and more
+    high_frequency_share    share of the fastest quarter of the pairs in what all can add to logits (`strengths`), as
+                            far as they are rotated: at wavelength 10,000 those of 0.1 radians a token and more
     positional              the larger of diagonal and previous_token
     kind                    "diagonal", "previous_token" or "first_token", where more than half of the weight goes
                             there; "semantic": none of these, but sharp, and more than half of the attention is the same
-                            without any rotation, so that it goes by what tokens are; otherwise ""
+                            without any rotation, so that it depends on what tokens are; otherwise ""
     """
     strength = strengths(measures, head_dim)
-    fast = strength[:, : min(strength.shape[1] // 4, turned)].sum(axis=1) / np.maximum(strength.sum(axis=1), 1e-30)
+    fast = strength[:, : min(strength.shape[1] // 4, rotated)].sum(axis=1) / np.maximum(strength.sum(axis=1), 1e-30)
     records = []
     for head in range(len(strength)):
         scores = {name: float(getattr(measures, name)[head]) for name in SCORES}
@@ -38,50 +36,52 @@ def heads_of(layer: int, turned: int, measures: Measures, head_dim: int) -> list
 
 
 def kind_of(scores: dict) -> str:
-    """What a head with these scores is called; see `heads_of`."""
-    place = max(("diagonal", "previous_token", "first_token"), key=scores.get)
-    if scores[place] > MOSTLY:
-        return place
+    """Names a head by its scores; see `score_heads`."""
+    target = max(("diagonal", "previous_token", "first_token"), key=scores.get)
+    if scores[target] > MOSTLY:
+        return target
     return "semantic" if scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY else ""
 
 
 def rank_correlation(heads: list[dict]) -> dict | None:
-    """Spearman's of high_frequency_share and positional over all heads, with its p-value; None where it is undefined.
+    """Computes Spearman's correlation of high_frequency_share and positional; None where it is undefined.
 
     The paper says that positional heads are those that use the highest frequencies: then it is near 1.
     """
+    from scipy import stats
+
     shares, scores = ([head[name] for head in heads] for name in ("high_frequency_share", "positional"))
     if len(heads) < 3 or len(set(shares)) == 1 or len(set(scores)) == 1:
         return None
-    found = stats.spearmanr(shares, scores)
-    return {"rho": float(found.statistic), "p_value": float(found.pvalue), "heads": len(heads)}
+    result = stats.spearmanr(shares, scores)
+    return {"rho": float(result.statistic), "p_value": float(result.pvalue), "heads": len(heads)}
 
 
 def strongest(heads: list[dict]) -> list[tuple[int, int, str]]:
-    """(layer, head, score that it leads in): two diagonal, two previous-token and a first-token one; no head twice."""
+    """Chooses two diagonal, two previous-token and one first-token head, none twice: (layer, head, score)."""
     chosen: dict[tuple[int, int], str] = {}
     for score, count in (("diagonal", 2), ("previous_token", 2), ("first_token", 1)):
-        free = [head for head in heads if (head["layer"], head["head"]) not in chosen]
-        for head in sorted(free, key=lambda head: -head[score])[:count]:
+        others = [head for head in heads if (head["layer"], head["head"]) not in chosen]
+        for head in sorted(others, key=lambda head: -head[score])[:count]:
             chosen[head["layer"], head["head"]] = score
-    return [(*place, score) for place, score in chosen.items()]
+    return [(*head, score) for head, score in chosen.items()]
 
 
-def table(opening: Opening, head: int, head_dim: int, tokens: list[str]) -> dict:
-    """The paper's Tables 3 to 5 for one head: how near its logits come to |q_i| |k_j| / sqrt(H), for the first tokens.
+def bounds_table(opening: Opening, head: int, head_dim: int, tokens: list[str]) -> dict:
+    """Compares logits of the first tokens with their bounds |q_i| |k_j| / sqrt(H) (Tables 3 to 5, for one head).
 
     Returns:
       For every token i: `upper_bound` of the logit to itself, that logit (`diagonal`), and the same of the token
       before, `previous_upper_bound` and `previous_token`, which the first token does not have.
     """
-    logits = np.asarray(opening.logits[head], np.float64)
-    query, key = (np.asarray(norms[head], np.float64) for norms in (opening.query_norms, opening.key_norms))
-    scale = head_dim**-0.5
-    places = range(min(TABLE, len(logits)))
+    count = min(TABLE, opening.logits.shape[-1])
+    logits = np.asarray(opening.logits[head, :count, :count], np.float64)
+    query, key = (np.asarray(norms[head, :count], np.float64) for norms in (opening.query_norms, opening.key_norms))
+    query *= head_dim**-0.5
     return {
-        "tokens": tokens[: len(places)],
-        "upper_bound": [float(scale * query[i] * key[i]) for i in places],
-        "diagonal": [float(logits[i, i]) for i in places],
-        "previous_upper_bound": [None, *(float(scale * query[i] * key[i - 1]) for i in places[1:])],
-        "previous_token": [None, *(float(logits[i, i - 1]) for i in places[1:])],
+        "tokens": tokens[:count],
+        "upper_bound": (query * key).tolist(),
+        "diagonal": logits.diagonal().tolist(),
+        "previous_upper_bound": [None, *(query[1:] * key[:-1]).tolist()],
+        "previous_token": [None, *logits.diagonal(-1).tolist()],
     }

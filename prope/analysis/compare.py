@@ -140,19 +140,19 @@ def usage(groups: Groups) -> Picture:
     return Picture("usage", "Frequency usage by p", f"Mean norms by pair. {ends}.", caption, draw)
 
 
-def spread(at: int, count: int) -> np.ndarray:
-    """Places of `count` marks around `at`, side by side."""
-    return at + (np.linspace(-0.25, 0.25, count) if count > 1 else np.zeros(count))
-
-
-def mark_groups(axes, groups: Groups) -> None:
-    """Labels the groups along the x axis."""
-    axes.set_xticks(range(len(groups)), [p.removeprefix("p = ") for p in groups])
-    axes.set_xlabel("p")
+def plot_by_p(axes, values: dict[str, list[float]], title: str, errors: dict[str, list[float]] | None = None) -> None:
+    """Plots values side by side above their p, with error bars."""
+    for at, (p, style) in enumerate(styles(list(values)).items()):
+        count = len(values[p])
+        x = at + (np.linspace(-0.25, 0.25, count) if count > 1 else np.zeros(count))
+        axes.errorbar(x, values[p], errors and errors[p], **style | {"ls": ""})
+    axes.set_xticks(range(len(values)), [p.removeprefix("p = ") for p in values])
+    axes.set(xlabel="p", title=title)
 
 
 def scores(groups: Groups) -> Picture:
     """Every head of every run, by p."""
+    heads = {p: heads_of(group) for p, group in groups.items()}
     titles = {
         "diagonal": "weight on itself",
         "previous_token": "weight on the token before",
@@ -161,19 +161,17 @@ def scores(groups: Groups) -> Picture:
 
     def draw(figure) -> None:
         *panels, last = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.4])
-        for at, ((p, group), style) in enumerate(zip(groups.items(), styles(list(groups)).values(), strict=True)):
-            style |= {"ls": ""}
-            heads = heads_of(group)
-            for axes, score in zip(panels, titles, strict=True):
-                axes.plot(spread(at, len(heads)), sorted(head[score] for head in heads), **style)
-            last.plot([h["high_frequency_share"] for h in heads], [h["positional"] for h in heads], label=p, **style)
-        for axes, title in zip(panels, titles.values(), strict=True):
-            mark_groups(axes, groups)
-            axes.set(title=title, ylim=(-0.03, 1.03))
-        last.set(xlabel="high_frequency_share", title="positional by use of fast pairs", ylim=(-0.03, 1.03))
+        for axes, (score, title) in zip(panels, titles.items(), strict=True):
+            plot_by_p(axes, {p: sorted(head[score] for head in heads[p]) for p in heads}, title)
+        for p, style in styles(list(heads)).items():
+            shares, positional = ([h[name] for h in heads[p]] for name in ("high_frequency_share", "positional"))
+            last.plot(shares, positional, label=p, **style | {"ls": ""})
+        last.set(xlabel="high_frequency_share", title="positional by use of fast pairs")
         last.legend(fontsize=8)
+        for axes in figure.axes:
+            axes.set_ylim(-0.03, 1.03)
 
-    greatest = "; ".join(f"{p}: {max(head['positional'] for head in heads_of(g)):.2f}" for p, g in groups.items())
+    greatest = "; ".join(f"{p}: {max(head['positional'] for head in heads[p]):.2f}" for p in heads)
     alt = f"Greatest weight on itself or the token before, {greatest}."
     caption = "Every mark is a head of a run, in order of its score."
     return Picture("scores", "Heads by p", alt, caption, draw, (13, 3.8))
@@ -184,16 +182,12 @@ def losses(groups: Groups) -> Picture:
     channels = {p: [channel for analysis in group for channel in analysis["channels"]] for p, group in groups.items()}
 
     def draw(figure) -> None:
-        style = styles(list(groups))
         titles = {"removed": "a channel removed", "stopped": "a channel's rotation stopped"}
         for axes, (name, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
-            for at, p in enumerate(groups):
-                found = [channel[name] for channel in channels[p] if channel[name]]
-                values, errors = [c["difference"] for c in found], [c["stderr"] or 0 for c in found]
-                axes.errorbar(spread(at, len(found)), values, errors, **style[p] | {"ls": ""})
+            changes = {p: [channel[name] for channel in channels[p] if channel[name]] for p in channels}
+            values = {p: [change["difference"] for change in changes[p]] for p in channels}
+            plot_by_p(axes, values, title, {p: [change["stderr"] or 0 for change in changes[p]] for p in channels})
             axes.axhline(0, color=TEXT, lw=1)
-            mark_groups(axes, groups)
-            axes.set_title(title)
         figure.axes[0].set_ylabel("change of the loss (nats per token)")
 
     rises = "; ".join(f"{p}: {max(c['removed']['difference'] for c in found):+.4f}" for p, found in channels.items())

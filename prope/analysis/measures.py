@@ -1,6 +1,6 @@
-"""Numbers of one layer's attention: which frequencies it uses, where it looks, and how near its logits come to bounds.
+"""Measures one layer's attention: frequencies it uses, tokens it attends to, bounds of its logits.
 
-All are means over sequences; nothing that is as long as T x T outlives a block of queries.
+All are means over sequences; arrays of T x T exist for a block of queries at a time only.
 
 Axes: B sequences, T length, N query heads, K key/value heads, G = N / K, H head_dim, P = H / 2 pairs.
 """
@@ -13,25 +13,25 @@ import jax.numpy as jnp
 
 from prope.model import Captured
 
-BLOCK = 128  # queries whose weights are there at a time
+BLOCK = 128  # queries whose weights exist at a time
 FROM = 2  # the first query that counts: it, the token before it and the first one are three tokens
 
 
 class Measures(NamedTuple):
-    """Of one layer, means over sequences and over tokens; of queries from the third on, where weights are concerned.
+    """Means of one layer over sequences and tokens; of weights, over queries from the third token on.
 
     Attributes:
       query_norms: [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 6, 11 of the paper).
       key_norms: [K, P].
-      value_norms: [K, P], of the lanes that would be pairs: values are not turned, so this is the control.
+      value_norms: [K, P], of the lanes that would be pairs: values are not rotated, so this is the control.
       diagonal: [N], weight on the token itself.
       previous_token: [N], weight on the token before.
       first_token: [N], weight on the first token.
-      entropy: [N], of the weights, as a part of the greatest there can be, that of equal weights: 0 to 1.
-      distance: [N], how many tokens back the weight lies.
-      unturned_overlap: [N], sum of min(weight, weight without any rotation): what of the attention needs no position.
-      to_first: [N, P], what a pair adds to the logit of the first token, of queries after it.
-      to_others: [N, P], what it adds on average to those of all tokens after the first that a query sees.
+      entropy: [N], of the weights, divided by that of equal weights: 0 to 1.
+      distance: [N], mean distance of the attended tokens, in tokens.
+      unturned_overlap: [N], sum of min(weight, weight without any rotation): attention that needs no position.
+      to_first: [N, P], contribution of a pair to the logit of the first token, of queries after it.
+      to_others: [N, P], its mean contribution to the logits of all visible tokens after the first.
     """
 
     query_norms: jax.Array
@@ -48,13 +48,13 @@ class Measures(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """Of the first tokens, t, of the first sequence: what a table or a map shows.
+    """Attention among the first t tokens of the first sequence, as tables and maps show it.
 
     Attributes:
-      logits: [N, t, t], what the softmax takes; of keys that a query does not see, too.
+      logits: [N, t, t], before the softmax; unmasked.
       weights: [N, t, t].
       query_norms: [N, t].
-      key_norms: [N, t], of the key head that the query head looks at.
+      key_norms: [N, t], of the key head that the query head attends to.
     """
 
     logits: jax.Array
@@ -64,65 +64,65 @@ class Opening(NamedTuple):
 
 
 def logits(query: jax.Array, key: jax.Array) -> jax.Array:
-    """What the softmax takes, of queries [t, N, H] and keys [S, K, H]: [N, t, S], unmasked."""
+    """Computes the unmasked logits [N, t, S] of queries [t, N, H] and keys [S, K, H]."""
     N, H = query.shape[1:]
     key = jnp.repeat(key, N // key.shape[1], axis=1)
     return jnp.einsum("TNH,SNH->NTS", query * H**-0.5, key, preferred_element_type=jnp.float32)
 
 
 def weights(query: jax.Array, key: jax.Array, rows: jax.Array) -> jax.Array:
-    """Attention of the queries [t, N, H] at places `rows` [t] to keys [S, K, H]: [N, t, S]."""
-    seen = jnp.arange(len(key)) <= rows[:, None]
-    return jax.nn.softmax(jnp.where(seen, logits(query, key), -jnp.inf), axis=-1)
+    """Computes causal attention [N, t, S] of queries [t, N, H] at positions `rows` [t] to keys [S, K, H]."""
+    visible = jnp.arange(len(key)) <= rows[:, None]
+    return jax.nn.softmax(jnp.where(visible, logits(query, key), -jnp.inf), axis=-1)
 
 
 def pair_norms(x: jax.Array) -> jax.Array:
-    """2-norms of the pairs of lanes k and k + P of [..., H]: [..., P]."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.hypot(first, second)
+    """Computes 2-norms [..., P] of the pairs of lanes k and k + P of [..., H]."""
+    return jnp.hypot(*jnp.split(x, 2, axis=-1))
 
 
 @jax.jit
 def measure(captured: Captured) -> Measures:
-    """Measures of a layer, of arrays [B, T, ., H] with T >= 3."""
-    of_each = jax.lax.map(_measure_one, captured)
-    return jax.tree.map(lambda values: values.mean(axis=0), of_each)
+    """Measures a layer, from arrays [B, T, ., H] with T >= 3."""
+    by_sequence = jax.lax.map(_measure_sequence, captured)
+    return jax.tree.map(lambda values: values.mean(axis=0), by_sequence)
 
 
-def _measure_one(captured: Captured) -> Measures:
+def _measure_sequence(captured: Captured) -> Measures:
     T = len(captured.query)
     size = min(BLOCK, T)
 
-    def block(start):
+    def sum_block(start):
         rows = start + jnp.arange(size)
         at = jnp.minimum(rows, T - 1)  # the last block may run over the end
-        seen = weights(captured.rotated_query[at], captured.rotated_key, at)
-        free = weights(captured.query[at], captured.key, at)
-        surprise = -jax.scipy.special.xlogy(seen, seen).sum(axis=-1)
-        back = (seen * (at[:, None] - jnp.arange(T))).sum(axis=-1)
-        one = seen[:, jnp.arange(size), at], seen[:, jnp.arange(size), at - 1], seen[:, :, 0]
-        rest = surprise / jnp.log(jnp.maximum(at, 1) + 1), back, jnp.minimum(seen, free).sum(axis=-1)
+        rotated = weights(captured.rotated_query[at], captured.rotated_key, at)
+        unrotated = weights(captured.query[at], captured.key, at)
+        entropy = -jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1) / jnp.log(jnp.maximum(at, 1) + 1)
+        distance = (rotated * (at[:, None] - jnp.arange(T))).sum(axis=-1)
+        query = jnp.arange(size)
+        on_tokens = rotated[:, query, at], rotated[:, query, at - 1], rotated[:, :, 0]
+        measured = *on_tokens, entropy, distance, jnp.minimum(rotated, unrotated).sum(axis=-1)
         counted = (rows >= FROM) & (rows < T)
-        return jnp.stack([jnp.where(counted, values, 0).sum(axis=-1) for values in (*one, *rest)])
+        return jnp.stack([jnp.where(counted, values, 0).sum(axis=-1) for values in measured])
 
-    sums = jax.lax.map(block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
+    means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
     norms = (pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
-    return Measures(*norms, *sums, *_contributions(captured.rotated_query, captured.rotated_key))
+    return Measures(*norms, *means, *_contributions(captured.rotated_query, captured.rotated_key))
 
 
 def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`Measures.to_first` and `to_others`, of a sequence's turned queries and keys."""
+    """Computes `Measures.to_first` and `to_others` of a sequence's rotated queries and keys."""
     T, N, H = query.shape
     key = jnp.repeat(key, N // key.shape[1], axis=1)
     others = jnp.cumsum(key[1:], axis=0) / jnp.arange(1, T)[:, None, None]
-    added = (query[1:] * H**-0.5 * of_keys for of_keys in (key[:1], others))
-    return tuple(sum(jnp.split(lanes.mean(axis=0), 2, axis=-1)) for lanes in added)
+    products = (query[1:] * H**-0.5 * keys for keys in (key[:1], others))
+    return tuple(sum(jnp.split(lanes.mean(axis=0), 2, axis=-1)) for lanes in products)
 
 
-@functools.partial(jax.jit, static_argnames="shown")
-def opening(captured: Captured, shown: int) -> Opening:
-    """What attention does at the start of the first sequence, as far as `shown` tokens."""
-    query, key = (x[0, :shown] for x in (captured.rotated_query, captured.rotated_key))
-    N, K = query.shape[1], key.shape[1]
-    norms = (jnp.linalg.norm(x, axis=-1).T for x in (query, jnp.repeat(key, N // K, axis=1)))
+@functools.partial(jax.jit, static_argnames="length")
+def opening(captured: Captured, length: int) -> Opening:
+    """Computes attention among the first `length` tokens of the first sequence."""
+    query, key = (x[0, :length] for x in (captured.rotated_query, captured.rotated_key))
+    keys = jnp.repeat(key, query.shape[1] // key.shape[1], axis=1)
+    norms = (jnp.linalg.norm(x, axis=-1).T for x in (query, keys))
     return Opening(logits(query, key), weights(query, key, jnp.arange(len(query))), *norms)

@@ -1,4 +1,4 @@
-"""What an analysis reads: the beginnings of validation documents, or a text."""
+"""Reads the sequences of an analysis: the beginnings of validation documents, or a text."""
 
 import logging
 import pathlib
@@ -16,36 +16,43 @@ from prope.runtime.validate import validate
 
 log = logging.getLogger("prope")
 
-SHOWN = 48  # tokens of a map or a table
+SHOWN = 48  # tokens of a map
 LEAST = FROM + 1  # tokens of a sequence
 
 
-def sequences(config: ConfigDict, given) -> tuple[np.ndarray, list[str], str]:
-    """What is read: ids [B, T], the first sequence's tokens by name, and in words where they are from.
+def read_sequences(config: ConfigDict, options) -> tuple[np.ndarray, list[str], str]:
+    """Reads the sequences to analyse.
+
+    Args:
+      config: of the run.
+      options: flags `text, dataset, data_dir, seq_len, sequences`.
+
+    Returns:
+      Ids [B, T], the first sequence's tokens by name, and the dataset or file.
 
     Raises:
       UsageError: there is no text, or too little of it.
     """
     generated = config.data.dataset.startswith("synthetic/")
-    if given.text is not None:
+    if options.text is not None:
         tokenizer = load_tokenizer(config.data.tokenizer)
-        tokens = read_text(given.text, tokenizer)[None, : given.seq_len or config.data.seq_len]
-        source = given.text
+        tokens = read_text(options.text, tokenizer)[None, : options.seq_len or config.data.seq_len]
+        source = options.text
     else:
         config = config.copy_and_resolve_references()
         data = config.data
-        data.seq_len = given.seq_len or data.seq_len
-        override_dataset(data, given.dataset, given.data_dir)
+        data.seq_len = options.seq_len or data.seq_len
+        override_dataset(data, options.dataset, options.data_dir)
         validate(config)
         windows = open_windows(data, config.model.vocab_size, "validation")
-        pieces = windows.beginnings(given.sequences)
-        longest = max(map(len, pieces), default=0)
+        documents = windows.beginnings(options.sequences)
+        longest = max(map(len, documents), default=0)
         if longest < LEAST:
             raise UsageError(
                 f"config.data.dataset={data.dataset}: no validation document has {LEAST} tokens; give a --text=FILE"
             )
-        tokens = np.stack([piece for piece in pieces if len(piece) == longest])
-        if len(tokens) < given.sequences or longest < data.seq_len:
+        tokens = np.stack([document for document in documents if len(document) == longest])
+        if len(tokens) < options.sequences or longest < data.seq_len:
             log.info("found %d validation documents of %d tokens", len(tokens), longest)
         tokenizer = None if isinstance(windows, Synthetic) else load_tokenizer(data.tokenizer)
         source = data.dataset
@@ -56,7 +63,7 @@ def sequences(config: ConfigDict, given) -> tuple[np.ndarray, list[str], str]:
 
 
 def read_text(path: str, tokenizer) -> np.ndarray:
-    """The text's ids, <bos> before them."""
+    """Reads a text file as ids, with <bos> before them."""
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -79,59 +79,46 @@ def to_json(curve: tuple[np.ndarray, np.ndarray]) -> dict:
     return {"mean": curve[0].tolist(), "standard_error": curve[1].tolist()}
 
 
-def points(curve: dict) -> dict:
-    """The same, for `drawing.line`."""
-    return dict(enumerate(zip(curve["mean"], curve["standard_error"], strict=True)))
+def curves_picture(name: str, title: str, alt: str, caption: str, panels: dict, xlabel: str, legend: str) -> Picture:
+    """Draws curves, by label, for vectors of ones on the left and for Gaussian ones on the right."""
+    labels = {
+        "ones": {"title": "(a) queries and keys of ones", "ylabel": "q · k / d", "ylim": (-0.1, 1.1)},
+        "gaussian": {"title": "(b) Gaussian queries and keys", "ylabel": "q · k / √d, mean over draws",
+                     "ylim": (-0.6, 0.6)},
+    }  # fmt: skip
 
+    def draw(figure) -> None:
+        style = styles(list(panels["ones"]))
+        for axes, (kind, curves) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+            for label, curve in curves.items():
+                errors = curve.get("standard_error") or [None] * len(curve["mean"])
+                line(axes, dict(enumerate(zip(curve["mean"], errors, strict=True))), style[label] | {"lw": 1.2}, label)
+            axes.set(xlabel=xlabel, **labels[kind])
+            axes.legend(ncols=2, title=legend)
 
-def panels_of(figure, xlabel: str, **legend) -> tuple:
-    """Two panels, for vectors of ones and for Gaussian ones; `finish` labels them and adds their legends."""
-    ones, gaussian = figure.subplots(1, 2)
-
-    def finish() -> None:
-        ones.set(title="(a) queries and keys of ones", ylabel="q · k / d", ylim=(-0.1, 1.1))
-        gaussian.set(title="(b) Gaussian queries and keys", ylabel="q · k / √d, mean over draws", ylim=(-0.6, 0.6))
-        for axes in (ones, gaussian):
-            axes.set_xlabel(xlabel)
-            axes.legend(ncols=2, **legend)
-
-    return ones, gaussian, finish
+    return Picture(name, title, alt, caption, draw)
 
 
 def figure_2(curves: dict) -> Picture:
     """Figure 2 of the paper, with p-RoPE beside RoPE."""
-
-    def draw(figure) -> None:
-        ones, gaussian, finish = panels_of(figure, "distance (tokens)")
-        style = styles([f"p = {curve['p']:g}" for curve in curves["ones"]])
-        for (name, own), curve in zip(style.items(), curves["ones"], strict=True):
-            ones.plot(curve["logit"], label=name, markevery=len(curve["logit"]) // 8, **own)
-        line(gaussian, points(curves["gaussian"]), style["p = 1"] | {"marker": ""}, "p = 1")
-        finish()
-
+    ones = {f"p = {curve['p']:g}": {"mean": curve["logit"]} for curve in curves["ones"]}
     alt = (
         f"Logits at distances 0 to {LENGTH - 1}. Of ones they fall, at the right end to "
-        + ", ".join(f"{curve['logit'][-1]:.3f} for p = {curve['p']:g}" for curve in curves["ones"])
+        + ", ".join(f"{curve['mean'][-1]:.3f} for {label}" for label, curve in ones.items())
         + f"; the mean of Gaussian ones stays within {np.abs(curves['gaussian']['mean']).max():.3f} of 0."
     )
     caption = (
         "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000 "
         "draws, the same at every distance, of standard deviation 1; the band is the standard error of their mean)."
     )
-    return Picture("figure_2", "Figure 2: does RoPE decay with distance?", alt, caption, draw)
+    panels = {"ones": ones, "gaussian": {"p = 1": curves["gaussian"]}}
+    title = "Figure 2: does RoPE decay with distance?"
+    return curves_picture("figure_2", title, alt, caption, panels, "distance (tokens)", "")
 
 
 def figure_8(curves: dict) -> Picture:
     """Figure 8 of the paper."""
-
-    def draw(figure) -> None:
-        ones, gaussian, finish = panels_of(figure, "tokens from the key to the query", title="upper bound")
-        for kind, axes in {"ones": ones, "gaussian": gaussian}.items():
-            style = styles([f"L = {bound:,}" for bound in BOUNDS])
-            for (name, own), curve in zip(style.items(), curves[kind], strict=True):
-                line(axes, points(curve), own | {"lw": 1.2}, name)
-        finish()
-
+    panels = {kind: {f"L = {curve['bound']:,}": curve for curve in curves[kind]} for kind in ("ones", "gaussian")}
     ends = ", ".join(f"{c['mean'][-1]:.3f} for {c['bound']}" for c in curves["ones"])
     largest = max(np.abs(curve["mean"]).max() for curve in curves["gaussian"])
     alt = (
@@ -142,4 +129,5 @@ def figure_8(curves: dict) -> Picture:
         f"{BOUNDS[0]} tokens at sorted, distinct random positions below L: ones decay sooner with a higher L (a), "
         "Gaussian vectors still do not (b). Means over 256 draws; bands are their standard errors."
     )
-    return Picture("figure_8", "Figure 8: random positions", alt, caption, draw)
+    xlabel, legend = "tokens from the key to the query", "upper bound"
+    return curves_picture("figure_8", "Figure 8: random positions", alt, caption, panels, xlabel, legend)
