@@ -7,6 +7,8 @@ The config is stored in the run directory. Every token of every validation docum
 summed in float64, so the batch size does not change the result. Records in W/eval.jsonl are reused.
 """
 
+import dataclasses
+
 from absl import flags
 
 from prope import command
@@ -30,9 +32,10 @@ def define_flags() -> None:
 
 def main() -> dict:
     """Evaluates; returns the last record, and all of them where there are several."""
-    from prope.inference.evaluation import evaluations
+    from prope.inference.evaluation import Options, evaluations
 
-    records = list(evaluations(FLAGS))
+    options = Options(**{field.name: FLAGS[field.name].value for field in dataclasses.fields(Options)})
+    records = list(evaluations(options))
     return records[-1] | ({"evaluations": records} if len(records) > 1 else {})
 
 

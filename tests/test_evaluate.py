@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import shutil
-import types
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +70,7 @@ def runs(base, tmp_path):
 
 def ask(workdir, **flags) -> list[dict]:
     """The records of the command with these flags."""
-    names = ("step", "max_windows", "batch_size", "seq_len", "dataset", "data_dir")
-    given = types.SimpleNamespace(**dict.fromkeys(names) | {"workdir": str(workdir), "again": False} | flags)
-    return list(evaluate.evaluations(given))
+    return list(evaluate.evaluations(evaluate.Options(**{"workdir": str(workdir)} | flags)))
 
 
 @dataclasses.dataclass

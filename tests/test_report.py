@@ -15,6 +15,7 @@ import pytest
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
 from prope.html import drawing
+from prope.inference import paired
 from prope.sweep import page as sweep_page
 from prope.sweep import pictures, report, runs
 from prope.workdir import checkpoints as checkpoint
@@ -156,6 +157,36 @@ def test_the_numbers_of_the_page_are_those_of_the_files(made):
     assert machines[1][1:] == ["8 × TPU v5p", "–", "0.10.2", code, "2", "4,096", "0 min 10 s"]
     assert machines[2][1:] == ["–", "–", "–", "–", "–", "4,096", "0 min 10 s"]
     assert page.text.count("equal. Those of 6 of 6 runs") == 2 and "up to 10." in page.text
+
+
+def test_the_page_shows_the_fullest_evaluation_everywhere(made):
+    """Of one seed, after an evaluation on a few windows, and one on other documents under the same name."""
+    rng = np.random.default_rng(1)
+    entries = [{"name": f"rope_percentage={p:g},seed=0", "values": {"rope_percentage": p}} for p in PERCENTAGES]
+    (made / "sweep.json").write_text(json.dumps({"runs": entries}))
+    full = {}
+    for p, entry in zip(PERCENTAGES, entries, strict=True):
+        records = []
+        for fingerprint, windows, max_windows in (("a", 100, None), ("a", 48, 48), ("b", 200, None)):
+            losses, tokens = rng.uniform(100, 200, (30, 2)), np.full((30, 2), 64)
+            record = {"fingerprint": fingerprint, "seq_len": 256, "windows": windows, "max_windows": max_windows}
+            loss = float(losses.sum() / tokens.sum())
+            record |= {"step": 10, "dataset": "python_docs", "loss": loss, "perplexity": math.exp(loss)}
+            records.append(record | {"bits_per_byte": loss, "by_position": [{"from": 0, "to": 256, "loss": loss}]})
+            paired.write_sums(made / entry["name"] / "eval" / "10", record, losses, tokens, np.array([0, 128, 256]))
+        write_lines(made / entry["name"] / "eval.jsonl", records)
+        full[p] = records[0]["loss"]
+    page, records = page_of(made)
+    for p, row in zip(PERCENTAGES, page.tables[0][1:], strict=True):
+        assert row[3] == f"{full[p]:.4f}"
+        apart = f"{full[p] - full[1.0]:+.4f}".replace("-", "−")
+        assert row[6] == "–" if p == 1 else row[6].startswith(f"{apart} ± ")
+    assert [record["eval_loss"] for record in records] == list(full.values())
+    (position,) = [picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "position"]
+    assert [line[1] for line in lines_of(position)[0]] == [[loss] for loss in full.values()]
+    path = made / entries[0]["name"] / "eval.jsonl"
+    write_lines(path, read_lines(path)[1:2])
+    assert runs.read_sweep(made)[0].state == "unfinished", "training's own evaluation is missing"
 
 
 def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):

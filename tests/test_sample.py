@@ -258,7 +258,7 @@ def test_tokens_are_drawn_from_the_distribution(temperature, top_k, top_p):
     found = np.bincount(tokens, minlength=len(SCORES))
     support = expected > 0
     assert (found[support] > 0).all() and found[~support].sum() == 0
-    kept = np.asarray(sample.kept(sampling, scores[:1]))[0]
+    kept = np.asarray(sample.filter_logits(sampling, scores[:1]))[0]
     np.testing.assert_allclose(np.asarray(jax.nn.softmax(kept)), expected, rtol=0, atol=1e-6)
     if support.sum() > 1:
         chi2 = ((found - count * expected)[support] ** 2 / (count * expected[support])).sum()
@@ -276,11 +276,11 @@ def test_draws_of_positions_are_independent():
 
 
 def test_ties_do_not_widen_top_k_and_no_score_is_too_large():
-    kept = sample.kept(Sampling(1, 1.0, top_k=2), jnp.zeros((1, 5)))
+    kept = sample.filter_logits(Sampling(1, 1.0, top_k=2), jnp.zeros((1, 5)))
     assert (kept > -jnp.inf).sum() == 2
     far = jnp.array([[-1e30, 1e30, 0.0]])
     for top_p in (1.0, 0.5):
-        assert jax.nn.softmax(sample.kept(Sampling(1, 1e-30, None, top_p), far)).tolist() == [[0, 1, 0]]
+        assert jax.nn.softmax(sample.filter_logits(Sampling(1, 1e-30, None, top_p), far)).tolist() == [[0, 1, 0]]
 
 
 # --- The command ------------------------------------------------------------------------------------------------

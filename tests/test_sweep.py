@@ -1,6 +1,5 @@
 """A sweep as a user runs it: what it leaves, what it proves, and that being killed changes nothing."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -15,6 +14,7 @@ from conftest import CONFIG, ROOT, logged, losses
 
 from prope.config import default_config, from_dict
 from prope.errors import UsageError
+from prope.sweep import execute
 from prope.sweep.grid import plan
 from prope.sweep.runs import read_run
 
@@ -22,17 +22,6 @@ pytestmark = pytest.mark.slow
 
 PERCENTAGES = ("0", "0.5", "1")
 THREE = (CONFIG, f"--rope_percentage={','.join(PERCENTAGES)}", "--config.log_every=1", "--config.checkpoint_every=5")
-
-
-def load_sweep():
-    spec = importlib.util.spec_from_file_location("sweep", ROOT / "launch" / "sweep.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sweep"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-sweep = load_sweep()
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +122,7 @@ def test_a_directory_of_another_sweep_is_refused(whole):
     directory, _ = whole
     three = {"model.rope_percentage": [0.0, 0.5, 1.0]}
     base = from_dict(json.loads((directory / "sweep.json").read_text())["config"])
-    assert sweep.record_sweep(directory, [], three, base, {})["grid"] == three
+    assert execute.record_sweep(directory, [], three, base, {})["grid"] == three
     other = base.copy_and_resolve_references()
     other.batch_size = 16
     for grid, config, says in (
@@ -146,9 +135,9 @@ def test_a_directory_of_another_sweep_is_refused(whole):
         (three, other, r"of another config \(batch_size: 8, not 16\)"),
     ):
         with pytest.raises(UsageError, match=says):
-            sweep.record_sweep(directory, [], grid, config, {})
+            execute.record_sweep(directory, [], grid, config, {})
     with pytest.raises(UsageError, match="holds a run, not a sweep"):
-        sweep.record_sweep(directory / "rope_percentage=0", [], three, base, {})
+        execute.record_sweep(directory / "rope_percentage=0", [], three, base, {})
     run = plan(three, "", other, {})[0]
     with pytest.raises(UsageError, match=r"rope_percentage=0: holds a run of another config \(batch_size: 8, not 16\)"):
         read_run(directory / run.name, run.values, run.config)
@@ -301,16 +290,16 @@ def test_a_launcher_gets_every_run(finish, tmp_path):
 )
 def test_what_launchers_are_given(backend, expected):
     (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {})
-    name = sweep.job_name("W-rope_percentage=0.25")
-    line = sweep.launcher(backend, ["--spot"])(pathlib.Path("/mnt/W"), run)
+    name = execute.job_name("W-rope_percentage=0.25")
+    line = execute.launcher(backend, ["--spot"])(pathlib.Path("/mnt/W"), run)
     train = ["--config=file.py", "--config.model.rope_percentage=0.25", "--workdir=/mnt/W/rope_percentage=0.25"]
     assert line == [part.replace("NAME", name) for part in expected] + ["python", "-m", "prope.train", *train]
-    assert len(sweep.job_name("x" * 99)) == 40 and sweep.job_name("x" * 99) != sweep.job_name("x" * 98)
+    assert len(execute.job_name("x" * 99)) == 40 and execute.job_name("x" * 99) != execute.job_name("x" * 98)
 
 
 def test_a_run_that_leaves_no_files_here_is_known_by_what_it_printed(tmp_path):
     (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {})
-    made = sweep.Sweep(tmp_path, [run], lambda *_: [])
+    made = execute.Sweep(tmp_path, [run], lambda *_: [])
     assert made.read(run).state == "new"
     printed = {"step": 1000, "loss": 1.0, "eval_loss": 2.0, "perplexity": 7.4, "bits_per_byte": 2.9, "init_hash": "aa"}
     made.printed[run.name] = printed

@@ -1,10 +1,9 @@
-"""Loss and perplexity of saved checkpoints over the validation documents: python -m prope.evaluate --workdir=W.
+"""Loss and perplexity of checkpoints over validation documents; the room behind python -m prope.evaluate.
 
-W is a run, or a directory with runs below it. A run knows its config. Every token of every validation document is
-predicted once and the losses are added up in float64, so the batch size does not change the result. What W/eval.jsonl
-already says is not computed again.
+Every token of every validation document is predicted once. Losses are added up in float64, so the batch size does not
+change the result. Evaluations that a run's eval.jsonl already has are not computed again.
 
-Axes: B batch, T seq_len of the windows.
+Axes: B batch, T seq_len of the windows, C documents, Q buckets of positions.
 """
 
 import dataclasses
@@ -35,74 +34,75 @@ from prope.runtime.files import append_jsonl
 from prope.runtime.validate import validate
 from prope.step import batch_hidden
 from prope.workdir import checkpoints as checkpoint
-from prope.workdir.records import read_jsonl
+from prope.workdir.records import find_evaluation, read_jsonl
 
 log = logging.getLogger("prope")
 
-_LONG = 8192  # windows of this many tokens and more are told apart by thousands of positions
-
-# What a record must say to stand for an evaluation that is asked for.
-_FIELDS = ("loss", "loss_stderr", "by_position", "tokens", "perplexity", "bits_per_byte", "unigram_bits_per_byte")
+_LONG = 8192  # tokens; windows from this length on are reported in buckets of 1024 positions
+# Fields that a cached record needs to be reused.
+_FIELDS = {"loss", "loss_stderr", "by_position", "tokens", "perplexity", "bits_per_byte", "unigram_bits_per_byte"}
 
 
 def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callable[..., dict | None]:
-    """A function of the parameters that evaluates `windows`: all, or config.eval.max_windows evenly spread ones.
+    """Makes a function that evaluates parameters on `windows`: all, or config.eval.max_windows evenly spread ones.
 
-    Its arguments are the parameters and, if wanted, a folder W/eval/STEP to keep the sums by document in, and what is
-    called before every batch, as often in every process: where that returns False it gives up, with None. It returns
+    Its arguments: the parameters; optionally a folder, W/eval/STEP, for the sums by document; optionally a callback
+    before every batch, called equally often in all processes, that stops the evaluation (result None) by returning
+    False. It returns a dictionary:
 
-    fingerprint, windows        of the data; how many windows were read
-    tokens                      how many were predicted
+    fingerprint, seq_len        of the data; tokens in a window
+    windows, tokens             how many windows were read; how many tokens were predicted
     loss, perplexity            nats per token; its exponential
-    loss_stderr                 standard error of the loss over documents, `paired.mean_and_stderr`; null for a single
-                                one. A document's pieces in windows that are not neighbours count as documents
+    loss_stderr                 standard error of the loss over documents (`paired.mean_and_stderr`); None for a single
+                                one. Parts of a document in windows that are not neighbours count as documents
     bits_per_byte               the loss in total bits over the bytes of the text
-    unigram_bits_per_byte       what predicting every token by its frequency in the training split would give
-    by_position                 [{"from", "to", "loss", "tokens"}]: by position in the window, from .. to - 1, in steps
+    unigram_bits_per_byte       the same when every token is predicted by its frequency in the training split
+    by_position                 [{"from", "to", "loss", "tokens"}] for positions from .. to - 1 in the window, in steps
                                 of an eighth of config.data.seq_len, the length of training; of 1024 in windows of
                                 8192 tokens or more. Buckets without a token are left out
-    accuracy                    of synthetic data: the share of the answers that have the highest score
-    accuracy_by_distance        of synthetic data: [{"task", "from", "to", "accuracy", "answers"}], by how many tokens
-                                before the question the answer stands, from .. to - 1
+    accuracy                    synthetic data only: the share of answers that get the highest score
+    accuracy_by_distance        synthetic data only: [{"task", "from", "to", "accuracy", "answers"}] for answers that
+                                stand from .. to - 1 tokens before their question
     """
     count = _count(config, windows)
-    chosen = [place * windows.count // count for place in range(count)]
-    parts = mesh.devices.size // mesh.shape["tensor"]
-    size = -(-min(config.eval.batch_size, count) // parts) * parts
-    mine = sharding.rows_of_this_process(mesh, size)
-    generated = isinstance(windows, Synthetic)
-    width = 1024 if windows.seq_len >= _LONG else max(config.data.seq_len // 8, 1)
+    chosen = [i * windows.count // count for i in range(count)]
+    shards = mesh.devices.size // mesh.shape["tensor"]
+    batch_size = -(-min(config.eval.batch_size, count) // shards) * shards
+    local_rows = sharding.rows_of_this_process(mesh, batch_size)
+    synthetic = isinstance(windows, Synthetic)
+    bucket_width = 1024 if windows.seq_len >= _LONG else max(config.data.seq_len // 8, 1)
 
     def read(start: int) -> dict[str, np.ndarray]:
-        rows = [chosen[start + row] for row in mine if start + row < count]
-        padding = windows.empty(len(mine) - len(rows))
-        return {name: np.concatenate([part, padding[name]]) for name, part in windows.read(rows).items()}
+        indices = [chosen[start + row] for row in local_rows if start + row < count]
+        padding = windows.empty(len(local_rows) - len(indices))
+        return {name: np.concatenate([rows, padding[name]]) for name, rows in windows.read(indices).items()}
 
     def score(params, batch):
         hidden = batch_hidden(config, params, batch)
-        scores = {name: batch[name] for name in ("weights", "segment_ids")} | {"opens": batch["tokens"][:, 0] == BOS}
+        scores = {name: batch[name] for name in ("weights", "segment_ids")}
+        scores["starts_document"] = batch["tokens"][:, 0] == BOS
         scores["losses"] = token_losses(hidden, model.embedding(params), batch["targets"])
-        if generated:  # a sequence at a time: nothing holds the logits of all
-            best = jax.lax.map(lambda row: model.logits(params, row).argmax(axis=-1), hidden)
-            scores["right"] = best == batch["targets"]
+        if synthetic:  # one sequence at a time, so that the logits of a batch never exist whole
+            predictions = jax.lax.map(lambda row: model.logits(params, row).argmax(axis=-1), hidden)
+            scores["correct"] = predictions == batch["targets"]
         return scores
 
     step = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def evaluation(
-        params: model.Params, keep: pathlib.Path | None = None, go_on: Callable[[], bool] = lambda: True
+    def evaluate(
+        params: model.Params, sums_folder: pathlib.Path | None = None, go_on: Callable[[], bool] = lambda: True
     ) -> dict | None:
-        sums, right = _Sums(windows.seq_len, width), []
-        for start in range(0, count, size):
+        sums, correct = _DocumentSums(windows.seq_len, bucket_width), []
+        for start in range(0, count, batch_size):
             if not go_on():
                 return None
             with sharding.use(mesh):
-                scores = step(params, sharding.global_batch(mesh, read(start), size))
+                scores = step(params, sharding.global_batch(mesh, read(start), batch_size))
             scores = {name: np.asarray(values) for name, values in scores.items()}
-            here = chosen[start : start + size]
-            right.extend(scores.pop("right", ())[: len(here)])
-            for row, window in enumerate(here):
-                sums.add(window, **{name: values[row] for name, values in scores.items()})
+            indices = chosen[start : start + batch_size]
+            correct.extend(scores.pop("correct", ())[: len(indices)])
+            for row, index in enumerate(indices):
+                sums.add(index, **{name: values[row] for name, values in scores.items()})
         losses, tokens = sums.by_document()
         loss, stderr = paired.mean_and_stderr(losses.sum(axis=1), tokens.sum(axis=1))
         store = windows.store
@@ -119,44 +119,44 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
             "unigram_bits_per_byte": store.index["unigram_loss"] * bits_per_byte,
             "by_position": _by_position(losses.sum(axis=0), tokens.sum(axis=0), sums.edges),
         }
-        if generated:
-            record |= windows.accuracy(chosen, np.array(right))
-        if keep is not None and processes.is_first():
-            paired.write_sums(keep, record, losses, tokens, sums.edges)
+        if synthetic:
+            record |= windows.accuracy(chosen, np.array(correct))
+        if sums_folder is not None and processes.is_first():
+            paired.write_sums(sums_folder, record, losses, tokens, sums.edges)
         return record
 
-    return evaluation
+    return evaluate
 
 
-class _Sums:
-    """Adds up losses [T] of windows, by document and by bucket of positions.
+class _DocumentSums:
+    """Sums losses by document and by bucket of positions.
 
     Attributes:
       edges: [Q + 1]; bucket q holds positions edges[q] .. edges[q + 1] - 1.
     """
 
-    def __init__(self, T: int, width: int):
-        self.edges = np.append(np.arange(0, T, width), T)
-        self._bucket = np.arange(T) // width
-        self._parts: list[np.ndarray] = []  # [2, documents, Q]: losses and tokens
-        self._last = -2  # the window before
+    def __init__(self, T: int, bucket_width: int):
+        self.edges = np.append(np.arange(0, T, bucket_width), T)
+        self._bucket = np.arange(T) // bucket_width
+        self._sums: list[np.ndarray] = []  # [2, documents, Q] of a window: losses and tokens
+        self._last = -2  # index of the previous window
 
-    def add(self, window: int, losses, weights, segment_ids, opens) -> None:
-        """Adds a window; `opens` says that a document begins with it."""
+    def add(self, index: int, losses, weights, segment_ids, starts_document) -> None:
+        """Adds the window with this index, arrays [T]; a document may go on from the window before."""
         documents, Q = max(int(segment_ids.max()), 1), len(self.edges) - 1
-        cell = np.maximum(segment_ids - 1, 0) * Q + self._bucket  # padding has no weight, so it may go anywhere
-        both = (losses.astype(np.float64) * weights, weights)
-        part = np.stack([np.bincount(cell, values, documents * Q).reshape(documents, Q) for values in both])
-        if window == self._last + 1 and not opens:  # the document goes on
-            self._parts[-1][:, -1] += part[:, 0]
-            part = part[:, 1:]
-        if part.shape[1]:
-            self._parts.append(part)
-        self._last = window
+        cell = np.maximum(segment_ids - 1, 0) * Q + self._bucket  # padding has weight 0, so its cell does not matter
+        summands = (losses.astype(np.float64) * weights, weights)
+        sums = np.stack([np.bincount(cell, values, documents * Q).reshape(documents, Q) for values in summands])
+        if index == self._last + 1 and not starts_document:
+            self._sums[-1][:, -1] += sums[:, 0]
+            sums = sums[:, 1:]
+        if sums.shape[1]:
+            self._sums.append(sums)
+        self._last = index
 
     def by_document(self) -> tuple[np.ndarray, np.ndarray]:
-        """(losses, tokens), both [C, Q]."""
-        losses, tokens = np.concatenate(self._parts, axis=1)
+        """Returns (losses, tokens), both [C, Q]."""
+        losses, tokens = np.concatenate(self._sums, axis=1)
         return losses, tokens
 
 
@@ -172,8 +172,22 @@ def _count(config: ConfigDict, windows: Windows) -> int:
     return min(config.eval.max_windows or windows.count, windows.count)
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Which evaluations to make; the fields are the flags of prope.evaluate, which explains them."""
+
+    workdir: str
+    step: str | None = None
+    batch_size: int | None = None
+    max_windows: int | None = None
+    seq_len: str | None = None
+    dataset: str | None = None
+    data_dir: str | None = None
+    again: bool = False
+
+
 def find_steps(run: pathlib.Path, step: str | None) -> list[int | None]:
-    """The checkpoints of a run that --step names: a number, "all", or None for the newest, which stays None.
+    """Lists the checkpoints of a run that --step names: a number, "all", or None for the newest, which stays None.
 
     Raises:
       UsageError: it is neither.
@@ -185,13 +199,13 @@ def find_steps(run: pathlib.Path, step: str | None) -> list[int | None]:
     return [None if step is None else int(step)]
 
 
-def lengths(text: str | None, trained: int) -> list[int]:
-    """The lengths that --seq_len names: "512,2x,8x" are 512 and two and eight times the length of training.
+def parse_lengths(text: str | None, trained: int) -> list[int]:
+    """Parses --seq_len: "512,2x,8x" are 512 tokens and two and eight times the length of training.
 
     Raises:
       UsageError: an entry is neither a number nor a multiple.
     """
-    found = []
+    lengths = []
     for entry in ("1x" if text is None else text).split(","):
         match = re.fullmatch(r"\s*([0-9]+)(x?)\s*", entry)
         if match is None or int(match[1]) == 0:
@@ -199,95 +213,83 @@ def lengths(text: str | None, trained: int) -> list[int]:
                 f"--seq_len={text}: {entry!r} is neither a number of tokens nor a multiple of the training's length; "
                 "give a list such as 512 or 1x,2x,8x"
             )
-        found.append(int(match[1]) * (trained if match[2] else 1))
-    return list(dict.fromkeys(found))
-
-
-def _asked_for(config: ConfigDict, given) -> ConfigDict:
-    """A run's config, as the flags would have it."""
-    config = config.copy_and_resolve_references()
-    config.model.attention = "auto"  # of this machine, which need not be the one that trained
-    config.eval.max_windows = given.max_windows
-    override_dataset(config.data, given.dataset, given.data_dir)
-    validate(config)
-    return config
+        lengths.append(int(match[1]) * (trained if match[2] else 1))
+    return list(dict.fromkeys(lengths))
 
 
 @dataclasses.dataclass
 class _Evaluator:
-    """What runs that differ in their seed only have in common: windows, and what is compiled for them."""
+    """The windows, and the function compiled for them, that runs which differ only in their seed share."""
 
     config: ConfigDict
     windows: Windows
 
     @functools.cached_property
-    def function(self) -> Callable[..., dict]:
+    def evaluate(self) -> Callable[..., dict]:
         return make_evaluation(self.config, self.windows, sharding.make_mesh())
 
 
-def _evaluators(config: ConfigDict, given, made: dict[str, _Evaluator]) -> list[_Evaluator]:
-    """One for each length that is asked for; those that are in `made` already are taken from there."""
-    found, trained = [], config.data.seq_len
-    for T in lengths(given.seq_len, trained):
+def _evaluators(config: ConfigDict, options: Options, cache: dict[str, _Evaluator]) -> list[_Evaluator]:
+    """Makes an evaluator for each length, or takes it from `cache`."""
+    config = config.copy_and_resolve_references()
+    config.model.attention = "auto"  # of this machine, which need not be the one that trained
+    config.eval.max_windows = options.max_windows
+    override_dataset(config.data, options.dataset, options.data_dir)
+    validate(config)
+    evaluators, trained = [], config.data.seq_len
+    for T in parse_lengths(options.seq_len, trained):
         own = config.copy_and_resolve_references()
         # Longer windows, fewer at a time: as many tokens as at the training's length, so that memory suffices.
-        own.eval.batch_size = given.batch_size or max(config.eval.batch_size * trained // max(T, trained), 1)
+        own.eval.batch_size = options.batch_size or max(config.eval.batch_size * trained // max(T, trained), 1)
         data = own.data.copy_and_resolve_references()
         data.seq_len = T
         key = json.dumps([own.model.to_dict(), own.data.to_dict(), own.eval.to_dict(), T])
-        if key not in made:
-            made[key] = _Evaluator(own, open_windows(data, own.model.vocab_size, "validation"))
-        found.append(made[key])
-    return found
+        if key not in cache:
+            cache[key] = _Evaluator(own, open_windows(data, own.model.vocab_size, "validation"))
+        evaluators.append(cache[key])
+    return evaluators
 
 
-def evaluations(given) -> Iterator[dict]:
-    """The records of all evaluations that the flags ask for: run by run, checkpoint by checkpoint, length by length.
+def evaluations(options: Options) -> Iterator[dict]:
+    """Yields the record of every evaluation: run by run, checkpoint by checkpoint, length by length.
 
     Raises:
       UsageError: a run, a checkpoint or data is missing, or does not fit; before the first evaluation.
     """
-    plan, made, runs = [], {}, checkpoint.find_runs(given.workdir)
+    plan, cache, runs = [], {}, checkpoint.find_runs(options.workdir)
     for workdir in runs:
         if len(runs) > 1 and not checkpoint.steps_of(workdir):
             log.info("%s: left out, for it has no finished checkpoint yet", workdir)
             continue
-        for step in find_steps(workdir, given.step):
+        for step in find_steps(workdir, options.step):
             config, step, init_hash = checkpoint.find_run(workdir, step)
-            plan.append((workdir, step, init_hash, _evaluators(_asked_for(config, given), given, made)))
+            plan.append((workdir, step, init_hash, _evaluators(config, options, cache)))
     if not plan:
-        raise UsageError(f"--workdir={given.workdir}: no run there has a finished checkpoint; train one first")
+        raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
     for workdir, step, init_hash, evaluators in plan:
         params = None
         for evaluator in evaluators:
             config, windows = evaluator.config, evaluator.windows
             count, pairs = _count(config, windows), model.rotated_pairs(config.model)
-            about = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
-            run = {"rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
-            end = {"init_hash": init_hash, "workdir": str(workdir)}
-            same = about | {"fingerprint": windows.store.fingerprint, "windows": count}
-            found = None if given.again else _find(workdir, same)
-            if found is not None:
+            record = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
+            same = record | {"fingerprint": windows.store.fingerprint, "windows": count}
+            record |= {"rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
+            run = {"init_hash": init_hash, "workdir": str(workdir)}
+            reusable = [r for r in read_jsonl(workdir / "eval.jsonl") if r.keys() >= _FIELDS and not options.again]
+            if cached := find_evaluation(reusable, **same):
                 log.info("step %d of %s on %d tokens a window: is in eval.jsonl", step, workdir, windows.seq_len)
-                yield {**about, **run, **found, **end}
+                yield record | cached | run
                 continue
             log.info(
-                "evaluating step %d of %s on %d of %d windows of %d tokens of %s; p-RoPE turns %s of %d pairs", step,
+                "evaluating step %d of %s on %d of %d windows of %d tokens of %s; p-RoPE rotates %s of %d pairs", step,
                 workdir, count, windows.count, windows.seq_len, config.data.dataset, pairs, config.model.head_dim // 2,
             )  # fmt: skip
             if params is None:  # without --step, of the newest checkpoint that is whole
-                loaded = checkpoint.load_run(workdir, None if given.step is None else step)
+                loaded = checkpoint.load_run(workdir, None if options.step is None else step)
                 params, step = loaded.params, loaded.step
-                about["step"] = step
-            result = evaluator.function(params, workdir / "eval" / str(step))
-            record = {**about, **run, "max_windows": config.eval.max_windows, **result, **end}
+                record["step"] = step
+            result = evaluator.evaluate(params, workdir / "eval" / str(step))
+            record |= {"max_windows": config.eval.max_windows, **result, **run}
             if processes.is_first():
                 append_jsonl(workdir / "eval.jsonl", record)
             yield record
-
-
-def _find(workdir: pathlib.Path, about: dict) -> dict | None:
-    """The newest record of a run with these values and all that an evaluation says."""
-    records = read_jsonl(workdir / "eval.jsonl")
-    found = [r for r in records if about.items() <= r.items() and all(name in r for name in _FIELDS)]
-    return found[-1] if found else None

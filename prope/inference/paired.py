@@ -1,11 +1,11 @@
-"""How sure a loss is, and how much two runs differ: sums by document, kept beside a run's evaluations.
+"""Standard errors of losses, and paired differences of two runs, from sums by document.
 
-Tokens of one document are alike, so the document, not the token, is what a loss is a sample of. Two runs that were
-evaluated on the same windows find the same documents hard; their difference, taken document by document, is far
-surer than either loss. W/eval/STEP/FINGERPRINT-SEQ_LEN-WINDOWS.npz therefore holds, for an evaluation of W:
+Tokens of a document are correlated, so documents, not tokens, are the independent samples. Two runs evaluated on the
+same windows find the same documents hard, so their difference by document is much more precise than either loss.
+W/eval/STEP/FINGERPRINT-SEQ_LEN-WINDOWS.npz therefore holds, for an evaluation of W:
 
 loss    float32 [C, Q]: sums of the loss in nats, by document and by bucket of positions in the window
-tokens  int32 [C, Q]: how many tokens these are
+tokens  int32 [C, Q]: numbers of tokens
 edges   int64 [Q + 1]: bucket q holds positions edges[q] .. edges[q + 1] - 1
 
 Axes: C documents, in the order of the windows, Q buckets of positions.
@@ -20,9 +20,7 @@ import numpy as np
 
 from prope.errors import UsageError
 from prope.runtime.files import write_atomic
-from prope.workdir.records import read_jsonl
-
-SAME_DATA = ("fingerprint", "seq_len", "windows")  # of a record: two that agree in these saw the same tokens
+from prope.workdir.records import SAME_WINDOWS, find_evaluation, find_pair, read_jsonl
 
 
 class Difference(NamedTuple):
@@ -33,28 +31,27 @@ class Difference(NamedTuple):
 
 
 def mean_and_stderr(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
-    """The loss per token and its standard error, from sums by document.
+    """Computes the loss per token and its standard error from sums by document.
 
-    The mean is a ratio of two sums that both vary from document to document. Its standard error is the jackknife's
-    (Efron and Tibshirani, An Introduction to the Bootstrap, eq. 11.5): with mean_c the mean without document c, of
-    C, sqrt((C - 1) / C * sum_c (mean_c - average of all mean_c)^2). Where few documents hold most of the tokens the
-    usual linear formula is too small; this one much less so.
+    The mean is a ratio of two sums that both vary by document. Its standard error is the jackknife's (Efron and
+    Tibshirani, An Introduction to the Bootstrap, eq. 11.5): with mean_c the mean without document c,
+    sqrt((C - 1) / C * sum_c (mean_c - average of all mean_c)^2). Where few documents hold most of the tokens, the
+    usual linear formula is much too small.
 
     Args:
-      loss: [C] nats; sums over the tokens of a document.
-      tokens: [C]; how many they are. Documents without any do not count.
+      loss: [C] nats, summed over the tokens of a document.
+      tokens: [C] numbers of tokens. Documents without tokens do not count.
 
     Returns:
-      (mean, standard error), nats per token; the error is None where there are fewer than two documents.
+      (mean, standard error), nats per token; the error is None with fewer than two documents.
     """
-    counted = tokens > 0
-    loss, tokens = np.asarray(loss, np.float64)[counted], np.asarray(tokens, np.float64)[counted]
-    mean = float(loss.sum() / tokens.sum())
-    count = len(tokens)
-    if count < 2:
+    nonempty = tokens > 0
+    loss, tokens = np.asarray(loss, np.float64)[nonempty], np.asarray(tokens, np.float64)[nonempty]
+    mean, C = float(loss.sum() / tokens.sum()), len(tokens)
+    if C < 2:
         return mean, None
-    without = (loss.sum() - loss) / (tokens.sum() - tokens)
-    return mean, float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
+    left_out = (loss.sum() - loss) / (tokens.sum() - tokens)
+    return mean, float(np.sqrt((C - 1) / C * ((left_out - left_out.mean()) ** 2).sum()))
 
 
 def paired_difference(
@@ -63,25 +60,31 @@ def paired_difference(
     about: dict | None = None,
     positions: tuple[int, int] | None = None,
 ) -> Difference:
-    """How much the losses of two runs differ on the same windows.
+    """Computes the difference of two runs' losses on the same windows, and its standard error over documents.
 
     Args:
-      workdir_a: a run that prope.evaluate, or training, has evaluated.
-      workdir_b: another, on the same data at the same length.
-      about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}. Of those of the
-        first run the newest counts, of the second the newest on the same windows.
-      positions: only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
+      workdir_a: a run evaluated by training or prope.evaluate.
+      workdir_b: another, evaluated on the same data at the same length.
+      about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}. The fullest
+        evaluations that both runs have are compared, and of equally full ones the newest.
+      positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
 
     Raises:
-      UsageError: an evaluation is missing, or its sums are; says which command makes them.
+      UsageError: an evaluation or its sums are missing; names the command that makes them.
     """
-    about = about or {}
-    record = _newest(workdir_a, about)
-    (loss, tokens, edges), (other, counted, _) = (
-        _read(workdir, _newest(workdir, about | {name: record[name] for name in SAME_DATA}))
-        for workdir in (workdir_a, workdir_b)
-    )
-    if loss.shape != other.shape or (tokens != counted).any():
+    workdirs, fields = (workdir_a, workdir_b), about or {}
+    records, others = (read_jsonl(pathlib.Path(workdir) / "eval.jsonl") for workdir in workdirs)
+    pair = find_pair(records, others, **fields)
+    if pair is None:
+        workdir = workdir_a
+        if unmatched := find_evaluation(records, **fields):
+            workdir, fields = workdir_b, fields | {name: unmatched.get(name) for name in SAME_WINDOWS}
+        raise UsageError(
+            f"{workdir}: has no evaluation with {fields}; run python -m prope.evaluate --workdir={workdir} with the "
+            "flags of the other run's"
+        )
+    (loss, tokens, edges), (loss_b, tokens_b, _) = map(_read_sums, workdirs, pair)
+    if loss.shape != loss_b.shape or (tokens != tokens_b).any():
         raise UsageError(
             f"{workdir_a} and {workdir_b}: their evaluations count other tokens; both runs must have the same "
             "config.data and training length"
@@ -91,35 +94,23 @@ def paired_difference(
         if not set(positions) <= set(edges.tolist()):
             raise UsageError(f"positions={positions}: must be two of {', '.join(map(str, edges))}")
         columns = slice(*np.searchsorted(edges, positions))
-    apart = loss[:, columns].astype(np.float64) - other[:, columns]
-    return Difference(*mean_and_stderr(apart.sum(axis=1), tokens[:, columns].sum(axis=1)))
+    differences = loss[:, columns].astype(np.float64) - loss_b[:, columns]
+    return Difference(*mean_and_stderr(differences.sum(axis=1), tokens[:, columns].sum(axis=1)))
 
 
 def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> None:
-    """Writes the sums of an evaluation into the folder of its step, W/eval/STEP, whole or not at all."""
+    """Writes the sums of an evaluation into the folder of its step, W/eval/STEP, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = _path(folder, record)
     arrays = io.BytesIO()
     np.savez_compressed(arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), edges=edges)
-    write_atomic(path, arrays.getvalue())
+    write_atomic(_path(folder, record), arrays.getvalue())
 
 
 def _path(folder: pathlib.Path, record: dict) -> pathlib.Path:
-    return folder / ("-".join(str(record[name]) for name in SAME_DATA) + ".npz")
+    return folder / ("-".join(str(record[name]) for name in SAME_WINDOWS) + ".npz")
 
 
-def _newest(workdir: str | os.PathLike, wanted: dict) -> dict:
-    records = read_jsonl(pathlib.Path(workdir) / "eval.jsonl")
-    found = [r for r in records if wanted.items() <= r.items() and all(name in r for name in SAME_DATA)]
-    if not found:
-        raise UsageError(
-            f"{workdir}: has no evaluation with {wanted}; run python -m prope.evaluate --workdir={workdir} with the "
-            "flags of the other run's"
-        )
-    return found[-1]
-
-
-def _read(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     path = _path(pathlib.Path(workdir) / "eval" / str(record["step"]), record)
     try:
         with np.load(path) as saved:

@@ -1,4 +1,4 @@
-"""Runs a sweep: one process per run, or a launcher of pods and clusters; finished runs are skipped, others resumed."""
+"""Runs a sweep, one run after the other, in a local process or through a launcher; skips finished runs."""
 
 import contextlib
 import dataclasses
@@ -26,38 +26,37 @@ from prope.workdir import checkpoints as checkpoint
 
 log = logging.getLogger("prope")
 
-STARTS_AGAIN = 3  # times that a run which was lost is started again
+MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
 
 
 def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base: ConfigDict, about: dict) -> dict:
-    """What sweep.json is to hold; it may have more values than the one that is there, and nothing else may differ.
+    """Returns the content of sweep.json; compared with an existing one, only the grid's values may grow.
 
     Raises:
       UsageError: the directory holds a run, or another sweep.
     """
     if (directory / "config.json").exists():
         raise UsageError(f"--workdir={directory}: holds a run, not a sweep; choose another --workdir")
-    grid = {name: list(values) for name, values in grid.items()}
-    there = read_json(directory / "sweep.json", DAMAGED_SWEEP)
-    if there is not None:
+    saved = read_json(directory / "sweep.json", DAMAGED_SWEEP)
+    if saved is not None:
         remedy = "; choose another --workdir, or the arguments that it was started with"
-        what = f"--workdir={directory}: holds a sweep"
-        if there["grid"].keys() != grid.keys():
-            raise UsageError(f"{what} of {', '.join(there['grid'])}, not of {', '.join(grid)}{remedy}")
-        for name, values in there["grid"].items():
+        message = f"--workdir={directory}: holds a sweep"
+        if saved["grid"].keys() != grid.keys():
+            raise UsageError(f"{message} of {', '.join(saved['grid'])}, not of {', '.join(grid)}{remedy}")
+        for name, values in saved["grid"].items():
             if missing := [text_of(value) for value in values if value not in grid[name]]:
-                raise UsageError(f"{what} that has also {name}={','.join(missing)}; name these values too{remedy}")
-        differing = differences(base, from_dict(there["config"]))
+                raise UsageError(f"{message} that has also {name}={','.join(missing)}; name these values too{remedy}")
+        differing = differences(base, from_dict(saved["config"]))
         differing = [line for line in differing if line.partition(":")[0] not in grid]
         if differing:
-            raise UsageError(f"{what} of another config ({'; '.join(differing)}){remedy}")
+            raise UsageError(f"{message} of another config ({'; '.join(differing)}){remedy}")
     names = [{"name": run.name, "values": run.values} for run in runs]
     return {**about, "grid": grid, "runs": names, "config": base.to_dict()}
 
 
 @contextlib.contextmanager
 def locked(directory: pathlib.Path) -> Iterator[int]:
-    """Holds the sweep's directory; gives a descriptor that runs inherit, so that one left behind holds it as well."""
+    """Locks the sweep's directory; yields the lock's descriptor, which runs inherit: one that outlives us holds it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -72,39 +71,43 @@ def locked(directory: pathlib.Path) -> Iterator[int]:
         yield file.fileno()
 
 
-class Processes:
-    """Starts runs one after the other, and hands on to them what only the sweep is told: to stop."""
+class ChildProcesses:
+    """Runs one child process at a time and forwards SIGTERM and SIGINT to it.
+
+    Attributes:
+      stop_signal: the signal that the sweep received; None so far.
+    """
 
     def __init__(self, lock: int):
         self._lock = lock
         self._child: subprocess.Popen | None = None
-        self.told: int | None = None  # the signal that ends the sweep
+        self.stop_signal: int | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._tell)
+            signal.signal(number, self._forward)
 
     def run(self, line: list[str]) -> tuple[int, str, dict]:
-        """(exit code, last error line, result that it printed) of a command; all its output goes to stderr."""
+        """Runs a command with its output on stderr; returns (exit code, last error line, printed JSON object)."""
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self._child = subprocess.Popen(line, text=True, errors="replace", pass_fds=[self._lock], **pipe)
-        if self.told:  # between the last look and now
-            self._child.send_signal(self.told)
-        said, printed = "", {}
+        if self.stop_signal:  # it came while the child was started
+            self._child.send_signal(self.stop_signal)
+        error, result = "", {}
         for text in self._child.stdout:
             sys.stderr.write(text)
             sys.stderr.flush()
-            said = text.strip() if text.startswith(("error:", "stopped:")) else said
+            error = text.strip() if text.startswith(("error:", "stopped:")) else error
             with contextlib.suppress(ValueError):
-                printed = json.loads(text) if text.startswith("{") else printed
-        return self._child.wait(), said, printed
+                result = json.loads(text) if text.startswith("{") else result
+        return self._child.wait(), error, result
 
     def exit_code(self, code: int) -> int:
-        """The sweep's own, after a run that ended with `code` was asked to stop."""
-        if code <= 0:  # it had just finished, or did not answer
-            return {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}[self.told] if code == 0 else 128 - code
-        return code
+        """Returns the sweep's exit code after `stop_signal`, given that of the child."""
+        if code == 0:  # it had just finished
+            return {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}[self.stop_signal]
+        return code if code > 0 else 128 - code
 
-    def _tell(self, number: int, frame) -> None:
-        self.told = number
+    def _forward(self, number: int, frame) -> None:
+        self.stop_signal = number
         if self._child is None or self._child.poll() is not None:
             return
         if number == signal.SIGTERM or not in_foreground():
@@ -112,7 +115,7 @@ class Processes:
 
 
 def in_foreground() -> bool:
-    """Whether Ctrl-C on a terminal goes to this process and to its runs; told twice, a run would not even save."""
+    """Returns whether the terminal's Ctrl-C reaches runs by itself; a second signal would stop them from saving."""
     with contextlib.suppress(OSError), open("/dev/tty") as terminal:
         return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     return False
@@ -120,17 +123,17 @@ def in_foreground() -> bool:
 
 @dataclasses.dataclass
 class Sweep:
-    """The runs in a directory, the commands that make them, and what has come of it so far."""
+    """The runs of a sweep, the commands that carry them out, and their outcomes so far."""
 
     directory: pathlib.Path
     runs: list[Planned]
     command: Callable[[pathlib.Path, Planned], list[str]]
     submits: bool = False  # the command ends when the run is in a queue
-    printed: dict[str, dict] = dataclasses.field(default_factory=dict)  # by name, where it cannot be read from files
-    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by name
+    printed: dict[str, dict] = dataclasses.field(default_factory=dict)  # results of commands, by run
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by run
 
     def read(self, planned: Planned) -> Run:
-        """A run by its files; one that another machine made, and whose files are not seen here, by what it printed."""
+        """Reads a run from its files; from what it printed if it left no files on this machine."""
         run = read_run(self.directory / planned.name, planned.values, planned.config)
         result = self.printed.get(planned.name, {})
         if run.started or "eval_loss" not in result:
@@ -138,49 +141,47 @@ class Sweep:
         data, windows = planned.config.data, planned.config.eval.max_windows
         record = {"step": result["step"], "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
         record |= {"loss": result["eval_loss"], **{name: result[name] for name in ("perplexity", "bits_per_byte")}}
-        steps = [{"step": result["step"], "loss": result["loss"]}]
-        known = {"started": True, "step": result["step"], "init_hash": result["init_hash"], "metrics": steps}
-        return dataclasses.replace(run, **known, evaluations=[record])
+        fields = {"step": result["step"], "init_hash": result["init_hash"], "evaluations": [record]}
+        metrics = [{"step": result["step"], "loss": result["loss"]}]
+        return dataclasses.replace(run, started=True, metrics=metrics, **fields)
 
     def read_all(self) -> list[Run]:
-        """All runs, in their order."""
+        """Reads all runs, in the order of the grid."""
         return [self.read(run) for run in self.runs]
 
-    def make(self, processes: Processes) -> None:
-        """Makes every run that is not finished.
+    def execute(self, processes: ChildProcesses) -> None:
+        """Carries out every run that is not finished.
 
         Raises:
-          RunFailed: runs that must have started equal or seen equal batches have not.
+          RunFailed: initial weights or batches that must be equal are not.
           SystemExit: the sweep, or a run, was asked to stop.
         """
         for number, run in enumerate(self.runs, 1):
-            for start in range(STARTS_AGAIN + 1):
-                if processes.told or self.read(run).state == "finished":
+            for start in range(MAX_RETRIES + 1):
+                if processes.stop_signal or self.read(run).state == "finished":
                     break
-                log.info(
-                    "run %d of %d, %s: %s", number, len(self.runs), run.name, "starts again" if start else "starts"
-                )
-                code, said, printed = processes.run(self.command(self.directory, run))
-                if processes.told or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
+                starts = "starts again" if start else "starts"
+                log.info("run %d of %d, %s: %s", number, len(self.runs), run.name, starts)
+                code, error, self.printed[run.name] = processes.run(self.command(self.directory, run))
+                if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
                     log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
-                    sys.exit(processes.exit_code(code) if processes.told else INTERRUPTED if code < 0 else code)
-                self.printed[run.name] = printed
+                    sys.exit(processes.exit_code(code) if processes.stop_signal else INTERRUPTED if code < 0 else code)
                 self.failed.pop(run.name, None)
                 if code:
-                    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                    self.failed[run.name] = f"{how}{f', {said}' if said else ''}"
+                    reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    self.failed[run.name] = f"{reason}{f', {error}' if error else ''}"
                 elif not self.submits and self.read(run).state != "finished":
                     self.failed[run.name] = f"ended without an evaluation of step {run.config.num_steps}"
                 if run.name in self.failed:
                     log.info("%s: %s", run.name, self.failed[run.name])
                 if code != LOST and code >= 0:
                     break
-            if processes.told:
+            if processes.stop_signal:
                 sys.exit(processes.exit_code(0))
             check_equal(self.read_all())
 
     def result(self) -> dict:
-        """What the command prints."""
+        """Returns the command's JSON object."""
         runs = self.read_all()
         records = [run.record() | ({"state": "failed"} if run.name in self.failed else {}) for run in runs]
         if self.submits:
@@ -188,30 +189,30 @@ class Sweep:
         return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
 
 
-def launcher(backend: str, given: list[str]) -> Callable[[pathlib.Path, Planned], list[str]]:
-    """A function that gives the command for a run: one process here, or a launcher with the flags `given`."""
+def launcher(backend: str, launcher_flags: list[str]) -> Callable[[pathlib.Path, Planned], list[str]]:
+    """Makes a function that returns the command of a run: a local process, or a launcher with its flags."""
     folder = pathlib.Path(__file__).parents[2] / "launch"
 
-    def line(directory: pathlib.Path, run: Planned) -> list[str]:
+    def command(directory: pathlib.Path, run: Planned) -> list[str]:
         python = sys.executable if backend == "local" else "python"
         train = [python, "-m", "prope.train", *run.arguments, f"--workdir={directory / run.name}"]
         name = job_name(f"{directory.name}-{run.name}")
         if backend == "tpu_vm":
-            return ["bash", f"{folder}/tpu_vm.sh", "run", *given, "--", *train]
+            return ["bash", f"{folder}/tpu_vm.sh", "run", *launcher_flags, "--", *train]
         if backend == "gke":
-            return ["bash", f"{folder}/gke_jobset.sh", f"--name={name}", *given, "--", *train]
+            return ["bash", f"{folder}/gke_jobset.sh", f"--name={name}", *launcher_flags, "--", *train]
         if backend == "slurm":  # a second job for a run waits until the first has ended
-            own = [flag for flag in given if flag.startswith(("--processes_per_node", "--max_restarts"))]
-            others = [flag for flag in given if flag not in own]
-            once = [f"--job-name={name}", "--dependency=singleton"]
-            return ["sbatch", *once, *others, f"{folder}/slurm.sbatch", *own, "--", *train]
+            of_script = [flag for flag in launcher_flags if flag.startswith(("--processes_per_node", "--max_restarts"))]
+            of_sbatch = [flag for flag in launcher_flags if flag not in of_script]
+            sbatch = ["sbatch", f"--job-name={name}", "--dependency=singleton", *of_sbatch]
+            return [*sbatch, f"{folder}/slurm.sbatch", *of_script, "--", *train]
         return train
 
-    return line
+    return command
 
 
 def job_name(text: str) -> str:
-    """A name of at most 40 small letters, digits and hyphens, another one for every text."""
+    """Makes a unique name of at most 40 small letters, digits and hyphens from a text."""
     plain = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
     return f"{plain[:31].rstrip('-')}-{zlib.crc32(text.encode()):08x}"
 
@@ -220,16 +221,16 @@ def run_sweep(
     workdir: str, runs: list[Planned], grid: dict, base: ConfigDict, about: dict, backend: str,
     launcher_flags: list[str], dry_run: bool,
 ) -> dict:  # fmt: skip
-    """Makes every run of a sweep that is not finished; returns what the command prints.
+    """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
     Args:
       workdir: directory of the sweep.
-      runs: of the grid, all checked.
-      grid: the values of every field that is swept.
-      base: the config that they start from.
+      runs: the runs of the grid, from `plan`.
+      grid: the values of every swept field.
+      base: the config that all runs start from.
       about: the config file and its overrides, for sweep.json.
       backend: local, tpu_vm, gke or slurm.
-      launcher_flags: of the backend's launcher.
+      launcher_flags: flags for the backend's launcher.
       dry_run: print the commands only.
 
     Raises:
@@ -253,11 +254,13 @@ def run_sweep(
     check_equal(sweep.read_all())
     with locked(directory) as lock:
         write_atomic(directory / "sweep.json", json.dumps(record, indent=2) + "\n")
-        sweep.make(Processes(lock))
+        sweep.execute(ChildProcesses(lock))
     result = sweep.result()
     log.info("%s", table_text(result["table"]))
     if sweep.failed:
         print(json.dumps(result), flush=True)
-        why = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
-        raise RunFailed(f"{len(sweep.failed)} of {len(runs)} runs failed: {why}; the same command tries these again")
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
+        raise RunFailed(
+            f"{len(sweep.failed)} of {len(runs)} runs failed: {reasons}; the same command tries these again"
+        )
     return result

@@ -1,4 +1,4 @@
-"""What a sweep varies: config fields and their values, and the run that each combination of values is."""
+"""The grid of a sweep: config fields, their values, and the run of each combination of values."""
 
 import dataclasses
 import itertools
@@ -12,48 +12,43 @@ from prope.errors import UsageError, nearest
 from prope.runtime.validate import validate
 
 P = "model.rope_percentage"
-CONFIG = "config"  # an axis whose values are config files
+CONFIG = "config"  # swept like a field; its values are config files
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A run that the sweep is to make."""
+    """A run of the grid; `arguments` are those of prope.train without --workdir."""
 
     name: str
     values: dict
     config: ConfigDict
-    arguments: list[str]  # of prope.train, without --workdir
+    arguments: list[str]
 
 
 def read_grid(texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict) -> dict:
-    """The values of every field that is swept, {"model.rope_percentage": (0.0, 0.25)}: from flags, or the config file.
+    """Reads the values of every swept field, {"model.rope_percentage": [0.0, 0.25]}, from flags or the config file.
 
     Raises:
       UsageError: there is nothing to sweep, no such field, a value of another type, or one twice.
     """
-    given = [("--grid", text) for text in texts]
-    if percentages is not None:
-        given.insert(0, ("--rope_percentage", f"{P}={percentages}"))
-    grid: dict[str, list] = {}
-    known = flat(base)
-    for flag, text in given:
+    where, grid, known = "--grid", {}, flat(base)
+    flags = [("--rope_percentage", f"{P}={percentages}")] if percentages is not None else []
+    for flag, text in [*flags, *(("--grid", text) for text in texts)]:
         name, equals, values = text.partition("=")
         if not equals:
             raise UsageError(f"{flag} {text}: must be a field and its values, such as seed=0,1,2")
         if name in grid:
             raise UsageError(f"{flag} {text}: {name} is given twice; give all its values at once")
         grid[name] = [value.strip() for value in values.split(",") if value.strip()]
-    where = "--grid"
-    if not given:
-        path, _, argument = file.partition(":")
-        get_sweep = runpy.run_path(path).get("get_sweep")
-        if get_sweep is None:
+    if not grid:
+        where = f"get_sweep() of {file.partition(':')[0]}:"
+        swept = _call(file, "get_sweep")
+        if swept is None:
             raise UsageError(
                 f"--config={file}: has no get_sweep(), so say what to sweep: --rope_percentage=0,0.25,0.5,0.75,1 or "
                 "--grid=FIELD=VALUE,VALUE"
             )
-        where = f"get_sweep() of {path}:"
-        grid = {name: list(values) for name, values in get_sweep(*([argument] if argument else [])).items()}
+        grid = {name: list(values) for name, values in swept.items()}
     for name, values in grid.items():
         if name != CONFIG and name not in known:
             raise UsageError(f"{where} {name}: there is no such config field{nearest(name, known)}")
@@ -69,7 +64,7 @@ def read_grid(texts: list[str], percentages: str | None, file: str, base: Config
 
 
 def convert(name: str, value, base: ConfigDict):
-    """A value of a field, from a text or a number, in the field's own type."""
+    """Converts a text or a number to the type of a field."""
     *outer, last = name.split(".")
     kind = (base[outer[0]] if outer else base).get_type(last)
     try:
@@ -84,22 +79,22 @@ def convert(name: str, value, base: ConfigDict):
 
 
 def text_of(value) -> str:
-    """A value as it stands in a name and on a command line: 0.25, and 1 for 1.0."""
+    """Formats a value for run names and command lines: 0.25, and 1 for 1.0."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def plan(grid: dict, file: str, base: ConfigDict, overrides: dict) -> list[Planned]:
-    """The runs, the first field of the grid changing slowest; every config is checked.
+    """Lists the runs, the first field of the grid changing slowest, and validates their configs.
 
-    A run's name is made of its values alone, sorted by field: rope_percentage=0.25,seed=0.
+    A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0.
 
     Raises:
-      UsageError: a value that the config refuses, or two runs of one name.
+      UsageError: the config refuses a value, or two runs have one name.
     """
     last = [name.rpartition(".")[2] for name in grid]
-    labels = {name: short if last.count(short) == 1 else name for name, short in zip(grid, last, strict=True)}
+    short = {name: part if last.count(part) == 1 else name for name, part in zip(grid, last, strict=True)}
     runs = []
     for combination in itertools.product(*grid.values()):
         fields = dict(zip(grid, combination, strict=True))
@@ -107,24 +102,29 @@ def plan(grid: dict, file: str, base: ConfigDict, overrides: dict) -> list[Plann
         config = base.copy_and_resolve_references() if run_file == file else load(run_file, overrides)
         config.update_from_flattened_dict(fields)
         validate(config)
-        values = {labels[name]: value for name, value in fields.items()}
+        values = {short[name]: value for name, value in fields.items()}
         if CONFIG in grid:
             path, _, argument = run_file.partition(":")
             values = {CONFIG: pathlib.Path(path).stem + (f"_{argument}" if argument else ""), **values}
-        name = ",".join(f"{label}={text_of(value)}" for label, value in sorted(values.items())).replace("/", "_")
-        given = [f"--config.{name}={text_of(value)}" for name, value in (overrides | fields).items()]
-        runs.append(Planned(name, values, config, [f"--config={run_file}", *given]))
-    names = [run.name for run in runs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"two runs would be called {twice[0]}; give one of them another value")
+        name = ",".join(f"{field}={text_of(value)}" for field, value in sorted(values.items())).replace("/", "_")
+        if name in (run.name for run in runs):
+            raise UsageError(f"two runs would be called {name}; give one of them another value")
+        flags = [f"--config.{field}={text_of(value)}" for field, value in (overrides | fields).items()]
+        runs.append(Planned(name, values, config, [f"--config={run_file}", *flags]))
     return runs
 
 
 def load(file: str, overrides: dict) -> ConfigDict:
-    """The config of a file, with overrides of its fields."""
-    path, _, argument = file.partition(":")
-    if not pathlib.Path(path).is_file():
+    """Loads the config of a file and overrides fields."""
+    if not pathlib.Path(file.partition(":")[0]).is_file():
         raise UsageError(f"--grid {CONFIG}={file}: there is no such file; the project's own are in configs/")
-    config = runpy.run_path(path)["get_config"](*([argument] if argument else []))
+    config = _call(file, "get_config")
     config.update_from_flattened_dict(overrides)
     return config
+
+
+def _call(file: str, name: str):
+    """Calls the function `name` of a Python file, "PATH" or "PATH:ARGUMENT"; None if there is no such function."""
+    path, _, argument = file.partition(":")
+    function = runpy.run_path(path).get(name)
+    return function and function(*([argument] if argument else []))

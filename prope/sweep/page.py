@@ -10,6 +10,7 @@ from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import Table, plus_minus, tag
+from prope.inference.paired import Difference
 from prope.sweep.runs import SEED, P, Run, against_reference, check_equal, group_name, groups, reference, table
 from prope.workdir.records import read_jsonl
 
@@ -53,30 +54,30 @@ def paper_column(run: Run) -> tuple[str, bool]:
     return PAPER_DATA.get(fields["data.dataset"], "Wikipedia"), same
 
 
-def difference(by_name: dict[str, list[Run]], name: str):
-    """The loss of a group minus RoPE's; None where one of them has no finished run, or the group is RoPE's."""
+def difference_from_rope(by_name: dict[str, list[Run]], name: str) -> tuple[Difference | None, str]:
+    """Computes `against_reference` for a group; (None, "") for RoPE's own group or without RoPE."""
     base = reference(by_name[name][0].values)
-    return against_reference(by_name[name], by_name[base]) if base in by_name else None
+    return against_reference(by_name[name], by_name[base]) if base in by_name else (None, "")
 
 
 def result_table(runs: list[Run]) -> Table:
     """The means of every group of runs, beside the paper's perplexity."""
-    by_name, rows, over = groups(runs), [], set()
+    by_name, rows, errors_over = groups(runs), [], set()
     means = table(runs)
     for row, (name, group) in zip(means, by_name.items(), strict=True):
         config = group[0].config.model
-        apart = difference(by_name, name)
-        over |= {apart.over} if apart and apart.over else set()
+        difference, over = difference_from_rope(by_name, name)
+        errors_over |= {over} if over else set()
         rows.append([
             name.removeprefix("p = "), f"{model.rotated_pairs(config)} of {config.head_dim // 2}", row["runs"],
             *(plus_minus(row[key], row[f"{key}_sd"]) for key in ("eval_loss", "perplexity", "bits_per_byte")),
-            plus_minus(apart.mean, apart.stderr, "+.4f") if apart else "–",
+            plus_minus(*difference, "+.4f") if difference else "–",
             plus_minus(PAPER[paper_column(group[0])[0]].get(config.rope_percentage)),
         ])  # fmt: skip
     notes = []
-    if over:
-        notes.append(f"Loss minus RoPE’s: mean ± standard error over {' or '.join(sorted(over))}.")
-        if "documents" in over:
+    if errors_over:
+        notes.append(f"Loss minus RoPE’s: mean ± standard error over {' or '.join(sorted(errors_over))}.")
+        if "documents" in errors_over:
             notes[0] += " The error over documents is that of the evaluation; another seed may differ by more."
     columns = {paper_column(run) for run in runs}
     other = not all(same for _, same in columns)
@@ -104,14 +105,15 @@ def lead(runs: list[Run]) -> str:
     best = min(rows, key=lambda row: row["perplexity"])
     name = group_name({k: best[k] for k in runs[0].values if k != SEED})
     text = f"{name} has the lowest validation perplexity, {best['perplexity']:.4f}"
-    apart = difference(groups(runs), name)
-    if apart is None:
+    difference, over = difference_from_rope(groups(runs), name)
+    if difference is None:
         return text + "."
-    text += f"; its loss is {abs(apart.mean):.4f} nats per token {'below' if apart.mean < 0 else 'above'} RoPE’s"
-    if apart.stderr is None:
+    loss, stderr = difference
+    text += f"; its loss is {abs(loss):.4f} nats per token {'below' if loss < 0 else 'above'} RoPE’s"
+    if stderr is None:
         return text + ". One run of each cannot tell whether that is more than chance."
-    certainty = "more" if abs(apart.mean) > 2 * apart.stderr else "not more"
-    return f"{text}, {certainty} than two standard errors (± {apart.stderr:.4f} over {apart.over})."
+    certainty = "more" if abs(loss) > 2 * stderr else "not more"
+    return f"{text}, {certainty} than two standard errors (± {stderr:.4f} over {over})."
 
 
 def describe(run: Run) -> str:

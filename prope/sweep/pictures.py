@@ -5,11 +5,13 @@ seed: {"p = 0.25": {0: {10: 5.1, 20: 4.9}}}. Seeds are averaged, and differences
 runs of one seed have in common (initial weights, batches, text) drops out.
 """
 
+import math
 import statistics
 from collections.abc import Callable
 
 from prope.html.drawing import TEXT, Picture, line, styles
 from prope.sweep.runs import SEED, P, Run, group_name, groups, reference
+from prope.workdir.records import find_evaluation, find_evaluations
 
 Curves = dict[str, dict[int | None, dict[float, float]]]
 
@@ -53,19 +55,18 @@ def by_middle(buckets: list[dict], name: str) -> dict[float, float]:
 
 
 def by_length(run: Run) -> dict[float, float]:
-    """Loss of the last step by length of the windows, of evaluations on as many of them; of several the newest."""
-    wanted = {"step": run.config.num_steps, "dataset": run.config.data.dataset}
-    by_windows: dict[int | None, dict[float, float]] = {}
-    for record in run.evaluations:
-        if wanted.items() <= record.items():
-            by_windows.setdefault(record.get("max_windows"), {})[record["seq_len"]] = record["loss"]
-    return max(by_windows.values(), key=len, default={})
+    """Loss of the last step by window length, for the max_windows with the most lengths; of several the largest."""
+    by_windows: dict[float, dict[float, float]] = {}
+    for record in find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset):
+        by_windows.setdefault(record.get("max_windows") or math.inf, {})[record["seq_len"]] = record["loss"]
+    return max(by_windows.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
 
 
 def accuracies(run: Run) -> list[dict]:
-    """Accuracy by distance of the last step, in the longest windows."""
+    """Accuracy by distance of the last step, from the fullest evaluation in the longest windows."""
     records = [r for r in run.evaluations if r["step"] == run.config.num_steps and r.get("accuracy_by_distance")]
-    return max(records, key=lambda r: r["seq_len"])["accuracy_by_distance"] if records else []
+    fullest = find_evaluation(records, seq_len=max((r["seq_len"] for r in records), default=0))
+    return fullest["accuracy_by_distance"] if fullest else []
 
 
 def mean(seeds: dict[int | None, dict[float, float]]) -> dict[float, tuple[float, float | None]]:

@@ -6,7 +6,7 @@ import pathlib
 from prope.errors import UsageError
 from prope.sweep.runs import read_sweep, table
 from prope.workdir import checkpoints as checkpoint
-from prope.workdir.records import read_jsonl
+from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
 
 def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
@@ -21,8 +21,9 @@ def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
     steps = read_jsonl(workdir / "metrics.jsonl")
     if config is None or not steps:
         raise UsageError(f"--workdir={workdir}: no metrics of a run there; give the --workdir that prope.train had")
-    same = {"dataset": config.data.dataset, "seq_len": config.data.seq_len}
-    evaluations = [record for record in read_jsonl(workdir / "eval.jsonl") if same.items() <= record.items()]
+    records = read_jsonl(workdir / "eval.jsonl")
+    by_step = (evaluations_of_training(records, config, step) for step in sorted({r["step"] for r in records}))
+    evaluations = [find_evaluation(of_step) for of_step in by_step if of_step]
 
     figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

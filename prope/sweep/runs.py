@@ -1,7 +1,6 @@
-"""The runs of a sweep as their files show them: how far each is, what it scored, whether they may be compared.
+"""The runs of a sweep, read from their files: progress, losses, and whether the runs may be compared.
 
-A sweep is a directory of runs with sweep.json beside them: the fields that differ and their values. Only files are
-read here; no device is touched.
+A sweep is a directory of runs beside sweep.json, which names the swept fields and their values. No device is touched.
 """
 
 import contextlib
@@ -9,36 +8,35 @@ import dataclasses
 import pathlib
 import statistics
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.errors import RunFailed, UsageError
-from prope.inference.paired import paired_difference
+from prope.inference.paired import Difference, paired_difference
 from prope.model import rotated_pairs
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import checkpoints as checkpoint
-from prope.workdir.records import read_jsonl
+from prope.workdir.records import SAME_WINDOWS, evaluations_of_training, find_evaluation, find_pair, read_jsonl
 
-SEED, P = "seed", "rope_percentage"  # labels
-# Fields of config.model that the initial weights do not depend on.
+SEED, P = "seed", "rope_percentage"  # names of swept fields
+# Fields that the initial weights do not depend on; then those that the batches do not depend on.
 NOT_OF_INIT = tuple(f"model.{name}" for name in (
     "rope_percentage", "max_wavelength", "dtype", "attention", "remat", "scan_layers",
 ))  # fmt: skip
-DAMAGED_SWEEP = "remove it, and start the sweep again"  # the remedy for a sweep.json that is not JSON
 NOT_OF_BATCHES = ("data.cache_dir", "data.num_workers")
-MEASURES = ("eval_loss", "perplexity", "bits_per_byte")
+METRICS = ("eval_loss", "perplexity", "bits_per_byte")
+DAMAGED_SWEEP = "remove it, and start the sweep again"  # remedy for an unreadable sweep.json
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of a sweep: its directory's content, as far as it is there."""
+    """A run of a sweep, as far as its directory shows it."""
 
     name: str
     workdir: pathlib.Path
-    values: dict  # of the fields that the sweep varies, by label
+    values: dict  # of the swept fields, by their short names
     config: ConfigDict
     started: bool
     step: int  # of the newest checkpoint; 0 without one
@@ -47,22 +45,25 @@ class Run:
     evaluations: list[dict]
 
     @property
+    def last_evaluations(self) -> list[dict]:
+        """The evaluations of the last step on the data of training; none without training's own."""
+        records = evaluations_of_training(self.evaluations, self.config, self.config.num_steps)
+        return records if any(r.get("max_windows") == self.config.eval.max_windows for r in records) else []
+
+    @property
     def evaluation(self) -> dict | None:
-        """The newest evaluation of the last step on the data and length that the run was trained on."""
-        data, windows = self.config.data, self.config.eval.max_windows
-        wanted = {"step": self.config.num_steps, "dataset": data.dataset, "seq_len": data.seq_len}
-        found = [r for r in self.evaluations if wanted.items() <= r.items() and r.get("max_windows") == windows]
-        return found[-1] if found else None
+        """The fullest of `last_evaluations`."""
+        return find_evaluation(self.last_evaluations)
 
     @property
     def state(self) -> str:
-        """new | unfinished | finished: it has a checkpoint of its last step, and an evaluation of that."""
+        """new | unfinished | finished; finished: with a checkpoint and an evaluation of the last step."""
         if self.step >= self.config.num_steps and self.evaluation:
             return "finished"
         return "unfinished" if self.started else "new"
 
     def record(self) -> dict:
-        """What a sweep prints of the run; None for what is not there yet."""
+        """Returns the run's entry in the sweep's result; None for numbers that are not there yet."""
         evaluation = self.evaluation or {}
         return {
             "workdir": str(self.workdir),
@@ -78,27 +79,27 @@ class Run:
 
 
 def read_run(workdir: pathlib.Path, values: dict, config: ConfigDict) -> Run:
-    """The run of `config` in `workdir`, which need not be there yet.
+    """Reads the run of `config` in `workdir`, which need not exist yet.
 
     Raises:
       UsageError: the directory holds another run, or its config.json and a checkpoint disagree.
     """
-    there = checkpoint.read_config(workdir)
+    saved = checkpoint.read_config(workdir)
     step, init_hash = 0, None
-    if there is not None:
-        what = f"{workdir}: holds a run of another config"
-        checkpoint.check_same(config, there, what, "; choose another --workdir, or the config it was started with")
+    if saved is not None:
+        message = f"{workdir}: holds a run of another config"
+        checkpoint.check_same(config, saved, message, "; choose another --workdir, or the config it was started with")
         if (workdir / "checkpoints").is_dir() and checkpoint.Checkpoints(workdir).steps():
             _, step, init_hash = checkpoint.find_run(workdir)
     metrics, evaluations = (read_jsonl(workdir / name) for name in ("metrics.jsonl", "eval.jsonl"))
-    return Run(workdir.name, workdir, values, config, there is not None, step, init_hash, metrics, evaluations)
+    return Run(workdir.name, workdir, values, config, saved is not None, step, init_hash, metrics, evaluations)
 
 
 def read_sweep(directory: pathlib.Path) -> list[Run]:
-    """The runs that have started below a sweep's directory, in the order of its grid.
+    """Reads the runs of a sweep that have started, in the order of its grid.
 
     Raises:
-      UsageError: there is no sweep, or it has no run yet.
+      UsageError: there is no sweep, or none of its runs has started.
     """
     sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if sweep is None:
@@ -114,14 +115,14 @@ def read_sweep(directory: pathlib.Path) -> list[Run]:
 
 
 def check_equal(runs: Iterable[Run]) -> dict:
-    """Compares what the runs have logged: initial weights, and the batch of every step that two of them logged.
+    """Compares the logged hashes of initial weights, and of the batch of every step that two runs logged.
 
     Returns:
       {"init": runs whose initial weights were compared with another's, "batches": the same for batches, "steps": the
       last step whose batches were compared}.
 
     Raises:
-      RunFailed: two runs that should have started equal, or seen the same batch, did not.
+      RunFailed: two runs differ in initial weights or in a batch that should be equal.
     """
     first_init: dict[str, Run] = {}
     first_batch: dict[tuple[str, int], tuple[Run, str]] = {}
@@ -141,14 +142,15 @@ def check_equal(runs: Iterable[Run]) -> dict:
                 )
             same_init |= {other.name, run.name} if other is not run else set()
         for record in run.metrics:
-            step, found = record["step"], record.get("batch_hash")
-            if found is None:
+            step, batch_hash = record["step"], record.get("batch_hash")
+            if batch_hash is None:
                 continue
-            other, expected = first_batch.setdefault((batches, step), (run, found))
-            if expected != found:
+            other, expected = first_batch.setdefault((batches, step), (run, batch_hash))
+            if expected != batch_hash:
                 raise RunFailed(
-                    f"{other.name} and {run.name} saw other batches at step {step}: batch_hash {expected} and {found}; "
-                    "they cannot be compared. Bring back the data of the first, and train the second in a new directory"
+                    f"{other.name} and {run.name} saw other batches at step {step}: batch_hash {expected} and "
+                    f"{batch_hash}; they cannot be compared. Bring back the data of the first, and train the second in "
+                    "a new directory"
                 )
             if other is not run:
                 same_batches |= {other.name, run.name}
@@ -157,84 +159,81 @@ def check_equal(runs: Iterable[Run]) -> dict:
 
 
 def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The runs that differ in their seed only, by what they are called: 'p = 0.25'."""
-    found: dict[str, list[Run]] = {}
+    """Groups runs that differ only in their seed, by `group_name`."""
+    by_name: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(group_name(run.values), []).append(run)
-    return found
+        by_name.setdefault(group_name(run.values), []).append(run)
+    return by_name
 
 
 def group_name(values: dict) -> str:
-    """'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}; other fields by their names."""
-    named = {P: "p"}
-    parts = [f"{named.get(k, k)} = {text_of(v)}" for k, v in values.items() if k != SEED]
-    return ", ".join(parts) or "all runs"
+    """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}."""
+    texts = [f"{'p' if name == P else name} = {text_of(value)}" for name, value in values.items() if name != SEED]
+    return ", ".join(texts) or "all runs"
 
 
 def reference(run_values: dict) -> str | None:
-    """The name of the group with RoPE, p = 1, that a group is compared with; None for that itself, or without p."""
+    """Returns the name of the RoPE group (p = 1) to compare with; None for that group itself, or without p."""
     if run_values.get(P, 1.0) == 1.0:
         return None
     return group_name(run_values | {P: 1.0})
 
 
-class Difference(NamedTuple):
-    """A loss minus RoPE's on the same text, nats per token, and its standard error over seeds or documents."""
+def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference | None, str]:
+    """Computes a group's validation loss minus RoPE's, seed by seed: equal initial weights, batches and windows.
 
-    mean: float
-    stderr: float | None
-    over: str
-
-
-def against_reference(group: list[Run], others: list[Run]) -> Difference | None:
-    """The validation loss of a group minus RoPE's, seed by seed: runs of one seed start equal and see equal batches.
-
-    The standard error is that over seeds; with one seed, that over documents, where both runs have kept their sums.
+    Returns:
+      (difference, what its standard error is over): "3 seeds"; with one seed "documents", or "" if a run has kept no
+      sums and there is no standard error. The difference is None without finished runs of a common seed.
     """
     by_seed = {run.values.get(SEED): run for run in others if run.state == "finished"}
-    pairs = [(run, by_seed[run.values.get(SEED)]) for run in group if run.values.get(SEED) in by_seed]
-    pairs = [(run, other) for run, other in pairs if run.state == "finished"]
-    apart = [run.evaluation["loss"] - other.evaluation["loss"] for run, other in pairs]
-    if not apart:
-        return None
-    if len(apart) > 1:
-        return Difference(statistics.fmean(apart), statistics.stdev(apart) / len(apart) ** 0.5, f"{len(apart)} seeds")
-    run, other = pairs[0]
-    about = {name: run.evaluation[name] for name in ("step", "dataset", "seq_len")}
-    with contextlib.suppress(UsageError):  # one of them has kept no sums
-        return Difference(*paired_difference(run.workdir, other.workdir, about), "documents")
-    return Difference(apart[0], None, "")
+    pairs = []
+    for run in group:
+        other = by_seed.get(run.values.get(SEED))
+        if other and run.state == "finished" and (records := find_pair(run.last_evaluations, other.last_evaluations)):
+            pairs.append((run, other, *records))
+    losses = [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
+    if not losses:
+        return None, ""
+    if len(losses) > 1:
+        stderr = statistics.stdev(losses) / len(losses) ** 0.5
+        return Difference(statistics.fmean(losses), stderr), f"{len(losses)} seeds"
+    run, other, record, _ = pairs[0]
+    fields = {name: record.get(name) for name in ("step", "dataset", *SAME_WINDOWS)}
+    with contextlib.suppress(UsageError):  # a run without sums
+        return paired_difference(run.workdir, other.workdir, fields), "documents"
+    return Difference(losses[0], None), ""
 
 
 def table(runs: Iterable[Run]) -> list[dict]:
-    """A row for each combination of values but the seed: means over its finished runs, and their spread.
+    """Makes a row per group: means over its finished runs, and sample standard deviations, `eval_loss_sd` and so on.
 
-    The spread, `eval_loss_sd` and so on, is the sample standard deviation over runs; None for a single run.
+    A standard deviation is None for a single run.
     """
-    made = []
+    rows = []
     for group in groups(runs).values():
         records = [run.record() for run in group if run.state == "finished"]
         row = {k: v for k, v in group[0].values.items() if k != SEED}
         row["rotated_pairs"] = rotated_pairs(group[0].config.model)
         row["runs"] = len(records)
-        for name in MEASURES:
+        for name in METRICS:
             values = [record[name] for record in records]
             row[name] = statistics.fmean(values) if values else None
             row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
-        made.append(row)
-    return made
+        rows.append(row)
+    return rows
 
 
 def table_text(rows: list[dict]) -> str:
-    """The table for a terminal; with more than one run in a row, each mean with its spread."""
+    """Formats the table for a terminal: mean ± standard deviation."""
     columns = [name for name in rows[0] if not name.endswith("_sd")]
 
     def cell(row: dict, name: str) -> str:
-        value, spread = row[name], row.get(f"{name}_sd")
+        value, deviation = row[name], row.get(f"{name}_sd")
         if value is None:
             return "-"
-        text = f"{value:.4f}" if name in MEASURES else str(value)
-        return f"{text} ± {spread:.4f}" if spread is not None else text
+        text = f"{value:.4f}" if name in METRICS else str(value)
+        return f"{text} ± {deviation:.4f}" if deviation is not None else text
 
     lines = [columns, *([cell(row, name) for name in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]

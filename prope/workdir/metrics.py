@@ -16,7 +16,7 @@ from prope.errors import RunFailed
 from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, write_atomic
-from prope.workdir.records import read_jsonl
+from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
 log = logging.getLogger("prope")
 
@@ -87,10 +87,9 @@ class MetricWriter(contextlib.AbstractContextManager):
             self._bar.write(line, file=sys.stderr)
 
     def evaluated(self, step: int) -> dict | None:
-        """Returns the newest record of an evaluation of `step` on this config's data; None if there is none."""
-        same = self._evaluation_of(step).items()
-        records = [record for record in read_jsonl(self._workdir / "eval.jsonl") if same <= record.items()]
-        return records[-1] if records else None
+        """Returns the newest evaluation of `step` on this config's validation windows; None if there is none."""
+        records = evaluations_of_training(read_jsonl(self._workdir / "eval.jsonl"), self._config, step)
+        return find_evaluation(records, max_windows=self._config.eval.max_windows)
 
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; `loss` is None where metrics.jsonl was removed."""

@@ -1,11 +1,16 @@
-"""A run's records: metrics.jsonl and eval.jsonl, one JSON object a line."""
+"""The JSON lines in a run's directory, metrics.jsonl and eval.jsonl, and which evaluation among them to use."""
 
 import json
 import pathlib
+from collections.abc import Iterable
+
+from ml_collections import ConfigDict
+
+SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # evaluations equal in these predicted the same tokens
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """Reads the objects of a file of JSON lines; none if there is no file. A last line cut short is left out."""
+    """Reads a file of JSON lines, up to a line that is cut short; an empty list if there is no file."""
     records = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
@@ -13,3 +18,32 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
         except ValueError:
             break
     return records
+
+
+def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
+    """Selects the records with these values, such as step=700, in their order; a missing field counts as None."""
+    return [record for record in records if all(record.get(name) == value for name, value in fields.items())]
+
+
+def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: int) -> list[dict]:
+    """Selects the evaluations of a step on the documents and window length of training.
+
+    Training evaluates a step before it saves it, so its own evaluation is the oldest with its max_windows.
+    """
+    records = find_evaluations(records, step=step, dataset=config.data.dataset, seq_len=config.data.seq_len)
+    own = find_evaluations(records, max_windows=config.eval.max_windows) or records
+    return find_evaluations(records, fingerprint=own[0].get("fingerprint")) if own else []
+
+
+def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
+    """Returns the fullest record with these values, by number of windows, and of equally full ones the newest."""
+    newest_first = reversed(find_evaluations(records, **fields))
+    return max(newest_first, key=lambda record: record.get("windows") or 0, default=None)
+
+
+def find_pair(records: Iterable[dict], others: Iterable[dict], **fields) -> tuple[dict, dict] | None:
+    """Returns the fullest evaluations with these values that two runs made on the same windows."""
+    of_windows = {tuple(map(other.get, SAME_WINDOWS)): other for other in find_evaluations(others, **fields)}
+    shared = [record for record in records if tuple(map(record.get, SAME_WINDOWS)) in of_windows]
+    record = find_evaluation(shared, **fields)
+    return record and (record, of_windows[tuple(map(record.get, SAME_WINDOWS))])
