@@ -39,7 +39,7 @@ import jax
 from prope import model, sharding
 from prope.config import differences, from_dict
 from prope.data.mixture import open_windows
-from prope.data.windows import Windows, ahead, train_batch
+from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
 from prope.inference.evaluation import make_evaluation
 from prope.optimizer import make_optimizer
@@ -213,7 +213,7 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
 def batches(config, windows: Windows, mesh, start: int, stop: int, writer: MetricWriter) -> Iterator[dict]:
     """Yields the global batches of steps start + 1 .. stop; each process reads its own rows, some steps ahead."""
     rows = sharding.rows_of_this_process(mesh, config.batch_size)
-    local = ahead(lambda step: train_batch(windows, config.seed, config.batch_size, step, rows), start, stop)
+    local = prefetch(lambda step: train_batch(windows, config.seed, config.batch_size, step, rows), start, stop)
     for _ in range(start, stop):
         with writer.waiting_for_data():
             batch = next(local)

@@ -339,7 +339,7 @@ def test_layers_are_read_one_by_one(tmp_path):
 def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
     from prope.data import windows
 
-    monkeypatch.setattr(windows, "_STRETCH", stretch)
+    monkeypatch.setattr(windows, "_SCAN_TOKENS", stretch)
     (tmp_path / "text").mkdir()
     documents = [chr(97 + i % 26) * (10 if i % 3 else 200 + i) for i in range(90)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
@@ -347,12 +347,12 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
     config = default_config()
     config.data.update({"dataset": "files", "data_dir": str(tmp_path / "text"), "cache_dir": str(tmp_path / "cache"),
                         "seq_len": 64, "validation_fraction": 0.5})  # fmt: skip
-    found = open_windows(config.data, 260, "validation").beginnings(5)
+    found = open_windows(config.data, 260, "validation").document_starts(5)
     assert len(found) == 5 and len({bytes(piece) for piece in found}) == 5
     for piece in found:
         assert len(piece) == 64 and piece[0] == BOS and len(set(piece[1:].tolist())) == 1
     config.data.seq_len = 1000  # longer than any: the longest
-    found = open_windows(config.data, 260, "validation").beginnings(1)
+    found = open_windows(config.data, 260, "validation").document_starts(1)
     stream = open_windows(config.data, 260, "validation").store.tokens("validation").read().result()
     lengths = np.diff(np.flatnonzero(stream == BOS), append=len(stream))
     assert len(found[0]) == lengths.max()

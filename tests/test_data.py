@@ -18,7 +18,7 @@ from prope.data.store import arrays as store_lib
 from prope.data.store import build as prepare
 from prope.data.store import pack, workers
 from prope.data.tokenizer import BOS, EOS, ByteTokenizer, load_tokenizer
-from prope.data.windows import Windows, ahead, train_batch, window_of
+from prope.data.windows import Windows, prefetch, shuffled_index, train_batch
 from prope.errors import UsageError
 
 NAME = "wikipedia/20230601.en"
@@ -81,9 +81,9 @@ def documents_of(store, split):
     """The documents of a split, from its tokens alone."""
     tokens = stream(store, split)
     assert tokens[0] == BOS and tokens[-1] == EOS
-    parts = np.split(tokens, np.flatnonzero(tokens == BOS))[1:]
-    assert all(part[-1] == EOS for part in parts)
-    return [ByteTokenizer().decode(part) for part in parts]
+    documents = np.split(tokens, np.flatnonzero(tokens == BOS))[1:]
+    assert all(document[-1] == EOS for document in documents)
+    return [ByteTokenizer().decode(document) for document in documents]
 
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
@@ -118,7 +118,7 @@ def test_both_formats_are_the_same_data(tmp_path):
 
 
 def test_workers_do_not_change_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "part_bytes", lambda total: 1000)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 1000)
     folder = write_text(tmp_path / "text", articles())
     stores = [prepare.open_store(settings(tmp_path / str(n), "files", folder, num_workers=n), 260) for n in (1, 2)]
     for split in ("train", "validation"):
@@ -129,7 +129,7 @@ def test_workers_do_not_change_the_store(tmp_path, monkeypatch):
 def test_shards_of_the_store_are_cut_anywhere(tmp_path, monkeypatch):
     folder = write_text(tmp_path / "text", articles())
     whole = stream(prepare.open_store(settings(tmp_path / "whole", "files", folder), 260), "train")
-    monkeypatch.setattr(store_lib, "_PIECE", 128)
+    monkeypatch.setattr(store_lib, "_READ_TOKENS", 128)
     monkeypatch.setattr(store_lib, "SHARD", 1024)
     cut = prepare.open_store(settings(tmp_path / "cut", "files", folder), 260)
     assert len(list((pathlib.Path(cut.path) / "train").rglob("*"))) > 5
@@ -238,11 +238,11 @@ def test_segments_and_positions_follow_the_documents(windows):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 1237])
 def test_every_epoch_is_a_new_permutation(count):
-    epochs = [[window_of(epoch * count + place, count, seed=5) for place in range(count)] for epoch in range(3)]
+    epochs = [[shuffled_index(epoch * count + place, count, seed=5) for place in range(count)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
     if count >= 100:
         assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(count))
-        assert epochs[0] != [window_of(place, count, seed=6) for place in range(count)]
+        assert epochs[0] != [shuffled_index(place, count, seed=6) for place in range(count)]
 
 
 def test_a_batch_is_a_function_of_its_step(windows):
@@ -260,8 +260,8 @@ def test_a_batch_is_a_function_of_its_step(windows):
 
 
 def test_reading_ahead_keeps_the_order():
-    assert list(ahead(lambda step: step * step, 3, 9)) == [9, 16, 25, 36, 49, 64]
-    assert list(ahead(lambda step: step, 3, 3)) == []
+    assert list(prefetch(lambda step: step * step, 3, 9)) == [9, 16, 25, 36, 49, 64]
+    assert list(prefetch(lambda step: step, 3, 3)) == []
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------
@@ -314,15 +314,15 @@ def test_data_that_is_half_written(tmp_path):
     shard = folder / "wikipedia-train.array_record-00001-of-00002"
     whole = shard.read_bytes()
     shard.unlink()
-    refused(config, "is not whole: 1 of 2 shards are missing, first wikipedia-train.array_record-00001.*gcloud")
+    refused(config, "is incomplete: 1 of 2 shards are missing, first wikipedia-train.array_record-00001.*gcloud")
     shard.write_bytes(whole[: len(whole) // 2])
-    refused(config, "is not whole: wikipedia-train.array_record-00001-of-00002 .*gcloud")
+    refused(config, "is incomplete: wikipedia-train.array_record-00001-of-00002 .*gcloud")
     shard.write_bytes(whole)
     info = (folder / "dataset_info.json").read_text()
     (folder / "dataset_info.json").write_text(info[:50])
-    refused(config, "is not whole: its dataset_info.json or features.json cannot be read")
+    refused(config, "is incomplete: its dataset_info.json or features.json cannot be read")
     (folder / "dataset_info.json").unlink()
-    refused(config, "is not whole: there is no dataset_info.json")
+    refused(config, "is incomplete: there is no dataset_info.json")
     (folder / "dataset_info.json").write_text(info)
     assert prepare.open_store(config, 260).index["train"]["documents"] > 0
 
@@ -335,7 +335,7 @@ def test_tfrecord_that_is_cut(tmp_path):
         shard.write_bytes(whole[:length])
         refused(
             settings(tmp_path, NAME, tmp_path / "data"),
-            "^.{1,200}is not whole: wikipedia-train.tfrecord-00001-of-00002.{1,1000}$",  # and does not quote the record
+            "^.{1,200}is incomplete: wikipedia-train.tfrecord-00001-of-00002.{1,1000}$",  # without quoting the record
         )
 
 

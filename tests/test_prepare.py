@@ -42,7 +42,7 @@ def digest(folder):
 
 
 def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(tfds_files, "part_bytes", lambda total: 7_000)
+    monkeypatch.setattr(tfds_files, "chunk_bytes", lambda total: 7_000)
     digests = set()
     for kind, numbers in (("array_record", (1, 4)), ("tfrecord", (2,))):
         write_tfds(tmp_path / kind, kind, articles(300))
@@ -89,11 +89,11 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
         cache = tmp_path / str(attempt)
         command = [sys.executable, "-m", "prope.data.prepare", *corpus, f"--config.data.cache_dir={cache}"]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            while not list(cache.glob("*.parts")) and process.poll() is None:
+            while not list(cache.glob("*.chunks")) and process.poll() is None:
                 time.sleep(0.01)
-            # At random, from the start of the workers to after the end; the first one surely among the parts.
+            # At random, from the start of the workers to after the end; the first one surely among the chunks.
             if attempt == 0:
-                while not list(cache.glob("*.parts/*.json")) and process.poll() is None:
+                while not list(cache.glob("*.chunks/*.json")) and process.poll() is None:
                     time.sleep(0.01)
             else:
                 time.sleep(random.uniform(0, straight.result["seconds"]))
@@ -106,7 +106,7 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
         assert not any(pathlib.Path(f"/proc/{p}").exists() for p in orphans), "workers live on without their parent"
         again = run_command("prope.data.prepare", *corpus, f"--config.data.cache_dir={cache}")
         assert again.code == 0, again.stderr
-        reused += "parts are there already" in again.stderr
+        reused += "chunks are there already" in again.stderr
         assert digest(again.result["store"]) == expected
         assert {p.name for p in cache.iterdir()} == {pathlib.Path(again.result["store"]).name}, "something was left"
     assert reused >= 1
@@ -117,38 +117,38 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
     assert time.perf_counter() - start < 1
 
 
-def test_finished_parts_are_not_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "part_bytes", lambda total: 5_000)
+def test_finished_chunks_are_not_packed_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), num_workers=1)
     whole = digest(prepare.open_store(settings(tmp_path / "whole", "files", tmp_path / "text"), 260).path)
     real, calls = pack.pack, []
 
-    def breaks(part, folder, number):
+    def breaks(chunk, folder, number):
         calls.append(number)
         if len(calls) == 8:
             raise KeyboardInterrupt
-        return real(part, folder, number)
+        return real(chunk, folder, number)
 
     monkeypatch.setattr(pack, "pack", breaks)
     with pytest.raises(KeyboardInterrupt):
         prepare.open_store(config, 260)
     assert calls == list(range(8))
-    (parts,) = (tmp_path / "cache").glob("*.parts")
+    (chunks,) = (tmp_path / "cache").glob("*.chunks")
     # As after a loss of power: a file that is shorter than its record says, and one that is gone.
-    damaged = parts / "3.train"
+    damaged = chunks / "3.train"
     damaged.write_bytes(damaged.read_bytes()[:-2])
-    with pytest.raises(RunFailed, match="part 3 is damaged and was dropped; run the same command again"):
+    with pytest.raises(RunFailed, match="chunk 3 is damaged and was dropped; run the same command again"):
         prepare.open_store(config, 260)
     assert calls[8:] == list(range(7, max(calls) + 1))
     done = prepare.open_store(config, 260)
     assert calls[-1] == 3 and digest(done.path) == whole
 
 
-def test_parts_that_were_cut_otherwise_are_not_mixed_in(tmp_path, monkeypatch):
+def test_chunks_that_were_cut_otherwise_are_not_mixed_in(tmp_path, monkeypatch):
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), num_workers=1)
     whole = digest(prepare.open_store(settings(tmp_path / "whole", "files", tmp_path / "text"), 260).path)
     real = workers._packed
-    monkeypatch.setattr(files, "part_bytes", lambda total: 5_000)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
 
     def stops(todo, *arguments):
         yield from real(todo[:4], *arguments)
@@ -158,7 +158,7 @@ def test_parts_that_were_cut_otherwise_are_not_mixed_in(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prepare.open_store(config, 260)
     monkeypatch.setattr(workers, "_packed", real)
-    monkeypatch.setattr(files, "part_bytes", lambda total: 9_000)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 9_000)
     assert digest(prepare.open_store(config, 260).path) == whole
 
 
@@ -167,8 +167,8 @@ def test_long_documents_are_tokenised_in_pieces_and_lose_nothing(tmp_path, monke
     folder = write_text(tmp_path / "text", texts)
     whole = digest(prepare.open_store(settings(tmp_path, "files", folder), 260).path)
     for size in (7, 64, 1000):
-        monkeypatch.setattr(pack, "_PIECE_BYTES", size)
-        pieces = [pack._pieces(text.encode()) for text in texts]
+        monkeypatch.setattr(pack, "_SEGMENT_BYTES", size)
+        pieces = [pack._segments(text.encode()) for text in texts]
         assert max(len(p) for ps in pieces for p in ps) <= size
         assert [b"".join(ps).decode() for ps in pieces] == texts and all(p.decode() for ps in pieces for p in ps)
         assert digest(prepare.open_store(settings(tmp_path / str(size), "files", folder), 260).path) == whole
@@ -203,35 +203,48 @@ def said():
     ours.removeHandler(handler)
 
 
-@pytest.mark.parametrize("holder", ["dead here", "silent elsewhere", "unreadable"])
-def test_the_lock_of_a_process_that_ended_is_taken_over(tmp_path, monkeypatch, said, holder):
-    monkeypatch.setattr(lock, "STALE", 60 if holder == "dead here" else 0.6)
+HOLD = """
+import sys, time
+from prope.data.store.lock import write_lock
+with write_lock(sys.argv[1], sys.argv[2], lambda: False) as is_writer:
+    print(is_writer, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("where", ["folder", "url"])
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, monkeypatch, said, where):
+    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "local"))
+    monkeypatch.setattr(lock, "STALE", 60 if where == "folder" else 0.6)
     monkeypatch.setattr(lock, "POLL", 0.1)
+    cache = tmp_path / "cache"
+    cache.mkdir()
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()))
     path = pathlib.Path(prepare.open_store(settings(tmp_path / "first", "files", tmp_path / "text"), 260).path)
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
-    values = lock._me(0) | ({"pid": ended.pid} if holder == "dead here" else {"host": "elsewhere"})
-    (tmp_path / "cache").mkdir()
-    text = "{" if holder == "unreadable" else json.dumps(values)
-    (tmp_path / "cache" / f"{path.name}.lock").write_text(text)
+    config.cache_dir = str(cache) if where == "folder" else f"file://{cache}"
+    with subprocess.Popen([sys.executable, "-c", HOLD, config.cache_dir, path.name], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"True\n"
+        holder.kill()
+    assert list(cache.glob("*.lock"))
     start = time.monotonic()
     assert prepare.open_store(config, 260).fingerprint == path.name.split("-")[-1]
-    assert (time.monotonic() - start >= 0.6) == (holder != "dead here")
-    assert any("ended while it prepared" in line for line in said)
-    assert not list((tmp_path / "cache").glob("*.lock*"))
+    assert (time.monotonic() - start >= 0.6) == (where == "url")
+    name = "another process" if where == "folder" else f"process {holder.pid} on "
+    assert any(f"data: {name}" in line and "ended while it prepared" in line for line in said)
+    assert not list(cache.glob("*.lock*"))
 
 
-def test_a_lock_that_is_renewed_is_waited_for(tmp_path, monkeypatch, said):
+@pytest.mark.parametrize("where", ["folder", "url"])
+def test_one_writer_at_a_time_and_the_others_wait(tmp_path, monkeypatch, said, where):
     monkeypatch.setattr(lock, "STALE", 1.0)
     monkeypatch.setattr(lock, "POLL", 0.05)
     monkeypatch.setattr(lock, "BEAT", 0.1)
-    place = store.keys(str(tmp_path))
+    cache = str(tmp_path) if where == "folder" else f"file://{tmp_path}"
     held, order = threading.Event(), []
 
     def first():
-        with lock.locked(place, "a.lock", "a", lambda: False) as mine:
-            assert mine
+        with lock.write_lock(cache, "a", lambda: False) as is_writer:
+            assert is_writer
             held.set()
             time.sleep(2.5)
             order.append("first")
@@ -239,14 +252,19 @@ def test_a_lock_that_is_renewed_is_waited_for(tmp_path, monkeypatch, said):
     thread = threading.Thread(target=first)
     thread.start()
     held.wait()
-    with lock.locked(place, "a.lock", "a", lambda: False) as mine:
+    with lock.write_lock(cache, "a", lambda: False) as is_writer:
         order.append("second")
-        assert mine
+        assert is_writer
     thread.join()
     assert order == ["first", "second"]
-    assert f"data: process {os.getpid()} on" in said[0] and said[0].endswith("is preparing a; waiting for it")
-    with lock.locked(place, "a.lock", "a", lambda: True) as mine:
-        assert not mine
+    name = "another process" if where == "folder" else f"process {os.getpid()} on"
+    assert said[0].startswith(f"data: {name}") and said[0].endswith("is preparing a; waiting for it")
+    with lock.write_lock(cache, "a", lambda: True) as is_writer:
+        assert not is_writer
+    became_ready = iter([False, True])  # while the lock was waited for
+    with lock.write_lock(cache, "a", lambda: next(became_ready)) as is_writer:
+        assert not is_writer
+    assert not list(tmp_path.glob("*.lock"))
 
 
 # --- What cannot be used ----------------------------------------------------------------------------------------
@@ -311,24 +329,24 @@ def test_a_store_that_is_not_what_its_name_says(tmp_path):
 
 
 def test_a_disk_that_fills_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "part_bytes", lambda total: 5_000)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), num_workers=1)
-    full = "cache_dir=.*: the disk is full; .* Finished parts are kept: free some space"
+    full = "cache_dir=.*: the disk is full; .* Finished chunks are kept: free some space"
 
     def no_space(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((pack, "write_atomic"), (prepare.tempfile, "mkdtemp"), (store.Writer, "_flush")):
+    for module, name in ((pack, "write_atomic"), (prepare.tempfile, "mkdtemp"), (store.ArrayWriter, "_flush")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, no_space)
             refused(config, full)
         assert not list((tmp_path / "cache").glob("*.tmp-*")) and not list((tmp_path / "cache").glob("*.lock"))
-    assert list((tmp_path / "cache").glob("*.parts/*.json"))
+    assert list((tmp_path / "cache").glob("*.chunks/*.json"))
     assert len(documents_of(prepare.open_store(config, 260), "train")) > 100
 
 
 def test_a_worker_that_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "part_bytes", lambda total: 5_000)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), num_workers=2)
     real = workers._packed
 

@@ -11,7 +11,7 @@ import pytest
 from test_data import NAME, articles, documents_of, settings, stream, write_text, write_tfds
 
 from prope.config import default_config, differences, from_dict
-from prope.data.mixture import open_windows, turns
+from prope.data.mixture import interleave_sources, open_windows
 from prope.data.sources import base as source
 from prope.data.sources import files
 from prope.data.sources.find import find_source
@@ -53,16 +53,16 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 37, 333, 5_000, 10**9])
 def test_a_folder_is_the_same_documents_however_it_is_cut(tmp_path, folder, monkeypatch, size):
-    monkeypatch.setattr(files, "part_bytes", lambda total: size)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: size)
     found = find_source(settings(tmp_path, "files", folder))
     assert [text.decode() for text in found.documents()] == articles(60)
-    assert len(found.parts) > 1 or size == 10**9
-    assert len({part.key for part in found.parts}) == len(found.parts)
-    assert math.isclose(found.num_bytes, sum(part.num_bytes for part in found.parts))
+    assert len(found.chunks) > 1 or size == 10**9
+    assert len({chunk.key for chunk in found.chunks}) == len(found.chunks)
+    assert math.isclose(found.num_bytes, sum(chunk.num_bytes for chunk in found.chunks))
 
 
 def test_what_cannot_be_used_in_a_folder(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(files, "part_bytes", lambda total: 300)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 300)
     whole = (folder / "a.jsonl").read_bytes()
     for text, says in (
         (b'{"text": "a"', "not a JSON value"), (b'{"text": "\xff"}', r"not UTF-8 text \(byte 10\)"),
@@ -80,7 +80,7 @@ def test_what_cannot_be_used_in_a_folder(tmp_path, folder, monkeypatch):
 
 def test_large_files_are_hashed_once(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr(files, "_FEW_BYTES", 0)
+    monkeypatch.setattr(files, "_ALWAYS_HASHED", 0)
     monkeypatch.setattr(time, "time", lambda: 1e12)  # files are older than they were a moment ago
     real, hashed = files._sha256, []
     monkeypatch.setattr(files, "_sha256", lambda path: hashed.append(path) or real(path))
@@ -97,7 +97,7 @@ def test_large_files_are_hashed_once(tmp_path, folder, monkeypatch):
 
 
 def instructions(tmp_path, kind, **fields):
-    """60 records; (config, [(given, predicted)] in order)."""
+    """60 records; (config, [(prompt, predicted)] in order)."""
     expected = [(b"Q: t\nA: ", text.encode()) for text in articles(60)]
     if kind == "files":
         (tmp_path / "text").mkdir()
@@ -111,7 +111,7 @@ def instructions(tmp_path, kind, **fields):
 @pytest.mark.parametrize("kind", ["files", "tfrecord"])
 def test_a_template_joins_features(tmp_path, kind):
     config, expected = instructions(tmp_path, kind)
-    texts = [(given + predicted).decode() for given, predicted in expected]
+    texts = [(prompt + predicted).decode() for prompt, predicted in expected]
     assert documents_of(prepare.open_store(config, 260), "train") == [
         text for text in texts if not pack.is_validation(text.encode(), 0.05)
     ]
@@ -121,10 +121,10 @@ def test_a_template_joins_features(tmp_path, kind):
 def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
     config, expected = instructions(tmp_path, kind, loss_on="targets", seq_len=50, validation_fraction=0.2)
     tokens, weights, sizes = [], [], [0, 0]
-    for given, predicted in expected:
-        if not pack.is_validation(given + predicted, 0.2):
-            tokens += [BOS, *(byte + 4 for byte in given + predicted), EOS]
-            weights += [0] * (1 + len(given)) + [1] * (len(predicted) + 1)
+    for prompt, predicted in expected:
+        if not pack.is_validation(prompt + predicted, 0.2):
+            tokens += [BOS, *(byte + 4 for byte in prompt + predicted), EOS]
+            weights += [0] * (1 + len(prompt)) + [1] * (len(predicted) + 1)
             sizes = [sizes[0] + 1, sizes[1] + len(predicted)]
     windows = open_windows(config, 260, "train")
     batch = windows.read(range(windows.count))
@@ -135,8 +135,8 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
     assert windows.store.index["train"]["bytes"] == sizes[1]
 
     def predicted_ids(split):
-        elements, given = windows.store.ids_and_given(stream(windows.store, split))
-        return elements[~given & (elements != BOS)]
+        elements, is_prompt = windows.store.decode(stream(windows.store, split))
+        return elements[~is_prompt & (elements != BOS)]
 
     train, held_out = predicted_ids("train"), predicted_ids("validation")
     loss = -sum(math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in held_out) / len(held_out)
@@ -147,12 +147,15 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**15, "uint16"), (2**15 + 1, "uint32"), (256_000, "uint32")])
 def test_the_mark_leaves_every_id_as_it_is(vocab_size, dtype):
-    assert store.dtype_of(vocab_size, marked=True) == dtype
-    assert store.dtype_of(2**16, marked=False) == "uint16" and store.dtype_of(2**16 + 1, marked=False) == "uint32"
+    assert store.element_dtype(vocab_size, marked=True) == dtype
+    assert (
+        store.element_dtype(2**16, marked=False) == "uint16"
+        and store.element_dtype(2**16 + 1, marked=False) == "uint32"
+    )
     elements = np.array([0, 1, vocab_size - 1, vocab_size - 1], dtype)
-    elements[[1, 3]] |= store.mark(elements.dtype)
-    ids, given = store.Store("", "", {"rule": {"marked": True}}).ids_and_given(elements)
-    assert ids.tolist() == [0, 1, vocab_size - 1, vocab_size - 1] and given.tolist() == [False, True, False, True]
+    elements[[1, 3]] |= store.prompt_bit(elements.dtype)
+    ids, is_prompt = store.Store("", "", {"rule": {"marked": True}}).decode(elements)
+    assert ids.tolist() == [0, 1, vocab_size - 1, vocab_size - 1] and is_prompt.tolist() == [False, True, False, True]
     assert ids.dtype == np.int32
 
 
@@ -189,7 +192,7 @@ def mixture(tmp_path, weights=(3, 1), **fields):
 
 @pytest.mark.parametrize("shares", [[1], [9, 1], [1, 1], [3, 2, 5], [9997, 1, 2], [333, 667]])
 def test_turns_are_spread_evenly(shares):
-    turn, before = turns(shares)
+    turn, before = interleave_sources(shares)
     whose = np.tile(turn, 3)
     for index, share in enumerate(shares):
         counts = np.concatenate([[0], np.cumsum(whose == index)])
@@ -288,18 +291,18 @@ def test_a_store_below_a_url_is_the_local_one(tmp_path, url):
     config.cache_dir = url
     there = open_windows(config, 260, "train")
     assert there.store.path.startswith(url) and there.store.fingerprint == local.store.fingerprint
-    names = {key.decode() for key in store.keys(url).list().result()}
+    names = {key.decode() for key in store.kvstore(url).list().result()}
     assert not [name for name in names if name.endswith(".lock")]
     kept = pathlib.Path(local.store.path)
     assert names == {f"{kept.name}/{p.relative_to(kept)}" for p in kept.rglob("*") if p.is_file()}
     for name in names:
-        assert store.keys(url).read(name).result().value == (kept.parent / name).read_bytes(), name
+        assert store.kvstore(url).read(name).result().value == (kept.parent / name).read_bytes(), name
     for step in range(3):
         for name, values in train_batch(there, 1, 4, step).items():
             np.testing.assert_array_equal(values, train_batch(local, 1, 4, step)[name])
     made = {}
     assert prepare.open_store(config, 260, made).path == there.store.path and not made
-    assert not list((tmp_path / "local").glob("*.parts"))
+    assert not list((tmp_path / "local").glob("*.chunks"))
 
 
 def test_a_store_below_a_url_does_not_count_without_its_index(tmp_path, url, monkeypatch):
@@ -313,16 +316,16 @@ def test_a_store_below_a_url_does_not_count_without_its_index(tmp_path, url, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.Writer, "close", stops)
+        patch.setattr(store.ArrayWriter, "close", stops)
         with pytest.raises(KeyboardInterrupt):
             prepare.open_store(config, 260)
-    assert store.keys(url).list().result()  # half of it is there
+    assert store.kvstore(url).list().result()  # half of it is there
     found = prepare.open_store(config, 260)
     for split in store.SPLITS:
         np.testing.assert_array_equal(stream(found, split), stream(whole, split))
     key = f"{found.path.split('/')[-1]}/index.json"
-    index = store.keys(url).read(key).result().value
-    store.keys(url).write(key, index[:50]).result()
+    index = store.kvstore(url).read(key).result().value
+    store.kvstore(url).write(key, index[:50]).result()
     refused(config, "index.json is damaged; remove it")
 
 

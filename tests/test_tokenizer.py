@@ -15,11 +15,11 @@ import sentencepiece
 from conftest import ROOT
 
 from prope.config import default_config
-from prope.data import inspect
+from prope.data import view
 from prope.data.sources.find import find_source
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import load_tokenizer
-from prope.data.train_tokenizer import _lines, sample, train_tokenizer
+from prope.data.vocabulary import _lines, sample, train_tokenizer
 from prope.data.windows import Windows, train_batch
 from prope.errors import UsageError
 
@@ -223,7 +223,7 @@ def test_a_row_is_described_with_its_borders_positions_and_weights():
     weights = [1] * 9 + [0, 0, 0, 1, 1, 1, 0, 0, 0]
     positions = [*range(10), 3, 7, 8, 20, 30, 31, 32, 33]
     lines = list(
-        inspect.describe(
+        view.describe(
             row(stream[:-1], stream[1:], weights, positions, [1] * 10 + [2] * 6 + [0] * 2), load_tokenizer("byte")
         )
     )
@@ -231,7 +231,7 @@ def test_a_row_is_described_with_its_borders_positions_and_weights():
         "--- document 1, which began in the window before: tokens 0..9 at positions 0..9",
         "    abbbbbbbb",
         "--- document 2: tokens 10..15 at positions 3, 7, 8, 20 .. 31",
-        "    given, no loss | QQ",
+        "    prompt, no loss | QQ",
         "    aa",
         "--- padding: tokens 16..17",
     ]
@@ -254,14 +254,14 @@ def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
             ("long", 3), ("short", 1)
         )),
     })  # fmt: skip
-    result = inspect.inspect(mixed, 2, 4, str(tmp_path / "plot.png"))
+    result = view.show_batch(mixed, 2, 4, str(tmp_path / "plot.png"))
     shown = capsys.readouterr().out
     assert [(s["dataset"], s["weight"]) for s in result["sources"]] == [
         (f"files {tmp_path}/long", 0.75), (f"files {tmp_path}/short", 0.25)
     ]  # fmt: skip
     # <bos>, the name and a space, the number of one or two digits, the words, "? yes", <eos>
     assert [s["document_tokens"]["longest"] for s in result["sources"]] == [1 + 7 + 300 + 5 + 1, 1 + 8 + 20 + 5 + 1]
-    assert shown.count("=== step 2, row ") == 4 and "    given, no loss | " in shown
+    assert shown.count("=== step 2, row ") == 4 and "    prompt, no loss | " in shown
     assert re.search(r"^    yes$", shown, re.M) and result["weight_share"] < 0.3
 
 
@@ -269,7 +269,7 @@ def test_control_characters_do_not_reach_the_terminal():
     text = "red \x1b[31m bell \a tab \t end"
     ids = [byte + 4 for byte in text.encode()]
     zeros = [0] * len(ids)
-    lines = list(inspect.describe(row(ids, ids, zeros, range(len(ids)), [1] * len(ids)), load_tokenizer("byte")))
+    lines = list(view.describe(row(ids, ids, zeros, range(len(ids)), [1] * len(ids)), load_tokenizer("byte")))
     assert all(line.isprintable() for line in lines) and "[31m" in lines[1]
 
 
@@ -279,23 +279,23 @@ def test_lengths_of_documents(config, monkeypatch, stretches):
     stream = np.asarray(windows.store.tokens("train").read().result())
     starts = [i for i, token in enumerate(stream) if token == 2]
     true = [stop - start for start, stop in itertools.pairwise([*starts, len(stream)])]
-    monkeypatch.setattr(inspect, "_STRETCH", 300)
-    monkeypatch.setattr(inspect, "_STRETCHES", stretches)
+    monkeypatch.setattr(view, "_SCAN_TOKENS", 300)
+    monkeypatch.setattr(view, "_SCANS", stretches)
     places = [0, len(stream) // 2]
     expected = [
         n for start, n in zip(starts, true, strict=True) if stretches > 2 or any(p <= start < p + 300 for p in places)
     ]
     assert max(expected) > 300, "some do not fit into a stretch"
-    assert inspect.document_lengths(windows.store, 2).tolist() == expected
+    assert view.document_lengths(windows.store, 2).tolist() == expected
 
 
 def test_the_same_lengths_give_the_same_picture(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 5000, 300)
     for name, values in (("a.png", lengths), ("b.png", lengths), ("c.png", lengths[:200])):
-        inspect.draw_lengths({"a": values}, 64, str(tmp_path / name))
+        view.draw_lengths({"a": values}, 64, str(tmp_path / name))
     a, b, c = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
     assert a == b != c and len(a) > 10_000
-    inspect.draw_lengths({"a": np.array([7]), "b": lengths}, 64, str(tmp_path / "two.png"))
+    view.draw_lengths({"a": np.array([7]), "b": lengths}, 64, str(tmp_path / "two.png"))
     for wrong in ("none/a.png", "a.nothing"):
         path = str(tmp_path / wrong)
-        refused(f"--plot={path}: cannot be written: ", inspect.draw_lengths, {"a": lengths}, 64, path)
+        refused(f"--plot={path}: cannot be written: ", view.draw_lengths, {"a": lengths}, 64, path)

@@ -17,7 +17,7 @@ from conftest import ROOT
 
 from prope.config import default_config, differences
 from prope.data.store.pack import is_validation
-from prope.data.windows import Windows, ahead, randomised, train_batch
+from prope.data.windows import Windows, prefetch, randomise_positions, train_batch
 from prope.errors import UsageError
 from prope.runtime.validate import validate
 
@@ -155,10 +155,10 @@ def test_randomised_positions_are_a_function_of_seed_step_and_row(windows):
 
 
 def test_every_choice_of_positions_is_equally_likely():
-    draws = collections.Counter(tuple(randomised(np.arange(2), 4, 5, e).tolist()) for e in range(3000))
+    draws = collections.Counter(tuple(randomise_positions(np.arange(2), 4, 5, e).tolist()) for e in range(3000))
     assert set(draws) == set(itertools.combinations(range(4), 2))
     assert all(abs(count - 500) < 5 * np.sqrt(3000 * 1 / 6 * 5 / 6) for count in draws.values()), draws
-    whole = randomised(np.arange(T), T, 5, 0)
+    whole = randomise_positions(np.arange(T), T, 5, 0)
     assert whole.dtype == np.int32 and whole.tolist() == list(range(T))
 
 
@@ -209,7 +209,7 @@ def test_reading_ahead_is_concurrent_bounded_and_in_order():
         made.append(step)
         return step
 
-    batches = ahead(function, 0, 50, depth=4)
+    batches = prefetch(function, 0, 50, depth=4)
     assert [next(batches) for _ in range(10)] == list(range(10))
     time.sleep(0.2)
     assert sorted(made) == list(range(14)), "four are ready, and no more"
@@ -217,7 +217,7 @@ def test_reading_ahead_is_concurrent_bounded_and_in_order():
 
 
 def test_an_error_while_reading_ahead_arrives_at_its_step():
-    batches = ahead(lambda step: 1 // (step - 5), 0, 50)
+    batches = prefetch(lambda step: 1 // (step - 5), 0, 50)
     assert [next(batches) for _ in range(5)] == [-1] * 5
     with pytest.raises(ZeroDivisionError):
         next(batches)

@@ -10,7 +10,7 @@ from prope.analysis.measures import FROM
 from prope.config import override_dataset
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic, text_of
-from prope.data.tokenizer import BOS, load_tokenizer, name_of
+from prope.data.tokenizer import BOS, load_tokenizer, token_name
 from prope.errors import UsageError
 from prope.runtime.validate import validate
 
@@ -45,7 +45,7 @@ def read_sequences(config: ConfigDict, options) -> tuple[np.ndarray, list[str], 
         override_dataset(data, options.dataset, options.data_dir)
         validate(config)
         windows = open_windows(data, config.model.vocab_size, "validation")
-        documents = windows.beginnings(options.sequences)
+        documents = windows.document_starts(options.sequences)
         longest = max(map(len, documents), default=0)
         if longest < LEAST:
             raise UsageError(
@@ -58,7 +58,7 @@ def read_sequences(config: ConfigDict, options) -> tuple[np.ndarray, list[str], 
         source = data.dataset
     if tokens.max() >= config.model.vocab_size:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")
-    names = [text_of([t]) if generated and tokenizer is None else name_of(tokenizer, t) for t in tokens[0, :SHOWN]]
+    names = [text_of([t]) if generated and tokenizer is None else token_name(tokenizer, t) for t in tokens[0, :SHOWN]]
     return tokens.astype(np.int32), names, source
 
 

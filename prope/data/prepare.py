@@ -2,9 +2,7 @@
 
     python -m prope.data.prepare --config=configs/quickstart.py
 
-Training does the same on first use. Workers tokenise parts of the source in any order; when all parts exist they are
-concatenated into the store, which is then renamed into place. A killed process leaves parts that the next one reuses,
-and never an incomplete store.
+Training does the same on first use. Rerun the same command to resume.
 """
 
 from absl import flags

@@ -1,19 +1,18 @@
-"""Windows whose answers are known: what p-RoPE is for, as an experiment of minutes.
+"""Tasks with known answers: positional and semantic attention, measured in minutes.
 
-synthetic/copy    positional: repeat the letter that stood k tokens before. `copy-2` asks for k = 2. Letters repeat all
-                  the time and nothing else stands before a mark, so only their places tell which is meant.
-synthetic/recall  semantic: a fact such as `k7=v3` stands somewhere, and later `k7?` asks for its value. Key and value
-                  are one token, so that finding it needs no position, at any distance; every key is asked for once.
-synthetic/mix     half the places for the one, half for the other.
+synthetic/copy    positional: repeat the letter k tokens before. `copy-2` asks for k = 2. Letters repeat all the time,
+                  so only their positions identify the one that is asked for.
+synthetic/recall  semantic: after a fact such as `k7=v3`, at any distance, `k7?` asks for its value. Key and value are
+                  one token, so that finding it needs no position. Every key is asked for once.
+synthetic/mix     half of the slots for each.
 
-A window is <bos> and random letters, with slots of two tokens in it, four to eight letters apart: a mark and its
-answer, a question and its answer, or a fact and a letter. Only answers are predicted: all other weights are 0. Letters
-and values are uniform, so guessing has a chance of 1/8. Of the two slots of a fact and its question the distance is
-drawn first, evenly on a logarithmic scale, as far as free slots allow.
+A window is <bos> and random letters, with slots of two tokens four to eight letters apart: `copy-k` and its answer, a
+question and its answer, or a fact and a letter. Only answers have a weight. Letters and values are uniform, so guessing
+is right in 1/8 of cases. The distance of a fact and its question is drawn first, uniformly on a logarithmic scale, as
+far as free slots allow.
 
-Nothing is stored. A training window is a function of (task, seq_len, seed, place in the endless list), a validation
-window of (task, seq_len, number). Which split a window may be in is decided by a hash of its tokens, as it is for
-documents, so no window is in both.
+Nothing is stored. A training window is a function of (task, seq_len, seed, entry of the endless list), a validation
+window of (task, seq_len, number). A hash of its tokens decides which split a window may be in, so none is in both.
 """
 
 import dataclasses
@@ -44,20 +43,20 @@ _FACT = _QUERY + KEYS
 VOCABULARY = _FACT + KEYS * VALUES
 
 _GAP = (4, 8)  # letters before a slot: at least max(OFFSETS), so that what is copied is a letter
-_SHORTEST = {"copy": 16, "recall": 32, "mix": 64}  # tokens in which every kind of answer finds a place
-_VALIDATION = 512  # windows of the split
+_MIN_TOKENS = {"copy": 16, "recall": 32, "mix": 64}  # of a window, for every kind of answer to fit in
+_VALIDATION_WINDOWS = 512
 _HELD_OUT = 4  # one in so many windows may be in the validation split
-_PLACES = 2**32  # of the endless list of a seed
-_FORMAT = 1  # of the rule that makes windows; part of the fingerprint
+_ENTRIES = 2**32  # of the endless list of a seed
+_FORMAT = 1  # of the rule that generates windows; in the fingerprint
 
 
 class Window(NamedTuple):
-    """A window and the truth about it.
+    """A window and its answers.
 
     Attributes:
       stream: int32 [T + 1], the tokens and the target of the last one.
-      task: int8 [T], where the target is an answer, what kind of: an index in TASKS; elsewhere -1.
-      distance: int32 [T], there, how many tokens before this one the answer can be read; elsewhere 0.
+      task: int8 [T], the index in TASKS where the target is an answer; elsewhere -1.
+      distance: int32 [T], how many tokens before an answer's question the answer can be read; elsewhere 0.
     """
 
     stream: np.ndarray
@@ -67,10 +66,10 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticStore:
-    """What `Store` says of tokens on disk; here there are none. Every answer counts as one byte of text.
+    """Stands for a `Store`, without tokens on disk. Every answer counts as one byte of text.
 
     Attributes:
-      fingerprint: of the rule that makes the windows.
+      fingerprint: of the rule that generates the windows.
       index: `unigram_loss` is that of guessing among the eight possible answers.
     """
 
@@ -78,38 +77,38 @@ class SyntheticStore:
     index: dict
 
     def targets(self, split: str) -> int:
-        """Answers, for the bytes that `index` counts."""
+        """Counts the answers that the bytes of `index` stand for."""
         return self.index[split]["bytes"]
 
 
 class Synthetic:
-    """Used as `Windows` is, whose attributes it has; `count` of the train split is the number of places of one seed."""
+    """Has the interface of `Windows`; `count` of the train split is the number of entries of one seed."""
 
-    def __init__(self, config: ConfigDict, vocab_size: int, split: str):
-        self.task = config.dataset.removeprefix("synthetic/")
-        self.seq_len, self.position_range = config.seq_len, config.position_range
+    def __init__(self, data: ConfigDict, vocab_size: int, split: str):
+        self.task = data.dataset.removeprefix("synthetic/")
+        self.seq_len, self.position_range = data.seq_len, data.position_range
         if vocab_size < VOCABULARY:
             raise UsageError(
                 f"config.model.vocab_size={vocab_size}: synthetic data has {VOCABULARY} ids; set "
                 f"config.model.vocab_size to {VOCABULARY} or more"
             )
-        if self.seq_len < _SHORTEST[self.task]:
+        if self.seq_len < _MIN_TOKENS[self.task]:
             raise UsageError(
-                f"seq_len={self.seq_len}: windows of {config.dataset} need at least {_SHORTEST[self.task]} tokens; "
+                f"seq_len={self.seq_len}: windows of {data.dataset} need at least {_MIN_TOKENS[self.task]} tokens; "
                 "raise config.data.seq_len"
             )
         self._validation = split == "validation"
-        self.count = _VALIDATION if self._validation else _PLACES
+        self.count = _VALIDATION_WINDOWS if self._validation else _ENTRIES
         index = {split: {"bytes": 1} for split in SPLITS} | {"unigram_loss": float(np.log(LETTERS))}
-        self.store = SyntheticStore(fingerprint_of({"dataset": config.dataset, "format": _FORMAT}), index)
-        self.window = functools.lru_cache(_VALIDATION)(self._make)  # evaluation reads the same ones again and again
+        self.store = SyntheticStore(fingerprint_of({"dataset": data.dataset, "format": _FORMAT}), index)
+        self.window = functools.lru_cache(_VALIDATION_WINDOWS)(self._generate)  # evaluation reads them repeatedly
 
     def at(self, example: int, seed: int) -> int:
-        """The window at place `example` of the endless list: no two places and seeds share one."""
-        return seed * _PLACES + example
+        """Returns the index of the window at entry `example` of the endless list; no two entries or seeds share one."""
+        return seed * _ENTRIES + example
 
-    def _make(self, index: int) -> Window:
-        """The window of this index: the first of a sequence of draws that may be in this split."""
+    def _generate(self, index: int) -> Window:
+        """Draws the window of this index until it may be in this split."""
         attempt = 0
         while True:
             key = (2, TASKS.index(self.task), self.seq_len, self._validation, attempt)
@@ -120,9 +119,9 @@ class Synthetic:
             attempt += 1
 
     def read(self, indices) -> dict[str, np.ndarray]:
-        """The windows with these indices, in this order, as `Windows.read` gives them; weights are 1 at answers."""
+        """Reads the windows with these indices, in this order, as `Windows.read` does; weights are 1 at answers."""
         windows = [self.window(int(index)) for index in indices]
-        batch = self.empty(len(windows))
+        batch = self.padding(len(windows))
         for row, window in enumerate(windows):
             batch["tokens"][row], batch["targets"][row] = window.stream[:-1], window.stream[1:]
             batch["weights"][row] = window.task >= 0
@@ -130,36 +129,36 @@ class Synthetic:
             batch["segment_ids"][row] = 1
         return batch
 
-    def beginnings(self, count: int) -> list[np.ndarray]:
-        """Whole windows, which are documents: int32 [T] each."""
+    def document_starts(self, count: int) -> list[np.ndarray]:
+        """Returns windows, each of which is a document: int32 [T]."""
         return list(self.read(range(count))["tokens"])
 
-    def empty(self, rows: int) -> dict[str, np.ndarray]:
-        """Windows of padding."""
+    def padding(self, rows: int) -> dict[str, np.ndarray]:
+        """Returns windows without weights, to fill up a batch."""
         names = ("tokens", "targets", "positions", "segment_ids")
         batch = {name: np.full((rows, self.seq_len), PAD, np.int32) for name in names}
         return batch | {"weights": np.zeros((rows, self.seq_len), np.float32)}
 
-    def accuracy(self, indices, right: np.ndarray) -> dict:
-        """Shares of right answers: `accuracy`, and `accuracy_by_distance`, in octaves, of copy by single distances.
+    def accuracy(self, indices, correct: np.ndarray) -> dict:
+        """Returns `accuracy` and `accuracy_by_distance`: by octaves of distance, for copy by single distances.
 
         Args:
           indices: of B windows.
-          right: bool [B, T], whether the target has the highest score.
+          correct: bool [B, T], whether the target has the highest score.
         """
         windows = [self.window(int(index)) for index in indices]
         task, distance = (np.stack([getattr(w, name) for w in windows]) for name in ("task", "distance"))
-        found = []
+        by_distance = []
         for number in np.unique(task[task >= 0]).tolist():
             start = 1
             while start <= distance[task == number].max():
                 stop = start + 1 if TASKS[number] == "copy" else 2 * start
-                there = (task == number) & (start <= distance) & (distance < stop)
-                if there.any():
-                    about = {"task": TASKS[number], "from": start, "to": stop}
-                    found.append(about | {"accuracy": float(right[there].mean()), "answers": int(there.sum())})
+                selected = correct[(task == number) & (start <= distance) & (distance < stop)]
+                if selected.size:
+                    counts = {"accuracy": float(selected.mean()), "answers": selected.size}
+                    by_distance.append({"task": TASKS[number], "from": start, "to": stop} | counts)
                 start = stop
-        return {"accuracy": float(right[task >= 0].mean()), "accuracy_by_distance": found}
+        return {"accuracy": float(correct[task >= 0].mean()), "accuracy_by_distance": by_distance}
 
 
 def is_held_out(stream: np.ndarray) -> bool:
@@ -168,35 +167,36 @@ def is_held_out(stream: np.ndarray) -> bool:
 
 
 def draw(task: str, T: int, generator: np.random.Generator) -> Window:
-    """A random window of T tokens."""
+    """Draws a random window of T tokens."""
     stream = generator.integers(_LETTER, _LETTER + LETTERS, T + 1, dtype=np.int32)
     stream[0] = BOS
     kind, distance = np.full(T, -1, np.int8), np.zeros(T, np.int32)
     gaps = generator.integers(_GAP[0], _GAP[1] + 1, T // _GAP[0])
-    slots = np.cumsum(gaps + 2) - 1  # a slot's first place; <bos> and a gap before the first one
+    slots = np.cumsum(gaps + 2) - 1  # of each its first token; <bos> and a gap come before
     slots = slots[slots < T]
     shuffled = generator.permutation(slots)
     copies = shuffled[: {"copy": len(slots), "recall": 0, "mix": len(slots) // 2}[task]]
-    offset = generator.integers(0, len(OFFSETS), len(copies))
-    stream[copies], stream[copies + 1] = _COPY + offset, stream[copies - np.array(OFFSETS)[offset]]
-    kind[copies], distance[copies] = TASKS.index("copy"), np.array(OFFSETS)[offset]
+    number = generator.integers(0, len(OFFSETS), len(copies))
+    offset = np.array(OFFSETS)[number]
+    stream[copies], stream[copies + 1] = _COPY + number, stream[copies - offset]
+    kind[copies], distance[copies] = TASKS.index("copy"), offset
 
     free = np.sort(shuffled[len(copies) :])
     for key in generator.permutation(KEYS)[: len(free) // 2]:
         wanted = np.exp(generator.uniform(np.log(_GAP[0] + 2), np.log(T)))
-        asks = free[1:][free[1:] >= free[0] + wanted]
-        ask = generator.choice(asks if len(asks) else free[1:])
-        earlier = free[free < ask]
-        fact = earlier[np.abs(ask - earlier - wanted).argmin()]
+        candidates = free[1:][free[1:] >= free[0] + wanted]
+        query = generator.choice(candidates if len(candidates) else free[1:])
+        earlier = free[free < query]
+        fact = earlier[np.abs(query - earlier - wanted).argmin()]
         value = generator.integers(VALUES)
-        stream[fact], stream[ask], stream[ask + 1] = _FACT + key * VALUES + value, _QUERY + key, _VALUE + value
-        kind[ask], distance[ask] = TASKS.index("recall"), ask - fact
-        free = free[(free != fact) & (free != ask)]
+        stream[fact], stream[query], stream[query + 1] = _FACT + key * VALUES + value, _QUERY + key, _VALUE + value
+        kind[query], distance[query] = TASKS.index("recall"), query - fact
+        free = free[(free != fact) & (free != query)]
     return Window(stream, kind, distance)
 
 
 def text_of(ids) -> str:
-    """The tokens as words: a letter, `copy-2`, `k7=v3`, `k7?`, `v3`."""
+    """Returns the tokens as words: a letter, `copy-2`, `k7=v3`, `k7?`, `v3`."""
     names = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"copy-{k}" for k in OFFSETS)]
     names += [chr(ord("a") + n) for n in range(LETTERS)] + [f"v{n}" for n in range(VALUES)]
     names += [f"k{n}?" for n in range(KEYS)] + [f"k{key}=v{value}" for key in range(KEYS) for value in range(VALUES)]
@@ -204,7 +204,7 @@ def text_of(ids) -> str:
 
 
 def describe(window: Window) -> Iterator[str]:
-    """Lines that show a window: its text, then every answer."""
+    """Yields lines that show a window: its text, then every answer."""
     yield from textwrap.wrap(text_of(window.stream), 110, initial_indent="    ", subsequent_indent="    ")
     yield "  place  task    token    target  weight  distance  the answer is in"
     for place in np.flatnonzero(window.task >= 0):

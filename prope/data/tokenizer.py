@@ -1,4 +1,4 @@
-"""Stage 3: text to ids and back. `byte` needs no file; anything else is the path of a SentencePiece model."""
+"""Converts text to ids and back. `byte` needs no file; any other name is the path of a SentencePiece model."""
 
 import hashlib
 import pathlib
@@ -7,7 +7,7 @@ import numpy as np
 
 from prope.errors import UsageError
 
-# Gemma's ids of the special tokens; every tokenizer here has them.
+# Gemma's ids of the special tokens, which every tokenizer here has.
 PAD, EOS, BOS, UNKNOWN = 0, 1, 2, 3
 
 # SentencePiece writes a space as this character, and so reads the character itself back as a space.
@@ -22,16 +22,16 @@ class ByteTokenizer:
     fingerprint = "byte"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of the text, without <bos> or <eos>."""
+        """Encodes UTF-8 text, without <bos> or <eos>: int32 [tokens]."""
         return np.frombuffer(text, np.uint8).astype(np.int32) + 4
 
     def decode(self, ids) -> str:
-        """The text of the ids; those that stand for none are left out, broken UTF-8 is shown as U+FFFD."""
+        """Decodes ids; those without text are left out, broken UTF-8 becomes U+FFFD."""
         return bytes(i - 4 for i in map(int, ids) if 4 <= i < self.vocab_size).decode(errors="replace")
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model: Gemma's `tokenizer.model`, or one that prope.data.train_tokenizer has made.
+    """A SentencePiece model: Gemma's `tokenizer.model`, or one that prope.data.train_tokenizer wrote.
 
     Raises:
       UsageError: the file cannot be read, or its special ids are not Gemma's.
@@ -51,40 +51,39 @@ class SentencePieceTokenizer:
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a SentencePiece model"
             raise UsageError(f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}") from None
-        found = [getattr(self._processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
-        if found != [PAD, EOS, BOS, UNKNOWN]:
+        special = [getattr(self._processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
+        if special != [PAD, EOS, BOS, UNKNOWN]:
             ids = "pad {}, eos {}, bos {}, unk {}"
             raise UsageError(
-                f"config.data.tokenizer={path}: its special ids are {ids.format(*found)} (-1: none) and must be "
+                f"config.data.tokenizer={path}: its special ids are {ids.format(*special)} (-1: none) and must be "
                 f"Gemma's, {ids.format(PAD, EOS, BOS, UNKNOWN)}; {remedy}"
             )
         self.vocab_size = self._processor.vocab_size()
-        pieces = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        self._space = pieces if UNKNOWN not in pieces else None  # None: it has no bytes to fall back on
+        space = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        self._space = space if UNKNOWN not in space else None  # None: the model does not fall back on bytes
         self.fingerprint = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of the text, without <bos> or <eos>; with a model that falls back on bytes, they decode to it exactly."""
+        """Encodes UTF-8 text, without <bos> or <eos>; losslessly if the model falls back on bytes: int32 [tokens]."""
         string = text.decode()
         if self._space is None or _SPACE not in string:
             return np.array(self._processor.encode(string), np.int32)
-        parts = self._processor.encode(string.split(_SPACE))
-        ids = parts[0]
-        for part in parts[1:]:
-            ids += self._space + part
+        ids, *others = self._processor.encode(string.split(_SPACE))
+        for segment in others:
+            ids += self._space + segment
         return np.array(ids, np.int32)
 
     def decode(self, ids) -> str:
-        """The text of the ids; those that stand for none are left out, broken UTF-8 is shown as U+FFFD."""
+        """Decodes ids; those without text are left out, broken UTF-8 becomes U+FFFD."""
         return self._processor.decode([i for i in map(int, ids) if i < self.vocab_size])
 
 
 def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
-    """The tokenizer that `config.data.tokenizer` names."""
+    """Returns the tokenizer that `config.data.tokenizer` names."""
     return ByteTokenizer() if name == "byte" else SentencePieceTokenizer(name)
 
 
-def name_of(tokenizer: ByteTokenizer | SentencePieceTokenizer, token: int) -> str:
-    """A token as it can be shown: <bos>, or its text in quotes."""
+def token_name(tokenizer: ByteTokenizer | SentencePieceTokenizer, token: int) -> str:
+    """Returns a token as it can be shown: <bos>, or its text in quotes."""
     names = {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}
     return names.get(int(token)) or repr(tokenizer.decode([token]))

@@ -1,13 +1,12 @@
-"""Stage 5: windows of the token stream, and the batch of a step as a pure function.
+"""Windows of the token stream, and the batch of a step as a pure function.
 
-Window i of a split holds tokens i*T .. i*T + T and predicts each from those before it, so the windows together
-predict every token once. A training batch is B consecutive entries of an endless list: a permutation of all
-windows, then another one, epoch after epoch. What a step sees is decided by (fingerprint, seed, step, batch size,
-T) and by nothing else; where a run stands in its data is one integer.
+Window i of a split holds the tokens i*T .. i*T + T and predicts each from those before it, so the windows together
+predict every token once. Training reads an endless list: a permutation of all windows, then another one, epoch after
+epoch. A batch is B consecutive entries: a function of (fingerprint, seed, step, B, T) alone.
 
 With `position_range` R a training window gets randomised positions (Ruoss et al., 2023): T distinct ones of 0 .. R-1,
-sorted, drawn anew for every place of the list. Validation keeps the ordinary positions 0 .. T-1: its loss then depends
-on no draw and compares runs that differ in R. (The paper, appendix B.2, speaks of training positions only.)
+sorted, drawn anew for every entry of the list. Validation keeps the positions 0 .. T-1, so that its loss depends on no
+draw and compares runs that differ in R. (The paper, appendix B.2, speaks of training positions only.)
 
 Axes: B batch, T seq_len.
 """
@@ -17,7 +16,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
-import grain
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -27,7 +25,7 @@ from prope.data.tokenizer import load_tokenizer
 
 Batch = dict[str, np.ndarray]
 
-_STRETCH = 2**18  # tokens of the stream that are looked through at a time
+_SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 
 class Windows:
@@ -37,83 +35,79 @@ class Windows:
       store: the tokens.
       seq_len: T.
       count: the number of windows; the last one may be padded.
-      position_range: R, what `train_batch` draws positions from; None: positions are ordinary.
+      position_range: R, from which `train_batch` draws positions; None: they are 0 .. T-1.
     """
 
-    def __init__(self, config: ConfigDict, vocab_size: int, split: str):
-        tokenizer = load_tokenizer(config.tokenizer)
-        self.store: Store = open_store(config, vocab_size)
-        self.seq_len = config.seq_len
-        self.position_range = config.position_range
-        self._mask_documents = config.mask_documents
+    def __init__(self, data: ConfigDict, vocab_size: int, split: str):
+        tokenizer = load_tokenizer(data.tokenizer)
+        self.store: Store = open_store(data, vocab_size)
+        self.seq_len = data.seq_len
+        self.position_range = data.position_range
+        self._mask_documents = data.mask_documents
         self._bos, self._pad = tokenizer.bos, tokenizer.pad
-        self._split = split
         self._tokens = self.store.tokens(split)
         self._length = self._tokens.shape[0]
         self.count = -(-(self._length - 1) // self.seq_len)
 
     def at(self, example: int, seed: int) -> int:
-        """The window at place `example` of the endless list."""
-        return window_of(example, self.count, seed)
+        """Returns the index of the window at entry `example` of the endless list."""
+        return shuffled_index(example, self.count, seed)
 
     def read(self, indices) -> Batch:
-        """The windows with these indices, in this order.
+        """Reads the windows with these indices, in this order.
 
         Returns:
-          `tokens, targets` int32 [B, T]; `weights` float32 [B, T], 0 where the target is a <bos>, padding or given;
-          `positions` int32 [B, T], which restart at document borders if documents are masked; `segment_ids`
+          `tokens, targets` int32 [B, T]; `weights` float32 [B, T], 0 where the target is a <bos>, padding or of a
+          prompt; `positions` int32 [B, T], which restart at document borders if documents are masked; `segment_ids`
           int32 [B, T], the number of the document within the window, from 1, or 0 for padding.
         """
         T = self.seq_len
         starts = [int(i) * T for i in indices]
-        ends = [min(start + T + 1, self._length) for start in starts]
-        reads = [self._tokens[start:end].read() for start, end in zip(starts, ends, strict=True)]
+        reads = [self._tokens[start : min(start + T + 1, self._length)].read() for start in starts]
         stream = np.full((len(starts), T + 1), self._pad, np.int32)
-        real = np.zeros((len(starts), T + 1), bool)
-        given = np.zeros((len(starts), T + 1), bool)
+        real, is_prompt = (np.zeros((len(starts), T + 1), bool) for _ in range(2))
         for row, read in enumerate(reads):
-            piece = read.result()
-            stream[row, : len(piece)], given[row, : len(piece)] = self.store.ids_and_given(piece)
-            real[row, : len(piece)] = True
-        opens = (stream == self._bos) & real
-        segment_ids = np.cumsum(opens, axis=1, dtype=np.int32) + ~opens[:, :1]
+            elements = read.result()
+            stream[row, : len(elements)], is_prompt[row, : len(elements)] = self.store.decode(elements)
+            real[row, : len(elements)] = True
+        is_bos = (stream == self._bos) & real
+        segment_ids = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
         index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(starts), T))
-        first = np.maximum.accumulate(np.where(opens[:, :-1], index, 0), axis=1) if self._mask_documents else 0
+        first = np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1) if self._mask_documents else 0
         return {
             "tokens": stream[:, :-1],
             "targets": stream[:, 1:],
-            "weights": (real & ~opens & ~given)[:, 1:].astype(np.float32),
+            "weights": (real & ~is_bos & ~is_prompt)[:, 1:].astype(np.float32),
             "positions": np.asarray(index - first, np.int32),
             "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
         }
 
-    def beginnings(self, count: int) -> list[np.ndarray]:
-        """How documents begin: up to `count` pieces, int32, of T tokens each, or of fewer if documents are shorter.
+    def document_starts(self, count: int) -> list[np.ndarray]:
+        """Returns the beginnings of up to `count` documents: int32, T tokens each, or fewer of a shorter document.
 
-        The stream is cut into `count` stretches. Of each it is the first document with T tokens that begins there, or
-        the longest one where there is none.
+        The stream is cut into `count` intervals. Of each it is the first document with T tokens that begins there, or
+        the longest one if there is none.
         """
-        cuts = [self._length * part // count for part in range(count + 1)]
-        found = [self._beginning(start, stop) for start, stop in itertools.pairwise(cuts)]
-        return [tokens for tokens in found if len(tokens)]
+        cuts = [self._length * number // count for number in range(count + 1)]
+        starts = [self._document_start(start, stop) for start, stop in itertools.pairwise(cuts)]
+        return [tokens for tokens in starts if len(tokens)]
 
-    def _beginning(self, start: int, stop: int) -> np.ndarray:
+    def _document_start(self, start: int, stop: int) -> np.ndarray:
         best = np.zeros(0, np.int32)
-        for first in range(start, stop, _STRETCH):
-            last = min(first + _STRETCH, stop)
-            tokens, _ = self.store.ids_and_given(
-                self._tokens[first : min(last + self.seq_len, self._length)].read().result()
-            )
-            opens = np.flatnonzero(tokens == self._bos)
-            for begin, end in itertools.pairwise([*opens, len(tokens)]):
+        for first in range(start, stop, _SCAN_TOKENS):
+            last = min(first + _SCAN_TOKENS, stop)
+            elements = self._tokens[first : min(last + self.seq_len, self._length)].read().result()
+            tokens, _ = self.store.decode(elements)
+            borders = np.flatnonzero(tokens == self._bos)
+            for begin, end in itertools.pairwise([*borders, len(tokens)]):
                 if begin < last - first and min(end - begin, self.seq_len) > len(best):
                     best = tokens[begin:end][: self.seq_len]
                 if len(best) == self.seq_len:
                     return best
         return best
 
-    def empty(self, rows: int) -> Batch:
-        """Windows of padding, to fill a batch up with: no token of them has a weight."""
+    def padding(self, rows: int) -> Batch:
+        """Returns windows without weights, to fill up a batch."""
         zeros = np.zeros((rows, self.seq_len), np.int32)
         return {
             "tokens": zeros + self._pad, "targets": zeros + self._pad, "weights": zeros.astype(np.float32),
@@ -122,13 +116,13 @@ class Windows:
 
 
 def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=None) -> Batch:
-    """The batch of update `step + 1`: rows step*B .. step*B + B-1 of the endless list of windows.
+    """Reads the batch of update `step + 1`: entries step*B .. step*B + B-1 of the endless list of windows.
 
     Args:
       windows: of the train split.
       seed: of the run.
       batch_size: B, over all processes.
-      step: updates done before, from 0.
+      step: number of updates before, from 0.
       rows: which of the B rows to read; all by default, a process's own on a pod.
     """
     rows = range(batch_size) if rows is None else rows
@@ -136,14 +130,14 @@ def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=No
     batch = windows.read([windows.at(example, seed) for example in examples])
     if windows.position_range is not None:
         for positions, example in zip(batch["positions"], examples, strict=True):
-            positions[:] = randomised(positions, windows.position_range, seed, example)
+            positions[:] = randomise_positions(positions, windows.position_range, seed, example)
     return batch
 
 
-def randomised(positions: np.ndarray, limit: int, seed: int, example: int) -> np.ndarray:
-    """Positions [T] drawn from 0 .. limit-1 for the window at place `example` of the endless list: int32 [T].
+def randomise_positions(positions: np.ndarray, limit: int, seed: int, example: int) -> np.ndarray:
+    """Draws positions from 0 .. limit-1 for the window at entry `example` of the endless list: int32 [T].
 
-    They are distinct and rise from each 0 of the ordinary `positions` to the next: over the whole window, or within
+    They are distinct and increase from each 0 of the ordinary `positions` to the next: over the whole window, or within
     each of its documents where documents are masked. Every such choice is equally likely.
     """
     # Another spawn key than the permutations': their seeds must not meet.
@@ -153,28 +147,30 @@ def randomised(positions: np.ndarray, limit: int, seed: int, example: int) -> np
     return np.concatenate(drawn).astype(np.int32)
 
 
-def window_of(example: int, count: int, seed: int) -> int:
-    """The window at place `example` of the endless list: every epoch of `count` places is a new permutation."""
-    epoch, place = divmod(example, count)
+def shuffled_index(example: int, count: int, seed: int) -> int:
+    """Returns the window at entry `example` of the endless list: every epoch of `count` is a new permutation."""
+    import grain  # takes half a second
+
+    epoch, entry = divmod(example, count)
     if count == 1:
         return 0
     key = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
-    return grain.experimental.index_shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
+    return grain.experimental.index_shuffle(index=entry, max_index=count - 1, seed=key, rounds=4)
 
 
-def ahead(function: Callable[[int], Batch], start: int, stop: int, depth: int = 4) -> Iterator[Batch]:
-    """function(start), .., function(stop - 1): up to `depth` of them are made on threads while one is used.
+def prefetch(function: Callable[[int], Batch], start: int, stop: int, depth: int = 4) -> Iterator[Batch]:
+    """Yields function(start), .., function(stop - 1); threads compute up to `depth` of them ahead.
 
-    Several at a time, because a batch from a bucket takes long to come, but does not keep a core busy.
+    Several at a time, because a batch from a bucket takes long to arrive but does not keep a core busy.
     """
     with futures.ThreadPoolExecutor(depth, "batches") as pool:
         steps = iter(range(start, stop))
-        waiting = collections.deque(pool.submit(function, step) for step in itertools.islice(steps, depth))
+        pending = collections.deque(pool.submit(function, step) for step in itertools.islice(steps, depth))
         try:
-            while waiting:
-                batch = waiting.popleft().result()
-                waiting.extend(pool.submit(function, step) for step in itertools.islice(steps, 1))
+            while pending:
+                batch = pending.popleft().result()
+                pending.extend(pool.submit(function, step) for step in itertools.islice(steps, 1))
                 yield batch
         finally:
-            for future in waiting:
+            for future in pending:
                 future.cancel()

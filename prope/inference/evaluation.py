@@ -74,7 +74,7 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
 
     def read(start: int) -> dict[str, np.ndarray]:
         indices = [chosen[start + row] for row in local_rows if start + row < count]
-        padding = windows.empty(len(local_rows) - len(indices))
+        padding = windows.padding(len(local_rows) - len(indices))
         return {name: np.concatenate([rows, padding[name]]) for name, rows in windows.read(indices).items()}
 
     def score(params, batch):

@@ -1,6 +1,6 @@
-"""What a source of documents is: parts that can be read on their own, each a run of documents in a fixed order.
+"""A source of documents: chunks of consecutive documents, each of which one process reads.
 
-The parts are cut by position in the source, never by who reads them, so any number of processes may share them.
+Chunks depend on the source alone, not on the number of processes that share them.
 """
 
 import dataclasses
@@ -16,25 +16,25 @@ MAX_DOCUMENT = 2**26  # bytes; a longer one would not leave a worker within 2 GB
 
 
 class Document(NamedTuple):
-    """A document.
+    """A text.
 
     Attributes:
       text: UTF-8.
-      given: how many bytes at its start are given and not to be predicted, such as an instruction.
+      prompt_bytes: length of its beginning that is not predicted, such as an instruction.
     """
 
     text: bytes
-    given: int = 0
+    prompt_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A run of documents that one process reads.
+class Chunk:
+    """Consecutive documents of a source.
 
     Attributes:
-      key: where they are, for people and to know the part again.
-      num_bytes: about how much text they hold.
-      read: gives them in order; can be sent to another process; raises UsageError where the data is broken.
+      key: identifies the chunk within its source, and names it in messages.
+      num_bytes: approximate size of the text.
+      read: yields the documents in order; can be pickled; raises UsageError on damaged data.
     """
 
     key: str
@@ -48,36 +48,36 @@ class Source:
 
     Attributes:
       name: as in config.data.dataset.
-      identity: what makes it this collection and no other, JSON-able; the same wherever the text is the same.
-      parts: all documents, in order.
+      identity: JSON values that are equal exactly where the documents are equal; part of the store's fingerprint.
+      chunks: all documents, in order.
     """
 
     name: str
     identity: dict
-    parts: tuple[Part, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def num_bytes(self) -> int:
-        """About how much text there is."""
-        return sum(part.num_bytes for part in self.parts)
+        """Approximate size of the text."""
+        return sum(chunk.num_bytes for chunk in self.chunks)
 
     def documents(self) -> Iterator[bytes]:
-        """The texts, in order."""
-        for part in self.parts:
-            for document in part.read():
+        """Yields the texts in order."""
+        for chunk in self.chunks:
+            for document in chunk.read():
                 yield document.text
 
 
-def part_bytes(total: int) -> int:
-    """Bytes of a part: many parts, so that a stop loses little; not so many that their number is a burden."""
+def chunk_bytes(total: int) -> int:
+    """Returns the size of a chunk: small, so that an interruption loses little, but not thousands of them."""
     return min(max(total // 256, 2**18), 2**23)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextRule:
-    """How a record becomes a document: a feature's text, or a template such as "Q: {inputs}\\nA: {targets}".
+    """How a record becomes a document: one feature, or a template such as "Q: {inputs}\\nA: {targets}".
 
-    With loss_on "targets" everything before the template's last field is given.
+    With loss_on "targets" all text before the template's last field is the prompt.
     """
 
     text_feature: str
@@ -85,12 +85,12 @@ class TextRule:
     loss_on: str = "all"
 
     @classmethod
-    def of(cls, config: ConfigDict) -> "TextRule":
-        """The rule of a run's `config.data`."""
-        return cls(config.text_feature, config.template, config.loss_on)
+    def from_config(cls, data: ConfigDict) -> "TextRule":
+        """Reads the rule from a run's `config.data`."""
+        return cls(data.text_feature, data.template, data.loss_on)
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def features(self) -> tuple[str, ...]:
         """The features that a record must have."""
         if not self.template:
             return (self.text_feature,)
@@ -103,29 +103,25 @@ class TextRule:
 
     @property
     def identity(self) -> dict:
-        """What decides the text, for a source's identity."""
+        """What determines the text, for `Source.identity`."""
         if not self.template:
             return {"text_feature": self.text_feature}
         return {"template": self.template, "loss_on": self.loss_on}
 
     def document(self, values: Mapping[str, bytes], where: str) -> Document:
-        """The document of a record's features; `where` names it in an error."""
-        values = {name: utf8(values[name], where) for name in self.fields}
+        """Builds the document of a record; `where` names the record in an error."""
+        values = {name: check_utf8(values[name], where) for name in self.features}
         if not self.template:
             return Document(values[self.text_feature])
-        pieces = []
+        segments = []
         for literal, name, _, _ in string.Formatter().parse(self.template):
-            pieces += [literal.encode()] + ([values[name]] if name else [])
-        text = b"".join(pieces)
-        return Document(text, len(text) - len(pieces[-1]) if self.loss_on == "targets" else 0)
+            segments += [literal.encode()] + ([values[name]] if name else [])
+        text = b"".join(segments)
+        return Document(text, len(text) - len(segments[-1]) if self.loss_on == "targets" else 0)
 
 
-def utf8(text: bytes, where: str) -> bytes:
-    """The text itself.
-
-    Raises:
-      UsageError: it is not UTF-8, or too long.
-    """
+def check_utf8(text: bytes, where: str) -> bytes:
+    """Returns the text; raises UsageError if it is not UTF-8 or too long."""
     if len(text) > MAX_DOCUMENT:
         raise too_long(where)
     if not text.isascii():
@@ -137,5 +133,5 @@ def utf8(text: bytes, where: str) -> bytes:
 
 
 def too_long(where: str) -> UsageError:
-    """What to say of a document that is too long."""
+    """Returns the error for a document above MAX_DOCUMENT."""
     return UsageError(f"{where}: a document of more than {MAX_DOCUMENT:,} bytes; cut it into several")

@@ -1,9 +1,10 @@
-"""A folder of text: .txt holds a document, .jsonl a document per line; either may be compressed, .txt.gz, .jsonl.gz."""
+"""A folder of text: a .txt is one document, a .jsonl has one per line; both also gzipped, .txt.gz and .jsonl.gz."""
 
 import contextlib
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -12,94 +13,97 @@ import zlib
 from collections.abc import Iterator
 from concurrent import futures
 
-from prope.data.sources.base import MAX_DOCUMENT, Document, Part, Source, TextRule, part_bytes, too_long, utf8
+from prope.data.sources.base import MAX_DOCUMENT, Chunk, Document, Source, TextRule, check_utf8, chunk_bytes, too_long
 from prope.errors import UsageError
 from prope.runtime.files import read_json, write_atomic
 
-_LINES = (".jsonl", ".jsonl.gz")
-_ENDINGS = (".txt", ".txt.gz", *_LINES)
-_GZIP = 3  # about how many times smaller text becomes
-_FEW_BYTES = 2**26  # hashed again each time: faster than it is worth remembering
+_JSON_LINES = (".jsonl", ".jsonl.gz")
+_SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
+_GZIP_RATIO = 3  # about how much gzip shrinks text
+_ALWAYS_HASHED = 2**26  # bytes of all files; up to here hashing again is faster than it is worth caching
 
 
-def files(folder: pathlib.Path, rule: TextRule, remembered: pathlib.Path) -> Source:
-    """The files in a folder and the folders below it, sorted by path.
+def files(folder: pathlib.Path, rule: TextRule, hash_cache: pathlib.Path) -> Source:
+    """Returns the files in a folder and below it, sorted by path, as a source.
 
     Args:
       folder: the folder.
-      rule: what of a JSON line is text.
-      remembered: a file that keeps the hashes of large files, so that they are read once and not at every start.
+      rule: which keys of a JSON line are text.
+      hash_cache: a file that keeps the hashes of large files, so that they are not read at every start.
 
     Raises:
-      UsageError: there is no such file.
+      UsageError: there is no such file, or the rule does not apply to it.
     """
-    found = [p for p in sorted(folder.rglob("*")) if p.name.endswith(_ENDINGS) and p.is_file()]
-    if not found:
+    paths = [p for p in sorted(folder.rglob("*")) if p.name.endswith(_SUFFIXES) and p.is_file()]
+    if not paths:
         raise UsageError(f"config.data.data_dir={folder}: no .txt or .jsonl file (.gz or not) in it or below it")
-    texts = [p for p in found if not p.name.endswith(_LINES)]
+    texts = [p for p in paths if not p.name.endswith(_JSON_LINES)]
     if rule.template and texts:
         raise UsageError(f"{texts[0]}: has no fields for config.data.template to name; keep it in another folder")
-    hashes = _hashes(found, remembered)
-    listing = [(p.relative_to(folder).as_posix(), hashes[p]) for p in found]
+    hashes = _hash_files(paths, hash_cache)
+    listing = [(p.relative_to(folder).as_posix(), hashes[p]) for p in paths]
     identity = {"dataset": "files", "files": listing, **rule.identity}
-    return Source("files", identity, tuple(_parts(folder, found, rule)))
+    return Source("files", identity, tuple(_chunks(folder, paths, rule)))
 
 
-def _parts(folder: pathlib.Path, found: list[pathlib.Path], rule: TextRule) -> Iterator[Part]:
-    sizes = {p: p.stat().st_size * (_GZIP if p.suffix == ".gz" else 1) for p in found}
-    most = part_bytes(sum(sizes.values()))
-    group: list[pathlib.Path] = []
-
-    def grouped() -> Iterator[Part]:
-        if group:
-            key = f"{group[0].relative_to(folder)} and {len(group) - 1} more"
-            yield Part(key, sum(sizes[p] for p in group), functools.partial(_read_texts, tuple(group)))
-            group.clear()
-
-    for path in found:
-        if not path.name.endswith(_LINES):
-            group.append(path)
-            if sum(sizes[p] for p in group) >= most:
-                yield from grouped()
+def _chunks(folder: pathlib.Path, paths: list[pathlib.Path], rule: TextRule) -> Iterator[Chunk]:
+    """Yields small text files in groups, and large .jsonl files in byte ranges."""
+    sizes = {p: p.stat().st_size * (_GZIP_RATIO if p.suffix == ".gz" else 1) for p in paths}
+    limit = chunk_bytes(sum(sizes.values()))
+    for is_lines, run in itertools.groupby(paths, lambda p: p.name.endswith(_JSON_LINES)):
+        if is_lines:
+            for path in run:
+                yield from _line_chunks(path, str(path.relative_to(folder)), rule, sizes[path], limit)
             continue
-        yield from grouped()
-        name = str(path.relative_to(folder))
-        if path.suffix == ".gz":  # cannot be entered in the middle
-            yield Part(name, sizes[path], functools.partial(_read_lines, path, rule, 0, None))
-            continue
-        for start in range(0, sizes[path], most):
-            stop = min(start + most, sizes[path])
-            yield Part(
-                f"{name} from byte {start}", stop - start, functools.partial(_read_lines, path, rule, start, stop)
-            )
-    yield from grouped()
+        group, size = [], 0
+        for path in [*run, None]:
+            if group and (path is None or size >= limit):
+                key = f"{group[0].relative_to(folder)} and {len(group) - 1} more"
+                yield Chunk(key, size, functools.partial(_read_texts, tuple(group)))
+                group, size = [], 0
+            if path is not None:
+                group.append(path)
+                size += sizes[path]
+
+
+def _line_chunks(path: pathlib.Path, name: str, rule: TextRule, size: int, limit: int) -> Iterator[Chunk]:
+    if path.suffix == ".gz":  # cannot be entered in the middle
+        yield Chunk(name, size, functools.partial(_read_lines, path, rule, 0, None))
+        return
+    for start in range(0, size, limit):
+        stop = min(start + limit, size)
+        read = functools.partial(_read_lines, path, rule, start, stop)
+        yield Chunk(f"{name} from byte {start}", stop - start, read)
 
 
 def _read_texts(paths: tuple[pathlib.Path, ...]) -> Iterator[Document]:
     for path in paths:
-        with _opened(path) as opened:
-            text = _guarded(path, lambda: opened.read(MAX_DOCUMENT + 1))
-        yield Document(utf8(text, str(path)))
+        with _open(path) as file, _named_damage(path):
+            text = file.read(MAX_DOCUMENT + 1)
+        yield Document(check_utf8(text, str(path)))
 
 
 def _read_lines(path: pathlib.Path, rule: TextRule, start: int, stop: int | None) -> Iterator[Document]:
-    """The lines that start at the bytes start .. stop - 1."""
-    with _opened(path) as opened:
+    """Yields the documents of the lines that start at the bytes start .. stop - 1."""
+    with _open(path) as file:
         if start:
-            opened.seek(start - 1)
-            while (skipped := opened.readline(2**20)) and not skipped.endswith(b"\n"):
+            file.seek(start - 1)
+            while (skipped := file.readline(2**20)) and not skipped.endswith(b"\n"):
                 pass
-        at, read = opened.tell(), 0
-        while stop is None or at < stop:
-            line = _guarded(path, lambda: opened.readline(2 * MAX_DOCUMENT))
+        offset = file.tell()
+        for number in itertools.count(1):
+            if stop is not None and offset >= stop:
+                return
+            with _named_damage(path):
+                line = file.readline(2 * MAX_DOCUMENT)
             if not line:
                 return
-            at, read = at + len(line), read + 1
+            offset += len(line)
             if line.strip():
                 try:
                     yield _json_document(line, rule)
                 except ValueError as error:
-                    raise UsageError(f"{path} line {_lines_before(path, start) + read}: {error}") from None
+                    raise UsageError(f"{path} line {_lines_before(path, start) + number}: {error}") from None
 
 
 def _json_document(line: bytes, rule: TextRule) -> Document:
@@ -111,11 +115,11 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         raise ValueError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
     except ValueError as error:
         raise ValueError(f"not a JSON value ({error})") from None
-    for name in rule.fields:
+    for name in rule.features:
         if not isinstance(record, dict) or not isinstance(record.get(name), str):
             raise ValueError(f"no text under {name!r}; name the key with {rule.option}")
     try:
-        return rule.document({name: record[name].encode() for name in rule.fields}, "its text")
+        return rule.document({name: record[name].encode() for name in rule.features}, "its text")
     except UnicodeEncodeError:
         raise ValueError("holds half a character (an unpaired surrogate); repair or remove it") from None
     except UsageError as error:
@@ -123,45 +127,47 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
 
 
 def _lines_before(path: pathlib.Path, start: int) -> int:
-    """Only an error asks for it: lines that start before this byte."""
+    """Counts the lines that start before this byte; called for an error only."""
     if not start:
         return 0
-    lines, left = 0, start - 1
-    with path.open("rb") as opened:
-        while left > 0 and (block := opened.read(min(left, 2**20))):
-            lines, left = lines + block.count(b"\n"), left - len(block)
+    lines, remaining = 0, start - 1
+    with path.open("rb") as file:
+        while remaining > 0 and (block := file.read(min(remaining, 2**20))):
+            lines, remaining = lines + block.count(b"\n"), remaining - len(block)
     return lines + 1
 
 
-def _opened(path: pathlib.Path):
+def _open(path: pathlib.Path):
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-def _guarded(path: pathlib.Path, read):
+@contextlib.contextmanager
+def _named_damage(path: pathlib.Path):
+    """Re-raises the errors of a damaged gzip file as a UsageError that names it."""
     try:
-        return read()
+        yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{path}: is damaged or cut short ({error}); bring it again") from None
 
 
-def _hashes(paths: list[pathlib.Path], remembered: pathlib.Path) -> dict[pathlib.Path, str]:
-    """The sha256 of every file. Those of many bytes are kept, and trusted while size and time stay as they were."""
+def _hash_files(paths: list[pathlib.Path], cache: pathlib.Path) -> dict[pathlib.Path, str]:
+    """Returns the sha256 of every file; with many bytes, from the cache where size and time have not changed."""
     stats = {path: path.stat() for path in paths}
-    large = sum(s.st_size for s in stats.values()) >= _FEW_BYTES
+    large = sum(s.st_size for s in stats.values()) >= _ALWAYS_HASHED
     keys = {p: f"{os.path.abspath(p)} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for p, s in stats.items()}
-    known = (read_json(remembered) if large else None) or {}
+    known = (read_json(cache) if large else None) or {}
     new = [path for path in paths if keys[path] not in known]
     with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         hashes = {keys[path]: value for path, value in zip(new, pool.map(_sha256, new), strict=True)}
     if large and new:
         # A file written this very moment could change again without its time showing it.
         settled = {p for p in new if stats[p].st_mtime < time.time() - 2}
-        with contextlib.suppress(OSError):  # it only saves time
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(remembered, json.dumps(known | {keys[p]: hashes[keys[p]] for p in settled}))
+        with contextlib.suppress(OSError):  # the cache only saves time
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(cache, json.dumps(known | {keys[p]: hashes[keys[p]] for p in settled}))
     return {path: (known | hashes)[keys[path]] for path in paths}
 
 
 def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""TFDS datasets as they lie on disk, ArrayRecord or TFRecord, read without TensorFlow, Beam or a network."""
+"""TFDS datasets on disk, as ArrayRecord or TFRecord, read without TensorFlow, Beam or a network."""
 
 import functools
 import itertools
@@ -7,15 +7,15 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from prope.data.sources.base import Document, Part, Source, TextRule, part_bytes
+from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes
 from prope.errors import UsageError, nearest
 
 
 def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
-    """The `train` split of a prepared dataset.
+    """Returns the `train` split of a prepared dataset.
 
     Raises:
-      UsageError: it is not there, not whole, or has no such text; the message says how to bring it.
+      UsageError: it is missing or incomplete, or has no such text; the message says how to download it.
     """
     import tensorflow_datasets as tfds
 
@@ -23,12 +23,12 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:
-        raise half_written(name, data_dir, f"its dataset_info.json or features.json cannot be read ({error})") from None
+        raise incomplete(name, data_dir, f"its dataset_info.json or features.json cannot be read ({error})") from None
     texts = [feature for feature, kind in info.features.items() if isinstance(kind, tfds.features.Text)]
     has = f"splits {sorted(info.splits)}, text features {sorted(texts)}"
     if "train" not in info.splits:
         raise UsageError(f"{folder}: needs a split 'train'; it has {has}")
-    for feature in rule.fields:
+    for feature in rule.features:
         if feature not in texts:
             hint = nearest(feature, texts)
             raise UsageError(f"{folder}: no text feature {feature!r}{hint}; it has {has}; set {rule.option}")
@@ -36,31 +36,29 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
     shards = [pathlib.Path(path) for path in split.filepaths]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise half_written(name, data_dir, f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
-    formats = tfds.core.FileFormat
-    readers = {formats.ARRAY_RECORD: array_record, formats.TFRECORD: tfrecord}
-    if info.file_format not in readers:
+        raise incomplete(name, data_dir, f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
+    if info.file_format.value not in _READERS:
         raise UsageError(f"{folder}: is in {info.file_format.value} format; array_record and tfrecord can be read")
 
     dataset = _Dataset(name, data_dir, folder, info.file_format.value, rule)
     number, size = max(sum(split.shard_lengths), 1), int(split.num_bytes)
-    records = max(1, part_bytes(size) * number // max(size, 1))  # in a part
-    parts = []
+    step = max(1, chunk_bytes(size) * number // max(size, 1))  # records in a chunk
+    chunks = []
     for shard, length in zip(shards, split.shard_lengths, strict=True):
-        for start in range(0, max(length, 1), records):
-            stop = min(start + records, length)
+        for start in range(0, max(length, 1), step):
+            stop = min(start + step, length)
             read = functools.partial(_read, dataset, shard, length, start, stop)
-            parts.append(Part(f"{shard.name} from record {start}", (stop - start) * size // number, read))
-    # Not the file format: the same records in another wrapping are the same documents.
+            chunks.append(Chunk(f"{shard.name} from record {start}", (stop - start) * size // number, read))
+    # Not the file format: the same records in another container are the same documents.
     identity = {
         "dataset": name, "version": str(info.version), **rule.identity,
         "shard_lengths": list(split.shard_lengths), "num_bytes": size,
     }  # fmt: skip
-    return Source(name, identity, tuple(parts))
+    return Source(name, identity, tuple(chunks))
 
 
 class _Dataset(NamedTuple):
-    """What a part needs to know of its dataset."""
+    """What reading a chunk needs to know of its dataset."""
 
     name: str
     data_dir: pathlib.Path
@@ -77,26 +75,26 @@ def _features(folder: pathlib.Path):
 
 
 def _read(dataset: _Dataset, shard: pathlib.Path, length: int, start: int, stop: int) -> Iterator[Document]:
+    """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records."""
     name, data_dir, folder, file_format, rule = dataset
     features = _features(folder)
-    reader = {"array_record": array_record, "tfrecord": tfrecord}[file_format]
-    at = start
+    position = start
     try:
-        for record in reader(str(shard), start, None if stop == length else stop):
-            at += 1
-            if at <= stop:
-                yield rule.document(features.deserialize_example_np(record), f"{shard} record {at}")
+        for record in _READERS[file_format](str(shard), start, None if stop == length else stop):
+            position += 1
+            if position <= stop:
+                yield rule.document(features.deserialize_example_np(record), f"{shard} record {position}")
     except UsageError:
         raise
     except Exception as error:  # what the record readers raise on a damaged file has no common type
-        says = " ".join(str(error).split())[:200]  # one of them quotes the whole record
-        raise half_written(name, data_dir, f"{shard.name} is damaged after {at} records ({says})") from None
-    if at != stop:
-        raise half_written(name, data_dir, f"{shard.name} holds {at} of its {length} records")
+        reason = " ".join(str(error).split())[:200]  # one of them quotes the whole record
+        raise incomplete(name, data_dir, f"{shard.name} is damaged after {position} records ({reason})") from None
+    if position != stop:
+        raise incomplete(name, data_dir, f"{shard.name} holds {position} of its {length} records")
 
 
 def array_record(path: str, start: int, stop: int | None) -> Iterator[bytes]:
-    """Records start .. stop - 1 of an ArrayRecord file; to its end if stop is None."""
+    """Yields records start .. stop - 1 of an ArrayRecord file; to its end if stop is None."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(path)
@@ -109,21 +107,24 @@ def array_record(path: str, start: int, stop: int | None) -> Iterator[bytes]:
 
 
 def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
-    """Records start .. stop - 1 of a TFRecord file; to its end if stop is None."""
+    """Yields records start .. stop - 1 of a TFRecord file; to its end if stop is None."""
     import grain
 
     offset = 0
-    with open(path, "rb") as opened:
+    with open(path, "rb") as file:
         for _ in range(start):  # a record is its length, 4 bytes, its data, 4 bytes
-            offset += struct.unpack("<Q", opened.read(8))[0] + 16
-            opened.seek(offset)
+            offset += struct.unpack("<Q", file.read(8))[0] + 16
+            file.seek(offset)
     records = iter(grain.experimental.TFRecordIterDataset(path))
     records.set_state({"reader_offset": offset})
     return itertools.islice(records, None if stop is None else stop - start)
 
 
+_READERS = {"array_record": array_record, "tfrecord": tfrecord}
+
+
 def _version_folder(name: str, data_dir: pathlib.Path) -> pathlib.Path:
-    """The newest prepared version below data_dir/name; `name` may itself end in a version, as in TFDS."""
+    """Returns the newest prepared version below data_dir/name; `name` may itself end in a version, as in TFDS."""
     folder = data_dir / name.replace(":", "/")
     if (folder / "dataset_info.json").is_file():
         return folder
@@ -131,28 +132,25 @@ def _version_folder(name: str, data_dir: pathlib.Path) -> pathlib.Path:
     if versions:
         return max(versions, key=lambda p: [int(n) if n.isdigit() else 0 for n in p.name.split(".")])
     if folder.is_dir():
-        raise half_written(name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it")
-    raise UsageError(f"config.data.data_dir={data_dir}: no dataset {name} in it{how_to_bring(name, data_dir)}")
+        raise incomplete(name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it")
+    raise UsageError(f"config.data.data_dir={data_dir}: no dataset {name} in it{download_hint(name, data_dir)}")
 
 
-def half_written(name: str, data_dir: str | pathlib.Path, what: str) -> UsageError:
-    """What to say of a dataset that is not whole."""
-    return UsageError(f"config.data.data_dir={data_dir}: {name} is not whole: {what}{how_to_bring(name, data_dir)}")
+def incomplete(name: str, data_dir: pathlib.Path, reason: str) -> UsageError:
+    """Returns the error for a dataset of which something is missing or damaged."""
+    return UsageError(f"config.data.data_dir={data_dir}: {name} is incomplete: {reason}{download_hint(name, data_dir)}")
 
 
-def how_to_bring(name: str, data_dir: str | pathlib.Path) -> str:
-    """The end of a message: the commands that bring a dataset."""
+def download_hint(name: str, data_dir: str | pathlib.Path) -> str:
+    """Returns the end of an error message: the commands that download or prepare a dataset."""
     if not name.startswith("wikipedia"):
         return (
             f"; prepare it with TFDS (any machine): tfds build {name} --file_format=array_record --data_dir={data_dir}"
         )
 
     def copy(config: str) -> str:
-        folder = f"wikipedia/{config}"
-        return (
-            f"mkdir -p {data_dir}/{folder} && "
-            f"gcloud storage cp -r gs://tfds-data/datasets/{folder}/1.0.0 {data_dir}/{folder}/"
-        )
+        target = f"{data_dir}/wikipedia/{config}"
+        return f"mkdir -p {target} && gcloud storage cp -r gs://tfds-data/datasets/wikipedia/{config}/1.0.0 {target}/"
 
     return (
         f"; bring the prepared copy (284 MB): {copy('20230601.simple')} "

@@ -1,11 +1,11 @@
-"""Tokens on disk: what a store is, how it is found and how any window of it is read.
+"""A token store on disk: how it is found, and how any window of it is read.
 
-A store is a folder, or a prefix below a URL such as gs://bucket/stores, with two one-dimensional Zarr arrays,
-`train` and `validation`, and `index.json`, which is written last: a folder without it does not count. In both
-arrays a document is <bos>, its tokens, <eos>.
+A store is a folder, or a prefix below a URL such as gs://bucket/stores. It has two one-dimensional Zarr arrays,
+`train` and `validation`, and `index.json`, which is written last: a folder without it is not a store. In both arrays
+a document is <bos>, its tokens, <eos>.
 
-Where `config.data.loss_on` is "targets", the top bit of an element is set for tokens that are given and not to be
-predicted; `Store.ids_and_given` takes the two apart. Other stores hold the plain ids.
+With `config.data.loss_on` "targets" the top bit of an element marks the tokens of a prompt, which are not predicted.
+index.json calls this `marked` and counts them as `given`. Other stores hold the plain ids.
 """
 
 import dataclasses
@@ -21,26 +21,25 @@ from prope.errors import UsageError
 
 SPLITS = ("train", "validation")
 
-FORMAT = 2  # of the store; part of the fingerprint
-_PIECE = 2**14  # tokens that are read together
+FORMAT = 2  # of the store; in its fingerprint
+_READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 SHARD = 2**24  # tokens in a file
-_PARTS = 10_000  # the weights of a mixture are rounded to this part
+_SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
 
-# One for the process: its cache holds the shards' indices and the pieces that neighbouring windows share.
+# One for the process: its cache holds the shards' indices, and the tokens that neighbouring windows share.
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Tokens on disk.
+    """A token store on disk.
 
     Attributes:
-      path: the folder, or the URL.
-      fingerprint: a hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens.
-      index: what index.json says: per split `tokens, documents, bytes, given`, where bytes are those of the text to
-        predict and given counts the tokens that are not to be predicted; `empty`, how many documents were left out
-        for having no text; `unigram_loss`, the nats per token of the validation split under the token frequencies
-        of the train split.
+      path: folder or URL.
+      fingerprint: hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens.
+      index: the content of index.json. Per split `tokens, documents, bytes, given`: bytes of the predicted text,
+        tokens of the prompts. `empty`: the number of documents without text, which are left out. `unigram_loss`:
+        nats per token of the validation split under the token frequencies of the train split.
     """
 
     path: str
@@ -48,124 +47,128 @@ class Store:
     index: dict
 
     def tokens(self, split: str) -> ts.TensorStore:
-        """The split's elements, [tokens]; slices of it are read with `.read().result()`."""
+        """Returns the split's elements, [tokens]; slices are read with `.read().result()`."""
         return open_array(self.path, split)
 
     def targets(self, split: str) -> int:
-        """Tokens that are predicted: all but every document's <bos> and what is given."""
+        """Counts the predicted tokens: all but every document's <bos> and the prompts."""
         counts = self.index[split]
         return counts["tokens"] - counts["documents"] - counts["given"]
 
-    def ids_and_given(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Elements of an array, of any shape: their ids, int32, and which of them are given, bool."""
+    def decode(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Splits elements of any shape into their ids, int32, and whether they belong to a prompt, bool."""
         if not self.index["rule"]["marked"]:
             return elements.astype(np.int32), np.zeros(elements.shape, bool)
-        top = mark(elements.dtype)
-        return (elements & ~top).astype(np.int32), (elements & top) != 0
+        bit = prompt_bit(elements.dtype)
+        return (elements & ~bit).astype(np.int32), (elements & bit) != 0
 
 
-def mark(dtype: np.dtype) -> np.integer:
-    """The bit that says: this token is given."""
+def prompt_bit(dtype: np.dtype) -> np.integer:
+    """Returns the bit that marks a token of a prompt: the top one."""
     return np.dtype(dtype).type(1 << (8 * np.dtype(dtype).itemsize - 1))
 
 
-def dtype_of(vocab_size: int, marked: bool) -> np.dtype:
-    """Of the arrays of a store."""
+def element_dtype(vocab_size: int, marked: bool) -> np.dtype:
+    """Returns the dtype of a store's arrays; `marked`: one bit is the prompt's."""
     return np.dtype("uint16" if vocab_size <= (2**15 if marked else 2**16) else "uint32")
 
 
 def fingerprint_of(rule: dict) -> str:
-    """The name of the tokens that this rule makes."""
+    """Hashes the JSON-able rule that determines the tokens."""
     return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def mixed_fingerprint(weights: list[float], stores: list[Store]) -> str:
-    """The name of what these stores hold together."""
-    named = [[share, st.fingerprint] for share, st in zip(whole_shares(weights), stores, strict=True)]
-    return fingerprint_of({"mixture": named})
+def mixture_fingerprint(weights: list[float], stores: list[Store]) -> str:
+    """Hashes the shares and fingerprints of a mixture."""
+    shares = zip(integer_shares(weights), stores, strict=True)
+    return fingerprint_of({"mixture": [[share, store.fingerprint] for share, store in shares]})
 
 
-def whole_shares(weights: list[float]) -> list[int]:
-    """Whole numbers that stand to each other as the weights, which sum to 1, do; the least such."""
-    exact = [weight * _PARTS for weight in weights]
+def integer_shares(weights: list[float]) -> list[int]:
+    """Returns the smallest integers in the ratio of the weights, which sum to 1 and are rounded to 1 / 10,000."""
+    exact = [weight * _SHARE_UNIT for weight in weights]
     shares = [math.floor(value + 1e-9) for value in exact]
-    for source in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: _PARTS - sum(shares)]:
+    for source in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: _SHARE_UNIT - sum(shares)]:
         shares[source] += 1
     if min(shares) < 1:
         raise UsageError(
-            f"config.data.mixture: a weight is less than 1/{_PARTS} of the sum; remove it, or make it more"
+            f"config.data.mixture: a weight is less than 1/{_SHARE_UNIT} of the sum; remove it, or make it more"
         )
     divisor = math.gcd(*shares)
     return [share // divisor for share in shares]
 
 
-def is_url(place: str) -> bool:
-    """Whether a place is a URL; otherwise it is a folder."""
-    return "://" in place
+def is_url(path: str) -> bool:
+    """Whether a path is a URL; otherwise it is local."""
+    return "://" in path
 
 
-def join(place: str, name: str) -> str:
-    """A place below a place."""
-    return f"{place.rstrip('/')}/{name}"
+def child_url(path: str, name: str) -> str:
+    """Appends a name to a path or URL."""
+    return f"{path.rstrip('/')}/{name}"
 
 
-def keys(place: str) -> ts.KvStore:
-    """The files below a place, a folder or a URL."""
-    spec = place.rstrip("/") + "/" if is_url(place) else {"driver": "file", "path": f"{pathlib.Path(place).resolve()}/"}
+def kvstore(path: str) -> ts.KvStore:
+    """Opens a folder or URL as a key-value store of the files below it."""
+    spec = path.rstrip("/") + "/" if is_url(path) else {"driver": "file", "path": f"{pathlib.Path(path).resolve()}/"}
     return ts.KvStore.open(spec, context=CONTEXT).result()
 
 
-def find_store(place: str, fingerprint: str) -> Store | None:
-    """The store at this place, or None where there is none.
+def find_store(path: str, fingerprint: str) -> Store | None:
+    """Returns the store at this path, or None if there is none.
 
     Raises:
-      UsageError: what is there cannot be read, or is not what its name says.
+      UsageError: it cannot be read, or is not what its name says.
     """
     remedy = "remove it to have it prepared again"
     try:
-        found = keys(place).read("index.json").result()
+        entry = kvstore(path).read("index.json").result()
     except Exception as error:  # as many types as there are kinds of storage
-        raise UsageError(f"config.data.cache_dir: the store {place} cannot be read: {first_line(error)}") from None
-    if found.state != "value":
+        raise UsageError(f"config.data.cache_dir: the store {path} cannot be read: {first_line(error)}") from None
+    if entry.state != "value":
         return None
     try:
-        index = json.loads(found.value)
-        says, made_by, sizes = index["fingerprint"], fingerprint_of(index["rule"]), [index[s]["tokens"] for s in SPLITS]
+        index = json.loads(entry.value)
+        others = [name for name in (index["fingerprint"], fingerprint_of(index["rule"])) if name != fingerprint]
+        sizes = [index[split]["tokens"] for split in SPLITS]
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"the store {place}: its index.json is damaged; {remedy}") from None
-    if not fingerprint == says == made_by:
-        other = says if says != fingerprint else made_by
+        raise UsageError(f"the store {path}: its index.json is damaged; {remedy}") from None
+    if others:
         raise UsageError(
-            f"the store {place}: its fingerprint is {other}, not {fingerprint}: it was changed or copied; {remedy}"
+            f"the store {path}: its fingerprint is {others[0]}, not {fingerprint}: it was changed or copied; {remedy}"
         )
-    store = Store(place, fingerprint, index)
+    store = Store(path, fingerprint, index)
     for split, size in zip(SPLITS, sizes, strict=True):
         try:
-            there = store.tokens(split).shape[0]
+            length = store.tokens(split).shape[0]
         except ValueError as error:
-            raise UsageError(f"the store {place}: {split} cannot be read ({first_line(error)}); {remedy}") from None
-        if there != size:
-            raise UsageError(f"the store {place}: {split} has {there} tokens, its index.json says {size}; {remedy}")
+            raise UsageError(f"the store {path}: {split} cannot be read ({first_line(error)}); {remedy}") from None
+        if length != size:
+            raise UsageError(f"the store {path}: {split} has {length} tokens, its index.json says {size}; {remedy}")
     return store
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an exception says."""
+    """Returns the first line of an exception's message, or its type's name."""
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def open_array(place: str, split: str) -> ts.TensorStore:
-    """The array of a split, to be read."""
-    once = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}  # what is written does not change
-    return ts.open(_spec(place, split) | once, context=CONTEXT, open=True, read=True).result()
+def open_array(path: str, split: str) -> ts.TensorStore:
+    """Opens the array of a split for reading."""
+    check = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}  # a store does not change
+    return ts.open(_spec(path, split) | check, context=CONTEXT, open=True, read=True).result()
 
 
-class Writer:
-    """Appends elements to a new array, shard by shard, and counts how often each id is predicted."""
+class ArrayWriter:
+    """Appends elements to a new array, shard by shard.
 
-    def __init__(self, place: str, split: str, vocab_size: int, marked: bool):
-        dtype = dtype_of(vocab_size, marked)
-        spec = _spec(place, split) | {"metadata": _metadata(dtype)}
+    Attributes:
+      counts: how often each id is predicted, [vocab_size].
+    """
+
+    def __init__(self, path: str, split: str, vocab_size: int, marked: bool):
+        dtype = element_dtype(vocab_size, marked)
+        spec = _spec(path, split) | {"metadata": _metadata(dtype)}
         self._array = ts.open(spec, context=CONTEXT, create=True).result()
         self._pending, self._filled, self._written = np.empty(SHARD, dtype), 0, 0
         self._marked, self._writing = marked, None
@@ -173,7 +176,7 @@ class Writer:
 
     def write(self, elements: np.ndarray) -> None:
         """Appends elements [tokens]."""
-        predicted = elements[(elements & mark(elements.dtype)) == 0] if self._marked else elements
+        predicted = elements[(elements & prompt_bit(elements.dtype)) == 0] if self._marked else elements
         self.counts += np.bincount(predicted, minlength=len(self.counts))
         while len(elements):
             taken = min(len(elements), SHARD - self._filled)
@@ -184,7 +187,7 @@ class Writer:
                 self._flush()
 
     def close(self) -> None:
-        """Writes the rest."""
+        """Writes the rest and cuts the array to its length."""
         self._flush()
         self._writing.result()
         self._array.resize(exclusive_max=[self._written], resize_metadata_only=True).result()
@@ -194,27 +197,22 @@ class Writer:
             self._writing.result()
         stop = self._written + self._filled
         self._writing = self._array[self._written : stop].write(self._pending[: self._filled])
-        self._pending = np.empty_like(self._pending)  # the other is being written meanwhile
+        self._pending = np.empty_like(self._pending)  # the other one is being written meanwhile
         self._written, self._filled = stop, 0
 
 
-def _spec(place: str, split: str) -> dict:
-    return {"driver": "zarr3", "kvstore": keys(join(place, split)).spec().to_json()}
+def _spec(path: str, split: str) -> dict:
+    return {"driver": "zarr3", "kvstore": kvstore(child_url(path, split)).spec().to_json()}
 
 
 def _metadata(dtype: np.dtype) -> dict:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     checked = [little, {"name": "crc32c"}]  # a damaged file is an error, not other text
-    pieces = {"chunk_shape": [_PIECE], "codecs": checked, "index_codecs": checked}
+    sharding = {"chunk_shape": [_READ_TOKENS], "codecs": checked, "index_codecs": checked}
     return {
         "shape": [2**48],  # cut to the number of tokens at the end
         "data_type": dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [SHARD]}},
-        "codecs": [{"name": "sharding_indexed", "configuration": pieces}],
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "fill_value": 0,
     }
-
-
-def everything() -> ts.KvStore.KeyRange:
-    """All files below a place."""
-    return ts.KvStore.KeyRange("", "")

@@ -1,108 +1,114 @@
-"""One writer at a time, on one host or many: a lock is a file in a folder or below a URL, renewed while it is held."""
+"""One writer at a time: a file lock in a folder; below a URL, where there is none, a key that its holder renews."""
 
 import contextlib
-import json
 import logging
 import os
+import pathlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-import tensorstore as ts
+import filelock
+
+from prope.data.store.arrays import child_url, is_url, kvstore
 
 log = logging.getLogger(__name__)
 
-BEAT = 5.0  # seconds between renewals
-STALE = 60.0  # seconds without one after which the holder is taken for dead
-POLL = 0.5  # seconds between looks; up to ten times as many after a while, as hundreds of hosts may be waiting
+POLL = 0.5  # seconds between attempts; up to ten times as many after a while, as hundreds of hosts may be waiting
+BEAT = 5.0  # seconds between renewals of a key
+STALE = 60.0  # seconds without renewal after which a key's holder counts as dead; also between log lines
 
 
 @contextlib.contextmanager
-def locked(store: ts.KvStore, key: str, what: str, done: Callable[[], bool]) -> Iterator[bool]:
-    """Holds the lock `key`, after waiting for whoever holds it; gives False, without it, as soon as `done()`.
+def write_lock(cache: str, name: str, ready: Callable[[], bool]) -> Iterator[bool]:
+    """Waits for the lock on writing `name` in a cache, and holds it; yields False, without it, once `ready()`.
 
-    The lock of a process that died is taken over: at once where that can be seen, on the same host, and else
-    after it has not been renewed for STALE seconds. `what` is the thing that is locked, for the log.
+    The lock of a killed process is taken over: in a folder at once, below a URL STALE seconds after its last renewal.
     """
-    held = None
-    seen, seen_at, said_at, pause = None, time.monotonic(), -STALE, POLL
-    while held is None:
-        if done():
-            yield False
-            return
-        found = store.read(key).result()
-        if found.state != "value":
-            held = _write(store, key, 0, found.stamp.generation)  # if it is still absent
-            continue
-        if found.stamp.generation != seen:
-            seen, seen_at = found.stamp.generation, time.monotonic()
-        holder = _parse(found.value)
-        if _is_dead(holder) or time.monotonic() - seen_at > STALE:
-            held = _write(store, key, 0, seen)
-            if held is not None:
-                log.warning("data: %s ended while it prepared %s; going on from there", _name(holder), what)
-            continue
-        if time.monotonic() - said_at > STALE:
-            log.info("data: %s is preparing %s; waiting for it", _name(holder), what)
-            said_at = time.monotonic()
+    path = child_url(cache, f"{name}.lock")
+    lock = _KeyLock(cache, f"{name}.lock") if is_url(cache) else _FileLock(path)
+    pause, next_line = POLL, 0.0
+    while not ready():
+        if lock.acquire():
+            break
+        if time.monotonic() >= next_line:
+            log.info("data: %s is preparing %s; waiting for it", lock.holder, name)
+            next_line = time.monotonic() + STALE
         time.sleep(pause)
         pause = min(1.2 * pause, 10 * POLL)
-    stop = threading.Event()
-    beats = threading.Thread(target=_beat, args=(store, key, held, stop), daemon=True)
-    beats.start()
+    else:
+        yield False
+        return
     try:
-        yield True
+        if lock.abandoned:
+            log.warning("data: %s ended while it prepared %s; going on from there", lock.holder, name)
+        yield not ready()  # it may have become so before the lock was free
     finally:
-        stop.set()
-        beats.join()
-        with contextlib.suppress(Exception):  # a full disk or a lost connection: the lock goes stale
-            if _parse(store.read(key).result().value) | {"beat": 0} == _me(0):
-                store.write(key, None).result()
+        lock.release()
 
 
-def _beat(store: ts.KvStore, key: str, generation: bytes, stop: threading.Event) -> None:
-    number = 0
-    while not stop.wait(BEAT):
-        number += 1
-        with contextlib.suppress(Exception):
-            # Lost to another process, it is not written again: both go on, and what they write is the same.
-            generation = _write(store, key, number, generation) or generation
+class _FileLock:
+    """A lock of the operating system, which it releases when its holder dies."""
+
+    holder = "another process"
+
+    def __init__(self, path: str):
+        self._path = pathlib.Path(path)
+        self._lock = filelock.FileLock(path, blocking=False, mode=0o666)  # users who share a cache wait, too
+        self.abandoned = False  # the last holder did not release it
+
+    def acquire(self) -> bool:
+        self.abandoned = self._path.exists()
+        with contextlib.suppress(filelock.Timeout):
+            self._lock.acquire()
+        return self._lock.is_locked
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)  # still held: filelock does not take over a deleted file
+        self._lock.release()
 
 
-def _write(store: ts.KvStore, key: str, beat: int, generation: bytes) -> bytes | None:
-    """The new generation, or None where another was there than expected."""
-    return store.write(key, json.dumps(_me(beat)).encode(), if_equal=generation).result().generation or None
+class _KeyLock:
+    """A key that its holder renews. Every write names the generation that it replaces, so only one succeeds."""
 
+    def __init__(self, url: str, key: str):
+        self._store, self._key = kvstore(url), key
+        self._seen: tuple[bytes | None, float] = (None, 0.0)  # generation; when it was first seen
+        self.abandoned, self.holder = False, ""
 
-def _me(beat: int) -> dict:
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")  # the process ids of another container mean nothing here
-    except OSError:
-        namespace = ""
-    return {"host": socket.gethostname(), "namespace": namespace, "pid": os.getpid(), "beat": beat}
-
-
-def _parse(value: bytes) -> dict:
-    try:
-        holder = json.loads(value)
-    except ValueError:
-        holder = None
-    return holder if isinstance(holder, dict) else {}
-
-
-def _name(holder: dict) -> str:
-    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-
-
-def _is_dead(holder: dict) -> bool:
-    me = _me(0)
-    if not isinstance(holder.get("pid"), int) or any(holder.get(k) != me[k] for k in ("host", "namespace")):
-        return False
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
+    def acquire(self) -> bool:
+        entry = self._store.read(self._key).result()
+        if entry.stamp.generation != self._seen[0]:
+            self._seen = entry.stamp.generation, time.monotonic()
+        self.abandoned = entry.state == "value"
+        if self.abandoned:
+            self.holder = entry.value.decode(errors="replace").split("\n")[0]
+            if time.monotonic() - self._seen[1] <= STALE:
+                return False
+        self._generation = self._write(0, entry.stamp.generation)
+        if self._generation is None:
+            return False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread.start()
         return True
-    except OSError:
-        return False
-    return False
+
+    def release(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        with contextlib.suppress(Exception):  # a full disk or a lost connection: the lock goes stale
+            self._store.write(self._key, None, if_equal=self._generation).result()
+
+    def _renew(self) -> None:
+        beat = 0
+        while not self._stop.wait(BEAT):
+            beat += 1
+            with contextlib.suppress(Exception):
+                # Lost to another process, it is not written again: both go on, and what they write is the same.
+                self._generation = self._write(beat, self._generation) or self._generation
+
+    def _write(self, beat: int, generation: bytes) -> bytes | None:
+        """Writes the key; returns the new generation, or None if another one than `generation` was there."""
+        value = f"process {os.getpid()} on {socket.gethostname()}\nbeat {beat}"
+        return self._store.write(self._key, value.encode(), if_equal=generation).result().generation or None

@@ -1,6 +1,6 @@
-"""What a worker does: a part of the documents to tokens, in files that are whole or not there.
+"""What a worker does: tokenises a chunk of documents into files that are complete or absent.
 
-Files of part n in the folder for parts: `n.train`, `n.validation` (elements as in the store) and then `n.json`.
+Files of chunk n: `n.train` and `n.validation`, elements as in the store, and then `n.json`.
 """
 
 import contextlib
@@ -16,42 +16,42 @@ import zlib
 
 import numpy as np
 
-from prope.data.sources.base import Document, Part
-from prope.data.store.arrays import SPLITS, dtype_of, mark
+from prope.data.sources.base import Chunk, Document
+from prope.data.store.arrays import SPLITS, element_dtype, prompt_bit
 from prope.data.tokenizer import load_tokenizer
 from prope.runtime.files import read_json, write_atomic
 
-_PIECE_BYTES = 2**22  # a longer document is tokenised in pieces, to bound the memory
+_SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound the memory
 
 
 def start_worker(tokenizer: str, validation_fraction: float, marked: bool, alone: bool = True) -> None:
-    """Makes this process a worker; `alone`: it is nothing else, and ends when its parent does."""
+    """Sets up this process as a worker; `alone`: it does nothing else, and exits with its parent."""
     global _tokenizer, _validation_fraction, _marked
     _tokenizer, _validation_fraction, _marked = load_tokenizer(tokenizer), validation_fraction, marked
     if alone:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-def pack(part: Part, folder: pathlib.Path, number: int) -> dict:
-    """Writes the files of a part.
+def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
+    """Writes the files of a chunk.
 
     Returns:
-      what its JSON file says: per split `tokens, documents, bytes, given, crc`; `empty`, the documents left out;
+      The content of its JSON file: per split `tokens, documents, bytes, given, crc`; `empty`, the documents left out;
       `read`, bytes of text; `seconds` in all, and those of them in the tokenizer.
     """
     start = time.perf_counter()
-    dtype = dtype_of(_tokenizer.vocab_size, _marked)
+    dtype = element_dtype(_tokenizer.vocab_size, _marked)
     record = {"empty": 0, "read": 0, "tokenizer_seconds": 0.0}
     with contextlib.ExitStack() as stack:
-        outputs = {s: stack.enter_context(_Output(folder / f"{number}.{s}", dtype)) for s in SPLITS}
-        for document in part.read():
-            if not document.text[document.given :].strip():  # nothing to predict
+        outputs = {s: stack.enter_context(_SplitFile(folder / f"{number}.{s}", dtype)) for s in SPLITS}
+        for document in chunk.read():
+            if not document.text[document.prompt_bytes :].strip():  # nothing to predict
                 record["empty"] += 1
                 continue
             split = "validation" if is_validation(document.text, _validation_fraction) else "train"
@@ -70,12 +70,12 @@ def is_validation(document: bytes, fraction: float) -> bool:
 
 
 def read_record(folder: pathlib.Path, number: int) -> dict | None:
-    """What `pack` has returned for this part, in this process or one that was stopped; None if it did not finish."""
+    """Returns what `pack` returned for this chunk, in whatever process; None if it did not finish."""
     return read_json(folder / f"{number}.json")
 
 
 def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype) -> np.ndarray | None:
-    """The elements of a part; None if its file is not what was written, as after a loss of power."""
+    """Returns the elements of a chunk; None if the file is not what was written, as after a power failure."""
     try:
         elements = np.fromfile(folder / f"{number}.{split}", dtype)
     except FileNotFoundError:
@@ -83,8 +83,8 @@ def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, d
     return elements if zlib.crc32(elements) == record[split]["crc"] else None
 
 
-class _Output:
-    """The elements of one split of a part, written as they come; the file gets its name at the end.
+class _SplitFile:
+    """The elements of one split of a chunk, in a file that gets its name when it is complete.
 
     Attributes:
       totals: `tokens, documents, bytes, given, crc` so far.
@@ -96,27 +96,27 @@ class _Output:
         self.totals = {"tokens": 0, "documents": 0, "bytes": 0, "given": 0, "crc": 0}
 
     def add(self, document: Document) -> float:
-        """Appends <bos>, the tokens, <eos>; returns the seconds that the tokenizer took."""
+        """Appends <bos>, the tokens, <eos>; returns the seconds spent in the tokenizer."""
         start = time.perf_counter()
-        # Given and predicted text are tokenised apart: a token is one or the other.
-        given = [_tokenizer.encode(piece) for piece in _pieces(document.text[: document.given])]
-        predicted = [_tokenizer.encode(piece) for piece in _pieces(document.text[document.given :])]
+        # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
+        prompt = [_tokenizer.encode(segment) for segment in _segments(document.text[: document.prompt_bytes])]
+        predicted = [_tokenizer.encode(segment) for segment in _segments(document.text[document.prompt_bytes :])]
         seconds = time.perf_counter() - start
-        elements = np.empty(2 + sum(map(len, given)) + sum(map(len, predicted)), self._dtype)
+        prompt_tokens = sum(map(len, prompt))
+        elements = np.empty(2 + prompt_tokens + sum(map(len, predicted)), self._dtype)
         elements[0], elements[-1] = _tokenizer.bos, _tokenizer.eos
-        np.concatenate([*given, *predicted], out=elements[1:-1], casting="unsafe")  # ids fit: they are below vocab_size
-        number = sum(map(len, given))
-        elements[1 : 1 + number] |= mark(self._dtype) if number else 0
+        np.concatenate([*prompt, *predicted], out=elements[1:-1], casting="unsafe")  # ids fit: below vocab_size
+        elements[1 : 1 + prompt_tokens] |= prompt_bit(self._dtype)
         data = elements.tobytes()
         self._file.write(data)
         self.totals["crc"] = zlib.crc32(data, self.totals["crc"])
         self.totals["tokens"] += len(elements)
         self.totals["documents"] += 1
-        self.totals["bytes"] += len(document.text) - document.given
-        self.totals["given"] += number
+        self.totals["bytes"] += len(document.text) - document.prompt_bytes
+        self.totals["given"] += prompt_tokens
         return seconds
 
-    def __enter__(self) -> "_Output":
+    def __enter__(self) -> "_SplitFile":
         return self
 
     def __exit__(self, failed, *_) -> None:
@@ -128,16 +128,16 @@ class _Output:
             self._temporary.unlink(missing_ok=True)
 
 
-def _pieces(text: bytes) -> list[bytes]:
-    """The text; a long one in pieces that end after a line or a space, or else between two characters."""
-    pieces, start = [], 0
-    while len(text) - start > _PIECE_BYTES:
-        stop = start + _PIECE_BYTES
+def _segments(text: bytes) -> list[bytes]:
+    """Cuts a long text into segments that end after a line or a space, or else between two characters."""
+    segments, start = [], 0
+    while len(text) - start > _SEGMENT_BYTES:
+        stop = start + _SEGMENT_BYTES
         cut = max(text.rfind(b"\n", start, stop), text.rfind(b" ", start, stop)) + 1
         if cut <= start:
             cut = stop
             while text[cut] & 0xC0 == 0x80:  # inside a character
                 cut -= 1
-        pieces.append(text[start:cut])
+        segments.append(text[start:cut])
         start = cut
-    return [*pieces, text[start:]] if start < len(text) else pieces
+    return [*segments, text[start:]] if start < len(text) else segments

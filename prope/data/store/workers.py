@@ -1,4 +1,4 @@
-"""Parts of a source to files, by as many processes as the text is worth, going on from where others stopped."""
+"""Tokenises the chunks of a source into files, in as many processes as the text is worth; resumes after a stop."""
 
 import contextlib
 import hashlib
@@ -16,69 +16,66 @@ from concurrent import futures
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from prope.data.sources.base import Part, Source
+from prope.data.sources.base import Chunk, Source
 from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
 from prope.runtime.files import write_atomic
 
-_FEW_BYTES = 2**26  # below this, starting workers costs more than they save
-_SAY_EVERY = 30.0  # seconds between lines where there is no terminal
+_ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
+_LOG_SECONDS = 30.0  # between lines where there is no terminal
 
 log = logging.getLogger(__name__)
 
 
-def start_parts(folder: pathlib.Path, source: Source) -> None:
-    """Makes the folder for parts; one that was cut otherwise, by another version, is begun anew."""
-    cut = hashlib.sha256(json.dumps([part.key for part in source.parts]).encode()).hexdigest()
+def open_chunk_folder(folder: pathlib.Path, source: Source) -> None:
+    """Creates the folder of the chunks' files; empties one whose chunks were cut by another rule."""
+    rule = hashlib.sha256(json.dumps([chunk.key for chunk in source.chunks]).encode()).hexdigest()
     try:
-        same = (folder / "cut").read_text() == cut
+        same = (folder / "cut").read_text() == rule
     except OSError:
         same = False
     if not same:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_atomic(folder / "cut", cut)
-    for left in folder.glob("*.*.*"):  # of workers that were killed: a finished file has one dot in its name
-        left.unlink(missing_ok=True)
+        write_atomic(folder / "cut", rule)
+    for temporary in folder.glob("*.*.*"):  # of killed workers: the name of a finished file has one dot
+        temporary.unlink(missing_ok=True)
 
 
-def make_parts(source: Source, config: ConfigDict, marked: bool, folder: pathlib.Path, made: dict) -> list[dict]:
-    """`pack` of every part that is not there yet; the records of all, in order."""
-    records = {number: pack.read_record(folder, number) for number in range(len(source.parts))}
-    todo = [(number, source.parts[number]) for number, record in records.items() if record is None]
-    there = source.num_bytes - sum(part.num_bytes for _, part in todo)
+def pack_chunks(source: Source, data: ConfigDict, marked: bool, folder: pathlib.Path, stats: dict) -> list[dict]:
+    """Packs every chunk that has no files yet; returns the records of all, in order, and fills `stats`."""
+    records = [pack.read_record(folder, number) for number in range(len(source.chunks))]
+    missing = [(n, chunk) for n, (chunk, record) in enumerate(zip(source.chunks, records, strict=True)) if not record]
+    size = sum(chunk.num_bytes for _, chunk in missing)
     log.info("data: packing %s (about %.1f MB of text)", source.name, source.num_bytes / 1e6)
-    if len(todo) < len(records):
-        log.info("data: %d of %d parts are there already", len(records) - len(todo), len(records))
-    few = sum(part.num_bytes for _, part in todo) < _FEW_BYTES
+    if len(missing) < len(records):
+        log.info("data: %d of %d chunks are there already", len(records) - len(missing), len(records))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = max(1, min(config.num_workers or (1 if few else cores), len(todo)))
-    arguments = (config.tokenizer, config.validation_fraction, marked)
-    new = []
-    with contextlib.closing(_Progress(source.num_bytes, there)) as progress:
-        for number, record in _packed(todo, folder, workers, arguments):
+    workers = data.num_workers or (1 if size < _ONE_PROCESS_BYTES else cores)
+    stats["workers"] = workers = max(1, min(workers, len(missing)))
+    with contextlib.closing(_Progress(source.num_bytes, source.num_bytes - size)) as progress:
+        for number, record in _packed(missing, folder, workers, (data.tokenizer, data.validation_fraction, marked)):
             records[number] = record
-            new.append(record)
-            progress.add(source.parts[number].num_bytes)
-    made["workers"] = workers
-    made["tokens"] = sum(record[split]["tokens"] for record in new for split in SPLITS)
-    made["tokenizer_seconds"] = sum(record["tokenizer_seconds"] for record in new)
-    made["worker_seconds"] = sum(record["seconds"] for record in new)
-    return [records[number] for number in range(len(records))]
+            progress.add(source.chunks[number].num_bytes)
+    new = [records[number] for number, _ in missing]
+    stats["tokens"] = sum(record[split]["tokens"] for record in new for split in SPLITS)
+    stats["tokenizer_seconds"] = sum(record["tokenizer_seconds"] for record in new)
+    stats["worker_seconds"] = sum(record["seconds"] for record in new)
+    return records
 
 
 def _packed(
-    todo: list[tuple[int, Part]], folder: pathlib.Path, workers: int, arguments: tuple
+    chunks: list[tuple[int, Chunk]], folder: pathlib.Path, workers: int, arguments: tuple
 ) -> Iterator[tuple[int, dict]]:
-    """(number, `pack` of it) of these parts, as they are done."""
+    """Yields (number, record) of these chunks as they finish."""
     if workers == 1:
         pack.start_worker(*arguments, alone=False)
-        for number, part in todo:
-            yield number, pack.pack(part, folder, number)
+        for number, chunk in chunks:
+            yield number, pack.pack(chunk, folder, number)
         return
     pool = futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), pack.start_worker, arguments)
     try:
-        running = {pool.submit(pack.pack, part, folder, number): number for number, part in todo}
+        running = {pool.submit(pack.pack, chunk, folder, number): number for number, chunk in chunks}
         for future in futures.as_completed(running):
             yield running[future], future.result()
     finally:
@@ -86,26 +83,24 @@ def _packed(
 
 
 class _Progress:
-    """A bar with the time left on a terminal; elsewhere a line now and then."""
+    """A bar with the time left on a terminal; elsewhere a log line now and then."""
 
-    def __init__(self, total: int, there: int):
-        self._bar = tqdm(
-            total=total, initial=there, unit="B", unit_scale=True, desc="data", disable=not sys.stderr.isatty()
-        )
-        self._total, self._there, self._done = total, there, there
-        self._start = self._said = time.monotonic()
+    def __init__(self, total: int, initial: int):
+        off = not sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=initial, unit="B", unit_scale=True, desc="data", disable=off)
+        self._total, self._initial, self._done = total, initial, initial
+        self._start = self._logged = time.monotonic()
 
     def add(self, size: int) -> None:
         self._bar.update(size)
         self._done += size
         now = time.monotonic()
-        if self._bar.disable and now - self._said > _SAY_EVERY:
-            self._said = now
-            speed = (self._done - self._there) / (now - self._start)
-            log.info(
-                "data: %.1f %% of %.1f MB, %.2f MB/s, %.1f minutes left", 100 * self._done / self._total,
-                self._total / 1e6, speed / 1e6, (self._total - self._done) / speed / 60,
-            )  # fmt: skip
+        if self._bar.disable and now - self._logged > _LOG_SECONDS:
+            self._logged = now
+            speed = (self._done - self._initial) / (now - self._start)
+            share, minutes = 100 * self._done / self._total, (self._total - self._done) / speed / 60
+            text = "data: %.1f %% of %.1f MB, %.2f MB/s, %.1f minutes left"
+            log.info(text, share, self._total / 1e6, speed / 1e6, minutes)
 
     def close(self) -> None:
         self._bar.close()

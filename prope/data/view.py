@@ -1,0 +1,189 @@
+"""Shows a training batch as text, and how long the training documents are; what `prope.data.inspect` prints."""
+
+import itertools
+import textwrap
+from collections.abc import Iterator
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from prope.data import synthetic
+from prope.data.mixture import open_windows
+from prope.data.sources.find import weighted_sources
+from prope.data.store.arrays import Store
+from prope.data.store.build import open_store
+from prope.data.synthetic import Synthetic
+from prope.data.tokenizer import load_tokenizer, token_name
+from prope.data.windows import Batch, train_batch
+from prope.errors import UsageError
+from prope.runtime.validate import validate
+
+_LINE_WIDTH = 110  # of text
+_CONTEXT = 3  # tokens shown on either side of a border
+_SCAN_TOKENS = 2**20  # tokens searched at a time for documents
+_SCANS = 64  # such intervals of a long store
+_COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
+
+
+def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
+    """Prints `rows` rows of a batch, and draws document lengths into `plot`; returns what the command prints last.
+
+    Raises:
+      UsageError: the config cannot be used, or the picture cannot be written.
+    """
+    validate(config)
+    if plot and config.data.dataset.startswith("synthetic/"):
+        raise UsageError(
+            f"--plot={plot}: {config.data.dataset} has no documents whose lengths could be drawn; remove it"
+        )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    windows = open_windows(config.data, config.model.vocab_size, "train")
+    rows = min(rows, config.batch_size)
+    batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
+    for row in range(rows):
+        window = windows.at(step * config.batch_size + row, config.seed)
+        print(f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ===")
+        if isinstance(windows, Synthetic):
+            lines = synthetic.describe(windows.window(window))
+        else:
+            lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
+        print("\n".join(lines), end="\n\n")
+    sources, lengths = [], {}
+    for weight, data in [] if isinstance(windows, Synthetic) else weighted_sources(config.data):
+        name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
+        lengths[name] = document_lengths(open_store(data, config.model.vocab_size), tokenizer.bos)
+        sources.append({"dataset": name, "weight": weight, **_summary(lengths[name], config.data.seq_len)})
+        quantiles = ", ".join(f"{key} {value:,}" for key, value in sources[-1]["document_tokens"].items())
+        print(f"{name}: document lengths in tokens: {quantiles}")
+    if plot:
+        draw_lengths(lengths, config.data.seq_len, plot)
+    return {
+        "step": step,
+        "rows": rows,
+        "seq_len": config.data.seq_len,
+        "windows": windows.count,
+        "steps_per_epoch": round(windows.count / config.batch_size, 2),
+        "documents_in_rows": sum(len(set(ids[ids > 0].tolist())) for ids in batch["segment_ids"]),
+        "weight_share": round(float(batch["weights"].mean()), 4),
+        "last_position": int(batch["positions"].max()),
+        "sources": sources,
+        "fingerprint": windows.store.fingerprint,
+        "plot": plot,
+    }
+
+
+def _summary(lengths: np.ndarray, seq_len: int) -> dict:
+    names = ("shortest", "p10", "p25", "median", "p75", "p90", "p99", "longest")
+    values = np.quantile(lengths, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1], method="nearest")
+    return {
+        "documents_measured": len(lengths),
+        "document_tokens": {name: int(length) for name, length in zip(names, values, strict=True)},
+        "mean_document_tokens": round(float(lengths.mean()), 1),
+        "longer_than_window": round(float((lengths > seq_len).mean()), 4),
+    }
+
+
+def describe(row: Batch, tokenizer) -> Iterator[str]:
+    """Yields lines that show one row of a batch: arrays [T] by name."""
+    T, segments = len(row["tokens"]), row["segment_ids"]
+    borders = np.flatnonzero(np.diff(segments, prepend=-1)).tolist()
+    for start, stop in zip(borders, [*borders[1:], T], strict=True):
+        if segments[start] == 0:
+            yield f"--- padding: tokens {start}..{stop - 1}"
+            continue
+        tokens, positions = row["tokens"][start:stop], row["positions"][start:stop]
+        opens = "" if tokens[0] == tokenizer.bos else ", which began in the window before"
+        ends = "" if tokens[-1] == tokenizer.eos else ", goes on in the next window" if stop == T else ""
+        yield f"--- document {segments[start]}{opens}{ends}: tokens {start}..{stop - 1} at positions {_span(positions)}"
+        for span, is_predicted in _by_weight(row, start, stop):
+            indent = "    " if is_predicted else "    prompt, no loss | "
+            for line in tokenizer.decode(row["tokens"][span]).splitlines():
+                wrapped = textwrap.wrap(_printable(line), _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent)
+                yield from wrapped or [indent.rstrip()]
+    yield "  place  position  segment  token                     target                    weight"
+    shown = {place for border in [*borders, T] for place in range(border - _CONTEXT, border + _CONTEXT)}
+    previous = -1
+    for place in sorted(shown & set(range(T))):
+        if place != previous + 1:
+            yield "  ..."
+        token, target = (_id_and_text(tokenizer, row[name][place]) for name in ("tokens", "targets"))
+        position, weight = row["positions"][place], row["weights"][place]
+        yield f"  {place:5d}  {position:8d}  {segments[place]:7d}  {token}  {target}  {weight:g}"
+        previous = place
+
+
+def document_lengths(store: Store, bos: int) -> np.ndarray:
+    """Measures training documents in tokens, with <bos> and <eos>: all, or those that begin in 64 intervals."""
+    tokens = store.tokens("train")
+    total = tokens.shape[0]
+    starts = range(0, total, _SCAN_TOKENS)
+    if len(starts) > _SCANS:
+        starts = [i * total // _SCANS for i in range(_SCANS)]
+    lengths = []
+    for start in starts:
+        stop = min(start + _SCAN_TOKENS, total)
+        borders = np.flatnonzero(tokens[start:stop].read().result() == bos) + start
+        if len(borders):  # each document counts where it begins, so long ones are not missed
+            lengths.append(np.diff(borders, append=_next_document(tokens, stop, bos)))
+    return np.concatenate(lengths)
+
+
+def _next_document(tokens, start: int, bos: int) -> int:
+    total = tokens.shape[0]
+    for first in range(start, total, _SCAN_TOKENS):
+        borders = np.flatnonzero(tokens[first : min(first + _SCAN_TOKENS, total)].read().result() == bos)
+        if len(borders):
+            return first + int(borders[0])
+    return total
+
+
+def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> None:
+    """Draws a histogram of the document lengths of every source; of a single one, where its tokens are as well."""
+    import matplotlib.figure
+
+    pooled = np.concatenate(list(lengths.values()))
+    edges = np.geomspace(pooled.min(), pooled.max() + 1, 49)
+    lines = [(name, values, None) for name, values in lengths.items()]
+    if len(lengths) == 1:
+        lines = [("share of the documents", pooled, None), ("share of the tokens", pooled, pooled)]
+    figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for number, (label, values, weights) in enumerate(lines):
+        counts, _ = np.histogram(values, edges, weights=weights)
+        axes.stairs(counts / counts.sum(), edges, label=label, color=_COLOURS[number % len(_COLOURS)], lw=1.4)
+    axes.axvline(seq_len, color="#777777", lw=1, ls="--", label=f"a window, {seq_len:,}")
+    axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share in a bin", ylim=(0, None))
+    axes.set_title(f"{', '.join(lengths)}: {len(pooled):,} training documents"[:100], fontsize=11, wrap=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    try:
+        figure.savefig(path, dpi=150, metadata={"Software": None})
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"--plot={path}: cannot be written: {reason}") from error
+
+
+def _span(positions: np.ndarray) -> str:
+    if (np.diff(positions) == 1).all():
+        return f"{positions[0]}..{positions[-1]}"
+    return f"{', '.join(map(str, positions[:4]))} .. {positions[-1]}"
+
+
+def _by_weight(row: Batch, start: int, stop: int) -> Iterator[tuple[slice, bool]]:
+    """Yields runs of a document's tokens that are predicted or not; a window's first token counts as the next one."""
+    predicted = np.append([True], row["weights"][:-1] > 0)[start:stop]  # a token's weight stands where it is a target
+    predicted[0] = predicted[min(1, len(predicted) - 1)]
+    cuts = [0, *(np.flatnonzero(np.diff(predicted)) + 1), stop - start]
+    for begin, end in itertools.pairwise(cuts):
+        yield slice(start + begin, start + end), bool(predicted[begin])
+
+
+def _id_and_text(tokenizer, token: int) -> str:
+    """Formats id and text of a token in 24 columns."""
+    text = token_name(tokenizer, token)
+    return f"{token:6d} {text if len(text) <= 17 else text[:16] + '…':17s}"
+
+
+def _printable(text: str) -> str:
+    """Replaces what would move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
