@@ -5,17 +5,23 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
+import time
 
+import filelock
 import pytest
 from forks import Command
 
-# One compilation cache for these tests and the processes they start: most of them compile the same programs.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/prope-tests-jax")
-os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 ROOT = pathlib.Path(__file__).parent.parent
+# The tests and the processes that they start inherit these settings of JAX.
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Most of the time goes into compiling, so programs are optimized only for tests that are marked `optimized`.
+UNOPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true") != "false"
+# One compilation cache for all workers, kept for the next run: its keys hold the program, the flags and the versions.
+PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs"))
+os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+import jax  # noqa: E402
+
 CONFIG = f"--config={ROOT}/configs/quickstart.py:tiny"
 
 
@@ -35,9 +41,56 @@ class Outcome:
         return lines[0]
 
 
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        return
+    for program in PROGRAMS.glob("*-cache"):
+        if program.stat().st_mtime < time.time() - 7 * 86_400:
+            program.unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def optimized(request):
+    """Compiles as for users where a test is marked `optimized`."""
+    if request.node.get_closest_marker("optimized") is None or not UNOPTIMIZED:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "false")
+        jax.config.update("jax_disable_most_optimizations", False)
+        jax.clear_caches()
+        yield
+        jax.config.update("jax_disable_most_optimizations", True)
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("cache")
+def shared_dir(tmp_path_factory) -> pathlib.Path:
+    """A directory that all workers of this run of the tests share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def cache_dir(shared_dir) -> pathlib.Path:
+    """The cache of token stores, which have a lock of their own."""
+    return shared_dir / "cache"
+
+
+@pytest.fixture(scope="session")
+def once(shared_dir):
+    """Calls `make(directory)` in one worker only: (directory, what `make` returned), for reading by all."""
+
+    def run(name: str, make) -> tuple[pathlib.Path, object]:
+        directory, result = shared_dir / name, shared_dir / f"{name}.json"
+        with filelock.FileLock(shared_dir / f"{name}.lock"):
+            if not result.exists():
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir()
+                result.write_text(json.dumps(make(directory)))
+        return directory, json.loads(result.read_text())
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +138,26 @@ def train(run_command):
         return run_command("prope.train", CONFIG, f"--workdir={workdir}", *arguments, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def trained(once, train):
+    """A run of 20 steps, saved at 10 and 20, which no test may change: (workdir, what the command printed)."""
+
+    def make(directory):
+        outcome = train(directory / "run", "--config.log_every=1")
+        assert outcome.code == 0, outcome.stderr
+        return outcome.result
+
+    directory, result = once("trained", make)
+    return directory / "run", result
+
+
+@pytest.fixture(scope="session")
+def whole(trained, tmp_path_factory):
+    """A copy of that run for this worker, to which commands may add files."""
+    workdir, result = trained
+    return shutil.copytree(workdir, tmp_path_factory.mktemp("runs") / "whole"), result
 
 
 def flipped(data: bytes) -> bytes:

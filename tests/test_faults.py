@@ -18,15 +18,6 @@ from prope.workdir import checkpoints as checkpoint
 EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=2", "--config.eval_every=20", "--config.num_steps=60")
 
 
-@pytest.fixture(scope="session")
-def whole(train, tmp_path_factory):
-    """A run of 20 steps, saved at 10 and 20: (workdir, what the command printed)."""
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
-    outcome = train(workdir, "--config.log_every=1")
-    assert outcome.code == 0, outcome.stderr
-    return workdir, outcome.result
-
-
 @pytest.fixture
 def copy(whole, tmp_path):
     """A copy of that run, to be broken."""

@@ -22,17 +22,8 @@ from prope.workdir import checkpoints as checkpoint
 EVERY_STEP = "--config.log_every=1"
 
 
-@pytest.fixture(scope="session")
-def whole(train, tmp_path_factory):
-    """A run of 20 steps in one go: (workdir, what the command printed)."""
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
-    outcome = train(workdir, EVERY_STEP)
-    assert outcome.code == 0, outcome.stderr
-    return workdir, outcome.result
-
-
-def test_a_run_leaves_what_it_should(whole, monkeypatch):
-    workdir, result = whole
+def test_a_run_leaves_what_it_should(trained):
+    workdir, result = trained
     assert result.keys() >= {
         "step", "loss", "eval_loss", "perplexity", "bits_per_byte", "rope_percentage", "init_hash", "tokens_per_second",
         "workdir",

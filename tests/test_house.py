@@ -1,0 +1,206 @@
+"""The shape of the house: what may import what, which files stand where, how long they are."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "prope"
+
+# Rooms (a folder, or a file at the top of prope/), low to high: each imports only from lines above its own.
+LAYERS = [
+    ["errors", "rope"],
+    ["config"],
+    ["command", "sharding"],
+    ["attention", "loss"],
+    ["model"],
+    ["optimizer"],
+    ["step"],
+    ["runtime"],
+    ["data", "html", "workdir"],
+    ["inference"],
+    ["cost"],
+    ["hf", "analysis", "sweep"],
+    ["train", "evaluate", "sample", "analyze", "report", "plan", "bench", "export_hf", "import_hf", "__init__"],
+]
+LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+FOLDERS = {"analysis", "cost", "data", "hf", "html", "inference", "runtime", "sweep", "workdir"}
+CORE = ("rope", "attention", "model", "loss", "optimizer", "step", "train", "config", "sharding")
+
+Imports = dict[str, set[str]]  # of every module of prope, by its name within the package: what it imports
+
+
+def module_name(file: pathlib.Path, package: pathlib.Path) -> str:
+    """data/store/build.py: "data.store.build"; a folder's __init__.py: the folder."""
+    return ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
+
+
+def read_imports(package: pathlib.Path) -> Imports:
+    """What every module imports anywhere in its file, in functions too; modules of prope as "prope.x"."""
+    modules = {module_name(file, package): file for file in package.rglob("*.py")}
+    imports: Imports = {}
+    for name, file in modules.items():
+        imports[name] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imports[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: imports are absolute"
+                within = f"{node.module}.".removeprefix("prope.") if node.module != "prope" else ""
+                for alias in node.names:
+                    submodule = f"{within}{alias.name}"
+                    of_prope = node.module.split(".")[0] == "prope"
+                    imports[name].add(f"prope.{submodule}" if of_prope and submodule in modules else node.module)
+    return imports
+
+
+def own(imports: Imports) -> Imports:
+    """The edges between modules of prope; the package itself is "__init__"."""
+    return {
+        name: {
+            found.removeprefix("prope").lstrip(".") or "__init__" for found in others if (found + ".")[:6] == "prope."
+        }
+        for name, others in imports.items()
+    }
+
+
+def room(name: str) -> str:
+    return name.split(".")[0]
+
+
+def between_rooms(edges: Imports) -> Imports:
+    rooms: Imports = {}
+    for name, others in edges.items():
+        rooms.setdefault(room(name), set()).update(room(other) for other in others if room(other) != room(name))
+    return rooms
+
+
+def find_circle(edges: Imports) -> list[str]:
+    """The names along a circle, [] where there is none."""
+    clear: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in clear:
+            for other in sorted(edges.get(name, ())):
+                if circle := visit(other, [*path, name]):
+                    return circle
+            clear.add(name)
+        return []
+
+    return next(filter(None, (visit(name, []) for name in sorted(edges))), [])
+
+
+def upward(edges: Imports) -> list[str]:
+    """Imports of a room from one that does not stand below it."""
+    return [
+        f"{name} imports {other}"
+        for name, others in edges.items()
+        for other in sorted(others)
+        if room(name) != room(other) and LEVELS[room(other)] >= LEVELS[room(name)]
+    ]
+
+
+def users(imports: Imports, library: str) -> set[str]:
+    """The modules that import a library."""
+    return {name for name, others in imports.items() if any(other.split(".")[0] == library for other in others)}
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return read_imports(PACKAGE)
+
+
+def test_no_module_and_no_room_imports_itself_by_way_of_others(imports):
+    edges = own(imports)
+    assert len(edges) > 60 and sum(map(len, edges.values())) > 200
+    assert find_circle(edges) == []
+    assert find_circle(between_rooms(edges)) == []
+
+
+def test_every_room_imports_only_from_below(imports):
+    assert {room(name) for name in imports} == set(LEVELS), "a room that LAYERS does not have, or the other way round"
+    assert upward(own(imports)) == []
+
+
+def test_flax_is_imported_by_the_model_only(imports):
+    assert users(imports, "flax") == {"model"}
+
+
+def test_rope_imports_jax_and_numpy_only(imports):
+    libraries = {other.split(".")[0] for other in imports["rope"]} - sys.stdlib_module_names
+    assert libraries == {"jax", "numpy"}
+
+
+def test_what_stands_at_the_top():
+    files = {file.stem for file in PACKAGE.glob("*.py")}
+    folders = {folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}
+    assert files == set(LEVELS) - FOLDERS and folders == FOLDERS
+    assert len(files) <= 20
+
+
+def lines(file: pathlib.Path) -> int:
+    return len(file.read_text().splitlines())
+
+
+def test_the_core_is_read_in_an_hour():
+    assert sum(lines(PACKAGE / f"{name}.py") for name in CORE) <= 1700
+
+
+def test_no_file_is_too_long():
+    assert {str(file): lines(file) for file in PACKAGE.rglob("*.py") if lines(file) > 370} == {}
+
+
+def test_readmes_are_short():
+    """The top one takes ten minutes, the others are one page."""
+    readmes = [file for top in ("configs", "launch", "prope", "tests") for file in (ROOT / top).rglob("README.md")]
+    assert {str(file): lines(file) for file in readmes if lines(file) > 80} == {}
+    assert lines(ROOT / "README.md") <= 200
+
+
+# --- These tests notice what they are for ------------------------------------------------------------------------
+
+
+def write_package(folder: pathlib.Path, files: dict[str, str]) -> Imports:
+    for name, text in files.items():
+        file = folder / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return read_imports(folder)
+
+
+def test_imports_of_every_form_are_read(tmp_path):
+    found = write_package(
+        tmp_path,
+        {
+            "model": "import flax.linen as nn, prope.rope\ndef f():\n    from prope.data import tokens\n",
+            "rope": "from jax import numpy\nif False:\n    import prope\n",
+            "errors": "from prope import rope",
+            "data/__init__": "",
+            "data/tokens": "from prope.errors import E\nfrom prope import apply_p_rope\n",
+        },
+    )
+    assert found["model"] == {"flax.linen", "prope.rope", "prope.data.tokens"}
+    assert found["rope"] == {"jax", "prope"} and found["data.tokens"] == {"prope.errors", "prope"}
+    assert own(found) == {
+        "model": {"rope", "data.tokens"}, "rope": {"__init__"}, "data": set(), "errors": {"rope"},
+        "data.tokens": {"errors", "__init__"},
+    }  # fmt: skip
+    assert users(found, "flax") == {"model"} and users(found, "prope") == {"model", "rope", "errors", "data.tokens"}
+
+
+@pytest.mark.parametrize("start", ["a", "b"])
+def test_circles_are_found(start):
+    edges = {"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}
+    assert find_circle({name: edges[name] for name in sorted(edges, reverse=start == "b")}) == ["b", "d", "b"]
+    assert find_circle(edges | {"d": {"c"}}) == []
+    rooms = between_rooms({"x.one": {"y.one"}, "x.two": set(), "y.one": set(), "y.two": {"x.two"}})
+    assert find_circle(rooms) == ["x", "y", "x"]
+
+
+def test_upward_imports_are_found():
+    edges = {"rope": {"config"}, "step": {"model", "errors"}, "hf.writer": {"analysis.page", "hf.reader", "cost.hlo"}}
+    assert upward(edges) == ["rope imports config", "hf.writer imports analysis.page"]
