@@ -14,13 +14,16 @@ from forks import Command
 ROOT = pathlib.Path(__file__).parent.parent
 # The tests and the processes that they start inherit these settings of JAX.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Most of the time goes into compiling, so programs are optimized only for tests that are marked `optimized`.
-UNOPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true") != "false"
 # One compilation cache for all workers, kept for the next run: its keys hold the program, the flags and the versions.
 PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs"))
 os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax  # noqa: E402
+
+# Most of the time of tests in this process goes into compiling programs that run once. Commands in processes of their
+# own are optimized, and so is what is marked `optimized`; all is with PROPE_TESTS=optimized.
+UNOPTIMIZED = os.environ.get("PROPE_TESTS") != "optimized"
+jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
 
 CONFIG = f"--config={ROOT}/configs/quickstart.py:tiny"
 
@@ -55,13 +58,11 @@ def optimized(request):
     if request.node.get_closest_marker("optimized") is None or not UNOPTIMIZED:
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "false")
-        jax.config.update("jax_disable_most_optimizations", False)
-        jax.clear_caches()
-        yield
-        jax.config.update("jax_disable_most_optimizations", True)
-        jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,6 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], stdout:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
     for name in ("jax_platforms", "jax_compilation_cache_dir"):  # what JAX has read of another environment
         jax.config.update(name, environment.get(name.upper()))
-    jax.config.update("jax_disable_most_optimizations", environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "false")
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
