@@ -18,13 +18,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs"))
 os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
-import jax  # noqa: E402
-
-# Most of the time of tests in this process goes into compiling programs that run once. Commands in processes of their
-# own are optimized, and so is what is marked `optimized`; all is with PROPE_TESTS=optimized.
-UNOPTIMIZED = os.environ.get("PROPE_TESTS") != "optimized"
-jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
-
 CONFIG = f"--config={ROOT}/configs/quickstart.py:tiny"
 
 
@@ -53,16 +46,17 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def optimized(request):
-    """Compiles as for users where a test is marked `optimized`."""
-    if request.node.get_closest_marker("optimized") is None or not UNOPTIMIZED:
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
+def optimization(request):
+    """Compiles without optimizations in this process, which saves most of the time, but for tests marked `optimized`.
+
+    Commands in processes of their own are always optimized, and all is with PROPE_TESTS=optimized.
+    """
+    import jax
+
+    quick = "optimized" not in (os.environ.get("PROPE_TESTS"), *(mark.name for mark in request.node.iter_markers()))
+    if jax.config.read("jax_disable_most_optimizations") != quick:
+        jax.config.update("jax_disable_most_optimizations", quick)
+        jax.clear_caches()  # whose keys leave it out
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ import pytest
 from prope import apply_p_rope
 from prope.rope import frequencies, interleaved_to_half_split, mask_slow_pairs, num_rotated_pairs, rotation_table
 
+pytestmark = pytest.mark.optimized
+
 BOUND = 3e-7  # of max|input|, for float32
 LANDMARKS = [0, 1, 255, 256, 257, 4095, 8191, 131071, 1048575]
 

@@ -199,6 +199,7 @@ def test_bfloat16_stays_near_its_full_forward():
     assert ((found >= 0) & (found < config.vocab_size)).all()
 
 
+@pytest.mark.optimized
 def test_a_step_copies_no_cache_and_holds_no_square_of_scores():
     config = FrozenConfigDict(small(num_kv_heads=2, head_dim=64))
     params = lively(config)
