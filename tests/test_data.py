@@ -58,12 +58,12 @@ def write_tfds(root, file_format, texts, name=NAME):
 
 
 def write_text(root, texts):
-    root.mkdir()
-    (root / "a.txt").write_text(texts[0])
-    lines = [json.dumps({"text": text, "id": 1}) + "\n\n" for text in texts[1:-1]]
-    (root / "deeper").mkdir()
-    (root / "b.jsonl").write_text("".join(lines))
+    """Three files whose order by path is that of the texts, written in another order."""
+    (root / "deeper").mkdir(parents=True)
     (root / "deeper" / "c.txt").write_text(texts[-1])
+    lines = [json.dumps({"text": text, "id": 1}) + "\n\n" for text in texts[1:-1]]
+    (root / "b.jsonl").write_text("".join(lines))
+    (root / "a.txt").write_text(texts[0])
     return root
 
 
@@ -96,10 +96,9 @@ def test_every_document_arrives_once_and_whole(tmp_path, kind):
         config = settings(tmp_path, NAME, tmp_path / "data", validation_fraction=0.3)
     store = prepare.open_store(config, 260)
     found = {split: documents_of(store, split) for split in ("train", "validation")}
-    in_order = texts if kind != "files" else [texts[0], *texts[1:-1], texts[-1]]
-    held_out = [t for t in in_order if pack.is_validation(t.encode(), 0.3)]
+    held_out = [t for t in texts if pack.is_validation(t.encode(), 0.3)]
     assert found["validation"] == held_out
-    assert found["train"] == [t for t in in_order if t not in held_out]
+    assert found["train"] == [t for t in texts if t not in held_out]
     for split, documents in found.items():
         size = sum(len(d.encode()) for d in documents)
         expected = {"tokens": size + 2 * len(documents), "documents": len(documents), "bytes": size, "given": 0}

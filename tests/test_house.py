@@ -147,7 +147,7 @@ def lines(file: pathlib.Path) -> int:
 
 
 def test_the_core_is_read_in_an_hour():
-    assert sum(lines(PACKAGE / f"{name}.py") for name in CORE) <= 1700
+    assert sum(lines(PACKAGE / f"{name}.py") for name in CORE) <= 1750
 
 
 def test_no_file_is_too_long():

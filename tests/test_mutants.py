@@ -1,14 +1,17 @@
 """The tests of the rotation notice the errors that people make: each, planted in a copy, must fail a test."""
 
-import os
-import shutil
-import subprocess
+import itertools
+import pathlib
 import sys
+import types
+from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.slow
+import prope
+
+pytestmark = pytest.mark.optimized
 
 # What is planted: (the text in prope/rope.py, what stands there instead).
 MUTANTS = {
@@ -61,38 +64,50 @@ MUTANTS = {
 }
 
 
-def suite_passes(folder, replace=None) -> bool:
-    """Whether tests/test_rope.py passes on a copy of the package in which a text is replaced."""
-    shutil.copytree(ROOT / "prope", folder / "prope", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "tests").mkdir()
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/forks.py", "tests/test_rope.py"):
-        shutil.copy(ROOT / name, folder / name)
-    if replace:
-        source = (folder / "prope" / "rope.py").read_text()
-        assert source.count(replace[0]) >= 1, "the mutant no longer fits the code"
-        (folder / "prope" / "rope.py").write_text(source.replace(*replace))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "not random",
-        "tests/test_rope.py",
-    ]
-    env = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done.returncode == 0
+def load(name: str, file: pathlib.Path, source: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = str(file)
+    exec(compile(source, file, "exec"), module.__dict__)
+    return module
+
+
+def cases(test) -> Iterator[dict]:
+    """The arguments of every case of a test, as its parametrize marks say."""
+    grids = []
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, rows = mark.args
+            names = names.split(",") if isinstance(names, str) else names
+            grids.append([dict(zip(names, row if len(names) > 1 else [row], strict=True)) for row in rows])
+    for combination in itertools.product(*grids):
+        yield {name: value for arguments in combination for name, value in arguments.items()}
+
+
+def first_failure(monkeypatch, replace: tuple[str, str] = ("", "")) -> str | None:
+    """The first test of tests/test_rope.py that fails, in this process, where a text of prope/rope.py is replaced."""
+    file = ROOT / "prope" / "rope.py"
+    source = file.read_text()
+    assert replace[0] in source, "the mutant no longer fits the code"
+    mutant = load("prope.rope", file, source.replace(*replace) if replace[0] else source)
+    monkeypatch.setitem(sys.modules, "prope.rope", mutant)
+    monkeypatch.setattr(prope, "apply_p_rope", mutant.apply_p_rope, raising=False)
+    file = ROOT / "tests" / "test_rope.py"
+    tests = load("test_rope_of_a_mutant", file, file.read_text())
+    named = {name: test for name, test in vars(tests).items() if name.startswith("test_") and "random" not in name}
+    for name, test in sorted(named.items(), key=lambda item: len(list(cases(item[1])))):
+        for arguments in cases(test):
+            try:
+                test(**arguments)
+            except (AssertionError, pytest.fail.Exception):
+                return name
+    return None
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_error_is_noticed(name, tmp_path):
-    assert not suite_passes(tmp_path, MUTANTS[name])
+def test_a_planted_error_is_noticed(name, monkeypatch):
+    assert first_failure(monkeypatch, MUTANTS[name])
 
 
-def test_the_copy_without_an_error_passes(tmp_path):
-    assert suite_passes(tmp_path)
+@pytest.mark.slow
+def test_the_code_without_an_error_passes(monkeypatch):
+    assert first_failure(monkeypatch) is None

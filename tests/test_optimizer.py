@@ -71,8 +71,15 @@ def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
                for name in ("mu", "nu") if f".{name}" in jax.tree_util.keystr(path)}  # fmt: skip
     assert moments == {"mu": jnp.bfloat16, "nu": jnp.float32}
     rng = np.random.default_rng(0)
-    before = w
-    for _ in range(100):
-        updates, state = optimizer.update({"linear": jnp.asarray(rng.normal(0.1, 1, 50), jnp.float32)}, state, w)
+    expected, mu, nu = np.ones(50), np.zeros(50), np.zeros(50)
+    for n in range(1, 101):
+        gradient = rng.normal(0.1, 1, 50)
+        updates, state = optimizer.update({"linear": jnp.asarray(gradient, jnp.float32)}, state, w)
         w = jax.tree.map(jnp.add, w, updates)
-    assert np.all(np.asarray(before["linear"]) != np.asarray(w["linear"]))
+        clipped = gradient / max(np.linalg.norm(gradient) / c.optimizer.clip_norm, 1)
+        mu, nu = 0.9 * mu + 0.1 * clipped, 0.95 * nu + 0.05 * clipped**2
+        step = (mu / (1 - 0.9**n)) / (np.sqrt(nu / (1 - 0.95**n)) + 1e-8) + c.optimizer.weight_decay * expected
+        expected = expected - float(learning_rate(c)(n - 1)) * step
+    largest = np.abs(expected - 1).max()
+    assert 0.005 < largest < 0.1, "a hundred updates, each of which bfloat16 weights would lose"
+    np.testing.assert_allclose(w["linear"], expected, rtol=0, atol=0.02 * largest)

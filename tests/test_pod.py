@@ -224,16 +224,18 @@ def test_what_the_environment_may_not_say(environment, says):
         processes.start(environment)
 
 
-@pytest.mark.parametrize(("visible", "used", "fits"), [("0,1,2,3", 4, True), ("0,1,2,3", 1, False), ("2", 1, True)])
-def test_gpus_that_nobody_uses(monkeypatch, visible, used, fits):
+@pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("2", 1)])
+def test_gpus_that_nobody_uses(monkeypatch, visible, count):
     device = type("Device", (), {"platform": "gpu"})
-    monkeypatch.setattr(processes.jax, "local_devices", lambda: [device] * used)
-    monkeypatch.setattr(processes.jax, "local_device_count", lambda: used)
-    if fits:
+    monkeypatch.setattr(processes.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(processes.jax, "local_device_count", lambda: count)
+    processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})  # raises nothing
+    monkeypatch.setattr(processes.jax, "local_device_count", lambda: count - 1)
+    says = rf"{count} GPUs are visible .* 1 processes use {count - 1}: start one process for each"
+    with pytest.raises(UsageError, match=says):
         processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})
-        return
-    with pytest.raises(UsageError, match=r"4 GPUs are visible .* 1 processes use 1: start one process for each"):
-        processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})
+    monkeypatch.setattr(device, "platform", "cpu")
+    processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})  # where there are none, what is visible does not matter
 
 
 def test_several_tasks_of_slurm_are_not_mistaken_for_one():

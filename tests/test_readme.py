@@ -1,0 +1,163 @@
+"""The READMEs are true: every ```bash block runs, at tiny sizes, and so does every ```python block.
+
+A README's blocks are run in order in a folder that stands for the clone. To keep this easy, a block says nothing that
+a user would not type; RULES below makes it small, STANDINS are the programs that it does not find here. What is not to
+be run is in a ```text block. The quick test checks that each flag and field that a README names exists.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from prope.config import default_config, flat
+
+READMES = sorted(
+    file.relative_to(ROOT).as_posix()
+    for file in [
+        ROOT / "README.md",
+        *(f for top in ("configs", "launch", "prope", "tests") for f in (ROOT / top).rglob("README.md")),
+    ]
+)
+# What stands in a README -> what is run here, in this order.
+RULES = [
+    (r"\\\n\s*", ""),
+    (r"(configs/\w+\.py)\b(?!:)", r"\1:tiny"),
+    (r"source launch/setup\.sh.*", "bash -n launch/setup.sh"),
+    (r"bash launch/(quickstart|test)\.sh.*", r"bash -n launch/\1.sh"),
+    (r"bash launch/(image|gke_jobset|local_pod|restart)\.sh", r"bash launch/\1.sh --dry-run"),
+    (r"bash launch/tpu_vm\.sh (\w+)", r"bash launch/tpu_vm.sh \1 --dry-run"),
+    (r"--backend=", "--dry-run --backend="),
+    (r" --config\.data\.data_dir=\S+", ""),  # tiny configs bring their own text
+    (r"--max_windows=\d+", "--max_windows=2"),
+    (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
+    (r"--(seq_len|config\.data\.seq_len)=\d+", r"--\1=64"),
+    (r"--config\.model\.(embed_dim|hidden_dim|vocab_size)=\d+", r"--config.model.\1=320"),
+]
+STANDINS = ("sbatch", "gcloud", "kubectl", "docker")
+PREPARED = ("runs/quickstart", "runs/nope", "W")  # runs that a README reads and another one made
+
+
+def blocks(readme: str, language: str) -> list[str]:
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```", (ROOT / readme).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def tiny(block: str) -> str:
+    for pattern, replacement in RULES:
+        block = re.sub(pattern, replacement, block)
+    return block
+
+
+def commands(readme: str) -> list[list[str]]:
+    """Every line of the bash blocks as words, up to a comment."""
+    lines = "\n".join(blocks(readme, "bash")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def programs(words: list[str]) -> list[tuple[str, list[str]]]:
+    """(program, its flags) of the programs of this project on a line: a module, or a file of launch/."""
+    found: list[tuple[str, list[str]]] = []
+    of_ours = False
+    for before, word in zip(["", *words], words, strict=False):
+        if (word.startswith("prope.") and before == "-m") or re.fullmatch(r"launch/\w+\.(sh|py|sbatch)", word):
+            found.append((word, []))
+            of_ours = True
+        elif word in ("--", "|"):
+            of_ours = False  # until the next program of ours
+        elif word.startswith("--") and of_ours:
+            found[-1][1].append(word.partition("=")[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def usage():
+    """What a program says of itself, once for each."""
+    known: dict[str, str] = {}
+
+    def get(program: str) -> str:
+        if program not in known:
+            command = {"sh": ["bash"], "sbatch": ["bash"], "py": [sys.executable]}.get(program.split(".")[-1])
+            command = [*command, program] if command else [sys.executable, "-m", program]
+            done = subprocess.run([*command, "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True)
+            assert done.returncode == 0, f"{program} --help: {done.stderr}"
+            known[program] = done.stdout
+        return known[program]
+
+    return get
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def unknown_flags(words: list[str], usage) -> list[str]:
+    """The flags and config fields on a line that do not exist."""
+    fields = {f"--config.{name}" for name in flat(default_config())}
+    return [
+        f"{program} {flag}"
+        for program, flags in programs(words)
+        for flag in flags
+        if flag not in fields and not re.search(rf"--(\[no\])?{re.escape(flag[2:])}\b", usage(program))
+    ]
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_every_flag_that_is_named_exists(readme, usage):
+    lines = commands(readme)
+    assert [name for words in lines for name in unknown_flags(words, usage)] == []
+    for words in lines:
+        for path in re.findall(r"\b(?:configs|launch)/[\w.]+\.(?:py|sh|sbatch|yaml)\b", " ".join(words)):
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "bash")])
+def test_every_command_runs(readme, trained, cache_dir, tmp_path):
+    script = tiny("".join(blocks(readme, "bash")))
+    if "prope.plan" in script and importlib.util.find_spec("libtpu") is None:
+        script = re.sub(r"^python -m prope\.plan.*", "", script, flags=re.MULTILINE)
+    for name in ("configs", "launch", "prope", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in PREPARED:
+        shutil.copytree(trained[0], tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name in STANDINS:
+        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    paths = f"{tmp_path}/bin:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = environment() | {"PATH": paths, "PROPE_CACHE": str(cache_dir), "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "python")])
+def test_every_python_block_runs(readme):
+    for block in blocks(readme, "python"):
+        exec(compile(block, readme, "exec"), {})
+
+
+# --- These tests notice what they are for ------------------------------------------------------------------------
+
+
+def test_what_does_not_exist_is_found(usage):
+    line = (
+        "python -m prope.train --workdir=W --cofnig=F --config.model.rope_percentage=1 --config.modle.head_dim=2 "
+        "-- bash launch/local_pod.sh --processes=2 --procesess=2 -- other --flag"
+    )
+    assert unknown_flags(shlex.split(line), usage) == [
+        "prope.train --cofnig", "prope.train --config.modle.head_dim", "launch/local_pod.sh --procesess"
+    ]  # fmt: skip
+
+
+def test_what_is_made_tiny():
+    assert tiny("a --config=configs/x.py \\\n    --seq_len=512") == "a --config=configs/x.py:tiny --seq_len=64"
+    assert tiny("bash launch/tpu_vm.sh create --queue") == "bash launch/tpu_vm.sh create --dry-run --queue"
