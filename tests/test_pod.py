@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,6 +61,7 @@ def straight(train, tmp_path_factory):
     return workdir, outcome.result
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, train, cache_dir, tmp_path):
     moving = (*WIDE, "--config.num_steps=60", "--config.eval_every=20")
     train_in = ["--", sys.executable, "-m", "prope.train", CONFIG, f"--workdir={tmp_path / 'run'}", *moving]
@@ -92,7 +94,8 @@ def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, tr
     np.testing.assert_allclose(*([r["loss"] for r in records] for records in evals), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "tensor"), [(8, 2), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "tensor"), [(8, 2), (2, 1), (8, 1)])
 def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, tmp_path, devices, tensor):
     saved = train(tmp_path / "run", *WIDE, f"--config.mesh.tensor={tensor}", "--stop_at_step=2", devices=devices)
     assert saved.code == 0, saved.stderr
@@ -143,7 +146,8 @@ def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
     assert checkpoint.Checkpoints(tmp_path).steps() == [3, 4], "what one asks for, all know one step later"
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
 def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, killed):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=5", PROPE_HEARTBEAT_TIMEOUT="10")
     pod[0].wait_for("step 10/")
@@ -201,10 +205,10 @@ def test_a_workdir_that_is_not_shared(start_pod, tmp_path):
     assert not list((tmp_path / "a").glob(".shared*"))
 
 
-def test_bad_input_of_one_process_ends_both(start_pod, train, tmp_path):
-    train(tmp_path / "run", "--stop_at_step=1", "--config.seed=1")
-    for outcome in map(finish, start_pod([tmp_path / "new", tmp_path / "run"])):
-        assert outcome.code == 2 and "holds a run of another config (seed: 1, not 0)" in line_of(outcome)
+def test_bad_input_of_one_process_ends_both(start_pod, trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    for outcome in map(finish, start_pod([tmp_path / "new", tmp_path / "run"], "--config.seed=1")):
+        assert outcome.code == 2 and "holds a run of another config (seed: 0, not 1)" in line_of(outcome)
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
         ("--workdir=gs://bucket/run", "workdir=gs://bucket/run: must be a folder, not a URL; mount the bucket"),
         ("--config.checkpoint.keep_every=0", "keep_every=0: must be at least 1, or None for none of them"),
         ("--config.watchdog_minutes=-1", "watchdog_minutes=-1.0: must not be negative"),
-        ("--cnofig=x", r"Unknown command line flag 'cnofig'\. Did you mean: config \?"),
+        ("--cnofig=x", r"--cnofig: there is no such flag \(did you mean --config\?\)"),
         ("stray", "unexpected argument 'stray'"),
     ],
 )
