@@ -3,8 +3,8 @@
     python -m prope.export_hf --workdir=runs/quickstart --output=runs/hf
 
 `GemmaForCausalLM.from_pretrained(DIR)` loads the result: config.json, in which p is the partial_rotary_factor of
-rope_type proportional, model.safetensors, generation_config.json, and the tokenizer if it is a SentencePiece model.
-Parameters are copied one at a time, so the model is never whole in memory.
+rope_type proportional, model.safetensors (above 2 GB, shards and their index), generation_config.json, and the
+tokenizer if it is a SentencePiece model. One shard at a time is in memory, never the whole model.
 """
 
 from absl import flags
@@ -28,7 +28,7 @@ def main() -> dict:
     """Exports; returns the output directory and the number of parameters."""
     import jax
 
-    from prope.hf.writer import export
+    from prope.hf.exporter import export
 
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a host holds more than a device
     return export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype)

@@ -26,7 +26,7 @@ def main() -> dict:
     """Imports; returns the run's directory and the number of parameters."""
     import jax
 
-    from prope.hf.reader import import_run
+    from prope.hf.importer import import_run
 
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a host holds more than a device
     return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer)

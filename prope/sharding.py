@@ -178,9 +178,22 @@ def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
 
 
 def hash_arrays(tree) -> str:
-    """A hash of a tree of arrays of 16 or 32 bits, 16 hex digits; made on the devices, which send 4 bytes an array."""
+    """A hash of a tree of arrays of 16 or 32 bits, 16 hex digits; independent of how they are sharded."""
+    return combine_hashes(array_hashes(tree))
+
+
+def array_hashes(tree) -> dict[str, list[int]]:
+    """Hashes of the arrays of a tree by path; of those below "layers", which are stacked, one hash per layer.
+
+    They are computed on the devices, which send 4 bytes per array or layer.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(_hash_leaves(tree))
-    text = " ".join(f"{jax.tree_util.keystr(path)}={int(value)}" for path, value in leaves)
+    return {jax.tree_util.keystr(path): np.atleast_1d(hashes).tolist() for path, hashes in leaves}
+
+
+def combine_hashes(hashes: dict[str, list[int]]) -> str:
+    """`hash_arrays` of a tree from its `array_hashes`."""
+    text = " ".join(f"{path}={sum(layers) % 2**32}" for path, layers in hashes.items())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -189,17 +202,32 @@ def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
     return hash_bits(jnp.stack([batch[name].astype(jnp.int32) for name in sorted(batch)], axis=-1))
 
 
-def hash_bits(leaf: jax.Array) -> jax.Array:
-    """A hash of the bits of an array, uint32 []: a sum of integers, the same in any order."""
+def hash_bits(leaf: jax.Array, stacked: bool = False) -> jax.Array:
+    """A hash of the bits of an array, uint32 []: a sum over its elements. If `stacked`, one per layer: uint32 [L]."""
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
     place = sum(
         jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
         for axis in range(leaf.ndim)
     )
     mixed = (bits ^ (bits >> 15)) * (place * np.uint32(2654435761) | 1)
-    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+    return jnp.sum(mixed ^ (mixed >> 13), axis=tuple(range(stacked, leaf.ndim)), dtype=jnp.uint32)
+
+
+def hash_on_host(array: np.ndarray, first: int = 0) -> int:
+    """`hash_bits` of a NumPy array, or of a part of one that starts at element `first`; parts add up modulo 2**32."""
+    bits, total = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}"), 0
+    odd, size = 2654435761, 2**16  # elements at a time: they stay in the processor's cache
+    places = np.arange(min(size, bits.size), dtype=np.uint32) * np.uint32(odd)
+    for start in range(0, bits.size, size):
+        mixed = bits[start : start + size].astype(np.uint32)
+        mixed ^= mixed >> 15
+        mixed *= (places[: mixed.size] + np.uint32((first + start) * odd % 2**32)) | 1
+        mixed ^= mixed >> 13
+        total += int(mixed.sum(dtype=np.uint64))
+    return total % 2**32
 
 
 @jax.jit
 def _hash_leaves(tree):
-    return jax.tree.map(hash_bits, tree)
+    stacked = lambda path: any(getattr(key, "key", None) == "layers" for key in path)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: hash_bits(leaf, stacked(path)), tree)

@@ -37,7 +37,7 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
 import jax
 
 from prope import model, sharding
-from prope.config import differences, from_dict
+from prope.config import differences
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
@@ -48,9 +48,9 @@ from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
 from prope.sharding import hash_arrays
 from prope.step import compile_step, init_state, with_attention
-from prope.workdir import checkpoints as checkpoint
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.metrics import MetricWriter
+from prope.workdir.run import check_disk, check_local, check_same, open_run, read_config, write_config
 
 log = logging.getLogger("prope")
 
@@ -69,7 +69,7 @@ def train(
       Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)
-    path = checkpoint.folder(workdir)
+    path = check_local(workdir)
     with open_session(config) as session:
         with raise_on_all():
             open_workdir(path, config)
@@ -85,9 +85,9 @@ def train(
         state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))  # of a checkpoint, in bytes
         with raise_on_all():
-            checkpoint.check_disk(path, size)
+            check_disk(path, size)
             if is_first():
-                checkpoint.write_config(path, config)
+                write_config(path, config)
         log_run(config, state[0], windows)
         session.startup.mark("devices")
 
@@ -107,7 +107,7 @@ def train(
 
         def save(step: int) -> None:
             with writer.pause():
-                checkpoint.check_disk(path, size)  # again: disks fill up while runs go on
+                check_disk(path, size)  # again: disks fill up while runs go on
                 identity = {"config": config.to_dict(), "init_hash": init_hash}
                 checkpoints.save(step, params, opt_state, identity, data_state(config, windows, step))
                 session.interrupts.saved()
@@ -139,11 +139,11 @@ def train(
 
 def open_workdir(path: pathlib.Path, config: ConfigDict) -> None:
     """Creates the directory; raises UsageError where it holds another run."""
-    existing = checkpoint.read_config(path)
+    existing = read_config(path)
     if existing is not None:
         error = f"--workdir={path}: holds a run of another config"
         remedy = "; choose another --workdir, or the config that it was started with"
-        checkpoint.check_same(config, existing, error, remedy)
+        check_same(config, existing, error, remedy)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -181,17 +181,16 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
                     f"--workdir={checkpoints.directory.parent}: holds an imported checkpoint, without optimizer state: "
                     "start from it in another --workdir, with --init_from naming this one"
                 )
-            saved = checkpoints.restore(step, config=None, data=None)
-            error = f"checkpoint {step} is of another config"
-            checkpoint.check_same(config, from_dict(saved["config"]["config"]), error)
-            expected = data_state(config, windows, step)
-            if saved["data"] != expected:
+            reader = checkpoints.reader(step)
+            check_same(config, reader.config, f"checkpoint {step} is of another config")
+            saved, expected = reader.read_json("data"), data_state(config, windows, step)
+            if saved != expected:
                 raise UsageError(
-                    f"checkpoint {step} was trained on other data ({saved['data']}, now {expected}): the documents, "
+                    f"checkpoint {step} was trained on other data ({saved}, now {expected}): the documents, "
                     "the tokenizer or the split have changed; bring the old data back, or start in a new --workdir"
                 )
-            arrays = checkpoints.restore(step, params=state[0], opt_state=state[1])
-            return arrays["params"], arrays["opt_state"], saved["config"]["init_hash"]
+            arrays = reader.restore(params=state[0], opt_state=state[1])
+            return arrays["params"], arrays["opt_state"], reader.init_hash
 
         step, resumed = checkpoints.newest(read)
         for damaged in [other for other in checkpoints.steps() if other > step]:
@@ -202,11 +201,11 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()
     if init_from is not None:
-        run = checkpoint.load_run(init_from)
+        run = open_run(init_from)
         differing = [line for line in differences(config, run.config) if line.startswith("model.")]
         if differing:
             raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(differing)})")
-        params = jax.device_put(run.params, shardings[0])
+        _, params = run.first_undamaged(lambda run: run.params(state[0]))
     return 0, params, opt_state, hash_arrays(params)
 
 

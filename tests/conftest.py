@@ -176,7 +176,7 @@ def losses(workdir) -> dict[int, float]:
 def run_and_export(tmp_path_factory):
     from exchange import make_run
 
-    from prope.hf import writer as export_hf
+    from prope.hf import exporter as export_hf
 
     base = tmp_path_factory.mktemp("exchange")
     make_run(base / "run")

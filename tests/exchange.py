@@ -11,7 +11,8 @@ from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.runtime.validate import validate
 from prope.sharding import hash_arrays
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import write_config
 
 SIZES = {
     "num_layers": 2, "embed_dim": 48, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "hidden_dim": 96,
@@ -55,8 +56,8 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
 
     params = jax.tree_util.tree_map_with_path(draw, shapes)
     workdir.mkdir()
-    checkpoint.write_config(workdir, config)
-    with contextlib.closing(checkpoint.Checkpoints(workdir)) as checkpoints:
+    write_config(workdir, config)
+    with contextlib.closing(Checkpoints(workdir)) as checkpoints:
         identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
         checkpoints.save(7, params, {"count": np.zeros(())}, identity, {"examples": 0})
     return config, params

@@ -22,8 +22,8 @@ from prope.data.tokenizer import BOS
 from prope.errors import UsageError
 from prope.rope import frequencies, num_rotated_pairs
 from prope.sharding import hash_arrays
-from prope.workdir import checkpoints as checkpoint
-from prope.workdir.parameters import LayerByLayer
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import open_run, write_config
 
 H = 32
 
@@ -247,8 +247,8 @@ def constructed(workdir, p, written_for=0.75):
 
 def save(workdir, config, params):
     workdir.mkdir()
-    checkpoint.write_config(workdir, config)
-    manager = checkpoint.Checkpoints(workdir)
+    write_config(workdir, config)
+    manager = Checkpoints(workdir)
     params = jax.tree.map(jnp.asarray, params)
     identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
     manager.save(1, params, {"count": np.zeros(())}, identity, {"examples": 0})
@@ -327,7 +327,7 @@ def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path)
 
 def test_layers_are_read_one_by_one(tmp_path):
     _, params = make_run(tmp_path / "run", num_layers=3)
-    weights = LayerByLayer(tmp_path / "run", 7)
+    weights = open_run(tmp_path / "run", 7)
     for number in range(3):
         jax.tree.map(np.testing.assert_array_equal, weights.layer(number), at_layer(params, number))
     rows = np.array([5, 0, 299])
@@ -429,7 +429,7 @@ def test_a_text_has_two_tokens_at_least(run_and_export, tmp_path, content, says)
 
 
 def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_command):
-    checkpoint.write_config(tmp_path, default_config())
+    write_config(tmp_path, default_config())
     assert (
         "without a finished checkpoint; train it first" in run_command("prope.analyze", f"--workdir={tmp_path}").error
     )

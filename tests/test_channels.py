@@ -11,14 +11,13 @@ from test_model import draw, small
 from prope import model
 from prope.analysis import channels, measures, walk
 from prope.rope import frequencies
-from prope.workdir import checkpoints as checkpoint
-from prope.workdir.parameters import LayerByLayer
+from prope.workdir.run import open_run, read_config
 
 
 def make_walk(workdir, B=3, T=24):
-    config = checkpoint.read_config(workdir)
+    config = read_config(workdir)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T)).astype(np.int32)
-    return walk.Walk(config.model, LayerByLayer(workdir, 7), tokens)
+    return walk.Walk(config.model, open_run(workdir, 7), tokens)
 
 
 def plain_losses(config, params, tokens):

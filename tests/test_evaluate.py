@@ -17,7 +17,8 @@ from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference import evaluation as evaluate
 from prope.inference import paired
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import open_run, read_config, write_config
 
 T = 64  # of training
 BOS = 2
@@ -46,15 +47,14 @@ def base(tmp_path_factory):
 
 def edit(workdir, base, **fields) -> None:
     """Gives a run its data, and other values, in config.json and in its checkpoint."""
-    config = checkpoint.read_config(workdir)
+    config = read_config(workdir)
     data = {"dataset": "files", "data_dir": str(base / "text"), "cache_dir": str(base / "cache"), "seq_len": T}
     config.data.update(data | {"validation_fraction": 0.3})
     config.update_from_flattened_dict(fields)
-    manager = checkpoint.Checkpoints(workdir)
-    params = manager.restore(7, params=jax.eval_shape(lambda: model.init(config.model, jax.random.key(0))))["params"]
+    params = open_run(workdir).params()
     shutil.rmtree(workdir / "checkpoints")
-    checkpoint.write_config(workdir, config)
-    manager = checkpoint.Checkpoints(workdir)
+    write_config(workdir, config)
+    manager = Checkpoints(workdir)
     for step in (7, 9):  # the second with other weights
         identity = {"config": config.to_dict(), "init_hash": ""}
         manager.save(step, params, {"count": np.zeros(())}, identity, {"examples": 0})
@@ -84,14 +84,13 @@ class Tokens:
 
 def token_by_token(workdir, T, chosen=None, step=None) -> Tokens:
     """The plain softmax in float64, a window at a time; documents counted along the stream of tokens."""
-    run = checkpoint.load_run(workdir, step)
+    run = open_run(workdir, step)
+    params = run.params()
     run.config.data.seq_len = T
     windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
     stream = windows.store.tokens("validation").read().result()
     opened = np.cumsum(stream == BOS)
-    predict = jax.jit(
-        lambda *given: model.logits(run.params, model.hidden_states(run.config.model, run.params, *given))
-    )
+    predict = jax.jit(lambda *given: model.logits(params, model.hidden_states(run.config.model, params, *given)))
     found = []
     for window in range(windows.count) if chosen is None else chosen:
         tokens = stream[window * T : window * T + T + 1].astype(np.int32)
@@ -160,7 +159,7 @@ def test_the_standard_error_is_that_over_documents(runs):
 
 def test_windows_apart_do_not_share_documents(runs):
     (record,) = ask(runs / "rope", max_windows=9)
-    count = Windows(checkpoint.read_config(runs / "rope").data, 300, "validation").count
+    count = Windows(read_config(runs / "rope").data, 300, "validation").count
     chosen = [place * count // 9 for place in range(9)]
     expected = token_by_token(runs / "rope", T, chosen)
     assert (record["windows"], record["tokens"]) == (9, len(expected.loss))
@@ -246,7 +245,7 @@ def test_long_windows_are_finite_and_their_scores_never_whole(runs, p, monkeypat
 
 
 def count_windows(workdir, T):
-    config = checkpoint.read_config(workdir)
+    config = read_config(workdir)
     config.data.seq_len = T
     return Windows(config.data, 300, "validation").count
 

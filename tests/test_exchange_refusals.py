@@ -3,16 +3,15 @@
 import json
 import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
 from exchange import edit, make_run, save, stored
 
 from prope.errors import UsageError
+from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
-from prope.hf import reader as import_hf
-from prope.hf import writer as export_hf
+from prope.hf import importer as import_hf
 
 
 def refused(tmp_path, says, source=None, workdir="back", **arguments):
@@ -63,7 +62,6 @@ def rope(**fields):
     ],
 )
 def test_a_config_that_would_be_loaded_wrongly(tmp_path, exported, fields, says):
-    pytest.importorskip("safetensors", reason="the hf extra is not installed")
     if "vocab_size" in fields:  # the tensors agree, the tokenizer does not
         save(exported, stored(exported) | {"model.embed_tokens.weight": np.zeros((200, 48), np.float32)})
     edit(exported, **fields)
@@ -83,14 +81,12 @@ def test_a_config_that_would_be_loaded_wrongly(tmp_path, exported, fields, says)
     ],
 )
 def test_tensors_that_would_be_loaded_wrongly(tmp_path, exported, change, says):
-    pytest.importorskip("safetensors", reason="the hf extra is not installed")
     tensors = stored(exported) | change
     save(exported, {name: value for name, value in tensors.items() if value is not None})
     refused(tmp_path, says)
 
 
 def test_files_that_are_not_whole(tmp_path, exported, monkeypatch):
-    pytest.importorskip("safetensors", reason="the hf extra is not installed")
     weights, index = exported / "model.safetensors", exported / "model.safetensors.index.json"
     whole = weights.read_bytes()
     for part in (whole[:-1], whole[:100], b""):
@@ -117,13 +113,7 @@ def test_files_that_are_not_whole(tmp_path, exported, monkeypatch):
     refused(tmp_path, "--input=google/gemma-2b: no such directory; .*hf download", source="google/gemma-2b")
 
 
-def test_without_the_extra(tmp_path, exported, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    refused(tmp_path, r"safetensors is not installed, .*: pip install 'prope\[hf\]'")
-
-
 def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model, caplog):
-    pytest.importorskip("safetensors", reason="the hf extra is not installed")
     (exported / "tokenizer.json").write_text("{}")
     refused(tmp_path, "has no tokenizer.model, and tokenizer.json is not read; give --tokenizer=PATH")
     refused(tmp_path, "none.model: cannot be read", tokenizer="none.model")
@@ -144,7 +134,6 @@ def test_layers_that_differ_in_p_are_not_exported(tmp_path):
 
 
 def test_what_is_there_is_left_alone(tmp_path, exported):
-    pytest.importorskip("safetensors", reason="the hf extra is not installed")
     before = {path: path.read_bytes() for path in exported.iterdir()}
     with pytest.raises(UsageError, match="--output=.*hf: is there already, and is not overwritten"):
         export_hf.export(tmp_path / "run", exported)
@@ -162,19 +151,17 @@ def test_what_is_there_is_left_alone(tmp_path, exported):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_a_half_written_output_goes_away(tmp_path, exported, monkeypatch, error):
-    pytest.importorskip("safetensors", reason="the hf extra is not installed")
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr(gemma_hf.Tensor, "read", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):
         export_hf.export(tmp_path / "run", tmp_path / "new")
-    monkeypatch.setattr(import_hf, "save_parameters", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(import_hf, "save_imported", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):
         import_hf.import_run(exported, tmp_path / "back")
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_full_disk_is_found_first(tmp_path, exported, monkeypatch):
-    pytest.importorskip("safetensors", reason="the hf extra is not installed")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UsageError, match="the disk is full: the tensors need .* choose another --output"):

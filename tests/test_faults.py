@@ -13,7 +13,9 @@ import jax
 import pytest
 from conftest import CONFIG, finish, flipped, logged, losses
 
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.reader import find_damage
+from prope.workdir.run import open_run
 
 EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=2", "--config.eval_every=20", "--config.num_steps=60")
 
@@ -53,7 +55,7 @@ def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train,
     assert {k: end.result[k] for k in ("eval_loss", "init_hash")} == {
         k: straight.result[k] for k in ("eval_loss", "init_hash")
     }
-    ours, theirs = (checkpoint.load_run(tmp_path / name).params for name in ("run", "straight"))
+    ours, theirs = (open_run(tmp_path / name).params() for name in ("run", "straight"))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
     left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert sorted(left) == ["58", "60"], "what a killed process had begun to write is gone"
@@ -70,7 +72,7 @@ def test_asked_to_stop_while_training(start, train, tmp_path, number, code):
     stopped = finish(command)
     assert stopped.code == code
     step = int(re.search(r"step (\d+) of 100000 is saved; the same command goes on", stopped.error)[1])
-    assert step >= 3 and checkpoint.Checkpoints(tmp_path).steps() == [step]
+    assert step >= 3 and Checkpoints(tmp_path).steps() == [step]
     resumed = train(tmp_path, *arguments, f"--stop_at_step={step + 2}")
     assert f"resumed from step {step}" in resumed.stderr and resumed.result["step"] == step + 2
 
@@ -138,7 +140,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, da
         (folder / "files.json").unlink()
     largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     DAMAGES[damage](largest)
-    assert bool(checkpoint.Checkpoints(copy).damage(20)) == (listed and damage != "one byte changed")
+    assert bool(find_damage(copy / "checkpoints" / "20")) == (listed and damage != "one byte changed")
     if listed:
         evaluated = run_command("prope.evaluate", f"--workdir={copy}", "--max_windows=2")
         assert evaluated.result["step"] == 10 and "checkpoint 20 is damaged" in evaluated.stderr
@@ -149,7 +151,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, da
     assert re.search(r"checkpoint 20 is damaged \(.+\): passed over", resumed.stderr)
     assert "resumed from step 10" in resumed.stderr
     assert losses(copy) == losses(whole[0]) and resumed.result["eval_loss"] == whole[1]["eval_loss"]
-    assert checkpoint.Checkpoints(copy).steps() == [10, 20] and checkpoint.load_run(copy).step == 20
+    assert Checkpoints(copy).steps() == [10, 20] and open_run(copy).step == 20
     assert (copy / "checkpoints" / "20.damaged").is_dir(), "what is damaged is renamed, not deleted"
 
 
@@ -187,7 +189,7 @@ def test_what_a_killed_process_left_half_written_is_not_a_checkpoint(copy, train
     shutil.copytree(copy / "checkpoints" / "20", half)
     (copy / "checkpoints" / "notes.txt").write_text("not ours to delete")
     resumed = train(copy)
-    assert resumed.result["step"] == 20 and checkpoint.Checkpoints(copy).steps() == [10, 20]
+    assert resumed.result["step"] == 20 and Checkpoints(copy).steps() == [10, 20]
     assert (copy / "checkpoints" / "notes.txt").exists() and not half.exists()
 
 
@@ -197,17 +199,17 @@ def test_retention(train, tmp_path):
         tmp_path, "--config.checkpoint_every=2", "--config.checkpoint.keep_every=6", "--config.checkpoint.max_to_keep=2"
     )
     assert outcome.code == 0, outcome.stderr
-    assert checkpoint.Checkpoints(tmp_path).steps() == [6, 12, 18, 20]
+    assert Checkpoints(tmp_path).steps() == [6, 12, 18, 20]
 
 
 @pytest.mark.slow
 def test_saving_by_the_clock(train, tmp_path):
     quick = ("--config.checkpoint_every=1000", "--config.checkpoint.every_minutes=1e-6")
     assert train(tmp_path / "run", *quick, "--config.checkpoint.max_to_keep=100").code == 0
-    assert len(checkpoint.Checkpoints(tmp_path / "run").steps()) > 5
+    assert len(Checkpoints(tmp_path / "run").steps()) > 5
     never = ("--config.checkpoint_every=1000", "--config.checkpoint.every_minutes=0")
     assert train(tmp_path / "other", *never).code == 0
-    assert checkpoint.Checkpoints(tmp_path / "other").steps() == [20]
+    assert Checkpoints(tmp_path / "other").steps() == [20]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
@@ -230,7 +232,7 @@ def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
         assert max(losses(tmp_path / "run")) < 600, "it stops at the next step, not where it would save again"
         (tmp_path / "filler").unlink()
         resumed = train(tmp_path / "run", *arguments)
-        assert resumed.result["step"] == 600 and checkpoint.Checkpoints(tmp_path / "run").steps() == [300, 600]
+        assert resumed.result["step"] == 600 and Checkpoints(tmp_path / "run").steps() == [300, 600]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, finish, flipped, logged, losses
 
 from prope.errors import UsageError
 from prope.runtime import processes
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import open_run
 
 LOGGED = ("--config.log_every=1", "--config.eval.max_windows=7")  # windows that no number of devices divides
 WIDE = (*LOGGED, "--config.model.embed_dim=256")  # wide enough that parameters are split over devices
@@ -101,15 +103,19 @@ def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, t
     assert saved.code == 0, saved.stderr
     assert saved.result["init_hash"] == straight[1]["init_hash"]
     read = (
-        "import sys, jax, numpy as np; from prope import checkpoint\n"
-        "run = checkpoint.load_run(sys.argv[1]); assert jax.device_count() == int(sys.argv[2])\n"
-        "leaves = jax.tree_util.tree_leaves_with_path(run.params)\n"
+        "import sys, jax, numpy as np; from prope.workdir.run import open_run\n"
+        "run = open_run(sys.argv[1]); assert jax.device_count() == int(sys.argv[2])\n"
+        "leaves = jax.tree_util.tree_leaves_with_path(run.params())\n"
         "assert jax.device_count() == 1 or any(not leaf.is_fully_replicated for _, leaf in leaves)\n"
         "np.savez(sys.argv[3], **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})\n"
     )
     (tmp_path / "read.py").write_text(read)
-    whole = checkpoint.read_numpy(tmp_path / "run", 2)
-    assert len(whole) > 5
+    run = open_run(tmp_path / "run", 2)
+    layers = [run.layer(number) for number in range(run.config.model.num_layers)]
+    params = {"embedder": {"input_embedding": run.embedding()}, "final_norm": run.final_norm()}
+    params["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+    whole = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    assert len(whole) > 5 and all(type(leaf) is np.ndarray for leaf in whole.values())
     for fewer in (1, 2, 4):
         output = tmp_path / f"{fewer}.npz"
         env = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": f"--xla_force_host_platform_device_count={fewer}"}
@@ -127,10 +133,10 @@ def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
     pod[1].signal(signal.SIGTERM)
     first, second = map(finish, pod)
     assert (first.code, second.code) == (75, 75), first.stderr + second.stderr
-    (step,) = checkpoint.Checkpoints(tmp_path).steps()
+    (step,) = Checkpoints(tmp_path).steps()
     for outcome in (first, second):
         assert f"SIGTERM: step {step} of 100000 is saved" in line_of(outcome)
-    assert checkpoint.load_run(tmp_path).step == step
+    assert open_run(tmp_path).step == step
 
 
 @pytest.mark.slow
@@ -143,7 +149,7 @@ def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
     )
     outcomes = [finish(command) for command in start_pod(tmp_path, *arguments)]
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert checkpoint.Checkpoints(tmp_path).steps() == [3, 4], "what one asks for, all know one step later"
+    assert Checkpoints(tmp_path).steps() == [3, 4], "what one asks for, all know one step later"
 
 
 @pytest.mark.slow
@@ -157,7 +163,7 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
     assert time.monotonic() - start < 60
     assert other.code == 76 and "another process of this run is gone" in line_of(other)
     assert "start the same command again" in line_of(other)
-    step = max(checkpoint.Checkpoints(tmp_path).steps())
+    step = max(Checkpoints(tmp_path).steps())
     resumed = train(tmp_path, "--config.num_steps=100000", f"--stop_at_step={step + 2}")
     assert resumed.code == 0 and resumed.result["step"] == step + 2
 

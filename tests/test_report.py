@@ -18,7 +18,8 @@ from prope.html import drawing
 from prope.inference import paired
 from prope.sweep import page as sweep_page
 from prope.sweep import pictures, report, runs
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import write_config
 
 PERCENTAGES, SEEDS, STEPS = (0.0, 0.25, 1.0), (0, 1), (1, 5, 10)
 PAPER = {0.0: "4.8594", 0.25: "4.5302", 1.0: "4.4627"}  # Barbero et al., Table 2, Wiki
@@ -46,8 +47,8 @@ def template(tmp_path_factory):
             config = default_config()
             config.update_from_flattened_dict({"model.rope_percentage": p, "seed": seed, "num_steps": 10})
             config.data.tokenizer = "<b>.model"
-            checkpoint.write_config(workdir, config)
-            with contextlib.closing(checkpoint.Checkpoints(workdir)) as checkpoints:
+            write_config(workdir, config)
+            with contextlib.closing(Checkpoints(workdir)) as checkpoints:
                 identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
                 checkpoints.save(10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0})
             speed = {"tokens_per_second": 4096.0}  # a step of 16 x 256 tokens a second

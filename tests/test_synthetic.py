@@ -24,7 +24,7 @@ from prope.data.windows import train_batch
 from prope.errors import UsageError
 from prope.inference import evaluation as evaluate
 from prope.runtime.validate import validate
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.run import read_config
 
 pytestmark = pytest.mark.slow
 
@@ -234,7 +234,7 @@ def test_trained_evaluated_and_looked_at_as_any_other(train, run_command, tmp_pa
     assert prepared.result["store"] is None and prepared.result["tokens"] == 0
     command = [sys.executable, "-m", "prope.data.inspect", *config, "--step=3", "--rows=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    shown = open_windows(checkpoint.read_config(workdir).data, 260, "train").window(24)
+    shown = open_windows(read_config(workdir).data, 260, "train").window(24)
     answers = solve(words(shown.stream[:-1]))
     assert done.returncode == 0 and " ".join(words(shown.stream)[:10]) in done.stdout, done.stderr
     for place, (_, answer, distance) in answers.items():

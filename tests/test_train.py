@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -17,7 +18,8 @@ from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference.evaluation import make_evaluation
 from prope.sharding import hash_arrays
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import check_disk, open_run
 
 EVERY_STEP = "--config.log_every=1"
 
@@ -40,10 +42,10 @@ def test_a_run_leaves_what_it_should(trained):
     evaluations = [json.loads(line) for line in (workdir / "eval.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evaluations][:2] == [10, 20]
     assert len(list(workdir.glob("events.out.tfevents.*"))) == 1
-    assert checkpoint.Checkpoints(workdir).steps() == [10, 20]
-    run = checkpoint.load_run(workdir, 10)
+    assert Checkpoints(workdir).steps() == [10, 20]
+    run = open_run(workdir, 10)
     assert (run.step, run.init_hash) == (10, result["init_hash"])
-    assert checkpoint.load_run(workdir).step == 20
+    assert open_run(workdir).step == 20
 
 
 def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, run_command, tmp_path):
@@ -55,7 +57,7 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, run_comm
     assert losses(tmp_path / "run") == losses(workdir)
     for key in ("loss", "eval_loss", "init_hash"):
         assert resumed.result[key] == result[key]
-    ours, theirs = checkpoint.load_run(tmp_path / "run").params, checkpoint.load_run(workdir).params
+    ours, theirs = open_run(tmp_path / "run").params(), open_run(workdir).params()
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
     part = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=1")
     assert part.result["loss"] != result["eval_loss"]
@@ -70,7 +72,7 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, run_comm
 def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
     """The next step takes over the memory of the state that is being saved; what is saved must not notice."""
     assert train(tmp_path / "run", EVERY_STEP, "--stop_at_step=10").result["step"] == 10
-    ours, theirs = (checkpoint.load_run(workdir, 10).params for workdir in (tmp_path / "run", whole[0]))
+    ours, theirs = (open_run(workdir, 10).params() for workdir in (tmp_path / "run", whole[0]))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
 
 
@@ -83,7 +85,7 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
     ours, theirs = losses(tmp_path / "run"), losses(workdir)
     assert all(ours[step] != theirs[step] for step in theirs)
     assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
-    data = [checkpoint.Checkpoints(w).restore(20, data=None)["data"] for w in (tmp_path / "run", workdir)]
+    data = [Checkpoints(w).reader(20).read_json("data") for w in (tmp_path / "run", workdir)]
     assert data[0] == data[1]
 
 
@@ -96,12 +98,12 @@ def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_
         "bits_per_byte",
     }  # fmt: skip
     assert (outcome.result["step"], outcome.result["rotated_pairs"]) == (20, 12)
-    run = checkpoint.load_run(workdir)
+    run = open_run(workdir)
     windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
-    found = []
+    params, found = run.params(), []
     for size in (1, 3, 8):
         run.config.eval.update({"batch_size": size, "max_windows": 10})
-        found.append(make_evaluation(run.config, windows, sharding.make_mesh())(run.params))
+        found.append(make_evaluation(run.config, windows, sharding.make_mesh())(params))
     assert {record["tokens"] for record in found} == {outcome.result["tokens"]}
     np.testing.assert_allclose([record["loss"] for record in found], outcome.result["loss"], rtol=1e-6)
 
@@ -109,11 +111,12 @@ def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_
 def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache_dir, monkeypatch):
     """With a zero embedding every token has the same chance: the sums must come out as log V, whatever is padded."""
     monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
-    run = checkpoint.load_run(whole[0])
-    run.params["embedder"]["input_embedding"] *= 0
+    run = open_run(whole[0])
+    params = run.params()
+    params["embedder"]["input_embedding"] *= 0
     windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
     run.config.eval.update({"batch_size": 512, "max_windows": None})
-    found = make_evaluation(run.config, windows, sharding.make_mesh())(run.params)
+    found = make_evaluation(run.config, windows, sharding.make_mesh())(params)
     assert found["tokens"] == windows.store.targets("validation")
     np.testing.assert_allclose(found["loss"], np.log(260), rtol=1e-6)
     size = windows.store.index["validation"]["bytes"]
@@ -175,7 +178,7 @@ def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path
 def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     workdir, result = whole
     started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
-    assert started.result["init_hash"] == hash_arrays(checkpoint.load_run(workdir).params) != result["init_hash"]
+    assert started.result["init_hash"] == hash_arrays(open_run(workdir).params()) != result["init_hash"]
     refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.rope_percentage=0.5")
     assert "is another model (model.rope_percentage: 0.75, not 0.5)" in refused.error
 
@@ -187,9 +190,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train,
     )  # fmt: skip
     assert outcome.code == 1
     assert re.search(r"stopped: step \d+ has loss .* (nan|inf).*learning_rate \(now 1e\+30\)", outcome.error)
-    kept = checkpoint.Checkpoints(tmp_path / "run").steps()
+    kept = Checkpoints(tmp_path / "run").steps()
     assert kept and all(
-        np.isfinite(leaf).all() for leaf in jax.tree.leaves(checkpoint.load_run(tmp_path / "run", kept[-1]).params)
+        np.isfinite(leaf).all() for leaf in jax.tree.leaves(open_run(tmp_path / "run", kept[-1]).params())
     )
 
 
@@ -309,9 +312,9 @@ def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
     usage = type("Usage", (), {"free": 5_000_000})
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UsageError, match="the disk is full: a checkpoint needs 9 MB and 5 MB are free"):
-        checkpoint.check_disk(tmp_path, 9_000_000)
+        check_disk(tmp_path, 9_000_000)
 
     def main():
         try:

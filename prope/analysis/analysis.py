@@ -27,8 +27,8 @@ from prope.analysis.walk import Walk
 from prope.errors import UsageError
 from prope.rope import frequencies
 from prope.runtime.files import read_json, write_atomic
-from prope.workdir import checkpoints as checkpoint
-from prope.workdir.parameters import LayerByLayer
+from prope.workdir.checkpoints import list_steps
+from prope.workdir.run import Run, find_runs, open_run
 
 log = logging.getLogger("prope")
 
@@ -45,7 +45,8 @@ def analyse(workdir: pathlib.Path, given) -> dict:
       UsageError: there is no such run, checkpoint, layer, head or text, or no document of three tokens.
     """
     asked = {name: getattr(given, name) for name in _ASKED} | {"text_hash": _hash(given.text)}
-    config, step, _ = checkpoint.find_run(workdir, given.step)
+    run = open_run(workdir, given.step)
+    config, step = run.config, run.step
     layers = parse_layers(given.layers, config.model)
     chosen = parse_heads(given.heads, layers, config.model)
     output = workdir / "analysis" / "analysis.json"
@@ -54,15 +55,19 @@ def analyse(workdir: pathlib.Path, given) -> dict:
         return found
     began = time.monotonic()
     tokens, names, source = read_sequences(config, given)
-    walk = Walk(config.model, LayerByLayer(workdir, step), tokens)
     B, T = tokens.shape
-    log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, step, B, T, source)
-    found = measure_layers(walk, layers, given.channels)
+
+    def measure(run: Run) -> tuple[Walk, dict]:
+        walk = Walk(config.model, run, tokens)
+        log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, source)
+        return walk, measure_layers(walk, layers, given.channels)
+
+    run, (walk, found) = run.first_undamaged(measure)
     heads, openings = found.pop("heads"), found.pop("openings")
     chosen = [(*place, "asked for") for place in chosen] or census.strongest(heads)
     p = config.model.rope_percentage
     result = {
-        "workdir": str(workdir), "step": step, "asked": asked, "rope_percentage": p,
+        "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": p,
         "rotated_pairs": walk.pairs if len(set(walk.pairs)) > 1 else walk.pairs[0],
         "head_dim": config.model.head_dim, "max_wavelength": config.model.max_wavelength, "seed": config.seed,
         "source": source, "sequences": B, "seq_len": T, "trained_on": config.data.seq_len,
@@ -88,9 +93,9 @@ def analyse_all(workdir: pathlib.Path, given) -> dict:
     Raises:
       UsageError: there is no run with a finished checkpoint; or as `analyse`.
     """
-    runs = checkpoint.find_runs(workdir)
+    runs = find_runs(workdir)
     if runs != [workdir]:
-        runs = [run for run in runs if checkpoint.steps_of(run)]
+        runs = [run for run in runs if list_steps(run)]
     if not runs:
         raise UsageError(f"--workdir={workdir}: no run there has a finished checkpoint; train one first")
     analyses = []

@@ -15,7 +15,7 @@ from prope import model
 from prope.config import layer_percentages
 from prope.loss import token_losses
 from prope.rope import num_rotated_pairs
-from prope.workdir.parameters import LayerByLayer
+from prope.workdir.run import Run
 
 _TOKENS = 8192  # that are run at once
 
@@ -29,21 +29,21 @@ class Walk:
       pairs: how many pairs every layer turns, [L].
     """
 
-    def __init__(self, config: ConfigDict, weights: LayerByLayer, tokens: np.ndarray):
+    def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
         changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
         self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
         self.pairs = [num_rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
-        self._weights = weights
+        self._parameters = run
         self._positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         self._at_once = max(_TOKENS // tokens.shape[1], 1)
         self._run = jax.jit(self._layer, static_argnames="kind")
-        self._layers = functools.lru_cache(self._held())(weights.layer)
+        self._layers = functools.lru_cache(self._held())(lambda number: jax.device_put(run.layer(number)))
 
     def enter(self) -> np.ndarray:
         """What enters the first layer: [B, T, D]."""
         rows, places = np.unique(self.tokens, return_inverse=True)
-        table = self._weights.embedding(rows)
+        table = jnp.asarray(self._parameters.embedding(rows))
         return np.asarray(model.embed(self.config, table, jnp.asarray(places.reshape(self.tokens.shape))))
 
     def layer(
@@ -69,7 +69,7 @@ class Walk:
 
     def losses(self, x: np.ndarray) -> np.ndarray:
         """Mean loss of every sequence, nats per token: [B], of the residual stream after the last layer."""
-        embedding, norm = self._weights.embedding(), self._weights.final_norm()
+        embedding, norm = jax.device_put((self._parameters.embedding(), self._parameters.final_norm()))
         targets = np.roll(self.tokens, -1, axis=1)  # the last token predicts nothing
         found = [
             _losses(norm, embedding, part, jnp.asarray(target))
@@ -87,7 +87,7 @@ class Walk:
 
     def _held(self) -> int:
         """How many layers are kept once read: all, where they are small; otherwise one."""
-        size = sum(leaf.size * 4 for leaf in jax.tree.leaves(self._weights.shapes["layers"]))
+        size = sum(leaf.size * 4 for leaf in jax.tree.leaves(self._parameters.shapes["layers"]))
         return self.config.num_layers if size < 2**30 else 1
 
 

@@ -1,6 +1,6 @@
-"""The form in which `transformers` keeps a Gemma 1: names and layouts of its tensors, fields of its config.json.
+"""The format in which `transformers` saves a Gemma 1: names and layouts of its tensors, fields of its config.json.
 
-`prope.export_hf` writes it and `prope.import_hf` reads it; neither needs torch or transformers.
+Neither torch nor transformers is needed to write or read it.
 
 Axes: D embed_dim, N query heads, K key/value heads, H head_dim, F hidden_dim, V vocab.
 """
@@ -62,22 +62,25 @@ class Tensor:
       name: in the file.
       shape: in the file.
       path: of the parameter in the nested dictionary.
-      index: of the matrix in the parameter: its layer, and which of two.
+      layer: of the parameter, if it is stacked.
+      index: of the matrix, if the parameter holds two.
       order: of the matrix's axes in the file, some of which are one axis there.
     """
 
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]
+    layer: int | None
     index: tuple[int, ...]
     order: tuple[int, ...]
 
     def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The tensor as it stands in the file, C-contiguous."""
+        """The tensor as it stands in the file, C-contiguous, from the parameter or its layer."""
         return np.ascontiguousarray(parameter[self.index].transpose(self.order), dtype).reshape(self.shape)
 
     def write(self, parameter: np.ndarray, values: np.ndarray) -> None:
         """Copies the tensor's values into the parameter."""
+        parameter = parameter if self.layer is None else parameter[self.layer]
         matrix = parameter[self.index].transpose(self.order)
         matrix[...] = values.reshape(matrix.shape)
 
@@ -89,18 +92,18 @@ def tensors(config: ConfigDict) -> list[Tensor]:
         "F": config.hidden_dim, "V": config.vocab_size,
     }  # fmt: skip
 
-    def tensor(name, parameter, index, here, there):
+    def tensor(name, parameter, layer, index, here, there):
         shape = tuple(math.prod(sizes[axis] for axis in axes) for axes in there.split())
         order = tuple(here.index(axis) for axis in there.replace(" ", ""))
-        return Tensor(f"model.{name}.weight", shape, tuple(parameter.split("/")), index, order)
+        return Tensor(f"model.{name}.weight", shape, tuple(parameter.split("/")), layer, index, order)
 
     found = [
-        tensor("embed_tokens", "embedder/input_embedding", (), "VD", "V D"),
-        tensor("norm", "final_norm/scale", (), "D", "D"),
+        tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D"),
+        tensor("norm", "final_norm/scale", None, (), "D", "D"),
     ]
     for layer in range(config.num_layers):
         for name, parameter, which, here, there in _LAYER:
-            found.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", (layer, *which), here, there))
+            found.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, which, here, there))
     return sorted(found, key=lambda tensor: tensor.name)
 
 

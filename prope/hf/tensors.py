@@ -1,132 +1,120 @@
-"""safetensors files: what is in a checkpoint's, and how one is written, a tensor at a time.
-
-The library reads them; it is not needed to write. A file is the length of a JSON header in 8 bytes, the header, and
-the bytes of the tensors.
-"""
+"""safetensors files of a checkpoint, one or several shards with an index: their headers read, and written."""
 
 import dataclasses
 import json
 import math
 import pathlib
 import shutil
-import struct
 from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from prope.errors import UsageError
-from prope.hf import gemma as gemma_hf
+from prope.hf import gemma
 
-_NAMES = {"float32": "F32", "bfloat16": "BF16"}
+_MAX_SHARD = 2 * 10**9  # bytes; as much is in memory, since the library writes a file at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """Where a tensor is, and what its file's header says of it."""
+class Header:
+    """A tensor's entry in a file's header."""
 
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
 
 
-def find_tensors(source: pathlib.Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint, by name, from the files' headers.
+def read_headers(source: pathlib.Path) -> dict[str, Header]:
+    """Reads the headers of all tensors of the checkpoint in a directory, by name.
 
     Raises:
       UsageError: there is no safetensors file, a shard is missing, or a file is not whole.
     """
-    whole, index = source / gemma_hf.WEIGHTS, source / gemma_hf.INDEX
+    whole, index = source / gemma.WEIGHTS, source / gemma.INDEX
     if whole.is_file():
-        return _header(whole)
+        return _read_file_headers(whole)
     if not index.is_file():
         raise UsageError(
             f"--input={source}: has neither {whole.name} nor {index.name}; other formats are not read: load them with "
             "transformers and call save_pretrained"
         )
-    shards = gemma_hf.read_json(index).get("weight_map")
+    shards = gemma.read_json(index).get("weight_map")
     if not isinstance(shards, dict):
         raise UsageError(f"{index}: has no weight_map, which names every tensor's shard; download it again")
-    found: dict[str, Stored] = {}
+    headers: dict[str, Header] = {}
     for shard in sorted(set(map(str, shards.values()))):
         if not (source / shard).is_file():
             raise UsageError(f"{index}: names the shard {shard}, which is not there; download it too")
-        header = _header(source / shard)
+        found = _read_file_headers(source / shard)
         named = {name for name, file in shards.items() if file == shard}
-        if header.keys() != named:
+        if found.keys() != named:
             raise UsageError(
-                f"{source / shard}: {index.name} says that its tensors are others: {some(header.keys() ^ named)}; "
+                f"{source / shard}: {index.name} says that its tensors are others: {some(found.keys() ^ named)}; "
                 "download both again"
             )
-        found |= header
-    return found
+        headers |= found
+    return headers
 
 
 def write_tensors(
-    path: pathlib.Path,
-    tensors: list[gemma_hf.Tensor],
-    read_parameter: Callable[[tuple[str, ...]], np.ndarray],
+    directory: pathlib.Path,
+    tensors: list[gemma.Tensor],
+    read: Callable[[tuple[str, ...], int | None], np.ndarray],
     dtype: str,
 ) -> None:
-    """Writes the tensors in `dtype`, with the bytes of the library's own writer, which needs all of them at once.
+    """Writes model.safetensors, or, if it would be larger than 2 GB, shards and their index.
 
     Args:
-      path: of the file.
-      tensors: in the file's order.
-      read_parameter: gives the parameter with a path; it is called once for each, and let go before the next.
+      directory: to write into.
+      tensors: sorted by name.
+      read: returns the parameter with a path, or one layer of it; called in the order of `tensors`.
       dtype: float32 or bfloat16.
 
     Raises:
       UsageError: the disk has no room for them.
     """
-    kind = jnp.dtype(dtype)
-    header: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    end = 0
+    shards: list[list[gemma.Tensor]] = [[]]
+    sizes = {tensor.name: math.prod(tensor.shape) * jnp.dtype(dtype).itemsize for tensor in tensors}
     for tensor in tensors:
-        start, end = end, end + math.prod(tensor.shape) * kind.itemsize
-        header[tensor.name] = {"dtype": _NAMES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if (free := shutil.disk_usage(path.parent).free) < end:
+        if shards[-1] and sum(sizes[other.name] for other in shards[-1]) + sizes[tensor.name] > _MAX_SHARD:
+            shards.append([])
+        shards[-1].append(tensor)
+    total = sum(sizes.values())
+    if (free := shutil.disk_usage(directory).free) < total:
         raise UsageError(
-            f"{path.parent}: the disk is full: the tensors need {end / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free; "
+            f"{directory}: the disk is full: the tensors need {total / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free; "
             "free some space and run the same command again, or choose another --output"
         )
-
-    def write_from(parameter: np.ndarray, parts: list[gemma_hf.Tensor]) -> None:
-        for tensor in parts:
-            file.seek(8 + len(text) + header[tensor.name]["data_offsets"][0])
-            file.write(tensor.read(parameter, kind).view(np.uint8))
-
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for source in dict.fromkeys(tensor.path for tensor in tensors):
-            write_from(read_parameter(source), [tensor for tensor in tensors if tensor.path == source])
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = gemma.WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        values = {tensor.name: tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype)) for tensor in shard}
+        save_file(values, directory / file, {"format": "pt"})  # transformers requires this entry
+        del values  # before the next shard is read
+        weight_map |= {tensor.name: file for tensor in shard}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / gemma.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def open_tensors(path: pathlib.Path):
-    """The safetensors file, as its library opens it.
-
-    Raises:
-      UsageError: the library is not there, or the file is not whole.
-    """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise UsageError("safetensors is not installed, and is needed to import: pip install 'prope[hf]'") from None
+    """Opens a safetensors file; raises UsageError where it is not whole."""
     try:
         return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path}: not a whole safetensors file ({error}); download it again") from None
 
 
-def _header(path: pathlib.Path) -> dict[str, Stored]:
+def _read_file_headers(path: pathlib.Path) -> dict[str, Header]:
     with open_tensors(path) as tensors:
-        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        return {name: Stored(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return {name: Header(path, tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices.items()}
 
 
 def some(names: Iterable[str]) -> str:
-    """The first of many names, and how many more there are."""
+    """The first three names, and how many more there are."""
     first = sorted(names)
     return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")

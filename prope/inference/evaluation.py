@@ -33,8 +33,9 @@ from prope.runtime import processes
 from prope.runtime.files import append_jsonl
 from prope.runtime.validate import validate
 from prope.step import batch_hidden
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
+from prope.workdir.run import Run, find_runs, open_run
 
 log = logging.getLogger("prope")
 
@@ -193,7 +194,7 @@ def find_steps(run: pathlib.Path, step: str | None) -> list[int | None]:
       UsageError: it is neither.
     """
     if step == "all":
-        return checkpoint.steps_of(run)
+        return list_steps(run)
     if step is not None and not step.isdecimal():
         raise UsageError(f"--step={step}: must be the number of a checkpoint, or all")
     return [None if step is None else int(step)]
@@ -256,40 +257,39 @@ def evaluations(options: Options) -> Iterator[dict]:
     Raises:
       UsageError: a run, a checkpoint or data is missing, or does not fit; before the first evaluation.
     """
-    plan, cache, runs = [], {}, checkpoint.find_runs(options.workdir)
+    plan, cache, runs = [], {}, find_runs(options.workdir)
     for workdir in runs:
-        if len(runs) > 1 and not checkpoint.steps_of(workdir):
+        if len(runs) > 1 and not list_steps(workdir):
             log.info("%s: left out, for it has no finished checkpoint yet", workdir)
             continue
         for step in find_steps(workdir, options.step):
-            config, step, init_hash = checkpoint.find_run(workdir, step)
-            plan.append((workdir, step, init_hash, _evaluators(config, options, cache)))
+            run = open_run(workdir, step)
+            plan.append((run, _evaluators(run.config, options, cache)))
     if not plan:
         raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
-    for workdir, step, init_hash, evaluators in plan:
-        params = None
+    for run, evaluators in plan:
+        workdir, step, params = run.workdir, run.step, None
         for evaluator in evaluators:
             config, windows = evaluator.config, evaluator.windows
             count, pairs = _count(config, windows), model.rotated_pairs(config.model)
             record = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
             same = record | {"fingerprint": windows.store.fingerprint, "windows": count}
             record |= {"rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
-            run = {"init_hash": init_hash, "workdir": str(workdir)}
+            identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
             reusable = [r for r in read_jsonl(workdir / "eval.jsonl") if r.keys() >= _FIELDS and not options.again]
             if cached := find_evaluation(reusable, **same):
                 log.info("step %d of %s on %d tokens a window: is in eval.jsonl", step, workdir, windows.seq_len)
-                yield record | cached | run
+                yield record | cached | identity
                 continue
             log.info(
                 "evaluating step %d of %s on %d of %d windows of %d tokens of %s; p-RoPE rotates %s of %d pairs", step,
                 workdir, count, windows.count, windows.seq_len, config.data.dataset, pairs, config.model.head_dim // 2,
             )  # fmt: skip
             if params is None:  # without --step, of the newest checkpoint that is whole
-                loaded = checkpoint.load_run(workdir, None if options.step is None else step)
-                params, step = loaded.params, loaded.step
-                record["step"] = step
+                run, params = run.first_undamaged(Run.params)
+                record["step"] = step = run.step
             result = evaluator.evaluate(params, workdir / "eval" / str(step))
-            record |= {"max_windows": config.eval.max_windows, **result, **run}
+            record |= {"max_windows": config.eval.max_windows, **result, **identity}
             if processes.is_first():
                 append_jsonl(workdir / "eval.jsonl", record)
             yield record

@@ -24,7 +24,7 @@ from ml_collections import FrozenConfigDict
 from prope import model, sharding
 from prope.data.tokenizer import EOS, PAD, load_tokenizer
 from prope.errors import UsageError
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.run import Run, open_run
 
 log = logging.getLogger("prope")
 
@@ -201,7 +201,8 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     Raises:
       UsageError: there is no such checkpoint, or its tokenizer does not fit the model.
     """
-    config, step, _ = checkpoint.find_run(workdir, step)
+    run = open_run(workdir, step)
+    config = run.config
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UsageError(
@@ -212,7 +213,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     longest, trained = int(lengths.max()) + sampling.length, config.data.seq_len
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
-    params = checkpoint.load_run(workdir, step).params
+    run, params = run.first_undamaged(Run.params)
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     keys = row_keys(seed, len(texts))
     static = FrozenConfigDict(config.model), sampling
@@ -241,7 +242,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
         "prefill_tokens_per_second": int(lengths.sum()) / prefill_seconds,
         "decode_tokens_per_second": (count - len(rows)) / decode_seconds,
         "compile_seconds": compile_seconds,
-        "step": step,
+        "step": run.step,
         "rope_percentage": config.model.rope_percentage,
         "workdir": workdir,
     }

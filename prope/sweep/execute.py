@@ -22,7 +22,7 @@ from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
 from prope.runtime.files import read_json, write_atomic
 from prope.sweep.grid import Planned, text_of
 from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, read_run, table, table_text
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir.run import check_local
 
 log = logging.getLogger("prope")
 
@@ -237,7 +237,7 @@ def run_sweep(
       UsageError: the directory holds a run, or another sweep.
       RunFailed: a run failed; the others are done.
     """
-    directory = checkpoint.folder(workdir)
+    directory = check_local(workdir)
     record = record_sweep(directory, runs, grid, base, about)
     submits = backend in ("gke", "slurm") and "--wait" not in launcher_flags
     sweep = Sweep(directory, runs, launcher(backend, launcher_flags), submits)

@@ -5,8 +5,8 @@ import pathlib
 
 from prope.errors import UsageError
 from prope.sweep.runs import read_sweep, table
-from prope.workdir import checkpoints as checkpoint
 from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
+from prope.workdir.run import read_config
 
 
 def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
@@ -17,7 +17,7 @@ def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
     """
     import matplotlib.figure
 
-    config = checkpoint.read_config(workdir)
+    config = read_config(workdir)
     steps = read_jsonl(workdir / "metrics.jsonl")
     if config is None or not steps:
         raise UsageError(f"--workdir={workdir}: no metrics of a run there; give the --workdir that prope.train had")

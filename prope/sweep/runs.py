@@ -17,7 +17,8 @@ from prope.inference.paired import Difference, paired_difference
 from prope.model import rotated_pairs
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
-from prope.workdir import checkpoints as checkpoint
+from prope.workdir import run as run_dir
+from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import SAME_WINDOWS, evaluations_of_training, find_evaluation, find_pair, read_jsonl
 
 SEED, P = "seed", "rope_percentage"  # names of swept fields
@@ -84,13 +85,14 @@ def read_run(workdir: pathlib.Path, values: dict, config: ConfigDict) -> Run:
     Raises:
       UsageError: the directory holds another run, or its config.json and a checkpoint disagree.
     """
-    saved = checkpoint.read_config(workdir)
+    saved = run_dir.read_config(workdir)
     step, init_hash = 0, None
     if saved is not None:
         message = f"{workdir}: holds a run of another config"
-        checkpoint.check_same(config, saved, message, "; choose another --workdir, or the config it was started with")
-        if (workdir / "checkpoints").is_dir() and checkpoint.Checkpoints(workdir).steps():
-            _, step, init_hash = checkpoint.find_run(workdir)
+        run_dir.check_same(config, saved, message, "; choose another --workdir, or the config it was started with")
+        if list_steps(workdir):
+            opened = run_dir.open_run(workdir)
+            step, init_hash = opened.step, opened.init_hash
     metrics, evaluations = (read_jsonl(workdir / name) for name in ("metrics.jsonl", "eval.jsonl"))
     return Run(workdir.name, workdir, values, config, saved is not None, step, init_hash, metrics, evaluations)
 
@@ -106,7 +108,7 @@ def read_sweep(directory: pathlib.Path) -> list[Run]:
         raise UsageError(f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py")
     runs = []
     for entry in sweep["runs"]:
-        config = checkpoint.read_config(directory / entry["name"])
+        config = run_dir.read_config(directory / entry["name"])
         if config is not None:
             runs.append(read_run(directory / entry["name"], entry["values"], config))
     if not runs:

@@ -21,11 +21,11 @@ from ml_collections import ConfigDict
 from prope import model
 from prope.data.tokenizer import load_tokenizer
 from prope.errors import UsageError
-from prope.hf import gemma as gemma_hf
-from prope.hf.tensors import Stored, find_tensors, open_tensors, some
+from prope.hf import gemma
+from prope.hf.tensors import Header, open_tensors, read_headers, some
 from prope.runtime.files import check_new, new_directory
-from prope.workdir import checkpoints as checkpoint
-from prope.workdir.parameters import save_parameters
+from prope.workdir.checkpoints import save_imported
+from prope.workdir.run import check_disk, write_config
 
 log = logging.getLogger("prope")
 
@@ -48,19 +48,19 @@ def import_run(directory: str, workdir: str, tokenizer: str | None = None) -> di
         raise UsageError(
             f"--input={source}: no such directory; a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
         )
-    config, values = gemma_hf.from_hf(source / "config.json")
-    found = find_tensors(source)
-    expected = gemma_hf.tensors(config.model)
+    config, values = gemma.from_hf(source / "config.json")
+    found = read_headers(source)
+    expected = gemma.tensors(config.model)
     check_tensors(source, found, expected)
     tokenizer_file = find_tokenizer(source, tokenizer, config, values)
 
     with new_directory("workdir", path) as part:
-        checkpoint.check_disk(part, sum(4 * math.prod(tensor.shape) for tensor in expected))
+        check_disk(part, sum(4 * math.prod(tensor.shape) for tensor in expected))
         params = read_params(config, found, expected)
         check_tied(found, params)
         if tokenizer_file is not None:
-            shutil.copyfile(tokenizer_file, part / gemma_hf.TOKENIZER)
-            config.data.tokenizer = str(path.resolve() / gemma_hf.TOKENIZER)
+            shutil.copyfile(tokenizer_file, part / gemma.TOKENIZER)
+            config.data.tokenizer = str(path.resolve() / gemma.TOKENIZER)
         init_hash = save(part, config, params, source)
     pairs = model.rotated_pairs(config.model)
     log.info(
@@ -79,7 +79,7 @@ def import_run(directory: str, workdir: str, tokenizer: str | None = None) -> di
     }
 
 
-def check_tensors(source: pathlib.Path, found: dict[str, Stored], expected: list[gemma_hf.Tensor]) -> None:
+def check_tensors(source: pathlib.Path, found: dict[str, Header], expected: list[gemma.Tensor]) -> None:
     """Raises UsageError where the tensors are not the ones that config.json leads to."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
     missing, surplus = shapes.keys() - found.keys(), found.keys() - shapes.keys() - {_TIED}
@@ -102,7 +102,7 @@ def find_tokenizer(source: pathlib.Path, given: str | None, config: ConfigDict, 
     Raises:
       UsageError: there is none, there are two, or it is not the one that the model was trained with.
     """
-    own = source / gemma_hf.TOKENIZER
+    own = source / gemma.TOKENIZER
     name = str(own) if own.is_file() else given
     others = [name for name in _OTHER_TOKENIZERS if (source / name).is_file()]
     if name is None and others:
@@ -122,7 +122,7 @@ def find_tokenizer(source: pathlib.Path, given: str | None, config: ConfigDict, 
     return None if name in (None, "byte") else pathlib.Path(name)
 
 
-def read_params(config: ConfigDict, found: dict[str, Stored], expected: Iterable[gemma_hf.Tensor]) -> dict:
+def read_params(config: ConfigDict, found: dict[str, Header], expected: Iterable[gemma.Tensor]) -> dict:
     """The parameters, float32: arrays that are made once and filled one tensor after the other."""
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
@@ -134,7 +134,7 @@ def read_params(config: ConfigDict, found: dict[str, Stored], expected: Iterable
     return params
 
 
-def check_tied(found: dict[str, Stored], params: dict) -> None:
+def check_tied(found: dict[str, Header], params: dict) -> None:
     """Raises UsageError where the checkpoint has an output matrix that is not its embedding."""
     if _TIED not in found:
         return
@@ -155,9 +155,9 @@ def save(workdir: pathlib.Path, config: ConfigDict, params: dict, source: pathli
     for leaf in jax.tree.leaves(params):
         digest.update(leaf.reshape(-1).view(np.uint8))
     init_hash = digest.hexdigest()[:16]
-    checkpoint.write_config(workdir, config)
+    write_config(workdir, config)
     identity = {"config": config.to_dict(), "init_hash": init_hash}
-    save_parameters(workdir, params, identity, {"imported_from": str(source)})
+    save_imported(workdir, params, identity, {"imported_from": str(source)})
     return init_hash
 
 

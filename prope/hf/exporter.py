@@ -1,0 +1,78 @@
+"""Writes a checkpoint in the format of transformers' GemmaForCausalLM."""
+
+import functools
+import json
+import logging
+import math
+import pathlib
+import shutil
+
+from ml_collections import ConfigDict
+
+from prope import model
+from prope.data.tokenizer import load_tokenizer
+from prope.hf import gemma
+from prope.hf.tensors import write_tensors
+from prope.runtime.files import check_new, new_directory
+from prope.workdir.run import Run, open_run
+
+log = logging.getLogger("prope")
+
+
+def export(workdir: str, output: str, step: int | None = None, dtype: str = "float32") -> dict:
+    """Writes the checkpoint of a step, by default the newest, to a new directory; returns the command's result.
+
+    Raises:
+      UsageError: there is no such checkpoint, it is damaged, transformers' Gemma cannot express it, or `output` exists.
+    """
+    path, target = pathlib.Path(workdir), pathlib.Path(output)
+    check_new("output", target)
+    run = open_run(path, step)
+    config = run.config
+    texts = json_files(config, dtype)
+    tensors = gemma.tensors(config.model)
+    pairs = model.rotated_pairs(config.model)
+
+    def write(run: Run) -> None:
+        log.info(
+            "exporting step %d of %s in %s; p-RoPE rotates %s of %d pairs", run.step, path, dtype, pairs,
+            config.model.head_dim // 2,
+        )  # fmt: skip
+        with new_directory("output", target) as directory:
+            for name, values in texts.items():
+                (directory / name).write_text(json.dumps(values, indent=2) + "\n")
+            if config.data.tokenizer != "byte":
+                shutil.copyfile(config.data.tokenizer, directory / gemma.TOKENIZER)
+            # The last array is kept: neighbours such as gate_proj and up_proj are cut from the same one.
+            write_tensors(directory, tensors, functools.lru_cache(1)(run.array), dtype)
+
+    if config.data.tokenizer == "byte":
+        log.info("transformers has no byte tokenizer: the ids of a text are 2, then 4 more than each of its bytes")
+    run, _ = run.first_undamaged(write)
+    return {
+        "output": str(target),
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "dtype": dtype,
+        "step": run.step,
+        "rope_percentage": config.model.rope_percentage,
+        "rotated_pairs": pairs,
+        "workdir": str(path),
+    }
+
+
+def json_files(config: ConfigDict, dtype: str) -> dict[str, dict]:
+    """The contents of the JSON files beside the tensors, by name."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    ids = {name: getattr(tokenizer, name) for name in ("bos", "eos", "pad")}
+    special = {f"{name}_token_id": number for name, number in ids.items()}
+    files = {"config.json": gemma.to_hf(config, special, dtype), "generation_config.json": special}
+    if config.data.tokenizer != "byte":
+        import sentencepiece
+
+        processor = sentencepiece.SentencePieceProcessor(model_file=config.data.tokenizer)
+        pieces = {f"{name}_token": processor.id_to_piece(number) for name, number in ids.items()}
+        pieces["unk_token"] = processor.id_to_piece(processor.unk_id())
+        # Without these, transformers takes Gemma's names of the pieces and leaves <bos> out.
+        form = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
+        files["tokenizer_config.json"] = form | pieces | {"clean_up_tokenization_spaces": False}
+    return files

@@ -1,0 +1,169 @@
+"""A run's directory: config.json, and the checkpoints read from it, which are verified."""
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from prope import config as config_lib
+from prope import model, sharding
+from prope.errors import UsageError
+from prope.runtime.files import read_json, write_atomic
+from prope.workdir.checkpoints import list_steps, newest_undamaged
+from prope.workdir.reader import CheckpointReader
+
+T = TypeVar("T")
+
+
+class Run:
+    """A run opened at one of its checkpoints; parameters are read when asked for, and checked against saved hashes.
+
+    Reading raises Damaged, a UsageError, where they are not what was saved.
+
+    Attributes:
+      workdir, config, step, init_hash: of the run and the checkpoint.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: ConfigDict, steps: list[int], remedy: str | None = None):
+        """Opens the first of `steps`; the others are older ones that `first_undamaged` may try, as `remedy` says."""
+        self.workdir, self.config, self.step = workdir, config, steps[0]
+        self._steps, self._remedy = steps, remedy
+        self._reader = CheckpointReader(workdir / "checkpoints" / str(self.step))
+        check_same(config, self._reader.config, f"{workdir}: config.json and checkpoint {self.step} disagree")
+        self.init_hash: str = self._reader.init_hash
+
+    def first_undamaged(self, read: Callable[["Run"], T]) -> tuple["Run", T]:
+        """(run, read(run)) of this checkpoint, or of the newest older one for which `read` does not raise Damaged.
+
+        Where --step named this one, no other is tried.
+
+        Raises:
+          UsageError: all are damaged.
+        """
+
+        def read_one(step: int) -> tuple[Run, T]:
+            older = self._steps[self._steps.index(step) :]
+            run = self if step == self.step else Run(self.workdir, self.config, older)
+            return run, read(run)
+
+        return newest_undamaged(self.workdir / "checkpoints", self._steps, read_one, self._remedy)[1]
+
+    @property
+    def shapes(self) -> model.Params:
+        """Shapes and dtypes of the parameters."""
+        return self._reader.shapes
+
+    def params(self, abstract: model.Params | None = None) -> model.Params:
+        """Reads all parameters onto devices, sharded as `abstract` is; by default over all devices."""
+        if abstract is None:
+            abstract = sharding.with_shardings(self.shapes, sharding.make_mesh())
+        return self._reader.restore(params=abstract)["params"]
+
+    def array(self, path: tuple[str, ...], layer: int | None = None) -> np.ndarray:
+        """Reads one parameter, or one layer of a stacked one, by its path in the nested dictionary."""
+        return self._reader.read_rows(path) if layer is None else self._reader.read_layer(path, layer)
+
+    def layer(self, number: int) -> model.Params:
+        """Reads the parameters of one layer as NumPy arrays: those of "layers" without their leading axis."""
+        return self._read("layers", number)
+
+    def final_norm(self) -> model.Params:
+        """Reads the parameters of the final norm as NumPy arrays."""
+        return self._read("final_norm")
+
+    def embedding(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Reads the embedding [V, D], or some of its rows."""
+        return self._reader.read_rows(("embedder", "input_embedding"), rows)
+
+    def _read(self, name: str, layer: int | None = None) -> model.Params:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self.array((name, *(key.key for key in path)), layer), self.shapes[name]
+        )
+
+
+def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
+    """Opens the run in a directory at a checkpoint, by default the newest one whose files are whole.
+
+    Raises:
+      UsageError: there is no run, no checkpoint, or not that step; it is damaged; or config.json disagrees with it.
+    """
+    path = check_local(workdir)
+    config = read_config(path)
+    if config is None:
+        raise UsageError(f"--workdir={workdir}: no run there (no config.json); give the --workdir that prope.train had")
+    steps = list_steps(path)
+    if not steps:
+        raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")
+    if step is not None and step not in steps:
+        raise UsageError(f"--step={step}: {workdir} has no such checkpoint; it has {', '.join(map(str, steps))}")
+    others = [str(other) for other in steps if other != step]
+    remedy = f"the run also has --step={', '.join(others)}" if step is not None and others else None
+    steps = steps[::-1] if step is None else [step]
+
+    def open_at(step: int) -> Run:
+        return Run(path, config, steps[steps.index(step) :], remedy)
+
+    return newest_undamaged(path / "checkpoints", steps, open_at, remedy)[1]
+
+
+def find_runs(workdir: str | os.PathLike) -> list[pathlib.Path]:
+    """Finds the run in a directory, or all runs below it, sorted by path: folders with a config.json.
+
+    Raises:
+      UsageError: there is none.
+    """
+    runs = []
+    for folder, below, files in os.walk(workdir):
+        below.sort()
+        if "config.json" in files:
+            runs.append(pathlib.Path(folder))
+            below.clear()  # nothing within a run is another
+    if not runs:
+        raise UsageError(
+            f"--workdir={workdir}: no run there (no config.json), nor below it; give the --workdir that prope.train had"
+        )
+    return runs
+
+
+def check_local(workdir: str | os.PathLike) -> pathlib.Path:
+    """--workdir as a path; raises UsageError where it is a URL."""
+    if "://" in str(workdir):
+        raise UsageError(
+            f"--workdir={workdir}: must be a folder, not a URL; mount the bucket where every host sees it, such as by "
+            "Cloud Storage FUSE, and give its path"
+        )
+    return pathlib.Path(workdir)
+
+
+def read_config(workdir: pathlib.Path) -> ConfigDict | None:
+    """Reads W/config.json; None where there is none."""
+    values = read_json(workdir / "config.json", "restore it from a checkpoint's config item")
+    return None if values is None else config_lib.from_dict(values)
+
+
+def write_config(workdir: pathlib.Path, config: ConfigDict) -> None:
+    """Writes W/config.json, whole or not at all."""
+    write_atomic(workdir / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+
+
+def check_same(config: ConfigDict, other: ConfigDict, message: str, remedy: str = "") -> None:
+    """Raises UsageError with every field in which `other` is another run than `config`."""
+    differing = config_lib.differences(config, other)
+    if differing:
+        raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
+
+
+def check_disk(directory: pathlib.Path, num_bytes: int) -> None:
+    """Raises UsageError where the disk has no room for one checkpoint."""
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise UsageError(
+            f"{directory}: the disk is full: a checkpoint needs {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are "
+            "free; free some space and run the same command again, or choose another --workdir"
+        )
