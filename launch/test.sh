@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Runs the tests, a file of them per process and as many processes as there are cores, after installing what they need:
+# Installs what the tests need and runs them, on as many processes as there are cores, four at most:
 #   bash launch/test.sh [pytest arguments]
-# Those marked slow are left out, unless asked for: -m "" runs all, which takes twice as long.
+# Slow tests are left out; -m "" runs all. tests/README.md has the tiers and how long they take.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+case ${1:-} in -h | --help) usage && exit ;; esac
+cd "$ROOT"
 source launch/setup.sh test
 
-python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
