@@ -18,8 +18,6 @@ from prope.sweep import execute
 from prope.sweep.grid import plan
 from prope.sweep.runs import read_run
 
-pytestmark = pytest.mark.slow
-
 PERCENTAGES = ("0", "0.5", "1")
 THREE = (CONFIG, f"--rope_percentage={','.join(PERCENTAGES)}", "--config.log_every=1", "--config.checkpoint_every=5")
 
@@ -64,6 +62,7 @@ def error_of(err: str) -> str:
     return lines[-1]
 
 
+@pytest.mark.slow
 def test_a_sweep_differs_in_p_and_in_nothing_else(whole):
     directory, result = whole
     runs = [directory / f"rope_percentage={p}" for p in PERCENTAGES]
@@ -85,6 +84,7 @@ def test_a_sweep_differs_in_p_and_in_nothing_else(whole):
     assert [row["rotated_pairs"] for row in result["table"]] == [0, 8, 16]
 
 
+@pytest.mark.slow
 def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, tmp_path):
     directory, result = whole
     for p in ("0", "0.5"):
@@ -108,6 +108,7 @@ def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, t
         assert losses(tmp_path / f"rope_percentage={p}") == losses(directory / f"rope_percentage={p}")
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_is_not_made_again_and_may_grow(whole, finish):
     directory, result = whole
     code, again, err = finish(*THREE, f"--workdir={directory}")
@@ -118,6 +119,7 @@ def test_a_finished_sweep_is_not_made_again_and_may_grow(whole, finish):
     assert "rope_percentage=0.1: new" in err
 
 
+@pytest.mark.slow
 def test_a_directory_of_another_sweep_is_refused(whole):
     directory, _ = whole
     three = {"model.rope_percentage": [0.0, 0.5, 1.0]}
@@ -202,6 +204,7 @@ def test_a_failed_run_does_not_stop_the_others(fake, finish):
     assert {run["state"] for run in result["runs"]} == {"failed"}
 
 
+@pytest.mark.slow
 def test_a_lost_run_is_started_again_and_not_for_ever(fake, finish):
     folder = fake({0: [76, -9, 1], 1: [-15] * 9, 2: [1]})
     code, _, err = finish(*SEEDS, cwd=folder)
@@ -209,6 +212,7 @@ def test_a_lost_run_is_started_again_and_not_for_ever(fake, finish):
     assert "seed=1 (signal SIGTERM)" in error_of(err) and "seed=0 (exit code 1" in error_of(err)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_stop_ends_the_sweep(fake, finish):
     for code in (75, 130):
         folder = fake({0: [1], 1: [code]})
@@ -216,6 +220,7 @@ def test_a_run_that_was_asked_to_stop_ends_the_sweep(fake, finish):
         assert started(folder)[-2:] == ["seed=0", "seed=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code):
     folder = fake({0: ["wait"]})
@@ -230,6 +235,7 @@ def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code
     assert started(folder) == ["seed=0"] and "the same command goes on" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_outlives_its_sweep_keeps_others_away(fake, start, finish):
     folder = fake({0: ["wait"]})
     process = start(*SEEDS, cwd=folder)
@@ -244,6 +250,7 @@ def test_a_run_that_outlives_its_sweep_keeps_others_away(fake, start, finish):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_commands_and_leaves_nothing(finish, start, tmp_path):
     given = ("--config.optimizer.learning_rate=1e-4", "--config.data.tokenizer=my model", "--dry-run")
     process = start(CONFIG, f"--workdir={tmp_path}/W", "--grid=seed=0,1", "--rope_percentage=0,0.50", *given)
@@ -259,6 +266,7 @@ def test_a_dry_run_prints_the_commands_and_leaves_nothing(finish, start, tmp_pat
     assert json.loads(out.splitlines()[-1])["runs"][3]["values"] == {"rope_percentage": 0.5, "seed": 1}
 
 
+@pytest.mark.slow
 def test_a_launcher_gets_every_run(finish, tmp_path):
     """With a program in sbatch's place, which says what it got: the runs are handed over, and not waited for."""
     (tmp_path / "sbatch").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>got\n')
@@ -307,6 +315,7 @@ def test_a_run_that_leaves_no_files_here_is_known_by_what_it_printed(tmp_path):
     assert record["state"] == "finished" and printed.items() <= record.items()
 
 
+@pytest.mark.slow
 def test_what_a_config_refuses_is_found_before_the_first_run(finish, tmp_path):
     code, _, err = finish(CONFIG, "--rope_percentage=0,0.5,1.5", f"--workdir={tmp_path}/W")
     assert code == 2 and "model.rope_percentage=1.5: must be a fraction" in error_of(err)

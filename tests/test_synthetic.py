@@ -26,8 +26,6 @@ from prope.inference import evaluation as evaluate
 from prope.runtime.validate import validate
 from prope.workdir.run import read_config
 
-pytestmark = pytest.mark.slow
-
 KINDS = {"copy": ("copy",), "recall": ("recall",), "mix": ("copy", "recall")}
 SHORTEST = {"copy": 16, "recall": 32, "mix": 64}
 
@@ -195,6 +193,7 @@ def test_accuracy_by_distance_counts_right_answers():
     assert [p["from"] for p in found["accuracy_by_distance"] if p["task"] == "copy"] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_size):
     config, params = make_run(tmp_path / "run")
@@ -219,6 +218,7 @@ def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_siz
     assert math.isclose(found["unigram_bits_per_byte"], 3), "guessing one of eight"
 
 
+@pytest.mark.slow
 def test_trained_evaluated_and_looked_at_as_any_other(train, run_command, tmp_path):
     workdir = tmp_path / "run"
     trained = train(workdir, "--config.data.dataset=synthetic/recall")
@@ -275,6 +275,7 @@ def test_what_is_too_small(task):
         windows(task, least - 1)
 
 
+@pytest.mark.slow
 def test_there_is_no_text(run_command, tmp_path):
     with pytest.raises(UsageError, match="synthetic/mix: is generated while it is read, and has no text"):
         find_source(settings())
