@@ -359,7 +359,8 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
     assert len(found[0]) == lengths.max()
 
 
-@pytest.mark.parametrize("dataset", ["python_docs", pytest.param("synthetic/mix", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", ["python_docs", "synthetic/mix"])
 def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
     sizes = [
         "--config.num_steps=3",

@@ -34,7 +34,8 @@ def start(start_command):
     )
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 10])
 def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train, tmp_path, kills):
     straight = train(tmp_path / "straight", *EVERY_STEP)
     assert straight.code == 0, straight.stderr
@@ -77,6 +78,7 @@ def test_asked_to_stop_while_training(start, train, tmp_path, number, code):
     assert f"resumed from step {step}" in resumed.stderr and resumed.result["step"] == step + 2
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_evaluating(start, train, tmp_path):
     arguments = ("--config.eval_every=3", "--config.checkpoint_every=100", "--config.log_every=1")
     slow = ("--config.eval.batch_size=1", "--config.eval.max_windows=100000")
@@ -93,6 +95,7 @@ def test_asked_to_stop_while_evaluating(start, train, tmp_path):
     assert [record["step"] for record in records] == [3, 4], "the evaluation that was given up is made up for"
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_compiling(start, tmp_path):
     deep = ("--config.model.num_layers=12", "--config.model.scan_layers=False", "--config.model.remat=full")
     command = start(tmp_path, *deep, JAX_ENABLE_COMPILATION_CACHE="false")
@@ -126,11 +129,16 @@ DAMAGES = {
 @pytest.mark.parametrize(
     ("damage", "listed"),
     [
-        ("truncated", True),
         ("one byte changed", True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("emptied", True), ("missing", True), ("emptied", False), ("one byte changed", False))
+            for case in (
+                ("truncated", True),
+                ("emptied", True),
+                ("missing", True),
+                ("emptied", False),
+                ("one byte changed", False),
+            )
         ),
     ],
 )
@@ -212,6 +220,7 @@ def test_saving_by_the_clock(train, tmp_path):
     assert Checkpoints(tmp_path / "other").steps() == [20]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
     """There is room for the arrays, as the check before sees, but hardly any for what is written around them."""

@@ -48,7 +48,7 @@ def test_a_run_leaves_what_it_should(trained):
     assert open_run(workdir).step == 20
 
 
-def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, run_command, tmp_path):
+def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path):
     workdir, result = whole
     stopped = train(tmp_path / "run", EVERY_STEP, "--stop_at_step=7")
     assert stopped.result["step"] == 7
@@ -59,6 +59,13 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, run_comm
         assert resumed.result[key] == result[key]
     ours, theirs = open_run(tmp_path / "run").params(), open_run(workdir).params()
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_trained_again(trained, train, run_command, tmp_path):
+    """It is evaluated where no record of all windows is left."""
+    result = trained[1]
+    shutil.copytree(trained[0], tmp_path / "run")
     part = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=1")
     assert part.result["loss"] != result["eval_loss"]
     again = train(tmp_path / "run", EVERY_STEP)
@@ -69,6 +76,7 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, run_comm
     assert (bare.result["eval_loss"], bare.result["loss"]) == (result["eval_loss"], None)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
     """The next step takes over the memory of the state that is being saved; what is saved must not notice."""
     assert train(tmp_path / "run", EVERY_STEP, "--stop_at_step=10").result["step"] == 10
@@ -76,7 +84,7 @@ def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
 
 
-@pytest.mark.parametrize("p", [0, pytest.param(0.25, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("p", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.25, 1))])
 def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p):
     workdir, result = whole
     other = train(tmp_path / "run", EVERY_STEP, f"--config.model.rope_percentage={p}")
@@ -89,6 +97,7 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
     assert data[0] == data[1]
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_dir, monkeypatch):
     workdir, _ = whole
     monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
@@ -123,6 +132,7 @@ def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache
     np.testing.assert_allclose(found["bits_per_byte"], np.log2(260) * found["tokens"] / size, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
@@ -133,6 +143,7 @@ def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_pa
     assert (outcome.result["seq_len"], outcome.result["dataset"]) == (128, "files")
 
 
+@pytest.mark.slow
 def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(tmp_path):
     """In a process where a TensorFlow could be imported and would end it, and where every look outside fails."""
     (tmp_path / "fake" / "tensorflow").mkdir(parents=True)
@@ -175,6 +186,7 @@ def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path
     np.testing.assert_allclose([ours[s] for s in theirs], list(theirs.values()), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     workdir, result = whole
     started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
@@ -196,6 +208,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train,
     )
 
 
+@pytest.mark.slow
 def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
     outcome = run_command("prope.report", f"--workdir={whole[0]}")
     assert (whole[0] / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -281,6 +294,7 @@ def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_other_data_under_a_run_is_refused(train, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
