@@ -14,10 +14,8 @@ from prope.analysis.census import rank_correlation
 from prope.analysis.pictures import KINDS, norms
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, styles
-from prope.html.page import Table, plus_minus, tag
 
 Groups = dict[str, list[dict]]  # analyses by "p = .."
-FOOT = "Every run’s own page is in its directory, analysis/index.html; comparison.json has the numbers."
 
 
 def write(folder: pathlib.Path, analyses: list[dict]) -> dict:
@@ -25,11 +23,11 @@ def write(folder: pathlib.Path, analyses: list[dict]) -> dict:
     groups, first = by_p(analyses), analyses[0]
     rows = [row(p, group) for p, group in groups.items()]
     pictures = [usage(groups), scores(groups), *([losses(groups)] if all(a["channels"] for a in analyses) else [])]
-    title = f"What the heads do: {folder.resolve().parent.name}"
-    text = f"{first['sequences']} × {first['seq_len']} tokens of {first['source']}"
-    sections = {"By p": [table(rows)], **{picture.title: [picture] for picture in pictures}}
-    about = f"{len(analyses)} runs, each over {text}."
-    output = page.write(folder, title, lead(rows), about, sections, FOOT, "python -m prope.analyze")
+    output = page.write(
+        folder, "comparison", pictures, title=f"What the heads do: {folder.resolve().parent.name}", lead=lead(rows),
+        runs=len(analyses), text=f"{first['sequences']} × {first['seq_len']} tokens of {first['source']}", rows=rows,
+        kinds=KINDS,
+    )  # fmt: skip
     (folder / "comparison.json").write_text(json.dumps(rows))
     return {
         "output": str(output), "sequences": first["sequences"], "seq_len": first["seq_len"], "comparison": rows,
@@ -91,30 +89,6 @@ def lead(rows: list[dict]) -> str:
         f"{low['previous_token']:.2f} to {high['previous_token']:.2f}, and to itself from {low['diagonal']:.2f} to "
         f"{high['diagonal']:.2f}."
     )
-
-
-def table(rows: list[dict]) -> Table:
-    """The rows as the page shows them."""
-    cells = []
-    for r in rows:
-        kinds = (f"{count} {KINDS['' if kind == 'none' else kind]}" for kind, count in r["kinds"].items() if count)
-        rho, correlation = r["rank_correlation"], "–"
-        if rho:
-            correlation = plus_minus(rho["rho"], form="+.2f") + " " + tag("small", f"(p-value {rho['p_value']:.2g})")
-        scores = (r[name] for name in ("diagonal", "previous_token", "first_token", "high_frequency_share"))
-        cells.append([
-            r["p"], r["rotated_pairs"], r["runs"], plus_minus(r["loss"], r["loss_sd"]), ", ".join(kinds),
-            *(plus_minus(score, form=".3f") for score in scores), correlation,
-            *(plus_minus(r[name], form="+.4f") for name in ("stopped", "removed")),
-        ])  # fmt: skip
-    head = ["p", "rotated pairs", "runs", "loss", "heads by kind", "diagonal", "previous token", "first token"]
-    head += ["high-frequency share", "rank correlation", "loss, a channel stopped", "loss, a channel removed"]
-    note = (
-        "Loss: mean ± standard deviation over runs. Diagonal, previous and first token: the greatest mean weight of "
-        "any head, mean over runs. Rank correlation: of high-frequency share and positional weight, over the heads of "
-        "all runs. Channels: the greatest rise of the loss by one of them, mean over runs."
-    )
-    return Table("Means over runs.", head, cells, text=[4], notes=[note])
 
 
 def usage(groups: Groups) -> Picture:

@@ -4,20 +4,14 @@ import json
 import pathlib
 
 import numpy as np
-from markupsafe import Markup
 
 from prope.analysis import theory
 from prope.analysis.statements import BOUNDS, HEAD_DIM, LENGTH, statements
 from prope.html import page
 from prope.html.drawing import Picture, line, styles
-from prope.html.page import Table, tag
 from prope.rope import frequencies
 
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
-FOOT = (
-    "Barbero et al., “Round and Round We Go! What makes Rotary Positional Encodings useful?”, ICLR 2025. The "
-    "constructions are functions of prope/analysis/theory.py; every number is in theory.json, beside this page."
-)
 
 
 def write(folder: str | pathlib.Path) -> dict:
@@ -29,36 +23,10 @@ def write(folder: str | pathlib.Path) -> dict:
     folder = pathlib.Path(folder)
     tried, curves = statements(), {"figure_2": figure_2_curves(), "figure_8": figure_8_curves()}
     pictures = [figure_2(curves["figure_2"]), figure_8(curves["figure_8"])]
-    sections = {"Statements": [statement_table(tried)], **{picture.title: [picture] for picture in pictures}}
-    held = sum(result["holds"] for result in tried)
-    lead = f"{held} of {len(tried)} statements of the p-RoPE paper hold in the numbers below."
-    about = f"Heads as Gemma’s: d = {HEAD_DIM}, base wavelength 10 000; float64."
-    title, command = "What rotation can do, and what it cannot", "python -m prope.analyze --theory"
-    output = page.write(folder, title, lead, about, sections, FOOT, command)
+    output = page.write(folder, "theory", pictures, statements=tried, head_dim=HEAD_DIM)
     written = {"head_dim": HEAD_DIM, "max_wavelength": 10_000, "statements": tried, "figures": curves}
     (folder / "theory.json").write_text(json.dumps(written, indent=1) + "\n")
     return {"output": str(output), "statements": tried}
-
-
-def statement_table(tried: list[dict]) -> Table:
-    """The statements, one a row."""
-    rows = []
-    for result in tried:
-        holds = tag("span", "holds", "good") if result["holds"] else tag("span", "does not hold", "bad")
-        numbers = Markup().join(tag("li", f"{name}: {text_of(value)}") for name, value in result["numbers"].items())
-        name = Markup("{}<br>{}").format(result["statement"], holds)
-        rows.append([name, tag("span", result["says"], "prose"), tag("ul", numbers, "prose")])
-    head = ["statement", "what it says", "what was computed"]
-    return Table("Each is tried with the construction of its proof.", head, rows, text=[1, 2])
-
-
-def text_of(value) -> str:
-    """A number, or several, in five digits."""
-    if isinstance(value, list | tuple):
-        return ", ".join(f"({text_of(item)})" if isinstance(item, tuple) else text_of(item) for item in value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value) if isinstance(value, int) else f"{value:.5g}".replace("-", "−")  # a sign at which no line breaks
 
 
 def figure_2_curves() -> dict:
