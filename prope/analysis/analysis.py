@@ -1,13 +1,4 @@
-"""Looks inside checkpoints, as the paper does: python -m prope.analyze --workdir=W [--sequences=N] [--text=FILE].
-
-W is a run, or a directory with runs below it, such as a sweep. Every run gets W/analysis/: index.html, one file that
-opens without a network, its pictures as PNG, and analysis.json with every number; a directory of runs gets a page that
-compares them. The model is run one layer at a time, in float32, over the beginnings of validation documents.
-
-python -m prope.analyze --theory [--workdir=DIR] checks the paper's statements and draws Figures 2 and 8.
-
-Axes: B sequences, T length, N query heads, P pairs.
-"""
+"""Analyses runs and writes their pages; `prope.analyze` is its command."""
 
 import hashlib
 import json
@@ -32,62 +23,65 @@ from prope.workdir.run import Run, find_runs, open_run
 
 log = logging.getLogger("prope")
 
-# Flags that change the result.
-_ASKED = ("sequences", "seq_len", "text", "dataset", "data_dir", "layers", "heads", "channels")
-# Of analysis.json, on the last line.
-_SAID = ("sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage", "step", "workdir")
+# Flags that change the result, and fields of analysis.json that the command prints.
+_OPTIONS = ("sequences", "seq_len", "text", "dataset", "data_dir", "layers", "heads", "channels")
+_PRINTED = (
+    "sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage", "step", "workdir",
+)  # fmt: skip
 
 
-def analyse(workdir: pathlib.Path, given) -> dict:
-    """Everything that the analysis of a run says, as it stands in analysis.json; from there if it was made before.
+def analyse(workdir: pathlib.Path, options) -> dict:
+    """Analyses a run; returns the content of its analysis.json, which is reused if it has the same options.
+
+    Args:
+      workdir: of the run.
+      options: the flags of `prope.analyze`.
 
     Raises:
       UsageError: there is no such run, checkpoint, layer, head or text, or no document of three tokens.
     """
-    asked = {name: getattr(given, name) for name in _ASKED} | {"text_hash": _hash(given.text)}
-    run = open_run(workdir, given.step)
-    config, step = run.config, run.step
-    layers = parse_layers(given.layers, config.model)
-    chosen = parse_heads(given.heads, layers, config.model)
+    asked = {name: getattr(options, name) for name in _OPTIONS} | {"text_hash": _hash_file(options.text)}
+    run = open_run(workdir, options.step)
+    config = run.config.model
+    layers = parse_layers(options.layers, config)
+    chosen = parse_heads(options.heads, layers, config)
     output = workdir / "analysis" / "analysis.json"
-    if not given.again and (found := read_json(output)) and (found["step"], found["asked"]) == (step, asked):
-        log.info("%s: step %d was analysed before (--again does it anew)", workdir, step)
-        return found
-    began = time.monotonic()
-    tokens, names, source = read_sequences(config, given)
+    if not options.again and (saved := read_json(output)) and (saved["step"], saved["asked"]) == (run.step, asked):
+        log.info("%s: step %d was analysed before (--again does it anew)", workdir, run.step)
+        return saved
+    start = time.monotonic()
+    tokens, token_names, source = read_sequences(run.config, options)
     B, T = tokens.shape
 
     def measure(run: Run) -> tuple[Walk, dict]:
-        walk = Walk(config.model, run, tokens)
+        walk = Walk(config, run, tokens)
         log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, source)
-        return walk, measure_layers(walk, layers, given.channels)
+        return walk, measure_layers(walk, layers, options.channels)
 
-    run, (walk, found) = run.first_undamaged(measure)
-    heads, openings = found.pop("heads"), found.pop("openings")
-    chosen = [(*place, "asked for") for place in chosen] or census.strongest(heads)
-    p = config.model.rope_percentage
-    result = {
-        "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": p,
+    run, (walk, measured) = run.first_undamaged(measure)
+    heads, openings = measured.pop("heads"), measured.pop("openings")
+    chosen = [(*head, "asked for") for head in chosen] or census.strongest(heads)
+    result = rounded({
+        "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
         "rotated_pairs": walk.pairs if len(set(walk.pairs)) > 1 else walk.pairs[0],
-        "head_dim": config.model.head_dim, "max_wavelength": config.model.max_wavelength, "seed": config.seed,
-        "source": source, "sequences": B, "seq_len": T, "trained_on": config.data.seq_len,
-        "frequencies": frequencies(config.model.head_dim, config.model.max_wavelength).tolist(),
+        "head_dim": config.head_dim, "max_wavelength": config.max_wavelength, "seed": run.config.seed,
+        "source": source, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,
+        "frequencies": frequencies(config.head_dim, config.max_wavelength).tolist(),
         "heads": heads, "rank_correlation": census.rank_correlation(heads),
         "shown": [
             {"layer": layer, "head": head, "why": why, "map": openings[layer].weights[head].tolist(),
-             "table": census.bounds_table(openings[layer], head, config.model.head_dim, names)}
+             "table": census.bounds_table(openings[layer], head, config.head_dim, token_names)}
             for layer, head, why in chosen
         ],
-        **found,
-        "seconds": time.monotonic() - began, "device": jax.devices()[0].device_kind,
-    }  # fmt: skip
-    result = rounded(result)
+        **measured,
+        "seconds": time.monotonic() - start, "device": jax.devices()[0].device_kind,
+    })  # fmt: skip
     output.parent.mkdir(exist_ok=True)
     write_atomic(output, json.dumps(result))
     return result
 
 
-def analyse_all(workdir: pathlib.Path, given) -> dict:
+def analyse_all(workdir: pathlib.Path, options) -> dict:
     """Analyses the run in a directory, or all runs below it and compares them; returns what the command prints.
 
     Raises:
@@ -100,17 +94,17 @@ def analyse_all(workdir: pathlib.Path, given) -> dict:
         raise UsageError(f"--workdir={workdir}: no run there has a finished checkpoint; train one first")
     analyses = []
     for run in runs:
-        analyses.append(analyse(run, given))
+        analyses.append(analyse(run, options))
         output = run / "analysis" / "index.html"
         if not output.exists() or output.stat().st_mtime < output.with_name("analysis.json").stat().st_mtime:
             page.write(output.parent, analyses[-1])
     if runs == [workdir]:
-        return {"output": str(output)} | {name: analyses[0][name] for name in _SAID}
+        return {"output": str(output)} | {name: analyses[0][name] for name in _PRINTED}
     return compare.write(workdir / "analysis", analyses)
 
 
 def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
-    """The layers that --layers names, as in 0,3; all by default."""
+    """Parses --layers, such as 0,3; all layers by default."""
     if text is None:
         return list(range(config.num_layers))
     for entry in text.split(","):
@@ -122,8 +116,8 @@ def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
 
 
 def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list[tuple[int, int]]:
-    """The (layer, head) that --heads names, as in 0.2,3.1; none by default."""
-    found = []
+    """Parses --heads, such as 0.2,3.1, as (layer, head); none by default."""
+    heads = {}
     for entry in text.split(",") if text is not None else []:
         match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", entry)
         if match is None or int(match[1]) not in layers or int(match[2]) >= config.num_heads:
@@ -131,21 +125,21 @@ def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list
                 f"--heads={text}: {entry!r} is not LAYER.HEAD of this model, whose heads are 0 to "
                 f"{config.num_heads - 1} and of which these layers are measured: {', '.join(map(str, layers))}"
             )
-        found.append((int(match[1]), int(match[2])))
-    return list(dict.fromkeys(found))
+        heads[int(match[1]), int(match[2])] = None
+    return list(heads)
 
 
 def rounded(value):
-    """A nested value with numbers of six digits, which is what float32 holds."""
+    """Rounds the numbers in a nested value to six digits, what float32 holds."""
     if isinstance(value, dict):
-        return {name: rounded(below) for name, below in value.items()}
+        return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [rounded(below) for below in value]
+        return [rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float | np.floating) else value
 
 
-def _hash(path: str | None) -> str | None:
-    """Of the text's bytes; None where there is none, which `sequences` will say."""
+def _hash_file(path: str | None) -> str | None:
+    """Hashes a file; None if it cannot be read, which `read_sequences` reports."""
     try:
         return path and hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
     except OSError:
