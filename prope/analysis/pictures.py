@@ -5,7 +5,7 @@ They are drawn from analysis.json alone. Axes: L layers, N query heads, K key/va
 
 import numpy as np
 
-from prope.html.drawing import BORDER, MARKERS, TEXT, Picture, styles
+from prope.html.drawing import BORDER, TEXT, Picture, styles
 
 KINDS = {
     "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",
@@ -77,13 +77,13 @@ def usage_by_head(analysis: dict) -> Picture:
     """Figures 6 and 11: norms of every head."""
 
     def draw(figure) -> None:
-        for axes, kind in zip(figure.subplots(1, 2), ("query", "key"), strict=True):
-            values = norms(analysis, f"{kind}_norms")
+        kinds = {"queries": "query_norms", "keys": "key_norms"}
+        for axes, (kind, name) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
+            values = norms(analysis, name)
             count = values.shape[1]
             labels = [f"{layer['layer']}.{head}" for layer in analysis["layers"] for head in range(count)]
             rotated = np.repeat([layer["turned"] for layer in analysis["layers"]], count)
-            heat(axes, values.reshape(-1, values.shape[2]), {"query": "queries", "key": "keys"}[kind], "layer.head",
-                 labels, rotated)  # fmt: skip
+            heat(axes, values.reshape(-1, values.shape[2]), kind, "layer.head", labels, rotated)
 
     count = len(analysis["heads"])
     alt = f"Mean norms by pair, of the queries of {count} heads and of their keys."
@@ -100,11 +100,10 @@ def census(analysis: dict) -> Picture:
 
     def draw(figure) -> None:
         scatter, *maps = figure.subplots(1, 4, width_ratios=[1.6, 1, 1, 1])
-        for marker, (kind, style) in zip(MARKERS, styles(list(KINDS)).items(), strict=False):
+        for kind, style in styles(list(KINDS)).items():
             points = [(h["high_frequency_share"], h["positional"]) for h in records if h["kind"] == kind]
             if points:
-                style |= {"ls": "", "ms": 6, "marker": marker}
-                scatter.plot(*zip(*points, strict=True), label=KINDS[kind], **style)
+                scatter.plot(*zip(*points, strict=True), label=KINDS[kind], **style | {"ls": "", "ms": 6})
         scatter.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before", ylim=(-0.03, 1.03))
         scatter.set_title("Do positional heads use the fast pairs?")
         scatter.legend(fontsize=8)

@@ -124,52 +124,45 @@ def curves_picture(
 
 def perplexity_picture(runs: list[Run]) -> Picture:
     """Perplexity against p: every run a dot, means over seeds with their spread, and the evaluation's own error."""
-    lines: dict[str, list[list[Run]]] = {}  # by what is swept besides p and the seed
-    for group in groups(runs).values():
-        finished = [run for run in group if run.state == "finished"]
-        if finished:
-            others = {k: v for k, v in finished[0].values.items() if k not in (P, SEED)}
-            lines.setdefault(group_name(others) if others else "", []).append(finished)
-    perplexities = {
-        id(group): [run.evaluation["perplexity"] for run in group] for members in lines.values() for group in members
-    }
+    swept = P in runs[0].values
+    lines: dict[str, dict[float | str, list[dict]]] = {}  # by the other swept fields, then by p: evaluations
+    means = {}
+    for name, group in groups(runs).items():
+        evaluations = [run.evaluation for run in group if run.state == "finished"]
+        if evaluations:
+            others = {k: v for k, v in group[0].values.items() if swept and k not in (P, SEED)}
+            points = lines.setdefault(group_name(others) if others else "", {})
+            points[group[0].values[P] if swept else name] = evaluations
+            means[name] = statistics.fmean(record["perplexity"] for record in evaluations)
 
     def draw(figure) -> None:
         axes = figure.subplots()
-        for (name, members), style in zip(lines.items(), styles(list(lines)).values(), strict=True):
-            swept = P in members[0][0].values
-            at = [group[0].values[P] if swept else i for i, group in enumerate(members)]
-            for x, group in zip(at, members, strict=True):
-                values = perplexities[id(group)]
-                centre = statistics.fmean(values)
+        for (name, points), style in zip(lines.items(), styles(list(lines)).values(), strict=True):
+            centres = []
+            for x, evaluations in points.items():
+                values = [record["perplexity"] for record in evaluations]
+                centres.append(statistics.fmean(values))
                 axes.plot([x] * len(values), values, ls="", marker="o", ms=4, mfc="none", mec=style["color"], alpha=0.8)
                 if len(values) > 1:
-                    axes.errorbar(x, centre, statistics.stdev(values), color=style["color"], capsize=5, lw=1.6)
-                errors = [run.evaluation["loss_stderr"] for run in group if run.evaluation.get("loss_stderr")]
+                    axes.errorbar(x, centres[-1], statistics.stdev(values), color=style["color"], capsize=5, lw=1.6)
+                errors = [record["loss_stderr"] for record in evaluations if record.get("loss_stderr")]
                 if errors:
-                    error = centre * statistics.fmean(errors)  # of an exponential, to first order
-                    axes.errorbar(x, centre, error, color=TEXT, alpha=0.35, lw=5, zorder=1)
-            means = [statistics.fmean(perplexities[id(group)]) for group in members]
-            axes.plot(at, means, **style | {"ms": 7}, label=name)
-            if swept:
-                axes.set_xticks(sorted({run.values[P] for group in members for run in group}))
-            else:
-                axes.set_xticks(at, [group_name(group[0].values) for group in members])
+                    error = centres[-1] * statistics.fmean(errors)  # of an exponential, to first order
+                    axes.errorbar(x, centres[-1], error, color=TEXT, alpha=0.35, lw=5, zorder=1)
+            axes.plot(list(points), centres, **style | {"ms": 7}, label=name)
+        if swept:
+            axes.set_xticks(sorted({x for points in lines.values() for x in points}))
         axes.set(ylabel="validation perplexity", title="Validation perplexity by p")
-        axes.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)" if P in runs[0].values else "")
+        axes.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)" if swept else "")
         if len(lines) > 1:
             axes.legend()
 
-    means = "; ".join(
-        f"{group_name(group[0].values)}: {statistics.fmean(perplexities[id(group)]):.4f}"
-        for members in lines.values()
-        for group in members
-    )
+    alt = f"Validation perplexity. {'; '.join(f'{name}: {mean:.4f}' for name, mean in means.items())}."
     caption = (
         "Circles are runs, the line joins their means. Bars with ends: standard deviation over seeds. Wide pale bars: "
         "standard error of the evaluation over documents, which runs on the same ones largely share."
     )
-    return Picture("perplexity", "Validation perplexity by p", f"Validation perplexity. {means}.", caption, draw)
+    return Picture("perplexity", "Validation perplexity by p", alt, caption, draw)
 
 
 def accuracy_picture(of_task: dict[str, Curves]) -> Picture:
