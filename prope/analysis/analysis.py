@@ -8,7 +8,6 @@ import re
 import time
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from prope.analysis import census, compare, page
@@ -61,7 +60,7 @@ def analyse(workdir: pathlib.Path, options) -> dict:
     run, (walk, measured) = run.first_undamaged(measure)
     heads, openings = measured.pop("heads"), measured.pop("openings")
     chosen = [(*head, "asked for") for head in chosen] or census.strongest(heads)
-    result = rounded({
+    result = {
         "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
         "rotated_pairs": walk.pairs if len(set(walk.pairs)) > 1 else walk.pairs[0],
         "head_dim": config.head_dim, "max_wavelength": config.max_wavelength, "seed": run.config.seed,
@@ -75,7 +74,8 @@ def analyse(workdir: pathlib.Path, options) -> dict:
         ],
         **measured,
         "seconds": time.monotonic() - start, "device": jax.devices()[0].device_kind,
-    })  # fmt: skip
+    }  # fmt: skip
+    result = json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.6g}"))  # as float32
     output.parent.mkdir(exist_ok=True)
     write_atomic(output, json.dumps(result))
     return result
@@ -127,15 +127,6 @@ def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list
             )
         heads[int(match[1]), int(match[2])] = None
     return list(heads)
-
-
-def rounded(value):
-    """Rounds the numbers in a nested value to six digits, what float32 holds."""
-    if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float | np.floating) else value
 
 
 def _hash_file(path: str | None) -> str | None:

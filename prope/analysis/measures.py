@@ -18,49 +18,28 @@ FROM = 2  # the first query that counts: it, the token before it and the first o
 
 
 class Measures(NamedTuple):
-    """Means of one layer over sequences and tokens; of weights, over queries from the third token on.
+    """Means of one layer over sequences and tokens; of weights, over queries from the third token on."""
 
-    Attributes:
-      query_norms: [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 6, 11 of the paper).
-      key_norms: [K, P].
-      value_norms: [K, P], of the lanes that would be pairs: values are not rotated, so this is the control.
-      diagonal: [N], weight on the token itself.
-      previous_token: [N], weight on the token before.
-      first_token: [N], weight on the first token.
-      entropy: [N], of the weights, divided by that of equal weights: 0 to 1.
-      distance: [N], mean distance of the attended tokens, in tokens.
-      unturned_overlap: [N], sum of min(weight, weight without any rotation): attention that needs no position.
-      to_first: [N, P], contribution of a pair to the logit of the first token, of queries after it.
-      to_others: [N, P], its mean contribution to the logits of all visible tokens after the first.
-    """
-
-    query_norms: jax.Array
-    key_norms: jax.Array
-    value_norms: jax.Array
-    diagonal: jax.Array
-    previous_token: jax.Array
-    first_token: jax.Array
-    entropy: jax.Array
-    distance: jax.Array
-    unturned_overlap: jax.Array
-    to_first: jax.Array
-    to_others: jax.Array
+    query_norms: jax.Array  # [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 6, 11)
+    key_norms: jax.Array  # [K, P]
+    value_norms: jax.Array  # [K, P], of lanes that would be pairs: values are not rotated, so this is the control
+    diagonal: jax.Array  # [N], weight on the token itself
+    previous_token: jax.Array  # [N], weight on the token before
+    first_token: jax.Array  # [N], weight on the first token
+    entropy: jax.Array  # [N], of the weights, divided by that of equal weights: 0 to 1
+    distance: jax.Array  # [N], mean distance of the attended tokens, in tokens
+    unturned_overlap: jax.Array  # [N], sum of min(weight, weight without rotation): attention that needs no position
+    to_first: jax.Array  # [N, P], contribution of a pair to the logit of the first token, of queries after it
+    to_others: jax.Array  # [N, P], its mean contribution to the logits of all visible tokens after the first
 
 
 class Opening(NamedTuple):
-    """Attention among the first t tokens of the first sequence, as tables and maps show it.
+    """Attention among the first t tokens of the first sequence, as tables and maps show it."""
 
-    Attributes:
-      logits: [N, t, t], before the softmax; unmasked.
-      weights: [N, t, t].
-      query_norms: [N, t].
-      key_norms: [N, t], of the key head that the query head attends to.
-    """
-
-    logits: jax.Array
-    weights: jax.Array
-    query_norms: jax.Array
-    key_norms: jax.Array
+    logits: jax.Array  # [N, t, t], before the softmax; unmasked
+    weights: jax.Array  # [N, t, t]
+    query_norms: jax.Array  # [N, t]
+    key_norms: jax.Array  # [N, t], of the key head that the query head attends to
 
 
 def logits(query: jax.Array, key: jax.Array) -> jax.Array:
