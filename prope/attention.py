@@ -170,8 +170,9 @@ def _blocks(T: int) -> list[tuple[slice, slice]]:
 
 
 def _mask(block: slice, keys: slice, segment_ids):
-    """Tells which keys a query sees: [t, s], or [B, 1, 1, t, s] with segments."""
+    """Tells which keys a query sees: [1, 1, 1, t, s], or [B, 1, 1, t, s] with segments."""
     causal = jnp.arange(keys.stop)[None, :] <= jnp.arange(block.start, block.stop)[:, None]
+    causal = jnp.expand_dims(causal, (0, 1, 2))
     if segment_ids is None:
         return causal
     return causal & (segment_ids[:, None, None, block, None] == segment_ids[:, None, None, None, keys])
@@ -207,8 +208,8 @@ def _attend_to_cache(query, key, value, first_query):
     query, key, value = _heads_first(query, key, value)
     T, S, outputs = query.shape[3], key.shape[2], []
     for block, _ in _blocks(T):
-        last_key = first_query[:, None] + jnp.arange(block.start, block.stop)
-        mask = jnp.arange(S) <= last_key[:, None, None, :, None]
+        last_key = first_query[:, None] + jnp.arange(block.start, block.stop)[None]
+        mask = jnp.arange(S)[None, None, None, None] <= last_key[:, None, None, :, None]
         weights = jax.nn.softmax(_scores(query[:, :, :, block], key, mask), axis=-1)
         outputs.append(_weighted_sum(weights.astype(value.dtype), value).astype(value.dtype))
     return _heads_last(jnp.concatenate(outputs, axis=3))

@@ -8,7 +8,7 @@ computes, and may differ when a run is resumed.
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ml_collections import ConfigDict, FieldReference
@@ -121,6 +121,11 @@ def layer_percentages(model: ConfigDict) -> tuple[float, ...]:
     """rope_percentage of every layer, from a run's `config.model`, which may give one number for all."""
     p = model.rope_percentage
     return (p,) * model.num_layers if isinstance(p, int | float) else tuple(p)
+
+
+def one_or_per_layer(model: ConfigDict, values: Sequence) -> float | int | list:
+    """Returns values [L] in the form of rope_percentage: one value where it is one number, else a list."""
+    return values[0] if isinstance(model.rope_percentage, int | float) else list(values)
 
 
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:

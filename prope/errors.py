@@ -1,26 +1,26 @@
-"""The ways in which a command ends early, each in one line, and its exit codes."""
+"""Exceptions that end a command with one line, and the exit codes."""
 
 import difflib
 import errno
 import os
 
-FAILED = 1  # the run cannot go on as it is: someone has to look
-UNUSABLE = 2  # what was given cannot be used: nothing was done
-PREEMPTED = 75  # asked to stop, and everything is saved: the same command goes on (EX_TEMPFAIL)
-LOST = 76  # stuck, or another process is gone: the same command goes on from the last checkpoint
+FAILED = 1  # the run cannot continue unchanged: its error needs attention
+UNUSABLE = 2  # invalid input: nothing was done
+PREEMPTED = 75  # stopped on request after saving: rerun the same command to resume (EX_TEMPFAIL)
+LOST = 76  # hung, or lost another process: rerun the same command to resume from the last checkpoint
 INTERRUPTED = 130  # by Ctrl-C
 
 
 class UsageError(Exception):
-    """Something the user gave cannot be used: the text names the cause, the value and the remedy."""
+    """Invalid input: the text names the cause, the value and the remedy."""
 
 
 class RunFailed(Exception):
-    """The run cannot go on: the text says what happened, what is kept and what to do."""
+    """The run cannot continue: the text says what happened, what is kept and what to do."""
 
 
 class Stopped(Exception):
-    """The run ends before its last step, and the same command goes on from there."""
+    """The run ends before its last step; rerunning the same command resumes it."""
 
     def __init__(self, message: str, code: int = PREEMPTED):
         super().__init__(message)
@@ -28,7 +28,7 @@ class Stopped(Exception):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether this exception, or one that it came from, says that a disk or quota is full."""
+    """Tells whether an exception, or one in its chain, reports a full disk or quota."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -40,6 +40,6 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def nearest(name: str, known) -> str:
-    """' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
+    """Returns ' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]}?)" if match else ""

@@ -1,11 +1,11 @@
 """Cross-entropy of the next token, without ever holding the [tokens, V] logits of a large vocabulary whole.
 
-The gradient is made in the forward pass, piece by piece, while the logits of a piece are at hand. Where a device
-holds the whole table, pieces are of tokens, and every logit is computed once. Where the table is split over devices,
-pieces are of the vocabulary: a piece of the table is gathered, used and gives its gradient back, so that the table
-never exists whole; its logits are computed twice, because a softmax first needs those of every piece.
+The gradient is computed in the forward pass, chunk by chunk, while the chunk's logits exist. Where every device holds
+the whole embedding, chunks are of tokens and each logit is computed once. Where the embedding is split over devices,
+chunks are of the vocabulary: a chunk of the embedding is all-gathered, used, and its gradient scattered, so that the
+embedding never exists whole. Logits are then computed twice, because a softmax first needs those of all chunks.
 
-Axes: B batch, T length, D embed_dim, V vocab, C pieces; rows are tokens of the whole batch, [B * T].
+Axes: B batch, T length, D embed_dim, V vocab, R = B * T tokens, C chunks, P shards of the vocabulary.
 """
 
 import jax
@@ -22,19 +22,19 @@ _MAX_LOGITS_PER_CHUNK = 2**27  # logits of a device in a chunk of the vocabulary
 def token_losses(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], targets: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """-log softmax(hidden embedding^T)[targets] in nats, float32, for evaluation.
+    """Computes -log softmax(hidden embedding^T)[targets] in nats, float32, for evaluation.
 
-    The matmul is in hidden's dtype with float32 sums. `weighted_loss` is what has an affordable gradient.
+    The matmul is in hidden's dtype with float32 sums. For training use `weighted_loss`, whose gradient is chunked too.
     """
     table = constrain(embedding.astype(hidden.dtype), "VD")
 
-    def piece(part):
-        hidden, targets = part
+    def chunk_losses(chunk):
+        hidden, targets = chunk
         logits = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)
-        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - picked
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - target_logits
 
-    losses = jax.lax.map(piece, _pieces_of_tokens((hidden, targets), len(table)))
+    losses = jax.lax.map(chunk_losses, _chunk_tokens((hidden, targets), len(table)))
     return losses.swapaxes(0, 1).reshape(targets.shape)
 
 
@@ -45,7 +45,7 @@ def weighted_loss(
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
 ) -> Float[Array, ""]:
-    """The sum of weights * -log softmax(hidden embedding^T)[targets], in nats, float32.
+    """Computes the sum of weights * -log softmax(hidden embedding^T)[targets], in nats, float32.
 
     Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too.
     """
@@ -53,86 +53,89 @@ def weighted_loss(
 
 
 def _forward(hidden, embedding, targets, weights):
-    by_pieces = _by_tokens if num_shards("B") == num_shards("V") == 1 else _by_vocab
-    losses, pulled, given = by_pieces(hidden, embedding, targets, weights)
-    return (losses * weights).sum(), (losses, pulled, given.astype(embedding.dtype))
+    by_chunks = _by_tokens if num_shards("B") == num_shards("V") == 1 else _by_vocab
+    losses, grad_hidden, grad_embedding = by_chunks(hidden, embedding, targets, weights)
+    return (losses * weights).sum(), (losses, grad_hidden, grad_embedding.astype(embedding.dtype))
 
 
-def _backward(residuals, pull):
-    losses, hidden, embedding = residuals
-    return (hidden * pull).astype(hidden.dtype), (embedding * pull).astype(embedding.dtype), None, losses * pull
+def _backward(residuals, cotangent):
+    losses, grad_hidden, grad_embedding = (x * cotangent for x in residuals)
+    return grad_hidden.astype(residuals[1].dtype), grad_embedding.astype(residuals[2].dtype), None, losses
 
 
 weighted_loss.defvjp(_forward, _backward)
 
 
 def _by_tokens(hidden, embedding, targets, weights):
-    """(losses [B, T], gradient of hidden, gradient of embedding), a piece of the tokens at a time."""
+    """Returns losses [B, T] and the gradients of hidden and embedding, computed by chunks of the tokens."""
     table = embedding.astype(hidden.dtype)
 
-    def piece(total, part):
-        (shape, rows), (_, right), (_, weight) = ((x.shape, x.reshape(-1, *x.shape[2:])) for x in part)
+    def add_chunk(grad_table, chunk):
+        (shape, rows), (_, targets), (_, weights) = ((x.shape, x.reshape(-1, *x.shape[2:])) for x in chunk)
         logits = jnp.einsum("RD,VD->RV", rows, table, preferred_element_type=jnp.float32)
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
-        hit = jnp.arange(len(table)) == right[:, None]
-        losses = normaliser - jnp.where(hit, logits, 0).sum(axis=-1)
-        pull = ((jnp.exp(logits - normaliser[:, None]) - hit) * weight[:, None]).astype(rows.dtype)
-        total = total + jnp.einsum("RV,RD->VD", pull, rows, preferred_element_type=jnp.float32)
-        return total, (losses.reshape(shape[:2]), (pull @ table).reshape(shape))
+        logsumexp = jax.nn.logsumexp(logits, axis=-1)
+        is_target = jnp.arange(len(table))[None] == targets[:, None]
+        losses = logsumexp - jnp.where(is_target, logits, 0).sum(axis=-1)
+        grad_logits = (jnp.exp(logits - logsumexp[:, None]) - is_target) * weights[:, None]
+        grad_logits = grad_logits.astype(rows.dtype)
+        grad_table = grad_table + jnp.einsum("RV,RD->VD", grad_logits, rows, preferred_element_type=jnp.float32)
+        return grad_table, (losses.reshape(shape[:2]), (grad_logits @ table).reshape(shape))
 
-    parts = _pieces_of_tokens((hidden, targets, weights), len(table))
-    total, whole = jax.lax.scan(piece, jnp.zeros(table.shape, jnp.float32), parts)
-    losses, pulled = (x.swapaxes(0, 1).reshape(*targets.shape, *x.shape[3:]) for x in whole)
-    return losses, pulled, total
+    chunks = _chunk_tokens((hidden, targets, weights), len(table))
+    grad_table, stacked = jax.lax.scan(add_chunk, jnp.zeros(table.shape, jnp.float32), chunks)
+    losses, grad_hidden = (x.swapaxes(0, 1).reshape(*targets.shape, *x.shape[3:]) for x in stacked)
+    return losses, grad_hidden, grad_table
 
 
 def _by_vocab(hidden, embedding, targets, weights):
-    """The same, a piece of the vocabulary at a time; every device keeps its own columns of the table."""
-    (B, T, D), V, parts = hidden.shape, len(embedding), num_shards("V")
-    each = V // parts  # entries that one device holds
-    logits = B * T // num_shards("B") * each  # of one device
-    least = 1 if logits <= _MAX_LOGITS_WHOLE else max(4, -(-logits // _MAX_LOGITS_PER_CHUNK))
-    count = next((c for c in range(least, 16 * least) if each % c == 0), 1)  # 1: a V that hardly divides
-    length = each // count
-    tables = embedding.reshape(parts, count, length, D).swapaxes(0, 1)
+    """Returns the same by chunks of the vocabulary; each device keeps its own columns of the embedding."""
+    (B, T, D), V, shards = hidden.shape, len(embedding), num_shards("V")
+    per_shard = V // shards
+    logits_per_device = B * T // num_shards("B") * per_shard
+    few = logits_per_device <= _MAX_LOGITS_WHOLE
+    least = 1 if few else max(4, -(-logits_per_device // _MAX_LOGITS_PER_CHUNK))
+    num_chunks = next((c for c in range(least, 16 * least) if per_shard % c == 0), 1)  # 1: V hardly divides
+    length = per_shard // num_chunks
+    tables = embedding.reshape(shards, num_chunks, length, D).swapaxes(0, 1)
     tables = constrain_like_param(tables, "CVvD")
-    first = jnp.arange(count) * length
-    names = jnp.arange(parts)[:, None] * each + jnp.arange(length)  # of entries, less `first`
-    rows, right, weight = hidden.reshape(-1, D), targets.reshape(-1), weights.reshape(-1)
+    firsts = jnp.arange(num_chunks) * length
+    offsets = jnp.arange(shards)[:, None] * per_shard + jnp.arange(length)[None]  # of a chunk's entries, from its first
+    rows, targets_of_rows, weights_of_rows = hidden.reshape(-1, D), targets.reshape(-1), weights.reshape(-1)
 
     def score(table, first):
         table = constrain(table.astype(hidden.dtype), "VvD")
         logits = jnp.einsum("RD,PVD->RPV", rows, table, preferred_element_type=jnp.float32)
-        return constrain(logits, "BVv"), table, right[:, None, None] == first + names
+        return constrain(logits, "BVv"), table, targets_of_rows[:, None, None] == (first + offsets)[None]
 
-    def normalise(carry, piece):
-        largest, total, picked = carry
-        logits, _, hit = score(*piece)
+    def accumulate_softmax(carry, chunk):
+        largest, total, target_logits = carry
+        logits, _, is_target = score(*chunk)
         larger = jnp.maximum(largest, logits.max(axis=(1, 2)))
         total = total * jnp.exp(largest - larger) + jnp.exp(logits - larger[:, None, None]).sum(axis=(1, 2))
-        return (larger, total, picked + jnp.where(hit, logits, 0).sum(axis=(1, 2))), None
+        return (larger, total, target_logits + jnp.where(is_target, logits, 0).sum(axis=(1, 2))), None
 
-    def pull_back(total, piece):
-        logits, table, hit = score(*piece)
-        pull = (jnp.exp(logits - normaliser[:, None, None]) - hit) * weight[:, None, None]
-        pull = constrain(pull.astype(rows.dtype), "BVv")
-        total = total + jnp.einsum("RPV,PVD->RD", pull, table, preferred_element_type=jnp.float32)
-        given = jnp.einsum("RPV,RD->PVD", pull, rows, preferred_element_type=jnp.float32)
-        return total, constrain_like_param(given, "VvD")
+    def accumulate_gradient(grad_rows, chunk):
+        logits, table, is_target = score(*chunk)
+        grad_logits = (jnp.exp(logits - logsumexp[:, None, None]) - is_target) * weights_of_rows[:, None, None]
+        grad_logits = constrain(grad_logits.astype(rows.dtype), "BVv")
+        grad_rows = grad_rows + jnp.einsum("RPV,PVD->RD", grad_logits, table, preferred_element_type=jnp.float32)
+        grad_table = jnp.einsum("RPV,RD->PVD", grad_logits, rows, preferred_element_type=jnp.float32)
+        return grad_rows, constrain_like_param(grad_table, "VvD")
 
-    zeros = jnp.zeros(rows.shape[0], jnp.float32)
-    (largest, total, picked), _ = jax.lax.scan(normalise, (zeros - jnp.inf, zeros, zeros), (tables, first))
-    normaliser = largest + jnp.log(total)
-    pulled, given = jax.lax.scan(pull_back, jnp.zeros(rows.shape, jnp.float32), (tables, first))
-    losses = (normaliser - picked).reshape(targets.shape)
-    return losses, pulled.astype(hidden.dtype).reshape(hidden.shape), given.swapaxes(0, 1).reshape(V, D)
+    zeros, chunks = jnp.zeros(rows.shape[0], jnp.float32), (tables, firsts)
+    (largest, total, target_logits), _ = jax.lax.scan(accumulate_softmax, (zeros - jnp.inf, zeros, zeros), chunks)
+    logsumexp = largest + jnp.log(total)
+    grad_rows, grad_tables = jax.lax.scan(accumulate_gradient, jnp.zeros(rows.shape, jnp.float32), chunks)
+    losses = (logsumexp - target_logits).reshape(targets.shape)
+    grad_hidden = grad_rows.astype(hidden.dtype).reshape(hidden.shape)
+    return losses, grad_hidden, grad_tables.swapaxes(0, 1).reshape(V, D)
 
 
-def _pieces_of_tokens(arrays, V: int):
-    """Arrays [B, T, ...] as [C, B, T / C, ...]: a batch that is split over devices stays split."""
+def _chunk_tokens(arrays, V: int):
+    """Reshapes arrays [B, T, ...] to [C, B, T / C, ...]: a batch that is split over devices stays split."""
     B, T = arrays[0].shape[:2]
-    most = _MAX_LOGITS_WHOLE // V * num_shards("B") // B  # tokens of a sequence
-    if most < T:
-        most = min(max(most, _ROWS_PER_CHUNK * num_shards("B") // B), T // 2)
-    length = max(t for t in range(1, T + 1) if T % t == 0 and (t == 1 or t <= most))
+    longest = _MAX_LOGITS_WHOLE // V * num_shards("B") // B  # tokens of a sequence
+    if longest < T:
+        longest = min(max(longest, _ROWS_PER_CHUNK * num_shards("B") // B), T // 2)
+    length = max(t for t in range(1, T + 1) if T % t == 0 and (t == 1 or t <= longest))
     return jax.tree.map(lambda x: x.reshape(B, T // length, length, *x.shape[2:]).swapaxes(0, 1), arrays)

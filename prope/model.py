@@ -3,8 +3,8 @@
 Axes: B batch, T query length, S key length, D embed_dim, N query heads, K key/value heads, H head_dim,
 F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs.
 
-Parameters are float32 and have the names of DeepMind's Gemma. Those of the layers are stacked on a leading L
-whether the layers are scanned or unrolled, so that a checkpoint does not depend on which it was.
+Parameters are float32 and have the names of DeepMind's Gemma. Those of the layers are stacked on a leading axis L,
+scanned or unrolled, so that checkpoints do not depend on `scan_layers`.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope.attention import attention
-from prope.config import layer_percentages
+from prope.config import layer_percentages, one_or_per_layer
 from prope.rope import mask_slow_pairs, num_rotated_pairs, rotate, rotation_table
 from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup
 
@@ -28,9 +28,9 @@ Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, K, S, H]: slot s h
 
 
 class Captured(NamedTuple):
-    """What attention is made of in one layer: queries [B, T, N, H], keys and values [B, T, K, H].
+    """Inputs of one layer's attention: queries [B, T, N, H], keys and values [B, T, K, H].
 
-    The rotated ones are as attention sees them: rotated_query rotated_key^T / sqrt(H) is what its softmax takes.
+    The softmax is of rotated_query rotated_key^T / sqrt(H).
     """
 
     query: jax.Array
@@ -40,8 +40,8 @@ class Captured(NamedTuple):
     rotated_key: jax.Array
 
 
-# What the backward pass of a layer finds kept besides its input, by config.model.remat; the rest it computes again.
-# "attention_out" is the output of attention with its softmax's normaliser: with it, attention is not run again.
+# What a layer saves for its backward pass besides its input, by config.model.remat; the rest is recomputed.
+# "attention_out" is attention's output with its logsumexp: with it, attention is not run again.
 _SAVED_RESIDUALS = {
     "minimal": ("query", "key", "value", "attention_out", "gate", "up"),
     "save_qkv": ("query", "key", "value", "attention_out"),
@@ -50,9 +50,9 @@ _SAVED_RESIDUALS = {
 
 
 def init(config: ConfigDict, key: jax.Array) -> Params:
-    """Initial parameters for `config` (a run's `config.model`): a function of it and the key, of nothing else."""
+    """Initialises the parameters for `config` (a run's `config.model`), as a function of it and the key alone."""
     tokens = jnp.zeros((1, 2), jnp.int32)
-    plain = ConfigDict(config.to_dict() | {"attention": "xla"})  # kernels want longer sequences; shapes are the same
+    plain = ConfigDict(config.to_dict() | {"attention": "xla"})  # kernels need longer sequences; shapes are the same
     return _decoder(plain).init(key, tokens, tokens)["params"]
 
 
@@ -63,16 +63,16 @@ def hidden_states(
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """The decoder's normalised output for every token, in `config.dtype`; `logits` of it are the prediction."""
+    """Runs the decoder: its normalised output for every token, in `config.dtype`, from which `logits` predicts."""
     return _decoder(config).apply({"params": params}, tokens, positions, segment_ids)[0]
 
 
 def prefill(
     config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """`hidden_states` of tokens that open their sequences, and the cache with them in its first T slots.
+    """Returns `hidden_states` of the first T tokens of each sequence, and the cache with their keys and values.
 
-    Rows may be padded on the right: no token sees what comes after it, and `decode` writes over the padding's slots.
+    Rows may be padded on the right: no token sees later ones, and `decode` overwrites the padding's slots.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return _decoder(config).apply({"params": params}, tokens, positions, None, cache)
@@ -81,24 +81,24 @@ def prefill(
 def decode(
     config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache, first: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """`hidden_states` of T more tokens, a row's first of them at its position `first`, and the cache with them in it.
+    """Returns `hidden_states` of T more tokens, from position `first` of each row on, and the cache with them.
 
-    A row sees the slots up to its own positions: what stands in later ones is of no account.
+    A token sees the slots up to its own position; later slots may hold anything.
     """
-    positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     return _decoder(config).apply({"params": params}, tokens, positions, None, cache, first)
 
 
 def empty_cache(config: ConfigDict, batch: int, length: int) -> Cache:
-    """Room for the keys and values of `length` tokens of `batch` sequences."""
+    """Allocates a cache for the keys and values of `length` tokens of `batch` sequences."""
     shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
     return {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
 
 
 def embed(config: ConfigDict, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """What enters the first layer. The table may be a part of the embedding, with tokens that count its rows."""
-    part = FrozenConfigDict(ConfigDict(config.to_dict() | {"vocab_size": table.shape[0]}))
-    return Embedder(part).apply({"params": {"input_embedding": table}}, tokens)
+    """Computes the first layer's input. The table may hold some rows of the embedding, which tokens then index."""
+    config = FrozenConfigDict(ConfigDict(config.to_dict() | {"vocab_size": table.shape[0]}))
+    return Embedder(config).apply({"params": {"input_embedding": table}}, tokens)
 
 
 def layer(
@@ -109,52 +109,56 @@ def layer(
     pairs: int | Int[Array, ""],
     rotate_fn: Callable | None = None,
 ) -> tuple[Float[Array, "B T D"], Captured]:
-    """One layer by itself, as analysis runs them: the residual stream after it, and what its attention was made of.
+    """Runs one layer, for analysis: returns the residual stream after it and its attention's inputs.
 
     Args:
-      config: as everywhere.
-      params: of this layer alone: those of "layers" without their leading axis.
-      x: the residual stream that enters.
+      config: a run's `config.model`.
+      params: of this layer: those of "layers" without their leading axis.
+      x: the residual stream before the layer.
       positions: of the tokens.
       pairs: how many of the fastest pairs this layer rotates.
-      rotate_fn: replaces `rotate_qkv`, with its arguments and results.
+      rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
     """
     table = mask_slow_pairs(rotation_table(positions, config.head_dim, config.max_wavelength), pairs)
     block = Block(FrozenConfigDict(config), rotate_fn or rotate_qkv)
-    ((x, _), _), made = block.apply({"params": params}, (x, None), None, None, table, None, None, mutable="captured")
-    return x, Captured(**made["captured"]["attn"])
+    ((x, _), _), sown = block.apply({"params": params}, (x, None), None, None, table, None, None, mutable="captured")
+    return x, Captured(**sown["captured"]["attn"])
 
 
 def final_norm(params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The normalised output of the last layer, which `logits` scores; `params` are those of "final_norm"."""
+    """Normalises the last layer's output for `logits`; `params` are those of "final_norm"."""
     return RMSNorm().apply({"params": params}, x)
 
 
 def rotate_qkv(query, key, value, table):
-    """Queries [B, T, N, H], keys and values [B, T, K, H] as attention sees them: rotated by a table [2, B, T, P]."""
+    """Rotates queries [B, T, N, H] and keys [B, T, K, H], not values, by a table [2, B, T, P]."""
     return rotate(query, table), rotate(key, table), value
 
 
 def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Scores of the next token, float32: the product with the tied embedding, in hidden's dtype."""
+    """Scores the next token, float32: a matmul with the tied embedding in hidden's dtype."""
     return jnp.einsum(
         "...D,VD->...V", hidden, embedding(params).astype(hidden.dtype), preferred_element_type=jnp.float32
     )
 
 
 def embedding(params: Params) -> Float[Array, "V D"]:
-    """The table that both embeds tokens and, transposed, scores them."""
+    """Returns the tied embedding: it embeds tokens and, transposed, scores them."""
     return params["embedder"]["input_embedding"]
 
 
+def rotated_pairs_by_layer(config: ConfigDict) -> list[int]:
+    """Returns how many pairs p-RoPE rotates in every layer, [L]."""
+    return [num_rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
+
+
 def rotated_pairs(config: ConfigDict) -> int | list[int]:
-    """How many pairs p-RoPE turns: a number, or one per layer where layers differ."""
-    pairs = [num_rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
-    return pairs if isinstance(config.rope_percentage, tuple) else pairs[0]
+    """Returns `rotated_pairs_by_layer` as commands print it: one number, where rope_percentage is one number."""
+    return one_or_per_layer(config, rotated_pairs_by_layer(config))
 
 
 def num_parameters(params: Params) -> int:
-    """The number of scalars in a tree of arrays or of their shapes."""
+    """Counts the scalars in a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
@@ -163,9 +167,9 @@ def _decoder(config: ConfigDict) -> "Decoder":
 
 
 def _fan_in(in_axes: tuple[int, ...], ndim: int) -> nn.initializers.Initializer:
-    """Truncated normal of variance 1 / (product of the sizes of the axes that the matrix is summed over)."""
-    rest = tuple(axis for axis in range(ndim) if axis not in in_axes)
-    return nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=in_axes, out_axis=rest)
+    """Makes a truncated normal of variance 1 / fan-in, the product of the sizes of the contracted axes."""
+    out_axes = tuple(axis for axis in range(ndim) if axis not in in_axes)
+    return nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=in_axes, out_axis=out_axes)
 
 
 class Decoder(nn.Module):
@@ -177,17 +181,15 @@ class Decoder(nn.Module):
     def __call__(self, tokens, positions, segment_ids=None, cache=None, first_query=None):
         cfg = self.config
         x = Embedder(cfg, name="embedder")(tokens)
-        # One table for all layers: it depends on the positions only. Where p differs, a layer leaves out some pairs.
+        # One table serves all layers. Where p differs between layers, a layer masks the pairs that it does not rotate.
         percentages = layer_percentages(cfg)
         table = rotation_table(positions, cfg.head_dim, cfg.max_wavelength, max(percentages))
-        pairs = None
-        if len(set(percentages)) > 1:
-            pairs = jnp.array(rotated_pairs(cfg), jnp.int32)
+        pairs = jnp.array(rotated_pairs_by_layer(cfg), jnp.int32) if len(set(percentages)) > 1 else None
         block = Block
         if cfg.remat != "none":
             policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_RESIDUALS[cfg.remat])
             block = nn.remat(Block, policy=policy, prevent_cse=not cfg.scan_layers)
-        # The cache is carried whole, so that a step writes its own tokens' slots and copies no others.
+        # The whole cache is carried, so that a step writes the slots of its own tokens and copies no others.
         layer = None if cache is None else jnp.arange(cfg.num_layers)
         layers = nn.scan(
             block,
@@ -202,7 +204,7 @@ class Decoder(nn.Module):
 
 
 class Embedder(nn.Module):
-    """Looks tokens up and multiplies by sqrt(D), in float32; casts last."""
+    """Looks up the embedding and multiplies by sqrt(D), in float32; casts last."""
 
     config: FrozenConfigDict
 
@@ -214,7 +216,7 @@ class Embedder(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each on a normalised copy of the residual stream and added to it."""
+    """One layer: attention and MLP, each of the normalised residual stream and added to it."""
 
     config: FrozenConfigDict
     rotate_fn: Callable = rotate_qkv
@@ -232,7 +234,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, p-RoPE on queries and keys, causal attention, and the way back to D."""
+    """Projects to queries, keys and values, applies p-RoPE, attends, and projects back to D."""
 
     config: FrozenConfigDict
     rotate_fn: Callable
@@ -246,32 +248,32 @@ class Attention(nn.Module):
         captured = {"query": query, "key": key, "value": value}
         query, key, value = self.rotate_fn(query, key, value, table)
         for name, array in (captured | {"rotated_query": query, "rotated_key": key}).items():
-            self.sow("captured", name, array, reduce_fn=lambda _, new: new)  # nothing, unless `layer` asks for it
+            self.sow("captured", name, array, reduce_fn=lambda _, new: new)  # no effect, except in `layer`
         query = checkpoint_name(constrain(query, "BTNH"), "query")
         key = checkpoint_name(constrain(key, "BTKH"), "key")
         value = checkpoint_name(constrain(value, "BTKH"), "value")
         if cache is not None:
             new = {"key": key, "value": value}
-            cache = {name: _written(cache[name], new[name], layer, first_query) for name in cache}
+            cache = {name: _write_cache(cache[name], new[name], layer, first_query) for name in cache}
             if first_query is not None:
                 key, value = (cache[name][layer].swapaxes(1, 2) for name in ("key", "value"))
-        mixed = attention(
+        out = attention(
             query, key, value, segment_ids=segment_ids, first_query=first_query, implementation=cfg.attention
         )
-        out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", mixed)
+        out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), cache
 
 
-def _written(cache, new, layer, first):
-    """The cache [L, B, K, S, H] with a layer's keys or values [B, T, K, H] in the slots from `first` [B], or from 0."""
+def _write_cache(cache, new, layer, first):
+    """Writes a layer's keys or values [B, T, K, H] into a cache [L, B, K, S, H], from slot `first` [B] or 0 on."""
     B, T = new.shape[:2]
     if first is None:
         return cache.at[layer, :, :, :T].set(new.swapaxes(1, 2))
-    return cache.at[layer, jnp.arange(B)[:, None], :, first[:, None] + jnp.arange(T)].set(new)
+    return cache.at[layer, jnp.arange(B)[:, None], :, first[:, None] + jnp.arange(T)[None]].set(new)
 
 
 class MLP(nn.Module):
-    """GeGLU: gelu(x W0) * (x W1), then back to D. The gelu is the tanh form, as in Gemma."""
+    """GeGLU: projects gelu(x W0) * (x W1) back to D. The gelu is the tanh form, as in Gemma."""
 
     config: FrozenConfigDict
 
@@ -281,30 +283,32 @@ class MLP(nn.Module):
         gating = self.param("gating_einsum", _fan_in((1,), 3), (2, D, F)).astype(x.dtype)
         linear = self.param("linear", _fan_in((0,), 2), (F, D)).astype(x.dtype)
         gating, linear = all_gather_param(gating, "CDF"), all_gather_param(linear, "FD")
-        rows = x.reshape(-1, D)  # matmuls over one axis of tokens: on a CPU the gradient is twice as fast
+        rows = x.reshape(-1, D)  # with one axis of tokens, the gradient is twice as fast on a CPU
         gate = checkpoint_name(constrain(rows @ gating[0], "BF"), "gate")
         up = checkpoint_name(constrain(rows @ gating[1], "BF"), "up")
-        return constrain(_gated(gate, up, linear).reshape(x.shape), "BTD")
+        return constrain(_geglu_out(gate, up, linear).reshape(x.shape), "BTD")
 
 
 @jax.custom_vjp
-def _gated(gate, up, linear):
-    """(gelu(gate) * up) @ linear, of rows; the gelu is the tanh form."""
-    return (nn.gelu(gate, approximate=True) * up) @ linear
+def _geglu_out(gate, up, linear):
+    """Computes (gelu(gate) * up) @ linear, whose gradient recomputes the product instead of saving it."""
+    return _geglu(gate, up) @ linear
 
 
-def _gated_backward(residuals, pull):
+def _geglu(gate, up):
+    return nn.gelu(gate, approximate=True) * up
+
+
+def _geglu_out_backward(residuals, cotangent):
     gate, up, linear = residuals
-    active = nn.gelu(gate, approximate=True) * up
-    pulled_linear = constrain_like_param(active.T @ pull, "FD")
-    pulled = constrain(pull @ linear.T, "BF")
-    # One after the other, so that `active` is gone before the two gradients that are as large come.
-    pulled, pulled_linear, gate, up = jax.lax.optimization_barrier((pulled, pulled_linear, gate, up))
-    _, back = jax.vjp(lambda gate, up: nn.gelu(gate, approximate=True) * up, gate, up)
-    return *back(pulled), pulled_linear
+    grad_linear = constrain_like_param(_geglu(gate, up).T @ cotangent, "FD")
+    grad_active = constrain(cotangent @ linear.T, "BF")
+    # In this order the product is freed before the gradients of gate and up, each as large, are computed.
+    grad_active, grad_linear, gate, up = jax.lax.optimization_barrier((grad_active, grad_linear, gate, up))
+    return *jax.vjp(_geglu, gate, up)[1](grad_active), grad_linear
 
 
-_gated.defvjp(lambda *residuals: (_gated(*residuals), residuals), _gated_backward)
+_geglu_out.defvjp(lambda *residuals: (_geglu_out(*residuals), residuals), _geglu_out_backward)
 
 
 class RMSNorm(nn.Module):
@@ -317,11 +321,11 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],))
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (normed * (1 + scale)).astype(x.dtype)
+        return (normed * jnp.expand_dims(1 + scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 class Einsum(nn.Module):
-    """A matrix `w` of `shape`, summed over its `in_axes` by an einsum."""
+    """Multiplies by a parameter `w` of `shape`, contracting its `in_axes`."""
 
     shape: tuple[int, ...]
     in_axes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""AdamW with warmup, cosine decay and clipping: the one place to change for another optimizer."""
+"""The optimizer, AdamW with warmup, cosine decay and clipping: change it here."""
 
 import jax
 import optax
@@ -6,23 +6,23 @@ from ml_collections import ConfigDict
 
 
 def learning_rate(config: ConfigDict) -> optax.Schedule:
-    """The rate of update n + 1 as a function of n = 0, 1, ...: up to the peak in warmup_steps, then a cosine.
+    """Makes the schedule: linear to the peak over warmup_steps, then cosine decay.
 
-    The first update is not wasted on a rate of 0, and update num_steps has final_learning_rate exactly.
+    It is one update ahead of Optax's: update 1 has a rate above 0, update num_steps has final_learning_rate.
     """
     c = config.optimizer
-    ramp = optax.warmup_cosine_decay_schedule(
+    schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=c.learning_rate,
         warmup_steps=c.warmup_steps,
         decay_steps=config.num_steps,  # of the whole run, warmup included
         end_value=c.final_learning_rate,
     )
-    return lambda count: ramp(count + 1)
+    return lambda count: schedule(count + 1)
 
 
 def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """The update rule: clip by the global norm, AdamW, decay on matrices only."""
+    """Makes the update rule: clips by the global norm, then AdamW with weight decay on matrices only."""
     c = config.optimizer
     return optax.chain(
         optax.clip_by_global_norm(c.clip_norm),
@@ -39,5 +39,5 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
 
 
 def is_matrix(params):
-    """True for every leaf but the norms' scales (whose stack over layers also has two axes: the name decides)."""
+    """Marks every leaf but the norms' scales, by name: stacked over layers they have two axes as well."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)

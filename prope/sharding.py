@@ -1,8 +1,8 @@
-"""Where arrays live: the mesh, and which of its axes each axis letter may be split over; hashes that ignore the layout.
+"""Where arrays live: the mesh, the mesh axes that shard each axis letter, and hashes that ignore the layout.
 
-The mesh has three axes. `data` holds replicas of the parameters: one per slice, where there are several, because
-only gradients pass between replicas. `fsdp` splits the parameters and the batch: a matrix is gathered when it is
-used. `tensor` splits heads, hidden units and vocabulary. The model names axis letters, never mesh axes.
+The mesh has three axes. `data` replicates the parameters: one replica per slice, because only gradients pass between
+replicas. `fsdp` shards the parameters and the batch: a matrix is all-gathered when it is used. `tensor` shards heads,
+hidden units and vocabulary. The model names axis letters, never mesh axes.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 _AXES = ("data", "fsdp", "tensor")
-# Of activations, and of parameters while they are used. A letter that is not here is never split.
+# Mesh axes of activations, and of parameters while they are used. Other letters are not sharded.
 _IN_USE = {"B": ("data", "fsdp"), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
-# The axes of a parameter, by a name in its path; the optimizer's moments have the same paths. C counts what is
-# stored side by side (key and value; the two gates), L layers; neither is ever split, since loops run over them.
-_PARAMETERS = {
+# Axes of a parameter, by a name in its path; the optimizer's moments have the same paths. C stacks key and value, or
+# the two gates; L stacks layers. Neither is sharded, because loops run over them.
+_PARAM_AXES = {
     "input_embedding": "VD", "q_einsum": "NDH", "kv_einsum": "CKDH", "attn_vec_einsum": "NHD",
     "gating_einsum": "CDF", "linear": "FD", "scale": "D",
 }  # fmt: skip
-_MIN_SHARD_SIZE = 2**16  # elements: below this a leaf is cheaper to keep everywhere than to gather
+_MIN_SHARD_SIZE = 2**16  # elements; smaller leaves are cheaper to replicate than to all-gather
 
 
 def make_mesh(replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None) -> Mesh:
-    """All devices as (data=replicas, fsdp=the rest, tensor); by default one replica per slice."""
+    """Arranges the devices as (data=replicas, fsdp=the rest, tensor); by default one replica per slice."""
     devices = jax.devices() if devices is None else list(devices)
     slices = num_slices(devices)
     replicas = slices if replicas is None else replicas
@@ -44,47 +44,47 @@ def make_mesh(replicas: int | None = None, tensor: int = 1, devices: Sequence | 
 
 
 def num_slices(devices: Sequence) -> int:
-    """How many slices the devices are spread over: groups that only a data-centre network joins."""
+    """Counts the slices of the devices: groups that only a data-centre network joins."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def use(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Within it, what is traced is split as the rules of this file say, over this mesh."""
+    """Makes programs that are traced within this context shard over the mesh, by the rules of this file."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def num_shards(letter: str) -> int:
-    """How many parts an axis is split into, in use, on the mesh of the surrounding `use`; 1 outside."""
+    """Counts the shards of an axis in use, on the mesh of the surrounding `use`; 1 outside."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else int(np.prod([mesh.shape[axis] for axis in _IN_USE.get(letter, ())]))
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _IN_USE.get(letter, ()))
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
-    """x, an activation, split as its axes are in use, such as "BTNH"."""
+    """Shards x as an activation with these axes, such as "BTNH"."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, axes, x.shape))
 
 
 def constrain_like_param(x: jax.Array, axes: str) -> jax.Array:
-    """x, split as a parameter with these axes is stored, such as "NDH"."""
+    """Shards x as a stored parameter with these axes is sharded, such as "NDH"."""
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _stored(mesh, axes, x.shape))
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _param_spec(mesh, axes, x.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def all_gather_param(x: jax.Array, axes: str) -> jax.Array:
-    """A stored parameter, gathered to be used; its gradient is summed and scattered in one go, never held whole."""
+    """All-gathers a stored parameter for use; its gradient is reduce-scattered, so it never exists whole."""
     return constrain(x, axes)
 
 
 all_gather_param.defvjp(
     lambda x, axes: (constrain(constrain_like_param(x, axes), axes), None),
-    lambda axes, _, pull: (constrain_like_param(pull, axes),),
+    lambda axes, _, cotangent: (constrain_like_param(cotangent, axes),),
 )
 
 
 def shard_mapped(function: Callable, axes: Sequence[str]) -> Callable:
-    """`function` of arrays with these axes, run by every device on its own part; the result is split as the first."""
+    """Wraps a function of arrays with these axes in shard_map; the result is sharded as the first array."""
 
     def run(*arrays):
         mesh = jax.sharding.get_abstract_mesh()
@@ -97,10 +97,10 @@ def shard_mapped(function: Callable, axes: Sequence[str]) -> Callable:
 
 
 def embedding_lookup(table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows) -> jax.Array:
-    """finish(table[tokens]) for a stored table [V, D], its columns over fsdp, and tokens [B, T]; elementwise `finish`.
+    """Computes finish(table[tokens]), `finish` elementwise, for a stored table [V, D] and tokens [B, T].
 
-    Every device looks up its own columns for all the tokens of its replica, and these are exchanged: the table,
-    and in the backward pass its gradient, never exist whole.
+    Every device looks up its own columns for all tokens of its replica and exchanges them, so that neither the table
+    nor its gradient ever exists whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or table.shape[-1] % mesh.shape["fsdp"] or tokens.shape[0] % num_shards("B"):
@@ -111,56 +111,53 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array, finish: Callable = lam
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch [B, ...] over data and fsdp."""
+    """Shards the rows of a batch [B, ...] over data and fsdp."""
     return NamedSharding(mesh, PartitionSpec(_IN_USE["B"]))
 
 
 def rows_of_this_process(mesh: Mesh, batch_size: int) -> list[int]:
-    """The rows of a batch that this process's devices hold, in order."""
+    """Lists the rows of a batch that this process's devices hold, in order."""
     slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
-    return sorted({row for (part,) in slices for row in range(*part.indices(batch_size))})
+    return sorted({row for (rows,) in slices for row in range(*rows.indices(batch_size))})
 
 
 def global_batch(mesh: Mesh, rows: dict[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
-    """The batch of all processes, from this process's rows of it."""
-    place = batch_sharding(mesh)
-    return {
-        name: jax.make_array_from_process_local_data(place, value, (batch_size, *value.shape[1:]))
-        for name, value in rows.items()
-    }
+    """Assembles the global batch from this process's rows of it."""
+    make = functools.partial(jax.make_array_from_process_local_data, batch_sharding(mesh))
+    return {name: make(value, (batch_size, *value.shape[1:])) for name, value in rows.items()}
 
 
 def with_shardings(shapes, mesh: Mesh):
-    """The tree of `jax.ShapeDtypeStruct` with the sharding that each leaf shall have."""
+    """Adds the sharding of every leaf to a tree of `jax.ShapeDtypeStruct`."""
     return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         state_shardings(shapes, mesh),
     )
 
 
 def state_shardings(state, mesh: Mesh):
-    """A sharding for every leaf of a tree of parameters or optimizer state, of arrays or shapes, by its path.
+    """Chooses a sharding by its path for every leaf of parameters or optimizer state, arrays or shapes.
 
-    Heads, hidden units and vocabulary are split over `tensor`, then the axis D over `fsdp`; where D does not divide,
-    the longest other axis that does. What divides by nothing is kept whole by every device, and so is what is small.
+    Heads, hidden units and vocabulary are sharded over `tensor`, and the axis D over `fsdp`; where D does not divide,
+    the longest other axis that does. Small leaves, and those with no axis that divides, are replicated.
     """
 
     def rule(path, leaf):
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        axes = next((_PARAMETERS[name] for name in names if name in _PARAMETERS), None)
+        axes = next((_PARAM_AXES[name] for name in names if name in _PARAM_AXES), None)
         if axes is None or leaf.size < _MIN_SHARD_SIZE:
             return NamedSharding(mesh, PartitionSpec())
         axes = "L" * ("layers" in names) + axes
-        return NamedSharding(mesh, _stored(mesh, axes, leaf.shape))
+        return NamedSharding(mesh, _param_spec(mesh, axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(rule, state)
 
 
-def _stored(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
-    """How a parameter that no computation is using is split: as in use, and one more axis over fsdp."""
+def _param_spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
+    """Returns the spec of a stored parameter: that of an array in use, and one more axis over fsdp."""
     spec = list(_spec(mesh, axes, shape))
-    free = [a for a, part in enumerate(spec) if (part is None or mesh.shape[part] == 1) and axes[a] not in "LC"]
+    free = [a for a, name in enumerate(spec) if (name is None or mesh.shape[name] == 1) and axes[a] not in "LC"]
     free = [a for a in free if shape[a] % mesh.shape["fsdp"] == 0]
     if free:
         spec[max(free, key=lambda a: (axes[a] == "D", shape[a]))] = "fsdp"
@@ -168,53 +165,53 @@ def _stored(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
 
 
 def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
-    """How an array in use is split: an axis that its mesh axes do not divide is not."""
-    parts = []
+    """Returns the spec of an array in use; an axis that its mesh axes do not divide is not sharded."""
+    spec = []
     for letter, size in zip(axes, shape, strict=True):
-        over = _IN_USE.get(letter, ())
-        divides = size % int(np.prod([mesh.shape[axis] for axis in over])) == 0
-        parts.append((over if len(over) > 1 else over[0]) if over and divides else None)
-    return PartitionSpec(*parts)
+        mesh_axes = _IN_USE.get(letter, ())
+        divides = size % math.prod(mesh.shape[axis] for axis in mesh_axes) == 0
+        spec.append((mesh_axes if len(mesh_axes) > 1 else mesh_axes[0]) if mesh_axes and divides else None)
+    return PartitionSpec(*spec)
 
 
 def hash_arrays(tree) -> str:
-    """A hash of a tree of arrays of 16 or 32 bits, 16 hex digits; independent of how they are sharded."""
+    """Hashes a tree of arrays of 16 or 32 bits to 16 hex digits, whatever their sharding."""
     return combine_hashes(array_hashes(tree))
 
 
 def array_hashes(tree) -> dict[str, list[int]]:
-    """Hashes of the arrays of a tree by path; of those below "layers", which are stacked, one hash per layer.
+    """Hashes the arrays of a tree, by path; each layer of those below "layers" by itself.
 
-    They are computed on the devices, which send 4 bytes per array or layer.
+    The devices compute the hashes and send 4 bytes per array or layer to the host.
     """
     leaves = jax.tree_util.tree_leaves_with_path(_hash_leaves(tree))
     return {jax.tree_util.keystr(path): np.atleast_1d(hashes).tolist() for path, hashes in leaves}
 
 
 def combine_hashes(hashes: dict[str, list[int]]) -> str:
-    """`hash_arrays` of a tree from its `array_hashes`."""
+    """Computes `hash_arrays` of a tree from its `array_hashes`."""
     text = " ".join(f"{path}={sum(layers) % 2**32}" for path, layers in hashes.items())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
-    """What a batch was, uint32 []: two runs that log the same were trained on the same."""
+    """Hashes a batch to uint32 []: runs that log equal hashes were trained on equal batches."""
     return hash_bits(jnp.stack([batch[name].astype(jnp.int32) for name in sorted(batch)], axis=-1))
 
 
 def hash_bits(leaf: jax.Array, stacked: bool = False) -> jax.Array:
-    """A hash of the bits of an array, uint32 []: a sum over its elements. If `stacked`, one per layer: uint32 [L]."""
+    """Hashes the bits of an array to uint32 [], by a sum over its elements; to [L], one per layer, if `stacked`."""
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
-    place = sum(
+    index = sum(  # of each element in the flattened array
         jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
         for axis in range(leaf.ndim)
     )
-    mixed = (bits ^ (bits >> 15)) * (place * np.uint32(2654435761) | 1)
+    mixed = (bits ^ (bits >> 15)) * (index * np.uint32(2654435761) | 1)
     return jnp.sum(mixed ^ (mixed >> 13), axis=tuple(range(stacked, leaf.ndim)), dtype=jnp.uint32)
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:
-    """`hash_bits` of a NumPy array, or of a part of one that starts at element `first`; parts add up modulo 2**32."""
+    """Computes `hash_bits` of a NumPy array, or of a chunk from element `first` on; chunks add up modulo 2**32."""
     bits, total = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}"), 0
     odd, size = 2654435761, 2**16  # elements at a time: they stay in the processor's cache
     places = np.arange(min(size, bits.size), dtype=np.uint32) * np.uint32(odd)

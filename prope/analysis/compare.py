@@ -103,9 +103,9 @@ def usage(groups: Groups) -> Picture:
         for axes, (kind, lines) in zip(figure.subplots(1, 2), means.items(), strict=True):
             for p, values in lines.items():
                 axes.plot(values, label=p, markevery=max(len(values) // 8, 1), **style[p])
-                rotated = groups[p][0]["rotated_pairs"]
-                if isinstance(rotated, int) and 0 < rotated < len(values):
-                    axes.axvline(rotated - 0.5, color=style[p]["color"], lw=1, ls=":")
+                rotated = np.unique(groups[p][0]["rotated_pairs"])
+                if len(rotated) == 1 and 0 < rotated[0] < len(values):
+                    axes.axvline(rotated[0] - 0.5, color=style[p]["color"], lw=1, ls=":")
             axes.set(xlabel="pair, fastest first", ylabel="mean norm", title=kind, ylim=(0, None))
         figure.axes[0].legend()
 

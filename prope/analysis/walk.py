@@ -12,9 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope import model
-from prope.config import layer_percentages
 from prope.loss import token_losses
-from prope.rope import num_rotated_pairs
 from prope.workdir.run import Run
 
 _TOKENS = 8192  # per batch
@@ -33,7 +31,7 @@ class Walk:
         changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
         self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
-        self.pairs = [num_rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
+        self.pairs = model.rotated_pairs_by_layer(config)
         self._run = run
         self._positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         self._batch_size = max(_TOKENS // tokens.shape[1], 1)
