@@ -59,8 +59,9 @@ def _forward(hidden, embedding, targets, weights):
 
 
 def _backward(residuals, cotangent):
-    losses, grad_hidden, grad_embedding = (x * cotangent for x in residuals)
-    return grad_hidden.astype(residuals[1].dtype), grad_embedding.astype(residuals[2].dtype), None, losses
+    losses, *gradients = residuals
+    grad_hidden, grad_embedding = ((gradient * cotangent).astype(gradient.dtype) for gradient in gradients)
+    return grad_hidden, grad_embedding, None, losses * cotangent
 
 
 weighted_loss.defvjp(_forward, _backward)

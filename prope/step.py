@@ -1,7 +1,9 @@
 """The training step as a pure function: `train` runs it, `bench` measures it, `plan` compiles it."""
 
+import functools
 import logging
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from prope import model, sharding
 from prope.attention import choose
 from prope.errors import UsageError
 from prope.loss import weighted_loss
+from prope.optimizer import make_optimizer
 from prope.sharding import hash_batch
 
 log = logging.getLogger("prope")
@@ -38,6 +41,15 @@ def init_state(config: ConfigDict, optimizer: optax.GradientTransformation) -> t
     """Initialises (params, opt_state), as a function of the config alone."""
     params = model.init(config.model, jax.random.key(config.seed))
     return params, optimizer.init(params)
+
+
+def prepare(config: ConfigDict, devices: Sequence) -> tuple:
+    """Returns (config with its attention resolved, mesh, optimizer, state as shapes with shardings) for devices."""
+    config = with_attention(config, devices[0])
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices)
+    optimizer = make_optimizer(config)
+    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    return config, mesh, optimizer, sharding.with_shardings(shapes, mesh)
 
 
 def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -10,11 +10,11 @@ import pytest
 from conftest import CONFIG, ROOT
 
 from prope.config import default_config
-from prope.cost.plan import _too_large, search
+from prope.cost.plan import _does_not_fit, search
 from prope.runtime import xla_flags
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='needs libtpu: pip install "prope[tpu]"'
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
 )
 SMALL = (
     "--config.model.head_dim=128", "--config.model.num_heads=4", "--config.model.num_kv_heads=1",
@@ -142,7 +142,7 @@ def test_without_libtpu_the_extra_is_named(plan, tmp_path):
         "u.find_spec = lambda name, *rest: None if name == 'libtpu' else found(name, *rest)\n"
     )
     outcome = plan("--topology=v5e:2x2", PYTHONPATH=str(tmp_path))
-    assert outcome.code == 2 and "pip install 'prope[tpu]'" in outcome.error
+    assert outcome.code == 2 and "pip install -e '.[tpu]'" in outcome.error
 
 
 @needs_libtpu
@@ -173,7 +173,7 @@ def test_what_cannot_be_planned_is_answered_in_one_line(plan, arguments, says):
     ],
 )  # fmt: skip
 def test_the_compiler_s_refusals_are_read(message, size):
-    assert _too_large(message)["peak_bytes_per_chip"] == size
+    assert _does_not_fit(message)["peak_bytes_per_chip"] == size
 
 
 @pytest.mark.parametrize("platform", xla_flags.PLATFORMS)
