@@ -5,6 +5,7 @@ Its docstring is the text of `--help`. It imports JAX and its room inside `main`
 Logs go to stderr; the dictionary that `main` returns is printed to stdout as the last line.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 from absl import flags
 
-from prope.config import default_config, describe_fields, flat
+from prope.config import default_config, flat
 from prope.errors import FAILED, INTERRUPTED, UNUSABLE, RunFailed, Stopped, UsageError, is_disk_full, nearest
 
 _WIDTH = 120  # columns of --help
@@ -79,7 +80,7 @@ def answer_help(define_flags: Callable[[], None], doc: str) -> None:
     text = f"{doc.strip()}\n\nFlags:\n" + _table((_spelling(flag), _meaning(flag)) for flag in own)
     if "config" in flags.FLAGS:
         text += "\n\nConfig fields, set by --config.FIELD=VALUE after --config, with the defaults of prope/config.py:\n"
-        text += _table((f"{name}={value}", comment) for name, (value, comment) in describe_fields().items())
+        text += _table((f"{name}={value}", comment) for name, (value, comment) in _describe_fields().items())
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     print(text, flush=True)
     sys.exit(0)
@@ -102,6 +103,19 @@ def _meaning(flag: flags.Flag) -> str:
     default = "none" if flag.default in (None, []) else flag.default_as_str.strip("'")
     meaning = re.sub(r"\s+", " ", flag.help)  # absl adds spaces of its own
     return f"{meaning} ({'required' if required else f'default: {default}'})"
+
+
+def _describe_fields() -> dict[str, tuple[object, str]]:
+    """Returns (default, comment in the source) of every field of `default_config`, by dotted name."""
+    values, prefixes, above, fields = flat(default_config()), {"config": ""}, "", {}
+    for line in map(str.strip, inspect.getsource(default_config).splitlines()):
+        if group := re.match(r"config\.(\w+) = (\w+) = ConfigDict", line):
+            prefixes[group[2]] = f"{group[1]}."
+        elif field := re.match(r"(\w+)\.(\w+) = [^#]*(?:# (.*))?", line):
+            name = prefixes[field[1]] + field[2]
+            fields[name] = (values[name], above + (field[3] or ""))
+        above = f"{above}{line[2:]} " if line.startswith("# ") else ""
+    return fields
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

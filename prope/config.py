@@ -5,9 +5,7 @@ identified by its config, except for the fields in `MAY_CHANGE`: they change how
 computes, and may differ when a run is resumed.
 """
 
-import inspect
 import logging
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -102,19 +100,6 @@ def default_config() -> ConfigDict:
     evaluation.batch_size = 16  # windows at a time; does not change the result
     evaluation.max_windows = placeholder(int)  # number of windows to evaluate, evenly spread; None: all
     return config.lock()
-
-
-def describe_fields() -> dict[str, tuple[object, str]]:
-    """(default, comment in the source) of every field of `default_config`, by dotted name."""
-    values, prefixes, above, fields = flat(default_config()), {"config": ""}, "", {}
-    for line in map(str.strip, inspect.getsource(default_config).splitlines()):
-        if group := re.match(r"config\.(\w+) = (\w+) = ConfigDict", line):
-            prefixes[group[2]] = f"{group[1]}."
-        elif field := re.match(r"(\w+)\.(\w+) = [^#]*(?:# (.*))?", line):
-            name = prefixes[field[1]] + field[2]
-            fields[name] = (values[name], above + (field[3] or ""))
-        above = f"{above}{line[2:]} " if line.startswith("# ") else ""
-    return fields
 
 
 def layer_percentages(model: ConfigDict) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Where arrays live: the mesh, the mesh axes that shard each axis letter, and hashes that ignore the layout.
+"""Where arrays live: the mesh, the mesh axes that shard each axis letter, and a hash that ignores both.
 
 The mesh has three axes. `data` replicates the parameters: one replica per slice, because only gradients pass between
 replicas. `fsdp` shards the parameters and the batch: a matrix is all-gathered when it is used. `tensor` shards heads,
@@ -7,7 +7,6 @@ hidden units and vocabulary. The model names axis letters, never mesh axes.
 
 import contextlib
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -174,26 +173,6 @@ def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
-def hash_arrays(tree) -> str:
-    """Hashes a tree of arrays of 16 or 32 bits to 16 hex digits, whatever their sharding."""
-    return combine_hashes(array_hashes(tree))
-
-
-def array_hashes(tree) -> dict[str, list[int]]:
-    """Hashes the arrays of a tree, by path; each layer of those below "layers" by itself.
-
-    The devices compute the hashes and send 4 bytes per array or layer to the host.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(_hash_leaves(tree))
-    return {jax.tree_util.keystr(path): np.atleast_1d(hashes).tolist() for path, hashes in leaves}
-
-
-def combine_hashes(hashes: dict[str, list[int]]) -> str:
-    """Computes `hash_arrays` of a tree from its `array_hashes`."""
-    text = " ".join(f"{path}={sum(layers) % 2**32}" for path, layers in hashes.items())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
     """Hashes a batch to uint32 []: runs that log equal hashes were trained on equal batches."""
     return hash_bits(jnp.stack([batch[name].astype(jnp.int32) for name in sorted(batch)], axis=-1))
@@ -208,23 +187,3 @@ def hash_bits(leaf: jax.Array, stacked: bool = False) -> jax.Array:
     )
     mixed = (bits ^ (bits >> 15)) * (index * np.uint32(2654435761) | 1)
     return jnp.sum(mixed ^ (mixed >> 13), axis=tuple(range(stacked, leaf.ndim)), dtype=jnp.uint32)
-
-
-def hash_on_host(array: np.ndarray, first: int = 0) -> int:
-    """Computes `hash_bits` of a NumPy array, or of a chunk from element `first` on; chunks add up modulo 2**32."""
-    bits, total = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}"), 0
-    odd, size = 2654435761, 2**16  # elements at a time: they stay in the processor's cache
-    places = np.arange(min(size, bits.size), dtype=np.uint32) * np.uint32(odd)
-    for start in range(0, bits.size, size):
-        mixed = bits[start : start + size].astype(np.uint32)
-        mixed ^= mixed >> 15
-        mixed *= (places[: mixed.size] + np.uint32((first + start) * odd % 2**32)) | 1
-        mixed ^= mixed >> 13
-        total += int(mixed.sum(dtype=np.uint64))
-    return total % 2**32
-
-
-@jax.jit
-def _hash_leaves(tree):
-    stacked = lambda path: any(getattr(key, "key", None) == "layers" for key in path)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: hash_bits(leaf, stacked(path)), tree)

@@ -46,9 +46,9 @@ from prope.optimizer import make_optimizer
 from prope.runtime.processes import broadcast_from_first, is_first, leave, raise_on_all
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
-from prope.sharding import hash_arrays
 from prope.step import compile_step, init_state, with_attention
 from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.run import check_disk, check_local, check_same, open_run, read_config, write_config
 

@@ -10,8 +10,8 @@ import numpy as np
 from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.runtime.validate import validate
-from prope.sharding import hash_arrays
 from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import write_config
 
 SIZES = {

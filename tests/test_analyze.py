@@ -21,8 +21,8 @@ from prope.data.mixture import open_windows
 from prope.data.tokenizer import BOS
 from prope.errors import UsageError
 from prope.rope import frequencies, num_rotated_pairs
-from prope.sharding import hash_arrays
 from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run, write_config
 
 H = 32

@@ -20,8 +20,8 @@ from prope.config import default_config
 from prope.cost.hlo import array_shapes
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate
-from prope.sharding import hash_arrays
 from prope.step import compile_step, init_state, make_train_step
+from prope.workdir.hashes import hash_arrays
 
 MESHES = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)]  # data, fsdp, tensor
 

@@ -17,8 +17,8 @@ from prope import command, sharding
 from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference.evaluation import make_evaluation
-from prope.sharding import hash_arrays
 from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, open_run
 
 EVERY_STEP = "--config.log_every=1"

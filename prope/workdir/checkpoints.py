@@ -21,7 +21,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from prope.errors import RunFailed, Stopped, UsageError, is_disk_full
 from prope.runtime import processes
-from prope.sharding import array_hashes, combine_hashes
+from prope.workdir.hashes import array_hashes, combine_hashes
 from prope.workdir.reader import CheckpointReader, Damaged, find_damage, first_line, list_files
 
 log = logging.getLogger("prope")

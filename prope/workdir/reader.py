@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from prope import config as config_lib
 from prope import model
 from prope.errors import UsageError
-from prope.sharding import array_hashes, combine_hashes, hash_on_host
+from prope.workdir.hashes import array_hashes, combine_hashes, hash_on_host
 
 _FILES = "files.json"  # beside the items: the size of every file, and the CRC-32 of small ones
 _SMALL = 2**16  # bytes; larger files hold arrays, which have hashes
