@@ -47,16 +47,17 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def optimization(request):
-    """Compiles without optimizations in this process, which saves most of the time, but for tests marked `optimized`.
+    """Has LLVM optimize little in this process, which halves compile times, but for tests marked `optimized`.
 
-    Commands in processes of their own are always optimized, and all is with PROPE_TESTS=optimized.
+    Compiled HLO and memory are the same. Commands in processes of their own are always optimized; PROPE_TESTS=optimized
+    optimizes all.
     """
     import jax
 
     quick = "optimized" not in (os.environ.get("PROPE_TESTS"), *(mark.name for mark in request.node.iter_markers()))
     if jax.config.read("jax_disable_most_optimizations") != quick:
         jax.config.update("jax_disable_most_optimizations", quick)
-        jax.clear_caches()  # whose keys leave it out
+        jax.clear_caches()  # their keys leave this setting out
 
 
 @pytest.fixture(scope="session")

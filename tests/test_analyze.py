@@ -81,7 +81,6 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     np.testing.assert_allclose(out, hidden, rtol=0, atol=1e-5)
 
 
-@pytest.mark.optimized
 def test_capture_costs_nothing_where_it_is_off(monkeypatch):
     config = small()
     params, tokens, positions = draw(config)

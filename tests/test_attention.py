@@ -97,7 +97,6 @@ def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_he
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.optimized
 def test_the_scores_never_exist_whole(masked):
     B, T, N = 2, 1024, 4
     q, k, v = draw(T, T, N, 2, H=8, B=B)

@@ -14,8 +14,6 @@ from conftest import ROOT
 
 from prope.cost import hlo
 
-pytestmark = pytest.mark.optimized
-
 MODULE = """
 HloModule hand, is_scheduled=true
 

@@ -83,7 +83,6 @@ def gradient(hidden, embedding, targets, weights):
     return jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))(hidden, embedding, targets, weights)
 
 
-@pytest.mark.optimized
 def test_a_large_vocabulary_is_never_scored_whole(monkeypatch):
     arrays = draw(B=2, T=512, D=8, V=1000)
 

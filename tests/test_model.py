@@ -159,7 +159,6 @@ def test_layers_may_each_have_their_p(scan_layers):
 
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
-@pytest.mark.optimized
 def test_the_table_is_made_once_however_many_layers_share_it(remat):
     """Only the table shifts integers: the compiled gradient of an unrolled model must not do it more with depth."""
 
@@ -250,7 +249,6 @@ def test_scan_and_remat_change_nothing(scan_layers, remat):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
-@pytest.mark.optimized
 def test_attention_is_run_again_only_where_nothing_is_kept():
     """Of what is compiled here only attention has exponentials: one forward, one in its gradient, one to run again."""
 

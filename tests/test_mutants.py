@@ -11,8 +11,6 @@ from conftest import ROOT
 
 import prope
 
-pytestmark = pytest.mark.optimized
-
 # What is planted: (the text in prope/rope.py, what stands there instead).
 MUTANTS = {
     "wrong denominator": (

@@ -203,7 +203,6 @@ def test_bfloat16_stays_near_its_full_forward():
         assert behind.max() < 0.1 * scores.std(), "every token is the likeliest, or level with it"
 
 
-@pytest.mark.optimized
 def test_a_step_copies_no_cache_and_holds_no_square_of_scores():
     config = FrozenConfigDict(small(num_kv_heads=2, head_dim=64))
     params = lively(config)
