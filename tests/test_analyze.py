@@ -51,8 +51,16 @@ def layers_of(config, params, tokens, positions):
 # --- Capture ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [0, 0.25, 0.75, 1, (1, 0.25, 0)])
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    ("p", "kv_heads"),
+    [
+        (0, 1), (0.75, 4), (1, 1), ((1, 0.25, 0), 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, 4), (0.25, 1), (0.25, 4), (0.75, 1), (1, 4), ((1, 0.25, 0), 1))
+        ),
+    ],
+)  # fmt: skip
 def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypatch, p, kv_heads):
     whole = default_config()
     whole.model = small(num_kv_heads=kv_heads, head_dim=H)

@@ -159,8 +159,16 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa_single_device", make)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("T", "heads", "kv_heads"), [(128, 4, 2), (256, 2, 2), (384, 2, 1)])
+@pytest.mark.parametrize(
+    ("T", "heads", "kv_heads", "masked"),
+    [
+        (128, 4, 2, True), (256, 2, 2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((128, 4, 2, False), (256, 2, 2, True), (384, 2, 1, False), (384, 2, 1, True))
+        ),
+    ],
+)  # fmt: skip
 def test_splash_equals_the_formula(interpreted, T, heads, kv_heads, masked):
     q, k, v = draw(T, T, heads, kv_heads, H=128)
     segments = documents(2, T) if masked else None

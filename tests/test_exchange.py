@@ -188,6 +188,7 @@ def test_p_is_read_from_either_field(exported, field):
     assert (config.model.rope_percentage, config.model.max_wavelength) == (1.0, 1e5)
 
 
+@pytest.mark.slow
 def test_the_commands_need_neither_torch_nor_transformers(run_command, tmp_path, sentencepiece_model):
     """Export and import as a user runs them, where an import of either would end the process; then what reads runs."""
     for name in ("torch", "transformers"):

@@ -239,8 +239,16 @@ def of_plain():
     return arguments, gradient_of(plain, *arguments)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("remat", ["none", "minimal", "save_qkv", "full"])
+@pytest.mark.parametrize(
+    ("remat", "scan_layers"),
+    [
+        ("none", True), ("minimal", False), ("save_qkv", True), ("full", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("none", False), ("minimal", True), ("save_qkv", False), ("full", True))
+        ),
+    ],
+)  # fmt: skip
 def test_scan_and_remat_change_nothing(scan_layers, remat):
     arguments, (loss, gradient) = of_plain()
     other_loss, other_gradient = gradient_of(small(scan_layers=scan_layers, remat=remat), *arguments)
@@ -279,7 +287,14 @@ def of_long_windows():
 
 
 @pytest.mark.parametrize(
-    ("remat", "scan_layers"), [("none", True), ("minimal", False), ("save_qkv", True), ("full", False)]
+    ("remat", "scan_layers"),
+    [
+        ("minimal", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("none", True), ("save_qkv", True), ("full", False))
+        ),
+    ],
 )
 def test_the_kernel_of_tpus_changes_nothing(monkeypatch, remat, scan_layers):
     run = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)

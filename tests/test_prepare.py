@@ -80,6 +80,7 @@ def corpus(tmp_path_factory):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpus, run_command):
     straight = run_command("prope.data.prepare", *corpus, f"--config.data.cache_dir={tmp_path}/straight")
     assert straight.result["documents"] == 3000 and straight.result["workers"] == 2, straight.stderr
@@ -177,6 +178,7 @@ def test_long_documents_are_tokenised_in_pieces_and_lose_nothing(tmp_path, monke
 # --- One writer at a time ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_store(tmp_path, corpus):
     command = [sys.executable, "-m", "prope.data.prepare", *corpus, f"--config.data.cache_dir={tmp_path}/cache"]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -74,7 +74,7 @@ def some_config(p=0.75, **fields):
 VARIANTS = [
     {"p": 0.0, "num_kv_heads": 1},
     pytest.param({"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"}, marks=pytest.mark.slow),
-    {"p": 0.75, "num_kv_heads": 2},
+    pytest.param({"p": 0.75, "num_kv_heads": 2}, marks=pytest.mark.slow),
     {"p": 1.0, "num_kv_heads": 4},
     pytest.param({"p": 0.0, "num_kv_heads": 4, "scan_layers": False}, marks=pytest.mark.slow),
     {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},

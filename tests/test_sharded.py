@@ -29,7 +29,9 @@ MESHES = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 
 def on_eight_devices(module: str, function: str) -> None:
     """Runs a function of these tests in a process with eight devices."""
     flags = "--xla_force_host_platform_device_count=8"
+    quick = str(jax.config.read("jax_disable_most_optimizations")).lower()  # as here
     env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = quick
     command = [sys.executable, "-c", f"import {module}; {module}.{function}()"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -218,6 +220,7 @@ def starts():
         assert max(math.prod(dims) for _, dims in array_shapes(text)) == max(shards), "something is made whole first"
 
 
+@pytest.mark.slow
 def test_parameters_are_born_split_and_the_same_on_every_mesh():
     on_eight_devices("test_sharded", "starts")
 
