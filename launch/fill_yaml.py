@@ -1,8 +1,10 @@
-"""Fills in a YAML template: python launch/fill_yaml.py TEMPLATE NAME=VALUE.. [-- COMMAND..] prints the result.
+"""Fills in a YAML template and prints the result; launch/gke_jobset.sh uses it.
 
-In a string, ${name} becomes the value's text. A string that is ${name:json} becomes the value read as JSON: a number, a
-list. `command` is the words after --. The template is parsed before, so a value cannot change its structure; `$(` in a
-word is doubled, because Kubernetes would expand it.
+    python launch/fill_yaml.py launch/gke_jobset.yaml name=N image=I -- python -m prope.train --workdir=W
+
+In a string, ${name} becomes the value's text. A string that is ${name:json} becomes the value parsed as JSON, such as a
+number or a list. `command` is the list of words after --. The template is parsed first, so a value cannot change its
+structure; `$(` in a word is doubled, because Kubernetes would expand it.
 """
 
 import json
@@ -14,10 +16,10 @@ import yaml
 
 
 def fill(node: Any, values: dict[str, str]) -> Any:
-    """The node with every ${..} replaced.
+    """Returns the node with every ${..} replaced.
 
     Raises:
-      KeyError: there is no value of that name.
+      KeyError: no value has that name.
     """
     if isinstance(node, dict):
         return {key: fill(value, values) for key, value in node.items()}
@@ -32,7 +34,14 @@ def fill(node: Any, values: dict[str, str]) -> Any:
 
 def _main(arguments: list[str]) -> None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    template, *assignments = arguments[:end]
+    if {"--help", "-h"} & set(arguments[:end]):
+        print(__doc__.strip())
+        return
+    template, *assignments = arguments[:end] or ["--"]
+    for argument in (template, *assignments):
+        if argument.startswith("-") or ("=" in argument) == (argument == template):
+            print(f"error: {argument!r}: give TEMPLATE NAME=VALUE.. -- COMMAND..; --help says more", file=sys.stderr)
+            sys.exit(2)
     values = dict(assignment.split("=", 1) for assignment in assignments)
     values["command"] = json.dumps([word.replace("$(", "$$(") for word in arguments[end + 1 :]])
     with open(template, encoding="utf-8") as file:

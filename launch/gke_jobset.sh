@@ -1,46 +1,36 @@
 #!/usr/bin/env bash
-# Runs a command on TPU slices of a GKE cluster as a JobSet:
-#   bash launch/gke_jobset.sh --name=N --image=I --type=v5p --topology=4x4x4 --claim=C [--wait] \
-#       -- python -m prope.train --config=.. --workdir=/data/N
-#   --name               of the JobSet: small letters, digits and hyphens, 40 at most
-#   --image              built and pushed by launch/image.sh; it knows its commit
-#   --type, --topology   v5e, v5p or v6e, and the shape of a slice in chips
-#   --slices=1           how many of them
-#   --claim=C | --bucket=B   what is mounted at --mount=/data: a PersistentVolumeClaim that many pods may write, or a
-#                        Cloud Storage bucket by GKE's FUSE driver
+# Runs a command on TPU slices of a GKE cluster, as a JobSet.
+#   bash launch/gke_jobset.sh --name=N --image=I --type=v5p --topology=4x4x4 --claim=C --wait -- \
+#       python -m prope.train --config=configs/gemma_2b_wiki.py --workdir=/data/N
+#   --name=N             of the JobSet: at most 40 small letters, digits and hyphens
+#   --image=I            built and pushed by launch/image.sh
+#   --type=v5p           v5e, v5p or v6e
+#   --topology=4x4x4     shape of a slice in chips
+#   --slices=1           number of slices
+#   --claim=C            PersistentVolumeClaim to mount, which many pods may write
+#   --bucket=B           or a Cloud Storage bucket to mount, by GKE's FUSE driver
+#   --mount=/data        where to mount it
 #   --service_account=default   of Kubernetes; for a bucket, one that may write to it
-#   --namespace=default  --spot   take Spot nodes
-#   --max_restarts=50    of the JobSet: a pod that ends restarts all, but for exit codes 1, 2 and 130, which end it
+#   --namespace=default  of Kubernetes
+#   --spot               use Spot nodes
+#   --max_restarts=50    of the JobSet: a pod that ends restarts all; exit codes 1, 2 and 130 end the JobSet
 #   --grace_seconds=600  between SIGTERM and SIGKILL
-#   --wait               look every --poll=30 seconds, and end as the JobSet does: 0 completed, with the last line of
-#                        process 0 on stdout; 1 failed
+#   --wait               poll until the JobSet ends. Completed: exit code 0, and the last line of process 0 on stdout;
+#                        failed: exit code 1
+#   --poll=30            seconds between polls, with --wait
 #   --dry-run            print the YAML and run nothing
-# A JobSet of that name that has ended is replaced; one that runs is left alone.
-# The cluster needs JobSet 0.7 or later; PyYAML comes with prope: run this from the environment it is installed in.
+# A JobSet of that name that has ended is replaced; a running one is left alone. The cluster needs JobSet 0.7 or later.
+# Run this in the environment where prope is installed, which has PyYAML.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name='' image='' type='' topology='' slices=1 claim='' bucket='' mount=/data service_account=default
 namespace=default spot='' max_restarts=50 grace_seconds=600 wait='' poll=30 dry_run=''
-while (($#)); do
-  case $1 in
-    --name=* | --image=* | --type=* | --topology=* | --slices=* | --claim=* | --bucket=* | --mount=* | \
-      --service_account=* | --namespace=* | --max_restarts=* | --grace_seconds=* | --poll=*)
-      flag=${1%%=*}
-      printf -v "${flag#--}" %s "${1#*=}"
-      ;;
-    --spot) spot=yes ;;
-    --wait) wait=yes ;;
-    --dry-run) dry_run=yes ;;
-    --help | -h) usage && exit ;;
-    --) shift && break ;;
-    -*) fail "$1: there is no such flag, or it needs =VALUE; --help lists them" ;;
-    *) break ;;
-  esac
-  shift
-done
-# word --flag VALUE: what Kubernetes takes for the name of a thing.
+parse_flags "name image type topology slices claim bucket mount service_account namespace max_restarts grace_seconds poll" \
+  "spot wait dry_run" "$@"
+shift "$parsed"
+# word --flag VALUE: fails if Kubernetes would not accept VALUE as a name.
 word() {
   [[ $2 =~ ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$ ]] || fail "$1=$2: must be of small letters, digits, hyphens and dots"
 }
@@ -102,7 +92,7 @@ if [[ $dry_run ]]; then
   exit
 fi
 
-# How the JobSet stands: its name and how it ended; its name alone while it runs; nothing where there is none.
+# Prints the JobSet's name and terminal state; its name alone while it runs; nothing if there is none.
 state() {
   kubectl get jobset "$name" --namespace="$namespace" --ignore-not-found \
     --output=jsonpath='{.metadata.name} {.status.terminalState}'

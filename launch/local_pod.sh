@@ -1,34 +1,25 @@
 #!/usr/bin/env bash
-# Runs a command as a pod would, on this machine: several processes that find each other, each with fake CPU devices.
-#   bash launch/local_pod.sh [--processes=2] [--devices=2] [--dry-run] -- python -m prope.train --config=.. --workdir=..
-# --processes   how many                  --devices   fake CPU devices of each
-# --dry-run     print the commands and run nothing
-# Process 0 has stdout to itself: its last line is the result. What else is said goes to stderr, each line of process i
-# behind "[i] "; before that "process i: pid P" for each. SIGTERM, SIGINT and SIGHUP are passed on to every process.
-# It waits for all of them, whichever ends first, and exits with the first of 2, 1, 130, 75, 76 that one of them exits
-# with, else with any other code that is not 0.
+# Runs a command in several processes on this machine, as on a pod, each with fake CPU devices.
+#   bash launch/local_pod.sh --processes=2 -- python -m prope.train --config=configs/quickstart.py:tiny --workdir=W
+#   --processes=2   number of processes
+#   --devices=2     fake CPU devices per process
+#   --dry-run       print the commands and run nothing
+# Only process 0 writes to stdout; its last line is the result. All other output goes to stderr: first "process i: pid P"
+# for each process, then every line of process i after "[i] ". SIGTERM, SIGINT and SIGHUP go to every process.
+# It waits for all processes and exits with the first of 2, 1, 130, 75, 76 that one of them exits with, else with any
+# other code that is not 0.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 processes=2 devices=2 dry_run=
-while (($#)); do
-  case $1 in
-    --processes=*) processes=${1#*=} ;;
-    --devices=*) devices=${1#*=} ;;
-    --dry-run) dry_run=yes ;;
-    --help | -h) usage && exit ;;
-    --) shift && break ;;
-    -*) fail "$1: there is no such flag; --help lists them" ;;
-    *) break ;;
-  esac
-  shift
-done
+parse_flags "processes devices" "dry_run" "$@"
+shift "$parsed"
 positive --processes "$processes"
 positive --devices "$devices"
 (($#)) || fail "no command: give it after --, as in: bash launch/local_pod.sh -- python -m prope.train --help"
 
-# Pods that start at the same time have different pids, so they try different ports, below those the system gives out.
+# Pods that start at the same time have different pids and so try different ports, below the ephemeral range.
 port=$((10000 + $$ % 20000))
 while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do
   port=$((10000 + (port + 7919) % 20000))
@@ -48,7 +39,7 @@ if [[ $dry_run ]]; then
   exit
 fi
 
-# prefix I: every line of stdin to stderr behind "[I] ", at once and in one write.
+# prefix I: copies every line of stdin to stderr after "[I] ", each in one write.
 prefix() {
   trap '' INT TERM HUP
   local line LC_ALL=C
@@ -89,7 +80,7 @@ for ((i = 0; i < processes; i++)); do
   exec 3>&-
   echo "process $i: pid ${pids[i]}" >&2
 done
-exec 2>/dev/null # from here on bash itself has nothing to say but which process was killed; the exit code says it
+exec 2>/dev/null # from here on bash would only report which process was killed, as the exit code does
 started=yes
 [[ -z $pending ]] || pass_on "$pending"
 
@@ -109,7 +100,7 @@ while ((${#codes[@]} < processes)); do
   done
 done
 
-# What the processes leave behind may hold their stderr open: its last lines are waited for, but not for ever.
+# Children of the processes may hold stderr open: wait for its last lines, but at most 5 s.
 for ((tries = 0; tries < 50; tries++)); do
   kill -0 "${printers[@]}" || break
   sleep 0.1

@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# Trains a small p-RoPE decoder on Python's own documentation, draws its loss curve, continues a prompt and evaluates
-# the saved checkpoint, on any laptop:
-#   bash launch/quickstart.sh [workdir]        workdir: runs/quickstart by default
-# Run again it takes up an interrupted run; remove the workdir to train anew.
+# Trains a small p-RoPE decoder on a laptop, draws its loss curve, samples from it and evaluates it.
+#   bash launch/quickstart.sh [WORKDIR]
+#   WORKDIR   directory of the run, by default runs/quickstart below the clone
+# The text is Python's own documentation. Rerun it to resume an interrupted run; remove WORKDIR to train anew.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+parse_flags "" "" "$@"
+shift "$parsed"
 workdir=${1:-runs/quickstart}
+refuse_arguments "${@:2}"
+cd "$ROOT"
 source launch/setup.sh ""
 
 python -m prope.train --config=configs/quickstart.py --workdir="$workdir"

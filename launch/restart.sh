@@ -1,29 +1,20 @@
 #!/usr/bin/env bash
-# Runs a command and starts it again until it ends for good: what launch/tpu_vm.sh leaves running on every worker.
-#   bash launch/restart.sh [--restarts=20] [--pause=10] [--folder=DIR] [--dry-run] -- python -m prope.train ..
-# --restarts    how often at most                --pause   seconds before each
-# --folder=DIR  leaves in DIR: pid, this script's; log and out, stderr and stdout of the last start; exit, the code,
-#               once it has ended. It refuses to begin where another still runs.
-# Exit codes 0, 1, 2 and 130 are final, all others start the same command again. SIGTERM and SIGINT are passed on to the
-# command, and what it then exits with is final too. It exits with the command's last code.
+# Runs a command and restarts it until its exit code is final; launch/tpu_vm.sh runs this on every worker.
+#   bash launch/restart.sh --restarts=20 -- python -m prope.train --config=configs/quickstart.py --workdir=W
+#   --restarts=20   largest number of restarts
+#   --pause=10      seconds before each restart
+#   --folder=DIR    write into DIR: pid, of this script; log and out, stderr and stdout of the last start; exit, the
+#                   final code. Refused where another restart.sh still runs with DIR.
+#   --dry-run       print the command and run nothing
+# Exit codes 0, 1, 2 and 130 are final. SIGTERM and SIGINT go to the command, and its code after them is final too.
+# It exits with the command's last code.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 restarts=20 pause=10 folder='' dry_run=
-while (($#)); do
-  case $1 in
-    --restarts=*) restarts=${1#*=} ;;
-    --pause=*) pause=${1#*=} ;;
-    --folder=*) folder=${1#*=} ;;
-    --dry-run) dry_run=yes ;;
-    --help | -h) usage && exit ;;
-    --) shift && break ;;
-    -*) fail "$1: there is no such flag; --help lists them" ;;
-    *) break ;;
-  esac
-  shift
-done
+parse_flags "restarts pause folder" "dry_run" "$@"
+shift "$parsed"
 positive --restarts "$restarts"
 [[ $pause == 0 ]] || positive --pause "$pause"
 (($#)) || fail "no command: give it after --, as in: bash launch/restart.sh -- python -m prope.train --help"

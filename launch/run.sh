@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Runs a command with the XLA flags of a platform (prope/runtime/xla_flags.py says which, and why):
-#   bash launch/run.sh v5e|v5p|v6e|gpu|cpu python -m prope.train --config=.. --workdir=..
-# Flags that you have set in LIBTPU_INIT_ARGS or XLA_FLAGS come after these, and win.
+# Runs a command with the XLA flags of a platform (prope/runtime/xla_flags.py has each with its source).
+#   bash launch/run.sh PLATFORM COMMAND..
+#   bash launch/run.sh gpu python -m prope.train --config=configs/gemma_300m_wiki.py --workdir=W
+#   PLATFORM   v5e, v5p, v6e, gpu or cpu
+# Flags that you set in LIBTPU_INIT_ARGS or XLA_FLAGS are appended and take precedence.
 set -euo pipefail
-
-platform=${1:?"a platform: v5e, v5p, v6e, gpu or cpu"}
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+parse_flags "" "" "$@"
+shift "$parsed"
+(($#)) || fail "no platform: give v5e, v5p, v6e, gpu or cpu"
+flags=$(python -m prope.runtime.xla_flags "$1")
 shift
-flags=$(python -m prope.runtime.xla_flags "$platform")
+(($#)) || fail "no command: give it after the platform"
 eval "$flags"
-exec "${@:?"the command to run"}"
+exec "$@"

@@ -1,16 +1,32 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: makes .venv beside the code, with the pinned versions, and activates it.
-#   source launch/setup.sh [extra]     extra: test, tpu, gpu or hf; none by default
-# A second call with nothing changed costs milliseconds. PYTHON names the interpreter; without it the first of
-# python3, python3.13, python3.12 and python3.11 that is new enough is taken.
+# Creates .venv in the clone, installs the pinned versions and activates it; source it from the clone's folder.
+#   source launch/setup.sh [EXTRA]
+#   EXTRA   test, tpu, gpu or hf; none by default
+# If nothing has changed a second call takes milliseconds. PYTHON names the interpreter; by default it is the first of
+# python3, python3.13, python3.12 and python3.11 that is new enough.
 
 prope_setup() {
-  local extra=$1 python wanted stamp
+  local extra=${1:-} python wanted stamp candidates
+  if [[ $extra == --help || $extra == -h ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]:-launch/setup.sh}"
+    return
+  elif (($# > 1)); then
+    echo "error: $2: unexpected argument; give one of test, tpu, gpu, hf, or nothing" >&2
+    return 2
+  elif [[ ! $extra =~ ^(test|tpu|gpu|hf|)$ ]]; then
+    echo "error: $extra: there is no such extra; give one of test, tpu, gpu, hf, or nothing" >&2
+    return 2
+  elif [[ ! -f launch/constraints.txt ]]; then
+    echo "error: $PWD: is not the folder of a clone of prope; go there, then: source launch/setup.sh" >&2
+    return 2
+  fi
   wanted="$(cat pyproject.toml launch/constraints.txt | cksum) $extra"
   stamp=".venv/installed${extra:+-$extra}"
   if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
     if [[ ! -x .venv/bin/python ]]; then
-      for python in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+      candidates=(python3 python3.13 python3.12 python3.11)
+      [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+      for python in "${candidates[@]}"; do
         if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
           break
         fi
@@ -20,15 +36,15 @@ prope_setup() {
         echo "error: no Python >= 3.11 with venv and pip found; install one, or name it: PYTHON=/path/to/python3" >&2
         return 1
       fi
-      "$python" -m venv .venv
+      "$python" -m venv .venv || return
     fi
     echo "installing the pinned versions into .venv (about a minute; once)" >&2
     PIP_CONSTRAINT=launch/constraints.txt .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-      --editable ".${extra:+[$extra]}"
+      --editable ".${extra:+[$extra]}" || return
     echo "$wanted" >"$stamp"
   fi
   # shellcheck source=/dev/null
   source .venv/bin/activate
 }
 
-prope_setup "${1:-}"
+prope_setup "$@"

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Runs one task of a Slurm step: bash launch/slurm_task.sh COMMAND..
-# srun exits with the greatest code of its tasks. For that to be the one that counts, final codes become the greatest:
-# 2, 1, 130, 75, 76 become 254, 253, 252, 251, 250, and what is greater than 249 becomes 249; launch/slurm.sbatch
-# reads them.
+# Runs one task of a Slurm step and encodes its exit code; launch/slurm.sbatch gives it to srun.
+#   bash launch/slurm_task.sh -- python -m prope.train --config=configs/quickstart.py --workdir=W
+# srun exits with the greatest code of its tasks, so the codes that take precedence become the greatest: 2, 1, 130, 75
+# and 76 become 254, 253, 252, 251 and 250, and other codes above 249 become 249. launch/slurm.sbatch decodes them.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-case ${1:-} in
-  --help | -h) usage && exit ;;
-  '') fail "no command: this is what launch/slurm.sbatch gives to srun; --help says more" ;;
-esac
+parse_flags "" "" "$@"
+shift "$parsed"
+(($#)) || fail "no command: launch/slurm.sbatch gives it to srun; --help says more"
 
 trap : TERM INT # Slurm signals the command as well; this waits for it
 code=0

@@ -1,31 +1,38 @@
 #!/usr/bin/env bash
-# A slice of TPU VMs, from nothing to a run on all its workers:
-#   bash launch/tpu_vm.sh create  --name=N --zone=Z --type=v5p-128 [--queue] [--spot] [--version=V]
+# Creates a slice of TPU VMs, installs this clone on its workers and runs a command on all of them.
+#   bash launch/tpu_vm.sh create  --name=N --zone=Z --type=v5p-128
 #   bash launch/tpu_vm.sh install --name=N --zone=Z
 #   bash launch/tpu_vm.sh run     --name=N --zone=Z --type=v5p-128 -- python -m prope.train --config=F --workdir=/data/W
 #   bash launch/tpu_vm.sh logs | status | stop | delete   --name=N --zone=Z
-# create     the slice; --queue: a queued resource, which waits until there is one; then ask with status --queue
-# install    this clone's committed tree, with its pinned versions, on every worker
-# run        the command on all workers, with the XLA flags of their kind; a lost connection does not stop it
-# logs       follows the run again; run and logs end as it does: its last line on stdout, its exit code
-# stop       asks the run to save its state and end           delete   the slice; --queue: and its place in the queue
-#   --name, --zone, --project, --type   by default $PROPE_TPU, $PROPE_TPU_ZONE, $PROPE_TPU_PROJECT, $PROPE_TPU_TYPE;
-#                        without zone or project gcloud's own defaults; types: v5litepod-N (v5e), v5p-N, v6e-N
-#   --version=V          the VM's software, by default the one for the type
-#   --allow-changes      install tracked files with changes that are not committed
-#   --mount=COMMAND      run by install on every worker, to mount what all share, such as
-#                        "sudo mkdir -p /data && sudo mount 10.0.0.2:/share /data"
-#   --restarts=20        how often a worker starts a command again that is lost or was stopped, --pause=10 s later
-#   --poll=30            seconds between looks at all workers, while a run is followed
-#   --dry-run            print the commands and run nothing
-# The workdir must be a folder that all workers see: see --mount. When one worker fails for good, run and logs stop the others; should
-# neither be connected, those give up by themselves, after --restarts times $PROPE_START_TIMEOUT (600 s here).
+#   create           creates the slice
+#   install          installs the committed files and the pinned versions on every worker
+#   run              runs the command on all workers, with the XLA flags of the type; a lost connection does not stop it
+#   logs             follows the run; like run it ends with the run's exit code and its last line on stdout
+#   status           prints the state of the slice and of the run
+#   stop             asks the run to save its state and exit
+#   delete           deletes the slice
+#   --name=N         of the slice; by default $PROPE_TPU
+#   --zone=Z         by default $PROPE_TPU_ZONE, else gcloud's own
+#   --project=P      by default $PROPE_TPU_PROJECT, else gcloud's own
+#   --type=T         v5litepod-N (v5e), v5p-N or v6e-N, as in v5p-128; by default $PROPE_TPU_TYPE
+#   --version=V      software of the VMs; by default the one for the type
+#   --queue          create, status, delete: a queued resource, which waits until a slice is free
+#   --spot           create: Spot VMs
+#   --allow-changes  install: include uncommitted changes of tracked files
+#   --mount=COMMAND  install: run on every worker to mount the folder that all share, as in
+#                    "sudo mkdir -p /data && sudo mount 10.0.0.2:/share /data"
+#   --restarts=20    run: largest number of restarts after a lost or stopped run
+#   --pause=10       run: seconds before each restart
+#   --poll=30        run, logs: seconds between polls of the workers
+#   --dry-run        print the commands and run nothing
+# The workdir must be a folder that all workers share: see --mount. When a worker fails for good, run and logs stop the
+# others; if neither is connected, these give up after --restarts times $PROPE_START_TIMEOUT, 600 s here.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name=${PROPE_TPU:-} zone=${PROPE_TPU_ZONE:-} project=${PROPE_TPU_PROJECT:-} type=${PROPE_TPU_TYPE:-}
-action=${1:-} version='' queue='' spot='' changes='' mount='' restarts=20 pause=10 dry_run='' poll=30
+action=${1:-} version='' queue='' spot='' allow_changes='' mount='' restarts=20 pause=10 dry_run='' poll=30
 actions='create, install, run, logs, status, stop, delete'
 case $action in
   --help | -h) usage && exit ;;
@@ -33,28 +40,8 @@ case $action in
   '') fail "no action: give one of $actions" ;;
   *) fail "$action: there is no such action; give one of $actions" ;;
 esac
-while (($#)); do
-  case $1 in
-    --name=*) name=${1#*=} ;;
-    --zone=*) zone=${1#*=} ;;
-    --project=*) project=${1#*=} ;;
-    --type=*) type=${1#*=} ;;
-    --version=*) version=${1#*=} ;;
-    --mount=*) mount=${1#*=} ;;
-    --restarts=*) restarts=${1#*=} ;;
-    --pause=*) pause=${1#*=} ;;
-    --poll=*) poll=${1#*=} ;;
-    --queue) queue=yes ;;
-    --spot) spot=yes ;;
-    --allow-changes) changes=yes ;;
-    --dry-run) dry_run=yes ;;
-    --help | -h) usage && exit ;;
-    --) shift && break ;;
-    -*) fail "$1: there is no such flag; --help lists them" ;;
-    *) break ;;
-  esac
-  shift
-done
+parse_flags "name zone project type version mount restarts pause poll" "queue spot allow_changes dry_run" "$@"
+shift "$parsed"
 [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
   fail "--name=$name: must be a name of small letters, digits and hyphens; give it here or in PROPE_TPU"
 positive --restarts "$restarts"
@@ -73,8 +60,8 @@ fi
 [[ $action != run || $# -gt 0 ]] || fail "no command: give it after --, as in: run -- python -m prope.train --help"
 
 place=(${zone:+"--zone=$zone"} ${project:+"--project=$project"} --quiet)
-# shown COMMAND..: runs it, or with --dry-run prints it.
-shown() {
+# execute COMMAND..: runs it, or with --dry-run prints it.
+execute() {
   if [[ $dry_run ]]; then
     quoted "$@"
   else
@@ -82,9 +69,9 @@ shown() {
   fi
 }
 cloud() {
-  shown gcloud compute tpus "$@" "${place[@]}"
+  execute gcloud compute tpus "$@" "${place[@]}"
 }
-# remote WORKER COMMAND: by ssh; WORKER is a number or all, at once.
+# remote WORKER COMMAND: runs it by ssh on one worker, or on all at once.
 remote() {
   cloud tpu-vm ssh "$name" --worker="$1" --command="$2"
 }
@@ -103,8 +90,8 @@ create() {
 install() {
   local archive tree
   archive=${TMPDIR:-/tmp}/prope-$name-$$.tar.gz
-  tree=$(committed_tree "$changes")
-  shown git -C "$ROOT" archive --format=tar.gz --output="$archive" "$tree"
+  tree=$(committed_tree "$allow_changes")
+  execute git -C "$ROOT" archive --format=tar.gz --output="$archive" "$tree"
   # The first call makes the ssh key and spreads it; all workers at once would each try to.
   remote 0 true
   if [[ ${SSH_AUTH_SOCK:-} && -z $dry_run ]]; then
@@ -113,7 +100,7 @@ install() {
   cloud tpu-vm scp "$archive" "$name:prope.tar.gz" --worker=all
   remote all "mkdir -p prope && find prope -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} + && \
 tar -xzf prope.tar.gz -C prope && $WORKER install $(commit)"
-  shown rm "$archive"
+  execute rm "$archive"
   [[ -z $mount ]] || remote all "$mount"
 }
 
@@ -123,7 +110,7 @@ run() {
   logs
 }
 
-# The log of worker 0 to stderr, until all workers have ended; then the last line of its stdout, and its exit code.
+# Copies the log of worker 0 to stderr until all workers have ended; then prints the last line of its stdout.
 logs() {
   local report='' codes=() failures=0 stopping='' tail
   if [[ $dry_run ]]; then

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# What launch/tpu_vm.sh asks of every worker of a slice; it runs there, from the installed clone:
-#   bash prope/launch/tpu_worker.sh install COMMIT                    Python where it is too old, the pinned versions
-#   bash prope/launch/tpu_worker.sh check                             fails where a run is going on
-#   bash prope/launch/tpu_worker.sh start PLATFORM RESTARTS PAUSE COMMAND..   in the background
-#   bash prope/launch/tpu_worker.sh report | follow | last | stop     one line; the log; the result; SIGTERM
-# What a run leaves is in ~/prope_run.
+# Does one step of launch/tpu_vm.sh on a worker of a slice, from the clone that is installed there.
+#   bash prope/launch/tpu_worker.sh start v5p 20 10 python -m prope.train --config=F --workdir=/data/W
+#   install COMMIT                            installs Python if it is too old, and the pinned versions
+#   check                                     fails if a run is in progress, or nothing is installed
+#   start PLATFORM RESTARTS PAUSE COMMAND..   starts the command in the background, by launch/restart.sh
+#   report                                    prints the state of the run on one line
+#   follow                                    prints the log until the run ends
+#   last                                      prints the last line of stdout
+#   stop                                      sends SIGTERM to the run
+# The files of a run are in ~/prope_run. tpu_vm.sh calls launch/tpu_worker.sh of the clone in ~/prope.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -84,8 +88,12 @@ stop() {
   fi
 }
 
+parse_flags "" "" "$@"
+shift "$parsed"
 case ${1:-} in
-  install | check | start | report | follow | last | stop) "$@" ;;
-  --help | -h) usage ;;
+  install) refuse_arguments "${@:3}" ;;
+  start) (($# > 4)) || fail "start: needs PLATFORM RESTARTS PAUSE COMMAND.." ;;
+  check | report | follow | last | stop) refuse_arguments "${@:2}" ;;
   *) fail "${1:-nothing}: there is no such action; --help lists them" ;;
 esac
+"$@"

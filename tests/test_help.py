@@ -1,0 +1,203 @@
+"""The first minute: every command and script answers --help, before anything heavy is imported, and refuses the rest."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from conftest import ROOT
+from launchers import launch, refused
+
+from prope.config import default_config, describe_fields, flat
+
+IS_COMMAND = 'if __name__ == "__main__":'
+MODULES = sorted(path for path in (ROOT / "prope").rglob("*.py") if IS_COMMAND in path.read_text())
+PROGRAMS = [*MODULES, *sorted((ROOT / "launch").glob("*.py"))]
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch"])
+SCRIPTS.remove(ROOT / "launch/common.sh")  # functions that the others source
+HEAVY = {"jax", "numpy", "scipy", "flax", "optax", "orbax", "grain", "tensorstore", "matplotlib", "torch"}
+
+# Runs a module or file as a program does, and at its end says on stderr what it has imported of HEAVY.
+WATCH = f"""
+import atexit, runpy, sys
+atexit.register(lambda: print(*sorted({HEAVY} & set(sys.modules)), file=sys.stderr))
+del sys.argv[0]
+if sys.argv[0].endswith(".py"):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def name_of(path) -> str:
+    """What follows python, or python -m, in a command line."""
+    relative = path.relative_to(ROOT)
+    return str(relative) if relative.parts[0] == "launch" else ".".join(relative.with_suffix("").parts)
+
+
+def run(*command) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+def program(path, *arguments) -> subprocess.CompletedProcess:
+    name = name_of(path)
+    return run(*([name] if name.endswith(".py") else ["-m", name]), *arguments)
+
+
+def defined_flags(path) -> dict[str, str]:
+    """What --help should say of every flag that a program defines, in parentheses."""
+    said, required = {}, set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr.startswith("DEFINE_"):
+            name, default = (eval(compile(ast.Expression(arg), "", "eval")) for arg in node.args[:2])
+            default = ",".join(default) if isinstance(default, list) else default
+            text = "none" if default in (None, "") else str(default).lower() if default is False else str(default)
+            said[name] = f"default: {text}"
+        elif node.func.attr == "mark_flags_as_required":
+            required = set(ast.literal_eval(node.args[0]))
+    return said | dict.fromkeys(required, "required")
+
+
+def test_the_lists_are_not_empty():
+    assert {"prope.train", "prope.data.inspect", "prope.runtime.xla_flags", "launch/sweep.py"} <= set(
+        map(name_of, PROGRAMS)
+    )
+    assert {"quickstart.sh", "setup.sh", "slurm.sbatch"} <= {path.name for path in SCRIPTS}
+    assert len(defined_flags(ROOT / "prope/sample.py")) == 9
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
+def test_every_program_answers_help_at_once(path):
+    done = program(path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *rest = done.stdout.splitlines()
+    assert re.fullmatch(r"[A-Z]\w+s, .*|[A-Z]\w+s .*", first) and first.endswith((".", ":")) or first[-1] in ".:", first
+    name = name_of(path)
+    example = re.escape(f"python {name}" if name.endswith(".py") else f"python -m {name}")
+    assert any(re.match(rf"    {example}\b", line) for line in rest), "there is no example"
+    text = re.sub(r"\s+", " ", done.stdout)
+    for flag, said in defined_flags(path).items():
+        assert re.search(rf" --(\[no\])?{flag} (?:(?! --).)*\({re.escape(said)}\)", text), f"--{flag}: {said}"
+    short = run("-c", WATCH, name, "-h")
+    assert (short.returncode, short.stderr) == (0, "\n"), "something heavy is imported first"
+    assert short.stdout == done.stdout
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
+def test_every_program_refuses_what_it_does_not_know(path):
+    for stray in ("--frobnicate", "stray"):
+        done = program(path, stray)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
+
+
+def test_help_into_a_pipe_that_closes_ends_quietly():
+    command = f"{sys.executable} -m prope.train --help | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "Trains a p-RoPE decoder, or resumes a run.\n" and not done.stderr
+
+
+def test_help_lists_every_config_field_with_default_and_meaning():
+    described = describe_fields()
+    assert {name: default for name, (default, _) in described.items()} == flat(default_config())
+    text = program(ROOT / "prope/train.py", "-h").stdout
+    for name, (default, meaning) in described.items():
+        assert len(meaning) > 5, f"{name} has no comment in prope/config.py"
+        assert re.search(rf"^  {re.escape(f'{name}={default}')}\s+{re.escape(meaning[:30])}", text, re.MULTILINE), name
+    assert "attention) | full" in re.sub(r"\s+", " ", text), "a comment of two lines is whole"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_answers_help(path):
+    done = launch(path.name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.match(r"[A-Z].*[.;]$", done.stdout.splitlines()[0])
+    assert re.search(rf"^  .*launch/{path.name}", done.stdout, re.MULTILINE), "there is no example"
+    assert not re.search(r"^#", done.stdout, re.MULTILINE)
+    code = path.read_text()
+    for values, switches in re.findall(r'parse_flags "([a-z_ ]*)" (?:\\\n\s*)?"([a-z_ ]*)"', code):
+        for name in values.split():
+            default = re.search(rf"(?<![\w-]){name}=([\w/]*)", code[code.index("\nset -e") :])[1]
+            assert re.search(rf"--{name}={default or '[A-Za-z0-9]'}", done.stdout), f"--{name}={default}"
+        for name in switches.split():
+            assert f"--{name.replace('_', '-')} " in done.stdout, name
+    short = launch(path.name, "-h")
+    assert (short.returncode, short.stdout, short.stderr) == (0, done.stdout, "")
+
+
+NEEDED = {"tpu_vm.sh": ["status"]}  # what comes before a flag
+
+
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if path.name != "test.sh"], ids=lambda path: path.name)
+def test_every_script_refuses_what_it_does_not_know(path):
+    assert "--frobnicate" in refused(launch(path.name, *NEEDED.get(path.name, []), "--frobnicate"))
+    assert "--frobnicate=1" in refused(launch(path.name, *NEEDED.get(path.name, []), "--frobnicate=1"))
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "named"),
+    [
+        ("quickstart.sh", ["runs/a", "runs/b"], "runs/b: unexpected argument"),
+        ("setup.sh", ["gpus"], "gpus: there is no such extra"),
+        ("setup.sh", ["gpu", "test"], "test: unexpected argument"),
+        ("image.sh", ["--image=a", "b"], "b: unexpected argument"),
+        ("tpu_vm.sh", ["status", "--name=a", "b"], "b: status takes no command"),
+        ("tpu_worker.sh", ["report", "b"], "b: unexpected argument"),
+        ("tpu_worker.sh", ["start", "v5p", "20", "10"], "needs PLATFORM RESTARTS PAUSE COMMAND"),
+        ("run.sh", [], "no platform"),
+        ("run.sh", ["tpu9", "true"], "v5e, v5p, v6e, gpu, cpu; got tpu9"),
+        ("run.sh", ["cpu"], "no command"),
+        ("local_pod.sh", ["--processes", "3", "--", "true"], "--processes: needs a value: --processes=VALUE"),
+        ("local_pod.sh", ["--dry-run=yes", "--", "true"], "--dry-run=yes: takes no value"),
+        ("slurm_task.sh", [], "no command"),
+    ],
+)
+def test_surplus_and_missing_words_are_refused(script, arguments, named):
+    assert named in refused(launch(script, *arguments))
+
+
+def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = re.search(r"\^\(([a-z|]*)\)\$", (ROOT / "launch/setup.sh").read_text())[1].split("|")
+    assert sorted(filter(None, allowed)) == sorted(project["optional-dependencies"])
+    command = ["bash", ROOT / "launch/setup.sh"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "is not the folder of a clone of prope" in refused(done) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "says"),
+    [
+        ("train", ["--num_steps=5"], "--num_steps: there is no such flag (did you mean --config.num_steps?)"),
+        ("train", ["--rope_percentage=1"], "(did you mean --config.model.rope_percentage?)"),
+        ("train", ["--model.head_dim=8"], "(did you mean --config.model.head_dim?)"),
+        ("train", ["--wrokdir=W"], "--wrokdir: there is no such flag (did you mean --workdir?)"),
+        ("train", [], "--config: must be given"),
+        ("train", ["--config.seed=1", "--config={c}"], "--config.FIELD=VALUE: must come after --config=FILE"),
+        ("train", ["--config", "none.py"], "--config=none.py: there is no such file"),
+        ("evaluate", ["--workdir=W", "--config.seed=1"], "--config.seed: there is no such flag"),
+        ("evaluate", ["--num_steps=5"], "--num_steps: there is no such flag; --help lists the flags"),
+        ("sample", ["--workdir=W", "--top_k=few"], "--top_k=few: must be an integer"),
+        ("sample", ["--workdir=W", "--temperature=hot"], "--temperature=hot: must be a number"),
+        ("report", [], "give either --workdir, the directory of a run, or --sweep"),
+    ],
+)
+def test_a_wrong_flag_is_answered_with_the_right_one(module, arguments, says):
+    done = program(ROOT / f"prope/{module}.py", *(a.format(c=ROOT / "configs/quickstart.py") for a in arguments))
+    assert done.returncode == 2 and not done.stdout
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr) and says in done.stderr, done.stderr
+
+
+def test_training_imports_only_what_it_uses():
+    code = "import prope.train, sys; print(*sys.modules)"
+    loaded = run("-c", code).stdout.split()
+    assert "jax" in loaded and "orbax.checkpoint" in loaded
+    for name in ("torch", "tensorboard", "tensorboardX", "tensorflow_datasets", "matplotlib", "scipy", "jinja2"):
+        assert name not in loaded
+    assert not [name for name in loaded if name.startswith("google.cloud.")]
