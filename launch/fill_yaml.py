@@ -8,6 +8,7 @@ structure; `$(` in a word is doubled, because Kubernetes would expand it.
 """
 
 import json
+import os
 import re
 import sys
 from typing import Any
@@ -37,11 +38,11 @@ def _main(arguments: list[str]) -> None:
     if {"--help", "-h"} & set(arguments[:end]):
         print(__doc__.strip())
         return
-    template, *assignments = arguments[:end] or ["--"]
-    for argument in (template, *assignments):
-        if argument.startswith("-") or ("=" in argument) == (argument == template):
-            print(f"error: {argument!r}: give TEMPLATE NAME=VALUE.. -- COMMAND..; --help says more", file=sys.stderr)
-            sys.exit(2)
+    template, *assignments = arguments[:end] or [""]
+    wrong = [argument for argument in assignments if not re.match(r"\w+=", argument)]
+    if wrong or not os.path.isfile(template):
+        print(f"error: {[*wrong, template][0]!r}: give TEMPLATE NAME=VALUE.. -- COMMAND..", file=sys.stderr)
+        sys.exit(2)
     values = dict(assignment.split("=", 1) for assignment in assignments)
     values["command"] = json.dumps([word.replace("$(", "$$(") for word in arguments[end + 1 :]])
     with open(template, encoding="utf-8") as file:

@@ -1,7 +1,9 @@
 """Draws the loss curve of a run, or writes the HTML page of a sweep.
 
-python -m prope.report --workdir=runs/quickstart     # runs/quickstart/loss.png
-python -m prope.report --sweep=runs/sweep            # runs/sweep/report/index.html, and its pictures as PNG
+    python -m prope.report --workdir=runs/quickstart
+    python -m prope.report --sweep=runs/sweep
+
+The first writes W/loss.png, the second DIR/report/index.html, which needs no network, and its pictures as PNG.
 """
 
 import pathlib

@@ -150,7 +150,7 @@ def make_clone(tmp_path) -> tuple[pathlib.Path, str]:
     """A small clone of this project with one commit, and its hash."""
     root = tmp_path / "clone"
     shutil.copytree(ROOT / "launch", root / "launch")
-    (root / "prope").mkdir()
+    (root / "prope/runtime").mkdir(parents=True)
     for name in ("prope/__init__.py", "prope/rope.py", "prope/runtime/xla_flags.py", "pyproject.toml"):
         shutil.copy(ROOT / name, root / name)
     (root / "prope/__init__.py").write_text("")
