@@ -32,7 +32,7 @@ REMAT = ("none", "minimal", "save_qkv", "full")
 
 
 def default_config() -> ConfigDict:
-    """A complete, locked config: the fields' types and, where a field has no neutral value, a small model's."""
+    """Makes a complete, locked config, with the values of a small model."""
     config = ConfigDict()
     config.batch_size = 16  # sequences per optimizer step, over all devices
     config.accumulation = 1  # microbatches per batch, computed one after the other to save memory
@@ -103,7 +103,7 @@ def default_config() -> ConfigDict:
 
 
 def layer_percentages(model: ConfigDict) -> tuple[float, ...]:
-    """rope_percentage of every layer, from a run's `config.model`, which may give one number for all."""
+    """Returns rope_percentage of every layer, [L]; `config.model` holds one number, or one per layer."""
     p = model.rope_percentage
     return (p,) * model.num_layers if isinstance(p, int | float) else tuple(p)
 
@@ -114,13 +114,13 @@ def one_or_per_layer(model: ConfigDict, values: Sequence) -> float | int | list:
 
 
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:
-    """Gives every layer its own rope_percentage; the field's declared type is one number."""
+    """Sets rope_percentage to one value per layer, although the field's type is one number."""
     with config.model.ignore_type():
         config.model.rope_percentage = tuple(map(float, percentages))
 
 
 def sized(config: ConfigDict, size: str) -> ConfigDict:
-    """The config as it is for size "full"; for "tiny", one that any laptop trains in seconds.
+    """Returns the config for size "full"; for "tiny", one that any laptop trains in seconds.
 
     `--config=FILE.py:tiny` keeps p, the kind of attention and the optimizer, and cuts sizes and lengths. It needs no
     files: python_docs replaces a dataset, and byte a tokenizer, until the command line gives one.
@@ -181,7 +181,7 @@ def _embed_data(config: ConfigDict) -> None:
 
 
 def flat(config: ConfigDict) -> dict:
-    """The config's fields by dotted name, {"model.num_layers": 4, ...}."""
+    """Flattens the config to its fields by dotted name, {"model.num_layers": 4, ...}."""
     fields = {}
     for name, value in config.to_dict().items():
         if isinstance(value, dict):
@@ -192,30 +192,27 @@ def flat(config: ConfigDict) -> dict:
 
 
 def from_dict(values: dict) -> ConfigDict:
-    """The config that a run has written; fields that it did not know yet take their defaults.
+    """Reads a config that a run has saved; fields that are newer than the run take their defaults.
 
     Raises:
       UsageError: a field that this version of prope does not know, or a value of another type.
     """
     config = default_config()
-    given = flat(ConfigDict(values))
-    known = flat(config)
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                f"the saved config has a field that this version does not know: {name}{nearest(name, known)}"
-            )
+    saved, known = flat(ConfigDict(values)), flat(config)
+    if unknown := [name for name in saved if name not in known]:
+        hint = nearest(unknown[0], known)
+        raise UsageError(f"the saved config has a field that this version does not know: {unknown[0]}{hint}")
     try:
-        if isinstance(given.get("model.rope_percentage"), list | tuple):
-            set_layer_percentages(config, given.pop("model.rope_percentage"))
-        config.update_from_flattened_dict(given)
+        if isinstance(saved.get("model.rope_percentage"), list | tuple):
+            set_layer_percentages(config, saved.pop("model.rope_percentage"))
+        config.update_from_flattened_dict(saved)
     except (TypeError, ValueError) as error:
         raise UsageError(f"the saved config cannot be read: {error}") from None
     return config
 
 
 def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
-    """'model.rope_percentage: 0.25, not 0.75' for every field that makes two configs different runs."""
+    """Lists the fields that make two configs different runs, as 'model.rope_percentage: 0.25, not 0.75'."""
     ours, theirs = flat(config), flat(other)
     for fields in (ours, theirs):  # as data.data_dir may change, so may those in a mixture
         fields["data.mixture"] = [{k: v for k, v in e.items() if k != "data_dir"} for e in fields["data.mixture"]]
@@ -227,9 +224,8 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
 
 
 def override_dataset(data: ConfigDict, dataset: str | None, data_dir: str | None) -> None:
-    """Makes a run's `config.data` name another dataset, as a plain one, or another place; None changes nothing."""
+    """Replaces the dataset or the data_dir in a run's `config.data`; None changes nothing."""
     if dataset is not None:
-        plain = {"mixture": (), "template": "", "loss_on": "all"}
-        data.update({"dataset": dataset, "data_dir": "", **plain})
+        data.update({"dataset": dataset, "data_dir": "", "mixture": (), "template": "", "loss_on": "all"})
     if data_dir is not None:
         data.data_dir = data_dir

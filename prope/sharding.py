@@ -1,4 +1,4 @@
-"""Where arrays live: the mesh, the mesh axes that shard each axis letter, and a hash that ignores both.
+"""Where arrays live: the mesh, the mesh axes that shard each axis letter, and hashes that do not depend on them.
 
 The mesh has three axes. `data` replicates the parameters: one replica per slice, because only gradients pass between
 replicas. `fsdp` shards the parameters and the batch: a matrix is all-gathered when it is used. `tensor` shards heads,

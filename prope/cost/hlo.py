@@ -1,6 +1,6 @@
-"""Collectives, memory traffic and shapes, read off the text of a compiled module: `compiled.as_text()`.
+"""Counts collectives and memory traffic in the text of a compiled module, `compiled.as_text()`.
 
-A loop counts as often as it runs; one whose length the text does not give is an error. No device is touched.
+A loop counts as often as it runs; a loop of unknown length is an error. No device is touched.
 """
 
 import dataclasses
@@ -21,36 +21,32 @@ _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", 
 
 
 def collectives(text: str) -> dict[str, dict[str, int]]:
-    """{"all-gather": {"count", "bytes"}, ..}: the collectives that one chip runs in one step, by kind.
+    """Counts the collectives that one chip runs in one step, {"all-gather": {"count", "bytes"}, ..}.
 
-    Args:
-      text: of a compiled module, `compiled.as_text()`. Each run of a loop counts, a start and its done once.
-
-    Returns:
-      bytes: of the operand or the result on one chip, whichever is larger, twice that for an all-reduce: what a ring
-      of n chips takes through each of them, but for a factor (n - 1) / n; for an all-to-all, no less than that.
+    "bytes" is the larger of operand and result on one chip, doubled for an all-reduce: the traffic of each chip of a
+    ring of n, without the factor (n - 1) / n; for an all-to-all, an upper bound. A start and its done count once.
 
     Raises:
-      ValueError: a loop whose length the text does not give; it is named.
+      ValueError: a loop whose length the text does not give; the error names it.
     """
-    found = _per_step(text, _collectives_in)
-    kinds = sorted(kind for kind, what in found if what == "count")
-    return {kind: {what: found[kind, what] for what in ("count", "bytes")} for kind in kinds}
+    counts = _per_step(text, _collectives_in)
+    kinds = sorted({kind for kind, _ in counts})
+    return {kind: {key: counts[kind, key] for key in ("count", "bytes")} for kind in kinds}
 
 
 def hbm_bytes(text: str) -> int:
-    """An estimate of the bytes that one chip reads from and writes to its HBM in one step; raises as `collectives`.
+    """Estimates the bytes that one chip reads from and writes to its HBM in one step; raises as `collectives`.
 
-    Every instruction and every fusion reads its operands and writes its result once. Slices count what is sliced,
-    updates in place what is updated, arrays in VMEM nothing. Padding, and what a kernel reads again, are not seen.
+    Every instruction and fusion reads its operands and writes its result once. Slices count the slice, updates in
+    place the update, arrays in VMEM nothing. Padding and repeated reads of a kernel are not counted.
     """
     return _per_step(text, _hbm_in)["bytes"]
 
 
 def array_shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
-    """(dtype, dims) of every array of a compiled module, those that exist only inside a fusion included."""
-    instructions = [x for computation in _read(text).values() for x in computation.instructions.values()]
-    return {(array.dtype, array.dims) for x in instructions for array in x.arrays}
+    """Lists (dtype, dims) of all arrays of a compiled module, those inside fusions included."""
+    computations = _read(text).values()
+    return {(a.dtype, a.dims) for c in computations for x in c.instructions.values() for a in x.arrays}
 
 
 class _Array(NamedTuple):
@@ -69,8 +65,8 @@ class _Instruction(NamedTuple):
     attributes: str
 
     def attribute(self, key: str) -> str | None:
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return found and found[1]
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match and match[1]
 
     @property
     def bytes(self) -> int:
@@ -82,13 +78,13 @@ class _Instruction(NamedTuple):
 
     @property
     def free(self) -> bool:
-        """Whether it moves no data by itself."""
+        """Tells whether it moves no data by itself."""
         free_call = self.opcode == "custom-call" and any(name in self.attributes for name in _FREE_CALLS)
         return free_call or self.opcode.removesuffix("-done") in _FREE
 
     @property
     def chained(self) -> bool:
-        """Whether it is a collective that a TPU runs beside the fusions in which its text stands."""
+        """Tells whether it is a collective that a TPU runs concurrently with the fusions that contain its text."""
         return "chain_id=" in self.attributes
 
 
@@ -101,14 +97,14 @@ class _Computation:
         return [x for x in self.instructions.values() if name in x.operands]
 
     def operands(self, x: _Instruction) -> list[_Instruction]:
-        """What x reads; for the done of a start, what the start reads."""
-        found = [self.instructions[name] for name in x.operands if name in self.instructions]
-        started = x.opcode.endswith("-done") and found and found[0].opcode.endswith("-start")
-        return self.operands(found[0]) if started else found
+        """Returns what x reads; for the done of a start, what the start reads."""
+        operands = [self.instructions[name] for name in x.operands if name in self.instructions]
+        started = x.opcode.endswith("-done") and operands and operands[0].opcode.endswith("-start")
+        return self.operands(operands[0]) if started else operands
 
 
 def _arrays(text: str) -> tuple[_Array, ...]:
-    """The arrays of a type such as (bf16[8,128]{1,0:T(8,128)S(1)}, u32[])."""
+    """Parses the arrays of a type such as (bf16[8,128]{1,0:T(8,128)S(1)}, u32[])."""
     arrays = []
     for dtype, sizes, space in re.findall(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?", text):
         dims = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
@@ -119,16 +115,16 @@ def _arrays(text: str) -> tuple[_Array, ...]:
 
 @functools.lru_cache(2)
 def _read(text: str) -> dict[str, _Computation]:
-    """The computations of a module by name; "ENTRY" is the one that runs."""
+    """Parses the computations of a module, by name; "ENTRY" is the one that runs."""
     module = {}
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             module["ENTRY" if header[1] else header[2]] = computation = _Computation()
-        elif parts := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*))?$", line):
-            operands = tuple(re.findall(r"%([\w.\-]+)", parts[5]))
-            x = _Instruction(parts[2], _arrays(parts[3]), parts[4], operands, parts[5], parts[6] or "")
-            computation.instructions[x.name] = x
-            computation.root = x if parts[1] else computation.root
+        elif match := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*))?$", line):
+            root, name, types, opcode, inside, attributes = match.groups(default="")
+            operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+            computation.instructions[name] = _Instruction(name, _arrays(types), opcode, operands, inside, attributes)
+            computation.root = computation.instructions[name] if root else computation.root
     if "ENTRY" not in module:
         raise ValueError("not the text of a compiled module: it has no ENTRY")
     return module
@@ -140,7 +136,7 @@ def _per_step(text: str, count: Callable) -> Counter:
 
 
 def _total(module: dict, computation: _Computation, count: Callable) -> Counter:
-    """The sum of count(module, computation) over a computation and those it runs; of branches, the largest."""
+    """Sums count(module, computation) over a computation and those it runs; of branches, takes the largest."""
     total = Counter(count(module, computation))
     for x in computation.instructions.values():
         if x.opcode == "while":
@@ -156,9 +152,9 @@ def _total(module: dict, computation: _Computation, count: Callable) -> Counter:
 
 
 def _trips(module: dict, outside: _Computation, loop: _Instruction) -> int:
-    """How often a loop runs: as the compiler notes it or, as for TPUs it does not, from start, step and condition."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-        return int(known[1])
+    """Returns how often a loop runs: the compiler's note or, on TPUs, derived from start, step and condition."""
+    if note := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(note[1])
     body, condition = module[loop.attribute("body")], module[loop.attribute("condition")]
     first, test, inputs = outside.instructions[loop.operands[0]], condition.root, ()
     if test.opcode == "fusion":
@@ -177,7 +173,7 @@ def _trips(module: dict, outside: _Computation, loop: _Instruction) -> int:
 
 
 def _affine(module: dict, computation: _Computation, name: str, inputs=()) -> tuple[int | None, int] | None:
-    """A scalar as (i, c), element i of the loop's state plus c, or (None, c), the constant c; else None."""
+    """Resolves a scalar to (i, c), element i of the loop's state plus c, or to (None, c), a constant; else None."""
     x = computation.instructions[name]
     if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.inside):
         return None, int(x.inside)
@@ -199,17 +195,17 @@ def _affine(module: dict, computation: _Computation, name: str, inputs=()) -> tu
 
 
 def _collectives_in(module: dict, computation: _Computation) -> Counter:
-    found = Counter()
+    counts = Counter()
     for x in computation.instructions.values():
         kind = x.opcode.removesuffix("-done")
         if x.opcode == "fusion":
-            found.update(_collectives_in(module, module[x.attribute("calls")]))
+            counts.update(_collectives_in(module, module[x.attribute("calls")]))
         elif kind in _COLLECTIVES:
             starts = any("AsyncCollectiveStart" in user.attributes for user in computation.users(x.name))
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
-                found.update({(kind, "count"): 1, (kind, "bytes"): size * (2 if kind == "all-reduce" else 1)})
-    return found
+                counts.update({(kind, "count"): 1, (kind, "bytes"): size * (2 if kind == "all-reduce" else 1)})
+    return counts
 
 
 def _hbm_in(module: dict, computation: _Computation) -> Counter:
@@ -218,8 +214,8 @@ def _hbm_in(module: dict, computation: _Computation) -> Counter:
         opcode, operands = x.opcode.removesuffix("-done"), computation.operands(x)
         if opcode == "fusion":
             body = module[x.attribute("calls")]
-            total += sum(_read_by(module, body, i, operand.hbm) for i, operand in enumerate(operands))
-            total += _written(module, body, body.root)
+            total += sum(_bytes_read(module, body, i, operand.hbm) for i, operand in enumerate(operands))
+            total += _bytes_written(module, body, body.root)
         elif opcode in _SLICES:
             total += (x.bytes if operands[0].hbm else 0) + x.hbm
         elif opcode in _UPDATES:
@@ -230,11 +226,11 @@ def _hbm_in(module: dict, computation: _Computation) -> Counter:
     return Counter(bytes=total)
 
 
-def _read_by(module: dict, body: _Computation, i: int, whole: int) -> int:
-    """Bytes that a fusion reads of its operand i, which has `whole` bytes in HBM."""
+def _bytes_read(module: dict, body: _Computation, i: int, size: int) -> int:
+    """Counts the bytes that a fusion reads of its operand i, which has `size` bytes in HBM."""
     names = [x.name for x in body.instructions.values() if x.opcode == "parameter" and x.inside == str(i)]
     total = 0
-    for name in names:  # the operand, and what is a view of it
+    for name in names:  # the operand and its views
         for x in body.users(name):
             if x.opcode in _SLICES and x.operands[0] == name:
                 total += x.bytes
@@ -242,22 +238,22 @@ def _read_by(module: dict, body: _Computation, i: int, whole: int) -> int:
                 names.append(x.name)
             elif x.opcode == "fusion":
                 inner = module[x.attribute("calls")]
-                total += sum(_read_by(module, inner, j, whole) for j, used in enumerate(x.operands) if used == name)
+                total += sum(_bytes_read(module, inner, j, size) for j, used in enumerate(x.operands) if used == name)
             elif not (x.free or x.chained or (x.opcode in _UPDATES and x.operands.index(name) == 0)):
-                return whole
-    return min(whole, total)
+                return size
+    return min(size, total)
 
 
-def _written(module: dict, body: _Computation, x: _Instruction) -> int:
-    """Bytes of HBM that a fusion with the result x writes."""
+def _bytes_written(module: dict, body: _Computation, x: _Instruction) -> int:
+    """Counts the bytes of HBM that a fusion with the result x writes."""
     operands = body.operands(x)
     if x.opcode == "tuple":
-        return sum(_written(module, body, operand) for operand in operands)
+        return sum(_bytes_written(module, body, operand) for operand in operands)
     if x.opcode == "fusion":
         inner = module[x.attribute("calls")]
-        return _written(module, inner, inner.root)
+        return _bytes_written(module, inner, inner.root)
     if x.opcode == "bitcast" and x.hbm:
-        return _written(module, body, operands[0])
+        return _bytes_written(module, body, operands[0])
     if x.opcode in _UPDATES and x.hbm:
         return operands[1 if x.opcode == "dynamic-update-slice" else -1].bytes
     return 0 if x.free or x.chained else x.hbm
