@@ -1,0 +1,304 @@
+"""A flipped byte anywhere in a run's files is refused, or changes nothing: for every way to read a checkpoint."""
+
+import contextlib
+import functools
+import importlib
+import json
+import re
+import shutil
+import types
+
+import jax
+import numpy as np
+import pytest
+from exchange import make_run, same
+from test_analyze import asked
+from test_data import articles
+
+from prope import sharding
+from prope.analysis import analysis
+from prope.errors import UsageError
+from prope.hf import exporter, importer
+from prope.inference import evaluation, generation
+from prope.optimizer import make_optimizer
+from prope.step import init_state
+from prope.train import data_state, start_or_resume
+from prope.workdir import reader as readers
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.hashes import array_hashes, hash_arrays, hash_on_host
+from prope.workdir.run import Run, open_run, read_config, write_config
+
+ITEMS = {
+    item: [
+        f"checkpoints/20/{item}/{name}"
+        for name in (
+            "_METADATA", "_sharding", "array_metadatas/process_0", "manifest.ocdbt", "d/*",
+            "ocdbt.process_0/manifest.ocdbt", "ocdbt.process_0/d/*",
+        )
+    ]
+    for item in ("params", "opt_state")
+}  # fmt: skip
+WINDOWS = types.SimpleNamespace(store=types.SimpleNamespace(fingerprint="0" * 16))
+JSON = [f"checkpoints/20/{name}" for name in ("config/metadata", "data/metadata", "files.json")]
+KINDS = [*ITEMS["params"], *ITEMS["opt_state"], *JSON, "config.json"]
+# Orbax writes these when all is saved, and nothing reads them back.
+UNREAD = ["_CHECKPOINT_METADATA", "commit_success.txt", "*/commit_success.txt"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run saved at 10 and 20 as training saves it; every test leaves it as it was."""
+    base = tmp_path_factory.mktemp("damage")
+    (base / "text").mkdir()
+    (base / "text" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in articles(30)))
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    config.data.update({"dataset": "files", "data_dir": str(base / "text"), "cache_dir": str(base / "cache")})
+    config.data.update({"seq_len": 32, "validation_fraction": 0.3})
+    (base / "run").mkdir()
+    write_config(base / "run", config)
+    params, opt_state = jax.jit(functools.partial(init_state, config, make_optimizer(config)))()
+    with Checkpoints(base / "run") as checkpoints:
+        for step in (10, 20):
+            data = data_state(config, WINDOWS, step)
+            checkpoints.save(step, params, opt_state, {"config": config.to_dict(), "init_hash": "0" * 16}, data)
+            params, opt_state = jax.tree.map(lambda leaf: leaf * 0.9 + 1, (params, opt_state))
+    return base / "run"
+
+
+@contextlib.contextmanager
+def flip(path, place):
+    """Changes the byte at a fraction of the file."""
+    content = path.read_bytes()
+    at = int((len(content) - 1) * place)
+    path.write_bytes(content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :])
+    try:
+        yield
+    finally:
+        path.write_bytes(content)
+
+
+def flips(run, kind, places=(0.01, 0.25, 0.5, 0.75, 0.99)):
+    """One flip after the other, in every file of a kind."""
+    paths = [path for path in run.glob(kind) if path.is_file()]
+    assert paths, kind
+    for path in paths:
+        for place in places:
+            with flip(path, place):
+                yield f"{path.relative_to(run)} at {place}"
+
+
+def by_layers(run: Run):
+    """All parameters, read one layer or array at a time."""
+    layers = [run.layer(number) for number in range(run.config.model.num_layers)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+    return {"embedder": {"input_embedding": run.embedding()}, "final_norm": run.final_norm(), "layers": stacked}
+
+
+def as_saved_before(run):
+    """Takes from a checkpoint what older versions did not save: checksums of files, and hashes by array."""
+    folder = run / "checkpoints" / "20"
+    config = json.loads((folder / "config" / "metadata").read_text())
+    del config["array_hashes"]
+    (folder / "config" / "metadata").write_text(json.dumps(config))
+    sizes = {name: (folder / name).stat().st_size for name in json.loads((folder / "files.json").read_text())}
+    (folder / "files.json").write_text(json.dumps(sizes))
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------
+
+
+def test_every_file_of_a_run_is_of_a_known_kind(run):
+    known = {path for kind in KINDS for path in run.glob(kind)}
+    known |= {path for kind in UNREAD for path in (run / "checkpoints" / "20").glob(kind)}
+    files = {path for path in (run / "checkpoints" / "20").rglob("*") if path.is_file()}
+    assert files <= known
+    sizes = [path.stat().st_size for kind in ITEMS["params"] for path in run.glob(kind) if path.is_file()]
+    assert max(sizes) > readers._SMALL, "no file whose only check is that of its arrays"
+
+
+@pytest.mark.parametrize("read", [Run.params, by_layers])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_byte_is_refused(run, kind, read):
+    for flipped in flips(run, kind):
+        with pytest.raises(UsageError) as error:
+            open_run(run, 20).first_undamaged(read)
+        message = str(error.value)
+        assert "config.json" in message or re.search("checkpoint 20 is damaged .*; the run also has --step=10", message)
+        assert "\n" not in message, flipped
+
+
+@pytest.mark.parametrize("read", [Run.params, by_layers])
+def test_without_step_an_older_checkpoint_is_read(run, read, caplog):
+    expected = read(open_run(run, 10))
+    for kind in ("checkpoints/20/params/ocdbt.process_0/d/*", "checkpoints/20/data/metadata"):
+        for flipped in flips(run, kind, [0.5]):
+            opened, params = open_run(run).first_undamaged(read)
+            assert opened.step == 10 and same(params, expected), flipped
+            assert "checkpoint 20 is damaged" in caplog.messages[-1] and "passed over" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("read", [Run.params, by_layers])
+def test_what_nothing_reads_changes_nothing(run, read):
+    expected = read(open_run(run))
+    for kind in UNREAD:
+        for flipped in flips(run, f"checkpoints/20/{kind}"):
+            assert same(read(open_run(run, 20)), expected), flipped
+
+
+@pytest.mark.parametrize("kind", ["files.json", "config/metadata", *(kind[15:] for kind in ITEMS["params"])])
+@pytest.mark.parametrize("read", [Run.params, by_layers])
+def test_checkpoints_of_older_versions_are_verified(run, tmp_path, kind, read):
+    """They have one hash of all parameters and no checksums: a flip is refused, or what is read is what was saved."""
+    old = shutil.copytree(run, tmp_path / "run")
+    as_saved_before(old)
+    expected = by_layers(open_run(run))
+    assert same(read(open_run(old, 20)), expected)
+    refused = total = 0
+    for flipped in flips(old, f"checkpoints/20/{kind}"):
+        total += 1
+        try:
+            assert same(read(open_run(old, 20)), expected), flipped
+        except UsageError:
+            refused += 1
+    assert refused == total or kind not in ("files.json", "config/metadata", "manifest.ocdbt")
+
+
+def test_the_reason_names_the_array(run):
+    (largest,) = [path for path in run.glob(ITEMS["params"][-1]) if path.stat().st_size > readers._SMALL]
+    array = r"checkpoint 20 is damaged \(params: (\['\w+'\])+ (is not what was saved|cannot be read)"
+    for place in np.linspace(0.01, 0.99, 20):
+        with flip(largest, place), pytest.raises(UsageError, match=array):
+            open_run(run, 20).first_undamaged(by_layers)
+    expected = by_layers(open_run(run))
+    with flip(largest, 1):  # of an index that was replaced while saving
+        assert same(by_layers(open_run(run)), expected)
+
+
+def test_one_layer_reads_one_layer(tmp_path):
+    """Bytes of the params item that leave the disk, as TensorStore counts them."""
+    _, params = make_run(tmp_path / "run", num_layers=8, embed_dim=128, hidden_dim=512)
+    item = tmp_path / "run" / "checkpoints" / "7" / "params"
+    size = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
+    run = open_run(tmp_path / "run")
+    run.layer(0)  # opens the arrays
+    before = bytes_read()
+    layer = run.layer(5)
+    read = bytes_read() - before
+    assert same(layer, jax.tree.map(lambda leaf: leaf[5], params["layers"]))
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(layer))
+    assert 0.8 * own < read < 1.05 * own < size / 7
+
+
+def bytes_read() -> int:
+    import tensorstore as ts
+
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+def test_hashes_on_the_host_are_those_of_the_devices():
+    rng = np.random.default_rng(0)
+    layers = rng.standard_normal((3, 70_001, 2)).astype(np.float32)
+    tree = {"layers": {"w": layers, "b": jax.numpy.asarray(layers[..., 0], "bfloat16")}, "table": layers[0]}
+    hashes = array_hashes(tree)
+    for name, leaf in tree["layers"].items():
+        leaf = np.asarray(leaf)
+        parts = [hash_on_host(part, i * part.size) for i, part in enumerate(leaf)]
+        assert parts == hashes[f"['layers']['{name}']"] and sum(parts) % 2**32 == hash_on_host(leaf)
+    assert [hash_on_host(tree["table"])] == hashes["['table']"]
+    assert int(sharding.hash_bits(layers)) == hash_on_host(layers)
+
+
+# --- Imports ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hashes", [True, False])
+def test_imported_parameters_are_verified(run_and_export, tmp_path, hashes):
+    """Those of older versions, which saved no hashes, by their SHA-256, the init_hash."""
+    importer.import_run(run_and_export / "hf", tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "0"
+    if not hashes:
+        config = json.loads((folder / "config" / "metadata").read_text())
+        (folder / "config" / "metadata").write_text(json.dumps({k: config[k] for k in ("config", "init_hash")}))
+        (folder / "files.json").unlink()
+    expected = by_layers(open_run(tmp_path / "run"))
+    largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    for read in (Run.params, by_layers):
+        assert same(read(open_run(tmp_path / "run")), expected)
+        for place in (0.1, 0.3, 0.5, 0.7, 0.9):
+            with flip(largest, place), pytest.raises(UsageError, match="checkpoint 0 is damaged"):
+                open_run(tmp_path / "run").first_undamaged(read)
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------
+
+
+def evaluate(workdir, output, step):
+    step = step and str(step)
+    options = evaluation.Options(str(workdir), step, max_windows=2, again=True)
+    return next(evaluation.evaluations(options))["loss"]
+
+
+def sample(workdir, output, step):
+    sampling = generation.Sampling(length=3, temperature=0)
+    return generation.continue_prompts(str(workdir), step, ["a"], sampling, 0)["text"]
+
+
+def analyze(workdir, output, step):
+    return analysis.analyse(workdir, asked(step=step, sequences=1, seq_len=16, again=True, channels=0))["heads"]
+
+
+def export(workdir, output, step):
+    exporter.export(workdir, output / "hf", step)
+    content = (output / "hf" / "model.safetensors").read_bytes()
+    shutil.rmtree(output / "hf")
+    return content
+
+
+def start(config, folder, init_from=None):
+    """Restores what training starts from, in this process and without data."""
+    optimizer, mesh = make_optimizer(config), sharding.make_mesh()
+    state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
+    with Checkpoints(folder) as checkpoints:
+        step, *arrays, _ = start_or_resume(config, checkpoints, init_from, optimizer, state, WINDOWS)
+    return step, *map(hash_arrays, arrays)
+
+
+NAMED = {"evaluate": evaluate, "sample": sample, "analyze": analyze, "export": export}  # those with --step
+
+
+@pytest.mark.parametrize("command", NAMED)
+@pytest.mark.parametrize("kind", [ITEMS["params"][-1], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS)])
+def test_commands_refuse_a_flipped_byte_and_write_nothing(run, tmp_path, command, kind):
+    before = sorted(run.rglob("*"))
+    for flipped in flips(run, kind):
+        with pytest.raises(UsageError):
+            NAMED[command](run, tmp_path, 20)
+        assert not list(tmp_path.iterdir()) and sorted(run.rglob("*")) == before, flipped
+
+
+@pytest.mark.parametrize("command", NAMED)
+def test_commands_pass_over_a_damaged_newest_checkpoint(run, tmp_path, command):
+    copy = shutil.copytree(run, tmp_path / "run")
+    expected = NAMED[command](copy, tmp_path, 10)
+    assert NAMED[command](copy, tmp_path, 20) != expected or command == "sample"
+    for _ in flips(copy, ITEMS["params"][-1], [0.5]):
+        assert NAMED[command](copy, tmp_path, None) == expected
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ITEMS["params"][-1], ITEMS["opt_state"][-1], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[:-1])],
+)
+def test_training_neither_resumes_nor_starts_from_a_flipped_byte(run, tmp_path, kind):
+    copy, new = shutil.copytree(run, tmp_path / "run"), tmp_path / "new"
+    shutil.rmtree(copy / "checkpoints" / "10")
+    config = read_config(copy)
+    resumed, started = start(config, copy), start(config, new, copy)
+    assert (resumed[0], started[0]) == (20, 0) and resumed[1] == started[1]
+    for flipped in flips(copy, kind):
+        with pytest.raises(UsageError, match="nothing whole to go on from: checkpoint 20 is damaged"):
+            start(config, copy)
+        with pytest.raises(UsageError, match="nothing whole to go on from: checkpoint 20 is damaged"):
+            start(config, new, copy)
+        assert list((new / "checkpoints").iterdir()) == [], flipped
