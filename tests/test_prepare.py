@@ -338,7 +338,7 @@ def test_a_disk_that_fills_up(tmp_path, monkeypatch):
     def no_space(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((pack, "write_atomic"), (prepare.tempfile, "mkdtemp"), (store.ArrayWriter, "_flush")):
+    for module, name in ((pack, "write_atomic"), (prepare, "write_atomic"), (store.ArrayWriter, "_flush")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, no_space)
             refused(config, full)
@@ -370,7 +370,7 @@ def test_a_compressed_file_that_is_cut(tmp_path):
     folder = write_text(tmp_path / "text", articles())
     packed = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in articles()).encode())
     (folder / "z.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    refused(settings(tmp_path, "files", folder), "z.jsonl.gz: is damaged or cut short .*; bring it again")
+    refused(settings(tmp_path, "files", folder), "z.jsonl.gz: is damaged or cut short .*; copy it again")
 
 
 # --- Alone ------------------------------------------------------------------------------------------------------

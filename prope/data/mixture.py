@@ -4,14 +4,13 @@ Every source keeps its own store and order of windows. Sources are interleaved e
 n times a source's share, give or take two.
 """
 
-import dataclasses
 import math
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from prope.data.sources.find import weighted_sources
-from prope.data.store.arrays import SPLITS, integer_shares, mixture_fingerprint
+from prope.data.store.arrays import SPLITS, Store, integer_shares, mixture_fingerprint
 from prope.data.synthetic import Synthetic
 from prope.data.windows import Batch, Windows
 
@@ -23,29 +22,11 @@ def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mi
     return (Mixture if data.dataset == "mixture" else Windows)(data, vocab_size, split)
 
 
-@dataclasses.dataclass(frozen=True)
-class MixedStore:
-    """Stands for the `Store`s of a mixture.
-
-    Attributes:
-      fingerprint: of the fingerprints and the shares.
-      index: sums of the stores'; `unigram_loss` is the mean over all tokens of the validation split, each under the
-        frequencies of its own source.
-    """
-
-    fingerprint: str
-    index: dict
-
-    def targets(self, split: str) -> int:
-        """Counts the predicted tokens."""
-        counts = self.index[split]
-        return counts["tokens"] - counts["documents"] - counts["given"]
-
-
 class Mixture:
     """Has the interface of `Windows`. Its windows are those of the sources, one source after the other.
 
-    The shares are those of training. Evaluation reads every validation window of every source once.
+    The shares are those of training. Evaluation reads every validation window of every source once. The counts of
+    `store.index` are sums, and its `unigram_loss` the mean over tokens, each under the frequencies of its own source.
     """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
@@ -61,7 +42,7 @@ class Mixture:
         targets = [store.targets("validation") for store in stores]
         losses = [store.index["unigram_loss"] for store in stores]
         index["unigram_loss"] = math.fsum(t * loss for t, loss in zip(targets, losses, strict=True)) / sum(targets)
-        self.store = MixedStore(mixture_fingerprint(weights, stores), index)
+        self.store = Store("", mixture_fingerprint(weights, stores), index)
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""

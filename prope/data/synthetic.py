@@ -15,8 +15,8 @@ Nothing is stored. A training window is a function of (task, seq_len, seed, entr
 window of (task, seq_len, number). A hash of its tokens decides which split a window may be in, so none is in both.
 """
 
-import dataclasses
 import functools
+import itertools
 import textwrap
 import zlib
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.config import SYNTHETIC as TASKS
-from prope.data.store.arrays import SPLITS, fingerprint_of
+from prope.data.store.arrays import SPLITS, Store, fingerprint_of
 from prope.data.tokenizer import BOS, PAD
 from prope.errors import UsageError
 
@@ -64,25 +64,11 @@ class Window(NamedTuple):
     distance: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class SyntheticStore:
-    """Stands for a `Store`, without tokens on disk. Every answer counts as one byte of text.
-
-    Attributes:
-      fingerprint: of the rule that generates the windows.
-      index: `unigram_loss` is that of guessing among the eight possible answers.
-    """
-
-    fingerprint: str
-    index: dict
-
-    def targets(self, split: str) -> int:
-        """Counts the answers that the bytes of `index` stand for."""
-        return self.index[split]["bytes"]
-
-
 class Synthetic:
-    """Has the interface of `Windows`; `count` of the train split is the number of entries of one seed."""
+    """Has the interface of `Windows`; `count` of the train split is the number of entries of one seed.
+
+    In `store.index` an answer counts as one byte, and `unigram_loss` is that of guessing among eight answers.
+    """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
         self.task = data.dataset.removeprefix("synthetic/")
@@ -99,8 +85,9 @@ class Synthetic:
             )
         self._validation = split == "validation"
         self.count = _VALIDATION_WINDOWS if self._validation else _ENTRIES
-        index = {split: {"bytes": 1} for split in SPLITS} | {"unigram_loss": float(np.log(LETTERS))}
-        self.store = SyntheticStore(fingerprint_of({"dataset": data.dataset, "format": _FORMAT}), index)
+        counts = {"tokens": 1, "documents": 0, "given": 0, "bytes": 1}
+        index = dict.fromkeys(SPLITS, counts) | {"unigram_loss": float(np.log(LETTERS))}
+        self.store = Store("", fingerprint_of({"dataset": data.dataset, "format": _FORMAT}), index)
         self.window = functools.lru_cache(_VALIDATION_WINDOWS)(self._generate)  # evaluation reads them repeatedly
 
     def at(self, example: int, seed: int) -> int:
@@ -109,14 +96,13 @@ class Synthetic:
 
     def _generate(self, index: int) -> Window:
         """Draws the window of this index until it may be in this split."""
-        attempt = 0
-        while True:
-            key = (2, TASKS.index(self.task), self.seq_len, self._validation, attempt)
-            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(int(index), spawn_key=key)))
-            window = draw(self.task, self.seq_len, generator)
-            if is_held_out(window.stream) == self._validation:
-                return window
-            attempt += 1
+
+        def attempt(number: int) -> Window:
+            key = (2, TASKS.index(self.task), self.seq_len, self._validation, number)
+            sequence = np.random.SeedSequence(int(index), spawn_key=key)
+            return draw(self.task, self.seq_len, np.random.Generator(np.random.PCG64(sequence)))
+
+        return next(w for w in map(attempt, itertools.count()) if is_held_out(w.stream) == self._validation)
 
     def read(self, indices) -> dict[str, np.ndarray]:
         """Reads the windows with these indices, in this order, as `Windows.read` does; weights are 1 at answers."""

@@ -116,25 +116,20 @@ def document_lengths(store: Store, bos: int) -> np.ndarray:
     """Measures training documents in tokens, with <bos> and <eos>: all, or those that begin in 64 intervals."""
     tokens = store.tokens("train")
     total = tokens.shape[0]
+
+    def borders(start: int) -> np.ndarray:
+        return np.flatnonzero(tokens[start : min(start + _SCAN_TOKENS, total)].read().result() == bos) + start
+
     starts = range(0, total, _SCAN_TOKENS)
     if len(starts) > _SCANS:
         starts = [i * total // _SCANS for i in range(_SCANS)]
     lengths = []
     for start in starts:
-        stop = min(start + _SCAN_TOKENS, total)
-        borders = np.flatnonzero(tokens[start:stop].read().result() == bos) + start
-        if len(borders):  # each document counts where it begins, so long ones are not missed
-            lengths.append(np.diff(borders, append=_next_document(tokens, stop, bos)))
+        inside = borders(start)
+        if len(inside):  # each document counts where it begins, so long ones are not missed
+            later = itertools.chain.from_iterable(map(borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS)))
+            lengths.append(np.diff(inside, append=next(later, total)))
     return np.concatenate(lengths)
-
-
-def _next_document(tokens, start: int, bos: int) -> int:
-    total = tokens.shape[0]
-    for first in range(start, total, _SCAN_TOKENS):
-        borders = np.flatnonzero(tokens[first : min(first + _SCAN_TOKENS, total)].read().result() == bos)
-        if len(borders):
-            return first + int(borders[0])
-    return total
 
 
 def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> None:

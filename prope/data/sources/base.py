@@ -8,8 +8,6 @@ import string
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
 from prope.errors import UsageError
 
 MAX_DOCUMENT = 2**26  # bytes; a longer one would not leave a worker within 2 GB
@@ -83,11 +81,6 @@ class TextRule:
     text_feature: str
     template: str = ""
     loss_on: str = "all"
-
-    @classmethod
-    def from_config(cls, data: ConfigDict) -> "TextRule":
-        """Reads the rule from a run's `config.data`."""
-        return cls(data.text_feature, data.template, data.loss_on)
 
     @property
     def features(self) -> tuple[str, ...]:

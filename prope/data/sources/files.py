@@ -90,51 +90,43 @@ def _read_lines(path: pathlib.Path, rule: TextRule, start: int, stop: int | None
             file.seek(start - 1)
             while (skipped := file.readline(2**20)) and not skipped.endswith(b"\n"):
                 pass
-        offset = file.tell()
-        for number in itertools.count(1):
-            if stop is not None and offset >= stop:
-                return
+        offset, number = file.tell(), 0
+        while stop is None or offset < stop:
             with _named_damage(path):
                 line = file.readline(2 * MAX_DOCUMENT)
             if not line:
                 return
-            offset += len(line)
+            offset, number = offset + len(line), number + 1
             if line.strip():
                 try:
                     yield _json_document(line, rule)
-                except ValueError as error:
+                except UsageError as error:
                     raise UsageError(f"{path} line {_lines_before(path, start) + number}: {error}") from None
 
 
 def _json_document(line: bytes, rule: TextRule) -> Document:
+    """Parses a line; raises UsageError with the reason alone."""
     if len(line) >= 2 * MAX_DOCUMENT:
-        raise ValueError(str(too_long("the line")))
+        raise too_long("the line")
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
+        raise UsageError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
     except ValueError as error:
-        raise ValueError(f"not a JSON value ({error})") from None
+        raise UsageError(f"not a JSON value ({error})") from None
     for name in rule.features:
         if not isinstance(record, dict) or not isinstance(record.get(name), str):
-            raise ValueError(f"no text under {name!r}; name the key with {rule.option}")
+            raise UsageError(f"no text under {name!r}; name the key with {rule.option}")
     try:
         return rule.document({name: record[name].encode() for name in rule.features}, "its text")
     except UnicodeEncodeError:
-        raise ValueError("holds half a character (an unpaired surrogate); repair or remove it") from None
-    except UsageError as error:
-        raise ValueError(str(error)) from None
+        raise UsageError("holds half a character (an unpaired surrogate); repair or remove it") from None
 
 
 def _lines_before(path: pathlib.Path, start: int) -> int:
     """Counts the lines that start before this byte; called for an error only."""
-    if not start:
-        return 0
-    lines, remaining = 0, start - 1
     with path.open("rb") as file:
-        while remaining > 0 and (block := file.read(min(remaining, 2**20))):
-            lines, remaining = lines + block.count(b"\n"), remaining - len(block)
-    return lines + 1
+        return next(n for n in itertools.count() if file.tell() >= start or not file.readline())
 
 
 def _open(path: pathlib.Path):
@@ -147,7 +139,7 @@ def _named_damage(path: pathlib.Path):
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UsageError(f"{path}: is damaged or cut short ({error}); bring it again") from None
+        raise UsageError(f"{path}: is damaged or cut short ({error}); copy it again") from None
 
 
 def _hash_files(paths: list[pathlib.Path], cache: pathlib.Path) -> dict[pathlib.Path, str]:

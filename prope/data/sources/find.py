@@ -30,7 +30,7 @@ def find_source(data: ConfigDict) -> Source:
         return python_docs()
     if data.dataset.startswith("synthetic/"):
         raise UsageError(f"config.data.dataset={data.dataset}: is generated while it is read, and has no text")
-    folder, rule = pathlib.Path(data.data_dir), TextRule.from_config(data)
+    folder, rule = pathlib.Path(data.data_dir), TextRule(data.text_feature, data.template, data.loss_on)
     if not folder.is_dir():
         hint = "" if data.dataset == "files" else download_hint(data.dataset, data.data_dir)
         raise UsageError(f"config.data.data_dir={data.data_dir}: there is no such folder{hint}")

@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes
 from prope.errors import UsageError, nearest
@@ -40,31 +39,21 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
     if info.file_format.value not in _READERS:
         raise UsageError(f"{folder}: is in {info.file_format.value} format; array_record and tfrecord can be read")
 
-    dataset = _Dataset(name, data_dir, folder, info.file_format.value, rule)
+    read = functools.partial(_read, name, data_dir, folder, info.file_format.value, rule)
     number, size = max(sum(split.shard_lengths), 1), int(split.num_bytes)
     step = max(1, chunk_bytes(size) * number // max(size, 1))  # records in a chunk
     chunks = []
     for shard, length in zip(shards, split.shard_lengths, strict=True):
         for start in range(0, max(length, 1), step):
             stop = min(start + step, length)
-            read = functools.partial(_read, dataset, shard, length, start, stop)
-            chunks.append(Chunk(f"{shard.name} from record {start}", (stop - start) * size // number, read))
+            read_chunk = functools.partial(read, shard, length, start, stop)
+            chunks.append(Chunk(f"{shard.name} from record {start}", (stop - start) * size // number, read_chunk))
     # Not the file format: the same records in another container are the same documents.
     identity = {
         "dataset": name, "version": str(info.version), **rule.identity,
         "shard_lengths": list(split.shard_lengths), "num_bytes": size,
     }  # fmt: skip
     return Source(name, identity, tuple(chunks))
-
-
-class _Dataset(NamedTuple):
-    """What reading a chunk needs to know of its dataset."""
-
-    name: str
-    data_dir: pathlib.Path
-    folder: pathlib.Path
-    file_format: str
-    rule: TextRule
 
 
 @functools.lru_cache(1)
@@ -74,9 +63,11 @@ def _features(folder: pathlib.Path):
     return tfds.builder_from_directory(folder).info.features
 
 
-def _read(dataset: _Dataset, shard: pathlib.Path, length: int, start: int, stop: int) -> Iterator[Document]:
+def _read(
+    name: str, data_dir: pathlib.Path, folder: pathlib.Path, file_format: str, rule: TextRule,
+    shard: pathlib.Path, length: int, start: int, stop: int,
+) -> Iterator[Document]:  # fmt: skip
     """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records."""
-    name, data_dir, folder, file_format, rule = dataset
     features = _features(folder)
     position = start
     try:
@@ -153,6 +144,6 @@ def download_hint(name: str, data_dir: str | pathlib.Path) -> str:
         return f"mkdir -p {target} && gcloud storage cp -r gs://tfds-data/datasets/wikipedia/{config}/1.0.0 {target}/"
 
     return (
-        f"; bring the prepared copy (284 MB): {copy('20230601.simple')} "
+        f"; download the prepared copy (284 MB): {copy('20230601.simple')} "
         f"(config.data.dataset=wikipedia/20230601.simple), or all of English (21 GB): {copy('20230601.en')}"
     )

@@ -32,10 +32,10 @@ CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """A token store on disk.
+    """A token store.
 
     Attributes:
-      path: folder or URL.
+      path: folder or URL; empty for a mixture of stores, and for generated windows.
       fingerprint: hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens.
       index: the content of index.json. Per split `tokens, documents, bytes, given`: bytes of the predicted text,
         tokens of the prompts. `empty`: the number of documents without text, which are left out. `unigram_loss`:
@@ -47,8 +47,9 @@ class Store:
     index: dict
 
     def tokens(self, split: str) -> ts.TensorStore:
-        """Returns the split's elements, [tokens]; slices are read with `.read().result()`."""
-        return open_array(self.path, split)
+        """Opens the split's elements, [tokens]; slices are read with `.read().result()`."""
+        check = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}  # a store does not change
+        return ts.open(_spec(self.path, split) | check, context=CONTEXT, open=True, read=True).result()
 
     def targets(self, split: str) -> int:
         """Counts the predicted tokens: all but every document's <bos> and the prompts."""
@@ -151,12 +152,6 @@ def find_store(path: str, fingerprint: str) -> Store | None:
 def first_line(error: Exception) -> str:
     """Returns the first line of an exception's message, or its type's name."""
     return str(error).split("\n")[0] or type(error).__name__
-
-
-def open_array(path: str, split: str) -> ts.TensorStore:
-    """Opens the array of a split for reading."""
-    check = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}  # a store does not change
-    return ts.open(_spec(path, split) | check, context=CONTEXT, open=True, read=True).result()
 
 
 class ArrayWriter:

@@ -5,14 +5,12 @@ which is renamed into place last. A killed process leaves chunks that the next o
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import pathlib
 import re
 import shutil
-import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
 
@@ -67,8 +65,6 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
         with _named_errors(cache):
             if not is_url(cache):
                 pathlib.Path(cache).mkdir(parents=True, exist_ok=True)
-                if not os.access(cache, os.W_OK):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             with write_lock(cache, name, lambda: find_store(path, fingerprint) is not None) as is_writer:
                 if is_writer:
                     _write_store(source, data, rule, path, {} if stats is None else stats)
@@ -117,7 +113,7 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
             shutil.rmtree(chunks)
             raise UsageError(
                 f"{source.name}: no document falls into the {split} split with "
-                f"config.data.validation_fraction={data.validation_fraction}; change it, or bring more documents"
+                f"config.data.validation_fraction={data.validation_fraction}; change it, or add documents"
             )
     index |= {"rule": rule, "fingerprint": arrays.fingerprint_of(rule)}
     if is_url(path):  # there is no renaming: a store without its index, which comes last, does not count
@@ -127,8 +123,8 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     else:
         for temporary in chunks.parent.glob(f"{name}.tmp-*"):  # of killed processes
             shutil.rmtree(temporary, ignore_errors=True)
-        temporary = pathlib.Path(tempfile.mkdtemp(prefix=f"{name}.tmp-", dir=chunks.parent))
-        temporary.chmod(0o777 & ~_umask())
+        temporary = chunks.with_name(f"{name}.tmp-{os.getpid()}")
+        temporary.mkdir()
         try:
             index["unigram_loss"] = _concatenate(str(temporary), data, rule["marked"], chunks, records)
             write_atomic(temporary / "index.json", json.dumps(index, indent=2))
@@ -137,12 +133,6 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(chunks, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path, records: list[dict]) -> float:

@@ -1,4 +1,7 @@
-"""One writer at a time: a file lock in a folder; below a URL, where there is none, a key that its holder renews."""
+"""One writer at a time: a file lock in a folder; below a URL, where there is none, a key that its holder renews.
+
+Hosts that share a folder need a file system that locks for all of them, as NFS does.
+"""
 
 import contextlib
 import logging
@@ -41,9 +44,10 @@ def write_lock(cache: str, name: str, ready: Callable[[], bool]) -> Iterator[boo
         yield False
         return
     try:
-        if lock.abandoned:
+        is_writer = not ready()  # it may have become so before the lock was free
+        if is_writer and lock.abandoned:
             log.warning("data: %s ended while it prepared %s; going on from there", lock.holder, name)
-        yield not ready()  # it may have become so before the lock was free
+        yield is_writer
     finally:
         lock.release()
 

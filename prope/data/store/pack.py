@@ -5,6 +5,7 @@ Files of chunk n: `n.train` and `n.validation`, elements as in the store, and th
 
 import contextlib
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -46,18 +48,17 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
       `read`, bytes of text; `seconds` in all, and those of them in the tokenizer.
     """
     start = time.perf_counter()
-    dtype = element_dtype(_tokenizer.vocab_size, _marked)
-    record = {"empty": 0, "read": 0, "tokenizer_seconds": 0.0}
+    counts = {"tokens": 0, "documents": 0, "bytes": 0, "given": 0, "crc": 0}
+    record = {"empty": 0, "read": 0, "tokenizer_seconds": 0.0} | {split: dict(counts) for split in SPLITS}
     with contextlib.ExitStack() as stack:
-        outputs = {s: stack.enter_context(_SplitFile(folder / f"{number}.{s}", dtype)) for s in SPLITS}
+        files = {split: stack.enter_context(_new_file(folder / f"{number}.{split}")) for split in SPLITS}
         for document in chunk.read():
             if not document.text[document.prompt_bytes :].strip():  # nothing to predict
                 record["empty"] += 1
                 continue
             split = "validation" if is_validation(document.text, _validation_fraction) else "train"
             record["read"] += len(document.text)
-            record["tokenizer_seconds"] += outputs[split].add(document)
-    record |= {split: output.totals for split, output in outputs.items()}
+            record["tokenizer_seconds"] += _append(document, files[split], record[split])
     record["seconds"] = time.perf_counter() - start
     write_atomic(folder / f"{number}.json", json.dumps(record))
     return record
@@ -83,49 +84,38 @@ def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, d
     return elements if zlib.crc32(elements) == record[split]["crc"] else None
 
 
-class _SplitFile:
-    """The elements of one split of a chunk, in a file that gets its name when it is complete.
+@contextlib.contextmanager
+def _new_file(path: pathlib.Path) -> Iterator[io.BufferedWriter]:
+    """Yields a file that gets its name when the context ends without an error."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb", buffering=2**20) as file:
+            yield file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
-    Attributes:
-      totals: `tokens, documents, bytes, given, crc` so far.
-    """
 
-    def __init__(self, path: pathlib.Path, dtype: np.dtype):
-        self._path, self._temporary, self._dtype = path, path.with_name(f"{path.name}.{os.getpid()}"), dtype
-        self._file = self._temporary.open("wb", buffering=2**20)
-        self.totals = {"tokens": 0, "documents": 0, "bytes": 0, "given": 0, "crc": 0}
-
-    def add(self, document: Document) -> float:
-        """Appends <bos>, the tokens, <eos>; returns the seconds spent in the tokenizer."""
-        start = time.perf_counter()
-        # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
-        prompt = [_tokenizer.encode(segment) for segment in _segments(document.text[: document.prompt_bytes])]
-        predicted = [_tokenizer.encode(segment) for segment in _segments(document.text[document.prompt_bytes :])]
-        seconds = time.perf_counter() - start
-        prompt_tokens = sum(map(len, prompt))
-        elements = np.empty(2 + prompt_tokens + sum(map(len, predicted)), self._dtype)
-        elements[0], elements[-1] = _tokenizer.bos, _tokenizer.eos
-        np.concatenate([*prompt, *predicted], out=elements[1:-1], casting="unsafe")  # ids fit: below vocab_size
-        elements[1 : 1 + prompt_tokens] |= prompt_bit(self._dtype)
-        data = elements.tobytes()
-        self._file.write(data)
-        self.totals["crc"] = zlib.crc32(data, self.totals["crc"])
-        self.totals["tokens"] += len(elements)
-        self.totals["documents"] += 1
-        self.totals["bytes"] += len(document.text) - document.prompt_bytes
-        self.totals["given"] += prompt_tokens
-        return seconds
-
-    def __enter__(self) -> "_SplitFile":
-        return self
-
-    def __exit__(self, failed, *_) -> None:
-        try:
-            self._file.close()
-            if not failed:
-                self._temporary.replace(self._path)
-        finally:
-            self._temporary.unlink(missing_ok=True)
+def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
+    """Writes <bos>, the tokens, <eos>, and adds to `counts`; returns the seconds spent in the tokenizer."""
+    start = time.perf_counter()
+    # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
+    prompt = [_tokenizer.encode(segment) for segment in _segments(document.text[: document.prompt_bytes])]
+    predicted = [_tokenizer.encode(segment) for segment in _segments(document.text[document.prompt_bytes :])]
+    seconds = time.perf_counter() - start
+    dtype = element_dtype(_tokenizer.vocab_size, _marked)
+    tokens = [[_tokenizer.bos], *prompt, *predicted, [_tokenizer.eos]]
+    elements = np.concatenate(tokens, dtype=dtype, casting="unsafe")  # ids fit: below vocab_size
+    prompt_tokens = sum(map(len, prompt))
+    elements[1 : 1 + prompt_tokens] |= prompt_bit(dtype)
+    data = elements.tobytes()
+    file.write(data)
+    counts["crc"] = zlib.crc32(data, counts["crc"])
+    counts["tokens"] += len(elements)
+    counts["documents"] += 1
+    counts["bytes"] += len(document.text) - document.prompt_bytes
+    counts["given"] += prompt_tokens
+    return seconds
 
 
 def _segments(text: bytes) -> list[bytes]:

@@ -1,6 +1,5 @@
 """Tokenises the chunks of a source into files, in as many processes as the text is worth; resumes after a stop."""
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -53,10 +52,10 @@ def pack_chunks(source: Source, data: ConfigDict, marked: bool, folder: pathlib.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = data.num_workers or (1 if size < _ONE_PROCESS_BYTES else cores)
     stats["workers"] = workers = max(1, min(workers, len(missing)))
-    with contextlib.closing(_Progress(source.num_bytes, source.num_bytes - size)) as progress:
-        for number, record in _packed(missing, folder, workers, (data.tokenizer, data.validation_fraction, marked)):
-            records[number] = record
-            progress.add(source.chunks[number].num_bytes)
+    arguments = (data.tokenizer, data.validation_fraction, marked)
+    initial = source.num_bytes - size
+    for number, record in _show_progress(_packed(missing, folder, workers, arguments), source, initial):
+        records[number] = record
     new = [records[number] for number, _ in missing]
     stats["tokens"] = sum(record[split]["tokens"] for record in new for split in SPLITS)
     stats["tokenizer_seconds"] = sum(record["tokenizer_seconds"] for record in new)
@@ -82,25 +81,16 @@ def _packed(
         pool.shutdown(cancel_futures=True)
 
 
-class _Progress:
-    """A bar with the time left on a terminal; elsewhere a log line now and then."""
-
-    def __init__(self, total: int, initial: int):
-        off = not sys.stderr.isatty()
-        self._bar = tqdm(total=total, initial=initial, unit="B", unit_scale=True, desc="data", disable=off)
-        self._total, self._initial, self._done = total, initial, initial
-        self._start = self._logged = time.monotonic()
-
-    def add(self, size: int) -> None:
-        self._bar.update(size)
-        self._done += size
-        now = time.monotonic()
-        if self._bar.disable and now - self._logged > _LOG_SECONDS:
-            self._logged = now
-            speed = (self._done - self._initial) / (now - self._start)
-            share, minutes = 100 * self._done / self._total, (self._total - self._done) / speed / 60
-            text = "data: %.1f %% of %.1f MB, %.2f MB/s, %.1f minutes left"
-            log.info(text, share, self._total / 1e6, speed / 1e6, minutes)
-
-    def close(self) -> None:
-        self._bar.close()
+def _show_progress(packed: Iterator[tuple[int, dict]], source: Source, initial: int) -> Iterator[tuple[int, dict]]:
+    """Yields what `packed` yields, under a bar on a terminal, or with a log line now and then elsewhere."""
+    options, done = {"total": source.num_bytes, "unit": "B", "unit_scale": True, "initial": initial}, initial
+    start = logged = time.monotonic()
+    with tqdm(**options, desc="data", disable=not sys.stderr.isatty()) as bar:
+        for number, record in packed:
+            yield number, record
+            bar.update(source.chunks[number].num_bytes)
+            done += source.chunks[number].num_bytes
+            now = time.monotonic()
+            if bar.disable and now - logged > _LOG_SECONDS:
+                logged = now
+                log.info("data: %s", tqdm.format_meter(done, elapsed=now - start, ncols=0, **options))
