@@ -217,7 +217,7 @@ with write_lock(sys.argv[1], sys.argv[2], lambda: False) as is_writer:
 @pytest.mark.parametrize("where", ["folder", "url"])
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, monkeypatch, said, where):
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "local"))
-    monkeypatch.setattr(lock, "STALE", 60 if where == "folder" else 0.6)
+    monkeypatch.setattr(lock, "STALE", 60 if where == "folder" else 2.0)
     monkeypatch.setattr(lock, "POLL", 0.1)
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -230,7 +230,8 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, monkeypatch, said,
     assert list(cache.glob("*.lock"))
     start = time.monotonic()
     assert prepare.open_store(config, 260).fingerprint == path.name.split("-")[-1]
-    assert (time.monotonic() - start >= 0.6) == (where == "url")
+    waited = time.monotonic() - start
+    assert waited < 60 if where == "folder" else waited >= 2
     name = "another process" if where == "folder" else f"process {holder.pid} on "
     assert any(f"data: {name}" in line and "ended while it prepared" in line for line in said)
     assert not list(cache.glob("*.lock*"))
