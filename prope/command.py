@@ -182,5 +182,5 @@ def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
 def _unknown_flag(name: str, fields: Iterable[str], own: list[str]) -> str:
     """One line for a flag that the command does not have, with the flag or config field that resembles it."""
     field = next((field for field in fields if f".{field}".endswith(f".{name}")), None)
-    hint = f" (did you mean --config.{field}?)" if field else nearest(f"--{name}", [f"--{flag}" for flag in own])
+    hint = f" (did you mean --config.{field}?)" if field else nearest(name, own).replace("mean ", "mean --")
     return f"--{name}: there is no such flag{hint}; --help lists the flags"

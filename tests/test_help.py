@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT
 from launchers import launch, refused
 
-from prope.config import default_config, describe_fields, flat
+from prope.command import _describe_fields
+from prope.config import default_config, flat
 
 IS_COMMAND = 'if __name__ == "__main__":'
 MODULES = sorted(path for path in (ROOT / "prope").rglob("*.py") if IS_COMMAND in path.read_text())
@@ -110,7 +111,7 @@ def test_help_into_a_pipe_that_closes_ends_quietly():
 
 
 def test_help_lists_every_config_field_with_default_and_meaning():
-    described = describe_fields()
+    described = _describe_fields()
     assert {name: default for name, (default, _) in described.items()} == flat(default_config())
     text = program(ROOT / "prope/train.py", "-h").stdout
     for name, (default, meaning) in described.items():
