@@ -20,8 +20,8 @@ def draw(T, S, N, K, H=16, B=2, dtype=np.float32):
     return [jnp.asarray(2 * rng.standard_normal((B, length, heads, H)), dtype) for length, heads in shapes]
 
 
-def pull_of(query):
-    """What the gradient of the output shall be."""
+def cotangent_of(query):
+    """The cotangent of the output."""
     return jnp.asarray(np.random.default_rng(1).standard_normal(query.shape), query.dtype)
 
 
@@ -44,8 +44,8 @@ def causal(T, segments=None):
     return seen & (segments[:, :, None] == segments[:, None, :])
 
 
-def reference(query, key, value, seen, pull=None):
-    """The output and, for its gradient `pull`, those of query, key and value."""
+def reference(query, key, value, seen, cotangent=None):
+    """The output and, for its `cotangent`, those of query, key and value."""
     query, key, value = (np.asarray(part, np.float64) for part in (query, key, value))
     (N, H), K = query.shape[2:], key.shape[2]
     of_head = np.arange(N) * K // N
@@ -55,25 +55,25 @@ def reference(query, key, value, seen, pull=None):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     output = np.einsum("bnts,bsnh->btnh", weights, values)
-    if pull is None:
+    if cotangent is None:
         return output
-    pull = np.asarray(pull, np.float64)
-    pulled = np.einsum("btnh,bsnh->bnts", pull, values)
-    pulled = weights * (pulled - (weights * pulled).sum(-1, keepdims=True)) / np.sqrt(H)
-    gradients = [np.einsum("bnts,bsnh->btnh", pulled, keys)]
+    cotangent = np.asarray(cotangent, np.float64)
+    grad_scores = np.einsum("btnh,bsnh->bnts", cotangent, values)
+    grad_scores = weights * (grad_scores - (weights * grad_scores).sum(-1, keepdims=True)) / np.sqrt(H)
+    gradients = [np.einsum("bnts,bsnh->btnh", grad_scores, keys)]
     for of_keys in (
-        np.einsum("bnts,btnh->bsnh", pulled, query),
-        np.einsum("bnts,btnh->bsnh", weights, pull),
+        np.einsum("bnts,btnh->bsnh", grad_scores, query),
+        np.einsum("bnts,btnh->bsnh", weights, cotangent),
     ):
         gradients.append(np.stack([of_keys[:, :, of_head == k].sum(2) for k in range(K)], axis=2))
     return output, *gradients
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def with_gradients(query, key, value, pull, segments=None, *, implementation="xla"):
+def with_gradients(query, key, value, cotangent, segments=None, *, implementation="xla"):
     run = functools.partial(attention, segment_ids=segments, implementation=implementation)
-    output, back = jax.vjp(run, query, key, value)
-    return output, *back(pull)
+    output, vjp = jax.vjp(run, query, key, value)
+    return output, *vjp(cotangent)
 
 
 def assert_close(actual, expected, rtol):
@@ -92,8 +92,8 @@ def assert_close(actual, expected, rtol):
 def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_heads, masked):
     q, k, v = draw(T, T, heads, kv_heads, H=8 if T > 300 else 16, B=1 if T > 300 else 2)
     segments = documents(len(q), T) if masked else None
-    expected = reference(q, k, v, causal(T, segments), pull_of(q))
-    assert_close(with_gradients(q, k, v, pull_of(q), segments), expected, 5e-6)
+    expected = reference(q, k, v, causal(T, segments), cotangent_of(q))
+    assert_close(with_gradients(q, k, v, cotangent_of(q), segments), expected, 5e-6)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -137,17 +137,17 @@ def test_many_queries_may_come_after_cached_keys_whatever_is_asked_for():
 def test_large_scores_do_not_overflow():
     q, k, v = draw(9, 9, 2, 1)
     q, k = q * 1e4, k * 1e4
-    expected = reference(q, k, v, causal(9), pull_of(q))
-    actual = with_gradients(q, k, v, pull_of(q))
+    expected = reference(q, k, v, causal(9), cotangent_of(q))
+    actual = with_gradients(q, k, v, cotangent_of(q))
     np.testing.assert_allclose(actual[0], expected[0], rtol=0, atol=1e-4)
     assert all(np.isfinite(part).all() for part in actual)
 
 
 def test_softmax_is_float32_for_bfloat16_inputs():
     q, k, v = (jnp.asarray(part, jnp.bfloat16) for part in draw(300, 300, 2, 1))
-    actual = with_gradients(q, k, v, pull_of(q))
+    actual = with_gradients(q, k, v, cotangent_of(q))
     assert {part.dtype for part in actual} == {jnp.dtype("bfloat16")}
-    wide = [part.astype(jnp.float32) for part in (q, k, v, pull_of(q))]
+    wide = [part.astype(jnp.float32) for part in (q, k, v, cotangent_of(q))]
     expected = reference(*wide[:3], causal(300), wide[3])
     assert_close([part.astype(jnp.float32) for part in actual], expected, 0.015)
 
@@ -172,8 +172,8 @@ def interpreted(monkeypatch):
 def test_splash_equals_the_formula(interpreted, T, heads, kv_heads, masked):
     q, k, v = draw(T, T, heads, kv_heads, H=128)
     segments = documents(2, T) if masked else None
-    expected = reference(q, k, v, causal(T, segments), pull_of(q))
-    assert_close(with_gradients(q, k, v, pull_of(q), segments, implementation="splash"), expected, 5e-6)
+    expected = reference(q, k, v, causal(T, segments), cotangent_of(q))
+    assert_close(with_gradients(q, k, v, cotangent_of(q), segments, implementation="splash"), expected, 5e-6)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2), (2, 2)])
@@ -187,8 +187,8 @@ def test_cudnn_is_given_what_equals_the_formula(monkeypatch, heads, kv_heads):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     q, k, v = draw(20, 20, heads, kv_heads)
-    expected = reference(q, k, v, causal(20), pull_of(q))
-    assert_close(with_gradients(q, k, v, pull_of(q), implementation="cudnn"), expected, 5e-6)
+    expected = reference(q, k, v, causal(20), cotangent_of(q))
+    assert_close(with_gradients(q, k, v, cotangent_of(q), implementation="cudnn"), expected, 5e-6)
     assert asked == [("cudnn", {"is_causal"})], "and no mask array, no bias, no lengths"
 
 

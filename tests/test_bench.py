@@ -15,8 +15,8 @@ def test_the_baseline_is_the_formula_in_float32():
     positions = np.arange(50, dtype=np.int32)[None]
     inputs = np.random.default_rng(0).standard_normal((1, 50, 2, 64)).astype(np.float32)
     for p in (0.0, 0.75, 1.0):
-        turned = paper_listing(jnp.asarray(inputs), jnp.asarray(positions), 64, 10_000, p)
-        np.testing.assert_allclose(turned, oracle(inputs, positions, 1e4, p), rtol=0, atol=1e-5)
+        rotated = paper_listing(jnp.asarray(inputs), jnp.asarray(positions), 64, 10_000, p)
+        np.testing.assert_allclose(rotated, oracle(inputs, positions, 1e4, p), rtol=0, atol=1e-5)
 
 
 def test_programs_are_timed_in_turns():

@@ -28,34 +28,34 @@ def reference(hidden, embedding, targets, weights):
     hidden, embedding, weights = (np.asarray(array, np.float64) for array in (hidden, embedding, weights))
     logits = hidden @ embedding.T
     share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    right = np.eye(len(embedding))[np.asarray(targets)]
-    pull = (share - right) * weights[..., None]
-    return -np.log((share * right).sum(-1)), pull @ embedding, np.einsum("btv,btd->vd", pull, hidden)
+    is_target = np.eye(len(embedding))[np.asarray(targets)]
+    grad_logits = (share - is_target) * weights[..., None]
+    return -np.log((share * is_target).sum(-1)), grad_logits @ embedding, np.einsum("btv,btd->vd", grad_logits, hidden)
 
 
 def check(arrays, tolerance=1e-5, place=lambda array: array):
     """Value and gradients of three times the weighted loss, and the losses of evaluation, equal the formula."""
     hidden, embedding, targets, weights = arrays
     narrow = embedding.astype(hidden.dtype)  # what the matmuls see
-    losses, hidden_pull, embedding_pull = reference(hidden.astype(np.float32), narrow, targets, weights)
+    losses, grad_hidden, grad_embedding = reference(hidden.astype(np.float32), narrow, targets, weights)
 
     def three_times(hidden, embedding, weights, targets):
         return 3 * loss.weighted_loss(hidden, embedding, targets, weights)
 
     run = jax.jit(jax.value_and_grad(three_times, argnums=(0, 1, 2)))
-    value, pulls = run(*(place(array) for array in (hidden, embedding, weights, targets)))
-    assert value.dtype == pulls[1].dtype == pulls[2].dtype == np.float32 and pulls[0].dtype == hidden.dtype
+    value, gradients = run(*(place(array) for array in (hidden, embedding, weights, targets)))
+    assert value.dtype == gradients[1].dtype == gradients[2].dtype == np.float32 and gradients[0].dtype == hidden.dtype
     np.testing.assert_allclose(value, 3 * (losses * weights).sum(), rtol=1e-5)
-    for pull, expected in zip(pulls, (hidden_pull, embedding_pull, losses), strict=True):
+    for gradient, expected in zip(gradients, (grad_hidden, grad_embedding, losses), strict=True):
         largest = 3 * np.abs(expected).max()
-        np.testing.assert_allclose(pull.astype(np.float32), 3 * expected, rtol=0, atol=tolerance * largest)
+        np.testing.assert_allclose(gradient.astype(np.float32), 3 * expected, rtol=0, atol=tolerance * largest)
     evaluated = jax.jit(loss.token_losses)(*(place(array) for array in (hidden, embedding, targets)))
     np.testing.assert_allclose(evaluated, losses, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("few", "rows"), [(2**24, 1024), (1, 1024), (1, 8), (1, 1)])
-def test_value_and_gradients_equal_the_formula(monkeypatch, few, rows):
-    monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", few)
+@pytest.mark.parametrize(("max_logits", "rows"), [(2**24, 1024), (1, 1024), (1, 8), (1, 1)])
+def test_value_and_gradients_equal_the_formula(monkeypatch, max_logits, rows):
+    monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", max_logits)
     monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", rows)
     check(draw())
 
@@ -70,8 +70,8 @@ def test_large_logits_do_not_overflow():
     hidden, embedding, targets, weights = draw()
     targets = jnp.argmax(hidden @ embedding.T, axis=-1)
     run = jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))
-    value, pulls = run(hidden * 1e4, embedding, targets, weights)
-    assert 0 <= value < 10 and all(np.isfinite(pull).all() for pull in pulls)
+    value, gradients = run(hidden * 1e4, embedding, targets, weights)
+    assert 0 <= value < 10 and all(np.isfinite(gradient).all() for gradient in gradients)
 
 
 def elements(run, *arrays):
@@ -106,12 +106,12 @@ def over_meshes():
     for shape in MESHES:
         mesh = sharding.make_mesh(shape[0], shape[2])
         assert mesh.devices.shape == shape
-        for D, V, few, piece, dtype in (
+        for D, V, max_logits, chunk, dtype in (
             (16, 48, 2**20, 2**20, np.float32),
-            (16, 48, 1, 50, np.float32),  # six pieces of the vocabulary
-            (12, 56, 1, 6, jnp.bfloat16),  # as many as it has entries, where tensor = 1; D is not a multiple of 8
+            (16, 48, 1, 50, np.float32),  # six chunks of the vocabulary
+            (12, 56, 1, 6, jnp.bfloat16),  # as many chunks as entries, where tensor = 1; D is not a multiple of 8
         ):
-            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = few, piece, piece
+            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = max_logits, chunk, chunk
 
             def place(array, mesh=mesh, V=V):
                 spec = jax.sharding.PartitionSpec("tensor") if len(array) == V else rows()

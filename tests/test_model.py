@@ -69,8 +69,8 @@ def reference(config, params, tokens, positions, segments=None):
                     seen = [s for s in range(t + 1) if segments is None or segments[b, s] == segments[b, t]]
                     scores = key[b, seen] @ query[b, t] / np.sqrt(H)
                     weights = np.exp(scores - scores.max())
-                    mixed = weights @ value[b, seen] / weights.sum()
-                    attended[b, t] += mixed @ at["attn"]["attn_vec_einsum"]["w"][n]
+                    averaged = weights @ value[b, seen] / weights.sum()
+                    attended[b, t] += averaged @ at["attn"]["attn_vec_einsum"]["w"][n]
         x = x + attended
         normed = norm(x, at["pre_ffw_norm"]["scale"])
         gate, up = (normed @ w for w in at["mlp"]["gating_einsum"])
@@ -218,15 +218,15 @@ def test_gradients_equal_differences_of_the_formula(kv_heads, masked):
     np.testing.assert_allclose(value, loss(params), rtol=1e-5)
     leaves, names = jax.tree.flatten(params)
     rng = np.random.default_rng(0)
-    for i, pull in enumerate(jax.tree.leaves(gradient)):
-        along = rng.choice([-1.0, 1.0], pull.shape)
+    for i, grad in enumerate(jax.tree.leaves(gradient)):
+        along = rng.choice([-1.0, 1.0], grad.shape)
         up, down = (
             loss(jax.tree.unflatten(names, [*leaves[:i], leaves[i] + step * along, *leaves[i + 1 :]]))
             for step in (1e-5, -1e-5)
         )
         expected = (up - down) / 2e-5
-        error = np.sum(np.asarray(pull, np.float64) * along) - expected
-        assert abs(error) < 1e-5 * np.linalg.norm(pull) * np.sqrt(pull.size), jax.tree_util.keystr(
+        error = np.sum(np.asarray(grad, np.float64) * along) - expected
+        assert abs(error) < 1e-5 * np.linalg.norm(grad) * np.sqrt(grad.size), jax.tree_util.keystr(
             jax.tree_util.tree_leaves_with_path(params)[i][0]
         )
 

@@ -79,7 +79,7 @@ def test_narrow_inputs_round_once(dtype):
     assert np.all(np.abs(np.asarray(rotated, np.float64) - expected) <= half_ulp + BOUND)
 
 
-def test_p_zero_is_the_identity_and_p_one_turns_every_pair():
+def test_p_zero_is_the_identity_and_p_one_rotates_every_pair():
     positions = np.arange(1, 9, dtype=np.int32)[None]
     inputs = draw(64, positions)
     np.testing.assert_array_equal(apply_p_rope(inputs, positions, 64, rope_percentage=0.0), inputs)
@@ -87,7 +87,7 @@ def test_p_zero_is_the_identity_and_p_one_turns_every_pair():
     assert np.all(np.asarray(apply_p_rope(inputs, positions, 64, rope_percentage=1.0)) != inputs)
 
 
-def test_position_zero_turns_nothing():
+def test_position_zero_rotates_nothing():
     positions = np.zeros((1, 3), np.int32)
     inputs = draw(128, positions)
     np.testing.assert_array_equal(apply_p_rope(inputs, positions, 128), inputs)
@@ -101,8 +101,8 @@ def test_the_right_lanes_move(p):
     one_hot = np.eye(d, dtype=np.float32)[None, :, None, :]
     rotated = np.asarray(apply_p_rope(one_hot, positions, d, rope_percentage=p))[0, :, 0]
     for lane in range(d):
-        pair, turned = lane % (d // 2), lane % (d // 2) < p * d / 2
-        touched = {pair, pair + d // 2} if turned else {lane}
+        pair, rotated_pair = lane % (d // 2), lane % (d // 2) < p * d / 2
+        touched = {pair, pair + d // 2} if rotated_pair else {lane}
         assert set(np.flatnonzero(rotated[lane])) == touched
 
 
@@ -142,8 +142,8 @@ def test_scores_depend_on_the_offset_only(shift, p):
     q, k = draw(64, np.zeros((1, 1)), 3, 1), draw(64, np.zeros((1, 1)), 4, 1)
 
     def score(m, n):
-        turn = lambda x, at: apply_p_rope(x, np.array([[at]], np.int32), 64, rope_percentage=p)  # noqa: E731
-        return float(np.sum(np.asarray(turn(q, m), np.float64) * np.asarray(turn(k, n), np.float64)))
+        rotate = lambda x, at: apply_p_rope(x, np.array([[at]], np.int32), 64, rope_percentage=p)  # noqa: E731
+        return float(np.sum(np.asarray(rotate(q, m), np.float64) * np.asarray(rotate(k, n), np.float64)))
 
     for m, n in ((0, 0), (5, 2), (2, 5), (4000, 17)):
         assert abs(score(m + shift, n + shift) - score(m, n)) < 64 * BOUND
@@ -172,10 +172,8 @@ def test_integer_dtypes_agree(dtype):
 def test_the_gradient_is_the_inverse_rotation():
     positions = np.array([[0, 3, 70_000]], np.int32)
     inputs, cotangent = draw(64, positions), draw(64, positions, 5)
-    _, pull = jax.vjp(lambda x: apply_p_rope(x, positions, 64, rope_percentage=0.5), inputs)
-    np.testing.assert_allclose(
-        pull(jnp.asarray(cotangent))[0], oracle(cotangent, -positions, p=0.5), rtol=0, atol=BOUND
-    )
+    _, vjp = jax.vjp(lambda x: apply_p_rope(x, positions, 64, rope_percentage=0.5), inputs)
+    np.testing.assert_allclose(vjp(jnp.asarray(cotangent))[0], oracle(cotangent, -positions, p=0.5), rtol=0, atol=BOUND)
 
 
 def test_vmap_is_a_loop():
@@ -186,19 +184,19 @@ def test_vmap_is_a_loop():
 
 
 def test_the_interleaved_layout_is_a_permutation_of_the_weights():
-    """RoFormer's pairs (2k, 2k + 1), turned in float64, score as its permuted weights do under `apply_p_rope`."""
+    """RoFormer's pairs (2k, 2k + 1), rotated in float64, score as its permuted weights do under `apply_p_rope`."""
     d, T = 16, 9
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((T, 12))
     projections = rng.standard_normal((2, 12, d))
     positions = np.arange(T, dtype=np.int32)[None] * 1000
-    turned = tokens @ projections  # q and k, [2, T, d]
+    rotated = tokens @ projections  # q and k, [2, T, d]
     for k in range(d // 2):
         angle = positions[0] * 10_000.0 ** (-2 * k / d)
-        even, odd = turned[..., 2 * k].copy(), turned[..., 2 * k + 1].copy()
-        turned[..., 2 * k] = even * np.cos(angle) - odd * np.sin(angle)
-        turned[..., 2 * k + 1] = odd * np.cos(angle) + even * np.sin(angle)
-    expected = turned[0] @ turned[1].T
+        even, odd = rotated[..., 2 * k].copy(), rotated[..., 2 * k + 1].copy()
+        rotated[..., 2 * k] = even * np.cos(angle) - odd * np.sin(angle)
+        rotated[..., 2 * k + 1] = odd * np.cos(angle) + even * np.sin(angle)
+    expected = rotated[0] @ rotated[1].T
     permuted = [interleaved_to_half_split(part) for part in projections]
     q, k = (apply_p_rope((jnp.float32(tokens) @ part)[None, :, None], positions, d)[0, :, 0] for part in permuted)
     scores = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T

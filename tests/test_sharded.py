@@ -159,7 +159,7 @@ CASES = [
 def steps():
     """What `test_a_step_is_the_same_on_every_mesh` has eight devices do."""
     sharding._MIN_SHARD_SIZE = 0  # or nothing of a model this small would be split
-    loss._MAX_LOGITS_WHOLE = 1  # several pieces of the vocabulary
+    loss._MAX_LOGITS_WHOLE = 1  # several chunks of the vocabulary
     make = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
     splash_attention_kernel.make_splash_mqa_single_device = make
     alone = functools.cache(lambda fields: run(small(**dict(fields), model__scan_layers=False), (1, 1, 1)))
