@@ -39,6 +39,11 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
+def first_line(error: Exception) -> str:
+    """Returns the first line of an exception's message, at most 200 characters, or its type's name."""
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__
+
+
 def nearest(name: str, known) -> str:
     """Returns ' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

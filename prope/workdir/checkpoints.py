@@ -19,10 +19,10 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers as policies
 
-from prope.errors import RunFailed, Stopped, UsageError, is_disk_full
+from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full
 from prope.runtime import processes
 from prope.workdir.hashes import array_hashes, combine_hashes
-from prope.workdir.reader import CheckpointReader, Damaged, find_damage, first_line, list_files
+from prope.workdir.reader import CheckpointReader, Damaged, find_damage, list_files
 
 log = logging.getLogger("prope")
 T = TypeVar("T")

@@ -67,7 +67,7 @@ class Run:
 
     def array(self, path: tuple[str, ...], layer: int | None = None) -> np.ndarray:
         """Reads one parameter, or one layer of a stacked one, by its path in the nested dictionary."""
-        return self._reader.read_rows(path) if layer is None else self._reader.read_layer(path, layer)
+        return self._reader.read(path, layer)
 
     def layer(self, number: int) -> model.Params:
         """Reads the parameters of one layer as NumPy arrays: those of "layers" without their leading axis."""
@@ -77,9 +77,9 @@ class Run:
         """Reads the parameters of the final norm as NumPy arrays."""
         return self._read("final_norm")
 
-    def embedding(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Reads the embedding [V, D], or some of its rows."""
-        return self._reader.read_rows(("embedder", "input_embedding"), rows)
+    def embedding(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Reads the embedding [V, D], whole to verify it, and returns these rows."""
+        return self.array(("embedder", "input_embedding"))[rows]
 
     def _read(self, name: str, layer: int | None = None) -> model.Params:
         return jax.tree_util.tree_map_with_path(

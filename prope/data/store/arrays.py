@@ -17,7 +17,7 @@ import pathlib
 import numpy as np
 import tensorstore as ts
 
-from prope.errors import UsageError
+from prope.errors import UsageError, first_line
 
 SPLITS = ("train", "validation")
 
@@ -147,11 +147,6 @@ def find_store(path: str, fingerprint: str) -> Store | None:
         if length != size:
             raise UsageError(f"the store {path}: {split} has {length} tokens, its index.json says {size}; {remedy}")
     return store
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an exception's message, or its type's name."""
-    return str(error).split("\n")[0] or type(error).__name__
 
 
 class ArrayWriter:

@@ -25,7 +25,7 @@ from prope.data.store.arrays import SPLITS, Store, child_url, find_store, is_url
 from prope.data.store.lock import write_lock
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import load_tokenizer
-from prope.errors import RunFailed, UsageError, is_disk_full
+from prope.errors import RunFailed, UsageError, first_line, is_disk_full
 from prope.runtime.files import write_atomic
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _named_errors(cache: str):
         if isinstance(error, OSError):
             raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {error.strerror}") from error
         if isinstance(error, ValueError) and is_url(cache):
-            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {arrays.first_line(error)}") from error
+            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {first_line(error)}") from error
         raise
 
 
