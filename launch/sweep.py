@@ -42,7 +42,7 @@ def main(launcher_flags: list[str]) -> dict:
     import jax
 
     from prope.sweep.execute import run_sweep
-    from prope.sweep.grid import plan, read_grid
+    from prope.sweep.grid import read_grid
 
     jax.config.update("jax_platforms", "cpu")  # this process reads files; the accelerator is for its runs
     if FLAGS.backend == "local" and launcher_flags:
@@ -54,9 +54,8 @@ def main(launcher_flags: list[str]) -> dict:
     file = config_flags.get_config_filename(FLAGS["config"])
     base, overrides = FLAGS.config, config_flags.get_override_values(FLAGS["config"])
     grid = read_grid(FLAGS.grid, FLAGS.rope_percentage, file, base, overrides)
-    runs = plan(grid, file, base, overrides)
-    about = {"config_file": file, "overrides": overrides}
-    return run_sweep(FLAGS.workdir, runs, grid, base, about, FLAGS.backend, launcher_flags, FLAGS["dry-run"].value)
+    dry_run = FLAGS["dry-run"].value
+    return run_sweep(FLAGS.workdir, file, base, overrides, grid, FLAGS.backend, launcher_flags, dry_run)
 
 
 if __name__ == "__main__":

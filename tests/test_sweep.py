@@ -299,7 +299,7 @@ def test_a_launcher_gets_every_run(finish, tmp_path):
 def test_what_launchers_are_given(backend, expected):
     (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {})
     name = execute.job_name("W-rope_percentage=0.25")
-    line = execute.launcher(backend, ["--spot"])(pathlib.Path("/mnt/W"), run)
+    line = execute.run_command(backend, ["--spot"], pathlib.Path("/mnt/W"), run)
     train = ["--config=file.py", "--config.model.rope_percentage=0.25", "--workdir=/mnt/W/rope_percentage=0.25"]
     assert line == [part.replace("NAME", name) for part in expected] + ["python", "-m", "prope.train", *train]
     assert len(execute.job_name("x" * 99)) == 40 and execute.job_name("x" * 99) != execute.job_name("x" * 98)
@@ -307,7 +307,7 @@ def test_what_launchers_are_given(backend, expected):
 
 def test_a_run_that_leaves_no_files_here_is_known_by_what_it_printed(tmp_path):
     (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {})
-    made = execute.Sweep(tmp_path, [run], lambda *_: [])
+    made = execute.Sweep(tmp_path, [run])
     assert made.read(run).state == "new"
     printed = {"step": 1000, "loss": 1.0, "eval_loss": 2.0, "perplexity": 7.4, "bits_per_byte": 2.9, "init_hash": "aa"}
     made.printed[run.name] = printed

@@ -7,7 +7,6 @@ Axes: B batch, T seq_len of the windows, C documents, Q buckets of positions.
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -47,23 +46,21 @@ _FIELDS = {"loss", "loss_stderr", "by_position", "tokens", "perplexity", "bits_p
 def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callable[..., dict | None]:
     """Makes a function that evaluates parameters on `windows`: all, or config.eval.max_windows evenly spread ones.
 
-    Its arguments: the parameters; optionally a folder, W/eval/STEP, for the sums by document; optionally a callback
-    before every batch, called equally often in all processes, that stops the evaluation (result None) by returning
-    False. It returns a dictionary:
+    Its arguments are the parameters; a folder for the sums by document, W/eval/STEP, or None; and a callback before
+    every batch, in all processes alike, which stops the evaluation (result None) by returning False. It returns:
 
-    fingerprint, seq_len        of the data; tokens in a window
-    windows, tokens             how many windows were read; how many tokens were predicted
-    loss, perplexity            nats per token; its exponential
-    loss_stderr                 standard error of the loss over documents (`paired.mean_and_stderr`); None for a single
-                                one. Parts of a document in windows that are not neighbours count as documents
-    bits_per_byte               the loss in total bits over the bytes of the text
-    unigram_bits_per_byte       the same when every token is predicted by its frequency in the training split
-    by_position                 [{"from", "to", "loss", "tokens"}] for positions from .. to - 1 in the window, in steps
-                                of an eighth of config.data.seq_len, the length of training; of 1024 in windows of
-                                8192 tokens or more. Buckets without a token are left out
-    accuracy                    synthetic data only: the share of answers that get the highest score
-    accuracy_by_distance        synthetic data only: [{"task", "from", "to", "accuracy", "answers"}] for answers that
-                                stand from .. to - 1 tokens before their question
+    fingerprint, seq_len    of the data; tokens in a window
+    windows, tokens         numbers of windows read and of tokens predicted
+    loss, perplexity        nats per token; its exponential
+    loss_stderr             standard error of the loss over documents (`paired.mean_and_stderr`), None for a single one;
+                            parts of a document in windows that are not neighbours count as documents
+    bits_per_byte           the loss in total bits over the bytes of the text
+    unigram_bits_per_byte   the same for predicting every token by its frequency in the training split
+    by_position             [{"from", "to", "loss", "tokens"}] for positions from .. to - 1 in the window, where there
+                            are tokens; an eighth of the training length each, 1024 in windows of 8192 tokens or more
+    accuracy                synthetic data only: the share of answers that get the highest logit
+    accuracy_by_distance    synthetic data only: [{"task", "from", "to", "accuracy", "answers"}] for answers that stand
+                            from .. to - 1 tokens before their question
     """
     count = _count(config, windows)
     chosen = [i * windows.count // count for i in range(count)]
@@ -106,6 +103,7 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
                 sums.add(index, **{name: values[row] for name, values in scores.items()})
         losses, tokens = sums.by_document()
         loss, stderr = paired.mean_and_stderr(losses.sum(axis=1), tokens.sum(axis=1))
+        buckets = zip(sums.edges[:-1], sums.edges[1:], losses.sum(axis=0), tokens.sum(axis=0), strict=True)
         store = windows.store
         bits_per_byte = store.targets("validation") / store.index["validation"]["bytes"] / math.log(2)
         record = {
@@ -118,7 +116,11 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
             "perplexity": math.exp(min(loss, 700.0)),
             "bits_per_byte": loss * bits_per_byte,
             "unigram_bits_per_byte": store.index["unigram_loss"] * bits_per_byte,
-            "by_position": _by_position(losses.sum(axis=0), tokens.sum(axis=0), sums.edges),
+            "by_position": [
+                {"from": int(start), "to": int(stop), "loss": float(total / number), "tokens": int(number)}
+                for start, stop, total, number in buckets
+                if number
+            ],
         }
         if synthetic:
             record |= windows.accuracy(chosen, np.array(correct))
@@ -159,14 +161,6 @@ class _DocumentSums:
         """Returns (losses, tokens), both [C, Q]."""
         losses, tokens = np.concatenate(self._sums, axis=1)
         return losses, tokens
-
-
-def _by_position(losses: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> list[dict]:
-    return [
-        {"from": int(start), "to": int(stop), "loss": float(loss / count), "tokens": int(count)}
-        for start, stop, loss, count in zip(edges[:-1], edges[1:], losses, tokens, strict=True)
-        if count
-    ]
 
 
 def _count(config: ConfigDict, windows: Windows) -> int:
@@ -218,26 +212,14 @@ def parse_lengths(text: str | None, trained: int) -> list[int]:
     return list(dict.fromkeys(lengths))
 
 
-@dataclasses.dataclass
-class _Evaluator:
-    """The windows, and the function compiled for them, that runs which differ only in their seed share."""
-
-    config: ConfigDict
-    windows: Windows
-
-    @functools.cached_property
-    def evaluate(self) -> Callable[..., dict]:
-        return make_evaluation(self.config, self.windows, sharding.make_mesh())
-
-
-def _evaluators(config: ConfigDict, options: Options, cache: dict[str, _Evaluator]) -> list[_Evaluator]:
-    """Makes an evaluator for each length, or takes it from `cache`."""
+def _open_lengths(config: ConfigDict, options: Options, opened: dict) -> list[tuple[ConfigDict, Windows]]:
+    """Opens the windows of each length, once for all runs that differ only in their seed."""
     config = config.copy_and_resolve_references()
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     config.eval.max_windows = options.max_windows
     override_dataset(config.data, options.dataset, options.data_dir)
     validate(config)
-    evaluators, trained = [], config.data.seq_len
+    keys, trained = [], config.data.seq_len
     for T in parse_lengths(options.seq_len, trained):
         own = config.copy_and_resolve_references()
         # Longer windows, fewer at a time: as many tokens as at the training's length, so that memory suffices.
@@ -245,10 +227,10 @@ def _evaluators(config: ConfigDict, options: Options, cache: dict[str, _Evaluato
         data = own.data.copy_and_resolve_references()
         data.seq_len = T
         key = json.dumps([own.model.to_dict(), own.data.to_dict(), own.eval.to_dict(), T])
-        if key not in cache:
-            cache[key] = _Evaluator(own, open_windows(data, own.model.vocab_size, "validation"))
-        evaluators.append(cache[key])
-    return evaluators
+        if key not in opened:
+            opened[key] = own, open_windows(data, own.model.vocab_size, "validation")
+        keys.append(key)
+    return [opened[key] for key in keys]
 
 
 def evaluations(options: Options) -> Iterator[dict]:
@@ -257,20 +239,19 @@ def evaluations(options: Options) -> Iterator[dict]:
     Raises:
       UsageError: a run, a checkpoint or data is missing, or does not fit; before the first evaluation.
     """
-    plan, cache, runs = [], {}, find_runs(options.workdir)
+    plan, opened, functions, runs = [], {}, {}, find_runs(options.workdir)
     for workdir in runs:
         if len(runs) > 1 and not list_steps(workdir):
             log.info("%s: left out, for it has no finished checkpoint yet", workdir)
             continue
         for step in find_steps(workdir, options.step):
             run = open_run(workdir, step)
-            plan.append((run, _evaluators(run.config, options, cache)))
+            plan.append((run, _open_lengths(run.config, options, opened)))
     if not plan:
         raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
-    for run, evaluators in plan:
+    for run, lengths in plan:
         workdir, step, params = run.workdir, run.step, None
-        for evaluator in evaluators:
-            config, windows = evaluator.config, evaluator.windows
+        for config, windows in lengths:
             count, pairs = _count(config, windows), model.rotated_pairs(config.model)
             record = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
             same = record | {"fingerprint": windows.store.fingerprint, "windows": count}
@@ -288,7 +269,9 @@ def evaluations(options: Options) -> Iterator[dict]:
             if params is None:  # without --step, of the newest checkpoint that is whole
                 run, params = run.first_undamaged(Run.params)
                 record["step"] = step = run.step
-            result = evaluator.evaluate(params, workdir / "eval" / str(step))
+            if windows not in functions:
+                functions[windows] = make_evaluation(config, windows, sharding.make_mesh())
+            result = functions[windows](params, workdir / "eval" / str(step))
             record |= {"max_windows": config.eval.max_windows, **result, **identity}
             if processes.is_first():
                 append_jsonl(workdir / "eval.jsonl", record)

@@ -89,11 +89,9 @@ def paired_difference(
             f"{workdir_a} and {workdir_b}: their evaluations count other tokens; both runs must have the same "
             "config.data and training length"
         )
-    columns = slice(None)
-    if positions is not None:
-        if not set(positions) <= set(edges.tolist()):
-            raise UsageError(f"positions={positions}: must be two of {', '.join(map(str, edges))}")
-        columns = slice(*np.searchsorted(edges, positions))
+    if not set(positions or ()) <= set(edges.tolist()):
+        raise UsageError(f"positions={positions}: must be two of {', '.join(map(str, edges))}")
+    columns = slice(*np.searchsorted(edges, positions)) if positions else slice(None)
     differences = loss[:, columns].astype(np.float64) - loss_b[:, columns]
     return Difference(*mean_and_stderr(differences.sum(axis=1), tokens[:, columns].sum(axis=1)))
 
@@ -107,7 +105,7 @@ def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.
 
 
 def _path(folder: pathlib.Path, record: dict) -> pathlib.Path:
-    return folder / ("-".join(str(record[name]) for name in SAME_WINDOWS) + ".npz")
+    return folder / ("-".join(str(record.get(name)) for name in SAME_WINDOWS) + ".npz")
 
 
 def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,14 +13,14 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
 from prope.runtime.files import read_json, write_atomic
-from prope.sweep.grid import Planned, text_of
+from prope.sweep.grid import Planned, plan, text_of
 from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, read_run, table, table_text
 from prope.workdir.run import check_local
 
@@ -101,16 +101,15 @@ class ChildProcesses:
         return self._child.wait(), error, result
 
     def exit_code(self, code: int) -> int:
-        """Returns the sweep's exit code after `stop_signal`, given that of the child."""
+        """Returns the exit code of a stopped sweep, given that of its child."""
         if code == 0:  # it had just finished
-            return {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}[self.stop_signal]
-        return code if code > 0 else 128 - code
+            return PREEMPTED if self.stop_signal == signal.SIGTERM else INTERRUPTED
+        return code if code > 0 else 128 - code  # as shells do for a signal
 
     def _forward(self, number: int, frame) -> None:
         self.stop_signal = number
-        if self._child is None or self._child.poll() is not None:
-            return
-        if number == signal.SIGTERM or not in_foreground():
+        running = self._child is not None and self._child.poll() is None
+        if running and (number == signal.SIGTERM or not in_foreground()):
             self._child.send_signal(number)
 
 
@@ -123,14 +122,19 @@ def in_foreground() -> bool:
 
 @dataclasses.dataclass
 class Sweep:
-    """The runs of a sweep, the commands that carry them out, and their outcomes so far."""
+    """The runs of a sweep, what carries them out, and their outcomes so far."""
 
     directory: pathlib.Path
     runs: list[Planned]
-    command: Callable[[pathlib.Path, Planned], list[str]]
-    submits: bool = False  # the command ends when the run is in a queue
+    backend: str = "local"
+    launcher_flags: Sequence[str] = ()
     printed: dict[str, dict] = dataclasses.field(default_factory=dict)  # results of commands, by run
     failed: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by run
+
+    @property
+    def submits(self) -> bool:
+        """Whether a command ends as soon as its run is in a queue."""
+        return self.backend in ("gke", "slurm") and "--wait" not in self.launcher_flags
 
     def read(self, planned: Planned) -> Run:
         """Reads a run from its files; from what it printed if it left no files on this machine."""
@@ -162,10 +166,11 @@ class Sweep:
                     break
                 starts = "starts again" if start else "starts"
                 log.info("run %d of %d, %s: %s", number, len(self.runs), run.name, starts)
-                code, error, self.printed[run.name] = processes.run(self.command(self.directory, run))
+                command = run_command(self.backend, self.launcher_flags, self.directory, run)
+                code, error, self.printed[run.name] = processes.run(command)
                 if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
                     log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
-                    sys.exit(processes.exit_code(code) if processes.stop_signal else INTERRUPTED if code < 0 else code)
+                    sys.exit(processes.exit_code(code))
                 self.failed.pop(run.name, None)
                 if code:
                     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -182,33 +187,30 @@ class Sweep:
 
     def result(self) -> dict:
         """Returns the command's JSON object."""
-        runs = self.read_all()
-        records = [run.record() | ({"state": "failed"} if run.name in self.failed else {}) for run in runs]
-        if self.submits:
-            records = [r | {"state": "submitted"} if r["state"] in ("new", "unfinished") else r for r in records]
+        runs, records = self.read_all(), []
+        for run in runs:
+            submitted = self.submits and run.name in self.printed and run.state != "finished"
+            state = "failed" if run.name in self.failed else "submitted" if submitted else run.state
+            records.append(run.record() | {"state": state})
         return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
 
 
-def launcher(backend: str, launcher_flags: list[str]) -> Callable[[pathlib.Path, Planned], list[str]]:
-    """Makes a function that returns the command of a run: a local process, or a launcher with its flags."""
+def run_command(backend: str, launcher_flags: Sequence[str], directory: pathlib.Path, run: Planned) -> list[str]:
+    """Returns the command that carries out a run: prope.train here, or a launcher with its flags."""
     folder = pathlib.Path(__file__).parents[2] / "launch"
-
-    def command(directory: pathlib.Path, run: Planned) -> list[str]:
-        python = sys.executable if backend == "local" else "python"
-        train = [python, "-m", "prope.train", *run.arguments, f"--workdir={directory / run.name}"]
-        name = job_name(f"{directory.name}-{run.name}")
-        if backend == "tpu_vm":
-            return ["bash", f"{folder}/tpu_vm.sh", "run", *launcher_flags, "--", *train]
-        if backend == "gke":
-            return ["bash", f"{folder}/gke_jobset.sh", f"--name={name}", *launcher_flags, "--", *train]
-        if backend == "slurm":  # a second job for a run waits until the first has ended
-            of_script = [flag for flag in launcher_flags if flag.startswith(("--processes_per_node", "--max_restarts"))]
-            of_sbatch = [flag for flag in launcher_flags if flag not in of_script]
-            sbatch = ["sbatch", f"--job-name={name}", "--dependency=singleton", *of_sbatch]
-            return [*sbatch, f"{folder}/slurm.sbatch", *of_script, "--", *train]
-        return train
-
-    return command
+    python = sys.executable if backend == "local" else "python"
+    train = [python, "-m", "prope.train", *run.arguments, f"--workdir={directory / run.name}"]
+    name = job_name(f"{directory.name}-{run.name}")
+    if backend == "tpu_vm":
+        return ["bash", f"{folder}/tpu_vm.sh", "run", *launcher_flags, "--", *train]
+    if backend == "gke":
+        return ["bash", f"{folder}/gke_jobset.sh", f"--name={name}", *launcher_flags, "--", *train]
+    if backend == "slurm":  # a second job for a run waits until the first has ended
+        of_script = [flag for flag in launcher_flags if flag.startswith(("--processes_per_node", "--max_restarts"))]
+        of_sbatch = [flag for flag in launcher_flags if flag not in of_script]
+        sbatch = ["sbatch", f"--job-name={name}", "--dependency=singleton", *of_sbatch]
+        return [*sbatch, f"{folder}/slurm.sbatch", *of_script, "--", *train]
+    return train
 
 
 def job_name(text: str) -> str:
@@ -218,37 +220,34 @@ def job_name(text: str) -> str:
 
 
 def run_sweep(
-    workdir: str, runs: list[Planned], grid: dict, base: ConfigDict, about: dict, backend: str,
-    launcher_flags: list[str], dry_run: bool,
+    workdir: str, file: str, base: ConfigDict, overrides: dict, grid: dict, backend: str = "local",
+    launcher_flags: Sequence[str] = (), dry_run: bool = False,
 ) -> dict:  # fmt: skip
     """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
     Args:
       workdir: directory of the sweep.
-      runs: the runs of the grid, from `plan`.
-      grid: the values of every swept field.
-      base: the config that all runs start from.
-      about: the config file and its overrides, for sweep.json.
+      file: the config file of the runs.
+      base: its config, with `overrides`.
+      overrides: values of fields that all runs get.
+      grid: the values of every swept field, from `read_grid`.
       backend: local, tpu_vm, gke or slurm.
       launcher_flags: flags for the backend's launcher.
       dry_run: print the commands only.
 
     Raises:
-      UsageError: the directory holds a run, or another sweep.
+      UsageError: the directory holds a run or another sweep, or a config is invalid.
       RunFailed: a run failed; the others are done.
     """
-    directory = check_local(workdir)
-    record = record_sweep(directory, runs, grid, base, about)
-    submits = backend in ("gke", "slurm") and "--wait" not in launcher_flags
-    sweep = Sweep(directory, runs, launcher(backend, launcher_flags), submits)
-
+    directory, runs = check_local(workdir), plan(grid, file, base, overrides)
+    record = record_sweep(directory, runs, grid, base, {"config_file": file, "overrides": overrides})
+    sweep = Sweep(directory, runs, backend, launcher_flags)
     log.info("%d runs in %s:", len(runs), directory)
     for run in sweep.read_all():
         log.info("  %s: %s", run.name, f"resumes at step {run.step}" if run.state == "unfinished" else run.state)
     if dry_run:
         for run in runs:
-            print(shlex.join(sweep.command(directory, run)))
-        sweep.submits = False
+            print(shlex.join(run_command(backend, launcher_flags, directory, run)))
         return sweep.result()
 
     check_equal(sweep.read_all())
@@ -260,7 +259,6 @@ def run_sweep(
     if sweep.failed:
         print(json.dumps(result), flush=True)
         reasons = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
-        raise RunFailed(
-            f"{len(sweep.failed)} of {len(runs)} runs failed: {reasons}; the same command tries these again"
-        )
+        failed = f"{len(sweep.failed)} of {len(runs)} runs failed"
+        raise RunFailed(f"{failed}: {reasons}; the same command tries these again")
     return result

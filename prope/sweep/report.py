@@ -10,7 +10,7 @@ from prope.workdir.run import read_config
 
 
 def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
-    """Training and validation loss by step, with the unigram baseline; returns the picture's path.
+    """Draws training and validation loss by step, with the unigram baseline; returns the picture's path.
 
     Raises:
       UsageError: there is no run, or it has not logged a step yet.
@@ -27,13 +27,8 @@ def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
 
     figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        [r["step"] for r in steps],
-        [r["loss"] for r in steps],
-        color="#4477aa",
-        lw=1.2,
-        label="training batch",
-    )
+    training = [r["step"] for r in steps], [r["loss"] for r in steps]
+    axes.plot(*training, color="#4477aa", lw=1.2, label="training batch")
     if evaluations:
         last = evaluations[-1]
         marks = {"marker": "o", "ms": 4, "color": "#cc3311", "lw": 1.2}

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import pathlib
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ml_collections import ConfigDict
 
@@ -28,6 +28,10 @@ NOT_OF_INIT = tuple(f"model.{name}" for name in (
 ))  # fmt: skip
 NOT_OF_BATCHES = ("data.cache_dir", "data.num_workers")
 METRICS = ("eval_loss", "perplexity", "bits_per_byte")
+UNEQUAL = {  # of two runs: the difference, and its remedy
+    "init": ("did not start equal", "Train them anew with one version of the code, in new directories"),
+    "batch": ("saw other batches", "Bring back the data of the first, and train the second in a new directory"),
+}
 DAMAGED_SWEEP = "remove it, and start the sweep again"  # remedy for an unreadable sweep.json
 
 
@@ -126,38 +130,34 @@ def check_equal(runs: Iterable[Run]) -> dict:
     Raises:
       RunFailed: two runs differ in initial weights or in a batch that should be equal.
     """
-    first_init: dict[str, Run] = {}
-    first_batch: dict[tuple[str, int], tuple[Run, str]] = {}
-    same_init, same_batches, last = set(), set(), 0
+    first: dict[tuple, tuple[Run, str]] = {}
+    compared, last = {"init": set(), "batch": set()}, 0
     for run in runs:
-        fields = flat(run.config)
-        init = [(k, v) for k, v in fields.items() if k.startswith("model.") and k not in NOT_OF_INIT]
-        batches = [(k, v) for k, v in fields.items() if k.startswith("data.") and k not in NOT_OF_BATCHES]
-        init, batches = repr([run.config.seed, init]), repr([run.config.seed, run.config.batch_size, batches])
-        if run.init_hash is not None:
-            other = first_init.setdefault(init, run)
-            if other.init_hash != run.init_hash:
+        for kind, step, fields, hashed in _hashes(run):
+            other, expected = first.setdefault((kind, step, fields), (run, hashed))
+            if expected != hashed:
+                difference, remedy = UNEQUAL[kind]
                 raise RunFailed(
-                    f"{other.name} and {run.name} did not start equal at step 0: init_hash {other.init_hash} and "
-                    f"{run.init_hash}; they cannot be compared. Train them anew with one version of the code, in new "
-                    "directories"
-                )
-            same_init |= {other.name, run.name} if other is not run else set()
-        for record in run.metrics:
-            step, batch_hash = record["step"], record.get("batch_hash")
-            if batch_hash is None:
-                continue
-            other, expected = first_batch.setdefault((batches, step), (run, batch_hash))
-            if expected != batch_hash:
-                raise RunFailed(
-                    f"{other.name} and {run.name} saw other batches at step {step}: batch_hash {expected} and "
-                    f"{batch_hash}; they cannot be compared. Bring back the data of the first, and train the second in "
-                    "a new directory"
+                    f"{other.name} and {run.name} {difference} at step {step}: {kind}_hash {expected} and {hashed}; "
+                    f"they cannot be compared. {remedy}"
                 )
             if other is not run:
-                same_batches |= {other.name, run.name}
+                compared[kind] |= {other.name, run.name}
                 last = max(last, step)
-    return {"init": len(same_init), "batches": len(same_batches), "steps": last}
+    return {"init": len(compared["init"]), "batches": len(compared["batch"]), "steps": last}
+
+
+def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
+    """Yields (kind, step, the fields that the hash depends on, hash) of all hashes that a run logged."""
+    fields = flat(run.config).items()
+    of_model = [field for field in fields if field[0].startswith("model.") and field[0] not in NOT_OF_INIT]
+    of_data = [field for field in fields if field[0].startswith("data.") and field[0] not in NOT_OF_BATCHES]
+    init, batches = repr([run.config.seed, of_model]), repr([run.config.seed, run.config.batch_size, of_data])
+    if run.init_hash is not None:
+        yield "init", 0, init, run.init_hash
+    for record in run.metrics:
+        if record.get("batch_hash") is not None:
+            yield "batch", record["step"], batches, record["batch_hash"]
 
 
 def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
