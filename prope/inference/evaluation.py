@@ -266,7 +266,7 @@ def evaluations(options: Options) -> Iterator[dict]:
                 "evaluating step %d of %s on %d of %d windows of %d tokens of %s; p-RoPE rotates %s of %d pairs", step,
                 workdir, count, windows.count, windows.seq_len, config.data.dataset, pairs, config.model.head_dim // 2,
             )  # fmt: skip
-            if params is None:  # without --step, of the newest checkpoint that is whole
+            if params is None:  # without --step, of the newest undamaged checkpoint
                 run, params = run.first_undamaged(Run.params)
                 record["step"] = step = run.step
             if windows not in functions:

@@ -29,7 +29,7 @@ log = logging.getLogger("prope")
 MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
 
 
-def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base: ConfigDict, about: dict) -> dict:
+def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base: ConfigDict, source: dict) -> dict:
     """Returns the content of sweep.json; compared with an existing one, only the grid's values may grow.
 
     Raises:
@@ -51,7 +51,7 @@ def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base:
         if differing:
             raise UsageError(f"{message} of another config ({'; '.join(differing)}){remedy}")
     names = [{"name": run.name, "values": run.values} for run in runs]
-    return {**about, "grid": grid, "runs": names, "config": base.to_dict()}
+    return {**source, "grid": grid, "runs": names, "config": base.to_dict()}
 
 
 @contextlib.contextmanager
