@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -208,3 +209,20 @@ def test_training_imports_only_what_it_uses():
     for name in ("torch", "tensorboard", "tensorboardX", "tensorflow_datasets", "matplotlib", "scipy", "jinja2"):
         assert name not in loaded
     assert not [name for name in loaded if name.startswith("google.cloud.")]
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["installed", "failed"])
+def test_setup_remembers_only_an_install_that_worked(works, tmp_path):
+    for name in ("launch/setup.sh", "launch/constraints.txt", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text("activated=yes\n")
+    (programs / "python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {0 if works else 1}\n')
+    (programs / "python").chmod(0o755)
+    command = 'source launch/setup.sh gpu; source launch/setup.sh gpu; echo "$? ${activated:-no}"'
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == ("0 yes\n" if works else "1 no\n")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == (1 if works else 2) and calls[0].endswith("--editable .[gpu]")
