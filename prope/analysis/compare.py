@@ -23,11 +23,8 @@ def write(folder: pathlib.Path, analyses: list[dict]) -> dict:
     groups, first = by_p(analyses), analyses[0]
     rows = [row(p, group) for p, group in groups.items()]
     pictures = [usage(groups), scores(groups), *([losses(groups)] if all(a["channels"] for a in analyses) else [])]
-    output = page.write(
-        folder, "comparison", pictures, title=f"What the heads do: {folder.resolve().parent.name}", lead=lead(rows),
-        runs=len(analyses), text=f"{first['sequences']} × {first['seq_len']} tokens of {first['source']}", rows=rows,
-        kinds=KINDS,
-    )  # fmt: skip
+    name = folder.resolve().parent.name
+    output = page.write(folder, "comparison", pictures, name=name, analyses=analyses, rows=rows, kinds=KINDS)
     (folder / "comparison.json").write_text(json.dumps(rows))
     return {
         "output": str(output), "sequences": first["sequences"], "seq_len": first["seq_len"], "comparison": rows,
@@ -77,18 +74,6 @@ def row(p: str, group: list[dict]) -> dict:
 def heads_of(group: list[dict]) -> list[dict]:
     """The heads of all analyses of a group."""
     return [head for analysis in group for head in analysis["heads"]]
-
-
-def lead(rows: list[dict]) -> str:
-    """The change from the smallest to the greatest p, in a sentence."""
-    low, high = rows[0], rows[-1]
-    if low is high:
-        return f"All runs have {low['p']}."
-    return (
-        f"From {low['p']} to {high['p']}, the greatest weight that a head gives to the token before it goes from "
-        f"{low['previous_token']:.2f} to {high['previous_token']:.2f}, and to itself from {low['diagonal']:.2f} to "
-        f"{high['diagonal']:.2f}."
-    )
 
 
 def usage(groups: Groups) -> Picture:

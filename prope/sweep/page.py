@@ -27,13 +27,15 @@ def write(directory: pathlib.Path, runs: list[Run], pictures: Iterable[Picture])
     rows = result_rows(runs)
     columns = [paper_column(run) for run in runs]
     fields = [flat(run.config) for run in runs]
+    shapes = jax.eval_shape(lambda: model.init(runs[0].config.model, jax.random.key(0)))
     return page.write(
         directory / "report",
         "sweep",
         pictures,
         title=f"Sweep {directory.resolve().name}",
         lead=lead(rows),
-        description=describe(runs[0]),
+        config=runs[0].config,
+        parameters=model.num_parameters(shapes),
         swept=list(runs[0].values),
         by_p=P in runs[0].values,
         rows=rows,
@@ -82,17 +84,6 @@ def lead(rows: list[dict]) -> str:
         return text + ". One run of each cannot tell whether that is more than chance."
     certainty = "more" if abs(loss) > 2 * stderr else "not more"
     return f"{text}, {certainty} than two standard errors (± {stderr:.4f} over {best['over']})."
-
-
-def describe(run: Run) -> str:
-    """Model, data and length of a run, in a sentence."""
-    config = run.config
-    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
-    return (
-        f"{model.num_parameters(shapes) / 1e6:,.1f} M parameters, {config.data.dataset}, "
-        f"{'bytes' if config.data.tokenizer == 'byte' else 'SentencePiece'}, windows of {config.data.seq_len} tokens, "
-        f"{config.num_steps:,} steps of {config.batch_size * config.data.seq_len:,} tokens."
-    )
 
 
 def equality(runs: list[Run]) -> dict:
