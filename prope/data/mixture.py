@@ -9,10 +9,11 @@ import math
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope.data.batch import Batch, padding
 from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import SPLITS, Store, integer_shares, mixture_fingerprint
 from prope.data.synthetic import Synthetic
-from prope.data.windows import Batch, Windows
+from prope.data.windows import Windows
 
 
 def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture | Synthetic":
@@ -55,7 +56,7 @@ class Mixture:
         """Reads the windows with these indices, in this order, as `Windows.read` does."""
         indices = np.asarray(indices, np.int64)
         sources = np.searchsorted(self._offsets, indices, side="right") - 1
-        batch = self.padding(len(indices))
+        batch = padding(len(indices), self.seq_len)
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
             for name, values in self._windows[source].read(indices[rows] - self._offsets[source]).items():
@@ -71,10 +72,6 @@ class Mixture:
             if n
             for tokens in windows.document_starts(n)
         ]
-
-    def padding(self, rows: int) -> Batch:
-        """Returns windows without weights, to fill up a batch."""
-        return {name: values.copy() for name, values in self._windows[0].padding(rows).items()}
 
 
 def interleave_sources(shares: list[int]) -> tuple[np.ndarray, np.ndarray]:

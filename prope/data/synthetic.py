@@ -26,8 +26,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.config import SYNTHETIC as TASKS
+from prope.data.batch import Batch, padding
 from prope.data.store.arrays import SPLITS, Store, fingerprint_of
-from prope.data.tokenizer import BOS, PAD
+from prope.data.tokenizer import BOS
 from prope.errors import UsageError
 
 OFFSETS = (1, 2, 3, 4)  # k of copy
@@ -104,10 +105,10 @@ class Synthetic:
 
         return next(w for w in map(attempt, itertools.count()) if is_held_out(w.stream) == self._validation)
 
-    def read(self, indices) -> dict[str, np.ndarray]:
+    def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does; weights are 1 at answers."""
         windows = [self.window(int(index)) for index in indices]
-        batch = self.padding(len(windows))
+        batch = padding(len(windows), self.seq_len)
         for row, window in enumerate(windows):
             batch["tokens"][row], batch["targets"][row] = window.stream[:-1], window.stream[1:]
             batch["weights"][row] = window.task >= 0
@@ -118,12 +119,6 @@ class Synthetic:
     def document_starts(self, count: int) -> list[np.ndarray]:
         """Returns windows, each of which is a document: int32 [T]."""
         return list(self.read(range(count))["tokens"])
-
-    def padding(self, rows: int) -> dict[str, np.ndarray]:
-        """Returns windows without weights, to fill up a batch."""
-        names = ("tokens", "targets", "positions", "segment_ids")
-        batch = {name: np.full((rows, self.seq_len), PAD, np.int32) for name in names}
-        return batch | {"weights": np.zeros((rows, self.seq_len), np.float32)}
 
     def accuracy(self, indices, correct: np.ndarray) -> dict:
         """Returns `accuracy` and `accuracy_by_distance`: by octaves of distance, for copy by single distances.

@@ -8,13 +8,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.data import synthetic
+from prope.data.batch import Batch
 from prope.data.mixture import open_windows
 from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store
 from prope.data.store.build import open_store
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import load_tokenizer, token_name
-from prope.data.windows import Batch, train_batch
+from prope.data.windows import train_batch
 from prope.errors import UsageError
 from prope.runtime.validate import validate
 

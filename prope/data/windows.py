@@ -19,11 +19,10 @@ from concurrent import futures
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope.data.batch import Batch
 from prope.data.store.arrays import Store
 from prope.data.store.build import open_store
-from prope.data.tokenizer import load_tokenizer
-
-Batch = dict[str, np.ndarray]
+from prope.data.tokenizer import BOS, PAD
 
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
@@ -39,12 +38,10 @@ class Windows:
     """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
-        tokenizer = load_tokenizer(data.tokenizer)
         self.store: Store = open_store(data, vocab_size)
         self.seq_len = data.seq_len
         self.position_range = data.position_range
         self._mask_documents = data.mask_documents
-        self._bos, self._pad = tokenizer.bos, tokenizer.pad
         self._tokens = self.store.tokens(split)
         self._length = self._tokens.shape[0]
         self.count = -(-(self._length - 1) // self.seq_len)
@@ -54,23 +51,17 @@ class Windows:
         return shuffled_index(example, self.count, seed)
 
     def read(self, indices) -> Batch:
-        """Reads the windows with these indices, in this order.
-
-        Returns:
-          `tokens, targets` int32 [B, T]; `weights` float32 [B, T], 0 where the target is a <bos>, padding or of a
-          prompt; `positions` int32 [B, T], which restart at document borders if documents are masked; `segment_ids`
-          int32 [B, T], the number of the document within the window, from 1, or 0 for padding.
-        """
+        """Reads the windows with these indices, in this order."""
         T = self.seq_len
         starts = [int(i) * T for i in indices]
         reads = [self._tokens[start : min(start + T + 1, self._length)].read() for start in starts]
-        stream = np.full((len(starts), T + 1), self._pad, np.int32)
+        stream = np.full((len(starts), T + 1), PAD, np.int32)
         real, is_prompt = (np.zeros((len(starts), T + 1), bool) for _ in range(2))
         for row, read in enumerate(reads):
             elements = read.result()
             stream[row, : len(elements)], is_prompt[row, : len(elements)] = self.store.decode(elements)
             real[row, : len(elements)] = True
-        is_bos = (stream == self._bos) & real
+        is_bos = (stream == BOS) & real
         segment_ids = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
         index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(starts), T))
         first = np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1) if self._mask_documents else 0
@@ -98,21 +89,13 @@ class Windows:
             last = min(first + _SCAN_TOKENS, stop)
             elements = self._tokens[first : min(last + self.seq_len, self._length)].read().result()
             tokens, _ = self.store.decode(elements)
-            borders = np.flatnonzero(tokens == self._bos)
+            borders = np.flatnonzero(tokens == BOS)
             for begin, end in itertools.pairwise([*borders, len(tokens)]):
                 if begin < last - first and min(end - begin, self.seq_len) > len(best):
                     best = tokens[begin:end][: self.seq_len]
                 if len(best) == self.seq_len:
                     return best
         return best
-
-    def padding(self, rows: int) -> Batch:
-        """Returns windows without weights, to fill up a batch."""
-        zeros = np.zeros((rows, self.seq_len), np.int32)
-        return {
-            "tokens": zeros + self._pad, "targets": zeros + self._pad, "weights": zeros.astype(np.float32),
-            "positions": zeros, "segment_ids": zeros,
-        }  # fmt: skip
 
 
 def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=None) -> Batch:

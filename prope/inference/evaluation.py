@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.config import override_dataset
+from prope.data.batch import padding
 from prope.data.mixture import open_windows
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS
@@ -72,8 +73,8 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
 
     def read(start: int) -> dict[str, np.ndarray]:
         indices = [chosen[start + row] for row in local_rows if start + row < count]
-        padding = windows.padding(len(local_rows) - len(indices))
-        return {name: np.concatenate([rows, padding[name]]) for name, rows in windows.read(indices).items()}
+        fill = padding(len(local_rows) - len(indices), windows.seq_len)
+        return {name: np.concatenate([rows, fill[name]]) for name, rows in windows.read(indices).items()}
 
     def score(params, batch):
         hidden = batch_hidden(config, params, batch)
