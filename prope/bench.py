@@ -3,7 +3,7 @@
     python -m prope.bench --config=configs/quickstart.py
     python -m prope.bench --rope
 
-It times warm steps of the real training step on random tokens, in turns with a plain matmul of the model's dtype.
+It times warm steps of the real training step on random tokens, alternating with a plain matmul of the model's dtype.
 `matmul_fraction` is the model's FLOPs per second divided by the matmul's, and so means something on any machine.
 
 `mfu` counts 6 FLOPs per matmul parameter, with the head's V x D and without the embedding's lookup, and causal

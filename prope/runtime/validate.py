@@ -57,7 +57,7 @@ def validate(config: ConfigDict) -> None:
         if fields[name] is not None:
             require(name, fields[name] >= 1, f"must be at least 1, or None for {none}")
 
-    require("model.head_dim", fields["model.head_dim"] % 2 == 0, "must be even: RoPE turns pairs of lanes")
+    require("model.head_dim", fields["model.head_dim"] % 2 == 0, "must be even: RoPE rotates pairs of lanes")
     require("model.max_wavelength", fields["model.max_wavelength"] > 1, "must be greater than 1")
     heads, kv_heads = fields["model.num_heads"], fields["model.num_kv_heads"]
     require("model.num_heads", heads % kv_heads == 0, f"must be a multiple of model.num_kv_heads={kv_heads}")
