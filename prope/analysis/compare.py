@@ -67,7 +67,7 @@ def row(p: str, group: list[dict]) -> dict:
         **{name: statistics.fmean(max(head[name] for head in a["heads"]) for a in group) for name in scores},
         "high_frequency_share": statistics.fmean(head["high_frequency_share"] for head in heads),
         "rank_correlation": rank_correlation(heads),
-        **{name: statistics.fmean(map(max, found)) if all(found) else None for name, found in rises.items()},
+        **{name: statistics.fmean(map(max, by_run)) if all(by_run) else None for name, by_run in rises.items()},
     }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def losses(groups: Groups) -> Picture:
             axes.axhline(0, color=TEXT, lw=1)
         figure.axes[0].set_ylabel("change of the loss (nats per token)")
 
-    rises = "; ".join(f"{p}: {max(c['removed']['difference'] for c in found):+.4f}" for p, found in channels.items())
+    rises = "; ".join(f"{p}: {max(c['removed']['difference'] for c in of_p):+.4f}" for p, of_p in channels.items())
     caption = "The strongest slow or unrotated pairs of every run. Bars: standard errors over sequences."
     alt = f"Greatest rise of the loss when removed, {rises}."
     return Picture("losses", "Loss without a channel", alt, caption, draw)

@@ -12,7 +12,7 @@ def write(folder: pathlib.Path, template: str, pictures: Iterable[Picture], **da
     """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
 
     Args:
-      folder: made where it is missing.
+      folder: created if missing.
       template: name of a template in `prope/html/`; it gets `pictures`, by name, and `data`.
       pictures: in the order of the page.
       data: what the template shows; text is escaped.

@@ -85,16 +85,16 @@ def subtract(seeds: dict, others: dict) -> dict[int | None, dict[float, float]]:
 
 
 def curves_picture(
-    name: str, title: str, x: str, y: str, found: Curves, base: dict, log=False, robust=False
+    name: str, title: str, x: str, y: str, by_group: Curves, base: dict, log=False, robust=False
 ) -> Picture:
     """Curves on the left; on the right their differences from RoPE's, whose group `base` names for every group."""
-    apart = {g: subtract(seeds, found[base[g]]) for g, seeds in found.items() if base[g] in found}
+    apart = {g: subtract(seeds, by_group[base[g]]) for g, seeds in by_group.items() if base[g] in by_group}
     apart = {g: points for g, seeds in apart.items() if seeds and (points := mean(seeds))}
-    means = {g: points for g, seeds in found.items() if (points := mean(seeds))}
+    means = {g: points for g, seeds in by_group.items() if (points := mean(seeds))}
 
     def draw(figure) -> None:
         panels = figure.subplots(1, 2 if apart else 1, squeeze=False)[0]
-        style = styles(list(found))
+        style = styles(list(by_group))
         for group, points in means.items():
             line(panels[0], points, style[group], group)
         panels[0].set(xlabel=x, ylabel=y, title=title)
@@ -167,13 +167,13 @@ def perplexity_picture(runs: list[Run]) -> Picture:
 
 def accuracy_picture(of_task: dict[str, Curves]) -> Picture:
     """Accuracy by distance: a panel for every task."""
-    means = {task: {group: mean(seeds) for group, seeds in found.items()} for task, found in of_task.items()}
+    means = {task: {group: mean(seeds) for group, seeds in by_group.items()} for task, by_group in of_task.items()}
 
     def draw(figure) -> None:
-        style = styles(sorted({group for found in means.values() for group in found}))
+        style = styles(sorted({group for by_group in means.values() for group in by_group}))
         panels = figure.subplots(1, len(means), squeeze=False, sharey=True)[0]
-        for axes, (task, found) in zip(panels, means.items(), strict=True):
-            for group, points in found.items():
+        for axes, (task, by_group) in zip(panels, means.items(), strict=True):
+            for group, points in by_group.items():
                 line(axes, points, style[group], group)
             axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", xscale="log", ylim=(-0.03, 1.03))
         panels[0].set_ylabel("share of correct answers")
@@ -181,8 +181,8 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture:
 
     ends = "; ".join(
         f"{task}, {group}: {list(points.values())[-1][0]:.3f}"
-        for task, found in means.items()
-        for group, points in found.items()
+        for task, by_group in means.items()
+        for group, points in by_group.items()
     )
     alt = f"Accuracy by the distance at which the answer stands. At the greatest distance: {ends}."
     caption = "By the number of tokens between a question and its answer. Bands: standard errors over seeds."
