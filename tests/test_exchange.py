@@ -1,6 +1,7 @@
 """Export to and import from the form of transformers' Gemma: the same logits, the same bytes."""
 
 import functools
+import importlib.util
 import json
 import operator
 import shutil
@@ -150,6 +151,27 @@ def test_shards_are_read(tmp_path, exported, dtype):
     import_hf.import_run(exported, tmp_path / "back")
     params, read = open_run(tmp_path / "run").params(), open_run(tmp_path / "back").params()
     assert same(read, jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), params))
+
+
+def test_an_export_in_shards_is_read_back(tmp_path, monkeypatch, exported):
+    """And by transformers, where it is installed."""
+    whole = stored(exported)
+    monkeypatch.setattr(tensor_files, "_MAX_SHARD", 100_000)
+    export_hf.export(tmp_path / "run", tmp_path / "shards")
+    files = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) == len(set(files)) > 2
+    assert max((tmp_path / "shards" / name).stat().st_size for name in files) < 110_000
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
+    assert index["weight_map"].keys() == whole.keys() and set(index["weight_map"].values()) == set(files)
+    import_hf.import_run(tmp_path / "shards", tmp_path / "back")
+    assert same(open_run(tmp_path / "back").params(), open_run(tmp_path / "run").params())
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        from transformers import GemmaForCausalLM
+
+        theirs, report = GemmaForCausalLM.from_pretrained(tmp_path / "shards", output_loading_info=True)
+        assert not any(report.values()), report
+        assert all((theirs.state_dict()[name].numpy() == value).all() for name, value in whole.items())
 
 
 @pytest.mark.parametrize(("released", "parameters"), [(GEMMA_2B, 2_506_172_416), (GEMMA_7B, 8_537_680_896)])

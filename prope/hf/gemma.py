@@ -41,10 +41,10 @@ _SIZES = {
     "vocab_size": "vocab_size",
 }  # fmt: skip
 _GELU = "gelu_pytorch_tanh"
-# Fields that must say what this decoder computes: the values they may have, the first one where a field is absent.
+# Fields with the values that this decoder computes; an absent field has the first.
 _FIXED = {
     "model_type": ("gemma",),
-    "hidden_act": (_GELU, "gelu"),  # the releases say gelu and mean its tanh form; transformers reads them so too
+    "hidden_act": (_GELU, "gelu"),  # which transformers reads as its tanh form too
     "hidden_activation": (None, _GELU),
     "rms_norm_eps": (1e-6,),
     "attention_bias": (False,),
@@ -56,7 +56,7 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file, and where its numbers are among the parameters.
+    """A tensor of the file, and the parameter, or part of one, that it holds.
 
     Attributes:
       name: in the file.
@@ -75,7 +75,7 @@ class Tensor:
     order: tuple[int, ...]
 
     def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The tensor as it stands in the file, C-contiguous, from the parameter or its layer."""
+        """Returns the tensor in the file's layout, C-contiguous, from the parameter, or its layer if it is stacked."""
         return np.ascontiguousarray(parameter[self.index].transpose(self.order), dtype).reshape(self.shape)
 
     def write(self, parameter: np.ndarray, values: np.ndarray) -> None:
@@ -86,7 +86,7 @@ class Tensor:
 
 
 def tensors(config: ConfigDict) -> list[Tensor]:
-    """The tensors of a run's `config.model`, in the file's order."""
+    """Lists the tensors of a run's `config.model`, sorted by name."""
     sizes = {
         "D": config.embed_dim, "N": config.num_heads, "K": config.num_kv_heads, "H": config.head_dim,
         "F": config.hidden_dim, "V": config.vocab_size,
@@ -97,18 +97,18 @@ def tensors(config: ConfigDict) -> list[Tensor]:
         order = tuple(here.index(axis) for axis in there.replace(" ", ""))
         return Tensor(f"model.{name}.weight", shape, tuple(parameter.split("/")), layer, index, order)
 
-    found = [
+    result = [
         tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D"),
         tensor("norm", "final_norm/scale", None, (), "D", "D"),
     ]
     for layer in range(config.num_layers):
         for name, parameter, which, here, there in _LAYER:
-            found.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, which, here, there))
-    return sorted(found, key=lambda tensor: tensor.name)
+            result.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, which, here, there))
+    return sorted(result, key=lambda tensor: tensor.name)
 
 
 def to_hf(config: ConfigDict, special_ids: dict[str, int], dtype: str) -> dict:
-    """What config.json says of a run's config, with the tokenizer's special ids and the dtype of the tensors.
+    """Returns config.json for a run's config, the tokenizer's special ids and the dtype of the tensors.
 
     Raises:
       UsageError: the layers differ in p.
@@ -138,17 +138,17 @@ def to_hf(config: ConfigDict, special_ids: dict[str, int], dtype: str) -> dict:
         **special_ids,
         "dtype": dtype,
     }
-    # transformers 4 does not know rope_parameters and would turn every pair; at this field it stops.
+    # transformers 4 does not know rope_parameters and would rotate every pair; at this field it stops.
     if num_rotated_pairs(config.model.head_dim, p) < config.model.head_dim // 2:
         values["rope_scaling"] = rope
     return values
 
 
 def from_hf(path: pathlib.Path) -> tuple[ConfigDict, dict]:
-    """The config of a run that holds the model of this config.json, and what the file says.
+    """Returns (config, values): a run's config for the model of this config.json, and the file's fields.
 
     Raises:
-      UsageError: the file cannot be read, or says something that this decoder does not compute.
+      UsageError: the file cannot be read, or describes something that this decoder does not compute.
     """
     values = read_json(path)
     for name, allowed in _FIXED.items():
@@ -181,14 +181,16 @@ def _size(path: pathlib.Path, values: dict, name: str) -> int:
 
 
 def _rope(path: pathlib.Path, values: dict) -> tuple[float, float]:
-    """(max_wavelength, rope_percentage), read as transformers does: rope_scaling, the older name, comes first."""
-    given = [values[name] for name in ("rope_scaling", "rope_parameters") if values.get(name)] or [{}]
-    # The releases say only rope_theta: every pair turns.
+    """Returns (max_wavelength, rope_percentage), as transformers reads them: rope_scaling, the older name, first."""
+    fields = [values[name] for name in ("rope_scaling", "rope_parameters") if values.get(name)] or [{}]
+    # The releases have only rope_theta: every pair is rotated.
     theta, p = values.get("rope_theta", 1e4), values.get("partial_rotary_factor", 1)
     absent = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": p, "factor": 1}
-    ropes = [absent | {{"type": "rope_type"}.get(name, name): value for name, value in rope.items()} for rope in given]
+    ropes = [absent | {{"type": "rope_type"}.get(name, name): value for name, value in rope.items()} for rope in fields]
     if ropes[0] != ropes[-1]:
-        raise UsageError(f"{path}: rope_scaling={given[0]} and rope_parameters={given[1]} differ; remove the wrong one")
+        raise UsageError(
+            f"{path}: rope_scaling={fields[0]} and rope_parameters={fields[1]} differ; remove the wrong one"
+        )
     rope = ropes[0]
     if rope["rope_type"] not in ("default", "proportional") or rope["factor"] != 1 or rope.keys() != absent.keys():
         raise UsageError(
@@ -211,14 +213,9 @@ def _is_number(value) -> bool:
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """The object in a JSON file.
-
-    Raises:
-      UsageError: there is no such file, or no object in it.
-    """
+    """Reads the object in a JSON file; raises UsageError where there is none."""
     values = files.read_json(path, "download it again")
-    if values is None:
-        raise UsageError(f"{path}: cannot be read: No such file or directory")
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: holds no JSON object; download it again")
+        reason = "cannot be read: No such file or directory" if values is None else "holds no JSON object"
+        raise UsageError(f"{path}: {reason}; download it again")
     return values

@@ -1,9 +1,4 @@
-"""Makes a run of a Gemma 1 checkpoint in HF format: python -m prope.import_hf --input=DIR --workdir=W.
-
-DIR is what transformers saves and Google publishes: config.json and model.safetensors, whole or in shards, and a
-tokenizer.model. The run has one checkpoint, of step 0, which `evaluate`, `sample` and `train --init_from` read. The
-tensors are read one after the other into the parameters' arrays. Needs the safetensors library.
-"""
+"""Reads a Gemma 1 checkpoint in the format of Hugging Face into a new run with a checkpoint of step 0."""
 
 import functools
 import hashlib
@@ -29,42 +24,47 @@ from prope.workdir.run import check_disk, write_config
 
 log = logging.getLogger("prope")
 
-_DTYPES = ("F32", "BF16", "F16")  # of tensors: every value of theirs is a float32
-_TIED = "lm_head.weight"  # where it is written, a second copy of the embedding
+_DTYPES = ("F32", "BF16", "F16")  # whose values are all float32 values
+_TIED = "lm_head.weight"  # if present, a copy of the embedding
 _EMBEDDING = "model.embed_tokens.weight"
 _REMEDY = "give --tokenizer=PATH, the SentencePiece model that the checkpoint was trained with"
 _OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
-def import_run(directory: str, workdir: str, tokenizer: str | None = None) -> dict:
-    """Makes the run `workdir` of the checkpoint in `directory`; returns the last line.
+def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
+    """Imports the checkpoint in `source` as the run `workdir`; returns the command's result.
 
     Raises:
-      UsageError: the checkpoint is not one that this decoder computes, or is not whole; or `workdir` is there already.
+      UsageError: the checkpoint is not one that this decoder computes, or is not whole; or `workdir` exists.
     """
-    source, path = pathlib.Path(directory), pathlib.Path(workdir)
+    source, path = pathlib.Path(source), pathlib.Path(workdir)
     check_new("workdir", path)
     if not source.is_dir():
         raise UsageError(
             f"--input={source}: no such directory; a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
         )
     config, values = gemma.from_hf(source / "config.json")
-    found = read_headers(source)
-    expected = gemma.tensors(config.model)
-    check_tensors(source, found, expected)
+    headers, expected = read_headers(source), gemma.tensors(config.model)
+    check_tensors(source, headers, expected)
     tokenizer_file = find_tokenizer(source, tokenizer, config, values)
 
-    with new_directory("workdir", path) as part:
-        check_disk(part, sum(4 * math.prod(tensor.shape) for tensor in expected))
-        params = read_params(config, found, expected)
-        check_tied(found, params)
+    with new_directory("workdir", path) as directory:
+        check_disk(directory, sum(4 * math.prod(tensor.shape) for tensor in expected))
+        params = read_params(config, headers, expected)
+        check_tied(headers, params)
         if tokenizer_file is not None:
-            shutil.copyfile(tokenizer_file, part / gemma.TOKENIZER)
+            shutil.copyfile(tokenizer_file, directory / gemma.TOKENIZER)
             config.data.tokenizer = str(path.resolve() / gemma.TOKENIZER)
-        init_hash = save(part, config, params, source)
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(params):
+            digest.update(leaf.reshape(-1).view(np.uint8))
+        init_hash = digest.hexdigest()[:16]
+        write_config(directory, config)
+        identity = {"config": config.to_dict(), "init_hash": init_hash}
+        save_imported(directory, params, identity, {"imported_from": str(source)})
     pairs = model.rotated_pairs(config.model)
     log.info(
-        "%s parameters, computed in %s; p-RoPE turns %d of %d pairs; tokenizer %s",
+        "%s parameters, computed in %s; p-RoPE rotates %d of %d pairs; tokenizer %s",
         f"{model.num_parameters(params):,}", config.model.dtype, pairs, config.model.head_dim // 2,
         config.data.tokenizer,
     )  # fmt: skip
@@ -79,16 +79,16 @@ def import_run(directory: str, workdir: str, tokenizer: str | None = None) -> di
     }
 
 
-def check_tensors(source: pathlib.Path, found: dict[str, Header], expected: list[gemma.Tensor]) -> None:
-    """Raises UsageError where the tensors are not the ones that config.json leads to."""
+def check_tensors(source: pathlib.Path, headers: dict[str, Header], expected: list[gemma.Tensor]) -> None:
+    """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
-    missing, surplus = shapes.keys() - found.keys(), found.keys() - shapes.keys() - {_TIED}
+    missing, surplus = shapes.keys() - headers.keys(), headers.keys() - shapes.keys() - {_TIED}
     if missing or surplus:
         what = [
             f"{word} tensors: {some(names)}" for word, names in (("missing", missing), ("unknown", surplus)) if names
         ]
         raise UsageError(f"--input={source}: {'; '.join(what)}; only the tensors of a plain Gemma 1 can be imported")
-    for name, tensor in found.items():
+    for name, tensor in headers.items():
         shape = shapes.get(name, shapes[_EMBEDDING])
         if tensor.shape != shape:
             raise UsageError(f"{tensor.file}: {name} has shape {tensor.shape}; config.json leads to {shape}")
@@ -96,20 +96,20 @@ def check_tensors(source: pathlib.Path, found: dict[str, Header], expected: list
             raise UsageError(f"{tensor.file}: {name} has dtype {tensor.dtype}; only {', '.join(_DTYPES)} can be read")
 
 
-def find_tokenizer(source: pathlib.Path, given: str | None, config: ConfigDict, values: dict) -> pathlib.Path | None:
-    """The file of the checkpoint's SentencePiece model, or None for bytes; checked against the config.
+def find_tokenizer(source: pathlib.Path, flag: str | None, config: ConfigDict, values: dict) -> pathlib.Path | None:
+    """Returns the file of the checkpoint's SentencePiece model; None for bytes.
 
     Raises:
-      UsageError: there is none, there are two, or it is not the one that the model was trained with.
+      UsageError: there is none, there are two that differ, or it does not fit config.json.
     """
     own = source / gemma.TOKENIZER
-    name = str(own) if own.is_file() else given
+    name = str(own) if own.is_file() else flag
     others = [name for name in _OTHER_TOKENIZERS if (source / name).is_file()]
     if name is None and others:
         raise UsageError(f"--input={source}: has no {own.name}, and {others[0]} is not read; {_REMEDY}")
     tokenizer = load_tokenizer(name or "byte")
-    if given is not None and load_tokenizer(given).fingerprint != tokenizer.fingerprint:
-        raise UsageError(f"--tokenizer={given}: {own} is there and is another one; remove the flag, or that file")
+    if flag is not None and load_tokenizer(flag).fingerprint != tokenizer.fingerprint:
+        raise UsageError(f"--tokenizer={flag}: {own} is there and is another one; remove the flag, or that file")
     size, what = config.model.vocab_size, f"the tokenizer {name or 'byte'} has"
     if size < tokenizer.vocab_size:
         raise UsageError(f"{source}: vocab_size={size}, but {what} {tokenizer.vocab_size} ids; {_REMEDY}")
@@ -122,51 +122,36 @@ def find_tokenizer(source: pathlib.Path, given: str | None, config: ConfigDict, 
     return None if name in (None, "byte") else pathlib.Path(name)
 
 
-def read_params(config: ConfigDict, found: dict[str, Header], expected: Iterable[gemma.Tensor]) -> dict:
-    """The parameters, float32: arrays that are made once and filled one tensor after the other."""
+def read_params(config: ConfigDict, headers: dict[str, Header], expected: Iterable[gemma.Tensor]) -> dict:
+    """Reads the parameters as float32, one tensor at a time into arrays for all."""
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
-    for file in sorted({stored.file for stored in found.values()}):
+    for file in sorted({header.file for header in headers.values()}):
         with open_tensors(file) as tensors:
             for tensor in expected:
-                if found[tensor.name].file == file:
-                    tensor.write(_parameter(params, tensor.path), tensors.get_tensor(tensor.name))
+                if headers[tensor.name].file == file:
+                    parameter = functools.reduce(operator.getitem, tensor.path, params)
+                    tensor.write(parameter, tensors.get_tensor(tensor.name))
     return params
 
 
-def check_tied(found: dict[str, Header], params: dict) -> None:
+def check_tied(headers: dict[str, Header], params: dict) -> None:
     """Raises UsageError where the checkpoint has an output matrix that is not its embedding."""
-    if _TIED not in found:
+    if _TIED not in headers:
         return
-    with open_tensors(found[_TIED].file) as tensors:
+    with open_tensors(headers[_TIED].file) as tensors:
         output, embedding = tensors.get_tensor(_TIED), params["embedder"]["input_embedding"]
-    for start in range(0, len(output), 1024):  # in pieces: the comparison needs float32 copies
+    for start in range(0, len(output), 1024):  # some rows at a time, since float32 copies are compared
         rows = slice(start, start + 1024)
         if output[rows].astype(np.float32).tobytes() != embedding[rows].tobytes():
             raise UsageError(
-                f"{found[_TIED].file}: {_TIED} differs from {_EMBEDDING}; this decoder has one matrix for both, as "
+                f"{headers[_TIED].file}: {_TIED} differs from {_EMBEDDING}; this decoder has one matrix for both, as "
                 "Gemma 1 has: import a checkpoint with tied embeddings"
             )
 
 
-def save(workdir: pathlib.Path, config: ConfigDict, params: dict, source: pathlib.Path) -> str:
-    """Writes the run: config.json and the checkpoint of step 0; returns the init_hash, of the parameters' bytes."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        digest.update(leaf.reshape(-1).view(np.uint8))
-    init_hash = digest.hexdigest()[:16]
-    write_config(workdir, config)
-    identity = {"config": config.to_dict(), "init_hash": init_hash}
-    save_imported(workdir, params, identity, {"imported_from": str(source)})
-    return init_hash
-
-
-def _parameter(params: dict, path: tuple[str, ...]) -> np.ndarray:
-    return functools.reduce(operator.getitem, path, params)
-
-
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """An array that JAX can use where it stands: it copies those that do not start on a multiple of 64 bytes."""
+    """Allocates an array that JAX can use without a copy: it must start at a multiple of 64 bytes."""
     size = int(np.prod(shape)) * 4
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
