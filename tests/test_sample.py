@@ -61,7 +61,9 @@ def without_cache(config, sampling, params, prompts, lengths, keys):
 
 
 def generate(config, sampling, params, prompts, lengths, keys):
-    return np.asarray(sample.generate(FrozenConfigDict(config), sampling, params, prompts, lengths, keys))
+    static = FrozenConfigDict(config), sampling
+    first, cache = sample.prefill(*static, params, prompts, lengths, keys)
+    return np.asarray(sample.decode(*static, params, first, cache, lengths, keys)[0])
 
 
 def some_config(p=0.75, **fields):

@@ -181,26 +181,13 @@ class Options:
     data_dir: str | None = None
     again: bool = False
 
-
-def find_steps(run: pathlib.Path, step: str | None) -> list[int | None]:
-    """Lists the checkpoints of a run that --step names: a number, "all", or None for the newest, which stays None.
-
-    Raises:
-      UsageError: it is neither.
-    """
-    if step == "all":
-        return list_steps(run)
-    if step is not None and not step.isdecimal():
-        raise UsageError(f"--step={step}: must be the number of a checkpoint, or all")
-    return [None if step is None else int(step)]
+    def __post_init__(self):
+        if self.step not in (None, "all") and not self.step.isdecimal():
+            raise UsageError(f"--step={self.step}: must be the number of a checkpoint, or all")
 
 
-def parse_lengths(text: str | None, trained: int) -> list[int]:
-    """Parses --seq_len: "512,2x,8x" are 512 tokens and two and eight times the length of training.
-
-    Raises:
-      UsageError: an entry is neither a number nor a multiple.
-    """
+def _parse_lengths(text: str | None, trained: int) -> list[int]:
+    """Parses --seq_len: "512,2x,8x" are 512 tokens and two and eight times the length of training."""
     lengths = []
     for entry in ("1x" if text is None else text).split(","):
         match = re.fullmatch(r"\s*([0-9]+)(x?)\s*", entry)
@@ -221,7 +208,7 @@ def _open_lengths(config: ConfigDict, options: Options, opened: dict) -> list[tu
     override_dataset(config.data, options.dataset, options.data_dir)
     validate(config)
     keys, trained = [], config.data.seq_len
-    for T in parse_lengths(options.seq_len, trained):
+    for T in _parse_lengths(options.seq_len, trained):
         own = config.copy_and_resolve_references()
         # Longer windows, fewer at a time: as many tokens as at the training's length, so that memory suffices.
         own.eval.batch_size = options.batch_size or max(config.eval.batch_size * trained // max(T, trained), 1)
@@ -245,8 +232,8 @@ def evaluations(options: Options) -> Iterator[dict]:
         if len(runs) > 1 and not list_steps(workdir):
             log.info("%s: left out, for it has no finished checkpoint yet", workdir)
             continue
-        for step in find_steps(workdir, options.step):
-            run = open_run(workdir, step)
+        for step in list_steps(workdir) if options.step == "all" else [options.step]:
+            run = open_run(workdir, None if step is None else int(step))
             plan.append((run, _open_lengths(run.config, options, opened)))
     if not plan:
         raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")

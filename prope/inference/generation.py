@@ -65,28 +65,6 @@ class Sampling:
                 raise UsageError(f"{name}={getattr(self, name)}: {allowed}")
 
 
-def generate(
-    config: FrozenConfigDict,
-    sampling: Sampling,
-    params: model.Params,
-    prompts: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    keys: jax.Array,
-) -> Int[Array, "B length"]:
-    """Generates `sampling.length` tokens after each prompt; <pad> after the end of a row.
-
-    Args:
-      config: a run's `config.model`, frozen.
-      sampling: how many tokens, and how they are sampled.
-      params: parameters of the model.
-      prompts: tokens from <bos> on, with any padding on the right; see `pad_prompts`.
-      lengths: tokens of each prompt, at least 1.
-      keys: a random key per row [B]. The token at position m of a row is drawn with fold_in(its key, m).
-    """
-    first, cache = prefill(config, sampling, params, prompts, lengths, keys)
-    return decode(config, sampling, params, first, cache, lengths, keys)[0]
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def prefill(
     config: FrozenConfigDict,
@@ -96,7 +74,16 @@ def prefill(
     lengths: Int[Array, " B"],
     keys: jax.Array,
 ) -> tuple[Int[Array, " B"], model.Cache]:
-    """Returns the first token after each prompt and the cache for `decode`; arguments as for `generate`."""
+    """Returns the first token after each prompt, and the cache for `decode`.
+
+    Args:
+      config: a run's `config.model`, frozen.
+      sampling: how many tokens are generated, and how they are sampled.
+      params: parameters of the model.
+      prompts: tokens from <bos> on, with any padding on the right; see `pad_prompts`.
+      lengths: tokens of each prompt, at least 1.
+      keys: a random key per row [B]. The token at position m of a row is drawn with fold_in(its key, m).
+    """
     B, T = prompts.shape
     cache = model.empty_cache(config, B, T + sampling.length - 1)  # the last generated token is never read
     hidden, cache = model.prefill(config, params, prompts, cache)
@@ -113,7 +100,7 @@ def decode(
     lengths: Int[Array, " B"],
     keys: jax.Array,
 ) -> tuple[Int[Array, "B length"], model.Cache]:
-    """Returns the tokens after each prompt, `first` included, and the cache, which is donated."""
+    """Returns the tokens from `first` on, with <pad> after a row's end, and the cache, which is donated."""
     tokens = jnp.full((len(first), sampling.length), PAD, jnp.int32).at[:, 0].set(first)
 
     def unfinished(state):

@@ -67,15 +67,12 @@ def convert(name: str, value, base: ConfigDict):
     """Converts a text or a number to the type of a field."""
     *outer, last = name.split(".")
     kind = (base[outer[0]] if outer else base).get_type(last)
+    parse = {bool: lambda text: {"true": True, "false": False}[text.lower()], int: int, float: float, str: str}
+    allowed = "not a value" if kind in parse else "only numbers, texts and booleans can be swept"
     try:
-        if kind is bool:
-            return {"true": True, "false": False}[str(value).lower()]
-        if kind in (int, float, str):
-            return kind(str(value))
+        return parse[kind](str(value))
     except (KeyError, ValueError):
-        pass
-    allowed = "only numbers, texts and booleans can be swept" if kind not in (bool, int, float, str) else "not a value"
-    raise UsageError(f"--grid {name}: {value}: {allowed} (its type is {kind.__name__})")
+        raise UsageError(f"--grid {name}: {value}: {allowed} (its type is {kind.__name__})") from None
 
 
 def text_of(value) -> str:
