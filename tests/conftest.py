@@ -14,6 +14,7 @@ from forks import Command
 ROOT = pathlib.Path(__file__).parent.parent
 # The tests and the processes that they start inherit these settings of JAX.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # One compilation cache for all workers, kept for the next run: its keys hold the program, the flags and the versions.
 PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs"))
 os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

@@ -101,9 +101,9 @@ def removed(head, pair):
 
 
 def _separate(query, key, value, head, pair):
-    """Masks the lanes of a head's pair among [N, H], and repeats keys and values so that every head has its own."""
+    """Masks the lanes of a head's pair, [1, 1, N, H], and repeats keys and values so that every head has its own."""
     N, H = query.shape[2:]
     lanes = jnp.arange(H) % (H // 2) == pair
     heads = jnp.arange(N) == head
     own = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
-    return heads[:, None] & lanes, *own
+    return (heads[:, None] & lanes[None])[None, None], *own

@@ -51,8 +51,8 @@ def logits(query: jax.Array, key: jax.Array) -> jax.Array:
 
 def weights(query: jax.Array, key: jax.Array, rows: jax.Array) -> jax.Array:
     """Computes causal attention [N, t, S] of queries [t, N, H] at positions `rows` [t] to keys [S, K, H]."""
-    visible = jnp.arange(len(key)) <= rows[:, None]
-    return jax.nn.softmax(jnp.where(visible, logits(query, key), -jnp.inf), axis=-1)
+    visible = jnp.arange(len(key))[None] <= rows[:, None]
+    return jax.nn.softmax(jnp.where(visible[None], logits(query, key), -jnp.inf), axis=-1)
 
 
 def pair_norms(x: jax.Array) -> jax.Array:
@@ -76,12 +76,12 @@ def _measure_sequence(captured: Captured) -> Measures:
         at = jnp.minimum(rows, T - 1)  # the last block may run over the end
         rotated = weights(captured.rotated_query[at], captured.rotated_key, at)
         unrotated = weights(captured.query[at], captured.key, at)
-        entropy = -jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1) / jnp.log(jnp.maximum(at, 1) + 1)
-        distance = (rotated * (at[:, None] - jnp.arange(T))).sum(axis=-1)
+        entropy = -jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1) / jnp.log(jnp.maximum(at, 1) + 1)[None]
+        distance = (rotated * (at[:, None] - jnp.arange(T)[None])[None]).sum(axis=-1)
         query = jnp.arange(size)
         on_tokens = rotated[:, query, at], rotated[:, query, at - 1], rotated[:, :, 0]
         measured = *on_tokens, entropy, distance, jnp.minimum(rotated, unrotated).sum(axis=-1)
-        counted = (rows >= FROM) & (rows < T)
+        counted = ((rows >= FROM) & (rows < T))[None]
         return jnp.stack([jnp.where(counted, values, 0).sum(axis=-1) for values in measured])
 
     means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
