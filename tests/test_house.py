@@ -147,15 +147,24 @@ def lines(file: pathlib.Path) -> int:
 
 
 def test_the_core_is_read_in_an_hour():
-    assert sum(lines(PACKAGE / f"{name}.py") for name in CORE) <= 1750
+    assert sum(lines(PACKAGE / f"{name}.py") for name in CORE) <= 1700
 
 
 def test_no_file_is_too_long():
-    assert {str(file): lines(file) for file in PACKAGE.rglob("*.py") if lines(file) > 370} == {}
+    assert {str(file): lines(file) for file in PACKAGE.rglob("*.py") if lines(file) > 350} == {}
 
 
-def test_readmes_are_short():
-    """The top one takes ten minutes, the others are one page."""
+def test_folders_are_explained_on_a_page():
+    """A room may be a row of prope/README.md instead; the top README takes ten minutes."""
+    rows = (PACKAGE / "README.md").read_text()
+    for top in ("configs", "launch", "prope", "tests"):
+        for folder in (ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())):
+            files = [
+                file for file in folder.iterdir() if file.is_file() and file.name not in ("README.md", "__init__.py")
+            ]
+            has_row = folder.parent == PACKAGE and f"| `{folder.name}/` |" in rows and len(files) <= 10
+            explained = (folder / "README.md").exists() or has_row or folder.name in ("__pycache__", "figures")
+            assert len(files) <= 5 or explained, f"{folder}: {len(files)} files and no README.md"
     readmes = [file for top in ("configs", "launch", "prope", "tests") for file in (ROOT / top).rglob("README.md")]
     assert {str(file): lines(file) for file in readmes if lines(file) > 80} == {}
     assert lines(ROOT / "README.md") <= 200

@@ -117,6 +117,25 @@ def test_every_flag_that_is_named_exists(readme, usage):
             assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("readme", READMES)
+def test_links_lead_somewhere(readme):
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / readme).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("http"):
+            name, _, anchor = target.partition("#")
+            file = ((ROOT / readme).parent / name).resolve() if name else ROOT / readme
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file.read_text()), target
+
+
+def anchors(text: str) -> set[str]:
+    """The names of a Markdown file's headings, as GitHub makes them."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "bash")])
 def test_every_command_runs(readme, trained, cache_dir, tmp_path):
@@ -159,6 +178,7 @@ def test_what_does_not_exist_is_found(usage):
     assert unknown_flags(shlex.split(line), usage) == [
         "prope.train --cofnig", "prope.train --config.modle.head_dim", "launch/local_pod.sh --procesess"
     ]  # fmt: skip
+    assert anchors("# A b: c's `d`\n\ntext\n## p-RoPE\n") == {"a-b-cs-d", "p-rope"}
 
 
 def test_what_is_made_tiny():
