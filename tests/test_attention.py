@@ -130,9 +130,10 @@ def test_queries_may_come_after_cached_keys(first):
 @pytest.mark.optimized
 def test_many_queries_may_come_after_cached_keys_whatever_is_asked_for():
     q, k, v = draw(300, 400, 4, 2)
+    q = q / 4  # float32 rounds a score of 50 by 2e-6, and each CPU otherwise: the error is then the CPU's, not ours
     seen = np.arange(400) <= np.array([70, 3])[:, None, None] + np.arange(300)[:, None]
     out = attention(q, k, v, first_query=jnp.array([70, 3]), implementation="splash")
-    np.testing.assert_allclose(out, reference(q, k, v, seen), rtol=0, atol=4e-6)
+    np.testing.assert_allclose(out, reference(q, k, v, seen), rtol=0, atol=2e-6)
 
 
 def test_large_scores_do_not_overflow():
