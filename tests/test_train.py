@@ -208,6 +208,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train,
     )
 
 
+def test_tensorboard_is_written_without_torch(tmp_path):
+    """tensorboardX imports what it finds of torch and cloud libraries: seconds of every start."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    write = (
+        "import pathlib, sys\n"
+        "from prope.workdir.metrics import _open_events\n"
+        "events = _open_events(pathlib.Path(sys.argv[1]) / 'run', 1)\n"
+        "events.add_scalar('train/loss', 1.0, 1)\n"
+        "events.close()\n"
+        "assert 'torch' not in sys.modules, 'it can be imported later'\n"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    subprocess.run([sys.executable, "-c", write, tmp_path], env=env, check=True, timeout=300)
+    (path,) = (tmp_path / "run").glob("events.out.tfevents.*")
+    assert b"train/loss" in path.read_bytes()
+
+
 @pytest.mark.slow
 def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
     outcome = run_command("prope.report", f"--workdir={whole[0]}")
