@@ -35,6 +35,7 @@ RULES = [
     (r"bash launch/(image|gke_jobset|local_pod|restart)\.sh", r"bash launch/\1.sh --dry-run"),
     (r"bash launch/tpu_vm\.sh (\w+)", r"bash launch/tpu_vm.sh \1 --dry-run"),
     (r"--backend=", "--dry-run --backend="),
+    (r"\bPROJECT\b", "project"),
     (r" --config\.data\.data_dir=\S+", ""),  # tiny configs bring their own text
     (r"--max_windows=\d+", "--max_windows=2"),
     (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
@@ -136,14 +137,26 @@ def anchors(text: str) -> set[str]:
     }
 
 
+def make_clone(folder: pathlib.Path) -> None:
+    """What stands here, committed in a repository of its own."""
+    for name in ("configs", "launch", "prope"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (".gitignore", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / ".git" / "info").mkdir(parents=True)
+    (folder / ".git" / "info" / "exclude").write_text("/bin\n/W\n")
+    author = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for command in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message=copy"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "bash")])
 def test_every_command_runs(readme, trained, cache_dir, tmp_path):
     script = tiny("".join(blocks(readme, "bash")))
     if "prope.plan" in script and importlib.util.find_spec("libtpu") is None:
         script = re.sub(r"^python -m prope\.plan.*", "", script, flags=re.MULTILINE)
-    for name in ("configs", "launch", "prope", "pyproject.toml"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    make_clone(tmp_path)
     for name in PREPARED:
         shutil.copytree(trained[0], tmp_path / name)
     (tmp_path / "bin").mkdir()
