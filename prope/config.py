@@ -6,10 +6,9 @@ computes, and may differ when a run is resumed.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
-from ml_collections import ConfigDict, FieldReference
+from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from prope.errors import UsageError, nearest
@@ -123,7 +122,7 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
     """Returns the config for size "full"; for "tiny", one that any laptop trains in seconds.
 
     `--config=FILE.py:tiny` keeps p, the kind of attention and the optimizer, and cuts sizes and lengths. It needs no
-    files: python_docs replaces a dataset, and byte a tokenizer, until the command line gives one.
+    files: python_docs replaces a dataset, and byte a tokenizer; the command line may name others.
     """
     if size not in ("full", "tiny"):
         raise ValueError(f"the size of a config is full or tiny; got {size}")
@@ -138,46 +137,14 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         "model.head_dim": 32, "model.hidden_dim": 128, "data.seq_len": 64,
         "optimizer.warmup_steps": 2, "eval.batch_size": 8, "eval.max_windows": 8,
     })  # fmt: skip
-    _embed_data(config)
-    return config
-
-
-class _Operation(NamedTuple):
-    """The operation of a FieldReference: its value is fn(value, *args), computed at every read."""
-
-    fn: Callable
-    args: tuple
-
-
-def _embed_data(config: ConfigDict) -> None:
-    """Replaces data and tokenizer that need files, until `data_dir`, `dataset` or `tokenizer` is overridden.
-
-    Overrides are applied after this, so fields that depend on them are references, computed when they are read.
-    """
-    data, model = config.data, config.model
-    replaced = []
-
-    def compute(fields: ConfigDict, name: str, source: FieldReference, value: Callable) -> None:
-        """Computes a field from its full-size value and another field."""
-        fields[name] = FieldReference(fields[name], op=_Operation(value, (source,)))
-
+    data = config.data
     if data.dataset != "python_docs" and not data.dataset.startswith("synthetic/"):
-        flag = "dataset=mixture" if data.dataset == "mixture" else "data_dir=DIR"
-        replaced.append(f"python_docs, not {data.dataset} (--config.data.{flag} reads that)")
-        data.data_dir = ""
-        if data.dataset != "mixture":
-            compute(data, "dataset", data.get_ref("data_dir"), lambda full, folder: full if folder else "python_docs")
-        dataset = data.get_ref("dataset")
-        compute(data, "mixture", dataset, lambda full, name: full if name == "mixture" else ())
-        compute(data, "template", dataset, lambda full, name: "" if name == "python_docs" else full)
-        if data.dataset == "mixture":
-            data.dataset = "python_docs"
+        log.info("tiny: python_docs replaces %s; --config.data.dataset and .data_dir choose another", data.dataset)
+        data.update({"dataset": "python_docs", "data_dir": "", "mixture": (), "template": "", "loss_on": "all"})
     if data.tokenizer != "byte":
-        replaced.append(f"the tokenizer byte, not {data.tokenizer} (--config.data.tokenizer=FILE reads that)")
-        data.tokenizer = "byte"
-        compute(model, "vocab_size", data.get_ref("tokenizer"), lambda full, name: 260 if name == "byte" else full)
-    if replaced:
-        log.info("tiny: takes %s", "; ".join(replaced))
+        log.info("tiny: the byte tokenizer replaces %s", data.tokenizer)
+        data.tokenizer, config.model.vocab_size = "byte", 260
+    return config
 
 
 def flat(config: ConfigDict) -> dict:
