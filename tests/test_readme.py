@@ -30,6 +30,7 @@ READMES = sorted(
 RULES = [
     (r"\\\n\s*", ""),
     (r"(configs/\w+\.py)\b(?!:)", r"\1:tiny"),
+    (r"(configs/(?:quick_sweep|wiki_sample)\.py:tiny)", r"\1 --rope_percentage=0,1"),
     (r"source launch/setup\.sh.*", "bash -n launch/setup.sh"),
     (r"bash launch/(quickstart|test)\.sh.*", r"bash -n launch/\1.sh"),
     (r"bash launch/(image|gke_jobset|local_pod|restart)\.sh", r"bash launch/\1.sh --dry-run"),
@@ -43,7 +44,7 @@ RULES = [
     (r"--config\.model\.(embed_dim|hidden_dim|vocab_size)=\d+", r"--config.model.\1=320"),
 ]
 STANDINS = ("sbatch", "gcloud", "kubectl", "docker")
-PREPARED = ("runs/quickstart", "runs/nope", "W")  # runs that a README reads and another one made
+PREPARED = ("runs/quickstart",)  # runs that a README reads and another one makes
 
 
 def blocks(readme: str, language: str) -> list[str]:
@@ -144,7 +145,7 @@ def make_clone(folder: pathlib.Path) -> None:
     for name in (".gitignore", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (folder / ".git" / "info").mkdir(parents=True)
-    (folder / ".git" / "info" / "exclude").write_text("/bin\n/W\n")
+    (folder / ".git" / "info" / "exclude").write_text("/bin\n")
     author = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     for command in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message=copy"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
