@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import model
 from prope.errors import UsageError, first_line
+from prope.runtime import processes
 from prope.workdir.hashes import array_hashes, combine_hashes, hash_on_host
 
 _FILES = "files.json"  # beside the items: {file: [bytes, CRC-32 of a small one]}
@@ -76,6 +76,7 @@ class CheckpointReader:
         """Opens the checkpoint in this folder, whose files `find_damage` has checked."""
         self._folder = folder.absolute()
         self._verified = False  # an older checkpoint's parameters
+        self._stores: dict[tuple[str, tuple[str, ...]], ts.TensorStore] = {}
         self._saved = self.read_json("config")
         self.config: ConfigDict = config_lib.from_dict(self._saved["config"])
         self.init_hash: str = self._saved["init_hash"]
@@ -93,15 +94,13 @@ class CheckpointReader:
         """Reads whole items onto devices: by name, arrays with the shapes, dtypes and shardings of `abstract`."""
         items = {}
         for name, like in abstract.items():
-            if not (self._folder / name).is_dir():
-                raise Damaged(f"{name} is missing")
+            reason = None
             try:
-                with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-                    items[name] = checkpointer.restore(self._folder / name, args=ocp.args.StandardRestore(like))
-            except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
-                raise  # the checkpoint is not to blame
-            except Exception as error:  # of many types, by which file it was
-                raise Damaged(f"{name}: {type(error).__name__}: {first_line(error)}") from error
+                items[name] = jax.tree_util.tree_map_with_path(functools.partial(self._read_sharded, name), like)
+            except Damaged as error:
+                reason = str(error)
+            if processes.any_process(reason is not None):  # before all hash together
+                raise Damaged(reason or f"{name}: another process cannot read it")
             hashes = array_hashes(items[name])
             for path, saved in self._saved.get("array_hashes", {}).get(name, {}).items():
                 if hashes.get(path) != saved:
@@ -120,13 +119,14 @@ class CheckpointReader:
 
     def read(self, path: tuple[str, ...], layer: int | None = None) -> np.ndarray:
         """Reads the parameter with this path in the nested dictionary, or one layer of a stacked one, onto the host."""
-        with _reading(path):
-            array = self._open(path)[slice(None) if layer is None else layer].read().result()
+        with _reading("params", name := _text(path)):
+            leaf = functools.reduce(operator.getitem, path, self.shapes)
+            array = self._open("params", path, leaf)[slice(None) if layer is None else layer].read().result()
         hashes = self._saved.get("array_hashes", {}).get("params")
         if hashes is None:
             self._verify_together()
-        elif hash_on_host(array, (layer or 0) * array.size) != hashes[_path_text(path)][layer or 0]:
-            raise Damaged(f"params: {_path_text(path)} is not what was saved")
+        elif hash_on_host(array, (layer or 0) * array.size) != hashes[name][layer or 0]:
+            raise Damaged(f"params: {name} is not what was saved")
         return array
 
     def _verify_together(self) -> None:
@@ -136,9 +136,9 @@ class CheckpointReader:
             return  # in the second case there is no hash
         hashes, digest = {}, hashlib.sha256()
         for keys, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
-            path, total = tuple(key.key for key in keys), 0
-            with _reading(path):
-                store = self._open(path)
+            total, name = 0, jax.tree_util.keystr(keys)
+            with _reading("params", name):
+                store = self._open("params", _names(keys), leaf)
                 rows = store.chunk_layout.read_chunk.shape[0]  # which were written together
                 for start in range(0, leaf.shape[0], rows):
                     chunk = store[start : min(start + rows, leaf.shape[0])].read().result()
@@ -146,32 +146,40 @@ class CheckpointReader:
                         digest.update(np.ascontiguousarray(chunk).view(np.uint8))
                     else:
                         total += hash_on_host(chunk, start * chunk[0].size)
-            hashes[_path_text(path)] = [total]
+            hashes[name] = [total]
         found = digest.hexdigest()[:16] if combined is None else combine_hashes(hashes)
         if found != (combined or self.init_hash):
             raise Damaged("params is not what was saved")
         self._verified = True
 
-    @functools.cache  # noqa: B019  a command has one reader
-    def _open(self, path: tuple[str, ...]) -> ts.TensorStore:
-        # Orbax stores an item as Zarr arrays, named by path, in one key-value store.
-        kvstore = {"driver": "ocdbt", "base": f"{(self._folder / 'params').as_uri()}/", "path": ".".join(path) + "/"}
-        store = ts.open(
-            {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}, open=True, read=True
-        ).result()
-        expected = functools.reduce(operator.getitem, path, self.shapes)
-        if (store.shape, store.dtype.numpy_dtype) != (expected.shape, expected.dtype):
-            raise ValueError(f"is {store.dtype.name}{list(store.shape)}, not {expected}")
-        return store
+    def _read_sharded(self, item: str, path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        with _reading(item, jax.tree_util.keystr(path)):
+            store = self._open(item, _names(path), leaf)
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: store[part].read().result())
+
+    def _open(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> ts.TensorStore:
+        if (item, path) not in self._stores:
+            # Orbax stores an item as Zarr arrays, named by path, in one key-value store.
+            kvstore = {"driver": "ocdbt", "base": f"{(self._folder / item).as_uri()}/", "path": ".".join(path) + "/"}
+            spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
+            store = ts.open(spec, open=True, read=True).result()
+            if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
+                raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
+            self._stores[item, path] = store
+        return self._stores[item, path]
 
 
-def _path_text(path: tuple[str, ...]) -> str:
+def _names(path) -> tuple[str, ...]:
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)
+
+
+def _text(path: tuple[str, ...]) -> str:
     return "".join(f"[{name!r}]" for name in path)  # as jax.tree_util.keystr
 
 
 @contextlib.contextmanager
-def _reading(path: tuple[str, ...]) -> Iterator[None]:
+def _reading(item: str, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:  # TensorStore's
-        raise Damaged(f"params: {_path_text(path)} cannot be read: {first_line(error)}") from error
+        raise Damaged(f"{item}: {name} cannot be read: {first_line(error)}") from error
