@@ -40,7 +40,7 @@ RULES = [
     (r" --config\.data\.data_dir=\S+", ""),  # tiny configs bring their own text
     (r"--max_windows=\d+", "--max_windows=2"),
     (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
-    (r"--(seq_len|config\.data\.seq_len)=\d+", r"--\1=64"),
+    (r"--(seq_len|config\.data\.seq_len)=\d+\b", r"--\1=64"),
     (r"--config\.model\.(embed_dim|hidden_dim|vocab_size)=\d+", r"--config.model.\1=320"),
 ]
 STANDINS = ("sbatch", "gcloud", "kubectl", "docker")
@@ -196,5 +196,8 @@ def test_what_does_not_exist_is_found(usage):
 
 
 def test_what_is_made_tiny():
-    assert tiny("a --config=configs/x.py \\\n    --seq_len=512") == "a --config=configs/x.py:tiny --seq_len=64"
+    assert (
+        tiny("a --config=configs/x.py \\\n    --seq_len=512 --seq_len=1x,2x")
+        == "a --config=configs/x.py:tiny --seq_len=64 --seq_len=1x,2x"
+    )
     assert tiny("bash launch/tpu_vm.sh create --queue") == "bash launch/tpu_vm.sh create --dry-run --queue"
