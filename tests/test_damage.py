@@ -61,7 +61,7 @@ def run(tmp_path_factory):
         for step in (10, 20):
             data = data_state(config, WINDOWS, step)
             checkpoints.save(step, params, opt_state, {"config": config.to_dict(), "init_hash": "0" * 16}, data)
-            params, opt_state = jax.tree.map(lambda leaf: leaf * 0.9 + 1, (params, opt_state))
+            params, opt_state = jax.tree.map(lambda leaf: (leaf * 0.9 + 1).astype(leaf.dtype), (params, opt_state))
     return base / "run"
 
 
@@ -237,7 +237,7 @@ def evaluate(workdir, output, step):
 
 
 def sample(workdir, output, step):
-    sampling = generation.Sampling(length=3, temperature=0)
+    sampling = generation.Sampling(length=3, temperature=0.0)
     return generation.continue_prompts(str(workdir), step, ["a"], sampling, 0)["text"]
 
 

@@ -196,7 +196,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
             f"config.data.tokenizer={config.data.tokenizer}: has {tokenizer.vocab_size} ids, and the model of "
             f"{workdir} {config.model.vocab_size}; put back the tokenizer that the run was trained with"
         )
-    prompts, lengths = pad_prompts([[tokenizer.bos, *tokenizer.encode(text.encode())] for text in texts])
+    prompts, lengths = pad_prompts([[tokenizer.bos, *map(int, tokenizer.encode(text.encode()))] for text in texts])
     longest, trained = int(lengths.max()) + sampling.length, config.data.seq_len
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
