@@ -127,10 +127,9 @@ def test_queries_may_come_after_cached_keys(first):
     np.testing.assert_allclose(out, reference(q, k, v, seen), rtol=0, atol=2e-6)
 
 
-@pytest.mark.optimized
 def test_many_queries_may_come_after_cached_keys_whatever_is_asked_for():
     q, k, v = draw(300, 400, 4, 2)
-    q = q / 4  # float32 rounds a score of 50 by 2e-6, and each CPU otherwise: the error is then the CPU's, not ours
+    q = q / 4  # scores up to 12: at 50, float32 alone is off by 2e-6, and by how much depends on the CPU
     seen = np.arange(400) <= np.array([70, 3])[:, None, None] + np.arange(300)[:, None]
     out = attention(q, k, v, first_query=jnp.array([70, 3]), implementation="splash")
     np.testing.assert_allclose(out, reference(q, k, v, seen), rtol=0, atol=2e-6)

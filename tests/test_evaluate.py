@@ -251,7 +251,7 @@ def count_windows(workdir, T):
 
 
 def test_windows_of_8192_tokens_are_told_apart_by_thousands(runs, monkeypatch):
-    root = lambda hidden, table, targets: jnp.sqrt(jnp.arange(1.0, targets.shape[1] + 1)) + 0 * targets  # noqa: E731
+    root = lambda hidden, table, targets: jnp.sqrt(jnp.arange(1.0, targets.shape[1] + 1))[None] + 0 * targets  # noqa: E731
     monkeypatch.setattr(evaluate, "token_losses", root)
     short, long = ask(runs / "rope", seq_len="8191,8192", max_windows=1)
     assert [part["to"] for part in short["by_position"]][:3] == [8, 16, 24]

@@ -239,6 +239,7 @@ def of_plain():
     return arguments, gradient_of(plain, *arguments)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("remat", "scan_layers"),
     [
