@@ -4,7 +4,7 @@
 
 `GemmaForCausalLM.from_pretrained(DIR)` loads the result: config.json, in which p is the partial_rotary_factor of
 rope_type proportional, model.safetensors (above 2 GB, shards and their index), generation_config.json, and the
-tokenizer if it is a SentencePiece model. One shard at a time is in memory, never the whole model.
+tokenizer if it is a SentencePiece model. One shard at a time is in memory, 2 GB or one larger tensor.
 """
 
 from absl import flags

@@ -161,14 +161,15 @@ def test_the_numbers_of_the_page_are_those_of_the_files(made):
 
 
 def test_the_page_shows_the_fullest_evaluation_everywhere(made):
-    """Of one seed, after an evaluation on a few windows, and one on other documents under the same name."""
+    """Of one seed, after evaluations on a few windows, on other documents, and on more of one run only."""
     rng = np.random.default_rng(1)
     entries = [{"name": f"rope_percentage={p:g},seed=0", "values": {"rope_percentage": p}} for p in PERCENTAGES]
     (made / "sweep.json").write_text(json.dumps({"runs": entries}))
     full = {}
     for p, entry in zip(PERCENTAGES, entries, strict=True):
         records = []
-        for fingerprint, windows, max_windows in (("a", 100, None), ("a", 48, 48), ("b", 200, None)):
+        more = [("a", 500, 500)] if p == PERCENTAGES[0] else []
+        for fingerprint, windows, max_windows in (("a", 100, None), ("a", 48, 48), ("b", 200, None), *more):
             losses, tokens = rng.uniform(100, 200, (30, 2)), np.full((30, 2), 64)
             record = {"fingerprint": fingerprint, "seq_len": 256, "windows": windows, "max_windows": max_windows}
             loss = float(losses.sum() / tokens.sum())

@@ -67,7 +67,7 @@ class Startup:
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
-            "commit": _commit(),
+            "commit": _commit() if processes.is_first() else None,  # git may be slow on a shared file system
             "processes": processes.count(),
             "devices": jax.device_count(),
             "device_kind": jax.devices()[0].device_kind,

@@ -21,7 +21,7 @@ from prope.config import differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
 from prope.runtime.files import read_json, write_atomic
 from prope.sweep.grid import Planned, plan, text_of
-from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, read_run, table, table_text
+from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows, read_run, table, table_text
 from prope.workdir.run import check_local
 
 log = logging.getLogger("prope")
@@ -151,7 +151,7 @@ class Sweep:
 
     def read_all(self) -> list[Run]:
         """Reads all runs, in the order of the grid."""
-        return [self.read(run) for run in self.runs]
+        return on_common_windows([self.read(run) for run in self.runs])
 
     def execute(self, processes: ChildProcesses) -> None:
         """Carries out every run that is not finished.

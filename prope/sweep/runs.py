@@ -101,6 +101,22 @@ def read_run(workdir: pathlib.Path, values: dict, config: ConfigDict) -> Run:
     return Run(workdir.name, workdir, values, config, saved is not None, step, init_hash, metrics, evaluations)
 
 
+def on_common_windows(runs: Iterable[Run]) -> list[Run]:
+    """Drops evaluations of the last step on windows that another finished run on the same data lacks."""
+    common: dict[str | None, set] = {}  # numbers of windows, by fingerprint of the data
+    for run in runs:
+        if run.state == "finished":
+            counts = {record.get("windows") for record in run.last_evaluations}
+            fingerprint = run.evaluation.get("fingerprint")
+            common[fingerprint] = common.get(fingerprint, counts) & counts
+
+    def drop(run: Run) -> Run:
+        extra = [r for r in run.last_evaluations if r.get("windows") not in common[r.get("fingerprint")]]
+        return dataclasses.replace(run, evaluations=[r for r in run.evaluations if r not in extra])
+
+    return [drop(run) if run.state == "finished" else run for run in runs]
+
+
 def read_sweep(directory: pathlib.Path) -> list[Run]:
     """Reads the runs of a sweep that have started, in the order of its grid.
 
@@ -117,7 +133,7 @@ def read_sweep(directory: pathlib.Path) -> list[Run]:
             runs.append(read_run(directory / entry["name"], entry["values"], config))
     if not runs:
         raise UsageError(f"--sweep={directory}: none of its {len(sweep['runs'])} runs has started; run it first")
-    return runs
+    return on_common_windows(runs)
 
 
 def check_equal(runs: Iterable[Run]) -> dict:

@@ -62,6 +62,10 @@ def find_damage(folder: pathlib.Path) -> str | None:
                 return f"{name} is not what was saved"
     except (AttributeError, TypeError, ValueError):
         return f"{_FILES} is not what was saved"
+    except PermissionError:
+        raise  # the checkpoint is not to blame
+    except OSError as error:
+        return f"{error.filename or _FILES} cannot be read: {error.strerror}"
     return None
 
 
@@ -87,6 +91,10 @@ class CheckpointReader:
             return json.loads((self._folder / item / "metadata").read_bytes())
         except FileNotFoundError:
             raise Damaged(f"{item} is missing") from None
+        except PermissionError:
+            raise  # the checkpoint is not to blame
+        except OSError as error:
+            raise Damaged(f"{item} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise Damaged(f"{item}/metadata is not readable as JSON: {error}") from None
 

@@ -103,7 +103,9 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
     if step is not None and step not in steps:
         raise UsageError(f"--step={step}: {workdir} has no such checkpoint; it has {', '.join(map(str, steps))}")
     others = [str(other) for other in steps if other != step]
-    remedy = f"the run also has --step={', '.join(others)}" if step is not None and others else None
+    remedy = None  # training's
+    if step is not None:
+        remedy = f"--step={step} names it; the run also has {', '.join(others) or 'no other'}"
     steps = steps[::-1] if step is None else [step]
 
     def open_at(step: int) -> Run:

@@ -7,9 +7,9 @@ which is renamed into place last. A killed process leaves chunks that the next o
 import contextlib
 import json
 import logging
-import os
 import pathlib
 import re
+import secrets
 import shutil
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -123,7 +123,7 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     else:
         for temporary in chunks.parent.glob(f"{name}.tmp-*"):  # of killed processes
             shutil.rmtree(temporary, ignore_errors=True)
-        temporary = chunks.with_name(f"{name}.tmp-{os.getpid()}")
+        temporary = chunks.with_name(f"{name}.tmp-{secrets.token_hex(4)}")
         temporary.mkdir()
         try:
             index["unigram_loss"] = _concatenate(str(temporary), data, rule["marked"], chunks, records)
