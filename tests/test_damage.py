@@ -123,7 +123,9 @@ def test_a_flipped_byte_is_refused(run, kind, read):
         with pytest.raises(UsageError) as error:
             open_run(run, 20).first_undamaged(read)
         message = str(error.value)
-        assert "config.json" in message or re.search("checkpoint 20 is damaged .*; the run also has --step=10", message)
+        assert "config.json" in message or re.search(
+            "checkpoint 20 is damaged .*; --step=20 names it; the run also has 10", message
+        )
         assert "\n" not in message, flipped
 
 
