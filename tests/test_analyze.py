@@ -303,6 +303,7 @@ def test_without_rotation_the_positional_heads_vanish(known):
     assert all(head["high_frequency_share"] == 0 for head in found["heads"])
 
 
+@pytest.mark.slow
 def test_runs_below_a_directory_are_compared(known, run_command):
     arguments = [f"--workdir={known / 'runs'}", f"--text={known / 'text.txt'}", "--channels=1"]
     done = run_command("prope.analyze", *arguments)
@@ -317,6 +318,7 @@ def test_runs_below_a_directory_are_compared(known, run_command):
     assert again.stderr.count("was analysed before") == 2 and again.result == done.result
 
 
+@pytest.mark.slow
 def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path):
     run = shutil.copytree(known / "runs" / "p=0", tmp_path / "run")
     (tmp_path / "a.txt").write_text("What is read")
@@ -444,6 +446,7 @@ def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_comman
     assert "--workdir: must be given" in run_command("prope.analyze").error
 
 
+@pytest.mark.slow
 def test_layers_with_a_p_of_their_own_are_analysed(tmp_path):
     make_run(tmp_path / "run", (1, 0.25))
     (tmp_path / "a.txt").write_text("What turns, and what does not.")

@@ -33,6 +33,7 @@ def test_the_command_prints_multiples_of_a_copy(run_command):
     assert "--shape=1,2: must be four numbers" in run_command("prope.bench", "--rope", "--shape=1,2").error
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_training_step(run_command):
     outcome = run_command("prope.bench", CONFIG, "--steps=2", devices=2)
     found = outcome.result

@@ -261,6 +261,7 @@ def test_windows_of_8192_tokens_are_told_apart_by_thousands(runs, monkeypatch):
     assert math.isclose(long["by_position"][1]["loss"], expected, rel_tol=1e-2), "some targets are <bos>"
 
 
+@pytest.mark.slow
 def test_training_with_randomised_positions_does_not_bound_evaluation(runs, base):
     edit(runs / "rope", base, **{"data.position_range": 2 * T})
     (ordinary, other) = ask(runs, seq_len="4x")
@@ -323,6 +324,7 @@ def test_what_is_found_is_the_same_and_whole(runs, tmp_path, base):
     assert other["loss"] != 0.5 and other["fingerprint"] != first["fingerprint"], "the same name, other documents"
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_last_and_all(runs, run_command):
     outcome = run_command("prope.evaluate", f"--workdir={runs}", "--seq_len=32,1x", "--max_windows=5")
     assert outcome.code == 0, outcome.stderr

@@ -258,6 +258,7 @@ def test_scan_and_remat_change_nothing(scan_layers, remat):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_attention_is_run_again_only_where_nothing_is_kept():
     """Of what is compiled here only attention has exponentials: one forward, one in its gradient, one to run again."""
 

@@ -127,6 +127,7 @@ def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, t
             np.testing.assert_array_equal(found[name], whole[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
     pod[0].wait_for("step 3/")

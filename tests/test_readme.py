@@ -164,9 +164,6 @@ def test_every_command_runs(readme, trained, cache_dir, tmp_path):
     for name in STANDINS:
         (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "$@"\n')
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "bin/git").write_text("#!/bin/sh\n")  # whose tree holds no changes
-    (tmp_path / "bin/git").chmod(0o755)
-    (tmp_path / ".git").mkdir()
     paths = f"{tmp_path}/bin:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     env = environment() | {"PATH": paths, "PROPE_CACHE": str(cache_dir), "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
     done = subprocess.run(
