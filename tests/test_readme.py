@@ -38,6 +38,7 @@ RULES = [
     (r"--backend=", "--dry-run --backend="),
     (r"\bPROJECT\b", "project"),
     (r" --config\.data\.data_dir=\S+", ""),  # tiny configs bring their own text
+    (r"--search\b", "--sequences_per_chip=1"),  # a tiny model fits with ever larger batches; test_plan searches
     (r"--max_windows=\d+", "--max_windows=2"),
     (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
     (r"--(seq_len|config\.data\.seq_len)=\d+\b", r"--\1=64"),
