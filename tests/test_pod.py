@@ -171,12 +171,12 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
 
 @pytest.mark.slow
 def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
-    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=0.5")
+    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=1")
     pod[0].wait_for("step 5/")
     pod[1].signal(signal.SIGSTOP)
     first = finish(pod[0])
     pod[1].kill()
-    assert first.code == 76 and "nothing has happened for 0.5 minutes after step" in line_of(first)
+    assert first.code == 76 and "nothing has happened for 1 minutes after step" in line_of(first)
     assert "Thread 0x" in first.stderr and "train.py" in first.stderr, "where every thread is"
 
 

@@ -237,14 +237,12 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, monkeypatch, said,
     assert not list(cache.glob("*.lock*"))
 
 
-@pytest.mark.parametrize("where", ["folder", "folder of several processes", "url"])
+@pytest.mark.parametrize("where", ["folder", "url"])
 def test_one_writer_at_a_time_and_the_others_wait(tmp_path, monkeypatch, said, where):
     monkeypatch.setattr(lock, "STALE", 1.0)
     monkeypatch.setattr(lock, "POLL", 0.05)
     monkeypatch.setattr(lock, "BEAT", 0.1)
     cache = f"file://{tmp_path}" if where == "url" else str(tmp_path)
-    if where == "folder of several processes":
-        monkeypatch.setattr(lock.processes, "count", lambda: 2)
     held, order = threading.Event(), []
 
     def first():

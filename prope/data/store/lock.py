@@ -1,6 +1,6 @@
-"""One writer at a time: a file lock in a folder; below a URL, or for several processes, a key that its holder renews.
+"""One writer at a time: a file lock in a folder; below a URL, where there is none, a key that its holder renews.
 
-Runs of one process that share a folder between hosts need a file system that locks for all of them, as NFS does.
+Hosts that share a folder need a file system that locks for all of them, as NFS does.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 import filelock
 
 from prope.data.store.arrays import child_url, is_url, kvstore
-from prope.runtime import processes
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +27,10 @@ STALE = 60.0  # seconds without renewal after which a key's holder counts as dea
 def write_lock(cache: str, name: str, ready: Callable[[], bool]) -> Iterator[bool]:
     """Waits for the lock on writing `name` in a cache, and holds it; yields False, without it, once `ready()`.
 
-    The lock of a killed process is taken over: a file lock at once, a key STALE seconds after its last renewal.
+    The lock of a killed process is taken over: in a folder at once, below a URL STALE seconds after its last renewal.
     """
-    if is_url(cache):
-        lock = _KeyLock(cache, f"{name}.lock")
-    elif processes.count() > 1:  # on hosts that may mount a bucket, where a file lock holds for one host only
-        lock = _KeyLock(cache, f"{name}.key.lock")
-    else:
-        lock = _FileLock(child_url(cache, f"{name}.lock"))
+    path = child_url(cache, f"{name}.lock")
+    lock = _KeyLock(cache, f"{name}.lock") if is_url(cache) else _FileLock(path)
     pause, next_line = POLL, 0.0
     while not ready():
         if lock.acquire():
