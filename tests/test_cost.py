@@ -155,7 +155,7 @@ def test_splash_attention_with_a_mask_that_is_not_a_constant_is_an_error():
 def test_chips_are_found_by_what_jax_calls_them():
     assert [cost.peak_flops(kind) for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite")] == [197e12, 459e12, 918e12]
     assert cost.peak_flops("NVIDIA H200") == cost.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert cost.peak_flops("cpu") is cost.peak_flops("NVIDIA H100 PCIe") is cost.find_chip("TPU v5 ultra") is None
+    assert cost.peak_flops("cpu") is cost.peak_flops("NVIDIA H100 PCIe") is cost.peak_flops("TPU v5 ultra") is None
 
 
 def test_the_roofline_is_the_slowest_part():

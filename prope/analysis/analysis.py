@@ -8,11 +8,11 @@ import re
 import time
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
-from prope.analysis import census, compare, page
-from prope.analysis.layers import measure_layers
-from prope.analysis.sequences import read_sequences
+from prope.analysis import census, channels, compare, measures, page
+from prope.analysis.sequences import SHOWN, read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError
 from prope.rope import frequencies
@@ -88,8 +88,7 @@ def analyse_all(workdir: pathlib.Path, options) -> dict:
       UsageError: there is no run with a finished checkpoint; or as `analyse`.
     """
     runs = find_runs(workdir)
-    if runs != [workdir]:
-        runs = [run for run in runs if list_steps(run)]
+    runs = [run for run in runs if runs == [workdir] or list_steps(run)]
     if not runs:
         raise UsageError(f"--workdir={workdir}: no run there has a finished checkpoint; train one first")
     analyses = []
@@ -103,16 +102,62 @@ def analyse_all(workdir: pathlib.Path, options) -> dict:
     return compare.write(workdir / "analysis", analyses)
 
 
+def measure_layers(walk: Walk, layers: list[int], count: int) -> dict:
+    """Runs the model layer by layer and measures the chosen layers.
+
+    Args:
+      walk: the model and the sequences.
+      layers: numbers of the layers to measure.
+      count: how many channels to remove in turn; 0 saves the layers above the measured ones, and the loss.
+
+    Returns:
+      layers      for each measured layer: `layer`, `turned` (rotated pairs), and norms by head and pair
+      heads       scores of all their heads, from the census
+      openings    by layer: `measures.Opening`
+      channels    the strongest `count` of all these layers, with the loss without them
+      loss        {"loss", "stderr"} over the sequences; None without channels
+    """
+    config, T = walk.config, walk.tokens.shape[1]
+    freqs = frequencies(config.head_dim, config.max_wavelength)
+    result = {"layers": [], "heads": [], "openings": {}, "channels": [], "loss": None}
+    x = walk.enter()
+    for layer in range(config.num_layers if count else max(layers) + 1):
+        outputs, means = [], []
+        for output, captured in walk.layer(layer, x):
+            outputs.append(output)
+            if layer in layers:
+                means.append(jax.device_get(measures.measure(captured)))
+                if layer not in result["openings"]:
+                    result["openings"][layer] = jax.device_get(measures.opening(captured, min(SHOWN, T)))
+            del captured
+        x = np.concatenate(outputs)
+        if means:
+            sizes = list(map(len, outputs))
+            mean = jax.tree.map(lambda *values, sizes=sizes: np.average(values, axis=0, weights=sizes), *means)
+            norms = {name: getattr(mean, name).tolist() for name in ("query_norms", "key_norms", "value_norms")}
+            rotated = walk.pairs[layer]
+            result["layers"].append({"layer": layer, "turned": rotated, **norms})
+            result["heads"] += census.score_heads(layer, rotated, mean, config.head_dim)
+            result["channels"] += channels.strongest_channels(layer, rotated, mean, freqs, T, count)
+            log.info("layer %d of %d is measured", layer, config.num_layers)
+    if count:
+        losses = walk.losses(x)
+        result["loss"] = {"loss": losses.mean(), "stderr": channels.standard_error(losses)}
+        result["channels"] = sorted(result["channels"], key=lambda channel: -channel["strength"])[:count]
+        log.info("loss %.4f; now without each of %d channels", losses.mean(), len(result["channels"]))
+        channels.ablate(walk, result["channels"], losses)
+    return result
+
+
 def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
     """Parses --layers, such as 0,3; all layers by default."""
     if text is None:
         return list(range(config.num_layers))
+    allowed = f"a layer of this model, which has 0 to {config.num_layers - 1}"
     for entry in text.split(","):
         if not entry.strip().isdecimal() or int(entry) >= config.num_layers:
-            raise UsageError(
-                f"--layers={text}: {entry!r} is not a layer of this model, which has 0 to {config.num_layers - 1}"
-            )
-    return sorted({int(entry) for entry in text.split(",")})
+            raise UsageError(f"--layers={text}: {entry!r} is not {allowed}")
+    return sorted(set(map(int, text.split(","))))
 
 
 def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list[tuple[int, int]]:

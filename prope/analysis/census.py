@@ -37,7 +37,7 @@ def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int) -> 
 
 def kind_of(scores: dict) -> str:
     """Names a head by its scores; see `score_heads`."""
-    target = max(("diagonal", "previous_token", "first_token"), key=scores.get)
+    target = max(SCORES[:3], key=scores.get)  # diagonal, previous_token or first_token
     if scores[target] > MOSTLY:
         return target
     return "semantic" if scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY else ""

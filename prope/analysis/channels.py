@@ -76,8 +76,13 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
 
 def _compare(losses: np.ndarray, before: np.ndarray) -> dict:
     differences = losses - before
-    stderr = float(differences.std(ddof=1) / len(losses) ** 0.5) if len(losses) > 1 else None
+    stderr = standard_error(differences)
     return {"loss": float(losses.mean()), "difference": float(differences.mean()), "stderr": stderr}
+
+
+def standard_error(values: np.ndarray) -> float | None:
+    """Computes the standard error of a mean; None for a single value."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
 def stopped(head, pair):

@@ -11,7 +11,7 @@ import statistics
 import numpy as np
 
 from prope.analysis.census import rank_correlation
-from prope.analysis.pictures import KINDS, norms
+from prope.analysis.page import KINDS, SCORES, norms
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, styles
 
@@ -54,7 +54,6 @@ def row(p: str, group: list[dict]) -> dict:
     """
     heads = heads_of(group)
     losses = [analysis["loss"]["loss"] for analysis in group if analysis["loss"]]
-    scores = ("diagonal", "previous_token", "first_token")
     rises = {
         name: [[c[name]["difference"] for c in analysis["channels"] if c[name]] for analysis in group]
         for name in ("removed", "stopped")
@@ -64,7 +63,7 @@ def row(p: str, group: list[dict]) -> dict:
         "loss": statistics.fmean(losses) if losses else None,
         "loss_sd": statistics.stdev(losses) if len(losses) > 1 else None,
         "kinds": {kind or "none": sum(head["kind"] == kind for head in heads) for kind in KINDS},
-        **{name: statistics.fmean(max(head[name] for head in a["heads"]) for a in group) for name in scores},
+        **{name: statistics.fmean(max(head[name] for head in a["heads"]) for a in group) for name in SCORES},
         "high_frequency_share": statistics.fmean(head["high_frequency_share"] for head in heads),
         "rank_correlation": rank_correlation(heads),
         **{name: statistics.fmean(map(max, by_run)) if all(by_run) else None for name, by_run in rises.items()},
@@ -72,12 +71,12 @@ def row(p: str, group: list[dict]) -> dict:
 
 
 def heads_of(group: list[dict]) -> list[dict]:
-    """The heads of all analyses of a group."""
+    """Lists the heads of all analyses of a group."""
     return [head for analysis in group for head in analysis["heads"]]
 
 
 def usage(groups: Groups) -> Picture:
-    """Mean norms by pair: a line for every p."""
+    """Draws mean norms by pair: a line for every p."""
     means = {
         kind: {p: np.mean([norms(a, key).mean(axis=(0, 1)) for a in group], axis=0) for p, group in groups.items()}
         for kind, key in {"queries": "query_norms", "keys": "key_norms"}.items()
@@ -110,18 +109,13 @@ def plot_by_p(axes, values: dict[str, list[float]], title: str, errors: dict[str
 
 
 def scores(groups: Groups) -> Picture:
-    """Every head of every run, by p."""
+    """Draws every head of every run, by p."""
     heads = {p: heads_of(group) for p, group in groups.items()}
-    titles = {
-        "diagonal": "weight on itself",
-        "previous_token": "weight on the token before",
-        "first_token": "on the first token",
-    }
 
     def draw(figure) -> None:
         *panels, last = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.4])
-        for axes, (score, title) in zip(panels, titles.items(), strict=True):
-            plot_by_p(axes, {p: sorted(head[score] for head in heads[p]) for p in heads}, title)
+        for axes, (score, words) in zip(panels, SCORES.items(), strict=True):
+            plot_by_p(axes, {p: sorted(head[score] for head in heads[p]) for p in heads}, f"weight on {words}")
         for p, style in styles(list(heads)).items():
             shares, positional = ([h[name] for h in heads[p]] for name in ("high_frequency_share", "positional"))
             last.plot(shares, positional, label=p, **style | {"ls": ""})
@@ -137,7 +131,7 @@ def scores(groups: Groups) -> Picture:
 
 
 def losses(groups: Groups) -> Picture:
-    """Changes of the loss without the channels, by p."""
+    """Draws the changes of the loss without the channels, by p."""
     channels = {p: [channel for analysis in group for channel in analysis["channels"]] for p, group in groups.items()}
 
     def draw(figure) -> None:

@@ -1,21 +1,33 @@
-"""Writes the page of one analysis: W/analysis/index.html."""
+"""Writes the page of one analysis from analysis.json: usage of frequencies, census, strongest heads, channels.
+
+Axes: L layers, N query heads, K key/value heads, P pairs.
+"""
 
 import collections
 import pathlib
 
-from prope.analysis.pictures import KINDS, pictures
+import numpy as np
+
 from prope.html import page
+from prope.html.drawing import BORDER, TEXT, Picture, styles
+
+KINDS = {
+    "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",
+    "semantic": "semantic", "": "none of these",
+}  # fmt: skip
+SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
 
 
 def write(folder: pathlib.Path, analysis: dict) -> pathlib.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
-    drawn = pictures(analysis)
-    return page.write(folder, "analysis", drawn, run=run, lead=lead(analysis), a=analysis, kinds=KINDS)
+    pictures = [usage(analysis), usage_by_head(analysis), census(analysis), heads(analysis)]
+    pictures += [channels(analysis)] if analysis["channels"] else []
+    return page.write(folder, "analysis", pictures, run=run, lead=lead(analysis), a=analysis, kinds=KINDS)
 
 
 def lead(analysis: dict) -> str:
-    """The census in two sentences."""
+    """Sums up the census in two sentences."""
     counts = collections.Counter(head["kind"] for head in analysis["heads"])
     named = [f"{counts[kind]} {words}" for kind, words in KINDS.items() if kind and counts[kind]]
     text = f"Of {len(analysis['heads'])} heads: {', '.join(named) or 'none of a kind that the census names'}."
@@ -28,3 +40,181 @@ def lead(analysis: dict) -> str:
         f"quarter of the frequencies: rank correlation {correlation['rho']:.2f} (p-value "
         f"{correlation['p_value']:.2g}){chance}."
     )
+
+
+def norms(analysis: dict, name: str) -> np.ndarray:
+    """Stacks one kind of norms of all measured layers: [L, N or K, P]."""
+    return np.array([layer[name] for layer in analysis["layers"]])
+
+
+def name_of(head: dict) -> str:
+    """Formats layer and head as --heads takes them."""
+    return f"{head['layer']}.{head['head']}"
+
+
+def show_image(axes, values: np.ndarray, **limits):
+    """Shows values [rows, columns] as colours; returns the image."""
+    axes.grid(False)
+    return axes.imshow(values, cmap="viridis", vmin=0, interpolation="none", **limits)
+
+
+def heat(axes, values: np.ndarray, title: str, rows: str, labels: list, rotated: list[int] | None) -> None:
+    """Draws a map of [rows, P] with its scale, and a line where every row's rotated pairs end."""
+    axes.figure.colorbar(show_image(axes, values, aspect="auto"), ax=axes, pad=0.02)
+    axes.set(xlabel="pair, fastest first", ylabel=rows, title=title)
+    step = max(len(labels) // 12, 1)
+    axes.set_yticks(range(0, len(labels), step), labels[::step])
+    if rotated is not None and min(rotated) < values.shape[1]:
+        edges = np.arange(len(rotated) + 1) - 0.5
+        axes.stairs(np.array(rotated) - 0.5, edges, orientation="horizontal", color=BORDER, lw=2, baseline=None)
+
+
+def usage(analysis: dict) -> Picture:
+    """Draws Figures 3 and 4: norms by layer and pair, means over heads."""
+    layers = analysis["layers"]
+    kinds = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
+    means = {kind: norms(analysis, name).mean(axis=1) for kind, name in kinds.items()}
+    rotated = [layer["turned"] for layer in layers]
+
+    def draw(figure) -> None:
+        for axes, (kind, values) in zip(figure.subplots(1, 3, sharey=True), means.items(), strict=True):
+            ends = None if "values" in kind else rotated
+            heat(axes, values, kind, "layer", [layer["layer"] for layer in layers], ends)
+            axes.label_outer()
+
+    quarter = max(means["queries"].shape[1] // 4, 1)
+    ends = "; ".join(
+        f"{kind}: {values[:, :quarter].mean():.2f} in the fastest quarter, "
+        f"{values[:, -quarter:].mean():.2f} in the slowest"
+        for kind, values in means.items()
+    )
+    caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads (the paper's Figures 3 and 4)."
+    if min(rotated) < analysis["head_dim"] // 2:
+        caption += " Pairs right of the red line are not rotated."
+    return Picture("usage", "Frequency usage by layer", f"Mean norms by pair. {ends}.", caption, draw, (12, 3.4))
+
+
+def usage_by_head(analysis: dict) -> Picture:
+    """Draws Figures 6 and 11: norms of every head."""
+
+    def draw(figure) -> None:
+        kinds = {"queries": "query_norms", "keys": "key_norms"}
+        for axes, (kind, name) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
+            values = norms(analysis, name)
+            count = values.shape[1]
+            labels = [f"{layer['layer']}.{head}" for layer in analysis["layers"] for head in range(count)]
+            rotated = np.repeat([layer["turned"] for layer in analysis["layers"]], count)
+            heat(axes, values.reshape(-1, values.shape[2]), kind, "layer.head", labels, rotated)
+
+    count = len(analysis["heads"])
+    alt = f"Mean norms by pair, of the queries of {count} heads and of their keys."
+    caption = "The same for every head; a key head may serve several query heads."
+    return Picture("usage_by_head", "Frequency usage by head", alt, caption, draw, (12, min(3 + 0.07 * count, 14)))
+
+
+def census(analysis: dict) -> Picture:
+    """Draws Figures 5, 12, 13 in short: where heads look, and whether positional ones use fast pairs."""
+    records = analysis["heads"]
+    layers = [layer["layer"] for layer in analysis["layers"]]
+    shape = len(layers), len(records) // len(layers)
+
+    def draw(figure) -> None:
+        scatter, *maps = figure.subplots(1, 4, width_ratios=[1.6, 1, 1, 1])
+        for kind, style in styles(list(KINDS)).items():
+            points = [(h["high_frequency_share"], h["positional"]) for h in records if h["kind"] == kind]
+            if points:
+                scatter.plot(*zip(*points, strict=True), label=KINDS[kind], **style | {"ls": "", "ms": 6})
+        scatter.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before", ylim=(-0.03, 1.03))
+        scatter.set_title("Do positional heads use the fast pairs?")
+        scatter.legend(fontsize=8)
+        rows, columns = (max(size // 8, 1) for size in shape)
+        for axes, (score, words) in zip(maps, SCORES.items(), strict=True):
+            image = show_image(axes, np.array([h[score] for h in records]).reshape(shape), vmax=1, aspect="auto")
+            axes.set(xlabel="head", title=f"on {words}")
+            axes.set_yticks(range(0, shape[0], rows), layers[::rows])
+            axes.set_xticks(range(0, shape[1], columns))
+        maps[0].set_ylabel("layer")
+        figure.colorbar(image, ax=maps[-1], pad=0.04)
+
+    best = {score: max(records, key=lambda head, score=score: head[score]) for score in SCORES}
+    greatest = "; ".join(f"{words}: {best[s][s]:.2f}, of head {name_of(best[s])}" for s, words in SCORES.items())
+    correlation = analysis["rank_correlation"]
+    caption = "Mean weight of every head, over queries from the third token on."
+    if correlation:
+        caption += (
+            f" Spearman's rank correlation on the left: {correlation['rho']:.2f} (p-value "
+            f"{correlation['p_value']:.2g}, {correlation['heads']} heads)."
+        )
+    alt = f"Greatest mean weight on {greatest}."
+    return Picture("census", "Where the heads look", alt, caption, draw, (12, 3.6))
+
+
+def heads(analysis: dict) -> Picture:
+    """Draws Figures 5, 12, 13: the chosen heads' maps, above the frequencies that they use."""
+    shown = analysis["shown"]
+    layers = {layer["layer"]: layer for layer in analysis["layers"]}
+    records = {name_of(head): head for head in analysis["heads"]}
+
+    def draw(figure) -> None:
+        panels = figure.subplots(2, len(shown), squeeze=False, height_ratios=[1.25, 1])
+        style = styles(["query", "key"])
+        for (top, below), head in zip(panels.T, shown, strict=True):
+            layer = layers[head["layer"]]
+            query, keys = layer["query_norms"], layer["key_norms"]
+            show_image(top, np.array(head["map"]) ** 0.5, vmax=1)
+            score = head["why"] if head["why"] in SCORES else "positional"
+            top.set(title=f"{name_of(head)}: {score} {records[name_of(head)][score]:.2f}", xlabel="key", ylabel="query")
+            own = keys[head["head"] * len(keys) // len(query)]
+            for name, values in (("query", query[head["head"]]), ("key", own)):
+                below.plot(values, label=name, **style[name] | {"marker": None})
+            if layer["turned"] < len(own):
+                below.axvline(layer["turned"] - 0.5, color=BORDER, lw=1.5)
+            below.set(xlabel="pair, fastest first", ylabel="mean norm", ylim=(0, None))
+            top.label_outer()
+        panels[1, 0].legend()
+
+    scores = "; ".join(
+        f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
+        for head in shown
+    )
+    caption = (
+        f"Above: weights among the first {len(shown[0]['map'])} tokens of the first sequence, as square roots, so that "
+        "small ones are seen. Below: which pairs the head uses. Chosen are the strongest by their means over all "
+        "sequences."
+    )
+    return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (3.1 * len(shown), 5.4))
+
+
+def channels(analysis: dict) -> Picture:
+    """Draws Figures 7, 9, 14 in short: the strongest channels, and the change of the loss without them."""
+    records = analysis["channels"]
+    names = [f"{name_of(channel)}, pair {channel['pair']}" for channel in records]
+
+    def draw(figure) -> None:
+        logits, losses = figure.subplots(1, 2, sharey=True)
+        sides = list(zip((-0.2, 0.2), (style["color"] for style in styles(["above", "below"]).values()), strict=True))
+        for (shift, colour), key in zip(sides, ("to_first", "to_others"), strict=True):
+            values, label = [channel[key] for channel in records], f"{key.replace('_', ' ')}, mean"
+            logits.barh(np.arange(len(records)) + shift, values, 0.36, color=colour, label=label)
+        for (shift, colour), key in zip(sides, ("stopped", "removed"), strict=True):
+            if changes := {i + shift: channel[key] for i, channel in enumerate(records) if channel[key]}:
+                values, errors = zip(*((c["difference"], c["stderr"] or 0) for c in changes.values()), strict=True)
+                losses.barh(list(changes), values, 0.36, xerr=errors, color=colour, ecolor=TEXT, label=key)
+        logits.set_yticks(range(len(records)), names)
+        logits.invert_yaxis()
+        logits.set(xlabel="added to the logit", title="What a channel adds")
+        losses.axvline(0, color=TEXT, lw=1)
+        losses.set(xlabel="nats per token", title="Loss without it, minus loss as it is")
+        for axes in figure.axes:
+            axes.legend()
+
+    alt = "; ".join(
+        f"{name}: {c['to_first']:.2f} to the first token, {c['to_others']:.2f} to others, loss "
+        f"{c['removed']['difference']:+.4f} when removed"
+        for name, c in zip(names, records, strict=True)
+    )
+    caption = (
+        "Pairs of the slower half, or unrotated, in which queries and keys are longest. Bars at the right: standard "
+        "errors of the difference over sequences. A pair that is not rotated cannot be stopped."
+    )
+    return Picture("channels", "Semantic channels", f"{alt}.", caption, draw, (12, 1.6 + 0.6 * len(records)))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy.special
 from numpy import ndarray as Array
 
 
@@ -29,11 +30,7 @@ def rotate(vectors: Array, positions: Array, frequencies: Array) -> Array:
 def logits(queries: Array, keys: Array, frequencies: Array, positions: Array | None = None) -> Array:
     """Computes (R^i q_i) . (R^j k_j) / sqrt(H), -inf where j > i (equation 4, scaled): [T, S].
 
-    Args:
-      queries: [T, H], of the last T of the S positions.
-      keys: [S, H].
-      frequencies: [P].
-      positions: [S]; 0 .. S-1 by default.
+    Queries [T, H] are of the last T of the S positions, keys [S, H] of all; positions [S] are 0 .. S-1 by default.
     """
     T, S = len(queries), len(keys)
     positions = np.arange(S) if positions is None else np.asarray(positions)
@@ -44,19 +41,11 @@ def logits(queries: Array, keys: Array, frequencies: Array, positions: Array | N
 
 def attention(queries: Array, keys: Array, frequencies: Array, positions: Array | None = None) -> Array:
     """Computes the causal softmax of `logits`, with the same arguments: weights [T, S]."""
-    scores = logits(queries, keys, frequencies, positions)
-    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return scipy.special.softmax(logits(queries, keys, frequencies, positions), axis=-1)
 
 
 def by_distance(queries: Array, keys: Array, distances: Array, frequencies: Array) -> Array:
-    """Computes q . R^(-m) k / sqrt(H), logits of keys m tokens before their queries: [..., M].
-
-    Args:
-      queries, keys: [..., H].
-      distances: [M].
-      frequencies: [P].
-    """
+    """Computes q . R^(-m) k / sqrt(H): [..., M], of queries and keys [..., H], the keys m = distances [M] before."""
     q, k = (np.split(np.asarray(vectors, np.float64), 2, axis=-1) for vectors in (queries, keys))
     angles = np.outer(frequencies, distances)
     aligned, across = q[0] * k[0] + q[1] * k[1], q[0] * k[1] - q[1] * k[0]
@@ -67,9 +56,7 @@ def key_for_distance(query: Array, distance: int, frequencies: Array) -> Array:
     """Proposition 3.1: computes the key [H] whose logit is largest `distance` tokens before the query [H].
 
     It is R^distance q: at that distance, and only there, the key's position rotates every pair back onto the query.
-
-    Raises:
-      ValueError: the query is 0 in every rotated pair, so that its logits are the same at all distances.
+    A query that is 0 in every rotated pair is a ValueError.
     """
     if not np.any(np.asarray(query).reshape(2, -1)[:, np.asarray(frequencies) != 0]):
         raise ValueError("the query is 0 in every pair that rotates: all distances are the same to it")
@@ -90,10 +77,8 @@ def all_ones_curve(distances: Array, frequencies: Array) -> Array:
 def gaussian_curve(distances: Array, frequencies: Array, draws: int = 4000, seed: int = 0) -> tuple[Array, Array]:
     """Proposition 3.2, Figure 2 (b): averages logits of independent standard Gaussian queries and keys.
 
-    Their expectation is 0 and their variance 1 at every distance.
-
-    Returns:
-      Mean and standard error over the draws, each [M]. All distances see the same draws.
+    Their expectation is 0 and their variance 1 at every distance. Returns mean and standard error over the draws, each
+    [M]; all distances see the same draws.
     """
     vectors = np.random.default_rng(seed).standard_normal((2, draws, 2 * len(frequencies)))
     return _mean_and_error(by_distance(*vectors, distances, frequencies))
@@ -105,12 +90,8 @@ def repeated_token(
     """Proposition 5.2: computes the weights of the last token on itself and on an equal token before it.
 
     Without rotation equal tokens have equal logits, so the two weights are equal and neither exceeds 1/2: no choice
-    of weights is a diagonal head on this sequence, and none a previous-token head.
-
-    Args:
-      query_weights, key_weights: [D, H].
-      embeddings: [T, D]; the last is repeated once more.
-      frequencies: [P]; 0 everywhere (NoPE) by default.
+    of weights [D, H] is a diagonal head on this sequence, and none a previous-token head. The last of the embeddings
+    [T, D] is repeated once more; frequencies are 0 (NoPE) by default.
     """
     tokens = np.concatenate([embeddings, embeddings[-1:]])
     frequencies = np.zeros(query_weights.shape[-1] // 2) if frequencies is None else frequencies
@@ -165,8 +146,7 @@ def head_weights(
     """Theorem 5.3 as weights: builds (W_q, W_k), each [D, H], of a head that attends to a distance.
 
     Where feature `constant` of the residual stream x is 1, x @ W_q and x @ W_k are the vectors of `positional_head`,
-    whatever else x holds: W_q = temperature * W_k R^distance, in rows. Other arguments and errors are those of
-    `positional_head`.
+    whatever else x holds: W_q = temperature * W_k R^distance, in rows.
     """
     if not 0 <= constant < embed_dim:
         raise ValueError(f"constant must be one of the embed_dim={embed_dim} features; got {constant}")
@@ -190,10 +170,8 @@ def semantic_head(epsilon: float, length: int, frequency: float) -> SemanticHead
     """Theorem 6.1: builds a head with weight over 1 - epsilon on its target at any position below `length`.
 
     Query and target are aligned, so that the target's logit falls as cos(frequency * distance): the head works while
-    the pair rotates by less than a quarter turn, and for every length where frequency is 0.
-
-    Raises:
-      ValueError: a value out of its range, or a length beyond `longest`.
+    the pair rotates by less than a quarter turn, and for every length where frequency is 0. Raises a ValueError for a
+    length beyond `longest`.
     """
     _check(epsilon, length)
     longest = math.ceil(math.pi / 2 / frequency) if frequency else math.inf
@@ -210,8 +188,7 @@ def defeating_swaps(query: Array, keys: Array, frequency: float, target: int, ep
     is moved to where its own logit is positive. Then the target is no longer the largest, and its weight below 1/2.
 
     Args:
-      query: [2], of the last token.
-      keys: [S, 2], by token.
+      query, keys: [2] of the last token, [S, 2] of all.
       frequency: of the pair, in (0, 1].
       target: the token to attend to, before the last.
       epsilon: in (0, 1/2]: above, a weight of more than 1 - epsilon need not be the largest (Lemma A.3).
@@ -274,11 +251,8 @@ def randomised_curves(
 ) -> dict[str, tuple[Array, Array]]:
     """Figure 8: computes `all_ones_curve` and `gaussian_curve` under random positions below `bound`.
 
-    Every draw is a new set of positions, and for "gaussian" also a new query and key.
-
-    Returns:
-      "ones" and "gaussian": mean and standard error over the draws, each [length], by the number of tokens from the
-      key to the query, which is the last token.
+    Every draw is a new set of positions, and for "gaussian" also a new query and key. Returns for "ones" and "gaussian"
+    mean and standard error over the draws, each [length], by the number of tokens from the key to the last token.
     """
     rng, every = np.random.default_rng(seed), np.arange(bound)
     positions = np.stack([random_positions(length, bound, rng) for _ in range(draws)])

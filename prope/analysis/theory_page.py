@@ -30,20 +30,20 @@ def write(folder: str | pathlib.Path) -> dict:
 
 
 def figure_2_curves() -> dict:
-    """Logits at distances 0 .. LENGTH-1, of vectors of ones for several p, and of Gaussian ones for RoPE."""
+    """Computes logits at distances 0 .. LENGTH-1, of ones for several p, and of Gaussian vectors for RoPE."""
     distances, freqs = np.arange(LENGTH), {p: frequencies(HEAD_DIM, rope_percentage=p) for p in PERCENTAGES}
     ones = [{"p": p, "logit": theory.all_ones_curve(distances, freqs[p]).tolist()} for p in PERCENTAGES]
     return {"ones": ones, "gaussian": to_json(theory.gaussian_curve(distances, freqs[1.0]))}
 
 
 def figure_8_curves() -> dict:
-    """Logits under random positions, by their upper bound."""
+    """Computes logits under random positions, by their upper bound."""
     curves = {bound: theory.randomised_curves(BOUNDS[0], bound, frequencies(HEAD_DIM)) for bound in BOUNDS}
     return {kind: [{"bound": b, **to_json(c[kind])} for b, c in curves.items()] for kind in ("ones", "gaussian")}
 
 
 def to_json(curve: tuple[np.ndarray, np.ndarray]) -> dict:
-    """A mean and its standard error, for JSON."""
+    """Makes a mean and its standard error JSON."""
     return {"mean": curve[0].tolist(), "standard_error": curve[1].tolist()}
 
 
@@ -68,7 +68,7 @@ def curves_picture(name: str, title: str, alt: str, caption: str, panels: dict, 
 
 
 def figure_2(curves: dict) -> Picture:
-    """Figure 2 of the paper, with p-RoPE beside RoPE."""
+    """Draws Figure 2 of the paper, with p-RoPE beside RoPE."""
     ones = {f"p = {curve['p']:g}": {"mean": curve["logit"]} for curve in curves["ones"]}
     alt = (
         f"Logits at distances 0 to {LENGTH - 1}. Of ones they fall, at the right end to "
@@ -85,7 +85,7 @@ def figure_2(curves: dict) -> Picture:
 
 
 def figure_8(curves: dict) -> Picture:
-    """Figure 8 of the paper."""
+    """Draws Figure 8 of the paper."""
     panels = {kind: {f"L = {curve['bound']:,}": curve for curve in curves[kind]} for kind in ("ones", "gaussian")}
     ends = ", ".join(f"{c['mean'][-1]:.3f} for {c['bound']}" for c in curves["ones"])
     largest = max(np.abs(curve["mean"]).max() for curve in curves["gaussian"])

@@ -101,28 +101,18 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
     square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
     matmul = jax.jit(lambda x: x @ x)
     seconds = medians({"step": train, "matmul": lambda: [matmul(square) for _ in range(repeats)]}, steps)
+    result = {"device": devices[0].device_kind, "devices": len(devices)} | describe(config, mesh, shapes[0])
     tokens = config.batch_size * config.data.seq_len
-    flops_per_token = flops.model_flops_per_token(config.model, config.data.seq_len)
-    per_device = flops_per_token * tokens / seconds["step"] / len(devices)
+    per_device = result["model_flops_per_token"] * tokens / seconds["step"] / len(devices)
     matmul_rate, peak = repeats * 2 * size**3 / seconds["matmul"], flops.peak_flops(devices[0].device_kind)
     memory = update.memory_analysis()
     log.info(
         "%.3f s a step, %s tokens/s; %.0f GFLOP/s of a device, %.0f %% of its matmul rate", seconds["step"],
         f"{tokens / seconds['step']:,.0f}", per_device / 1e9, 100 * per_device / matmul_rate,
     )  # fmt: skip
-    return {
-        "device": devices[0].device_kind,
-        "devices": len(devices),
-        "mesh": dict(mesh.shape),
-        "parameters": model.num_parameters(shapes[0]),
-        "batch_size": config.batch_size,
-        "seq_len": config.data.seq_len,
-        "dtype": config.model.dtype,
-        "remat": config.model.remat,
-        "attention": config.model.attention,
+    return result | {
         "step_seconds": seconds["step"],
         "tokens_per_second": tokens / seconds["step"],
-        "model_flops_per_token": flops_per_token,
         "model_flops_per_second": per_device * len(devices),
         "matmul_flops_per_second": matmul_rate,
         "matmul_fraction": per_device / matmul_rate,
@@ -134,19 +124,24 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
     }
 
 
+def describe(config: ConfigDict, mesh: jax.sharding.Mesh, parameters: model.Params) -> dict:
+    """Returns what bench and plan print of the step that they measure."""
+    of_model = {name: config.model[name] for name in ("dtype", "remat", "attention")}
+    return {
+        "mesh": dict(mesh.shape), "parameters": model.num_parameters(parameters), "batch_size": config.batch_size,
+        "accumulation": config.accumulation, "seq_len": config.data.seq_len, **of_model,
+        "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
+    }  # fmt: skip
+
+
 def random_batch(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """Draws a batch of random tokens in which every document is one window long."""
     B, T = config.batch_size, config.data.seq_len
     rows = sharding.rows_of_this_process(mesh, B)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T + 1), np.int32)[rows]
-    batch = {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "positions": np.tile(np.arange(T, dtype=np.int32), (len(rows), 1)),
-        "segment_ids": np.ones((len(rows), T), np.int32),
-        "weights": np.ones((len(rows), T), np.float32),
-    }
-    return sharding.global_batch(mesh, batch, B)
+    ones, positions = np.ones((len(rows), T), np.int32), np.tile(np.arange(T, dtype=np.int32), (len(rows), 1))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "segment_ids": ones}
+    return sharding.global_batch(mesh, batch | {"weights": ones.astype(np.float32)}, B)
 
 
 def peak_bytes(device: jax.Device, memory) -> int:

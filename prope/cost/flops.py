@@ -40,15 +40,9 @@ CHIPS = {
 }
 
 
-def find_chip(device_kind: str) -> Chip | None:
-    """Finds the chip of a `jax.Device.device_kind`; None if it is not in the table, such as a CPU."""
-    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
-
-
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the bf16 FLOP/s of a device kind, or None."""
-    chip = find_chip(device_kind)
-    return chip.flops if chip else None
+    """Returns the bf16 FLOP/s of a `jax.Device.device_kind`; None if it is not in the table, such as a CPU."""
+    return next((chip.flops for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
 def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str, int]], chip: Chip) -> dict:

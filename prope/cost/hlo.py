@@ -29,7 +29,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
     Raises:
       ValueError: a loop whose length the text does not give; the error names it.
     """
-    counts = _per_step(text, _collectives_in)
+    counts = _total(_read(text), "ENTRY", _collectives_in)
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {key: counts[kind, key] for key in ("count", "bytes")} for kind in kinds}
 
@@ -40,7 +40,7 @@ def hbm_bytes(text: str) -> int:
     Every instruction and fusion reads its operands and writes its result once. Slices count the slice, updates in
     place the update, arrays in VMEM nothing. Padding and repeated reads of a kernel are not counted.
     """
-    return _per_step(text, _hbm_in)["bytes"]
+    return _total(_read(text), "ENTRY", _hbm_in)["bytes"]
 
 
 def array_shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
@@ -130,23 +130,18 @@ def _read(text: str) -> dict[str, _Computation]:
     return module
 
 
-def _per_step(text: str, count: Callable) -> Counter:
-    module = _read(text)
-    return _total(module, module["ENTRY"], count)
-
-
-def _total(module: dict, computation: _Computation, count: Callable) -> Counter:
+def _total(module: dict, name: str, count: Callable) -> Counter:
     """Sums count(module, computation) over a computation and those it runs; of branches, takes the largest."""
-    total = Counter(count(module, computation))
-    for x in computation.instructions.values():
+    total = Counter(count(module, module[name]))
+    for x in module[name].instructions.values():
         if x.opcode == "while":
-            trips, body = _trips(module, computation, x), _total(module, module[x.attribute("body")], count)
+            trips, body = _trips(module, module[name], x), _total(module, x.attribute("body"), count)
             total.update({key: trips * value for key, value in body.items()})
         elif x.opcode in ("call", "async-start"):
-            total.update(_total(module, module[x.attribute("calls") or x.attribute("to_apply")], count))
+            total.update(_total(module, x.attribute("calls") or x.attribute("to_apply"), count))
         elif x.opcode == "conditional":
             names = re.search(r"branch_computations=\{.*?\}|true_computation=.*?false_computation=\S+", x.attributes)[0]
-            branches = [_total(module, module[name], count) for name in re.findall(r"%([\w.\-]+)", names)]
+            branches = [_total(module, branch, count) for branch in re.findall(r"%([\w.\-]+)", names)]
             total.update(functools.reduce(Counter.__or__, branches))
     return total
 

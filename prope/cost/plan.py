@@ -11,10 +11,10 @@ import jax
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
-from prope import model, sharding
+from prope import sharding
 from prope.config import REMAT
 from prope.cost import flops, hlo
-from prope.cost.bench import step_bytes
+from prope.cost.bench import describe, step_bytes
 from prope.errors import UsageError
 from prope.runtime import xla_flags
 from prope.runtime.validate import validate_devices
@@ -57,22 +57,11 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     validate_devices(config, len(devices), slices)
     config, mesh, optimizer, state = prepare(config, devices)
     tokens = config.batch_size * config.data.seq_len
-    flops_per_token = flops.model_flops_per_token(config.model, config.data.seq_len)
     traced = trace_step(config, optimizer, mesh, state)
     step_flops = flops.count_flops(traced.jaxpr)
-    result = {
-        "topology": topology,
-        "slices": slices,
-        "chips": len(devices),
-        "mesh": dict(mesh.shape),
-        "batch_size": config.batch_size,
-        "seq_len": config.data.seq_len,
+    result = {"topology": topology, "slices": slices, "chips": len(devices)} | describe(config, mesh, state[0])
+    result |= {
         "sequences_per_chip": config.batch_size / len(devices),
-        "accumulation": config.accumulation,
-        "remat": config.model.remat,
-        "attention": config.model.attention,
-        "parameters": model.num_parameters(state[0]),
-        "model_flops_per_token": flops_per_token,
         "hardware_flops_per_token": step_flops / tokens,
         "hbm_bytes_per_chip": int(chip.hbm_bytes),
         "xla_flags": flags,
@@ -105,7 +94,7 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "ideal_step_seconds": ideal,
         "ideal_seconds_by": seconds,
         "ideal_tokens_per_second": tokens / ideal,
-        "ideal_mfu": flops_per_token * tokens / len(devices) / chip.flops / ideal,
+        "ideal_mfu": result["model_flops_per_token"] * tokens / len(devices) / chip.flops / ideal,
         "compile_seconds": compile_seconds,
     }
 

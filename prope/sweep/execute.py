@@ -142,12 +142,11 @@ class Sweep:
         result = self.printed.get(planned.name, {})
         if run.started or "eval_loss" not in result:
             return run
-        data, windows = planned.config.data, planned.config.eval.max_windows
-        record = {"step": result["step"], "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
+        step, data, windows = result["step"], planned.config.data, planned.config.eval.max_windows
+        record = {"step": step, "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
         record |= {"loss": result["eval_loss"], **{name: result[name] for name in ("perplexity", "bits_per_byte")}}
-        fields = {"step": result["step"], "init_hash": result["init_hash"], "evaluations": [record]}
-        metrics = [{"step": result["step"], "loss": result["loss"]}]
-        return dataclasses.replace(run, started=True, metrics=metrics, **fields)
+        fields = {"metrics": [{"step": step, "loss": result["loss"]}], "evaluations": [record]}
+        return dataclasses.replace(run, started=True, step=step, init_hash=result["init_hash"], **fields)
 
     def read_all(self) -> list[Run]:
         """Reads all runs, in the order of the grid."""
@@ -225,15 +224,8 @@ def run_sweep(
 ) -> dict:  # fmt: skip
     """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
-    Args:
-      workdir: directory of the sweep.
-      file: the config file of the runs.
-      base: its config, with `overrides`.
-      overrides: values of fields that all runs get.
-      grid: the values of every swept field, from `read_grid`.
-      backend: local, tpu_vm, gke or slurm.
-      launcher_flags: flags for the backend's launcher.
-      dry_run: print the commands only.
+    All runs get the config `base` of `file` with `overrides`, and the values of `grid`, from `read_grid`. A dry run
+    only prints the commands.
 
     Raises:
       UsageError: the directory holds a run or another sweep, or a config is invalid.
@@ -249,7 +241,6 @@ def run_sweep(
         for run in runs:
             print(shlex.join(run_command(backend, launcher_flags, directory, run)))
         return sweep.result()
-
     check_equal(sweep.read_all())
     with locked(directory) as lock:
         write_atomic(directory / "sweep.json", json.dumps(record, indent=2) + "\n")
