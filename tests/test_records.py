@@ -1,13 +1,14 @@
 """Files of a run's directory: which of several evaluations is used, and files that are complete or not there."""
 
+import json
 import pathlib
 
 import pytest
 
 from prope.config import default_config
 from prope.errors import UsageError
-from prope.runtime.files import read_json, write_atomic
-from prope.workdir.records import evaluations_of_training, find_evaluation, find_pair
+from prope.runtime.files import append_jsonl, read_json, write_atomic
+from prope.workdir.records import evaluations_of_training, find_evaluation, find_pair, read_jsonl
 
 
 def record(windows, loss, fingerprint="a", step=9, seq_len=256, max_windows=None):
@@ -71,3 +72,15 @@ def test_json_that_cannot_be_read_names_the_file_and_the_remedy(tmp_path):
         assert read_json(path) is None, "a cache may be damaged"
         with pytest.raises(UsageError, match=r"sweep\.json: not readable as JSON \(.*\); start again"):
             read_json(path, "start again")
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\x00\x00\x00", b'{"step": 2, "name": "\xc3'])
+def test_a_torn_line_loses_itself_only(tmp_path, caplog, torn):
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, {"step": 1})
+    path.write_bytes(path.read_bytes() + torn)
+    append_jsonl(path, {"step": 3})
+    append_jsonl(path, {"step": 4})
+    assert read_jsonl(path) == [{"step": 1}, {"step": 3}, {"step": 4}]
+    assert f"{path}: line 2 is not JSON and is skipped" in caplog.text
+    assert [json.loads(line) for line in path.read_bytes().splitlines()[2:]] == [{"step": 3}, {"step": 4}]

@@ -44,9 +44,12 @@ def read_json(path: pathlib.Path, remedy: str | None = None):
 
 
 def append_jsonl(path: pathlib.Path, record: dict) -> None:
-    """Appends one JSON object as a line."""
-    with path.open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
+    """Appends one JSON object as a line of its own, also after a line that was cut short."""
+    with path.open("a+b") as lines:
+        if lines.tell():
+            lines.seek(-1, os.SEEK_END)
+            lines.write(b"" if lines.read() == b"\n" else b"\n")
+        lines.write(json.dumps(record).encode() + b"\n")
 
 
 def check_new(flag: str, path: pathlib.Path) -> None:

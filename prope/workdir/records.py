@@ -1,22 +1,25 @@
 """The JSON lines in a run's directory, metrics.jsonl and eval.jsonl, and which evaluation among them to use."""
 
 import json
+import logging
 import pathlib
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
+log = logging.getLogger("prope")
+
 SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # evaluations equal in these predicted the same tokens
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """Reads a file of JSON lines, up to a line that is cut short; an empty list if there is no file."""
+    """Reads a file of JSON lines, skipping with a warning those cut short; an empty list if there is no file."""
     records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
         try:
             records.append(json.loads(line))
         except ValueError:
-            break
+            log.warning("%s: line %d is not JSON and is skipped; its process was killed as it wrote it", path, number)
     return records
 
 
