@@ -28,12 +28,15 @@ def main() -> dict:
         raise UsageError("give either --workdir, the directory of a run, or --sweep, the directory of a sweep")
     import jax
 
-    from prope.sweep.report import draw_loss, report_sweep
+    from prope.sweep.page import report_sweep
+    from prope.sweep.pictures import draw_loss
 
     jax.config.update("jax_platforms", "cpu")  # only files are read; an accelerator may be in use by another run
     if FLAGS.sweep is not None:
         return report_sweep(pathlib.Path(FLAGS.sweep))
     workdir = pathlib.Path(FLAGS.workdir)
+    if (workdir / "sweep.json").exists():
+        raise UsageError(f"--workdir={workdir}: holds a sweep, not a run; give --sweep={workdir}")
     return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}
 
 

@@ -6,23 +6,25 @@ import json
 import math
 import pathlib
 import re
+import runpy
 import statistics
 
 import matplotlib.figure
 import numpy as np
 import pytest
+import scipy.stats
+from conftest import ROOT
 
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
 from prope.html import drawing
 from prope.inference import paired
 from prope.sweep import page as sweep_page
-from prope.sweep import pictures, report, runs
+from prope.sweep import pictures, runs
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import write_config
 
 PERCENTAGES, SEEDS, STEPS = (0.0, 0.25, 1.0), (0, 1), (1, 5, 10)
-PAPER = {0.0: "4.8594", 0.25: "4.5302", 1.0: "4.4627"}  # Barbero et al., Table 2, Wiki
 
 
 def write_lines(path, records):
@@ -130,22 +132,25 @@ def final(directory, p, seed, seq_len=256):
 def test_the_numbers_of_the_page_are_those_of_the_files(made):
     page, _ = page_of(made)
     head, *rows = page.tables[0]
-    assert head[:3] == ["p", "rotated pairs", "runs"] and head[-1] == "paper: Wikipedia *"
+    assert head[:3] == ["p", "rotated pairs", "runs"] and "paper" not in page.text  # other data, another model
     for p, row in zip(PERCENTAGES, rows, strict=True):
         records = [final(made, p, seed) for seed in SEEDS]
         expected = [f"{p:g}", f"{int(32 * p)} of 32", "2"]
         for name in ("loss", "perplexity", "bits_per_byte"):
             values = [record[name] for record in records]
-            expected.append(f"{sum(values) / 2:.4f} ± {abs(values[0] - values[1]) / math.sqrt(2):.4f}")
-        apart = [final(made, p, seed)["loss"] - final(made, 1.0, seed)["loss"] for seed in SEEDS]
-        error = abs(apart[0] - apart[1]) / 2  # the standard deviation of two, over the root of two
-        expected.append("–" if p == 1 else f"{sum(apart) / 2:+.4f} ± {error:.4f}".replace("-", "−"))
-        assert row == [*expected, PAPER[p]]
+            spread = abs(values[0] - values[1]) / math.sqrt(2)
+            digits = min(4, 1 - math.floor(math.log10(spread)))  # two digits of the spread
+            expected.append(f"{sum(values) / 2:.{digits}f} ± {spread:.{digits}f}")
+        losses, of_rope = ([final(made, q, seed)["loss"] for seed in SEEDS] for q in (p, 1.0))
+        if p < 1:
+            low, high = scipy.stats.ttest_rel(losses, of_rope).confidence_interval(0.95)
+            apart = f"{(low + high) / 2:+.4f} ({low:+.4f} to {high:+.4f})".replace("-", "−")
+            expected.append(apart + ("; not distinguishable" if low < 0 < high else ""))
+        assert row == (expected if p < 1 else [*expected, "–"])
     best = min(PERCENTAGES, key=lambda p: sum(final(made, p, seed)["perplexity"] for seed in SEEDS))
     assert f"p = {best:g} has the lowest validation perplexity" in page.text
     marked = [i for i, attributes in enumerate(a for tag, a in page.tags if tag == "tr") if attributes]
     assert marked == [1 + PERCENTAGES.index(best)]
-    assert "These runs have another model or other data" in page.text
     (runs_table,) = [table for table in page.tables if table[0][1] == "state"]
     first = final(made, 0, 0)
     last = read_lines(made / "rope_percentage=0,seed=0" / "metrics.jsonl")[-1]
@@ -155,8 +160,8 @@ def test_the_numbers_of_the_page_are_those_of_the_files(made):
     ]  # fmt: skip
     (machines,) = [table for table in page.tables if table[0][1] == "devices"]
     code = "0123456789+changes"
-    assert machines[1][1:] == ["8 × TPU v5p", "–", "0.10.2", code, "2", "4,096", "0 min 10 s"]
-    assert machines[2][1:] == ["–", "–", "–", "–", "–", "4,096", "0 min 10 s"]
+    assert machines[1][1:] == ["8 × TPU v5p", "–", "0.10.2", code, "2", "4,096", "0:00:10"]
+    assert machines[2][1:] == ["–", "–", "–", "–", "–", "4,096", "0:00:10"]
     assert page.text.count("equal. Those of 6 of 6 runs") == 2 and "up to 10." in page.text
 
 
@@ -182,7 +187,7 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(made):
     for p, row in zip(PERCENTAGES, page.tables[0][1:], strict=True):
         assert row[3] == f"{full[p]:.4f}"
         apart = f"{full[p] - full[1.0]:+.4f}".replace("-", "−")
-        assert row[6] == "–" if p == 1 else row[6].startswith(f"{apart} ± ")
+        assert row[6] == "–" if p == 1 else row[6].startswith(f"{apart} (")
     assert [record["eval_loss"] for record in records] == list(full.values())
     (position,) = [picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "position"]
     assert [line[1] for line in lines_of(position)[0]] == [[loss] for loss in full.values()]
@@ -192,7 +197,7 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(made):
 
 
 def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
-    result = report.report_sweep(made)
+    result = sweep_page.report_sweep(made)
     assert result["output"] == str(made / "report" / "index.html") and len(result["runs"]) == 6
     page = Page(made / "report" / "index.html")
     for tag, attributes in page.tags:
@@ -216,7 +221,7 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
 
 
 def test_pictures_take_their_colours_from_the_style_sheet(made):
-    page = Page(pathlib.Path(report.report_sweep(made)["output"]))
+    page = Page(pathlib.Path(sweep_page.report_sweep(made)["output"]))
     source = (made / "report" / "index.html").read_text()
     light, dark = (set(re.findall(r"--([\w-]+):", block)) for block in source.split("@media", 1)[0:2])
     assert light == dark  # every colour of one ground has one for the other
@@ -264,7 +269,7 @@ def test_the_pictures_show_what_the_files_say(made):
     np.testing.assert_allclose([*copy[0][1], *recall[0][1]], expected)
     means = [statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES]
     assert all(f"p = {p:g}: {mean:.4f}" in drawn["perplexity"].alt for p, mean in zip(PERCENTAGES, means, strict=True))
-    (axes,) = lines_of(drawn["perplexity"])
+    axes, _ = lines_of(drawn["perplexity"])
     assert any(x == list(PERCENTAGES) and np.allclose(y, means) for x, y in axes)
 
 
@@ -293,23 +298,86 @@ def test_runs_that_may_not_be_compared_are_said_to_be_so(made):
         runs.check_equal(runs.read_sweep(made))
 
 
-def test_the_papers_own_runs_are_not_marked():
-    config = default_config()
-    config.data.dataset = "wikipedia/20230601.en"
-    sizes = {"num_layers": 18, "embed_dim": 2048, "vocab_size": 256_128}
-    for fields, expected in (({}, ("Wikipedia", False)), (sizes, ("Wikipedia", True))):
-        config.model.update(fields)
-        config.data.seq_len = 8192
-        run = runs.Run("a", None, {}, config, True, 0, None, [], [])
-        assert sweep_page.paper_column(run) == expected
-    config.data.dataset = "mixture"
-    assert sweep_page.paper_column(run) == ("FlanV2", True)
+@pytest.mark.parametrize(
+    ("page", "changes", "expected"),
+    [
+        ("wiki", {}, ("Wikipedia", 4.4414)),
+        ("wiki", {"model.rope_percentage": 1.0}, ("Wikipedia", 4.4627)),
+        ("wiki", {"model.rope_percentage": 0.5}, None),  # not in the paper's table
+        ("wiki", {"data.seq_len": 4096}, None),
+        ("wiki", {"model.num_layers": 6}, None),
+        ("wiki", {"model.hidden_dim": 8192}, None),
+        ("wiki", {"model.max_wavelength": 1e6}, None),
+        ("wiki", {"data.tokenizer": "byte"}, None),
+        ("wiki", {"data.dataset": "wikipedia/20230601.simple"}, None),
+        ("flan", {}, ("FlanV2", 6.4422)),
+        ("flan", {"data.mixture": ({"weight": 1.0, "dataset": "files", "data_dir": "data/flan_v2/t0"},)}, None),
+        ("wiki", {"data.dataset": "mixture"}, None),
+    ],
+)
+def test_the_papers_numbers_stand_beside_its_own_runs_only(page, changes, expected):
+    config = runpy.run_path(f"{ROOT}/configs/gemma_2b_{page}.py")["get_config"]()
+    config.update_from_flattened_dict(changes)
+    assert sweep_page.paper_result(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("differences", "says"),
+    [
+        ([-0.006, -0.007, -0.008], "its loss is 0.0070 nats per token below RoPE’s (95 % interval over 3 seeds:"),
+        ([-0.001, -0.010, -0.001], "but is not distinguishable from RoPE: the 95 % interval of the loss difference"),
+        ([-0.007], "One run of each cannot tell whether that is more than chance."),
+        ([+0.001, +0.010, +0.001], "p = 1 has the lowest validation perplexity, 5.0000. Not distinguishable"),
+        ([+0.006, +0.007, +0.008], "p = 1 has the lowest validation perplexity, 5.0000."),
+    ],
+)
+def test_the_headline_claims_no_more_than_the_interval(differences, says):
+    """−0.001, −0.010, −0.001: the mean is 1.33 standard errors below 0, where 4.3 are needed; two would not do."""
+    found = paired.difference_of(differences)
+    row = {"group": "p = 0.75", "reference": "p = 1", "difference": found, "over": "3 seeds"}
+    row["perplexity"] = 4.9 if found.difference < 0 else 5.1
+    rows = [row, {"perplexity": 5.0, "difference": None, "over": "", "group": "p = 1", "reference": None}]
+    least = min(rows, key=lambda row: row["perplexity"])
+    assert says in sweep_page.lead([row | {"best": row is least} for row in rows])
+
+
+def test_three_seeds_have_two_degrees_of_freedom():
+    for values in ([-0.0062, -0.0101, -0.0021], [0.3, 0.3, 0.31, 0.29]):
+        expected = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        found = paired.difference_of(values)
+        np.testing.assert_allclose(found.interval(), expected, rtol=1e-9)
+        assert found.distinguishable == (expected.low * expected.high > 0)
+    assert paired.difference_of([0.1]).interval() is None and not paired.difference_of([0.1]).distinguishable
+
+
+def test_runs_that_share_one_logged_step_are_drawn(made):
+    for path in made.glob("*/metrics.jsonl"):
+        write_lines(path, read_lines(path)[:1])
+    (loss,) = [picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "loss"]
+    assert [line[0] for line in lines_of(loss)[0]] == [[1]] * 3
+
+
+def test_one_bad_run_does_not_flatten_the_others(made):
+    """NoPE's perplexity is 30 times that of the others: they stay apart, as the axis is logarithmic."""
+    for path in made.glob("rope_percentage=0,*/eval.jsonl"):
+        records = [record for record in read_lines(path) if "perplexity" in record]
+        write_lines(path, [record | {"perplexity": 30 * record["perplexity"]} for record in records])
+    (picture,) = [picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "perplexity"]
+    figure = matplotlib.figure.Figure()
+    picture.draw(figure)
+    perplexity, difference = figure.axes
+    assert perplexity.get_yscale() == "log"
+    apart = [final(made, 0.25, seed)["loss"] - final(made, 1.0, seed)["loss"] for seed in SEEDS]
+    (mean,) = [line.get_ydata()[1] for line in difference.lines if list(line.get_xdata())[:2] == [0.0, 0.25]]
+    assert mean == pytest.approx(np.mean(apart))
 
 
 def test_a_directory_that_is_no_sweep_gets_one_line(run_command, made, tmp_path):
     missing = run_command("prope.report", f"--sweep={tmp_path}/none")
     assert missing.code == 2 and "no sweep there (no sweep.json)" in missing.error
     assert "sweep" in run_command("prope.report").error
+    error = run_command("prope.report", f"--workdir={made}").error
+    assert f"--workdir={made}: holds a sweep, not a run; give --sweep={made}" in error
     for path in made.glob("*/config.json"):
         path.unlink()
     with pytest.raises(UsageError, match="none of its 7 runs has started"):

@@ -87,3 +87,12 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
     if None not in errors:
         low, high = ([v + sign * e for v, e in zip(y, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
+
+
+def log_scale(axes) -> None:
+    """Makes the y axis logarithmic, labelled with plain numbers, between powers of ten as well."""
+    from matplotlib import ticker
+
+    axes.set_yscale("log")
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.5)))

@@ -1,5 +1,6 @@
 """Writes HTML pages that hold all they show: readable without a network, in light and dark, in print and aloud."""
 
+import math
 import pathlib
 from collections.abc import Iterable
 
@@ -36,8 +37,9 @@ def write(folder: pathlib.Path, template: str, pictures: Iterable[Picture], **da
 
 
 def number(value: float | None, form: str = ".4f", error: float | None = None) -> str | Markup:
-    """Formats a number and, small beside it, its error; a dash for None."""
+    """Formats a number and, small beside it, its error, of which two digits are shown; a dash for None."""
     if value is None:
         return "–"
-    text = f"{value:{form}}".replace("-", "−")  # a sign at which no line breaks
-    return text if error is None else Markup("{} <small>± {:.4f}</small>").format(text, error)
+    digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4
+    text = f"{value:{form if error is None else form.replace('.4f', f'.{digits}f')}}".replace("-", "−")  # unbreakable
+    return text if error is None else Markup("{} <small>± {:.{}f}</small>").format(text, error, digits)

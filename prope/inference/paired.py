@@ -14,6 +14,8 @@ Axes: C documents, in the order of the windows, Q buckets of positions.
 import io
 import os
 import pathlib
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +26,32 @@ from prope.workdir.records import SAME_WINDOWS, find_evaluation, find_pair, read
 
 
 class Difference(NamedTuple):
-    """Loss of the first run minus loss of the second, nats per token, and its standard error (None: one document)."""
+    """Loss of the first run minus loss of the second, nats per token: a mean over documents, or over seeds."""
 
     difference: float
-    stderr: float | None
+    stderr: float | None  # None: one sample
+    samples: int  # documents or seeds
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Computes Student's t interval of the difference; None for one sample."""
+        from scipy import stats
+
+        if self.stderr is None:
+            return None
+        reach = float(stats.t.ppf((1 + level) / 2, self.samples - 1)) * self.stderr
+        return self.difference - reach, self.difference + reach
+
+    @property
+    def distinguishable(self) -> bool:
+        """Whether the 95 % interval leaves 0 out."""
+        interval = self.interval()
+        return interval is not None and interval[0] * interval[1] > 0
+
+
+def difference_of(losses: Sequence[float]) -> Difference:
+    """Averages paired differences of independent samples, such as one per seed."""
+    stderr = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None
+    return Difference(statistics.fmean(losses), stderr, len(losses))
 
 
 def mean_and_stderr(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
@@ -60,7 +84,7 @@ def paired_difference(
     about: dict | None = None,
     positions: tuple[int, int] | None = None,
 ) -> Difference:
-    """Computes the difference of two runs' losses on the same windows, and its standard error over documents.
+    """Computes the difference of two runs' losses on the same windows, with its standard error over documents.
 
     Args:
       workdir_a: a run evaluated by training or prope.evaluate.
@@ -93,7 +117,8 @@ def paired_difference(
         raise UsageError(f"positions={positions}: must be two of {', '.join(map(str, edges))}")
     columns = slice(*np.searchsorted(edges, positions)) if positions else slice(None)
     differences = loss[:, columns].astype(np.float64) - loss_b[:, columns]
-    return Difference(*mean_and_stderr(differences.sum(axis=1), tokens[:, columns].sum(axis=1)))
+    counts = tokens[:, columns].sum(axis=1)
+    return Difference(*mean_and_stderr(differences.sum(axis=1), counts), int((counts > 0).sum()))
 
 
 def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> None:

@@ -1,16 +1,19 @@
-"""Writes the page of a sweep: the result beside the paper's, what all runs share, and where they were trained."""
+"""Reports on a sweep: its page with the result beside the paper's, what all runs share, and where they were trained."""
 
+import datetime
 import pathlib
-from collections.abc import Iterable
 
 import jax
+from ml_collections import ConfigDict
 
 from prope import model
 from prope.config import flat
 from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
-from prope.sweep.runs import P, Run, against_reference, check_equal, groups, reference, table
+from prope.html.page import number
+from prope.sweep.pictures import pictures
+from prope.sweep.runs import P, Run, against_reference, check_equal, groups, read_sweep, reference, table
 from prope.workdir.records import read_jsonl
 
 # Perplexity of Gemma 2B trained on 8192 tokens, by p: Barbero et al. (ICLR 2025), Table 2.
@@ -18,14 +21,27 @@ PAPER = {
     "Wikipedia": {0.0: 4.8594, 0.25: 4.5302, 0.75: 4.4414, 1.0: 4.4627},
     "FlanV2": {0.0: 6.6429, 0.25: 6.5111, 0.75: 6.4422, 1.0: 6.4429},
 }
-PAPER_DATA = {"wikipedia/20230601.en": "Wikipedia", "mixture": "FlanV2"}
-PAPER_MODEL = {"model.num_layers": 18, "model.embed_dim": 2048, "data.seq_len": 8192, "model.vocab_size": 256_128}
+PAPER_FIELDS = {
+    "model.num_layers": 18, "model.embed_dim": 2048, "model.num_heads": 8, "model.num_kv_heads": 1,
+    "model.head_dim": 256, "model.hidden_dim": 16_384, "model.max_wavelength": 10_000.0, "data.seq_len": 8192,
+}  # fmt: skip
+FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as configs/gemma_2b_flan.py names folders
 
 
-def write(directory: pathlib.Path, runs: list[Run], pictures: Iterable[Picture]) -> pathlib.Path:
+def report_sweep(directory: pathlib.Path) -> dict:
+    """Writes the page of a sweep and its pictures; returns what the command prints.
+
+    Raises:
+      UsageError: there is no sweep, or none of its runs has started.
+    """
+    runs = read_sweep(directory)
+    output = write(directory, runs, pictures(runs))
+    return {"output": str(output), "runs": [run.record() for run in runs], "table": table(runs)}
+
+
+def write(directory: pathlib.Path, runs: list[Run], pictures: list[Picture]) -> pathlib.Path:
     """Writes DIR/report/index.html and the pictures as PNG files beside it; returns the page's path."""
     rows = result_rows(runs)
-    columns = [paper_column(run) for run in runs]
     fields = [flat(run.config) for run in runs]
     shapes = jax.eval_shape(lambda: model.init(runs[0].config.model, jax.random.key(0)))
     return page.write(
@@ -40,8 +56,7 @@ def write(directory: pathlib.Path, runs: list[Run], pictures: Iterable[Picture])
         by_p=P in runs[0].values,
         rows=rows,
         errors_over=sorted({row["over"] for row in rows} - {""}),
-        paper_data=sorted({name for name, _ in columns}),
-        other_model=not all(same for _, same in columns),
+        paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
         equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
@@ -49,11 +64,14 @@ def write(directory: pathlib.Path, runs: list[Run], pictures: Iterable[Picture])
     )
 
 
-def paper_column(run: Run) -> tuple[str, bool]:
-    """Finds the paper's dataset to compare a run with, and whether the run has the paper's model and data."""
-    fields = flat(run.config)
-    same = fields["data.dataset"] in PAPER_DATA and all(fields[k] == v for k, v in PAPER_MODEL.items())
-    return PAPER_DATA.get(fields["data.dataset"], "Wikipedia"), same
+def paper_result(config: ConfigDict) -> tuple[str, float] | None:
+    """Finds the paper's (dataset, perplexity) for a run; None unless dataset, model and length are the paper's."""
+    fields, data = flat(config), config.data
+    parts = {pathlib.PurePath(source.get("data_dir", "")).name for source in data.mixture}
+    dataset = {"wikipedia/20230601.en": "Wikipedia", "mixture": "FlanV2" if parts == FLAN else None}.get(data.dataset)
+    perplexity = PAPER.get(dataset, {}).get(config.model.rope_percentage)
+    same = data.tokenizer != "byte" and all(fields[name] == value for name, value in PAPER_FIELDS.items())
+    return (dataset, perplexity) if same and perplexity else None
 
 
 def result_rows(runs: list[Run]) -> list[dict]:
@@ -61,29 +79,36 @@ def result_rows(runs: list[Run]) -> list[dict]:
     rows, by_name = table(runs), groups(runs)
     best = min((row["perplexity"] for row in rows if row["perplexity"] is not None), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
-        config, base = group[0].config.model, reference(group[0].values)
+        config, row["reference"] = group[0].config.model, (base := reference(group[0].values))
         row["group"], row["name"] = name, name.removeprefix("p = ")
         row["pairs"] = f"{model.rotated_pairs(config)} of {config.head_dim // 2}"
         row["difference"], row["over"] = against_reference(group, by_name[base]) if base in by_name else (None, "")
-        row["paper"] = PAPER[paper_column(group[0])[0]].get(config.rope_percentage)
+        row["paper"] = paper_result(group[0].config)
         row["best"] = best is not None and row["perplexity"] == best
     return rows
 
 
 def lead(rows: list[dict]) -> str:
-    """The result in one sentence, with as much certainty as the runs give it."""
+    """States the result in one sentence, with as much certainty as the runs give it."""
     best = next((row for row in rows if row["best"]), None)
     if best is None:
         return "No run has finished yet."
     text = f"{best['group']} has the lowest validation perplexity, {best['perplexity']:.4f}"
-    if best["difference"] is None:
-        return text + "."
-    loss, stderr = best["difference"]
-    text += f"; its loss is {abs(loss):.4f} nats per token {'below' if loss < 0 else 'above'} RoPE’s"
+    if best["difference"] is None:  # RoPE, or there is no RoPE
+        of_best = [row for row in rows if row["reference"] == best["group"] and row["difference"]]
+        close = [row["group"] for row in of_best if row["difference"].stderr and not row["difference"].distinguishable]
+        return f"{text}." + (f" Not distinguishable from it: {', '.join(close)}." if close else "")
+    loss, stderr, _ = difference = best["difference"]
+    below = f"its loss is {abs(loss):.4f} nats per token {'below' if loss < 0 else 'above'} RoPE’s"
     if stderr is None:
-        return text + ". One run of each cannot tell whether that is more than chance."
-    certainty = "more" if abs(loss) > 2 * stderr else "not more"
-    return f"{text}, {certainty} than two standard errors (± {stderr:.4f} over {best['over']})."
+        return f"{text}; {below}. One run of each cannot tell whether that is more than chance."
+    low, high = (number(end, "+.4f") for end in difference.interval())
+    if difference.distinguishable:
+        return f"{text}; {below} (95 % interval over {best['over']}: {low} to {high})."
+    return (
+        f"{text}, but is not distinguishable from RoPE: the 95 % interval of the loss difference over {best['over']}, "
+        f"{low} to {high} nats per token, holds 0."
+    )
 
 
 def equality(runs: list[Run]) -> dict:
@@ -108,7 +133,7 @@ def equality(runs: list[Run]) -> dict:
 
 
 def origin(run: Run) -> dict:
-    """The machine on which a run was last started, and how long it trained."""
+    """Describes the machine on which a run was last started, and how long it trained."""
     starts = read_jsonl(run.workdir / "starts.jsonl")
     last = starts[-1] if starts else {}
     commit, seconds = str(last.get("commit") or "–"), training_seconds(run)
@@ -135,6 +160,5 @@ def training_seconds(run: Run) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds as '1 h 05 min' or '3 min 20 s'."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+    """Formats seconds as hours:minutes:seconds, 0:03:20."""
+    return str(datetime.timedelta(seconds=round(seconds)))

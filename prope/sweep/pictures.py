@@ -1,4 +1,4 @@
-"""The pictures of a sweep: curves by p, each beside its difference from RoPE's.
+"""Draws the loss curve of a run, and the pictures of a sweep: curves by p beside their differences from RoPE's.
 
 A curve is a dictionary from x to y. Curves come by group of runs that differ in their seed only, and within a group by
 seed: {"p = 0.25": {0: {10: 5.1, 20: 4.9}}}. Seeds are averaged, and differences taken seed by seed, so that what
@@ -6,71 +6,105 @@ runs of one seed have in common (initial weights, batches, text) drops out.
 """
 
 import math
+import pathlib
 import statistics
 from collections.abc import Callable
 
-from prope.html.drawing import TEXT, Picture, line, styles
-from prope.sweep.runs import SEED, P, Run, group_name, groups, reference
-from prope.workdir.records import find_evaluation, find_evaluations
+import numpy as np
+
+from prope.errors import UsageError
+from prope.html.drawing import TEXT, Picture, line, log_scale, styles
+from prope.inference.paired import Difference
+from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
+from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
+from prope.workdir.run import read_config
 
 Curves = dict[str, dict[int | None, dict[float, float]]]
 
 
+def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
+    """Draws training and validation loss of a run by step, with the unigram baseline; returns the picture's path.
+
+    Raises:
+      UsageError: there is no run, or it has not logged a step yet.
+    """
+    config = read_config(workdir)
+    steps = read_jsonl(workdir / "metrics.jsonl")
+    if config is None or not steps:
+        raise UsageError(f"--workdir={workdir}: no metrics of a run there; give the --workdir that prope.train had")
+    records = read_jsonl(workdir / "eval.jsonl")
+    by_step = (evaluations_of_training(records, config, step) for step in sorted({r["step"] for r in records}))
+    evaluations = [find_evaluation(of_step) for of_step in by_step if of_step]
+
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        line(axes, {r["step"]: (r["loss"], None) for r in steps}, {"color": "#4477aa", "lw": 1.2}, "training batch")
+        if evaluations:
+            last, style = evaluations[-1], {"color": "#cc3311", "lw": 1.2, "marker": "o", "ms": 4}
+            label = f"validation, {last['loss']:.3f} at step {last['step']} ({last['bits_per_byte']:.2f} bits per byte)"
+            line(axes, {r["step"]: (r["loss"], None) for r in evaluations}, style, label)
+            unigram = last["loss"] * last["unigram_bits_per_byte"] / last["bits_per_byte"]
+            axes.axhline(unigram, color="#777777", lw=1, ls="--", label=f"token frequencies alone, {unigram:.3f}")
+        axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(0, math.ceil(steps[0]["loss"])))
+        axes.set_title(f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}")
+        axes.legend()
+
+    output = workdir / "loss.png"
+    output.write_bytes(Picture("loss", "", "", "", draw, (7, 4.2)).render()[0])
+    return output
+
+
 def pictures(runs: list[Run]) -> list[Picture]:
-    """Those that the runs have numbers for, in the order of the page."""
+    """Makes the pictures that the runs have numbers for, in the order of the page."""
     base = {group_name(run.values): reference(run.values) for run in runs}
     steps = curves(runs, lambda run: {r["step"]: r["loss"] for r in run.metrics})
     positions = curves(runs, lambda run: by_middle((run.evaluation or {}).get("by_position", []), "loss"))
-    lengths = curves(runs, by_length)
-    nats, drawn = "validation loss (nats per token)", []
-    if any(run.evaluation for run in runs):
-        drawn.append(perplexity_picture(runs))
-    if steps:
-        drawn.append(curves_picture("loss", "Training loss", "step", "loss (nats per token)", steps, base, robust=True))
-    if positions:
-        x = "position in the window (tokens)"
-        drawn.append(curves_picture("position", "Loss by position in the window", x, nats, positions, base))
-    if any(len(curve) > 1 for seeds in lengths.values() for curve in seeds.values()):
-        x = "tokens in a window"
-        drawn.append(curves_picture("length", "Loss by context length", x, nats, lengths, base, log=True))
     answers = {run.name: accuracies(run) for run in runs}
-    tasks = sorted({entry["task"] for entries in answers.values() for entry in entries})
     of_task = {
         task: curves(runs, lambda r, t=task: by_middle([e for e in answers[r.name] if e["task"] == t], "accuracy"))
-        for task in tasks
+        for task in sorted({entry["task"] for entries in answers.values() for entry in entries})
     }
-    return [*drawn, accuracy_picture(of_task)] if of_task else drawn
+    nats, lengths = "validation loss (nats per token)", curves(runs, by_length)
+    drawn = (
+        perplexity_picture(runs),
+        curves_picture("loss", "Training loss", "step", "loss (nats per token)", steps, base, robust=True),
+        curves_picture("position", "Loss by position in the window", "position (tokens)", nats, positions, base),
+        curves_picture("length", "Loss by context length", "tokens in a window", nats, lengths, base, log=True),
+        accuracy_picture(of_task),
+    )
+    return [picture for picture in drawn if picture]
 
 
 def curves(runs: list[Run], of: Callable[[Run], dict[float, float]]) -> Curves:
-    """Curves of all runs that have any points, by group and seed."""
+    """Collects the curves of all runs that have any points, by group and seed."""
     by_group = {name: {run.values.get(SEED): of(run) for run in group} for name, group in groups(runs).items()}
     by_group = {name: {seed: curve for seed, curve in seeds.items() if curve} for name, seeds in by_group.items()}
     return {name: seeds for name, seeds in by_group.items() if seeds}
 
 
 def by_middle(buckets: list[dict], name: str) -> dict[float, float]:
-    """A measure by the middle of a bucket of positions or distances."""
+    """Reads a measure by the middle of each bucket of positions or distances."""
     return {(bucket["from"] + bucket["to"]) / 2: bucket[name] for bucket in buckets}
 
 
 def by_length(run: Run) -> dict[float, float]:
-    """Loss of the last step by window length, for the max_windows with the most lengths; of several the largest."""
+    """Reads the last step's loss by window length, at the max_windows with most lengths, two at least."""
     by_windows: dict[float, dict[float, float]] = {}
     for record in find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset):
         by_windows.setdefault(record.get("max_windows") or math.inf, {})[record["seq_len"]] = record["loss"]
-    return max(by_windows.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
+    fullest = max(by_windows.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
+    return fullest if len(fullest) > 1 else {}
 
 
 def accuracies(run: Run) -> list[dict]:
-    """Accuracy by distance of the last step, from the fullest evaluation in the longest windows."""
+    """Reads accuracy by distance of the last step, from the fullest evaluation in the longest windows."""
     records = [r for r in run.evaluations if r["step"] == run.config.num_steps and r.get("accuracy_by_distance")]
     fullest = find_evaluation(records, seq_len=max((r["seq_len"] for r in records), default=0))
     return fullest["accuracy_by_distance"] if fullest else []
 
 
 def mean(seeds: dict[int | None, dict[float, float]]) -> dict[float, tuple[float, float | None]]:
-    """(mean, standard error) over seeds at every x that all of them have; no error for a single seed."""
+    """Computes (mean, standard error) over seeds at every x that all of them have; no error for a single seed."""
     means = {}
     for x in sorted(set.intersection(*map(set, seeds.values()))):
         values = [curve[x] for curve in seeds.values()]
@@ -79,18 +113,20 @@ def mean(seeds: dict[int | None, dict[float, float]]) -> dict[float, tuple[float
 
 
 def subtract(seeds: dict, others: dict) -> dict[int | None, dict[float, float]]:
-    """The differences of curves, seed by seed."""
+    """Subtracts curves, seed by seed."""
     both = {seed: (curve, others[seed]) for seed, curve in seeds.items() if seed in others}
     return {seed: {x: a[x] - b[x] for x in a if x in b} for seed, (a, b) in both.items()}
 
 
 def curves_picture(
     name: str, title: str, x: str, y: str, by_group: Curves, base: dict, log=False, robust=False
-) -> Picture:
-    """Curves on the left; on the right their differences from RoPE's, whose group `base` names for every group."""
+) -> Picture | None:
+    """Draws curves; on the right their differences from RoPE's, whose group `base` names for every group."""
     apart = {g: subtract(seeds, by_group[base[g]]) for g, seeds in by_group.items() if base[g] in by_group}
     apart = {g: points for g, seeds in apart.items() if seeds and (points := mean(seeds))}
     means = {g: points for g, seeds in by_group.items() if (points := mean(seeds))}
+    if not means:
+        return None
 
     def draw(figure) -> None:
         panels = figure.subplots(1, 2 if apart else 1, squeeze=False)[0]
@@ -105,8 +141,7 @@ def curves_picture(
             panels[1].axhline(0, color=TEXT, lw=1.2)
             panels[1].set(xlabel=x, ylabel="difference (nats per token)", title="minus that of RoPE (p = 1)")
             if robust:  # the first steps would flatten all others
-                quantiles = statistics.quantiles([v for points in apart.values() for v, _ in points.values()], n=40)
-                low, high = quantiles[0], quantiles[-1]
+                low, high = np.quantile([v for points in apart.values() for v, _ in points.values()], [0.025, 0.975])
                 panels[1].set_ylim(low - 0.3 * (high - low) - 1e-4, high + 0.3 * (high - low) + 1e-4)
         for axes in panels:
             if log:
@@ -122,23 +157,28 @@ def curves_picture(
     return Picture(name, title, f"{title}, by {x}{side}. At the right end: {ends}.", caption, draw)
 
 
-def perplexity_picture(runs: list[Run]) -> Picture:
-    """Perplexity against p: every run a dot, means over seeds with their spread, and the evaluation's own error."""
-    swept = P in runs[0].values
+def perplexity_picture(runs: list[Run]) -> Picture | None:
+    """Draws perplexity by p: every run a dot, means over seeds with their spread, and the evaluation's own error."""
+    swept, by_name, means = P in runs[0].values, groups(runs), {}
     lines: dict[str, dict[float | str, list[dict]]] = {}  # by the other swept fields, then by p: evaluations
-    means = {}
-    for name, group in groups(runs).items():
-        evaluations = [run.evaluation for run in group if run.state == "finished"]
-        if evaluations:
-            others = {k: v for k, v in group[0].values.items() if swept and k not in (P, SEED)}
-            points = lines.setdefault(group_name(others) if others else "", {})
-            points[group[0].values[P] if swept else name] = evaluations
+    apart: dict[str, dict[float, Difference]] = {}  # from RoPE's, likewise
+    for name, group in by_name.items():
+        values, base = group[0].values, reference(group[0].values)
+        if evaluations := [run.evaluation for run in group if run.state == "finished"]:
+            others = {k: v for k, v in values.items() if swept and k not in (P, SEED)}
+            line_name = group_name(others) if others else ""
+            lines.setdefault(line_name, {})[values[P] if swept else name] = evaluations
             means[name] = statistics.fmean(record["perplexity"] for record in evaluations)
+            if base in by_name and (difference := against_reference(group, by_name[base])[0]):
+                apart.setdefault(line_name, {})[values[P]] = difference
+    if not means:
+        return None
 
     def draw(figure) -> None:
-        axes = figure.subplots()
-        for (name, points), style in zip(lines.items(), styles(list(lines)).values(), strict=True):
-            centres = []
+        axes, *panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
+        style_of = styles(list(lines))
+        for name, points in lines.items():
+            style, centres = style_of[name], []
             for x, evaluations in points.items():
                 values = [record["perplexity"] for record in evaluations]
                 centres.append(statistics.fmean(values))
@@ -150,23 +190,37 @@ def perplexity_picture(runs: list[Run]) -> Picture:
                     error = centres[-1] * statistics.fmean(errors)  # of an exponential, to first order
                     axes.errorbar(x, centres[-1], error, color=TEXT, alpha=0.35, lw=5, zorder=1)
             axes.plot(list(points), centres, **style | {"ms": 7}, label=name)
-        if swept:
-            axes.set_xticks(sorted({x for points in lines.values() for x in points}))
         axes.set(ylabel="validation perplexity", title="Validation perplexity by p")
-        axes.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)" if swept else "")
+        log_scale(axes)  # a run that learns nothing leaves room for the others
+        for beside in panels:
+            for name, differences in apart.items():
+                low = [d.difference - (d.interval() or d[:1])[0] for d in differences.values()]
+                means_by_p = [d.difference for d in differences.values()]
+                beside.errorbar(list(differences), means_by_p, low, **style_of[name] | {"ls": ""})
+            beside.axhline(0, color=TEXT, lw=1.2)
+            middle = statistics.median(abs(d.difference) for of_line in apart.values() for d in of_line.values())
+            beside.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(max(middle, 1e-4))))
+            beside.yaxis.set_major_formatter("{x:g}")
+            beside.set(ylabel="difference (nats per token)", title="loss minus that of RoPE (p = 1)")
+        for each in figure.axes if swept else ():
+            each.set_xticks(sorted({x for points in lines.values() for x in points}))
+            each.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
         if len(lines) > 1:
             axes.legend()
 
     alt = f"Validation perplexity. {'; '.join(f'{name}: {mean:.4f}' for name, mean in means.items())}."
     caption = (
         "Circles are runs, the line joins their means. Bars with ends: standard deviation over seeds. Wide pale bars: "
-        "standard error of the evaluation over documents, which runs on the same ones largely share."
+        "standard error of the evaluation over documents, which runs on the same ones largely share. Right: 95 % "
+        "intervals of the paired differences."
     )
     return Picture("perplexity", "Validation perplexity by p", alt, caption, draw)
 
 
-def accuracy_picture(of_task: dict[str, Curves]) -> Picture:
-    """Accuracy by distance: a panel for every task."""
+def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
+    """Draws accuracy by distance: a panel for every task."""
+    if not of_task:
+        return None
     means = {task: {group: mean(seeds) for group, seeds in by_group.items()} for task, by_group in of_task.items()}
 
     def draw(figure) -> None:

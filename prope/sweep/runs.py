@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.errors import RunFailed, UsageError
-from prope.inference.paired import Difference, paired_difference
+from prope.inference.paired import Difference, difference_of, paired_difference
 from prope.model import rotated_pairs
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
@@ -84,11 +84,7 @@ class Run:
 
 
 def read_run(workdir: pathlib.Path, values: dict, config: ConfigDict) -> Run:
-    """Reads the run of `config` in `workdir`, which need not exist yet.
-
-    Raises:
-      UsageError: the directory holds another run, or its config.json and a checkpoint disagree.
-    """
+    """Reads the run of `config` in `workdir`, which need not exist yet; another run there is a UsageError."""
     saved = run_dir.read_config(workdir)
     step, init_hash = 0, None
     if saved is not None:
@@ -126,11 +122,9 @@ def read_sweep(directory: pathlib.Path) -> list[Run]:
     sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if sweep is None:
         raise UsageError(f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py")
-    runs = []
-    for entry in sweep["runs"]:
-        config = run_dir.read_config(directory / entry["name"])
-        if config is not None:
-            runs.append(read_run(directory / entry["name"], entry["values"], config))
+    entries = [(directory / entry["name"], entry["values"]) for entry in sweep["runs"]]
+    configs = {workdir: run_dir.read_config(workdir) for workdir, _ in entries}
+    runs = [read_run(workdir, values, configs[workdir]) for workdir, values in entries if configs[workdir]]
     if not runs:
         raise UsageError(f"--sweep={directory}: none of its {len(sweep['runs'])} runs has started; run it first")
     return on_common_windows(runs)
@@ -214,13 +208,12 @@ def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference |
     if not losses:
         return None, ""
     if len(losses) > 1:
-        stderr = statistics.stdev(losses) / len(losses) ** 0.5
-        return Difference(statistics.fmean(losses), stderr), f"{len(losses)} seeds"
+        return difference_of(losses), f"{len(losses)} seeds"
     run, other, record, _ = pairs[0]
     fields = {name: record.get(name) for name in ("step", "dataset", *SAME_WINDOWS)}
     with contextlib.suppress(UsageError):  # a run without sums
         return paired_difference(run.workdir, other.workdir, fields), "documents"
-    return Difference(losses[0], None), ""
+    return difference_of(losses), ""
 
 
 def table(runs: Iterable[Run]) -> list[dict]:
