@@ -35,9 +35,6 @@ def analyse(workdir: pathlib.Path, options) -> dict:
     Args:
       workdir: of the run.
       options: the flags of `prope.analyze`.
-
-    Raises:
-      UsageError: there is no such run, checkpoint, layer, head or text, or no document of three tokens.
     """
     asked = {name: getattr(options, name) for name in _OPTIONS} | {"text_hash": _hash_file(options.text)}
     run = open_run(workdir, options.step)
@@ -82,11 +79,7 @@ def analyse(workdir: pathlib.Path, options) -> dict:
 
 
 def analyse_all(workdir: pathlib.Path, options) -> dict:
-    """Analyses the run in a directory, or all runs below it and compares them; returns what the command prints.
-
-    Raises:
-      UsageError: there is no run with a finished checkpoint; or as `analyse`.
-    """
+    """Analyses the run in a directory, or all runs below it and compares them; returns what the command prints."""
     runs = find_runs(workdir)
     runs = [run for run in runs if runs == [workdir] or list_steps(run)]
     if not runs:

@@ -29,9 +29,6 @@ def read_sequences(config: ConfigDict, options) -> tuple[np.ndarray, list[str], 
 
     Returns:
       Ids [B, T], the first sequence's tokens by name, and the dataset or file.
-
-    Raises:
-      UsageError: there is no text, or too little of it.
     """
     generated = config.data.dataset.startswith("synthetic/")
     if options.text is not None:

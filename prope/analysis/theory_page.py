@@ -20,26 +20,54 @@ def write(folder: str | pathlib.Path) -> dict:
     Returns:
       `output`, the path of the page, and `statements`, as `statements.statements` returns them.
     """
-    folder = pathlib.Path(folder)
-    tried, curves = statements(), {"figure_2": figure_2_curves(), "figure_8": figure_8_curves()}
-    pictures = [figure_2(curves["figure_2"]), figure_8(curves["figure_8"])]
-    output = page.write(folder, "theory", pictures, statements=tried, head_dim=HEAD_DIM)
-    written = {"head_dim": HEAD_DIM, "max_wavelength": 10_000, "statements": tried, "figures": curves}
+    folder, tried = pathlib.Path(folder), statements()
+    (picture_2, curves_2), (picture_8, curves_8) = figure_2(), figure_8()
+    output = page.write(folder, "theory", [picture_2, picture_8], statements=tried, head_dim=HEAD_DIM)
+    written = {"head_dim": HEAD_DIM, "max_wavelength": 10_000, "statements": tried}
+    written["figures"] = {"figure_2": curves_2, "figure_8": curves_8}
     (folder / "theory.json").write_text(json.dumps(written, indent=1) + "\n")
     return {"output": str(output), "statements": tried}
 
 
-def figure_2_curves() -> dict:
-    """Computes logits at distances 0 .. LENGTH-1, of ones for several p, and of Gaussian vectors for RoPE."""
+def figure_2() -> tuple[Picture, dict]:
+    """Draws Figure 2 of the paper, with p-RoPE beside RoPE; returns its curves too, by distance."""
     distances, freqs = np.arange(LENGTH), {p: frequencies(HEAD_DIM, rope_percentage=p) for p in PERCENTAGES}
-    ones = [{"p": p, "logit": theory.all_ones_curve(distances, freqs[p]).tolist()} for p in PERCENTAGES]
-    return {"ones": ones, "gaussian": to_json(theory.gaussian_curve(distances, freqs[1.0]))}
+    ones = {p: theory.all_ones_curve(distances, freqs[p]) for p in PERCENTAGES}
+    gaussian = theory.gaussian_curve(distances, freqs[1.0])
+    alt = (
+        f"Logits at distances 0 to {LENGTH - 1}. Of ones they fall, at the right end to "
+        + ", ".join(f"{curve[-1]:.3f} for p = {p:g}" for p, curve in ones.items())
+        + f"; the mean of Gaussian ones stays within {np.abs(gaussian[0]).max():.3f} of 0."
+    )
+    caption = (
+        "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000 "
+        "draws, the same at every distance, of standard deviation 1; the band is the standard error of their mean)."
+    )
+    panels = {"ones": {f"p = {p:g}": (curve, None) for p, curve in ones.items()}, "gaussian": {"p = 1": gaussian}}
+    title = "Figure 2: does RoPE decay with distance?"
+    picture = curves_picture("figure_2", title, alt, caption, panels, "distance (tokens)", "")
+    of_ones = [{"p": p, "logit": curve.tolist()} for p, curve in ones.items()]
+    return picture, {"ones": of_ones, "gaussian": to_json(gaussian)}
 
 
-def figure_8_curves() -> dict:
-    """Computes logits under random positions, by their upper bound."""
+def figure_8() -> tuple[Picture, dict]:
+    """Draws Figure 8 of the paper; returns its curves too, by their upper bound of positions."""
     curves = {bound: theory.randomised_curves(BOUNDS[0], bound, frequencies(HEAD_DIM)) for bound in BOUNDS}
-    return {kind: [{"bound": b, **to_json(c[kind])} for b, c in curves.items()] for kind in ("ones", "gaussian")}
+    ends = ", ".join(f"{curve['ones'][0][-1]:.3f} for {bound}" for bound, curve in curves.items())
+    largest = max(np.abs(curve["gaussian"][0]).max() for curve in curves.values())
+    alt = (
+        f"Logits of {BOUNDS[0]} tokens at random positions. Of ones they fall the sooner the higher the upper bound, "
+        f"at the right end to {ends}; the means of Gaussian ones stay within {largest:.2f} of 0 for every bound."
+    )
+    caption = (
+        f"{BOUNDS[0]} tokens at sorted, distinct random positions below L: ones decay sooner with a higher L (a), "
+        "Gaussian vectors still do not (b). Means over 256 draws; bands are their standard errors."
+    )
+    kinds = ("ones", "gaussian")
+    panels = {kind: {f"L = {bound:,}": curve[kind] for bound, curve in curves.items()} for kind in kinds}
+    xlabel, title = "tokens from the key to the query", "Figure 8: random positions"
+    picture = curves_picture("figure_8", title, alt, caption, panels, xlabel, "upper bound")
+    return picture, {kind: [{"bound": b, **to_json(curve[kind])} for b, curve in curves.items()] for kind in kinds}
 
 
 def to_json(curve: tuple[np.ndarray, np.ndarray]) -> dict:
@@ -48,7 +76,7 @@ def to_json(curve: tuple[np.ndarray, np.ndarray]) -> dict:
 
 
 def curves_picture(name: str, title: str, alt: str, caption: str, panels: dict, xlabel: str, legend: str) -> Picture:
-    """Draws curves, by label, for vectors of ones on the left and for Gaussian ones on the right."""
+    """Draws curves (mean, error or None), by label: of ones on the left, of Gaussian vectors on the right."""
     labels = {
         "ones": {"title": "(a) queries and keys of ones", "ylabel": "q · k / d", "ylim": (-0.1, 1.1)},
         "gaussian": {"title": "(b) Gaussian queries and keys", "ylabel": "q · k / √d, mean over draws",
@@ -58,44 +86,10 @@ def curves_picture(name: str, title: str, alt: str, caption: str, panels: dict, 
     def draw(figure) -> None:
         style = styles(list(panels["ones"]))
         for axes, (kind, curves) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-            for label, curve in curves.items():
-                errors = curve.get("standard_error") or [None] * len(curve["mean"])
-                line(axes, dict(enumerate(zip(curve["mean"], errors, strict=True))), style[label] | {"lw": 1.2}, label)
+            for label, (mean, error) in curves.items():
+                errors = [None] * len(mean) if error is None else error
+                line(axes, dict(enumerate(zip(mean, errors, strict=True))), style[label] | {"lw": 1.2}, label)
             axes.set(xlabel=xlabel, **labels[kind])
             axes.legend(ncols=2, title=legend)
 
     return Picture(name, title, alt, caption, draw)
-
-
-def figure_2(curves: dict) -> Picture:
-    """Draws Figure 2 of the paper, with p-RoPE beside RoPE."""
-    ones = {f"p = {curve['p']:g}": {"mean": curve["logit"]} for curve in curves["ones"]}
-    alt = (
-        f"Logits at distances 0 to {LENGTH - 1}. Of ones they fall, at the right end to "
-        + ", ".join(f"{curve['mean'][-1]:.3f} for {label}" for label, curve in ones.items())
-        + f"; the mean of Gaussian ones stays within {np.abs(curves['gaussian']['mean']).max():.3f} of 0."
-    )
-    caption = (
-        "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000 "
-        "draws, the same at every distance, of standard deviation 1; the band is the standard error of their mean)."
-    )
-    panels = {"ones": ones, "gaussian": {"p = 1": curves["gaussian"]}}
-    title = "Figure 2: does RoPE decay with distance?"
-    return curves_picture("figure_2", title, alt, caption, panels, "distance (tokens)", "")
-
-
-def figure_8(curves: dict) -> Picture:
-    """Draws Figure 8 of the paper."""
-    panels = {kind: {f"L = {curve['bound']:,}": curve for curve in curves[kind]} for kind in ("ones", "gaussian")}
-    ends = ", ".join(f"{c['mean'][-1]:.3f} for {c['bound']}" for c in curves["ones"])
-    largest = max(np.abs(curve["mean"]).max() for curve in curves["gaussian"])
-    alt = (
-        f"Logits of {BOUNDS[0]} tokens at random positions. Of ones they fall the sooner the higher the upper bound, "
-        f"at the right end to {ends}; the means of Gaussian ones stay within {largest:.2f} of 0 for every bound."
-    )
-    caption = (
-        f"{BOUNDS[0]} tokens at sorted, distinct random positions below L: ones decay sooner with a higher L (a), "
-        "Gaussian vectors still do not (b). Means over 256 draws; bands are their standard errors."
-    )
-    xlabel, legend = "tokens from the key to the query", "upper bound"
-    return curves_picture("figure_8", "Figure 8: random positions", alt, caption, panels, xlabel, legend)

@@ -76,11 +76,7 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
 
 
 def bench_step(config: ConfigDict, steps: int) -> dict:
-    """Times warm steps of the training step on all devices, alternating with a plain matmul.
-
-    Raises:
-      UsageError: the batch or the mesh does not fit the devices, or they cannot run the attention of the config.
-    """
+    """Times warm steps of the training step on all devices, alternating with a plain matmul."""
     devices = jax.devices()
     validate_devices(config, len(devices), sharding.num_slices(devices))
     config, mesh, optimizer, shapes = prepare(config, devices)

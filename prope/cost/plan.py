@@ -24,11 +24,7 @@ log = logging.getLogger("prope")
 
 
 def find_devices(topology: str, slices: int) -> list:
-    """Describes the devices of TPU slices that are not there.
-
-    Raises:
-      UsageError: libtpu is missing, or there is no such slice.
-    """
+    """Describes the devices of TPU slices that are not there."""
     if importlib.util.find_spec("libtpu") is None:
         raise UsageError("prope.plan needs libtpu, XLA's compiler for TPUs: pip install -e '.[tpu]'; it needs no TPU")
     generation, _, shape = topology.partition(":")
@@ -48,11 +44,7 @@ def find_devices(topology: str, slices: int) -> list:
 
 
 def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
-    """Compiles the training step for these devices; returns what the command prints.
-
-    Raises:
-      UsageError: the batch or the mesh does not fit the devices, or they cannot run the attention of the config.
-    """
+    """Compiles the training step for these devices; returns what the command prints."""
     chip, slices = flops.CHIPS[topology.partition(":")[0]], sharding.num_slices(devices)
     validate_devices(config, len(devices), slices)
     config, mesh, optimizer, state = prepare(config, devices)

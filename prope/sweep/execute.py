@@ -30,11 +30,7 @@ MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
 
 
 def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base: ConfigDict, source: dict) -> dict:
-    """Returns the content of sweep.json; compared with an existing one, only the grid's values may grow.
-
-    Raises:
-      UsageError: the directory holds a run, or another sweep.
-    """
+    """Returns the content of sweep.json; compared with an existing one, only the grid's values may grow."""
     if (directory / "config.json").exists():
         raise UsageError(f"--workdir={directory}: holds a run, not a sweep; choose another --workdir")
     saved = read_json(directory / "sweep.json", DAMAGED_SWEEP)

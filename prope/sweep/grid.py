@@ -26,11 +26,7 @@ class Planned:
 
 
 def read_grid(texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict) -> dict:
-    """Reads the values of every swept field, {"model.rope_percentage": [0.0, 0.25]}, from flags or the config file.
-
-    Raises:
-      UsageError: there is nothing to sweep, no such field, a value of another type, or one twice.
-    """
+    """Reads the values of every swept field, {"model.rope_percentage": [0.0, 0.25]}, from flags or the config file."""
     where, grid, known = "--grid", {}, flat(base)
     flags = [("--rope_percentage", f"{P}={percentages}")] if percentages is not None else []
     for flag, text in [*flags, *(("--grid", text) for text in texts)]:
@@ -86,9 +82,6 @@ def plan(grid: dict, file: str, base: ConfigDict, overrides: dict) -> list[Plann
     """Lists the runs, the first field of the grid changing slowest, and validates their configs.
 
     A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0.
-
-    Raises:
-      UsageError: the config refuses a value, or two runs have one name.
     """
     last = [name.rpartition(".")[2] for name in grid]
     short = {name: part if last.count(part) == 1 else name for name, part in zip(grid, last, strict=True)}

@@ -29,11 +29,7 @@ FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as co
 
 
 def report_sweep(directory: pathlib.Path) -> dict:
-    """Writes the page of a sweep and its pictures; returns what the command prints.
-
-    Raises:
-      UsageError: there is no sweep, or none of its runs has started.
-    """
+    """Writes the page of a sweep and its pictures; returns what the command prints."""
     runs = read_sweep(directory)
     output = write(directory, runs, pictures(runs))
     return {"output": str(output), "runs": [run.record() for run in runs], "table": table(runs)}

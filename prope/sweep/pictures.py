@@ -23,11 +23,7 @@ Curves = dict[str, dict[int | None, dict[float, float]]]
 
 
 def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
-    """Draws training and validation loss of a run by step, with the unigram baseline; returns the picture's path.
-
-    Raises:
-      UsageError: there is no run, or it has not logged a step yet.
-    """
+    """Draws training and validation loss of a run by step, with the unigram baseline; returns the picture's path."""
     config = read_config(workdir)
     steps = read_jsonl(workdir / "metrics.jsonl")
     if config is None or not steps:

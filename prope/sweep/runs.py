@@ -114,11 +114,7 @@ def on_common_windows(runs: Iterable[Run]) -> list[Run]:
 
 
 def read_sweep(directory: pathlib.Path) -> list[Run]:
-    """Reads the runs of a sweep that have started, in the order of its grid.
-
-    Raises:
-      UsageError: there is no sweep, or none of its runs has started.
-    """
+    """Reads the runs of a sweep that have started, in the order of its grid."""
     sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if sweep is None:
         raise UsageError(f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py")
