@@ -81,7 +81,7 @@ def test_p_floors_to_the_same_pairs_in_transformers(gemma, d):
     config.model.update(SIZES | {"head_dim": d})
     for p in np.arange(0, 101) / 100:
         config.model.rope_percentage = float(p)
-        theirs = transformers.GemmaConfig(**gemma_hf.to_hf(config, {}, "float32"))
+        theirs = transformers.GemmaConfig(**gemma_hf.to_hf(config, "float32"))
         turned = ROPE_INIT_FUNCTIONS["proportional"](theirs, device=None)[0].numpy() > 0
         assert turned.sum() == model.rotated_pairs(config.model), p
 
@@ -270,5 +270,5 @@ def test_one_shard_or_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch, dtype
     monkeypatch.setattr(tensor_files, "_MAX_SHARD", 2 * largest)
     assert peak(lambda: tensor_files.write_tensors(tmp_path, expected, read, dtype)) < 3.1 * largest
     assert len(list(tmp_path.glob("*.safetensors"))) > 5
-    found = tensor_files.read_headers(tmp_path)
+    found = tensor_files.open_tensors(tmp_path)
     assert peak(lambda: import_hf.read_params(config, found, expected)) < whole + 1.1 * largest

@@ -286,7 +286,7 @@ def test_lengths_of_documents(config, monkeypatch, stretches):
         n for start, n in zip(starts, true, strict=True) if stretches > 2 or any(p <= start < p + 300 for p in places)
     ]
     assert max(expected) > 300, "some do not fit into a stretch"
-    assert view.document_lengths(windows.store, 2).tolist() == expected
+    assert view.document_lengths(windows.store).tolist() == expected
 
 
 def test_the_same_lengths_give_the_same_picture(tmp_path):

@@ -4,6 +4,7 @@ Every source keeps its own store and order of windows. Sources are interleaved e
 n times a source's share, give or take two.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -65,13 +66,9 @@ class Mixture:
 
     def document_starts(self, count: int) -> list[np.ndarray]:
         """Returns beginnings of documents, as `Windows.document_starts`; from every source about equally many."""
-        counts = [len(range(source, count, len(self._windows))) for source in range(len(self._windows))]
-        return [
-            tokens
-            for windows, n in zip(self._windows, counts, strict=True)
-            if n
-            for tokens in windows.document_starts(n)
-        ]
+        shares = [len(range(source, count, len(self._windows))) for source in range(len(self._windows))]
+        starts = (windows.document_starts(n) for windows, n in zip(self._windows, shares, strict=True) if n)
+        return list(itertools.chain.from_iterable(starts))
 
 
 def interleave_sources(shares: list[int]) -> tuple[np.ndarray, np.ndarray]:

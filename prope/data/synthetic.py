@@ -52,17 +52,13 @@ _FORMAT = 1  # of the rule that generates windows; in the fingerprint
 
 
 class Window(NamedTuple):
-    """A window and its answers.
+    """A window and its answers."""
 
-    Attributes:
-      stream: int32 [T + 1], the tokens and the target of the last one.
-      task: int8 [T], the index in TASKS where the target is an answer; elsewhere -1.
-      distance: int32 [T], how many tokens before an answer's question the answer can be read; elsewhere 0.
-    """
-
-    stream: np.ndarray
-    task: np.ndarray
-    distance: np.ndarray
+    stream: np.ndarray  # int32 [T + 1], the tokens and the target of the last one
+    task: np.ndarray  # int8 [T], the index in TASKS where the target is an answer; elsewhere -1
+    distance: (
+        np.ndarray
+    )  # int32 [T], tokens from an answer's question back to where the answer can be read; elsewhere 0
 
 
 class Synthetic:
@@ -123,9 +119,7 @@ class Synthetic:
     def accuracy(self, indices, correct: np.ndarray) -> dict:
         """Returns `accuracy` and `accuracy_by_distance`: by octaves of distance, for copy by single distances.
 
-        Args:
-          indices: of B windows.
-          correct: bool [B, T], whether the target has the highest score.
+        `correct`, bool [B, T], tells for the windows `indices`, [B], whether the target has the highest score.
         """
         windows = [self.window(int(index)) for index in indices]
         task, distance = (np.stack([getattr(w, name) for w in windows]) for name in ("task", "distance"))

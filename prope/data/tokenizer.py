@@ -18,7 +18,6 @@ class ByteTokenizer:
     """One id per byte of UTF-8, after the four special ids."""
 
     vocab_size = 260
-    bos, eos, pad = BOS, EOS, PAD
     fingerprint = "byte"
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -31,13 +30,7 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model: Gemma's `tokenizer.model`, or one that prope.data.train_tokenizer wrote.
-
-    Raises:
-      UsageError: the file cannot be read, or its special ids are not Gemma's.
-    """
-
-    bos, eos, pad = BOS, EOS, PAD
+    """A SentencePiece model: Gemma's `tokenizer.model`, or one that prope.data.train_tokenizer wrote."""
 
     def __init__(self, path: str):
         import sentencepiece
@@ -45,21 +38,21 @@ class SentencePieceTokenizer:
         remedy = "give byte, Gemma's tokenizer.model, or one made by python -m prope.data.train_tokenizer"
         try:
             model = pathlib.Path(path).read_bytes()
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            if not self._processor.vocab_size():  # an empty file
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            if not self.processor.vocab_size():  # an empty file
                 raise RuntimeError
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a SentencePiece model"
             raise UsageError(f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}") from None
-        special = [getattr(self._processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
+        special = [getattr(self.processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
         if special != [PAD, EOS, BOS, UNKNOWN]:
             ids = "pad {}, eos {}, bos {}, unk {}"
             raise UsageError(
                 f"config.data.tokenizer={path}: its special ids are {ids.format(*special)} (-1: none) and must be "
                 f"Gemma's, {ids.format(PAD, EOS, BOS, UNKNOWN)}; {remedy}"
             )
-        self.vocab_size = self._processor.vocab_size()
-        space = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        self.vocab_size = self.processor.vocab_size()
+        space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
         self._space = space if UNKNOWN not in space else None  # None: the model does not fall back on bytes
         self.fingerprint = hashlib.sha256(model).hexdigest()
 
@@ -67,15 +60,15 @@ class SentencePieceTokenizer:
         """Encodes UTF-8 text, without <bos> or <eos>; losslessly if the model falls back on bytes: int32 [tokens]."""
         string = text.decode()
         if self._space is None or _SPACE not in string:
-            return np.array(self._processor.encode(string), np.int32)
-        ids, *others = self._processor.encode(string.split(_SPACE))
+            return np.array(self.processor.encode(string), np.int32)
+        ids, *others = self.processor.encode(string.split(_SPACE))
         for segment in others:
             ids += self._space + segment
         return np.array(ids, np.int32)
 
     def decode(self, ids) -> str:
         """Decodes ids; those without text are left out, broken UTF-8 becomes U+FFFD."""
-        return self._processor.decode([i for i in map(int, ids) if i < self.vocab_size])
+        return self.processor.decode([i for i in map(int, ids) if i < self.vocab_size])
 
 
 def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:

@@ -14,7 +14,7 @@ from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store
 from prope.data.store.build import open_store
 from prope.data.synthetic import Synthetic
-from prope.data.tokenizer import load_tokenizer, token_name
+from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
 from prope.data.windows import train_batch
 from prope.errors import UsageError
 from prope.runtime.validate import validate
@@ -27,11 +27,7 @@ _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 
 
 def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
-    """Prints `rows` rows of a batch, and draws document lengths into `plot`; returns what the command prints last.
-
-    Raises:
-      UsageError: the config cannot be used, or the picture cannot be written.
-    """
+    """Prints `rows` rows of a batch, and draws document lengths into `plot`; returns what the command prints last."""
     validate(config)
     if plot and config.data.dataset.startswith("synthetic/"):
         raise UsageError(
@@ -52,8 +48,8 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     sources, lengths = [], {}
     for weight, data in [] if isinstance(windows, Synthetic) else weighted_sources(config.data):
         name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
-        lengths[name] = document_lengths(open_store(data, config.model.vocab_size), tokenizer.bos)
-        sources.append({"dataset": name, "weight": weight, **_summary(lengths[name], config.data.seq_len)})
+        lengths[name] = document_lengths(open_store(data, config.model.vocab_size))
+        sources.append({"dataset": name, "weight": weight, **_summarize(lengths[name], config.data.seq_len)})
         quantiles = ", ".join(f"{key} {value:,}" for key, value in sources[-1]["document_tokens"].items())
         print(f"{name}: document lengths in tokens: {quantiles}")
     if plot:
@@ -73,12 +69,12 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     }
 
 
-def _summary(lengths: np.ndarray, seq_len: int) -> dict:
+def _summarize(lengths: np.ndarray, seq_len: int) -> dict:
     names = ("shortest", "p10", "p25", "median", "p75", "p90", "p99", "longest")
     values = np.quantile(lengths, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1], method="nearest")
     return {
         "documents_measured": len(lengths),
-        "document_tokens": {name: int(length) for name, length in zip(names, values, strict=True)},
+        "document_tokens": dict(zip(names, values.tolist(), strict=True)),
         "mean_document_tokens": round(float(lengths.mean()), 1),
         "longer_than_window": round(float((lengths > seq_len).mean()), 4),
     }
@@ -93,8 +89,8 @@ def describe(row: Batch, tokenizer) -> Iterator[str]:
             yield f"--- padding: tokens {start}..{stop - 1}"
             continue
         tokens, positions = row["tokens"][start:stop], row["positions"][start:stop]
-        opens = "" if tokens[0] == tokenizer.bos else ", which began in the window before"
-        ends = "" if tokens[-1] == tokenizer.eos else ", goes on in the next window" if stop == T else ""
+        opens = "" if tokens[0] == BOS else ", which began in the window before"
+        ends = "" if tokens[-1] == EOS else ", goes on in the next window" if stop == T else ""
         yield f"--- document {segments[start]}{opens}{ends}: tokens {start}..{stop - 1} at positions {_span(positions)}"
         for span, is_predicted in _by_weight(row, start, stop):
             indent = "    " if is_predicted else "    prompt, no loss | "
@@ -103,32 +99,29 @@ def describe(row: Batch, tokenizer) -> Iterator[str]:
                 yield from wrapped or [indent.rstrip()]
     yield "  place  position  segment  token                     target                    weight"
     shown = {place for border in [*borders, T] for place in range(border - _CONTEXT, border + _CONTEXT)}
-    previous = -1
     for place in sorted(shown & set(range(T))):
-        if place != previous + 1:
+        if place and place - 1 not in shown:
             yield "  ..."
         token, target = (_id_and_text(tokenizer, row[name][place]) for name in ("tokens", "targets"))
         position, weight = row["positions"][place], row["weights"][place]
         yield f"  {place:5d}  {position:8d}  {segments[place]:7d}  {token}  {target}  {weight:g}"
-        previous = place
 
 
-def document_lengths(store: Store, bos: int) -> np.ndarray:
+def document_lengths(store: Store) -> np.ndarray:
     """Measures training documents in tokens, with <bos> and <eos>: all, or those that begin in 64 intervals."""
     tokens = store.tokens("train")
     total = tokens.shape[0]
 
     def borders(start: int) -> np.ndarray:
-        return np.flatnonzero(tokens[start : min(start + _SCAN_TOKENS, total)].read().result() == bos) + start
+        return np.flatnonzero(tokens[start : min(start + _SCAN_TOKENS, total)].read().result() == BOS) + start
 
     starts = range(0, total, _SCAN_TOKENS)
     if len(starts) > _SCANS:
         starts = [i * total // _SCANS for i in range(_SCANS)]
     lengths = []
-    for start in starts:
-        inside = borders(start)
-        if len(inside):  # each document counts where it begins, so long ones are not missed
-            later = itertools.chain.from_iterable(map(borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS)))
+    for start in starts:  # each document counts where it begins, so long ones are not missed
+        later = itertools.chain.from_iterable(map(borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS)))
+        if len(inside := borders(start)):
             lengths.append(np.diff(inside, append=next(later, total)))
     return np.concatenate(lengths)
 
@@ -144,9 +137,10 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
         lines = [("share of the documents", pooled, None), ("share of the tokens", pooled, pooled)]
     figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for number, (label, values, weights) in enumerate(lines):
+    axes.set_prop_cycle(color=_COLOURS)
+    for label, values, weights in lines:
         counts, _ = np.histogram(values, edges, weights=weights)
-        axes.stairs(counts / counts.sum(), edges, label=label, color=_COLOURS[number % len(_COLOURS)], lw=1.4)
+        axes.stairs(counts / counts.sum(), edges, label=label, lw=1.4)
     axes.axvline(seq_len, color="#777777", lw=1, ls="--", label=f"a window, {seq_len:,}")
     axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share in a bin", ylim=(0, None))
     axes.set_title(f"{', '.join(lengths)}: {len(pooled):,} training documents"[:100], fontsize=11, wrap=True)

@@ -6,6 +6,7 @@ A hash chooses the lines that it learns from: bounded in memory, spread over the
 import hashlib
 import heapq
 import io
+import itertools
 import logging
 import pathlib
 import re
@@ -30,17 +31,10 @@ log = logging.getLogger("prope")
 
 
 def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type: str, sample_bytes: int) -> dict:
-    """Trains and writes a model; returns what the command prints.
+    """Trains a model on the data of a run's config, and writes it; returns what the command prints.
 
-    Args:
-      config: of a run; names the data, and its tokenizer is not used.
-      output: path of the file to write.
-      vocab_size: number of ids, with the special ones and the bytes.
-      model_type: unigram or bpe.
-      sample_bytes: maximal size of the text to learn from; memory is about 30 times that.
-
-    Raises:
-      UsageError: the data or the size of the vocabulary does not fit.
+    `vocab_size` counts the special ids and the bytes. Memory is about 30 times `sample_bytes`. Raises UsageError where
+    the data or the size of the vocabulary does not fit.
     """
     validate(config)
     path = pathlib.Path(output)
@@ -82,20 +76,18 @@ def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int
     Returns:
       Lines of at most 4096 bytes, in the order of their hashes; and the size of all documents.
     """
-    heap: list[tuple[int, int, bytes]] = []  # the largest hash is on top
-    size = total = number = 0
-    limit = 2**64  # hashes from here on are dropped for good, so the order of the documents does not matter
+    heap: list[tuple[int, int, bytes]] = []  # (-hash, order, line): the largest hash is on top
+    size = total = 0
+    limit, order = 2**64, itertools.count()  # hashes from the limit on are dropped for good, whatever the order
     for document in documents:
         total += len(document)
         document_hash = hashlib.blake2b(document, digest_size=16).digest()
         for index, line in enumerate(_lines(document)):
             # Of document and index, so that a repeated line is sampled as often as it occurs.
             key = int.from_bytes(hashlib.blake2b(b"%b %d" % (document_hash, index), digest_size=8).digest())
-            if key >= limit:
-                continue
-            number += 1
-            heapq.heappush(heap, (-key, number, line))
-            size += len(line)
+            if key < limit:
+                heapq.heappush(heap, (-key, next(order), line))
+                size += len(line)
             while size > max_bytes:
                 negative, _, dropped = heapq.heappop(heap)
                 size, limit = size - len(dropped), -negative

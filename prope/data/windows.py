@@ -28,23 +28,16 @@ _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 
 class Windows:
-    """The windows of one split of the token store that a config names.
-
-    Attributes:
-      store: the tokens.
-      seq_len: T.
-      count: the number of windows; the last one may be padded.
-      position_range: R, from which `train_batch` draws positions; None: they are 0 .. T-1.
-    """
+    """The windows of one split of the token store that a config names."""
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
         self.store: Store = open_store(data, vocab_size)
-        self.seq_len = data.seq_len
-        self.position_range = data.position_range
+        self.seq_len = data.seq_len  # T
+        self.position_range = data.position_range  # R, from which `train_batch` draws positions; None: 0 .. T-1
         self._mask_documents = data.mask_documents
         self._tokens = self.store.tokens(split)
         self._length = self._tokens.shape[0]
-        self.count = -(-(self._length - 1) // self.seq_len)
+        self.count = -(-(self._length - 1) // self.seq_len)  # of windows; the last one may be padded
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
@@ -53,17 +46,16 @@ class Windows:
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order."""
         T = self.seq_len
-        starts = [int(i) * T for i in indices]
-        reads = [self._tokens[start : min(start + T + 1, self._length)].read() for start in starts]
-        stream = np.full((len(starts), T + 1), PAD, np.int32)
-        real, is_prompt = (np.zeros((len(starts), T + 1), bool) for _ in range(2))
+        reads = [self._tokens[i * T : min(i * T + T + 1, self._length)].read() for i in map(int, indices)]
+        stream = np.full((len(reads), T + 1), PAD, np.int32)
+        real, is_prompt = np.zeros((2, len(reads), T + 1), bool)
         for row, read in enumerate(reads):
             elements = read.result()
             stream[row, : len(elements)], is_prompt[row, : len(elements)] = self.store.decode(elements)
             real[row, : len(elements)] = True
-        is_bos = (stream == BOS) & real
+        is_bos = stream == BOS
         segment_ids = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
-        index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(starts), T))
+        index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(reads), T))
         first = np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1) if self._mask_documents else 0
         return {
             "tokens": stream[:, :-1],
@@ -101,12 +93,7 @@ class Windows:
 def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=None) -> Batch:
     """Reads the batch of update `step + 1`: entries step*B .. step*B + B-1 of the endless list of windows.
 
-    Args:
-      windows: of the train split.
-      seed: of the run.
-      batch_size: B, over all processes.
-      step: number of updates before, from 0.
-      rows: which of the B rows to read; all by default, a process's own on a pod.
+    `rows` are those of the B rows that are read: all by default, a process's own on a pod.
     """
     rows = range(batch_size) if rows is None else rows
     examples = [step * batch_size + int(row) for row in rows]

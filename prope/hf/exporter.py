@@ -10,7 +10,7 @@ import shutil
 from ml_collections import ConfigDict
 
 from prope import model
-from prope.data.tokenizer import load_tokenizer
+from prope.data.tokenizer import UNKNOWN, load_tokenizer
 from prope.hf import gemma
 from prope.hf.tensors import write_tensors
 from prope.runtime.files import check_new, new_directory
@@ -22,12 +22,11 @@ log = logging.getLogger("prope")
 def export(workdir: str, output: str, step: int | None = None, dtype: str = "float32") -> dict:
     """Writes the checkpoint of a step, by default the newest, to a new directory; returns the command's result.
 
-    Raises:
-      UsageError: there is no such checkpoint, it is damaged, transformers' Gemma cannot express it, or `output` exists.
+    Raises UsageError where there is no such checkpoint, transformers' Gemma cannot express it, or `output` exists.
     """
-    path, target = pathlib.Path(workdir), pathlib.Path(output)
+    target = pathlib.Path(output)
     check_new("output", target)
-    run = open_run(path, step)
+    run = open_run(workdir, step)
     config = run.config
     texts = json_files(config, dtype)
     tensors = gemma.tensors(config.model)
@@ -35,7 +34,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
 
     def write(run: Run) -> None:
         log.info(
-            "exporting step %d of %s in %s; p-RoPE rotates %s of %d pairs", run.step, path, dtype, pairs,
+            "exporting step %d of %s in %s; p-RoPE rotates %s of %d pairs", run.step, workdir, dtype, pairs,
             config.model.head_dim // 2,
         )  # fmt: skip
         with new_directory("output", target) as directory:
@@ -56,22 +55,17 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         "step": run.step,
         "rope_percentage": config.model.rope_percentage,
         "rotated_pairs": pairs,
-        "workdir": str(path),
+        "workdir": str(workdir),
     }
 
 
 def json_files(config: ConfigDict, dtype: str) -> dict[str, dict]:
-    """The contents of the JSON files beside the tensors, by name."""
+    """Returns the contents of the JSON files beside the tensors, by name."""
     tokenizer = load_tokenizer(config.data.tokenizer)
-    ids = {name: getattr(tokenizer, name) for name in ("bos", "eos", "pad")}
-    special = {f"{name}_token_id": number for name, number in ids.items()}
-    files = {"config.json": gemma.to_hf(config, special, dtype), "generation_config.json": special}
+    files = {"config.json": gemma.to_hf(config, dtype), "generation_config.json": gemma.SPECIAL_IDS}
     if config.data.tokenizer != "byte":
-        import sentencepiece
-
-        processor = sentencepiece.SentencePieceProcessor(model_file=config.data.tokenizer)
-        pieces = {f"{name}_token": processor.id_to_piece(number) for name, number in ids.items()}
-        pieces["unk_token"] = processor.id_to_piece(processor.unk_id())
+        ids = gemma.SPECIAL_IDS | {"unk_token_id": UNKNOWN}
+        pieces = {name.removesuffix("_id"): tokenizer.processor.id_to_piece(number) for name, number in ids.items()}
         # Without these, transformers takes Gemma's names of the pieces and leaves <bos> out.
         form = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
         files["tokenizer_config.json"] = form | pieces | {"clean_up_tokenization_spaces": False}

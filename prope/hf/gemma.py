@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.config import default_config, layer_percentages
+from prope.data.tokenizer import BOS, EOS, PAD
 from prope.errors import UsageError
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
@@ -22,6 +23,7 @@ from prope.runtime.validate import validate
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.model"
+SPECIAL_IDS = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 
 # Per layer: the tensor, the parameter that it comes from, which of its matrices, the axes there and in the file.
 _LAYER = (
@@ -56,23 +58,14 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file, and the parameter, or part of one, that it holds.
+    """A tensor of the file, and the parameter, or part of one, that it holds."""
 
-    Attributes:
-      name: in the file.
-      shape: in the file.
-      path: of the parameter in the nested dictionary.
-      layer: of the parameter, if it is stacked.
-      index: of the matrix, if the parameter holds two.
-      order: of the matrix's axes in the file, some of which are one axis there.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    path: tuple[str, ...]
-    layer: int | None
-    index: tuple[int, ...]
-    order: tuple[int, ...]
+    name: str  # in the file
+    shape: tuple[int, ...]  # in the file
+    path: tuple[str, ...]  # of the parameter in the nested dictionary
+    layer: int | None  # of the parameter, if it is stacked
+    index: tuple[int, ...]  # of the matrix, if the parameter holds two
+    order: tuple[int, ...]  # of the matrix's axes in the file, some of which are one axis there
 
     def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Returns the tensor in the file's layout, C-contiguous, from the parameter, or its layer if it is stacked."""
@@ -100,19 +93,17 @@ def tensors(config: ConfigDict) -> list[Tensor]:
     result = [
         tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D"),
         tensor("norm", "final_norm/scale", None, (), "D", "D"),
+        *(
+            tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, *axes)
+            for layer in range(config.num_layers)
+            for name, parameter, *axes in _LAYER
+        ),
     ]
-    for layer in range(config.num_layers):
-        for name, parameter, which, here, there in _LAYER:
-            result.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, which, here, there))
     return sorted(result, key=lambda tensor: tensor.name)
 
 
-def to_hf(config: ConfigDict, special_ids: dict[str, int], dtype: str) -> dict:
-    """Returns config.json for a run's config, the tokenizer's special ids and the dtype of the tensors.
-
-    Raises:
-      UsageError: the layers differ in p.
-    """
+def to_hf(config: ConfigDict, dtype: str) -> dict:
+    """Returns config.json for a run's config and the dtype of the tensors; raises UsageError if layers differ in p."""
     percentages = set(layer_percentages(config.model))
     if len(percentages) > 1:
         raise UsageError(
@@ -135,7 +126,7 @@ def to_hf(config: ConfigDict, special_ids: dict[str, int], dtype: str) -> dict:
         "tie_word_embeddings": True,
         "rope_parameters": rope,
         "rope_theta": wavelength,
-        **special_ids,
+        **SPECIAL_IDS,
         "dtype": dtype,
     }
     # transformers 4 does not know rope_parameters and would rotate every pair; at this field it stops.
@@ -147,8 +138,7 @@ def to_hf(config: ConfigDict, special_ids: dict[str, int], dtype: str) -> dict:
 def from_hf(path: pathlib.Path) -> tuple[ConfigDict, dict]:
     """Returns (config, values): a run's config for the model of this config.json, and the file's fields.
 
-    Raises:
-      UsageError: the file cannot be read, or describes something that this decoder does not compute.
+    Raises UsageError where the file cannot be read, or describes something that this decoder does not compute.
     """
     values = read_json(path)
     for name, allowed in _FIXED.items():
@@ -158,26 +148,27 @@ def from_hf(path: pathlib.Path) -> tuple[ConfigDict, dict]:
                 f"{path}: {name}={json.dumps(value)}: only {' or '.join(map(json.dumps, allowed))} can be imported, "
                 "as in Gemma 1 (google/gemma-2b, google/gemma-7b) and what prope.export_hf writes"
             )
+
+    def size(name: str, default: int | None = None) -> int:
+        value = values.get(name, default)
+        if type(value) is not int or value < 1:
+            message = "must be a positive integer; restore the original file"
+            raise UsageError(f"{path}: {name}={json.dumps(value)}: {message}")
+        return value
+
     config = default_config()
     for theirs, ours in _SIZES.items():
-        config.model[ours] = _size(path, values, theirs)
+        config.model[ours] = size(theirs)
     config.model.max_wavelength, config.model.rope_percentage = _rope(path, values)
     config.model.dtype = "bfloat16" if values.get("dtype", values.get("torch_dtype")) == "bfloat16" else "float32"
     tokens = config.eval.batch_size * config.data.seq_len
-    config.data.seq_len = _size(path, {"max_position_embeddings": 8192} | values, "max_position_embeddings")
+    config.data.seq_len = size("max_position_embeddings", 8192)
     config.eval.batch_size = max(1, tokens // config.data.seq_len)  # as many tokens at a time as by default
     try:
         validate(config)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     return config, values
-
-
-def _size(path: pathlib.Path, values: dict, name: str) -> int:
-    value = values.get(name)
-    if type(value) is not int or value < 1:
-        raise UsageError(f"{path}: {name}={json.dumps(value)}: must be a positive integer; restore the original file")
-    return value
 
 
 def _rope(path: pathlib.Path, values: dict) -> tuple[float, float]:
@@ -198,18 +189,14 @@ def _rope(path: pathlib.Path, values: dict) -> tuple[float, float]:
             "be imported"
         )
     theta, p = rope["rope_theta"], rope["partial_rotary_factor"]
-    if not _is_number(p) or not 0 <= p <= 1 or (rope["rope_type"] == "default" and p != 1):
+    if type(p) not in (int, float) or not 0 <= p <= 1 or (rope["rope_type"] == "default" and p != 1):
         raise UsageError(
             f"{path}: partial_rotary_factor={json.dumps(p)}: must be a fraction in [0, 1] with rope_type proportional, "
             "and 1 with default"
         )
-    if not _is_number(theta):
+    if type(theta) not in (int, float):
         raise UsageError(f"{path}: rope_theta={json.dumps(theta)}: must be a number; it is 10000.0 in Gemma 1")
     return float(theta), float(p)
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_json(path: pathlib.Path) -> dict:

@@ -17,7 +17,7 @@ from prope import model
 from prope.data.tokenizer import load_tokenizer
 from prope.errors import UsageError
 from prope.hf import gemma
-from prope.hf.tensors import Header, open_tensors, read_headers, some
+from prope.hf.tensors import Stored, open_tensors, some
 from prope.runtime.files import check_new, new_directory
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.run import check_disk, write_config
@@ -34,8 +34,7 @@ _OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     """Imports the checkpoint in `source` as the run `workdir`; returns the command's result.
 
-    Raises:
-      UsageError: the checkpoint is not one that this decoder computes, or is not whole; or `workdir` exists.
+    Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or `workdir` exists.
     """
     source, path = pathlib.Path(source), pathlib.Path(workdir)
     check_new("workdir", path)
@@ -44,14 +43,14 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
             f"--input={source}: no such directory; a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
         )
     config, values = gemma.from_hf(source / "config.json")
-    headers, expected = read_headers(source), gemma.tensors(config.model)
-    check_tensors(source, headers, expected)
+    stored, expected = open_tensors(source), gemma.tensors(config.model)
+    check_tensors(source, stored, expected)
     tokenizer_file = find_tokenizer(source, tokenizer, config, values)
 
     with new_directory("workdir", path) as directory:
         check_disk(directory, sum(4 * math.prod(tensor.shape) for tensor in expected))
-        params = read_params(config, headers, expected)
-        check_tied(headers, params)
+        params = read_params(config, stored, expected)
+        check_tied(stored, params)
         if tokenizer_file is not None:
             shutil.copyfile(tokenizer_file, directory / gemma.TOKENIZER)
             config.data.tokenizer = str(path.resolve() / gemma.TOKENIZER)
@@ -79,29 +78,22 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     }
 
 
-def check_tensors(source: pathlib.Path, headers: dict[str, Header], expected: list[gemma.Tensor]) -> None:
+def check_tensors(source: pathlib.Path, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> None:
     """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
-    missing, surplus = shapes.keys() - headers.keys(), headers.keys() - shapes.keys() - {_TIED}
-    if missing or surplus:
-        what = [
-            f"{word} tensors: {some(names)}" for word, names in (("missing", missing), ("unknown", surplus)) if names
-        ]
+    differing = {"missing": shapes.keys() - stored.keys(), "unknown": stored.keys() - shapes.keys() - {_TIED}}
+    if what := [f"{word} tensors: {some(names)}" for word, names in differing.items() if names]:
         raise UsageError(f"--input={source}: {'; '.join(what)}; only the tensors of a plain Gemma 1 can be imported")
-    for name, tensor in headers.items():
-        shape = shapes.get(name, shapes[_EMBEDDING])
-        if tensor.shape != shape:
-            raise UsageError(f"{tensor.file}: {name} has shape {tensor.shape}; config.json leads to {shape}")
-        if tensor.dtype not in _DTYPES:
-            raise UsageError(f"{tensor.file}: {name} has dtype {tensor.dtype}; only {', '.join(_DTYPES)} can be read")
+    for name, (file, values) in stored.items():
+        expected_shape, shape = shapes.get(name, shapes[_EMBEDDING]), tuple(values.get_shape())
+        if shape != expected_shape:
+            raise UsageError(f"{file}: {name} has shape {shape}; config.json leads to {expected_shape}")
+        if (dtype := values.get_dtype()) not in _DTYPES:
+            raise UsageError(f"{file}: {name} has dtype {dtype}; only {', '.join(_DTYPES)} can be read")
 
 
 def find_tokenizer(source: pathlib.Path, flag: str | None, config: ConfigDict, values: dict) -> pathlib.Path | None:
-    """Returns the file of the checkpoint's SentencePiece model; None for bytes.
-
-    Raises:
-      UsageError: there is none, there are two that differ, or it does not fit config.json.
-    """
+    """Returns the file of the checkpoint's SentencePiece model, which must fit config.json; None for bytes."""
     own = source / gemma.TOKENIZER
     name = str(own) if own.is_file() else flag
     others = [name for name in _OTHER_TOKENIZERS if (source / name).is_file()]
@@ -113,39 +105,34 @@ def find_tokenizer(source: pathlib.Path, flag: str | None, config: ConfigDict, v
     size, what = config.model.vocab_size, f"the tokenizer {name or 'byte'} has"
     if size < tokenizer.vocab_size:
         raise UsageError(f"{source}: vocab_size={size}, but {what} {tokenizer.vocab_size} ids; {_REMEDY}")
-    for special in ("bos", "eos"):
-        ours, theirs = getattr(tokenizer, special), values.get(f"{special}_token_id")
+    for special in ("bos_token_id", "eos_token_id"):
+        ours, theirs = gemma.SPECIAL_IDS[special], values.get(special)
         if theirs is not None and ours not in (theirs if isinstance(theirs, list) else [theirs]):
-            raise UsageError(f"{source}: {special}_token_id={theirs}, but {what} {ours}; {_REMEDY}")
+            raise UsageError(f"{source}: {special}={theirs}, but {what} {ours}; {_REMEDY}")
     if name is None:
         log.info("no %s in %s: taking the byte tokenizer; if that is wrong, give --tokenizer=PATH", own.name, source)
     return None if name in (None, "byte") else pathlib.Path(name)
 
 
-def read_params(config: ConfigDict, headers: dict[str, Header], expected: Iterable[gemma.Tensor]) -> dict:
+def read_params(config: ConfigDict, stored: dict[str, Stored], expected: Iterable[gemma.Tensor]) -> dict:
     """Reads the parameters as float32, one tensor at a time into arrays for all."""
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
-    for file in sorted({header.file for header in headers.values()}):
-        with open_tensors(file) as tensors:
-            for tensor in expected:
-                if headers[tensor.name].file == file:
-                    parameter = functools.reduce(operator.getitem, tensor.path, params)
-                    tensor.write(parameter, tensors.get_tensor(tensor.name))
+    for tensor in expected:
+        tensor.write(functools.reduce(operator.getitem, tensor.path, params), stored[tensor.name].values[:])
     return params
 
 
-def check_tied(headers: dict[str, Header], params: dict) -> None:
+def check_tied(stored: dict[str, Stored], params: dict) -> None:
     """Raises UsageError where the checkpoint has an output matrix that is not its embedding."""
-    if _TIED not in headers:
+    if _TIED not in stored:
         return
-    with open_tensors(headers[_TIED].file) as tensors:
-        output, embedding = tensors.get_tensor(_TIED), params["embedder"]["input_embedding"]
-    for start in range(0, len(output), 1024):  # some rows at a time, since float32 copies are compared
-        rows = slice(start, start + 1024)
-        if output[rows].astype(np.float32).tobytes() != embedding[rows].tobytes():
+    output, embedding = stored[_TIED], params["embedder"]["input_embedding"]
+    for start in range(0, len(embedding), 1024):  # some rows at a time, since float32 copies are compared
+        rows = slice(start, min(start + 1024, len(embedding)))  # safetensors takes no slice past the end
+        if output.values[rows].astype(np.float32).tobytes() != embedding[rows].tobytes():
             raise UsageError(
-                f"{headers[_TIED].file}: {_TIED} differs from {_EMBEDDING}; this decoder has one matrix for both, as "
+                f"{output.file}: {_TIED} differs from {_EMBEDDING}; this decoder has one matrix for both, as "
                 "Gemma 1 has: import a checkpoint with tied embeddings"
             )
 
@@ -154,5 +141,4 @@ def _aligned(shape: tuple[int, ...]) -> np.ndarray:
     """Allocates an array that JAX can use without a copy: it must start at a multiple of 64 bytes."""
     size = int(np.prod(shape)) * 4
     raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(np.float32).reshape(shape)
+    return raw[-raw.ctypes.data % 64 :][:size].view(np.float32).reshape(shape)

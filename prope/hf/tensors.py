@@ -1,11 +1,11 @@
-"""safetensors files of a checkpoint, one or several shards with an index: their headers read, and written."""
+"""Opens and writes the safetensors files of a checkpoint: one, or several shards and their index."""
 
-import dataclasses
 import json
 import math
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,24 +18,18 @@ from prope.hf import gemma
 _MAX_SHARD = 2 * 10**9  # bytes; as much is in memory, since the library writes a file at once
 
 
-@dataclasses.dataclass(frozen=True)
-class Header:
-    """A tensor's entry in a file's header."""
+class Stored(NamedTuple):
+    """A tensor in a file."""
 
     file: pathlib.Path
-    shape: tuple[int, ...]
-    dtype: str
+    values: Any  # read from the file where it is indexed; has get_shape() and get_dtype()
 
 
-def read_headers(source: pathlib.Path) -> dict[str, Header]:
-    """Reads the headers of all tensors of the checkpoint in a directory, by name.
-
-    Raises:
-      UsageError: there is no safetensors file, a shard is missing, or a file is not whole.
-    """
+def open_tensors(source: pathlib.Path) -> dict[str, Stored]:
+    """Opens all tensors of the checkpoint in a directory, by name; raises UsageError where a file is not whole."""
     whole, index = source / gemma.WEIGHTS, source / gemma.INDEX
     if whole.is_file():
-        return _read_file_headers(whole)
+        return _open_file(whole)
     if not index.is_file():
         raise UsageError(
             f"--input={source}: has neither {whole.name} nor {index.name}; other formats are not read: load them with "
@@ -44,19 +38,27 @@ def read_headers(source: pathlib.Path) -> dict[str, Header]:
     shards = gemma.read_json(index).get("weight_map")
     if not isinstance(shards, dict):
         raise UsageError(f"{index}: has no weight_map, which names every tensor's shard; download it again")
-    headers: dict[str, Header] = {}
+    stored = {}
     for shard in sorted(set(map(str, shards.values()))):
         if not (source / shard).is_file():
             raise UsageError(f"{index}: names the shard {shard}, which is not there; download it too")
-        found = _read_file_headers(source / shard)
+        tensors = _open_file(source / shard)
         named = {name for name, file in shards.items() if file == shard}
-        if found.keys() != named:
+        if tensors.keys() != named:
             raise UsageError(
-                f"{source / shard}: {index.name} says that its tensors are others: {some(found.keys() ^ named)}; "
+                f"{source / shard}: {index.name} says that its tensors are others: {some(tensors.keys() ^ named)}; "
                 "download both again"
             )
-        headers |= found
-    return headers
+        stored |= tensors
+    return stored
+
+
+def _open_file(path: pathlib.Path) -> dict[str, Stored]:
+    try:
+        file = safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path}: not a whole safetensors file ({error}); download it again") from None
+    return {name: Stored(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
 def write_tensors(
@@ -67,14 +69,8 @@ def write_tensors(
 ) -> None:
     """Writes model.safetensors, or, if it would be larger than 2 GB, shards and their index.
 
-    Args:
-      directory: to write into.
-      tensors: sorted by name.
-      read: returns the parameter with a path, or one layer of it; called in the order of `tensors`.
-      dtype: float32 or bfloat16.
-
-    Raises:
-      UsageError: the disk has no room for them.
+    `read` returns the parameter with a path, or one layer of it; it is called in the order of `tensors`. Raises
+    UsageError where the disk has no room for them.
     """
     shards: list[list[gemma.Tensor]] = [[]]
     sizes = {tensor.name: math.prod(tensor.shape) * jnp.dtype(dtype).itemsize for tensor in tensors}
@@ -100,21 +96,7 @@ def write_tensors(
         (directory / gemma.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def open_tensors(path: pathlib.Path):
-    """Opens a safetensors file; raises UsageError where it is not whole."""
-    try:
-        return safe_open(path, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path}: not a whole safetensors file ({error}); download it again") from None
-
-
-def _read_file_headers(path: pathlib.Path) -> dict[str, Header]:
-    with open_tensors(path) as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        return {name: Header(path, tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices.items()}
-
-
 def some(names: Iterable[str]) -> str:
-    """The first three names, and how many more there are."""
-    first = sorted(names)
-    return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+    """Returns the first three names, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -133,14 +133,10 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
 
 
 class _DocumentSums:
-    """Sums losses by document and by bucket of positions.
-
-    Attributes:
-      edges: [Q + 1]; bucket q holds positions edges[q] .. edges[q + 1] - 1.
-    """
+    """Sums losses by document and by bucket of positions."""
 
     def __init__(self, T: int, bucket_width: int):
-        self.edges = np.append(np.arange(0, T, bucket_width), T)
+        self.edges = np.append(np.arange(0, T, bucket_width), T)  # [Q + 1]; edges[q] is the first position of bucket q
         self._bucket = np.arange(T) // bucket_width
         self._sums: list[np.ndarray] = []  # [2, documents, Q] of a window: losses and tokens
         self._last = -2  # index of the previous window
@@ -224,8 +220,7 @@ def _open_lengths(config: ConfigDict, options: Options, opened: dict) -> list[tu
 def evaluations(options: Options) -> Iterator[dict]:
     """Yields the record of every evaluation: run by run, checkpoint by checkpoint, length by length.
 
-    Raises:
-      UsageError: a run, a checkpoint or data is missing, or does not fit; before the first evaluation.
+    Raises UsageError, before the first evaluation, where a run, a checkpoint or data is missing, or does not fit.
     """
     plan, opened, functions, runs = [], {}, {}, find_runs(options.workdir)
     for workdir in runs:

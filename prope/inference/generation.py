@@ -13,7 +13,8 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import FrozenConfigDict
 
 from prope import model, sharding
-from prope.data.tokenizer import EOS, PAD, load_tokenizer
+from prope.data.tokenizer import BOS, EOS, PAD, load_tokenizer
 from prope.errors import UsageError
 from prope.workdir.run import Run, open_run
 
@@ -36,22 +37,14 @@ class Sampling:
     A token is drawn from softmax(logits / temperature), restricted to the `top_k` likeliest tokens and then to the
     smallest set of likeliest tokens whose probability is at least `top_p` (nucleus sampling, Holtzman et al., 2020).
 
-    Attributes:
-      length: tokens to generate.
-      temperature: 0 takes the likeliest token, whatever top_k and top_p are.
-      top_k: None keeps all.
-      top_p: 1 keeps all.
-      eos: the token that ends a row; <pad> follows it.
-
-    Raises:
-      UsageError: a value out of its range.
+    Raises UsageError where a value is out of its range.
     """
 
-    length: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    eos: int = EOS
+    length: int  # tokens to generate
+    temperature: float = 1.0  # 0 takes the likeliest token, whatever top_k and top_p are
+    top_k: int | None = None  # None keeps all
+    top_p: float = 1.0  # 1 keeps all
+    eos: int = EOS  # ends a row; <pad> follows it
 
     def __post_init__(self):
         finite = 0 <= self.temperature < math.inf
@@ -159,20 +152,15 @@ def row_keys(seed: int, count: int) -> jax.Array:
 
 
 def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
-    """Returns the prompts, followed by the non-empty lines of a file.
-
-    Raises:
-      UsageError: there are no prompts, or text is not UTF-8.
-    """
+    """Returns the prompts, followed by the non-empty lines of a file; raises UsageError if there are none."""
     texts = list(prompts)
     if path is not None:
         try:
             texts += [line for line in pathlib.Path(path).read_text(encoding="utf-8").split("\n") if line]
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise UsageError(
-                f"--prompts={path}: cannot be read: {reason}; give a text file with one prompt per line"
-            ) from None
+            reason = getattr(error, "strerror", "it is not UTF-8")
+            message = f"--prompts={path}: cannot be read: {reason}; give a text file with one prompt per line"
+            raise UsageError(message) from None
     for text in prompts:
         if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for other bytes
             raise UsageError(f"--prompt={text!r}: is not UTF-8; give it in UTF-8")
@@ -183,11 +171,7 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
 
 
 def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling: Sampling, seed: int) -> dict:
-    """Continues `texts` with a checkpoint of the run in `workdir`; returns the command's JSON object.
-
-    Raises:
-      UsageError: there is no such checkpoint, or its tokenizer does not fit the model.
-    """
+    """Continues `texts` with a checkpoint of the run in `workdir`; returns the command's JSON object."""
     run = open_run(workdir, step)
     config = run.config
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -196,7 +180,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
             f"config.data.tokenizer={config.data.tokenizer}: has {tokenizer.vocab_size} ids, and the model of "
             f"{workdir} {config.model.vocab_size}; put back the tokenizer that the run was trained with"
         )
-    prompts, lengths = pad_prompts([[tokenizer.bos, *map(int, tokenizer.encode(text.encode()))] for text in texts])
+    prompts, lengths = pad_prompts([[BOS, *map(int, tokenizer.encode(text.encode()))] for text in texts])
     longest, trained = int(lengths.max()) + sampling.length, config.data.seq_len
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
@@ -206,13 +190,13 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     static = FrozenConfigDict(config.model), sampling
     with sharding.use(sharding.make_mesh()):
         inputs = params, prompts, lengths, keys
-        compiled_prefill, compile_seconds = _compile(prefill, static, inputs)
+        compiled_prefill, seconds = _timed(lambda: prefill.lower(*static, *inputs).compile())
         jax.block_until_ready(compiled_prefill(*inputs))  # the first call's one-time work is not in the rates
-        (first, cache), prefill_seconds = _timed(compiled_prefill, inputs)
-        compiled_decode, seconds = _compile(decode, static, (params, first, cache, lengths, keys))
+        (first, cache), prefill_seconds = _timed(lambda: compiled_prefill(*inputs))
+        compiled_decode, more = _timed(lambda: decode.lower(*static, params, first, cache, lengths, keys).compile())
         _, cache = compiled_decode(params, jnp.full_like(lengths, EOS), cache, lengths, keys)  # warm-up: no row goes on
-        (tokens, _), decode_seconds = _timed(compiled_decode, (params, first, cache, lengths, keys))
-    compile_seconds += seconds
+        (tokens, _), decode_seconds = _timed(lambda: compiled_decode(params, first, cache, lengths, keys))
+    compile_seconds = seconds + more
     log.info("compiled in %.1f s", compile_seconds)
     rows = [row[: row.index(EOS) + 1] if EOS in row else row for row in np.asarray(tokens).tolist()]
     count = sum(map(len, rows))
@@ -235,13 +219,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     }
 
 
-def _compile(function, static: tuple, arguments: tuple) -> tuple:
-    """Compiles a jitted function for these arguments; returns it and the seconds that took."""
-    start = time.perf_counter()
-    return function.lower(*static, *arguments).compile(), time.perf_counter() - start
-
-
-def _timed(function, arguments: tuple) -> tuple:
+def _timed(function: Callable[[], Any]) -> tuple:
     """Calls a function; returns its result and the seconds that took."""
     start = time.perf_counter()
-    return jax.block_until_ready(function(*arguments)), time.perf_counter() - start
+    return jax.block_until_ready(function()), time.perf_counter() - start

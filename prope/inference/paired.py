@@ -64,10 +64,7 @@ def mean_and_stderr(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float 
 
     Args:
       loss: [C] nats, summed over the tokens of a document.
-      tokens: [C] numbers of tokens. Documents without tokens do not count.
-
-    Returns:
-      (mean, standard error), nats per token; the error is None with fewer than two documents.
+      tokens: [C] numbers of tokens. Documents without tokens do not count; with fewer than two, the error is None.
     """
     nonempty = tokens > 0
     loss, tokens = np.asarray(loss, np.float64)[nonempty], np.asarray(tokens, np.float64)[nonempty]
@@ -86,15 +83,14 @@ def paired_difference(
 ) -> Difference:
     """Computes the difference of two runs' losses on the same windows, with its standard error over documents.
 
+    The fullest evaluations that both runs have are compared, and of equally full ones the newest. Raises UsageError,
+    which names the command that makes them, where an evaluation or its sums are missing.
+
     Args:
       workdir_a: a run evaluated by training or prope.evaluate.
       workdir_b: another, evaluated on the same data at the same length.
-      about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}. The fullest
-        evaluations that both runs have are compared, and of equally full ones the newest.
+      about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}.
       positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
-
-    Raises:
-      UsageError: an evaluation or its sums are missing; names the command that makes them.
     """
     workdirs, fields = (workdir_a, workdir_b), about or {}
     records, others = (read_jsonl(pathlib.Path(workdir) / "eval.jsonl") for workdir in workdirs)

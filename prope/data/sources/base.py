@@ -14,45 +14,28 @@ MAX_DOCUMENT = 2**26  # bytes; a longer one would not leave a worker within 2 GB
 
 
 class Document(NamedTuple):
-    """A text.
+    """A text."""
 
-    Attributes:
-      text: UTF-8.
-      prompt_bytes: length of its beginning that is not predicted, such as an instruction.
-    """
-
-    text: bytes
-    prompt_bytes: int = 0
+    text: bytes  # UTF-8
+    prompt_bytes: int = 0  # length of its beginning that is not predicted, such as an instruction
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents of a source.
+    """Consecutive documents of a source."""
 
-    Attributes:
-      key: identifies the chunk within its source, and names it in messages.
-      num_bytes: approximate size of the text.
-      read: yields the documents in order; can be pickled; raises UsageError on damaged data.
-    """
-
-    key: str
-    num_bytes: int
-    read: Callable[[], Iterator[Document]]
+    key: str  # identifies the chunk within its source, and names it in messages
+    num_bytes: int  # approximate size of the text
+    read: Callable[[], Iterator[Document]]  # in order; can be pickled; raises UsageError on damaged data
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A collection of documents.
+    """A collection of documents."""
 
-    Attributes:
-      name: as in config.data.dataset.
-      identity: JSON values that are equal exactly where the documents are equal; part of the store's fingerprint.
-      chunks: all documents, in order.
-    """
-
-    name: str
-    identity: dict
-    chunks: tuple[Chunk, ...]
+    name: str  # as in config.data.dataset
+    identity: dict  # JSON values, equal exactly where the documents are; part of the store's fingerprint
+    chunks: tuple[Chunk, ...]  # all documents, in order
 
     @property
     def num_bytes(self) -> int:
@@ -61,9 +44,7 @@ class Source:
 
     def documents(self) -> Iterator[bytes]:
         """Yields the texts in order."""
-        for chunk in self.chunks:
-            for document in chunk.read():
-                yield document.text
+        return (document.text for chunk in self.chunks for document in chunk.read())
 
 
 def chunk_bytes(total: int) -> int:
@@ -83,11 +64,16 @@ class TextRule:
     loss_on: str = "all"
 
     @property
+    def _parts(self) -> list[tuple[str, str | None]]:
+        """The text: pairs of a literal and the feature that follows it, if any."""
+        if not self.template:
+            return [("", self.text_feature)]
+        return [(literal, name) for literal, name, _, _ in string.Formatter().parse(self.template)]
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The features that a record must have."""
-        if not self.template:
-            return (self.text_feature,)
-        return tuple(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(self.template) if name))
+        return tuple(dict.fromkeys(name for _, name in self._parts if name is not None))
 
     @property
     def option(self) -> str:
@@ -103,12 +89,9 @@ class TextRule:
 
     def document(self, values: Mapping[str, bytes], where: str) -> Document:
         """Builds the document of a record; `where` names the record in an error."""
-        values = {name: check_utf8(values[name], where) for name in self.features}
-        if not self.template:
-            return Document(values[self.text_feature])
         segments = []
-        for literal, name, _, _ in string.Formatter().parse(self.template):
-            segments += [literal.encode()] + ([values[name]] if name else [])
+        for literal, name in self._parts:
+            segments += [literal.encode()] + ([check_utf8(values[name], where)] if name is not None else [])
         text = b"".join(segments)
         return Document(text, len(text) - len(segments[-1]) if self.loss_on == "targets" else 0)
 

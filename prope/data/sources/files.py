@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import time
@@ -26,13 +27,8 @@ _ALWAYS_HASHED = 2**26  # bytes of all files; up to here hashing again is faster
 def files(folder: pathlib.Path, rule: TextRule, hash_cache: pathlib.Path) -> Source:
     """Returns the files in a folder and below it, sorted by path, as a source.
 
-    Args:
-      folder: the folder.
-      rule: which keys of a JSON line are text.
-      hash_cache: a file that keeps the hashes of large files, so that they are not read at every start.
-
-    Raises:
-      UsageError: there is no such file, or the rule does not apply to it.
+    `hash_cache` is a file that keeps the hashes of large files, so that they are not read at every start. Raises
+    UsageError where there is no such file, or the rule does not apply to it.
     """
     paths = [p for p in sorted(folder.rglob("*")) if p.name.endswith(_SUFFIXES) and p.is_file()]
     if not paths:
@@ -42,48 +38,37 @@ def files(folder: pathlib.Path, rule: TextRule, hash_cache: pathlib.Path) -> Sou
         raise UsageError(f"{texts[0]}: has no fields for config.data.template to name; keep it in another folder")
     hashes = _hash_files(paths, hash_cache)
     listing = [(p.relative_to(folder).as_posix(), hashes[p]) for p in paths]
-    identity = {"dataset": "files", "files": listing, **rule.identity}
-    return Source("files", identity, tuple(_chunks(folder, paths, rule)))
+    return Source("files", {"dataset": "files", "files": listing, **rule.identity}, tuple(_chunks(folder, paths, rule)))
 
 
 def _chunks(folder: pathlib.Path, paths: list[pathlib.Path], rule: TextRule) -> Iterator[Chunk]:
     """Yields small text files in groups, and large .jsonl files in byte ranges."""
-    sizes = {p: p.stat().st_size * (_GZIP_RATIO if p.suffix == ".gz" else 1) for p in paths}
-    limit = chunk_bytes(sum(sizes.values()))
-    for is_lines, run in itertools.groupby(paths, lambda p: p.name.endswith(_JSON_LINES)):
-        if is_lines:
-            for path in run:
-                yield from _line_chunks(path, str(path.relative_to(folder)), rule, sizes[path], limit)
+    sizes = [path.stat().st_size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path in paths]
+    limit = chunk_bytes(sum(sizes))
+    ends = zip(paths, sizes, itertools.accumulate(sizes), strict=True)
+    groups = itertools.groupby(ends, lambda entry: (entry[0].name.endswith(_JSON_LINES), entry[2] // limit))
+    for (is_lines, _), group in groups:
+        if not is_lines:
+            texts, text_sizes, _ = zip(*group, strict=True)
+            key = f"{texts[0].relative_to(folder)} and {len(texts) - 1} more"
+            yield Chunk(key, sum(text_sizes), functools.partial(_read_texts, texts))
             continue
-        group, size = [], 0
-        for path in [*run, None]:
-            if group and (path is None or size >= limit):
-                key = f"{group[0].relative_to(folder)} and {len(group) - 1} more"
-                yield Chunk(key, size, functools.partial(_read_texts, tuple(group)))
-                group, size = [], 0
-            if path is not None:
-                group.append(path)
-                size += sizes[path]
-
-
-def _line_chunks(path: pathlib.Path, name: str, rule: TextRule, size: int, limit: int) -> Iterator[Chunk]:
-    if path.suffix == ".gz":  # cannot be entered in the middle
-        yield Chunk(name, size, functools.partial(_read_lines, path, rule, 0, None))
-        return
-    for start in range(0, size, limit):
-        stop = min(start + limit, size)
-        read = functools.partial(_read_lines, path, rule, start, stop)
-        yield Chunk(f"{name} from byte {start}", stop - start, read)
+        for path, size, _ in group:
+            whole = path.suffix == ".gz"  # cannot be entered in the middle
+            for start in range(0, size, max(size, 1) if whole else limit):
+                stop = size if whole else min(start + limit, size)
+                read = functools.partial(_read_lines, path, rule, start, math.inf if whole else stop)
+                yield Chunk(f"{path.relative_to(folder)} from byte {start}", stop - start, read)
 
 
 def _read_texts(paths: tuple[pathlib.Path, ...]) -> Iterator[Document]:
     for path in paths:
-        with _open(path) as file, _named_damage(path):
+        with _open(path) as file:
             text = file.read(MAX_DOCUMENT + 1)
         yield Document(check_utf8(text, str(path)))
 
 
-def _read_lines(path: pathlib.Path, rule: TextRule, start: int, stop: int | None) -> Iterator[Document]:
+def _read_lines(path: pathlib.Path, rule: TextRule, start: int, stop: float) -> Iterator[Document]:
     """Yields the documents of the lines that start at the bytes start .. stop - 1."""
     with _open(path) as file:
         if start:
@@ -91,11 +76,7 @@ def _read_lines(path: pathlib.Path, rule: TextRule, start: int, stop: int | None
             while (skipped := file.readline(2**20)) and not skipped.endswith(b"\n"):
                 pass
         offset, number = file.tell(), 0
-        while stop is None or offset < stop:
-            with _named_damage(path):
-                line = file.readline(2 * MAX_DOCUMENT)
-            if not line:
-                return
+        while offset < stop and (line := file.readline(2 * MAX_DOCUMENT)):
             offset, number = offset + len(line), number + 1
             if line.strip():
                 try:
@@ -129,15 +110,12 @@ def _lines_before(path: pathlib.Path, start: int) -> int:
         return next(n for n in itertools.count() if file.tell() >= start or not file.readline())
 
 
-def _open(path: pathlib.Path):
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
 @contextlib.contextmanager
-def _named_damage(path: pathlib.Path):
-    """Re-raises the errors of a damaged gzip file as a UsageError that names it."""
+def _open(path: pathlib.Path):
+    """Opens a file, gzipped or not; re-raises the errors of a damaged gzip file as a UsageError that names it."""
     try:
-        yield
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{path}: is damaged or cut short ({error}); copy it again") from None
 

@@ -21,11 +21,7 @@ from prope.errors import UsageError
 
 
 def find_source(data: ConfigDict) -> Source:
-    """Returns the source that a run's `config.data` names.
-
-    Raises:
-      UsageError: it is missing or incomplete; the message says how to download it.
-    """
+    """Returns the source that `config.data` names; where it is missing, a UsageError says how to download it."""
     if data.dataset == "python_docs":
         return python_docs()
     if data.dataset.startswith("synthetic/"):

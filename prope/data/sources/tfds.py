@@ -11,11 +11,7 @@ from prope.errors import UsageError, nearest
 
 
 def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
-    """Returns the `train` split of a prepared dataset.
-
-    Raises:
-      UsageError: it is missing or incomplete, or has no such text; the message says how to download it.
-    """
+    """Returns the `train` split of a prepared dataset; where it is incomplete, a UsageError says how to download it."""
     import tensorflow_datasets as tfds
 
     folder = _version_folder(name, data_dir)

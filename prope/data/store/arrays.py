@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import pathlib
+from collections.abc import Iterable
 
 import numpy as np
 import tensorstore as ts
@@ -34,16 +35,13 @@ CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 class Store:
     """A token store.
 
-    Attributes:
-      path: folder or URL; empty for a mixture of stores, and for generated windows.
-      fingerprint: hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens.
-      index: the content of index.json. Per split `tokens, documents, bytes, given`: bytes of the predicted text,
-        tokens of the prompts. `empty`: the number of documents without text, which are left out. `unigram_loss`:
-        nats per token of the validation split under the token frequencies of the train split.
+    `index` is the content of index.json. Per split `tokens, documents, bytes, given`: bytes of the predicted text,
+    tokens of the prompts. `empty`: the number of documents without text, which are left out. `unigram_loss`: nats per
+    token of the validation split under the token frequencies of the train split.
     """
 
-    path: str
-    fingerprint: str
+    path: str  # folder or URL; empty for a mixture of stores, and for generated windows
+    fingerprint: str  # hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens
     index: dict
 
     def tokens(self, split: str) -> ts.TensorStore:
@@ -66,7 +64,7 @@ class Store:
 
 def prompt_bit(dtype: np.dtype) -> np.integer:
     """Returns the bit that marks a token of a prompt: the top one."""
-    return np.dtype(dtype).type(1 << (8 * np.dtype(dtype).itemsize - 1))
+    return dtype.type(1 << (8 * dtype.itemsize - 1))
 
 
 def element_dtype(vocab_size: int, marked: bool) -> np.dtype:
@@ -116,11 +114,7 @@ def kvstore(path: str) -> ts.KvStore:
 
 
 def find_store(path: str, fingerprint: str) -> Store | None:
-    """Returns the store at this path, or None if there is none.
-
-    Raises:
-      UsageError: it cannot be read, or is not what its name says.
-    """
+    """Returns the store at this path, None if there is none; raises UsageError where it is not what its name says."""
     remedy = "remove it to have it prepared again"
     try:
         entry = kvstore(path).read("index.json").result()
@@ -149,58 +143,34 @@ def find_store(path: str, fingerprint: str) -> Store | None:
     return store
 
 
-class ArrayWriter:
-    """Appends elements to a new array, shard by shard.
-
-    Attributes:
-      counts: how often each id is predicted, [vocab_size].
-    """
-
-    def __init__(self, path: str, split: str, vocab_size: int, marked: bool):
-        dtype = element_dtype(vocab_size, marked)
-        spec = _spec(path, split) | {"metadata": _metadata(dtype)}
-        self._array = ts.open(spec, context=CONTEXT, create=True).result()
-        self._pending, self._filled, self._written = np.empty(SHARD, dtype), 0, 0
-        self._marked, self._writing = marked, None
-        self.counts = np.zeros(vocab_size, np.int64)
-
-    def write(self, elements: np.ndarray) -> None:
-        """Appends elements [tokens]."""
-        predicted = elements[(elements & prompt_bit(elements.dtype)) == 0] if self._marked else elements
-        self.counts += np.bincount(predicted, minlength=len(self.counts))
-        while len(elements):
-            taken = min(len(elements), SHARD - self._filled)
-            self._pending[self._filled : self._filled + taken] = elements[:taken]
-            self._filled += taken
-            elements = elements[taken:]
-            if self._filled == SHARD:
-                self._flush()
-
-    def close(self) -> None:
-        """Writes the rest and cuts the array to its length."""
-        self._flush()
-        self._writing.result()
-        self._array.resize(exclusive_max=[self._written], resize_metadata_only=True).result()
-
-    def _flush(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-        stop = self._written + self._filled
-        self._writing = self._array[self._written : stop].write(self._pending[: self._filled])
-        self._pending = np.empty_like(self._pending)  # the other one is being written meanwhile
-        self._written, self._filled = stop, 0
+def write_array(path: str, split: str, dtype: np.dtype, size: int, arrays: Iterable[np.ndarray]) -> None:
+    """Writes a split of a new store: arrays of `dtype` one after the other, `size` elements together."""
+    spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
+    store = ts.open(spec, context=CONTEXT, create=True).result()
+    shard, start, filled, writing = np.empty(SHARD, dtype), 0, 0, None
+    for array in arrays:
+        while len(array):
+            taken, array = np.split(array, [SHARD - filled])
+            shard[filled : filled + len(taken)] = taken
+            filled += len(taken)
+            if filled == SHARD or start + filled == size:
+                if writing:
+                    writing.result()
+                writing = store[start : start + filled].write(shard[:filled])
+                shard, start, filled = np.empty_like(shard), start + filled, 0  # the other is being written meanwhile
+    writing.result()
 
 
 def _spec(path: str, split: str) -> dict:
     return {"driver": "zarr3", "kvstore": kvstore(child_url(path, split)).spec().to_json()}
 
 
-def _metadata(dtype: np.dtype) -> dict:
+def _metadata(dtype: np.dtype, size: int) -> dict:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     checked = [little, {"name": "crc32c"}]  # a damaged file is an error, not other text
     sharding = {"chunk_shape": [_READ_TOKENS], "codecs": checked, "index_codecs": checked}
     return {
-        "shape": [2**48],  # cut to the number of tokens at the end
+        "shape": [size],
         "data_type": dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [SHARD]}},
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],

@@ -1,7 +1,7 @@
 """Builds a token store from a source of documents, once.
 
 Workers pack chunks of the source into files, in any order. When all are there, they are concatenated into the store,
-which is renamed into place last. A killed process leaves chunks that the next one reuses, never an incomplete store.
+whose index is written last: without it, it is not a store. A killed process leaves chunks that the next one reuses.
 """
 
 import contextlib
@@ -9,9 +9,9 @@ import json
 import logging
 import pathlib
 import re
-import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
@@ -24,23 +24,17 @@ from prope.data.store import arrays, pack, workers
 from prope.data.store.arrays import SPLITS, Store, child_url, find_store, is_url, kvstore
 from prope.data.store.lock import write_lock
 from prope.data.synthetic import Synthetic
-from prope.data.tokenizer import load_tokenizer
+from prope.data.tokenizer import BOS, load_tokenizer
 from prope.errors import RunFailed, UsageError, first_line, is_disk_full
-from prope.runtime.files import write_atomic
 
 log = logging.getLogger(__name__)
 
 
 def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> Store:
-    """Returns the token store of a run's `config.data`, and prepares it first if it does not exist.
+    """Returns the token store of one source's `config.data`, and prepares it first if it does not exist.
 
-    Args:
-      data: of one source, not of a mixture.
-      vocab_size: of the model.
-      stats: filled, if the store was prepared, with `tokens, workers, tokenizer_seconds, worker_seconds`.
-
-    Raises:
-      UsageError: the data, the tokenizer or the vocabulary does not fit.
+    If the store was prepared, `stats` is filled with `tokens, workers, tokenizer_seconds, worker_seconds`. Raises
+    UsageError where the data, the tokenizer or the size of the model's vocabulary does not fit.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab_size < tokenizer.vocab_size:
@@ -62,12 +56,9 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     path = child_url(cache, name)
     store = find_store(path, fingerprint)
     if store is None:
-        with _named_errors(cache):
-            if not is_url(cache):
-                pathlib.Path(cache).mkdir(parents=True, exist_ok=True)
-            with write_lock(cache, name, lambda: find_store(path, fingerprint) is not None) as is_writer:
-                if is_writer:
-                    _write_store(source, data, rule, path, {} if stats is None else stats)
+        with _named_errors(cache), write_lock(cache, name, lambda: find_store(path, fingerprint)) as is_writer:
+            if is_writer:
+                _write_store(source, data, rule, path, {} if stats is None else stats)
         store = find_store(path, fingerprint)
     return store
 
@@ -116,41 +107,35 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
                 f"config.data.validation_fraction={data.validation_fraction}; change it, or add documents"
             )
     index |= {"rule": rule, "fingerprint": arrays.fingerprint_of(rule)}
-    if is_url(path):  # there is no renaming: a store without its index, which comes last, does not count
-        kvstore(path).delete_range(ts.KvStore.KeyRange()).result()
+    store = kvstore(path)
+    store.delete_range(ts.KvStore.KeyRange()).result()  # what a killed process left
+    try:
         index["unigram_loss"] = _concatenate(path, data, rule["marked"], chunks, records)
-        kvstore(path).write("index.json", json.dumps(index, indent=2).encode()).result()
-    else:
-        for temporary in chunks.parent.glob(f"{name}.tmp-*"):  # of killed processes
-            shutil.rmtree(temporary, ignore_errors=True)
-        temporary = chunks.with_name(f"{name}.tmp-{secrets.token_hex(4)}")
-        temporary.mkdir()
-        try:
-            index["unigram_loss"] = _concatenate(str(temporary), data, rule["marked"], chunks, records)
-            write_atomic(temporary / "index.json", json.dumps(index, indent=2))
-            shutil.rmtree(path, ignore_errors=True)  # a folder without an index
-            temporary.rename(path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        store.write("index.json", json.dumps(index, indent=2).encode()).result()
+    except Exception:  # such as a full disk
+        store.delete_range(ts.KvStore.KeyRange()).result()
+        raise
     shutil.rmtree(chunks, ignore_errors=True)
 
 
 def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path, records: list[dict]) -> float:
     """Writes the two arrays; returns the loss of predicting by token frequencies (`unigram_loss`)."""
-    tokenizer = load_tokenizer(data.tokenizer)
-    dtype = arrays.element_dtype(tokenizer.vocab_size, marked)
-    counts = {}
-    for split in SPLITS:
-        writer = arrays.ArrayWriter(path, split, tokenizer.vocab_size, marked)
+    vocab_size = load_tokenizer(data.tokenizer).vocab_size
+    dtype = arrays.element_dtype(vocab_size, marked)
+    counts = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}
+
+    def read(split: str) -> Iterator[np.ndarray]:
         for number, record in enumerate(records):
             elements = pack.read_elements(chunks, number, split, record, dtype)
             if elements is None:
                 (chunks / f"{number}.json").unlink(missing_ok=True)
                 raise RunFailed(f"{chunks}: chunk {number} is damaged and was dropped; run the same command again")
-            writer.write(elements)
-        writer.close()
-        counts[split] = writer.counts
-        counts[split][tokenizer.bos] = 0  # never predicted
+            counts[split] += np.bincount(elements[elements < vocab_size], minlength=vocab_size)  # not the prompts
+            yield elements
+
+    for split in SPLITS:
+        arrays.write_array(path, split, dtype, sum(record[split]["tokens"] for record in records), read(split))
+        counts[split][BOS] = 0  # never predicted
     share = (counts["train"] + 1) / (counts["train"] + 1).sum()
     return float(-(counts["validation"] * np.log(share)).sum() / max(counts["validation"].sum(), 1))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import filelock
 
-from prope.data.store.arrays import child_url, is_url, kvstore
+from prope.data.store.arrays import is_url, kvstore
 
 log = logging.getLogger(__name__)
 
@@ -24,32 +24,27 @@ STALE = 60.0  # seconds without renewal after which a key's holder counts as dea
 
 
 @contextlib.contextmanager
-def write_lock(cache: str, name: str, ready: Callable[[], bool]) -> Iterator[bool]:
+def write_lock(cache: str, name: str, ready: Callable[[], object]) -> Iterator[bool]:
     """Waits for the lock on writing `name` in a cache, and holds it; yields False, without it, once `ready()`.
 
     The lock of a killed process is taken over: in a folder at once, below a URL STALE seconds after its last renewal.
     """
-    path = child_url(cache, f"{name}.lock")
-    lock = _KeyLock(cache, f"{name}.lock") if is_url(cache) else _FileLock(path)
-    pause, next_line = POLL, 0.0
-    while not ready():
-        if lock.acquire():
-            break
-        if time.monotonic() >= next_line:
-            log.info("data: %s is preparing %s; waiting for it", lock.holder, name)
-            next_line = time.monotonic() + STALE
-        time.sleep(pause)
-        pause = min(1.2 * pause, 10 * POLL)
-    else:
-        yield False
-        return
+    lock = (_KeyLock if is_url(cache) else _FileLock)(cache, f"{name}.lock")
+    pause, next_line, held = POLL, 0.0, False
     try:
-        is_writer = not ready()  # it may have become so before the lock was free
+        while not ready() and not (held := lock.acquire()):
+            if time.monotonic() >= next_line:
+                log.info("data: %s is preparing %s; waiting for it", lock.holder, name)
+                next_line = time.monotonic() + STALE
+            time.sleep(pause)
+            pause = min(1.2 * pause, 10 * POLL)
+        is_writer = held and not ready()  # it may have become so before the lock was free
         if is_writer and lock.abandoned:
             log.warning("data: %s ended while it prepared %s; going on from there", lock.holder, name)
         yield is_writer
     finally:
-        lock.release()
+        if held:
+            lock.release()
 
 
 class _FileLock:
@@ -57,13 +52,13 @@ class _FileLock:
 
     holder = "another process"
 
-    def __init__(self, path: str):
-        self._path = pathlib.Path(path)
-        self._lock = filelock.FileLock(path, blocking=False, mode=0o666)  # users who share a cache wait, too
-        self.abandoned = False  # the last holder did not release it
+    def __init__(self, folder: str, name: str):
+        self._path = pathlib.Path(folder, name)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = filelock.FileLock(self._path, blocking=False, mode=0o666)  # users who share a cache wait, too
 
     def acquire(self) -> bool:
-        self.abandoned = self._path.exists()
+        self.abandoned = self._path.exists()  # the last holder did not release it
         with contextlib.suppress(filelock.Timeout):
             self._lock.acquire()
         return self._lock.is_locked
@@ -76,10 +71,11 @@ class _FileLock:
 class _KeyLock:
     """A key that its holder renews. Every write names the generation that it replaces, so only one succeeds."""
 
+    holder = "another process"
+
     def __init__(self, url: str, key: str):
         self._store, self._key = kvstore(url), key
         self._seen: tuple[bytes | None, float] = (None, 0.0)  # generation; when it was first seen
-        self.abandoned, self.holder = False, ""
 
     def acquire(self) -> bool:
         entry = self._store.read(self._key).result()
@@ -90,7 +86,7 @@ class _KeyLock:
             self.holder = entry.value.decode(errors="replace").split("\n")[0]
             if time.monotonic() - self._seen[1] <= STALE:
                 return False
-        self._generation = self._write(0, entry.stamp.generation)
+        self._generation = self._write(entry.stamp.generation)
         if self._generation is None:
             return False
         self._stop = threading.Event()
@@ -105,14 +101,12 @@ class _KeyLock:
             self._store.write(self._key, None, if_equal=self._generation).result()
 
     def _renew(self) -> None:
-        beat = 0
         while not self._stop.wait(BEAT):
-            beat += 1
             with contextlib.suppress(Exception):
                 # Lost to another process, it is not written again: both go on, and what they write is the same.
-                self._generation = self._write(beat, self._generation) or self._generation
+                self._generation = self._write(self._generation) or self._generation
 
-    def _write(self, beat: int, generation: bytes) -> bytes | None:
+    def _write(self, generation: bytes) -> bytes | None:
         """Writes the key; returns the new generation, or None if another one than `generation` was there."""
-        value = f"process {os.getpid()} on {socket.gethostname()}\nbeat {beat}"
+        value = f"process {os.getpid()} on {socket.gethostname()}\nat {time.time()}"
         return self._store.write(self._key, value.encode(), if_equal=generation).result().generation or None

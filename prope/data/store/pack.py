@@ -20,8 +20,8 @@ import numpy as np
 
 from prope.data.sources.base import Chunk, Document
 from prope.data.store.arrays import SPLITS, element_dtype, prompt_bit
-from prope.data.tokenizer import load_tokenizer
-from prope.runtime.files import read_json, write_atomic
+from prope.data.tokenizer import BOS, EOS, load_tokenizer
+from prope.runtime.files import write_atomic
 
 _SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound the memory
 
@@ -41,11 +41,10 @@ def _exit_with_parent() -> None:
 
 
 def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
-    """Writes the files of a chunk.
+    """Writes the files of a chunk; returns the content of its JSON file.
 
-    Returns:
-      The content of its JSON file: per split `tokens, documents, bytes, given, crc`; `empty`, the documents left out;
-      `read`, bytes of text; `seconds` in all, and those of them in the tokenizer.
+    It holds, per split, `tokens, documents, bytes, given, crc`; `empty`, the documents left out; `read`, bytes of text;
+    `seconds` in all, and those of them in the tokenizer.
     """
     start = time.perf_counter()
     counts = {"tokens": 0, "documents": 0, "bytes": 0, "given": 0, "crc": 0}
@@ -68,11 +67,6 @@ def is_validation(document: bytes, fraction: float) -> bool:
     """Whether a document is held out: decided by a hash of its text, so it depends on nothing else."""
     digest = hashlib.blake2b(document, digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
-
-
-def read_record(folder: pathlib.Path, number: int) -> dict | None:
-    """Returns what `pack` returned for this chunk, in whatever process; None if it did not finish."""
-    return read_json(folder / f"{number}.json")
 
 
 def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype) -> np.ndarray | None:
@@ -104,7 +98,7 @@ def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
     predicted = [_tokenizer.encode(segment) for segment in _segments(document.text[document.prompt_bytes :])]
     seconds = time.perf_counter() - start
     dtype = element_dtype(_tokenizer.vocab_size, _marked)
-    tokens = [[_tokenizer.bos], *prompt, *predicted, [_tokenizer.eos]]
+    tokens = [[BOS], *prompt, *predicted, [EOS]]
     elements = np.concatenate(tokens, dtype=dtype, casting="unsafe")  # ids fit: below vocab_size
     prompt_tokens = sum(map(len, prompt))
     elements[1 : 1 + prompt_tokens] |= prompt_bit(dtype)

@@ -1,6 +1,6 @@
 """Tokenises the chunks of a source into files, in as many processes as the text is worth; resumes after a stop."""
 
-import hashlib
+import io
 import json
 import logging
 import multiprocessing
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from prope.data.sources.base import Chunk, Source
 from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
-from prope.runtime.files import write_atomic
+from prope.runtime.files import read_json, write_atomic
 
 _ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
 _LOG_SECONDS = 30.0  # between lines where there is no terminal
@@ -28,34 +28,37 @@ log = logging.getLogger(__name__)
 
 def open_chunk_folder(folder: pathlib.Path, source: Source) -> None:
     """Creates the folder of the chunks' files; empties one whose chunks were cut by another rule."""
-    rule = hashlib.sha256(json.dumps([chunk.key for chunk in source.chunks]).encode()).hexdigest()
-    try:
-        same = (folder / "cut").read_text() == rule
-    except OSError:
-        same = False
-    if not same:
+    rule = [chunk.key for chunk in source.chunks]
+    if read_json(folder / "cut") != rule:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_atomic(folder / "cut", rule)
+        write_atomic(folder / "cut", json.dumps(rule))
     for temporary in folder.glob("*.*.*"):  # of killed workers: the name of a finished file has one dot
         temporary.unlink(missing_ok=True)
 
 
 def pack_chunks(source: Source, data: ConfigDict, marked: bool, folder: pathlib.Path, stats: dict) -> list[dict]:
     """Packs every chunk that has no files yet; returns the records of all, in order, and fills `stats`."""
-    records = [pack.read_record(folder, number) for number in range(len(source.chunks))]
+    records = [read_json(folder / f"{number}.json") for number in range(len(source.chunks))]
     missing = [(n, chunk) for n, (chunk, record) in enumerate(zip(source.chunks, records, strict=True)) if not record]
     size = sum(chunk.num_bytes for _, chunk in missing)
-    log.info("data: packing %s (about %.1f MB of text)", source.name, source.num_bytes / 1e6)
-    if len(missing) < len(records):
-        log.info("data: %d of %d chunks are there already", len(records) - len(missing), len(records))
+    log.info(
+        "data: packing %s (about %.1f MB of text); %d of %d chunks are there already",
+        source.name, source.num_bytes / 1e6, len(records) - len(missing), len(records),
+    )  # fmt: skip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = data.num_workers or (1 if size < _ONE_PROCESS_BYTES else cores)
     stats["workers"] = workers = max(1, min(workers, len(missing)))
     arguments = (data.tokenizer, data.validation_fraction, marked)
-    initial = source.num_bytes - size
-    for number, record in _show_progress(_packed(missing, folder, workers, arguments), source, initial):
-        records[number] = record
+    terminal, logged = sys.stderr.isatty(), time.monotonic()
+    options = {"total": source.num_bytes, "initial": source.num_bytes - size, "unit": "B", "unit_scale": True}
+    with tqdm(**options, desc="data", file=None if terminal else io.StringIO()) as bar:
+        for number, record in _packed(missing, folder, workers, arguments):
+            records[number] = record
+            bar.update(source.chunks[number].num_bytes)
+            if not terminal and time.monotonic() - logged > _LOG_SECONDS:
+                logged = time.monotonic()
+                log.info("%s", tqdm.format_meter(**bar.format_dict | {"ncols": 0}))
     new = [records[number] for number, _ in missing]
     stats["tokens"] = sum(record[split]["tokens"] for record in new for split in SPLITS)
     stats["tokenizer_seconds"] = sum(record["tokenizer_seconds"] for record in new)
@@ -79,18 +82,3 @@ def _packed(
             yield running[future], future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _show_progress(packed: Iterator[tuple[int, dict]], source: Source, initial: int) -> Iterator[tuple[int, dict]]:
-    """Yields what `packed` yields, under a bar on a terminal, or with a log line now and then elsewhere."""
-    options, done = {"total": source.num_bytes, "unit": "B", "unit_scale": True, "initial": initial}, initial
-    start = logged = time.monotonic()
-    with tqdm(**options, desc="data", disable=not sys.stderr.isatty()) as bar:
-        for number, record in packed:
-            yield number, record
-            bar.update(source.chunks[number].num_bytes)
-            done += source.chunks[number].num_bytes
-            now = time.monotonic()
-            if bar.disable and now - logged > _LOG_SECONDS:
-                logged = now
-                log.info("data: %s", tqdm.format_meter(done, elapsed=now - start, ncols=0, **options))
