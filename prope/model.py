@@ -7,6 +7,7 @@ Parameters are float32 and have the names of DeepMind's Gemma. Those of the laye
 scanned or unrolled, so that checkpoints do not depend on `scan_layers`.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -160,6 +161,14 @@ def rotated_pairs(config: ConfigDict) -> int | list[int]:
 def num_parameters(params: Params) -> int:
     """Counts the scalars in a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:
+    """Makes matmuls of a float32 model, traced within this context, float32 on every device.
+
+    By default a TPU rounds to bfloat16 and an NVIDIA GPU to TF32. Matmuls of a bfloat16 model stay as they are.
+    """
+    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
 
 
 def _decoder(config: ConfigDict) -> "Decoder":

@@ -14,7 +14,7 @@ from prope import model, sharding
 from prope.attention import choose
 from prope.errors import UsageError
 from prope.loss import weighted_loss
-from prope.optimizer import make_optimizer
+from prope.optimizer import keep_unless, make_optimizer
 from prope.sharding import hash_batch
 
 log = logging.getLogger("prope")
@@ -77,9 +77,13 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
         loss, gradient = _accumulate(jax.value_and_grad(weighted_sum), params, batch, config.accumulation)
         tokens = jnp.maximum(batch["weights"].sum(), 1)  # of the whole batch: microbatches may differ in weight
         loss, gradient = jax.tree.map(lambda total: total / tokens, (loss, gradient))
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
         values = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "batch_hash": hash_batch(batch)}
-        return optax.apply_updates(params, updates), opt_state, values
+        updates, new_state = optimizer.update(gradient, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        if config.on_nonfinite == "skip":
+            finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
+            new = keep_unless(finite, new, (params, opt_state))
+        return *new, values
 
     return step
 
@@ -93,7 +97,7 @@ def trace_step(
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = jax.jit(make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None))
-    with sharding.use(mesh):
+    with sharding.use(mesh), model.matmul_precision(config.model.dtype):
         return step.trace(*state, batch_shapes(config, mesh))
 
 

@@ -15,6 +15,7 @@ from prope.analysis import census, channels, compare, measures, page
 from prope.analysis.sequences import SHOWN, read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError
+from prope.model import matmul_precision
 from prope.rope import frequencies
 from prope.runtime.files import read_json, write_atomic
 from prope.workdir.checkpoints import list_steps
@@ -52,7 +53,8 @@ def analyse(workdir: pathlib.Path, options) -> dict:
     def measure(run: Run) -> tuple[Walk, dict]:
         walk = Walk(config, run, tokens)
         log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, source)
-        return walk, measure_layers(walk, layers, options.channels)
+        with matmul_precision(walk.config.dtype):
+            return walk, measure_layers(walk, layers, options.channels)
 
     run, (walk, measured) = run.first_undamaged(measure)
     heads, openings = measured.pop("heads"), measured.pop("openings")

@@ -95,7 +95,7 @@ def make_evaluation(config: ConfigDict, windows: Windows, mesh: Mesh) -> Callabl
         for start in range(0, count, batch_size):
             if not go_on():
                 return None
-            with sharding.use(mesh):
+            with sharding.use(mesh), model.matmul_precision(config.model.dtype):
                 scores = step(params, sharding.global_batch(mesh, read(start), batch_size))
             scores = {name: np.asarray(values) for name, values in scores.items()}
             indices = chosen[start : start + batch_size]

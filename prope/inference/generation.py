@@ -188,7 +188,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     keys = row_keys(seed, len(texts))
     static = FrozenConfigDict(config.model), sampling
-    with sharding.use(sharding.make_mesh()):
+    with sharding.use(sharding.make_mesh()), model.matmul_precision(config.model.dtype):
         inputs = params, prompts, lengths, keys
         compiled_prefill, seconds = _timed(lambda: prefill.lower(*static, *inputs).compile())
         jax.block_until_ready(compiled_prefill(*inputs))  # the first call's one-time work is not in the rates
