@@ -16,7 +16,7 @@ from prope.errors import UsageError, nearest
 log = logging.getLogger("prope")
 
 MAY_CHANGE = (
-    "accumulation", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes",
+    "accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes",
     "model.attention", "model.remat", "model.scan_layers",
     "data.data_dir", "data.cache_dir", "data.num_workers",
     "checkpoint.", "eval.", "mesh.",
@@ -27,6 +27,7 @@ ATTENTION = ("auto", "xla", "splash", "cudnn")
 LOSS_ON = ("all", "targets")
 MIXTURE = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on")  # fields of a source in a mixture
 SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
+ON_NONFINITE = ("stop", "skip")
 REMAT = ("none", "minimal", "save_qkv", "full")
 
 
@@ -36,6 +37,7 @@ def default_config() -> ConfigDict:
     config.batch_size = 16  # sequences per optimizer step, over all devices
     config.accumulation = 1  # microbatches per batch, computed one after the other to save memory
     config.num_steps = 1000  # optimizer steps of the whole run
+    config.on_nonfinite = "stop"  # where a loss or gradient is not finite: stop | skip the step, up to 10 in a row
     config.seed = 0  # of the initial weights and the order of the data
     config.log_every = 10  # steps between lines of metrics.jsonl
     config.eval_every = 500  # steps between evaluations; the last step is always evaluated

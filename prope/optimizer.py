@@ -1,6 +1,7 @@
 """The optimizer, AdamW with warmup, cosine decay and clipping: change it here."""
 
 import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -41,3 +42,14 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
 def is_matrix(params):
     """Marks every leaf but the norms' scales, by name: stacked over layers they have two axes as well."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+
+
+def keep_unless(update: jax.Array, new, old):
+    """Returns the state `new` where `update` is true, else `old`; the schedule counts the step either way."""
+
+    def choose(new, old):
+        if isinstance(new, optax.ScaleByScheduleState):
+            return new
+        return jnp.where(update, new, old)
+
+    return jax.tree.map(choose, new, old, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))

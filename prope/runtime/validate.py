@@ -5,7 +5,7 @@ import string
 
 from ml_collections import ConfigDict
 
-from prope.config import ATTENTION, DTYPES, LOSS_ON, MIXTURE, REMAT, SYNTHETIC, flat, layer_percentages
+from prope.config import ATTENTION, DTYPES, LOSS_ON, MIXTURE, ON_NONFINITE, REMAT, SYNTHETIC, flat, layer_percentages
 from prope.errors import UsageError, nearest
 
 # (what a value must satisfy, the error, the fields)
@@ -23,7 +23,7 @@ _RANGES = (
 )  # fmt: skip
 _CHOICES = {
     "model.dtype": DTYPES, "optimizer.mu_dtype": DTYPES, "model.attention": ATTENTION, "model.remat": REMAT,
-    "data.loss_on": LOSS_ON,
+    "data.loss_on": LOSS_ON, "on_nonfinite": ON_NONFINITE,
 }  # fmt: skip
 _OPTIONAL = {"eval.max_windows": "all", "mesh.data": "one per slice", "checkpoint.keep_every": "none of them"}
 _MULTIPLES = (  # the first must be a multiple of the second

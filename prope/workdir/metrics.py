@@ -1,4 +1,4 @@
-"""Writes a run's metrics to metrics.jsonl, eval.jsonl, TensorBoard and the terminal."""
+"""Writes a run's metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal."""
 
 import contextlib
 import json
@@ -20,6 +20,8 @@ from prope.workdir.records import evaluations_of_training, find_evaluation, read
 
 log = logging.getLogger("prope")
 
+_MAX_SKIPS = 10  # steps in a row whose loss or gradient is not finite, with config.on_nonfinite=skip
+
 
 class MetricWriter(contextlib.AbstractContextManager):
     """Writes metrics to files, in the first process only, and shows them: a bar on a terminal, lines in a log.
@@ -32,7 +34,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         """Opens the files for steps start + 1 .. stop."""
         self._config, self._workdir, self._start, self._stop = config, workdir, start, stop
         self._writes = processes.is_first()
-        for name in ("metrics.jsonl", "eval.jsonl") if self._writes else ():
+        for name in ("metrics.jsonl", "eval.jsonl", "skips.jsonl") if self._writes else ():
             kept = [record for record in read_jsonl(workdir / name) if record["step"] <= start]
             write_atomic(workdir / name, "".join(json.dumps(record) + "\n" for record in kept))
         self._events = _open_events(workdir, start + 1) if self._writes and start < stop else None
@@ -40,6 +42,9 @@ class MetricWriter(contextlib.AbstractContextManager):
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._began = time.perf_counter()
         self._data_wait = 0.0
+        last_skip = next(reversed(read_jsonl(workdir / "skips.jsonl")), {"step": None})
+        in_a_row = last_skip["in_a_row"] if last_skip["step"] == start else 0
+        self._skips_in_a_row = processes.broadcast_from_first(in_a_row)
         self._logged = (start, 0.0, 0.0)  # step, seconds of training, seconds of waiting for data
 
     def __exit__(self, *error) -> None:
@@ -66,7 +71,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         """Takes the metrics of a step that was just dispatched; reports the step before.
 
         Raises:
-          RunFailed: the loss or the gradient of the step before was not finite.
+          RunFailed: the loss or the gradient of the step before was not finite, and the step may not be skipped.
         """
         self._report()
         self._pending = (step, metrics)
@@ -105,6 +110,7 @@ class MetricWriter(contextlib.AbstractContextManager):
             "init_hash": init_hash,
             # over all steps of this start; where it made none, of the last logged step
             "tokens_per_second": self._tokens(step - self._start) / seconds if seconds else last["tokens_per_second"],
+            "skipped_steps": len(read_jsonl(self._workdir / "skips.jsonl")),
             "workdir": str(self._workdir),
         }
 
@@ -115,11 +121,9 @@ class MetricWriter(contextlib.AbstractContextManager):
         batch_hash = f"{int(arrays.pop('batch_hash')):08x}"
         metrics = {name: float(value) for name, value in arrays.items()}
         if not all(map(math.isfinite, metrics.values())):
-            raise RunFailed(
-                f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}; the earlier checkpoints "
-                f"in {self._workdir} are good. Lower config.optimizer.learning_rate (now "
-                f"{self._config.optimizer.learning_rate}) and start in a new --workdir"
-            )
+            self._skip(step, metrics)
+            return
+        self._skips_in_a_row = 0
         self._bar.update(step - self._bar.n)
         if step % self._config.log_every and step not in (1, self._stop):
             return
@@ -140,6 +144,24 @@ class MetricWriter(contextlib.AbstractContextManager):
         if self._bar.disable:
             left = tqdm.format_interval((self._stop - step) * seconds / (step - self._start))
             log.info("step %d/%d: loss %.4f, %s, %s left", step, self._stop, metrics["loss"], speed, left)
+
+    def _skip(self, step: int, metrics: dict[str, float]) -> None:
+        """Records a step that was not finite and so changed nothing, or raises RunFailed."""
+        self._skips_in_a_row += 1
+        values = f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}"
+        remedy = f"Lower config.optimizer.learning_rate (now {self._config.optimizer.learning_rate})"
+        if self._config.on_nonfinite == "stop":
+            raise RunFailed(
+                f"{values}; the earlier checkpoints in {self._workdir} are good. {remedy} and start in a new "
+                "--workdir, or go on here with --config.on_nonfinite=skip"
+            )
+        if self._skips_in_a_row == _MAX_SKIPS:
+            raise RunFailed(
+                f"{values}, the last of {_MAX_SKIPS} skipped in a row. {remedy} and start in a new --workdir"
+            )
+        self.log(f"{values}: skipped, {self._skips_in_a_row} in a row")
+        numbers = {name: str(value) for name, value in metrics.items()}  # JSON has no nan
+        self._write("skips.jsonl", "skips", {"step": step, "in_a_row": self._skips_in_a_row, **numbers})
 
     def _tokens(self, steps: int) -> int:
         return steps * self._config.batch_size * self._config.data.seq_len
