@@ -116,6 +116,15 @@ def test_both_formats_are_the_same_data(tmp_path):
         np.testing.assert_array_equal(stream(stores[0], split), stream(stores[1], split))
 
 
+def test_another_version_of_a_dataset_is_other_data(tmp_path):
+    folder = write_tfds(tmp_path, "tfrecord", articles())
+    first = prepare.open_store(settings(tmp_path, NAME, tmp_path), 260)
+    info = json.loads((folder / "dataset_info.json").read_text())
+    (folder / "dataset_info.json").write_text(json.dumps(info | {"version": "1.0.1"}))
+    folder.rename(folder.with_name("1.0.1"))
+    assert prepare.open_store(settings(tmp_path, NAME, tmp_path), 260).fingerprint != first.fingerprint
+
+
 def test_workers_do_not_change_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 1000)
     folder = write_text(tmp_path / "text", articles())

@@ -105,6 +105,20 @@ def test_every_text_comes_back_byte_for_byte(model, config):
         assert tokenizer.decode([2, *tokenizer.encode(b"rope"), 1, 0, 5000]) == "rope", "no text, no ids of the model"
 
 
+def test_a_model_without_bytes_takes_the_space_mark_for_a_space(tmp_path):
+    """SentencePiece writes a space as U+2581; a model that cannot fall back on bytes has no other piece for it."""
+    prefix = str(tmp_path / "model")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a rope of words and of spaces"] * 20), model_prefix=prefix, vocab_size=30,
+        model_type="bpe", pad_id=0, eos_id=1, bos_id=2, unk_id=3, minloglevel=2, hard_vocab_limit=False,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(f"{prefix}.model")
+    ids = tokenizer.encode("of\u2581words".encode())
+    assert ids.dtype == np.int32 and ids.tolist() == processor(f"{prefix}.model").encode("of words")
+    assert tokenizer.decode(ids) == "of words"
+
+
 def test_documents_are_cut_into_lines_without_a_loss():
     long = ("word " * 3000 + "\n") * 2 + "数" * 5000 + "\n\nend"
     for text in [*ODD, long]:
