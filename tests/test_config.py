@@ -42,6 +42,7 @@ def test_every_config_is_whole_and_builds_at_full_size(path):
         assert f"\n{heading}" in page, f"the page of {path.name} lacks {heading}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_config_makes_a_step_at_a_small_size(path):
     config = load(path, "tiny")

@@ -139,6 +139,7 @@ def test_without_step_an_older_checkpoint_is_read(run, read, caplog):
             assert "checkpoint 20 is damaged" in caplog.messages[-1] and "passed over" in caplog.messages[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [Run.params, by_layers])
 def test_what_nothing_reads_changes_nothing(run, read):
     expected = read(open_run(run))
@@ -276,7 +277,7 @@ def test_commands_refuse_a_flipped_byte_and_write_nothing(run, tmp_path, command
         assert not list(tmp_path.iterdir()) and sorted(run.rglob("*")) == before, flipped
 
 
-@pytest.mark.parametrize("command", NAMED)
+@pytest.mark.parametrize("command", [pytest.param(n, marks=pytest.mark.slow) if n != "evaluate" else n for n in NAMED])
 def test_commands_pass_over_a_damaged_newest_checkpoint(run, tmp_path, command):
     copy = shutil.copytree(run, tmp_path / "run")
     expected = NAMED[command](copy, tmp_path, 10)
@@ -285,9 +286,10 @@ def test_commands_pass_over_a_damaged_newest_checkpoint(run, tmp_path, command):
         assert NAMED[command](copy, tmp_path, None) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [ITEMS["params"][-1], ITEMS["opt_state"][-1], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[:-1])],
+    [ITEMS["params"][-1], ITEMS["opt_state"][-1], *KINDS[:-1]],
 )
 def test_training_neither_resumes_nor_starts_from_a_flipped_byte(run, tmp_path, kind):
     copy, new = shutil.copytree(run, tmp_path / "run"), tmp_path / "new"

@@ -109,7 +109,7 @@ def token_by_token(workdir, T, chosen=None, step=None) -> Tokens:
 # --- The numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+@pytest.mark.parametrize("batch_size", [7, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 1000))])
 def test_a_record_is_the_sum_over_its_tokens(runs, batch_size):
     (record,) = ask(runs / "rope", batch_size=batch_size)
     expected = token_by_token(runs / "rope", T)
@@ -224,7 +224,7 @@ def every_shape(jaxpr):
             yield from every_shape(inner)
 
 
-@pytest.mark.parametrize("p", ["nope", "rope"])
+@pytest.mark.parametrize("p", [pytest.param("nope", marks=pytest.mark.slow), "rope"])
 def test_long_windows_are_finite_and_their_scores_never_whole(runs, p, monkeypatch):
     traced, jit = [], jax.jit
 
@@ -272,6 +272,7 @@ def test_training_with_randomised_positions_does_not_bound_evaluation(runs, base
 # --- Which runs, checkpoints and lengths ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_runs_all_checkpoints_all_lengths_once_and_not_again(runs, base, monkeypatch):
     made = []
     real = evaluate.make_evaluation
@@ -302,6 +303,7 @@ def test_all_runs_all_checkpoints_all_lengths_once_and_not_again(runs, base, mon
     assert len((runs / "rope" / "eval.jsonl").read_text().splitlines()) == 7
 
 
+@pytest.mark.slow
 def test_what_is_found_is_the_same_and_whole(runs, tmp_path, base):
     (first,) = ask(runs / "rope")
     short = {name: value for name, value in first.items() if name not in ("loss_stderr", "by_position")}

@@ -62,9 +62,8 @@ def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train,
     assert sorted(left) == ["58", "60"], "what a killed process had begun to write is gone"
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_asked_to_stop_while_training(start, train, tmp_path, number, code):
     arguments = ("--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
     command = start(tmp_path, *arguments)

@@ -204,6 +204,7 @@ def test_a_process_that_never_comes(start_pod, tmp_path):
     assert "firewall" in line_of(outcome) and not (tmp_path / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_workdir_that_is_not_shared(start_pod, tmp_path):
     outcomes = [finish(command) for command in start_pod([tmp_path / "a", tmp_path / "b"])]
     for outcome in outcomes:

@@ -42,6 +42,7 @@ def digest(folder):
 # --- The same store, however it was made ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds_files, "chunk_bytes", lambda total: 7_000)
     digests = set()
@@ -394,7 +395,7 @@ PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] == "tensor
 """
 
 
-@pytest.mark.parametrize("kind, number", [("array_record", 2), ("tfrecord", 1)])
+@pytest.mark.parametrize("kind, number", [pytest.param("array_record", 2, marks=pytest.mark.slow), ("tfrecord", 1)])
 def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind, number):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(ALONE)  # for the workers too

@@ -77,7 +77,7 @@ VARIANTS = [
     {"p": 0.0, "num_kv_heads": 1},
     pytest.param({"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"}, marks=pytest.mark.slow),
     pytest.param({"p": 0.75, "num_kv_heads": 2}, marks=pytest.mark.slow),
-    {"p": 1.0, "num_kv_heads": 4},
+    pytest.param({"p": 1.0, "num_kv_heads": 4}, marks=pytest.mark.slow),
     pytest.param({"p": 0.0, "num_kv_heads": 4, "scan_layers": False}, marks=pytest.mark.slow),
     {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},
 ]
@@ -185,6 +185,7 @@ def test_the_loop_stops_when_all_rows_have_ended():
     assert all((before[name] == cache[name]).all() for name in cache), "no step was made"
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_its_full_forward():
     config = small(dtype="bfloat16")
     params = lively(config)

@@ -99,7 +99,7 @@ def run(config, shape):
     return float(values["loss"]), gradient
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_step_takes_the_mean_over_the_tokens_that_count(parts):
     config = small(model__num_kv_heads=2, accumulation=parts)
     params, batch = params_of(config), jax.tree.map(jnp.asarray, draw(config))
@@ -223,6 +223,24 @@ def starts():
 @pytest.mark.slow
 def test_parameters_are_born_split_and_the_same_on_every_mesh():
     on_eight_devices("test_sharded", "starts")
+
+
+def gradients():
+    """What `test_the_gradient_of_a_gathered_parameter_is_sharded_as_it_is` has eight devices do."""
+    mesh = sharding.make_mesh(1, 2)
+    weights, x = jax.ShapeDtypeStruct((64, 128), np.float32), jax.ShapeDtypeStruct((8, 64), np.float32)
+    places = sharding.state_shardings({"linear": jax.ShapeDtypeStruct((1024, 128), np.float32)}, mesh)["linear"]
+
+    def loss(weights, x):
+        return jnp.sum((x @ sharding.all_gather_param(weights, "FD")) ** 2)
+
+    with sharding.use(mesh):
+        gradient = jax.jit(jax.grad(loss), in_shardings=(places, sharding.batch_sharding(mesh)))
+        assert gradient.lower(weights, x).compile().output_shardings.spec == places.spec, places.spec
+
+
+def test_the_gradient_of_a_gathered_parameter_is_sharded_as_it_is():
+    on_eight_devices("test_sharded", "gradients")
 
 
 def on_each(mesh_shape, **leaves):

@@ -84,7 +84,8 @@ def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
 
 
-@pytest.mark.parametrize("p", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.25, 1))])
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0, 0.25, 1])
 def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p):
     workdir, result = whole
     other = train(tmp_path / "run", EVERY_STEP, f"--config.model.rope_percentage={p}")

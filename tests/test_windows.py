@@ -78,6 +78,7 @@ print(json.dumps([jax.device_count(), rows, [[digest(batch, i) for i in range(le
 """
 
 
+@pytest.mark.slow
 def test_two_processes_read_the_batches_of_one_for_1000_steps(windows, folder):
     of = windows(mask_documents=True, position_range=100)
     config = default_config()
