@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CONFIG
 from test_rope import oracle
 
-from prope.cost.bench import medians, paper_listing, peak_bytes
+from prope.cost.bench import medians, paper_listing, peak_bytes, repeat_matmul
 
 
 def test_the_baseline_is_the_formula_in_float32():
@@ -31,6 +32,17 @@ def test_the_command_prints_multiples_of_a_copy(run_command):
     assert outcome.result["prope"].keys() == outcome.result["paper"].keys() == figures
     assert all(value > 0 for value in outcome.result["prope"].values())
     assert "--shape=1,2: must be four numbers" in run_command("prope.bench", "--rope", "--shape=1,2").error
+
+
+def test_one_result_of_the_matmuls_is_alive():
+    """Of 64 results of 8192 x 8192, 17 GB would count as the step's peak, or not fit."""
+    square = jnp.eye(67)
+    program = repeat_matmul(square, repeats=5)
+    program()
+    others = sum(array.shape == (67, 67) for array in jax.live_arrays())
+    result = program()
+    assert sum(array.shape == (67, 67) for array in jax.live_arrays()) - others <= 1
+    np.testing.assert_array_equal(result, square)
 
 
 @pytest.mark.slow
