@@ -194,10 +194,33 @@ def test_the_rank_correlation_is_spearmans():
     heads = [{"high_frequency_share": a, "positional": b} for a, b in zip(shares, scores, strict=True)]
     ranks = [np.argsort(np.argsort(x)) for x in (shares, scores)]
     expected = np.corrcoef(*ranks)[0, 1]
-    found = census.rank_correlation(heads)
+    found = census.rank_correlation([(heads, 1)])
     assert found["rho"] == pytest.approx(expected) and found["heads"] == 20
-    assert found["p_value"] == pytest.approx(stats.pearsonr(*ranks).pvalue)
-    assert census.rank_correlation([head | {"high_frequency_share": 0.0} for head in heads]) is None
+    assert found["p_value"] == pytest.approx(stats.pearsonr(*ranks).pvalue, abs=0.02)
+    assert census.rank_correlation([([head | {"high_frequency_share": 0.0} for head in heads], 1)]) is None
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_heads_that_share_keys_or_a_run_are_no_independent_samples(sharing):
+    """Against all permutations: of the keys of a run, whose heads move together, and in every run apart."""
+    rng = np.random.default_rng(1)
+    shares, scores = rng.random((2, 2, 4 * sharing)) + np.array([[0.0], [5.0]])  # run 1 is above run 0 in both
+    runs = [
+        ([{"high_frequency_share": a, "positional": b} for a, b in zip(*run, strict=True)], sharing)
+        for run in zip(shares, scores, strict=True)
+    ]
+    found = census.rank_correlation(runs)
+    ranks = stats.rankdata(scores)
+
+    def rho(*orders):
+        moved = [run.reshape(4, -1)[list(order)].ravel() for run, order in zip(shares, orders, strict=True)]
+        return np.corrcoef(stats.rankdata(moved), ranks)[0, 1]
+
+    orders = list(itertools.permutations(range(4)))
+    chances = np.abs([rho(a, b) for a in orders for b in orders]) >= abs(found["rho"]) - 1e-9
+    assert found["rho"] == pytest.approx(rho(orders[0], orders[0])) and found["rho"] > 0.5
+    assert found["p_value"] == pytest.approx(chances.mean(), abs=0.02) and found["p_value"] > 0.05
+    assert stats.spearmanr(shares.ravel(), scores.ravel()).pvalue < found["p_value"] / 2, "as if heads were independent"
 
 
 def test_the_high_frequency_share_counts_turned_pairs_only():
@@ -400,9 +423,12 @@ def test_pages_say_what_was_found():
          "previous_token": 0.1 * n, "first_token": 0.0}
         for n, kind in enumerate(["", "semantic", "previous_token", "previous_token"])
     ]  # fmt: skip
-    found = {"heads": heads, "rank_correlation": census.rank_correlation(heads)}
+    found = {"heads": heads, "rank_correlation": {"rho": 1.0, "p_value": 0.01, "heads": 4}}
     assert page.lead(found).startswith("Of 4 heads: 2 mostly the token before, 1 semantic. The more positional")
     assert "more it uses" in page.lead(found) and "correlation 1.00" in page.lead(found)
+    chance = page.lead(found | {"rank_correlation": {"rho": 0.4, "p_value": 0.6, "heads": 4}})
+    assert "No relation found" in chance and "0.4" not in chance and "0.6" not in chance
+    found |= {"layers": [{"query_norms": [[1.0]] * 4, "key_norms": [[1.0]]}]}
     analysis = found | {"rope_percentage": 0.75, "rotated_pairs": 24, "loss": {"loss": 2.0}, "channels": []}
     (row,) = (
         compare.row(p, group) for p, group in compare.by_p([analysis, analysis | {"loss": {"loss": 3.0}}]).items()

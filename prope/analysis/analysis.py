@@ -37,7 +37,8 @@ def analyse(workdir: pathlib.Path, options) -> dict:
       workdir: of the run.
       options: the flags of `prope.analyze`.
     """
-    asked = {name: getattr(options, name) for name in _OPTIONS} | {"text_hash": _hash_file(options.text)}
+    asked = {name: getattr(options, name) for name in _OPTIONS}
+    asked |= {"text_hash": _hash_file(options.text), "format": 2}  # older analyses are repeated
     run = open_run(workdir, options.step)
     config = run.config.model
     layers = parse_layers(options.layers, config)
@@ -65,7 +66,7 @@ def analyse(workdir: pathlib.Path, options) -> dict:
         "head_dim": config.head_dim, "max_wavelength": config.max_wavelength, "seed": run.config.seed,
         "source": source, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,
         "frequencies": frequencies(config.head_dim, config.max_wavelength).tolist(),
-        "heads": heads, "rank_correlation": census.rank_correlation(heads),
+        "heads": heads, "rank_correlation": census.rank_correlation([(heads, census.sharing(measured["layers"]))]),
         "shown": [
             {"layer": layer, "head": head, "why": why, "map": openings[layer].weights[head].tolist(),
              "table": census.bounds_table(openings[layer], head, config.head_dim, token_names)}

@@ -43,18 +43,38 @@ def kind_of(scores: dict) -> str:
     return "semantic" if scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY else ""
 
 
-def rank_correlation(heads: list[dict]) -> dict | None:
+def rank_correlation(runs: list[tuple[list[dict], int]], draws: int = 9999) -> dict | None:
     """Computes Spearman's correlation of high_frequency_share and positional; None where it is undefined.
 
-    The paper says that positional heads are those that use the highest frequencies: then it is near 1.
+    The paper says that positional heads are those that use the highest frequencies: then it is near 1. The heads of a
+    run, and heads that share keys, are not independent, so the p-value is that of a permutation test that moves the
+    heads of a key together and within their run only.
+
+    Args:
+      runs: heads of each run in the order of their layers, and how many of them share a key head.
+      draws: random permutations; the p-value is at least 1 / (draws + 1).
     """
     from scipy import stats
 
-    shares, scores = ([head[name] for head in heads] for name in ("high_frequency_share", "positional"))
-    if len(heads) < 3 or len(set(shares)) == 1 or len(set(scores)) == 1:
+    heads = [head for of_run, _ in runs for head in of_run]
+    names = ("high_frequency_share", "positional")
+    ranks = np.array([stats.rankdata([head[name] for head in heads]) for name in names])
+    if len(heads) < 3 or (ranks.std(axis=1) == 0).any():
         return None
-    result = stats.spearmanr(shares, scores)
-    return {"rho": float(result.statistic), "p_value": float(result.pvalue), "heads": len(heads)}
+    shares, scores = stats.zscore(ranks, axis=1)
+    rng, moved, start = np.random.default_rng(0), [], 0
+    for of_run, sharing in runs:
+        blocks = shares[start : start + len(of_run)].reshape(-1, sharing)
+        moved.append(blocks[rng.random((draws, len(blocks))).argsort(axis=1)].reshape(draws, -1))
+        start += len(of_run)
+    rho, by_chance = float(shares @ scores / len(heads)), np.concatenate(moved, axis=1) @ scores / len(heads)
+    extreme = (np.abs(by_chance) >= abs(rho) - 1e-9).sum()
+    return {"rho": rho, "p_value": float((1 + extreme) / (1 + draws)), "heads": len(heads)}
+
+
+def sharing(layers: list[dict]) -> int:
+    """Counts the query heads that share a key head, from the measured `layers` of an analysis."""
+    return len(layers[0]["query_norms"]) // len(layers[0]["key_norms"])
 
 
 def strongest(heads: list[dict]) -> list[tuple[int, int, str]]:

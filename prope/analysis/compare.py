@@ -10,7 +10,7 @@ import statistics
 
 import numpy as np
 
-from prope.analysis.census import rank_correlation
+from prope.analysis.census import rank_correlation, sharing
 from prope.analysis.page import KINDS, SCORES, norms
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, styles
@@ -65,7 +65,7 @@ def row(p: str, group: list[dict]) -> dict:
         "kinds": {kind or "none": sum(head["kind"] == kind for head in heads) for kind in KINDS},
         **{name: statistics.fmean(max(head[name] for head in a["heads"]) for a in group) for name in SCORES},
         "high_frequency_share": statistics.fmean(head["high_frequency_share"] for head in heads),
-        "rank_correlation": rank_correlation(heads),
+        "rank_correlation": rank_correlation([(a["heads"], sharing(a["layers"])) for a in group]),
         **{name: statistics.fmean(map(max, by_run)) if all(by_run) else None for name, by_run in rises.items()},
     }  # fmt: skip
 
@@ -118,7 +118,8 @@ def scores(groups: Groups) -> Picture:
             plot_by_p(axes, {p: sorted(head[score] for head in heads[p]) for p in heads}, f"weight on {words}")
         for p, style in styles(list(heads)).items():
             shares, positional = ([h[name] for h in heads[p]] for name in ("high_frequency_share", "positional"))
-            last.plot(shares, positional, label=p, **style | {"ls": ""})
+            if any(shares):  # nothing is fast where nothing rotates
+                last.plot(shares, positional, label=p, **style | {"ls": ""})
         last.set(xlabel="high_frequency_share", title="positional by use of fast pairs")
         last.legend(fontsize=8)
         for axes in figure.axes:

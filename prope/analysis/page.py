@@ -34,11 +34,11 @@ def lead(analysis: dict) -> str:
     correlation = analysis["rank_correlation"]
     if correlation is None:
         return text
-    chance = "" if correlation["p_value"] < 0.05 else ", which may be chance"
+    if correlation["p_value"] >= 0.05:
+        return f"{text} No relation found between how positional heads are and their use of the fastest frequencies."
     return (
         f"{text} The more positional a head is, the {'more' if correlation['rho'] > 0 else 'less'} it uses the fastest "
-        f"quarter of the frequencies: rank correlation {correlation['rho']:.2f} (p-value "
-        f"{correlation['p_value']:.2g}){chance}."
+        f"quarter of the frequencies: rank correlation {correlation['rho']:.2f} (p-value {correlation['p_value']:.1g})."
     )
 
 
@@ -118,32 +118,35 @@ def census(analysis: dict) -> Picture:
     layers = [layer["layer"] for layer in analysis["layers"]]
     shape = len(layers), len(records) // len(layers)
 
+    correlation = analysis["rank_correlation"]  # None where nothing rotates: then there is no scatter plot either
+
     def draw(figure) -> None:
-        scatter, *maps = figure.subplots(1, 4, width_ratios=[1.6, 1, 1, 1])
-        for kind, style in styles(list(KINDS)).items():
-            points = [(h["high_frequency_share"], h["positional"]) for h in records if h["kind"] == kind]
-            if points:
-                scatter.plot(*zip(*points, strict=True), label=KINDS[kind], **style | {"ls": "", "ms": 6})
-        scatter.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before", ylim=(-0.03, 1.03))
-        scatter.set_title("Do positional heads use the fast pairs?")
-        scatter.legend(fontsize=8)
+        widths = [1.6, 1, 1, 1] if correlation else [1, 1, 1]
+        *scatter, one, two, three = figure.subplots(1, len(widths), width_ratios=widths)
+        for axes in scatter:
+            for kind, style in styles(list(KINDS)).items():
+                points = [(h["high_frequency_share"], h["positional"]) for h in records if h["kind"] == kind]
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=KINDS[kind], **style | {"ls": "", "ms": 6})
+            axes.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before", ylim=(-0.03, 1.03))
+            axes.set_title("Do positional heads use the fast pairs?")
+            axes.legend(fontsize=8)
         rows, columns = (max(size // 8, 1) for size in shape)
-        for axes, (score, words) in zip(maps, SCORES.items(), strict=True):
+        for axes, (score, words) in zip((one, two, three), SCORES.items(), strict=True):
             image = show_image(axes, np.array([h[score] for h in records]).reshape(shape), vmax=1, aspect="auto")
             axes.set(xlabel="head", title=f"on {words}")
             axes.set_yticks(range(0, shape[0], rows), layers[::rows])
             axes.set_xticks(range(0, shape[1], columns))
-        maps[0].set_ylabel("layer")
-        figure.colorbar(image, ax=maps[-1], pad=0.04)
+        one.set_ylabel("layer")
+        figure.colorbar(image, ax=three, pad=0.04)
 
     best = {score: max(records, key=lambda head, score=score: head[score]) for score in SCORES}
     greatest = "; ".join(f"{words}: {best[s][s]:.2f}, of head {name_of(best[s])}" for s, words in SCORES.items())
-    correlation = analysis["rank_correlation"]
     caption = "Mean weight of every head, over queries from the third token on."
     if correlation:
         caption += (
-            f" Spearman's rank correlation on the left: {correlation['rho']:.2f} (p-value "
-            f"{correlation['p_value']:.2g}, {correlation['heads']} heads)."
+            f" Spearman's rank correlation on the left: {correlation['rho']:.2f} over {correlation['heads']} heads "
+            f"(p-value {correlation['p_value']:.1g}, by permuting the heads of each key together)."
         )
     alt = f"Greatest mean weight on {greatest}."
     return Picture("census", "Where the heads look", alt, caption, draw, (12, 3.6))
