@@ -19,7 +19,16 @@ from collections.abc import Callable, Iterable
 from absl import flags
 
 from prope.config import default_config, flat
-from prope.errors import FAILED, INTERRUPTED, UNUSABLE, RunFailed, Stopped, UsageError, is_disk_full, nearest
+from prope.errors import (
+    INTERRUPTED,
+    RunFailed,
+    Stopped,
+    UsageError,
+    first_line,
+    is_disk_full,
+    is_out_of_memory,
+    nearest,
+)
 
 _WIDTH = 120  # columns of --help
 
@@ -42,34 +51,32 @@ def run(
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it also raises, from every thread
     try:
         _parse_flags(sys.argv, _define(define_flags))
-        result = main()
-    except UsageError as error:
-        message, code = f"error: {error}", UNUSABLE
-    except RunFailed as error:
-        message, code = f"stopped: {error}", FAILED
-        if is_disk_full(error):  # at exit, libraries would try to write to the full disk once more
-            leave = os._exit
-    except Stopped as error:
-        message, code = f"stopped: {error}", error.code
-    except KeyboardInterrupt:
-        message, code = "stopped by Ctrl-C; the same command goes on from the last checkpoint", INTERRUPTED
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        reason = str(error).splitlines()[0]
-        print(
-            f"error: no space left on the device ({reason}); what was saved before is whole: free some space, then run "
-            "the same command again",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(FAILED)
-    else:
-        if result is not None:
+        if (result := main()) is not None:
             print(json.dumps(result), flush=True)
         return
+    except (UsageError, RunFailed, Stopped) as error:
+        failure, code = error, error.code
+        message = f"{'error' if isinstance(error, UsageError) else 'stopped'}: {error}"
+    except KeyboardInterrupt as error:
+        failure, code = error, INTERRUPTED
+        message = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
+    except Exception as error:
+        failure, code = error, RunFailed.code
+        if is_disk_full(error):
+            message = (
+                f"error: no space left on the device ({first_line(error)}); what was saved before is whole: free some "
+                "space, then run the same command again"
+            )
+        elif is_out_of_memory(error):
+            message = (
+                f"stopped: out of memory ({first_line(error)}): lower the batch size or the length of the windows; "
+                "training also takes a higher config.accumulation, or config.model.remat=full; python -m prope.plan "
+                "computes what fits"
+            )
+        else:
+            message = traceback.format_exc()
     print(message, file=sys.stderr, flush=True)
-    leave(code)
+    (os._exit if is_disk_full(failure) else leave)(code)  # at exit, libraries would write to the full disk once more
 
 
 def answer_help(define_flags: Callable[[], None], doc: str) -> None:
@@ -77,7 +84,8 @@ def answer_help(define_flags: Callable[[], None], doc: str) -> None:
     if not {"--help", "-h"} & set(sys.argv[1:]):
         return
     own = [flags.FLAGS[name] for name in _define(define_flags)]
-    text = f"{doc.strip()}\n\nFlags:\n" + _table((_spelling(flag), _meaning(flag)) for flag in own)
+    rows = ((f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}", _meaning(flag)) for flag in own)
+    text = f"{doc.strip()}\n\nFlags:\n{_table(rows)}"
     if "config" in flags.FLAGS:
         text += "\n\nConfig fields, set by --config.FIELD=VALUE after --config, with the defaults of prope/config.py:\n"
         text += _table((f"{name}={value}", comment) for name, (value, comment) in _describe_fields().items())
@@ -91,10 +99,6 @@ def _define(define_flags: Callable[[], None]) -> list[str]:
     others = set(flags.FLAGS)
     define_flags()
     return [name for name in flags.FLAGS if name not in others]
-
-
-def _spelling(flag: flags.Flag) -> str:
-    return f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
 
 
 def _meaning(flag: flags.Flag) -> str:
@@ -139,10 +143,7 @@ def _parse_flags(argv: list[str], own: list[str]) -> None:
             raise UsageError(f"--config={path}: there is no such file; the project's own are in configs/")
     try:
         rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise UsageError(_flag_error(error, argv, own)) from None
-    # What a config file, or an override of one of its fields, may raise while it is applied.
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, SyntaxError, ImportError) as error:
+    except Exception as error:  # absl's own, and whatever a config file raises
         raise UsageError(_flag_error(error, argv, own)) from None
     if len(rest) > 1:
         raise UsageError(f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value; --help lists them")
@@ -156,7 +157,9 @@ def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
         if name not in known:
             return f"--config.{name}: there is no such config field{nearest(name, known)}"
     if isinstance(error, flags.UnrecognizedFlagError):
-        return _unknown_flag(error.flagname, known, own)
+        field = next((field for field in known if f".{field}".endswith(f".{error.flagname}")), None)
+        hint = f" (did you mean --config.{field}?)" if field else nearest(error.flagname, own, "--")
+        return f"--{error.flagname}: there is no such flag{hint}; --help lists the flags"
     if missing := re.search(r"Flag (--\w+) must have a value", str(error)):
         return f"{missing[1]}: must be given; --help lists the flags"
     lines = [line for line in str(error.args[0]).splitlines() if line.strip()]
@@ -177,10 +180,3 @@ def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
         hint = nearest(unknown[1], [name.split(".")[-1] for name in known])
         return f"{place}there is no config field {unknown[1]}{hint}"
     return f"{place}{lines[-1]}"
-
-
-def _unknown_flag(name: str, fields: Iterable[str], own: list[str]) -> str:
-    """One line for a flag that the command does not have, with the flag or config field that resembles it."""
-    field = next((field for field in fields if f".{field}".endswith(f".{name}")), None)
-    hint = f" (did you mean --config.{field}?)" if field else nearest(name, own).replace("mean ", "mean --")
-    return f"--{name}: there is no such flag{hint}; --help lists the flags"

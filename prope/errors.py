@@ -14,9 +14,13 @@ INTERRUPTED = 130  # by Ctrl-C
 class UsageError(Exception):
     """Invalid input: the text names the cause, the value and the remedy."""
 
+    code = UNUSABLE
+
 
 class RunFailed(Exception):
     """The run cannot continue: the text says what happened, what is kept and what to do."""
+
+    code = FAILED
 
 
 class Stopped(Exception):
@@ -29,14 +33,16 @@ class Stopped(Exception):
 
 def is_disk_full(error: BaseException) -> bool:
     """Tells whether an exception, or one in its chain, reports a full disk or quota."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if os.strerror(errno.ENOSPC) in str(cause):  # TensorStore wraps the operating system's text
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+    # TensorStore wraps the operating system's text.
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+        return True
+    cause = error.__cause__ or error.__context__
+    return cause is not None and is_disk_full(cause)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether an exception reports that a device, or the host, has no memory left."""
+    return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def first_line(error: Exception) -> str:
@@ -44,7 +50,7 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
-def nearest(name: str, known) -> str:
+def nearest(name: str, known, prefix: str = "") -> str:
     """Returns ' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]}?)" if match else ""
+    return f" (did you mean {prefix}{match[0]}?)" if match else ""

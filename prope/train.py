@@ -47,9 +47,10 @@ from prope.runtime.processes import broadcast_from_first, is_first, leave, raise
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, with_attention
-from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
+from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_local, check_same, open_run, read_config, write_config
 
 log = logging.getLogger("prope")
@@ -116,7 +117,7 @@ def train(
             return step == stop or step % every == 0
 
         if start == 0:
-            writer.log(f"init_hash {init_hash}")
+            log.info("init_hash %s", init_hash)
         elif broadcast_from_first(due(start, config.eval_every) and writer.evaluated(start) is None):
             evaluate(start)
         session.startup.mark("evaluation")
@@ -181,7 +182,7 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
                     f"--workdir={checkpoints.directory.parent}: holds an imported checkpoint, without optimizer state: "
                     "start from it in another --workdir, with --init_from naming this one"
                 )
-            reader = checkpoints.reader(step)
+            reader = CheckpointReader(checkpoints.directory / str(step))
             check_same(config, reader.config, f"checkpoint {step} is of another config")
             saved, expected = reader.read_json("data"), data_state(config, windows, step)
             if saved != expected:
@@ -192,7 +193,7 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
             arrays = reader.restore(params=state[0], opt_state=state[1])
             return arrays["params"], arrays["opt_state"], reader.init_hash
 
-        step, resumed = checkpoints.newest(read)
+        step, resumed = newest_undamaged(checkpoints.directory, checkpoints.steps()[::-1], read)
         for damaged in [other for other in checkpoints.steps() if other > step]:
             checkpoints.set_aside(damaged)
         log.info("resumed from step %d", step)

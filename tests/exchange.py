@@ -1,6 +1,5 @@
 """A run to be exported, and the forms of Gemma 1 that are imported."""
 
-import contextlib
 import json
 
 import jax
@@ -57,7 +56,7 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
     params = jax.tree_util.tree_map_with_path(draw, shapes)
     workdir.mkdir()
     write_config(workdir, config)
-    with contextlib.closing(Checkpoints(workdir)) as checkpoints:
+    with Checkpoints(workdir) as checkpoints:
         identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
         checkpoints.save(7, params, {"count": np.zeros(())}, identity, {"examples": 0})
     return config, params

@@ -89,9 +89,11 @@ def flips(run, kind, places=(0.01, 0.25, 0.5, 0.75, 0.99)):
 
 def by_layers(run: Run):
     """All parameters, read one layer or array at a time."""
-    layers = [run.layer(number) for number in range(run.config.model.num_layers)]
+    read = run.checkpoint.read
+    layers = [read(("layers",), number) for number in range(run.config.model.num_layers)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    return {"embedder": {"input_embedding": run.embedding()}, "final_norm": run.final_norm(), "layers": stacked}
+    embedding = read(("embedder", "input_embedding"))
+    return {"embedder": {"input_embedding": embedding}, "final_norm": read(("final_norm",)), "layers": stacked}
 
 
 def as_saved_before(run):
@@ -180,9 +182,9 @@ def test_one_layer_reads_one_layer(tmp_path):
     item = tmp_path / "run" / "checkpoints" / "7" / "params"
     size = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
     run = open_run(tmp_path / "run")
-    run.layer(0)  # opens the arrays
+    run.checkpoint.read(("layers",), 0)  # opens the arrays
     before = bytes_read()
-    layer = run.layer(5)
+    layer = run.checkpoint.read(("layers",), 5)
     read = bytes_read() - before
     assert same(layer, jax.tree.map(lambda leaf: leaf[5], params["layers"]))
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(layer))

@@ -54,12 +54,11 @@ def edit(workdir, base, **fields) -> None:
     params = open_run(workdir).params()
     shutil.rmtree(workdir / "checkpoints")
     write_config(workdir, config)
-    manager = Checkpoints(workdir)
-    for step in (7, 9):  # the second with other weights
-        identity = {"config": config.to_dict(), "init_hash": ""}
-        manager.save(step, params, {"count": np.zeros(())}, identity, {"examples": 0})
-        params = jax.tree.map(lambda leaf: leaf * 0.9, params)
-    manager.close()
+    with Checkpoints(workdir) as checkpoints:
+        for step in (7, 9):  # the second with other weights
+            identity = {"config": config.to_dict(), "init_hash": ""}
+            checkpoints.save(step, params, {"count": np.zeros(())}, identity, {"examples": 0})
+            params = jax.tree.map(lambda leaf: leaf * 0.9, params)
 
 
 @pytest.fixture

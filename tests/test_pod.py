@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, finish, flipped, logged, losses
 
-from prope.errors import UsageError
+from prope import command
+from prope.errors import Stopped, UsageError
 from prope.runtime import processes
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run
@@ -111,8 +112,8 @@ def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, t
     )
     (tmp_path / "read.py").write_text(read)
     run = open_run(tmp_path / "run", 2)
-    layers = [run.layer(number) for number in range(run.config.model.num_layers)]
-    params = {"embedder": {"input_embedding": run.embedding()}, "final_norm": run.final_norm()}
+    layers = [run.checkpoint.read(("layers",), number) for number in range(run.config.model.num_layers)]
+    params = {name: run.checkpoint.read((name,)) for name in ("embedder", "final_norm")}
     params["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     whole = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     assert len(whole) > 5 and all(type(leaf) is np.ndarray for leaf in whole.values())
@@ -234,6 +235,86 @@ def test_bad_input_of_one_process_ends_both(start_pod, trained, tmp_path):
 def test_what_the_environment_may_not_say(environment, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         processes.start(environment)
+
+
+LOST = [
+    "UNAVAILABLE: Socket closed",
+    "DEADLINE_EXCEEDED: Barrier timed out",
+    "ABORTED: Shutdown barrier has failed",
+    "UNKNOWN: Gloo AllGather failed: [tcp/pair.cc:538] Read error [127.0.0.1]:20904: Connection reset by peer",
+    "INTERNAL: The following tasks are unhealthy (stopped sending heartbeats)",
+    "INTERNAL: NCCL operation failed: remote process exited or there was a network error",
+]
+OWN = [
+    "RESOURCE_EXHAUSTED: Out of memory allocating 40000000000000 bytes.",
+    "INVALID_ARGUMENT: Executable expected shape f32[2], and got f32[3]",
+    "INTERNAL: a bug",
+]
+
+
+@pytest.mark.parametrize("message", [*LOST, *OWN])
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
+def test_only_the_errors_of_a_lost_peer_are_restarted(monkeypatch, message, kind):
+    with pytest.raises(kind), processes.peer_loss_as_stopped():
+        raise kind(message)  # alone, there is no peer
+    monkeypatch.setattr(processes, "_count", 2)
+    with pytest.raises(Stopped if message in LOST else kind) as raised, processes.peer_loss_as_stopped():
+        raise kind(message)
+    if message in LOST:
+        assert raised.value.code == 76 and f"({message})" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (jax.errors.JaxRuntimeError(OWN[0]), "40000000000000 bytes"),
+        (MemoryError("Unable to allocate 7.45 GiB for an array"), "7.45 GiB"),
+        (jax.errors.JaxRuntimeError(OWN[1]), None),
+    ],
+    ids=["device", "host", "other"],
+)
+def test_out_of_memory_is_final_and_says_what_to_lower(monkeypatch, capsys, error, says):
+    def main():
+        with processes.peer_loss_as_stopped():
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["prope.train"])
+    monkeypatch.setattr(processes, "_count", 2)
+    codes = []
+    command.run(main, lambda: None, codes.append)
+    assert codes == [1]
+    message = capsys.readouterr().err
+    if says is None:
+        assert "Traceback" in message and "INVALID_ARGUMENT" in message
+    else:
+        assert re.fullmatch(rf"stopped: out of memory \(.*{says}.*\): lower the batch size .*\n", message)
+        assert all(word in message for word in ("config.accumulation", "config.model.remat=full", "prope.plan"))
+
+
+ABORTS = {
+    "in Python": ("os.abort()", False, -signal.SIGABRT),
+    "by a signal": ("os.kill(os.getpid(), signal.SIGABRT)", False, -signal.SIGABRT),
+    "while joining": ("os.abort()", True, 76),
+    # As JAX's runtime does: in a thread that Python did not start.
+    "in a thread of the runtime": (
+        "libc = ctypes.CDLL(None); thread = ctypes.c_void_p()\n"
+        "libc.pthread_create(ctypes.byref(thread), None, libc.abort, None); time.sleep(60)",
+        False,
+        76,
+    ),
+}
+
+
+@pytest.mark.parametrize("abort", ABORTS)
+def test_an_abort_keeps_its_code_unless_the_runtime_has_lost_a_peer(abort):
+    statement, joining, code = ABORTS[abort]
+    script = (
+        "import ctypes, os, signal, time; from prope.runtime import processes\n"
+        f"processes._set_abort_message('a peer is lost', joining={joining})\n{statement}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    assert ("stopped: a peer is lost" in done.stderr) == (code == 76)
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("2", 1)])

@@ -19,6 +19,7 @@ from prope.errors import UsageError
 from prope.inference.evaluation import make_evaluation
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
+from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, open_run
 
 EVERY_STEP = "--config.log_every=1"
@@ -94,7 +95,7 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
     ours, theirs = losses(tmp_path / "run"), losses(workdir)
     assert all(ours[step] != theirs[step] for step in theirs)
     assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
-    data = [Checkpoints(w).reader(20).read_json("data") for w in (tmp_path / "run", workdir)]
+    data = [CheckpointReader(w / "checkpoints" / "20").read_json("data") for w in (tmp_path / "run", workdir)]
     assert data[0] == data[1]
 
 

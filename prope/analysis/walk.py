@@ -16,6 +16,7 @@ from prope.loss import token_losses
 from prope.workdir.run import Run
 
 _TOKENS = 8192  # per batch
+_EMBEDDING = ("embedder", "input_embedding")
 
 
 class Walk:
@@ -32,18 +33,18 @@ class Walk:
         self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
         self.pairs = model.rotated_pairs_by_layer(config)
-        self._run = run
+        self._read = run.checkpoint.read
         self._positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         self._batch_size = max(_TOKENS // tokens.shape[1], 1)
         self._jitted = jax.jit(self._layer, static_argnames="kind")
-        size = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.shapes["layers"]))
+        size = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes["layers"]))
         cached = config.num_layers if size < 2**30 else 1
-        self._params = functools.lru_cache(cached)(lambda number: jax.device_put(run.layer(number)))
+        self._params = functools.lru_cache(cached)(lambda number: jax.device_put(self._read(("layers",), number)))
 
     def enter(self) -> np.ndarray:
         """Embeds the tokens: the residual stream [B, T, D] before the first layer."""
         rows, indices = np.unique(self.tokens, return_inverse=True)
-        embedding = jnp.asarray(self._run.embedding(rows))
+        embedding = jnp.asarray(self._read(_EMBEDDING)[rows])
         return np.asarray(model.embed(self.config, embedding, jnp.asarray(indices.reshape(self.tokens.shape))))
 
     def layer(
@@ -69,7 +70,7 @@ class Walk:
 
     def losses(self, x: np.ndarray) -> np.ndarray:
         """Computes the mean loss of every sequence, nats per token, from the last layer's output: [B]."""
-        embedding, norm = jax.device_put((self._run.embedding(), self._run.final_norm()))
+        embedding, norm = jax.device_put((self._read(_EMBEDDING), self._read(("final_norm",))))
         targets = np.roll(self.tokens, -1, axis=1)  # the last token predicts nothing
         batches = zip(self._batches(x), self._batches(targets), strict=True)
         losses = [_losses(norm, embedding, batch, jnp.asarray(target)) for batch, target in batches]

@@ -43,7 +43,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
             if config.data.tokenizer != "byte":
                 shutil.copyfile(config.data.tokenizer, directory / gemma.TOKENIZER)
             # The last array is kept: neighbours such as gate_proj and up_proj are cut from the same one.
-            write_tensors(directory, tensors, functools.lru_cache(1)(run.array), dtype)
+            write_tensors(directory, tensors, functools.lru_cache(1)(run.checkpoint.read), dtype)
 
     if config.data.tokenizer == "byte":
         log.info("transformers has no byte tokenizer: the ids of a text are 2, then 4 more than each of its bytes")

@@ -67,10 +67,8 @@ class Interrupts(contextlib.AbstractContextManager):
 
     def vote_over(self, mesh: Mesh) -> None:
         """Makes `poll` include the other processes' requests, exchanged over the devices of a mesh."""
-        if processes.count() > 1:
-            self._votes = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-            self._greatest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-            self._shape = (mesh.devices.size,)
+        self._votes = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._greatest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def poll(self) -> Request:
         """Returns the request now; with several processes, the greatest request at their previous poll.
@@ -84,7 +82,7 @@ class Interrupts(contextlib.AbstractContextManager):
             return own
         votes = np.full(jax.local_device_count(), own, np.int32)
         last = self._last_vote
-        self._last_vote = self._greatest(jax.make_array_from_process_local_data(self._votes, votes, self._shape))
+        self._last_vote = self._greatest(jax.make_array_from_process_local_data(self._votes, votes))
         self.request = Request.NONE if last is None else Request(int(last))
         return self.request
 

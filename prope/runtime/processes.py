@@ -21,6 +21,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 
@@ -28,11 +29,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from prope.errors import LOST, Stopped, UsageError
+from prope.errors import LOST, Stopped, UsageError, first_line
 
 log = logging.getLogger("prope")
 
 _MESSAGE_BYTES = 500  # of an error that is sent to all processes
+# Statuses of JAX's runtime, and what Gloo and NCCL say.
+_PEER_LOST = re.compile(
+    "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|heartbeat|Connection (closed|reset)|Gloo .* failed|remote process exited"
+)
 _RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
 _index, _count = 0, 1
 
@@ -47,7 +52,7 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
     wanted = environ.get("PROPE_PROCESSES") or _default_processes(environ)
     if wanted == "1":
         return
-    expected = None if wanted == "auto" else _number("PROPE_PROCESSES", wanted, 1)
+    expected = None if wanted == "auto" else _number(environ, "PROPE_PROCESSES", wanted)
     _join(environ, expected)
     _index, _count = jax.process_index(), jax.process_count()
     if expected not in (None, _count):
@@ -119,14 +124,13 @@ def check_shared(directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def peer_loss_as_stopped() -> Iterator[None]:
-    """Re-raises the error of a collective whose peer is gone as Stopped."""
+    """Re-raises the error of a collective whose peer is gone as Stopped; others, as of memory, are this process's."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if _count == 1:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo's are ValueErrors in some versions
+        if _count == 1 or not _PEER_LOST.search(str(error)):
             raise
-        reason = str(error).strip().splitlines()[0]
-        message = f"another process of this run is gone, or cannot be reached ({reason}); {_RESTART}"
+        message = f"another process of this run is gone, or cannot be reached ({first_line(error)}); {_RESTART}"
         raise Stopped(message, LOST) from error
 
 
@@ -147,8 +151,12 @@ def leave(code: int) -> None:
 
 def _join(environ: Mapping[str, str], expected: int | None) -> None:
     address, number = environ.get("PROPE_COORDINATOR"), environ.get("PROPE_PROCESS")
-    timeout = _number("PROPE_START_TIMEOUT", environ.get("PROPE_START_TIMEOUT", "1800"), 1)
-    heartbeat = _number("PROPE_HEARTBEAT_TIMEOUT", environ.get("PROPE_HEARTBEAT_TIMEOUT", "100"), 1)
+    timeout = _number(environ, "PROPE_START_TIMEOUT", "1800")
+    heartbeat = _number(environ, "PROPE_HEARTBEAT_TIMEOUT", "100")
+    per_node = environ.get("PROPE_PROCESSES_PER_NODE", "gpu")
+    if per_node not in ("gpu", "node"):
+        message = f"PROPE_PROCESSES_PER_NODE={per_node}: must be gpu, one process for each, or node, one for all"
+        raise UsageError(message)
     if (address is None) != (number is None):
         raise UsageError("PROPE_COORDINATOR and PROPE_PROCESS go together: set both, or neither where JAX finds them")
     arguments: dict = {}
@@ -157,15 +165,17 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
             raise UsageError(f"PROPE_COORDINATOR={address}: must be host:port of process 0")
         if expected is None:
             raise UsageError("PROPE_PROCESSES=auto: with PROPE_COORDINATOR it must be the number of processes")
-        arguments = {"coordinator_address": address, "num_processes": expected}
-        arguments["process_id"] = _number("PROPE_PROCESS", number, 0)
-        if arguments["process_id"] >= expected:
+        process = _number(environ, "PROPE_PROCESS", minimum=0)
+        if process >= expected:
             raise UsageError(f"PROPE_PROCESS={number}: must be less than PROPE_PROCESSES={expected}")
-    arguments["local_device_ids"] = _local_gpus(environ)
+        arguments = {"coordinator_address": address, "num_processes": expected, "process_id": process}
+    # None: JAX's rule, one for each process that Slurm or Open MPI started.
+    arguments["local_device_ids"] = list(range(_visible_gpus(environ))) or None if per_node == "node" else None
     _set_abort_message(
         f"after {timeout} s not all processes have come; {expected or 'as many as the cluster has'} were expected, the "
         f"first at {address or 'the address that the cluster gives'}. Are all of them running, and may they connect to "
-        "this port (firewall)? PROPE_START_TIMEOUT sets how long to wait; start the same command again on all of them"
+        "this port (firewall)? PROPE_START_TIMEOUT sets how long to wait; start the same command again on all of them",
+        joining=True,
     )
     timeouts = {"initialization_timeout": timeout, "heartbeat_timeout_seconds": heartbeat}
     try:
@@ -175,7 +185,10 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
             f"PROPE_PROCESSES={environ.get('PROPE_PROCESSES', 'auto')}: JAX finds no cluster here ({error}); set "
             "PROPE_COORDINATOR and PROPE_PROCESS"
         ) from None
-    _set_abort_message(f"another process of this run is gone: no sign of life for {heartbeat} s; {_RESTART}")
+    _set_abort_message(
+        f"another process of this run is gone, or cannot be reached: no sign of life for {heartbeat} s, unless the "
+        f"lines above name another cause; {_RESTART}"
+    )
 
 
 def _default_processes(environ: Mapping[str, str]) -> str:
@@ -184,32 +197,30 @@ def _default_processes(environ: Mapping[str, str]) -> str:
     return "auto" if several else "1"
 
 
-def _number(name: str, value: str, minimum: int) -> int:
+def _number(environ: Mapping[str, str], name: str, default: str = "", minimum: int = 1) -> int:
+    value = environ.get(name, default)
     if not re.fullmatch(r"\d+", value) or int(value) < minimum:
         raise UsageError(f"{name}={value}: must be a whole number from {minimum}")
     return int(value)
 
 
-def _set_abort_message(line: str) -> None:
-    """Sets the line and exit code for when JAX's runtime ends the process: it calls abort(), in a thread of its own."""
+def _set_abort_message(line: str, joining: bool = False) -> None:
+    """Sets the line and exit code for when JAX's runtime ends the process because a peer is lost: it calls abort().
+
+    It does so in a thread of its own, or while joining. Another abort keeps its exit code, 134.
+    """
 
     def on_abort(_number: int) -> None:
-        os.write(2, f"\nstopped: {line}\n".encode())
-        os._exit(LOST)
+        if joining or threading.get_native_id() not in [thread.native_id for thread in threading.enumerate()]:
+            os.write(2, f"\nstopped: {line}\n".encode())
+            os._exit(LOST)
+        libc.signal(signal.SIGABRT, None)  # the default
+        os.abort()
 
     global _on_abort
+    libc = ctypes.CDLL(None)
     _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # kept: C has no reference to it
-    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
-
-
-def _local_gpus(environ: Mapping[str, str]) -> list[int] | None:
-    """Lists this process's GPUs; None for JAX's rule: one for each process that Slurm or Open MPI started."""
-    per_node = environ.get("PROPE_PROCESSES_PER_NODE", "gpu")
-    if per_node not in ("gpu", "node"):
-        raise UsageError(
-            f"PROPE_PROCESSES_PER_NODE={per_node}: must be gpu, one process for each, or node, one for all"
-        )
-    return list(range(_visible_gpus(environ))) or None if per_node == "node" else None
+    libc.signal(signal.SIGABRT, _on_abort)
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> int:

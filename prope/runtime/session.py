@@ -64,13 +64,13 @@ class Session:
         """Measures the compilation of the training step; afterwards a signal saves before it stops."""
         self.startup.mark("first batch")
         yield
-        self.startup.compiled()
+        self.startup.mark("compile")
         self.interrupts.training = True
 
     def first_step(self, step: int, metrics) -> None:
         """Waits for the first step and adds this start to starts.jsonl."""
         jax.block_until_ready(metrics)
-        record = self.startup.first_step(step)
+        record = self.startup.record(step)
         if processes.is_first():
             append_jsonl(self._starts, record)
 

@@ -19,8 +19,6 @@ from prope.runtime import processes
 
 log = logging.getLogger("prope")
 
-_CACHE = "/jax/compilation_cache/cache_"
-
 
 class Startup:
     """Measures the phases of one start."""
@@ -28,8 +26,7 @@ class Startup:
     def __init__(self):
         self._seconds = {"import": _process_age()}
         self._marked_at = time.perf_counter()
-        self._events = {"hits": 0, "misses": 0}
-        self.cache = "off"
+        self._cache = "miss"
 
     def mark(self, phase: str) -> None:
         """Ends a phase: it took the time since the last call."""
@@ -44,25 +41,19 @@ class Startup:
         if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
             jax.config.update("jax_compilation_cache_dir", str(workdir / "compilation_cache" / _machine()))
 
-        def count(event: str, **_) -> None:
-            name = event.removeprefix(_CACHE)
-            if name in self._events:
-                self._events[name] += 1
+        def listen(event: str, **_) -> None:
+            if event == "/jax/compilation_cache/cache_hits":
+                self._cache = "hit"
 
-        jax.monitoring.register_event_listener(count)
+        jax.monitoring.register_event_listener(listen)
 
-    def compiled(self) -> None:
-        """Ends the phase "compile" and takes down whether the cache had the program."""
-        self.mark("compile")
-        self.cache = "hit" if self._events["hits"] else "miss"
-
-    def first_step(self, step: int) -> dict:
-        """Ends the last phase, logs the seconds of all, and returns the record for W/starts.jsonl."""
+    def record(self, step: int) -> dict:
+        """Ends the last phase, the first step; logs the seconds of all and returns the record for W/starts.jsonl."""
         self.mark("first step")
         seconds = {phase: round(value, 3) for phase, value in self._seconds.items()}
         log.info(
             "first step after %.1f s: %s (compilation cache: %s)", sum(seconds.values()),
-            ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items()), self.cache,
+            ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items()), self._cache,
         )  # fmt: skip
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -75,7 +66,7 @@ class Startup:
             "jax": jax.__version__,
             "python": platform.python_version(),
             "seconds": seconds,
-            "compilation_cache": self.cache,
+            "compilation_cache": self._cache,
         }
 
 

@@ -1,5 +1,6 @@
 """Checks a config: first what needs no device, then the divisions over devices and slices."""
 
+import functools
 import math
 import string
 
@@ -39,11 +40,7 @@ def validate(config: ConfigDict) -> None:
       UsageError: naming the field, its value, what is allowed and, where there is one, the remedy.
     """
     fields = flat(config)
-
-    def require(name: str, holds: bool, allowed: str) -> None:
-        if not holds:
-            raise UsageError(f"config.{name}={fields[name]}: {allowed}")
-
+    require = functools.partial(_require, fields, "")
     layers = layer_percentages(config.model)
     allowed = "must be a fraction in [0, 1], where 1 is RoPE and 0 is NoPE"
     require("model.rope_percentage", all(0 <= p <= 1 for p in layers), allowed)  # first: nan is not finite either
@@ -75,32 +72,29 @@ def validate(config: ConfigDict) -> None:
         require("data.tokenizer", fields["data.tokenizer"] == "byte", "has no effect with synthetic data; remove it")
     mixed = fields["data.dataset"] == "mixture"
     require("data.mixture", mixed == bool(fields["data.mixture"]), "goes with data.dataset=mixture, and that with it")
-    for number, entry in enumerate(fields["data.mixture"]):
-        _check_mixture_entry(entry, f"data.mixture[{number}]")
-        own = {name: fields[f"data.{name}"] for name in MIXTURE[2:]} | {"data_dir": ""} | dict(entry)
-        _check_source(own, f"data.mixture[{number}].")
+    common = {name: fields[f"data.{name}"] for name in MIXTURE[1:]}
     if not mixed:
-        _check_source({name: fields[f"data.{name}"] for name in MIXTURE[1:]}, "data.")
+        _check_source(common, "data.")
+    for number, entry in enumerate(fields["data.mixture"]):
+        where = f"data.mixture[{number}]"
+        for name in entry:
+            if name not in MIXTURE:
+                raise UsageError(f"config.{where}: has no field {name}{nearest(name, MIXTURE)}; it takes {MIXTURE}")
+        weight, kind = entry.get("weight"), entry.get("dataset", "mixture").split("/")[0]
+        valid = isinstance(weight, int | float) and 0 < weight < math.inf and kind not in ("mixture", "synthetic")
+        if not valid:
+            raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
+        _check_source(common | {"data_dir": ""} | dict(entry), f"{where}.")
 
 
-def _check_mixture_entry(entry: dict, where: str) -> None:
-    """Checks the names, the weight and the kind of dataset of one source of a mixture."""
-    for name in entry:
-        if name not in MIXTURE:
-            raise UsageError(f"config.{where}: has no field {name}{nearest(name, MIXTURE)}; it takes {MIXTURE}")
-    weight, kind = entry.get("weight"), entry.get("dataset", "mixture").split("/")[0]
-    valid = isinstance(weight, int | float) and 0 < weight < math.inf
-    if not valid or kind in ("mixture", "synthetic"):
-        raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
+def _require(fields: dict, prefix: str, name: str, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"config.{prefix}{name}={fields[name]}: {allowed}")
 
 
 def _check_source(source: dict, prefix: str) -> None:
     """Checks the fields of one source, named with `prefix` in an error."""
-
-    def require(name: str, holds: bool, allowed: str) -> None:
-        if not holds:
-            raise UsageError(f"config.{prefix}{name}={source[name]}: {allowed}")
-
+    require = functools.partial(_require, source, prefix)
     dataset, template, targets = source["dataset"], source["template"], source["loss_on"] == "targets"
     generated = dataset.split("/")[0] == "synthetic"
     if generated:

@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full
 from prope.runtime import processes
 from prope.workdir.hashes import array_hashes, combine_hashes
-from prope.workdir.reader import CheckpointReader, Damaged, find_damage, list_files
+from prope.workdir.reader import Damaged, find_damage, list_files
 
 log = logging.getLogger("prope")
 T = TypeVar("T")
@@ -66,38 +66,25 @@ def newest_undamaged(
     raise UsageError(f"{directory}: nothing whole to go on from: {'; '.join(reasons)}; {remedy}")
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of a run that trains."""
 
     def __init__(self, workdir: str | os.PathLike, keep: ConfigDict | None = None):
         """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all checkpoints are kept."""
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
         self._saving, self._unchecked = 0, False  # the last step saved; whether it may have failed in the background
-        policy = None
-        if keep is not None:
-            kept = [policies.LatestN(keep.max_to_keep)]
-            kept += [policies.EveryNSteps(keep.keep_every)] if keep.keep_every else []
-            policy = policies.AnyPreservationPolicy(kept)
+        kept = [] if keep is None else [policies.LatestN(keep.max_to_keep)]
+        kept += [policies.EveryNSteps(keep.keep_every)] if keep and keep.keep_every else []
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy,
+            preservation_policy=policies.AnyPreservationPolicy(kept) if kept else None,
             cleanup_tmp_directories=True,  # which a killed process left
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._list_files),
         )
-        handlers = {"params": ocp.StandardCheckpointHandler(), "opt_state": ocp.StandardCheckpointHandler()}
-        handlers |= {"config": ocp.JsonCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.directory, item_handlers=handlers, options=options)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
         """Lists the steps of finished checkpoints, damaged ones included, oldest first."""
         return sorted(self._manager.all_steps())
-
-    def newest(self, read: Callable[[int], T]) -> tuple[int, T]:
-        """(step, read(step)) of the newest checkpoint that is not damaged, as `newest_undamaged`."""
-        return newest_undamaged(self.directory, self.steps()[::-1], read)
-
-    def reader(self, step: int) -> CheckpointReader:
-        """Opens a checkpoint to read its items."""
-        return CheckpointReader(self.directory / str(step))
 
     def set_aside(self, step: int) -> None:
         """Renames a damaged checkpoint to N.damaged, so that its step can be saved again; deletes nothing."""
@@ -109,7 +96,7 @@ class Checkpoints:
         self._manager.reload()
 
     def save(self, step: int, params, opt_state, config: dict, data: dict) -> None:
-        """Starts saving; returns when the arrays are copied. A failure is raised by the next `check`, or by `close`."""
+        """Starts saving; returns when the arrays are copied. A failure is raised by the next `check`, or at exit."""
         self.check()
         if step in self.steps():
             return
@@ -129,27 +116,21 @@ class Checkpoints:
             with self._as_run_failed():
                 self._manager.wait_until_finished()
 
-    def close(self) -> None:
-        """Waits for what is being saved; raises RunFailed where it cannot be written."""
-        with self._as_run_failed():
-            self._manager.wait_until_finished()
-        self._manager.close()
-
-    def __enter__(self):
-        return self
-
     def __exit__(self, kind, *error):
+        """Waits for what is being saved; raises RunFailed where it cannot be written."""
         # After an error here, the other processes may not come to where all wait for one another.
         if kind is None or processes.count() == 1 or issubclass(kind, Stopped):
-            self.close()
+            with self._as_run_failed():
+                self._manager.wait_until_finished()
+            self._manager.close()
 
     @contextlib.contextmanager
     def _as_run_failed(self):
         try:
             yield
         except Exception as error:  # whatever the storage raises
-            if isinstance(error, jax.errors.JaxRuntimeError) and processes.count() > 1:
-                raise  # another process is gone
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                raise  # of a device, or of another process that is gone
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
             raise RunFailed(
                 f"checkpoint {self._saving} could not be written to {self.directory} ({reason}); those "
@@ -171,11 +152,9 @@ def save_imported(workdir: pathlib.Path, params, config: dict, data: dict) -> No
     arrays = jax.device_put(params, may_alias=True)  # Orbax would copy NumPy's
     items = _json_items(config, data, {"params": arrays})
     items["params"] = ocp.args.PyTreeSave(arrays, save_args=_chunks(arrays), ocdbt_target_data_file_size=_FILE)
-    handlers = {"params": ocp.PyTreeCheckpointHandler()}
-    handlers |= {"config": ocp.JsonCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     directory = workdir.absolute() / "checkpoints"
-    with ocp.CheckpointManager(directory, item_handlers=handlers, options=options) as manager:
+    with ocp.CheckpointManager(directory, options=options) as manager:
         manager.save(0, args=ocp.args.Composite(**items))
     list_files(directory / "0")
 

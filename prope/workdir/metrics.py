@@ -11,6 +11,7 @@ import time
 import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from prope.errors import RunFailed
 from prope.optimizer import learning_rate
@@ -23,7 +24,7 @@ log = logging.getLogger("prope")
 _MAX_SKIPS = 10  # steps in a row whose loss or gradient is not finite, with config.on_nonfinite=skip
 
 
-class MetricWriter(contextlib.AbstractContextManager):
+class MetricWriter(contextlib.ExitStack):
     """Writes metrics to files, in the first process only, and shows them: a bar on a terminal, lines in a log.
 
     The metrics of a step are fetched from the device after the next step was dispatched. A resumed run repeats the
@@ -32,13 +33,20 @@ class MetricWriter(contextlib.AbstractContextManager):
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path, start: int, stop: int):
         """Opens the files for steps start + 1 .. stop."""
+        super().__init__()
         self._config, self._workdir, self._start, self._stop = config, workdir, start, stop
+        self._step_tokens = config.batch_size * config.data.seq_len
         self._writes = processes.is_first()
         for name in ("metrics.jsonl", "eval.jsonl", "skips.jsonl") if self._writes else ():
             kept = [record for record in read_jsonl(workdir / name) if record["step"] <= start]
             write_atomic(workdir / name, "".join(json.dumps(record) + "\n" for record in kept))
-        self._events = _open_events(workdir, start + 1) if self._writes and start < stop else None
-        self._bar = tqdm(total=stop, initial=start, unit="step", disable=not (self._writes and sys.stderr.isatty()))
+        self._events = None
+        if self._writes and start < stop:
+            self._events = self.enter_context(_open_events(workdir, start + 1))
+        shown = self._writes and sys.stderr.isatty()
+        self._bar = self.enter_context(tqdm(total=stop, initial=start, unit="step", disable=not shown))
+        if shown:
+            self.enter_context(logging_redirect_tqdm([log]))  # lines stand above the bar
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._began = time.perf_counter()
         self._data_wait = 0.0
@@ -46,11 +54,6 @@ class MetricWriter(contextlib.AbstractContextManager):
         in_a_row = last_skip["in_a_row"] if last_skip["step"] == start else 0
         self._skips_in_a_row = processes.broadcast_from_first(in_a_row)
         self._logged = (start, 0.0, 0.0)  # step, seconds of training, seconds of waiting for data
-
-    def __exit__(self, *error) -> None:
-        self._bar.close()
-        if self._events:
-            self._events.close()
 
     @contextlib.contextmanager
     def waiting_for_data(self):
@@ -78,18 +81,13 @@ class MetricWriter(contextlib.AbstractContextManager):
 
     def evaluation(self, step: int, record: dict) -> None:
         """Writes and shows an evaluation."""
-        self._write("eval.jsonl", "eval", self._evaluation_of(step) | record)
-        self.log(
-            f"step {step}: validation loss {record['loss']:.4f}, perplexity {record['perplexity']:.3f}, "
-            f"{record['bits_per_byte']:.4f} bits per byte (unigram: {record['unigram_bits_per_byte']:.4f})"
-        )
-
-    def log(self, line: str) -> None:
-        """Shows a line: above the bar, or in the log."""
-        if self._bar.disable:
-            log.info(line)
-        else:
-            self._bar.write(line, file=sys.stderr)
+        data, windows = self._config.data, self._config.eval.max_windows
+        identity = {"step": step, "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
+        self._write("eval.jsonl", "eval", identity | record)
+        log.info(
+            "step %d: validation loss %.4f, perplexity %.3f, %.4f bits per byte (unigram: %.4f)", step,
+            *(record[name] for name in ("loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte")),
+        )  # fmt: skip
 
     def evaluated(self, step: int) -> dict | None:
         """Returns the newest evaluation of `step` on this config's validation windows; None if there is none."""
@@ -101,6 +99,8 @@ class MetricWriter(contextlib.AbstractContextManager):
         evaluation, records = self.evaluated(self._stop), read_jsonl(self._workdir / "metrics.jsonl")
         last = records[-1] if records else {"loss": None, "tokens_per_second": None}
         step, seconds, _ = self._logged
+        # Over all steps of this start; where it made none, of the last logged step.
+        speed = (step - self._start) * self._step_tokens / seconds if seconds else last["tokens_per_second"]
         return {
             "step": self._stop,
             "loss": last["loss"],
@@ -108,8 +108,7 @@ class MetricWriter(contextlib.AbstractContextManager):
             **{name: evaluation[name] for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte")},
             "rope_percentage": self._config.model.rope_percentage,
             "init_hash": init_hash,
-            # over all steps of this start; where it made none, of the last logged step
-            "tokens_per_second": self._tokens(step - self._start) / seconds if seconds else last["tokens_per_second"],
+            "tokens_per_second": speed,
             "skipped_steps": len(read_jsonl(self._workdir / "skips.jsonl")),
             "workdir": str(self._workdir),
         }
@@ -135,7 +134,7 @@ class MetricWriter(contextlib.AbstractContextManager):
             **metrics,
             "batch_hash": batch_hash,
             "learning_rate": float(learning_rate(self._config)(step - 1)),
-            "tokens_per_second": self._tokens(step - last) / (seconds - last_seconds),
+            "tokens_per_second": (step - last) * self._step_tokens / (seconds - last_seconds),
             "data_wait_ms": 1000 * (self._data_wait - last_wait) / (step - last),
         }
         self._write("metrics.jsonl", "train", record)
@@ -159,17 +158,9 @@ class MetricWriter(contextlib.AbstractContextManager):
             raise RunFailed(
                 f"{values}, the last of {_MAX_SKIPS} skipped in a row. {remedy} and start in a new --workdir"
             )
-        self.log(f"{values}: skipped, {self._skips_in_a_row} in a row")
+        log.warning("%s: skipped, %d in a row", values, self._skips_in_a_row)
         numbers = {name: str(value) for name, value in metrics.items()}  # JSON has no nan
         self._write("skips.jsonl", "skips", {"step": step, "in_a_row": self._skips_in_a_row, **numbers})
-
-    def _tokens(self, steps: int) -> int:
-        return steps * self._config.batch_size * self._config.data.seq_len
-
-    def _evaluation_of(self, step: int) -> dict:
-        """Returns the fields that identify an evaluation."""
-        data, windows = self._config.data, self._config.eval.max_windows
-        return {"step": step, "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
 
     def _write(self, name: str, tag: str, record: dict) -> None:
         if not self._writes:

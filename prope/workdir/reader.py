@@ -5,14 +5,12 @@ config, a hash of every array, one per layer where layers are stacked: reading a
 hold one hash of all parameters, or, if imported, their SHA-256 as init_hash: then all are read once to verify any.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
 import operator
 import pathlib
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -125,56 +123,60 @@ class CheckpointReader:
         """Shapes and dtypes of the parameters."""
         return jax.eval_shape(lambda: model.init(self.config.model, jax.random.key(0)))
 
-    def read(self, path: tuple[str, ...], layer: int | None = None) -> np.ndarray:
-        """Reads the parameter with this path in the nested dictionary, or one layer of a stacked one, onto the host."""
-        with _reading("params", name := _text(path)):
-            leaf = functools.reduce(operator.getitem, path, self.shapes)
-            array = self._open("params", path, leaf)[slice(None) if layer is None else layer].read().result()
+    def read(self, path: tuple[str, ...], layer: int | None = None) -> np.ndarray | model.Params:
+        """Reads the parameter at this path in the nested dictionary, or all below it, onto the host; or one layer."""
+        below = functools.reduce(operator.getitem, path, self.shapes)
+        return jax.tree_util.tree_map_with_path(
+            lambda p, leaf: self._read_verified((*path, *_names(p)), leaf, layer), below
+        )
+
+    def _read_verified(self, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, layer: int | None) -> np.ndarray:
+        array = self._read("params", path, leaf, slice(None) if layer is None else layer)
         hashes = self._saved.get("array_hashes", {}).get("params")
         if hashes is None:
             self._verify_together()
-        elif hash_on_host(array, (layer or 0) * array.size) != hashes[name][layer or 0]:
-            raise Damaged(f"params: {name} is not what was saved")
+            return array
+        saved = sum(hashes[_text(path)]) % 2**32 if layer is None else hashes[_text(path)][layer]
+        if hash_on_host(array, (layer or 0) * array.size) != saved:
+            raise Damaged(f"params: {_text(path)} is not what was saved")
         return array
 
     def _verify_together(self) -> None:
-        """Checks all parameters against the one hash of an older checkpoint, some layers at a time; once."""
+        """Checks all parameters against the one hash of an older checkpoint, once."""
         combined = self._saved.get("hashes", {}).get("params")
         if self._verified or (combined is None and "imported_from" not in self.read_json("data")):
             return  # in the second case there is no hash
         hashes, digest = {}, hashlib.sha256()
         for keys, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
-            total, name = 0, jax.tree_util.keystr(keys)
-            with _reading("params", name):
-                store = self._open("params", _names(keys), leaf)
-                rows = store.chunk_layout.read_chunk.shape[0]  # which were written together
-                for start in range(0, leaf.shape[0], rows):
-                    chunk = store[start : min(start + rows, leaf.shape[0])].read().result()
-                    if combined is None:
-                        digest.update(np.ascontiguousarray(chunk).view(np.uint8))
-                    else:
-                        total += hash_on_host(chunk, start * chunk[0].size)
-            hashes[name] = [total]
+            array = self._read("params", _names(keys), leaf)
+            if combined is None:
+                digest.update(np.ascontiguousarray(array).view(np.uint8))
+            else:
+                hashes[jax.tree_util.keystr(keys)] = [hash_on_host(array)]
         found = digest.hexdigest()[:16] if combined is None else combine_hashes(hashes)
         if found != (combined or self.init_hash):
             raise Damaged("params is not what was saved")
         self._verified = True
 
     def _read_sharded(self, item: str, path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        with _reading(item, jax.tree_util.keystr(path)):
-            store = self._open(item, _names(path), leaf)
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: store[part].read().result())
+        read = functools.partial(self._read, item, _names(path), leaf)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
-    def _open(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> ts.TensorStore:
-        if (item, path) not in self._stores:
-            # Orbax stores an item as Zarr arrays, named by path, in one key-value store.
-            kvstore = {"driver": "ocdbt", "base": f"{(self._folder / item).as_uri()}/", "path": ".".join(path) + "/"}
-            spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-            store = ts.open(spec, open=True, read=True).result()
-            if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
-                raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
-            self._stores[item, path] = store
-        return self._stores[item, path]
+    def _read(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, part=slice(None)) -> np.ndarray:
+        """Reads a part of the array of an item; `leaf` has its shape and dtype."""
+        try:
+            if (item, path) not in self._stores:
+                # Orbax stores an item as Zarr arrays, named by path, in one key-value store.
+                base = f"{(self._folder / item).as_uri()}/"
+                kvstore = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
+                spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
+                store = ts.open(spec, open=True, read=True).result()
+                if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
+                    raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
+                self._stores[item, path] = store
+            return self._stores[item, path][part].read().result()
+        except ValueError as error:  # TensorStore's
+            raise Damaged(f"{item}: {_text(path)} cannot be read: {first_line(error)}") from error
 
 
 def _names(path) -> tuple[str, ...]:
@@ -183,11 +185,3 @@ def _names(path) -> tuple[str, ...]:
 
 def _text(path: tuple[str, ...]) -> str:
     return "".join(f"[{name!r}]" for name in path)  # as jax.tree_util.keystr
-
-
-@contextlib.contextmanager
-def _reading(item: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:  # TensorStore's
-        raise Damaged(f"{item}: {name} cannot be read: {first_line(error)}") from error

@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Callable
 from typing import TypeVar
 
-import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
@@ -22,21 +20,20 @@ T = TypeVar("T")
 
 
 class Run:
-    """A run opened at one of its checkpoints; parameters are read when asked for, and checked against saved hashes.
-
-    Reading raises Damaged, a UsageError, where they are not what was saved.
+    """A run opened at one of its checkpoints.
 
     Attributes:
       workdir, config, step, init_hash: of the run and the checkpoint.
+      checkpoint: its reader, which verifies what it reads.
     """
 
     def __init__(self, workdir: pathlib.Path, config: ConfigDict, steps: list[int], remedy: str | None = None):
         """Opens the first of `steps`; the others are older ones that `first_undamaged` may try, as `remedy` says."""
         self.workdir, self.config, self.step = workdir, config, steps[0]
         self._steps, self._remedy = steps, remedy
-        self._reader = CheckpointReader(workdir / "checkpoints" / str(self.step))
-        check_same(config, self._reader.config, f"{workdir}: config.json and checkpoint {self.step} disagree")
-        self.init_hash: str = self._reader.init_hash
+        self.checkpoint = CheckpointReader(workdir / "checkpoints" / str(self.step))
+        check_same(config, self.checkpoint.config, f"{workdir}: config.json and checkpoint {self.step} disagree")
+        self.init_hash: str = self.checkpoint.init_hash
 
     def first_undamaged(self, read: Callable[["Run"], T]) -> tuple["Run", T]:
         """(run, read(run)) of this checkpoint, or of the newest older one for which `read` does not raise Damaged.
@@ -48,43 +45,16 @@ class Run:
         """
 
         def read_one(step: int) -> tuple[Run, T]:
-            older = self._steps[self._steps.index(step) :]
-            run = self if step == self.step else Run(self.workdir, self.config, older)
+            run = self if step == self.step else Run(self.workdir, self.config, [step])
             return run, read(run)
 
         return newest_undamaged(self.workdir / "checkpoints", self._steps, read_one, self._remedy)[1]
 
-    @property
-    def shapes(self) -> model.Params:
-        """Shapes and dtypes of the parameters."""
-        return self._reader.shapes
-
     def params(self, abstract: model.Params | None = None) -> model.Params:
         """Reads all parameters onto devices, sharded as `abstract` is; by default over all devices."""
         if abstract is None:
-            abstract = sharding.with_shardings(self.shapes, sharding.make_mesh())
-        return self._reader.restore(params=abstract)["params"]
-
-    def array(self, path: tuple[str, ...], layer: int | None = None) -> np.ndarray:
-        """Reads one parameter, or one layer of a stacked one, by its path in the nested dictionary."""
-        return self._reader.read(path, layer)
-
-    def layer(self, number: int) -> model.Params:
-        """Reads the parameters of one layer as NumPy arrays: those of "layers" without their leading axis."""
-        return self._read("layers", number)
-
-    def final_norm(self) -> model.Params:
-        """Reads the parameters of the final norm as NumPy arrays."""
-        return self._read("final_norm")
-
-    def embedding(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Reads the embedding [V, D], whole to verify it, and returns these rows."""
-        return self.array(("embedder", "input_embedding"))[rows]
-
-    def _read(self, name: str, layer: int | None = None) -> model.Params:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: self.array((name, *(key.key for key in path)), layer), self.shapes[name]
-        )
+            abstract = sharding.with_shardings(self.checkpoint.shapes, sharding.make_mesh())
+        return self.checkpoint.restore(params=abstract)["params"]
 
 
 def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
@@ -100,18 +70,17 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
     steps = list_steps(path)
     if not steps:
         raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")
-    if step is not None and step not in steps:
-        raise UsageError(f"--step={step}: {workdir} has no such checkpoint; it has {', '.join(map(str, steps))}")
-    others = [str(other) for other in steps if other != step]
     remedy = None  # training's
     if step is not None:
-        remedy = f"--step={step} names it; the run also has {', '.join(others) or 'no other'}"
-    steps = steps[::-1] if step is None else [step]
+        if step not in steps:
+            raise UsageError(f"--step={step}: {workdir} has no such checkpoint; it has {', '.join(map(str, steps))}")
+        others = ", ".join(str(other) for other in steps if other != step)
+        remedy, steps = f"--step={step} names it; the run also has {others or 'no other'}", [step]
 
-    def open_at(step: int) -> Run:
-        return Run(path, config, steps[steps.index(step) :], remedy)
+    def open_at(newest: int) -> Run:
+        return Run(path, config, [step for step in reversed(steps) if step <= newest], remedy)
 
-    return newest_undamaged(path / "checkpoints", steps, open_at, remedy)[1]
+    return newest_undamaged(path / "checkpoints", steps[::-1], open_at, remedy)[1]
 
 
 def find_runs(workdir: str | os.PathLike) -> list[pathlib.Path]:
