@@ -1,9 +1,11 @@
 """A flipped byte anywhere in a run's files is refused, or changes nothing: for every way to read a checkpoint."""
 
 import contextlib
+import errno
 import functools
 import importlib
 import json
+import pathlib
 import re
 import shutil
 import types
@@ -17,10 +19,11 @@ from test_data import articles
 
 from prope import sharding
 from prope.analysis import analysis
-from prope.errors import UsageError
+from prope.errors import RunFailed, UsageError
 from prope.hf import exporter, importer
 from prope.inference import evaluation, generation
 from prope.optimizer import make_optimizer
+from prope.runtime import files
 from prope.step import init_state
 from prope.train import data_state, start_or_resume
 from prope.workdir import reader as readers
@@ -166,6 +169,67 @@ def test_checkpoints_of_older_versions_are_verified(run, tmp_path, kind, read):
         except UsageError:
             refused += 1
     assert refused == total or kind not in ("files.json", "config/metadata", "manifest.ocdbt")
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The seconds that reads have waited; nobody waits."""
+    waited = []
+    monkeypatch.setattr(files.time, "sleep", waited.append)
+    return waited
+
+
+def fail_reads(monkeypatch, kind, times, error):
+    """Has the first reads of checkpoint 20 fail: of its small files, their sizes, the list, or its arrays."""
+    left = [times]
+    owner, name = {
+        "small file": (pathlib.Path, "read_bytes"), "size": (pathlib.Path, "stat"), "list": (pathlib.Path, "glob"),
+        "array": (readers.ts, "open"),
+    }[kind]  # fmt: skip
+    read, of = getattr(owner, name), {"list": "checkpoints", "array": "checkpoints/20/params"}.get(kind, "/20/")
+
+    def fail(where, *args, **kwargs):
+        if of in str(where) and left[0]:
+            left[0] -= 1
+            raise error
+        return read(where, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+READ_ERRORS = {
+    "small file": OSError(errno.EIO, "Input/output error"),
+    "size": OSError(errno.ESTALE, "Stale file handle"),
+    "list": TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
+    "array": ValueError("UNKNOWN: Error reading local file: Failed to read [os_error_code='5']"),
+    "array, by a network": ValueError("UNAVAILABLE: 503 from the bucket"),
+}
+
+
+@pytest.mark.parametrize("kind", READ_ERRORS)
+def test_a_read_that_failed_is_tried_again_and_is_not_damage(run, monkeypatch, pauses, caplog, kind):
+    with monkeypatch.context() as patch:
+        fail_reads(patch, kind.split(",")[0], 2, READ_ERRORS[kind])
+        opened, params = open_run(run).first_undamaged(Run.params)
+    assert opened.step == 20 and pauses == [1, 2]
+    assert same(params, by_layers(open_run(run, 20))) and "is damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", READ_ERRORS)
+def test_where_every_read_fails_the_command_ends(run, monkeypatch, pauses, kind):
+    with monkeypatch.context() as patch:
+        fail_reads(patch, kind.split(",")[0], -1, READ_ERRORS[kind])
+        with pytest.raises(RunFailed, match=r"checkpoints.*: cannot be read: .*; nothing was changed: see to"):
+            open_run(run).first_undamaged(Run.params)
+    assert pauses == [1, 2, 4, 8, 16]
+
+
+def test_a_read_that_is_not_permitted_ends_the_command_at_once(run, monkeypatch, pauses):
+    with monkeypatch.context() as patch:
+        fail_reads(patch, "small file", -1, PermissionError(errno.EACCES, "Permission denied"))
+        with pytest.raises(RunFailed, match="checkpoints/20.*Permission denied"):
+            open_run(run)
+    assert pauses == []
 
 
 def test_the_reason_names_the_array(run):

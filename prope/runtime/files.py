@@ -2,12 +2,20 @@
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from prope.errors import UsageError
+from prope.errors import RunFailed, UsageError, first_line
+
+log = logging.getLogger("prope")
+T = TypeVar("T")
+
+_PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 
 
 def write_atomic(path: pathlib.Path, content: str | bytes) -> None:
@@ -18,6 +26,29 @@ def write_atomic(path: pathlib.Path, content: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def retry_reads(path: pathlib.Path, read: Callable[[], T]) -> T:
+    """Calls `read`, and calls it again with growing pauses while the storage fails; a missing file is an answer.
+
+    Raises:
+      FileNotFoundError: the file is missing.
+      RunFailed: the storage failed every time, or does not permit it.
+    """
+    pauses = iter(_PAUSES)
+    while True:
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            reason = f"{path}: cannot be read: {error.strerror or first_line(error)}"
+            pause = None if isinstance(error, PermissionError) else next(pauses, None)
+            if pause is None:
+                message = f"{reason}; nothing was changed: see to the storage, then run the same command again"
+                raise RunFailed(message) from error
+        log.warning("%s; trying again in %d s", reason, pause)
+        time.sleep(pause)
 
 
 def read_json(path: pathlib.Path, remedy: str | None = None):
@@ -33,14 +64,11 @@ def read_json(path: pathlib.Path, remedy: str | None = None):
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())
+        return json.loads(retry_reads(path, path.read_text) if remedy else path.read_text())
     except (OSError, ValueError) as error:
         if remedy is None:
             return None
-        reason = (
-            f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"not readable as JSON ({error})"
-        )
-        raise UsageError(f"{path}: {reason}; {remedy}") from None
+        raise UsageError(f"{path}: not readable as JSON ({error}); {remedy}") from None
 
 
 def append_jsonl(path: pathlib.Path, record: dict) -> None:

@@ -21,6 +21,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full
 from prope.runtime import processes
+from prope.runtime.files import retry_reads
 from prope.workdir.hashes import array_hashes, combine_hashes
 from prope.workdir.reader import Damaged, find_damage, list_files
 
@@ -34,8 +35,9 @@ _FILE = 2**26  # bytes that an import collects before it writes them
 def list_steps(workdir: str | os.PathLike) -> list[int]:
     """Lists the steps of a run's finished checkpoints, damaged ones included, oldest first."""
     directory = pathlib.Path(workdir) / "checkpoints"
+    paths = retry_reads(directory, lambda: [path for path in directory.glob("*") if path.is_dir()])
     # Orbax gives a checkpoint's folder its name when all of it is written.
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and path.is_dir())
+    return sorted(int(path.name) for path in paths if path.name.isdecimal())
 
 
 def newest_undamaged(

@@ -158,7 +158,7 @@ class MetricWriter(contextlib.ExitStack):
             raise RunFailed(
                 f"{values}, the last of {_MAX_SKIPS} skipped in a row. {remedy} and start in a new --workdir"
             )
-        log.warning("%s: skipped, %d in a row", values, self._skips_in_a_row)
+        log.info("%s: skipped, %d in a row", values, self._skips_in_a_row)
         numbers = {name: str(value) for name, value in metrics.items()}  # JSON has no nan
         self._write("skips.jsonl", "skips", {"step": step, "in_a_row": self._skips_in_a_row, **numbers})
 

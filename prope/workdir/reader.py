@@ -5,11 +5,13 @@ config, a hash of every array, one per layer where layers are stacked: reading a
 hold one hash of all parameters, or, if imported, their SHA-256 as init_hash: then all are read once to verify any.
 """
 
+import errno
 import functools
 import hashlib
 import json
 import operator
 import pathlib
+import re
 import zlib
 from typing import Any
 
@@ -22,6 +24,7 @@ from prope import config as config_lib
 from prope import model
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
+from prope.runtime.files import retry_reads
 from prope.workdir.hashes import array_hashes, combine_hashes, hash_on_host
 
 _FILES = "files.json"  # beside the items: {file: [bytes, CRC-32 of a small one]}
@@ -29,7 +32,7 @@ _SMALL = 2**16  # bytes; larger files hold arrays, which have hashes
 
 
 class Damaged(UsageError):
-    """A checkpoint cannot be read, or is not what was saved; the text names the file or the array."""
+    """A checkpoint is not what was saved; the text names the file or the array."""
 
 
 def list_files(folder: pathlib.Path) -> None:
@@ -45,6 +48,10 @@ def list_files(folder: pathlib.Path) -> None:
 
 def find_damage(folder: pathlib.Path) -> str | None:
     """Describes the first file of a checkpoint that differs from its files.json; None if none does."""
+    return retry_reads(folder, lambda: _find_damage(folder))
+
+
+def _find_damage(folder: pathlib.Path) -> str | None:
     if not (folder / _FILES).is_file():  # the checkpoint is older than these lists
         return None
     try:
@@ -60,15 +67,13 @@ def find_damage(folder: pathlib.Path) -> str | None:
                 return f"{name} is not what was saved"
     except (AttributeError, TypeError, ValueError):
         return f"{_FILES} is not what was saved"
-    except PermissionError:
-        raise  # the checkpoint is not to blame
-    except OSError as error:
-        return f"{error.filename or _FILES} cannot be read: {error.strerror}"
     return None
 
 
 class CheckpointReader:
-    """Reads the items of a checkpoint; raises Damaged for what cannot be read, or is not what was saved.
+    """Reads the items of a checkpoint; raises Damaged for what is missing, or is not what was saved.
+
+    A read that fails otherwise is tried again, then raises RunFailed: the checkpoint is not to blame.
 
     Attributes:
       config, init_hash: of the run.
@@ -85,14 +90,11 @@ class CheckpointReader:
 
     def read_json(self, item: str) -> dict:
         """Reads a JSON item."""
+        path = self._folder / item / "metadata"
         try:
-            return json.loads((self._folder / item / "metadata").read_bytes())
+            return json.loads(retry_reads(path, path.read_bytes))
         except FileNotFoundError:
             raise Damaged(f"{item} is missing") from None
-        except PermissionError:
-            raise  # the checkpoint is not to blame
-        except OSError as error:
-            raise Damaged(f"{item} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise Damaged(f"{item}/metadata is not readable as JSON: {error}") from None
 
@@ -164,6 +166,9 @@ class CheckpointReader:
 
     def _read(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, part=slice(None)) -> np.ndarray:
         """Reads a part of the array of an item; `leaf` has its shape and dtype."""
+        return retry_reads(self._folder / item, lambda: self._read_once(item, path, leaf, part))
+
+    def _read_once(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, part) -> np.ndarray:
         try:
             if (item, path) not in self._stores:
                 # Orbax stores an item as Zarr arrays, named by path, in one key-value store.
@@ -175,7 +180,10 @@ class CheckpointReader:
                     raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
                 self._stores[item, path] = store
             return self._stores[item, path][part].read().result()
-        except ValueError as error:  # TensorStore's
+        except ValueError as error:  # TensorStore's, with the operating system's or a network's error as text
+            failed = re.search(r"os_error_code='(\d+)'|^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)", str(error))
+            if failed and failed[1] != str(errno.ENOENT):
+                raise OSError(int(failed[1] or errno.EIO), first_line(error)) from error
             raise Damaged(f"{item}: {_text(path)} cannot be read: {first_line(error)}") from error
 
 
