@@ -199,6 +199,10 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(made):
 def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
     result = sweep_page.report_sweep(made)
     assert result["output"] == str(made / "report" / "index.html") and len(result["runs"]) == 6
+    losses = [[final(made, p, seed)["loss"] for seed in SEEDS] for p in (0, 1)]
+    expected = scipy.stats.ttest_rel(*losses).confidence_interval()
+    assert result["table"][0]["minus_rope"]["interval"] == pytest.approx(tuple(expected))
+    assert result["table"][0]["minus_rope"]["over"] == "2 seeds" and result["table"][2]["minus_rope"] is None
     page = Page(made / "report" / "index.html")
     for tag, attributes in page.tags:
         assert tag not in ("script", "iframe", "object", "embed", "video", "audio", "form", "base")

@@ -30,9 +30,13 @@ FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as co
 
 def report_sweep(directory: pathlib.Path) -> dict:
     """Writes the page of a sweep and its pictures; returns what the command prints."""
-    runs = read_sweep(directory)
+    runs, rows = read_sweep(directory), []
     output = write(directory, runs, pictures(runs))
-    return {"output": str(output), "runs": [run.record() for run in runs], "table": table(runs)}
+    for row, full in zip(table(runs), result_rows(runs), strict=True):
+        found = full["difference"]
+        apart = found and {"loss": found.difference, "interval": found.interval(), "over": full["over"]}
+        rows.append(row | {"minus_rope": apart})
+    return {"output": str(output), "runs": [run.record() for run in runs], "table": rows}
 
 
 def write(directory: pathlib.Path, runs: list[Run], pictures: list[Picture]) -> pathlib.Path:
