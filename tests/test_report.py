@@ -1,6 +1,5 @@
 """The page of a sweep: its numbers are those of the runs' files, and it asks for nothing."""
 
-import contextlib
 import html.parser
 import json
 import math
@@ -50,7 +49,7 @@ def template(tmp_path_factory):
             config.update_from_flattened_dict({"model.rope_percentage": p, "seed": seed, "num_steps": 10})
             config.data.tokenizer = "<b>.model"
             write_config(workdir, config)
-            with contextlib.closing(Checkpoints(workdir)) as checkpoints:
+            with Checkpoints(workdir) as checkpoints:
                 identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
                 checkpoints.save(10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0})
             speed = {"tokens_per_second": 4096.0}  # a step of 16 x 256 tokens a second
