@@ -35,8 +35,8 @@ def attention(
       value: not rotated.
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
       first_query: for keys from a cache, the key index of each row's first query; always computed by plain XLA.
-      implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what `choose` returns for this machine. A
-        named implementation is not checked: `choose` tells whether a device can run it.
+      implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what `choose_implementation` returns for
+        this machine. A named one is not checked: `choose_implementation` tells whether a device can run it.
 
     Returns:
       The output in value's dtype; scores and softmax are float32 for any input dtype.
@@ -45,13 +45,15 @@ def attention(
         return _attend_to_cache(query, key, value, first_query)
     if implementation == "auto":
         T, _, H = query.shape[1:]
-        implementation, _ = choose("auto", jax.devices()[0], T, H, query.dtype.name, segment_ids is not None)
+        implementation, _ = choose_implementation(
+            "auto", jax.devices()[0], T, H, query.dtype.name, segment_ids is not None
+        )
     function = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation]
     arrays = [query, key, value] if segment_ids is None else [query, key, value, segment_ids]
     return shard_mapped(function, ["BTNH", "BSKH", "BSKH", "BS"][: len(arrays)])(*arrays)
 
 
-def choose(requested: str, device, T: int, H: int, dtype: str, segmented: bool) -> tuple[str, str]:
+def choose_implementation(requested: str, device, T: int, H: int, dtype: str, segmented: bool) -> tuple[str, str]:
     """Returns the implementation for a device, and the reason: "auto" takes the fastest that can run.
 
     Args:

@@ -25,7 +25,14 @@ MAY_CHANGE = (
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("auto", "xla", "splash", "cudnn")
 LOSS_ON = ("all", "targets")
-MIXTURE = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on")  # fields of a source in a mixture
+MIXTURE_FIELDS = (
+    "weight",
+    "dataset",
+    "data_dir",
+    "text_feature",
+    "template",
+    "loss_on",
+)  # fields of a source in a mixture
 SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
 ON_NONFINITE = ("stop", "skip")
 REMAT = ("none", "minimal", "save_qkv", "full")

@@ -5,7 +5,8 @@ the whole embedding, chunks are of tokens and each logit is computed once. Where
 chunks are of the vocabulary: a chunk of the embedding is all-gathered, used, and its gradient scattered, so that the
 embedding never exists whole. Logits are then computed twice, because a softmax first needs those of all chunks.
 
-Axes: B batch, T length, D embed_dim, V vocab, R = B * T tokens, C chunks, P shards of the vocabulary.
+Axes: B batch, T length, D embed_dim, V vocab, R = B * T tokens, C chunks, P shards of the vocabulary, v entries of a
+chunk on one shard.
 """
 
 import jax

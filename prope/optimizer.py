@@ -33,13 +33,13 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
             b2=c.b2,
             eps=c.eps,
             weight_decay=c.weight_decay,
-            mask=is_matrix,
+            mask=has_weight_decay,
             mu_dtype=c.mu_dtype,
         ),
     )
 
 
-def is_matrix(params):
+def has_weight_decay(params):
     """Marks every leaf but the norms' scales, by name: stacked over layers they have two axes as well."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
 
@@ -47,9 +47,9 @@ def is_matrix(params):
 def keep_unless(update: jax.Array, new, old):
     """Returns the state `new` where `update` is true, else `old`; the schedule counts the step either way."""
 
-    def choose(new, old):
+    def select(new, old):
         if isinstance(new, optax.ScaleByScheduleState):
             return new
         return jnp.where(update, new, old)
 
-    return jax.tree.map(choose, new, old, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    return jax.tree.map(select, new, old, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 _AXES = ("data", "fsdp", "tensor")
 # Mesh axes of activations, and of parameters while they are used. Other letters are not sharded.
-_IN_USE = {"B": ("data", "fsdp"), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
+_MESH_AXES = {"B": ("data", "fsdp"), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
 # Axes of a parameter, by a name in its path; the optimizer's moments have the same paths. C stacks key and value, or
 # the two gates; L stacks layers. Neither is sharded, because loops run over them.
 _PARAM_AXES = {
@@ -55,7 +55,7 @@ def use(mesh: Mesh) -> contextlib.AbstractContextManager:
 def num_shards(letter: str) -> int:
     """Counts the shards of an axis in use, on the mesh of the surrounding `use`; 1 outside."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _IN_USE.get(letter, ()))
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _MESH_AXES.get(letter, ()))
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
@@ -111,7 +111,7 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array, finish: Callable = lam
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Shards the rows of a batch [B, ...] over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(_IN_USE["B"]))
+    return NamedSharding(mesh, PartitionSpec(_MESH_AXES["B"]))
 
 
 def rows_of_this_process(mesh: Mesh, batch_size: int) -> list[int]:
@@ -167,7 +167,7 @@ def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
     """Returns the spec of an array in use; an axis that its mesh axes do not divide is not sharded."""
     spec = []
     for letter, size in zip(axes, shape, strict=True):
-        mesh_axes = _IN_USE.get(letter, ())
+        mesh_axes = _MESH_AXES.get(letter, ())
         divides = size % math.prod(mesh.shape[axis] for axis in mesh_axes) == 0
         spec.append((mesh_axes if len(mesh_axes) > 1 else mesh_axes[0]) if mesh_axes and divides else None)
     return PartitionSpec(*spec)

@@ -11,7 +11,7 @@ import optax
 from ml_collections import ConfigDict
 
 from prope import model, sharding
-from prope.attention import choose
+from prope.attention import choose_implementation
 from prope.errors import UsageError
 from prope.loss import weighted_loss
 from prope.optimizer import keep_unless, make_optimizer
@@ -20,7 +20,7 @@ from prope.sharding import hash_batch
 log = logging.getLogger("prope")
 
 
-def with_attention(config: ConfigDict, device) -> ConfigDict:
+def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     """Returns the config with "auto" attention resolved for a device, and logs the choice with its reason.
 
     Raises:
@@ -28,7 +28,9 @@ def with_attention(config: ConfigDict, device) -> ConfigDict:
     """
     c = config.model
     try:
-        name, reason = choose(c.attention, device, config.data.seq_len, c.head_dim, c.dtype, config.data.mask_documents)
+        name, reason = choose_implementation(
+            c.attention, device, config.data.seq_len, c.head_dim, c.dtype, config.data.mask_documents
+        )
     except ValueError as error:
         raise UsageError(f"config.model.{error}") from None
     log.info("attention: %s (%s)", name, reason)
@@ -45,7 +47,7 @@ def init_state(config: ConfigDict, optimizer: optax.GradientTransformation) -> t
 
 def prepare(config: ConfigDict, devices: Sequence) -> tuple:
     """Returns (config with its attention resolved, mesh, optimizer, state as shapes with shardings) for devices."""
-    config = with_attention(config, devices[0])
+    config = resolve_attention(config, devices[0])
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices)
     optimizer = make_optimizer(config)
     shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))

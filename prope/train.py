@@ -46,7 +46,7 @@ from prope.optimizer import make_optimizer
 from prope.runtime.processes import broadcast_from_first, is_first, leave, raise_on_all
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
-from prope.step import compile_step, init_state, with_attention
+from prope.step import compile_step, init_state, resolve_attention
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
@@ -79,7 +79,7 @@ def train(
                 validation = open_windows(config.data, config.model.vocab_size, "validation")
             session.startup.mark("data")
             validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
-            local_config = with_attention(config, jax.devices()[0])
+            local_config = resolve_attention(config, jax.devices()[0])
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
         session.attach(path, mesh)
         optimizer = make_optimizer(config)

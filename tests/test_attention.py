@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from prope.attention import attention, choose
+from prope.attention import attention, choose_implementation
 from prope.cost.hlo import array_shapes
 
 
@@ -249,14 +249,14 @@ CHOICES = [
 )
 def test_the_choice_and_its_reason(device, T, H, dtype, masked, choice, why, splash, cudnn):
     about = (device, T, H, dtype, masked)
-    assert choose("auto", *about) == (choice, why)
-    assert choose("xla", *about) == ("xla", "as asked")
+    assert choose_implementation("auto", *about) == (choice, why)
+    assert choose_implementation("xla", *about) == ("xla", "as asked")
     for asked, refusal in (("splash", splash), ("cudnn", cudnn)):
         if refusal is None:
-            assert choose(asked, *about) == (asked, "as asked")
+            assert choose_implementation(asked, *about) == (asked, "as asked")
         else:
             with pytest.raises(ValueError) as refused:
-                choose(asked, *about)
+                choose_implementation(asked, *about)
             assert str(refused.value) == refusal
 
 

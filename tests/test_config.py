@@ -15,7 +15,7 @@ from prope.config import default_config, differences, flat, from_dict, set_layer
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
-from prope.step import batch_shapes, init_state, make_train_step, with_attention
+from prope.step import batch_shapes, init_state, make_train_step, resolve_attention
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
 
@@ -214,7 +214,7 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
     config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
     tpu, gpu = SimpleNamespace(platform="tpu"), SimpleNamespace(platform="gpu", compute_capability="9.0")
     with caplog.at_level("INFO", "prope"):
-        found = [with_attention(config, device).model.attention for device in (jax.devices()[0], tpu, gpu)]
+        found = [resolve_attention(config, device).model.attention for device in (jax.devices()[0], tpu, gpu)]
     assert found == ["xla", "splash", "cudnn"] and config.model.attention == "auto"
     assert caplog.messages == [
         "attention: xla (there is no kernel for a cpu)",
@@ -222,10 +222,10 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
         "attention: cudnn (the fastest on a gpu)",
     ]
     config.data.mask_documents = True
-    assert [with_attention(config, device).model.attention for device in (tpu, gpu)] == ["splash", "xla"]
+    assert [resolve_attention(config, device).model.attention for device in (tpu, gpu)] == ["splash", "xla"]
     config.model.attention, config.data.seq_len = "splash", 200
     with pytest.raises(UsageError) as refused:
-        with_attention(config, tpu)
+        resolve_attention(config, tpu)
     assert str(refused.value) == (
         "config.model.attention=splash cannot be used: the sequence length must be a multiple of 128; got 200; "
         "take auto or xla"

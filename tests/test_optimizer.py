@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prope.config import default_config
-from prope.optimizer import is_matrix, learning_rate, make_optimizer
+from prope.optimizer import has_weight_decay, learning_rate, make_optimizer
 
 
 def config(**fields):
@@ -38,7 +38,7 @@ def params():
 
 
 def test_matrices_decay_and_scales_do_not():
-    mask = is_matrix(params())
+    mask = has_weight_decay(params())
     assert mask == {"layers": {"norm": {"scale": False}, "mlp": {"linear": True}}}
     optimizer = make_optimizer(config(warmup_steps=0))
     zeros = jax.tree.map(jnp.zeros_like, params())

@@ -261,7 +261,7 @@ def test_tokens_are_drawn_from_the_distribution(temperature, top_k, top_p):
     keys = sample.row_keys(3, count)
     scores = jnp.broadcast_to(jnp.asarray(SCORES, jnp.float32), (count, len(SCORES)))
     sampling = Sampling(1, temperature, top_k, top_p)
-    tokens = jax.jit(functools.partial(sample.choose, sampling))(scores, keys, jnp.zeros(count, jnp.int32))
+    tokens = jax.jit(functools.partial(sample.sample_tokens, sampling))(scores, keys, jnp.zeros(count, jnp.int32))
     found = np.bincount(tokens, minlength=len(SCORES))
     support = expected > 0
     assert (found[support] > 0).all() and found[~support].sum() == 0
@@ -276,7 +276,7 @@ def test_draws_of_positions_are_independent():
     count = 20_000
     scores = jnp.broadcast_to(jnp.asarray(SCORES, jnp.float32), (count, len(SCORES)))
     keys = jnp.broadcast_to(jax.random.key(5), (count,))
-    tokens = sample.choose(Sampling(1), scores, keys, jnp.arange(count, dtype=jnp.int32))
+    tokens = sample.sample_tokens(Sampling(1), scores, keys, jnp.arange(count, dtype=jnp.int32))
     pairs = np.zeros((8, 8))
     np.add.at(pairs, (np.asarray(tokens[:-1]), np.asarray(tokens[1:])), 1)
     assert scipy.stats.chi2_contingency(pairs).pvalue > 1e-4

@@ -80,7 +80,7 @@ def prefill(
     B, T = prompts.shape
     cache = model.empty_cache(config, B, T + sampling.length - 1)  # the last generated token is never read
     hidden, cache = model.prefill(config, params, prompts, cache)
-    return choose(sampling, model.logits(params, hidden[jnp.arange(B), lengths - 1]), keys, lengths), cache
+    return sample_tokens(sampling, model.logits(params, hidden[jnp.arange(B), lengths - 1]), keys, lengths), cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="cache")
@@ -103,7 +103,7 @@ def decode(
     def append_token(state):
         i, token, ended, tokens, cache = state
         hidden, cache = model.decode(config, params, token[:, None], cache, lengths + i - 1)
-        token = choose(sampling, model.logits(params, hidden[:, 0]), keys, lengths + i)
+        token = sample_tokens(sampling, model.logits(params, hidden[:, 0]), keys, lengths + i)
         token = jnp.where(ended, PAD, token)
         return i + 1, token, ended | (token == sampling.eos), tokens.at[:, i].set(token), cache
 
@@ -112,7 +112,7 @@ def decode(
     return tokens, cache
 
 
-def choose(
+def sample_tokens(
     sampling: Sampling, logits: Float[Array, "B V"], keys: jax.Array, positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """Samples the token of each row at these positions from its logits."""

@@ -6,7 +6,17 @@ import string
 
 from ml_collections import ConfigDict
 
-from prope.config import ATTENTION, DTYPES, LOSS_ON, MIXTURE, ON_NONFINITE, REMAT, SYNTHETIC, flat, layer_percentages
+from prope.config import (
+    ATTENTION,
+    DTYPES,
+    LOSS_ON,
+    MIXTURE_FIELDS,
+    ON_NONFINITE,
+    REMAT,
+    SYNTHETIC,
+    flat,
+    layer_percentages,
+)
 from prope.errors import UsageError, nearest
 
 # (what a value must satisfy, the error, the fields)
@@ -72,14 +82,16 @@ def validate(config: ConfigDict) -> None:
         require("data.tokenizer", fields["data.tokenizer"] == "byte", "has no effect with synthetic data; remove it")
     mixed = fields["data.dataset"] == "mixture"
     require("data.mixture", mixed == bool(fields["data.mixture"]), "goes with data.dataset=mixture, and that with it")
-    common = {name: fields[f"data.{name}"] for name in MIXTURE[1:]}
+    common = {name: fields[f"data.{name}"] for name in MIXTURE_FIELDS[1:]}
     if not mixed:
         _check_source(common, "data.")
     for number, entry in enumerate(fields["data.mixture"]):
         where = f"data.mixture[{number}]"
         for name in entry:
-            if name not in MIXTURE:
-                raise UsageError(f"config.{where}: has no field {name}{nearest(name, MIXTURE)}; it takes {MIXTURE}")
+            if name not in MIXTURE_FIELDS:
+                raise UsageError(
+                    f"config.{where}: has no field {name}{nearest(name, MIXTURE_FIELDS)}; it takes {MIXTURE_FIELDS}"
+                )
         weight, kind = entry.get("weight"), entry.get("dataset", "mixture").split("/")[0]
         valid = isinstance(weight, int | float) and 0 < weight < math.inf and kind not in ("mixture", "synthetic")
         if not valid:
