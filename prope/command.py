@@ -74,7 +74,7 @@ def run(
                 "computes what fits"
             )
         else:
-            message = traceback.format_exc()
+            message = traceback.format_exc().rstrip()
     print(message, file=sys.stderr, flush=True)
     (os._exit if is_disk_full(failure) else leave)(code)  # at exit, libraries would write to the full disk once more
 

@@ -12,7 +12,6 @@ Ctrl-C. After 75, 76 or a kill the same command goes on.
 
 import functools
 import logging
-import pathlib
 from collections.abc import Iterator
 
 from absl import flags
@@ -43,7 +42,7 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
 from prope.inference.evaluation import make_evaluation
 from prope.optimizer import make_optimizer
-from prope.runtime.processes import broadcast_from_first, is_first, leave, raise_on_all
+from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, resolve_attention
@@ -51,7 +50,7 @@ from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
-from prope.workdir.run import check_disk, check_local, check_same, open_run, read_config, write_config
+from prope.workdir.run import check_disk, check_local, check_same, open_run, open_workdir, write_config
 
 log = logging.getLogger("prope")
 
@@ -73,11 +72,12 @@ def train(
     path = check_local(workdir)
     with open_session(config) as session:
         with raise_on_all():
-            open_workdir(path, config)
+            session.enter(open_workdir(path, config))
             with session.watchdog.paused():  # text is tokenized on first use, maybe for an hour
                 windows = open_windows(config.data, config.model.vocab_size, "train")
                 validation = open_windows(config.data, config.model.vocab_size, "validation")
             session.startup.mark("data")
+            check_count()
             validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
             local_config = resolve_attention(config, jax.devices()[0])
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
@@ -87,13 +87,14 @@ def train(
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))  # of a checkpoint, in bytes
         with raise_on_all():
             check_disk(path, size)
-            if is_first():
-                write_config(path, config)
         log_run(config, state[0], windows)
         session.startup.mark("devices")
 
         checkpoints = session.enter(Checkpoints(path, config.checkpoint))
         start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, windows)
+        with raise_on_all():
+            if is_first():
+                write_config(path, config)
         session.startup.mark("restore" if start else "weights")
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
         writer = session.enter(MetricWriter(config, path, start, stop))
@@ -108,7 +109,8 @@ def train(
 
         def save(step: int) -> None:
             with writer.pause():
-                check_disk(path, size)  # again: disks fill up while runs go on
+                with raise_on_all():
+                    check_disk(path, size)  # again: disks fill up while runs go on
                 identity = {"config": config.to_dict(), "init_hash": init_hash}
                 checkpoints.save(step, params, opt_state, identity, data_state(config, windows, step))
                 session.interrupts.saved()
@@ -136,19 +138,6 @@ def train(
                 save(step)
             session.stop_if_requested(step)
     return writer.summary(init_hash) if is_first() else None
-
-
-def open_workdir(path: pathlib.Path, config: ConfigDict) -> None:
-    """Creates the directory; raises UsageError where it holds another run."""
-    existing = read_config(path)
-    if existing is not None:
-        error = f"--workdir={path}: holds a run of another config"
-        remedy = "; choose another --workdir, or the config that it was started with"
-        check_same(config, existing, error, remedy)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--workdir={path}: cannot be made: {error.strerror}") from error
 
 
 def log_run(config: ConfigDict, params, windows: Windows) -> None:
@@ -199,14 +188,16 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
         log.info("resumed from step %d", step)
         return step, *resumed
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()
     if init_from is not None:
         run = open_run(init_from)
         differing = [line for line in differences(config, run.config) if line.startswith("model.")]
         if differing:
             raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(differing)})")
-        _, params = run.first_undamaged(lambda run: run.params(state[0]))
+        _, initial = run.first_undamaged(lambda run: run.params(state[0]))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()
+    if init_from is not None:
+        params = initial
     return 0, params, opt_state, hash_arrays(params)
 
 

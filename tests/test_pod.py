@@ -16,9 +16,10 @@ import pytest
 from conftest import CONFIG, ROOT, finish, flipped, logged, losses
 
 from prope import command
-from prope.errors import Stopped, UsageError
-from prope.runtime import processes
+from prope.errors import RunFailed, Stopped, UsageError
+from prope.runtime import files, processes
 from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.reader import find_damage
 from prope.workdir.run import open_run
 
 LOGGED = ("--config.log_every=1", "--config.eval.max_windows=7")  # windows that no number of devices divides
@@ -235,6 +236,76 @@ def test_bad_input_of_one_process_ends_both(start_pod, trained, tmp_path):
 def test_what_the_environment_may_not_say(environment, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         processes.start(environment)
+
+
+def start_patched(patch: str, workdir, *arguments, **environment) -> subprocess.Popen:
+    """Starts prope.train on the tiny config, with a line of Python before."""
+    script = f"import os, sys; from prope import train, command; from prope.errors import UsageError\n{patch}\n"
+    script += "command.run(train.main, train.define_flags, train.leave)"
+    command = [sys.executable, "-c", script, CONFIG, f"--workdir={workdir}", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_dir):
+    """As one that is started by hand on a host of a pod, where JAX finds the others without being told."""
+    patch = "import jax; jax.process_count = lambda: 4"
+    process = start_patched(patch, tmp_path / "run", PROPE_CACHE=str(cache_dir))
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: PROPE_PROCESSES is 1, and JAX runs in 4 processes.*=auto.*", stderr.splitlines()[-1])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_on_one_host_ends_all(tmp_path, cache_dir):
+    """Full for the second check, in `save`: the others would wait for this one there."""
+    patch = (
+        "checks = []\n"
+        "def check_disk(path, size):\n"
+        "    checks.append(path)\n"
+        "    if len(checks) == 2 and os.environ['PROPE_PROCESS'] == '1': raise UsageError('the disk is full')\n"
+        "train.check_disk = check_disk"
+    )
+    pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}", "PROPE_CACHE": str(cache_dir)}
+    pod |= {"PROPE_HEARTBEAT_TIMEOUT": "10"}
+    started = [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+    for process in started:
+        _, stderr = process.communicate(timeout=300)
+        assert process.returncode == 2 and "the disk is full" in stderr.splitlines()[-1], stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [[], [10, 20]], ids=["none", "two"])
+def test_all_processes_take_the_list_of_checkpoints_of_the_first_one(tmp_path, steps):
+    """The second one's host sees the directory as it was."""
+    script = (
+        "import sys; from prope.runtime import processes; processes.start()\n"
+        "from prope.workdir.checkpoints import list_steps; print(list_steps(sys.argv[1])); processes.end()"
+    )
+    for folder in [
+        *(f"0/checkpoints/{step}" for step in steps),
+        "1/checkpoints/5",
+        "1/checkpoints/10",
+        "1/checkpoints/7",
+    ]:
+        (tmp_path / folder).mkdir(parents=True)
+    pod = {"PYTHONPATH": str(ROOT), "PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, tmp_path / str(i)], env=os.environ | pod | {"PROPE_PROCESS": str(i)},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    assert [process.communicate(timeout=300)[0].splitlines()[-1] for process in started] == [str(steps)] * 2
+
+
+def test_a_checkpoint_that_only_other_hosts_see_is_not_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    with pytest.raises(RunFailed, match="checkpoints/20: cannot be read: this host does not see it"):
+        find_damage(tmp_path / "checkpoints" / "20")
 
 
 LOST = [

@@ -194,6 +194,7 @@ def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
     assert started.result["init_hash"] == hash_arrays(open_run(workdir).params()) != result["init_hash"]
     refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.rope_percentage=0.5")
+    assert not (tmp_path / "other").exists()
     assert "is another model (model.rope_percentage: 0.75, not 0.5)" in refused.error
 
 
@@ -276,7 +277,7 @@ def test_bad_input_gets_one_line_before_a_device_is_touched(train, tmp_path, arg
     outcome = train(tmp_path / "run", argument, JAX_PLATFORMS="none")
     assert outcome.code == 2
     assert re.search(says, outcome.error), outcome.error
-    assert not (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_config_files_get_one_line(run_command, tmp_path):
@@ -298,9 +299,12 @@ def test_bad_config_files_get_one_line(run_command, tmp_path):
 
 
 def test_a_batch_that_the_devices_cannot_divide(train, tmp_path):
-    outcome = train(tmp_path / "run", "--config.batch_size=12", devices=8)
+    outcome = train(tmp_path / "runs" / "a", "--config.batch_size=12", devices=8)
     assert "batch_size=12: must be a multiple of 8 (accumulation=1 x 8 devices)" in outcome.error
-    assert not (tmp_path / "run" / "config.json").exists()
+    assert not list(tmp_path.iterdir()), "no empty folder is left"
+    (tmp_path / "own").mkdir()
+    assert train(tmp_path / "own", "--config.batch_size=12", devices=8).code == 2
+    assert (tmp_path / "own").is_dir(), "it was there before"
 
 
 def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
@@ -309,7 +313,9 @@ def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
     arguments = ("--config.model.rope_percentage=0.5", "--config.seed=1", "--config.log_every=3")
     outcome = train(workdir, *arguments)
     assert "model.rope_percentage: 0.75, not 0.5" in outcome.error and "seed: 0, not 1" in outcome.error
-    assert "log_every" not in outcome.error
+    assert "log_every" not in outcome.error and "init_from" not in outcome.error
+    longer = train(workdir, "--config.num_steps=40")
+    assert "num_steps: 20, not 40" in longer.error and f"--init_from={workdir} in another --workdir" in longer.error
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 

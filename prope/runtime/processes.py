@@ -81,6 +81,15 @@ def broadcast_from_first(value: int) -> int:
     return value if _count == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def list_from_first(values: list[int]) -> list[int]:
+    """Returns the first process's list; all must call this at the same place."""
+    if _count == 1:
+        return values
+    length = broadcast_from_first(len(values))
+    own = np.resize(np.array([*values, 0], np.int32), length + 1)  # never empty, and as long as the first one's
+    return multihost_utils.broadcast_one_to_all(own).tolist()[:length]
+
+
 def any_process(condition: bool) -> bool:
     """Returns whether a condition holds in any process; all must call this at the same place."""
     return condition if _count == 1 else bool(multihost_utils.process_allgather(np.int32(condition)).any())
@@ -102,6 +111,15 @@ def raise_on_all() -> Iterator[None]:
     for process, row in enumerate(np.asarray(multihost_utils.process_allgather(own))):
         if text := row.tobytes().decode(errors="ignore").strip():
             raise UsageError(message or f"process {process}: {text}")
+
+
+def check_count() -> None:
+    """Raises UsageError where JAX runs in other processes than were configured: libtpu joins the hosts of a pod."""
+    if jax.process_count() != _count:
+        raise UsageError(
+            f"PROPE_PROCESSES is {_count}, and JAX runs in {jax.process_count()} processes, of which this is number "
+            f"{jax.process_index()}: set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"
+        )
 
 
 def check_shared(directory: pathlib.Path) -> None:

@@ -33,11 +33,14 @@ _FILE = 2**26  # bytes that an import collects before it writes them
 
 
 def list_steps(workdir: str | os.PathLike) -> list[int]:
-    """Lists the steps of a run's finished checkpoints, damaged ones included, oldest first."""
+    """Lists the steps of a run's finished checkpoints, damaged ones included, oldest first.
+
+    Several processes take the first one's list: another host may see the directory as it was.
+    """
     directory = pathlib.Path(workdir) / "checkpoints"
     paths = retry_reads(directory, lambda: [path for path in directory.glob("*") if path.is_dir()])
     # Orbax gives a checkpoint's folder its name when all of it is written.
-    return sorted(int(path.name) for path in paths if path.name.isdecimal())
+    return processes.list_from_first(sorted(int(path.name) for path in paths if path.name.isdecimal()))
 
 
 def newest_undamaged(
@@ -86,7 +89,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def steps(self) -> list[int]:
         """Lists the steps of finished checkpoints, damaged ones included, oldest first."""
-        return sorted(self._manager.all_steps())
+        return list_steps(self.directory.parent)
 
     def set_aside(self, step: int) -> None:
         """Renames a damaged checkpoint to N.damaged, so that its step can be saved again; deletes nothing."""

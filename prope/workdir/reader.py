@@ -52,6 +52,8 @@ def find_damage(folder: pathlib.Path) -> str | None:
 
 
 def _find_damage(folder: pathlib.Path) -> str | None:
+    if processes.count() > 1 and not folder.is_dir():  # the first process has listed it
+        raise OSError(errno.ESTALE, "this host does not see it, process 0 does")
     if not (folder / _FILES).is_file():  # the checkpoint is older than these lists
         return None
     try:

@@ -1,10 +1,11 @@
 """A run's directory: config.json, and the checkpoints read from it, which are verified."""
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from ml_collections import ConfigDict
@@ -12,6 +13,7 @@ from ml_collections import ConfigDict
 from prope import config as config_lib
 from prope import model, sharding
 from prope.errors import UsageError
+from prope.runtime import processes
 from prope.runtime.files import read_json, write_atomic
 from prope.workdir.checkpoints import list_steps, newest_undamaged
 from prope.workdir.reader import CheckpointReader
@@ -52,6 +54,7 @@ class Run:
 
     def params(self, abstract: model.Params | None = None) -> model.Params:
         """Reads all parameters onto devices, sharded as `abstract` is; by default over all devices."""
+        processes.check_count()
         if abstract is None:
             abstract = sharding.with_shardings(self.checkpoint.shapes, sharding.make_mesh())
         return self.checkpoint.restore(params=abstract)["params"]
@@ -81,6 +84,30 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
         return Run(path, config, [step for step in reversed(steps) if step <= newest], remedy)
 
     return newest_undamaged(path / "checkpoints", steps[::-1], open_at, remedy)[1]
+
+
+@contextlib.contextmanager
+def open_workdir(path: pathlib.Path, config: ConfigDict) -> Iterator[None]:
+    """Creates the directory, unless it holds another run; removes it where the run is refused before it writes."""
+    existing = read_config(path)
+    if existing is not None:
+        error = f"--workdir={path}: holds a run of another config"
+        remedy = "; choose another --workdir, or the config that it was started with"
+        if config.num_steps > existing.num_steps:  # which the learning rate depends on
+            remedy += f"; --init_from={path} in another --workdir trains its parameters for longer"
+        check_same(config, existing, error, remedy)
+    created = [folder for folder in (path / "checkpoints", path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--workdir={path}: cannot be made: {error.strerror}") from error
+    try:
+        yield
+    except UsageError:
+        for folder in created:
+            with contextlib.suppress(OSError):  # not empty, or another process has removed it
+                folder.rmdir()
+        raise
 
 
 def find_runs(workdir: str | os.PathLike) -> list[pathlib.Path]:
