@@ -18,9 +18,9 @@ Expected   On 106 articles of 20230601.en, by p: validation loss (mean and stand
            p = 0.75   1.6417  0.0039     1.664  1.928  2.500  2.867
            p = 1      1.6481  0.0057     1.671  1.912  2.463  2.893
 
-           p = 0 barely learns in so few steps. p = 0.75 is below p = 1 with every seed, by 0.0064 (95 % interval 0.0021 to
-           0.0107); p = 0.25 and 0.5 are not distinguishable from p = 1. The report has the intervals. Windows beyond
-           512: python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=48
+           p = 0 barely learns in so few steps. p = 0.75 is below p = 1 with every seed, by 0.0064 (95 % interval:
+           0.0021 to 0.0107); p = 0.25 and 0.5 are not distinguishable from p = 1. The report has the intervals.
+           Windows beyond 512: python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=48
 """
 
 from prope.config import default_config, sized
