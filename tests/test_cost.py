@@ -160,7 +160,10 @@ def test_chips_are_found_by_what_jax_calls_them():
 
 def test_the_roofline_is_the_slowest_part():
     traffic = {"all-gather": {"count": 2, "bytes": 3e11}, "all-reduce": {"count": 1, "bytes": 1e11}}
-    parts = {"compute": 1.0, "memory": 0.5, "communication": 2.0}
+    parts = {"compute": 1.0, "memory": 0.5, "communication": 2.0, "between_slices": 0.0}
     assert cost.roofline_seconds(197e12, 819e9 / 2, traffic, cost.CHIPS["v5e"]) == {"step": 2.0} | parts
-    parts |= {"compute": 3.0, "communication": None, "memory": 0.25}
+    slow = traffic | {"all-reduce between slices": {"count": 1, "bytes": 25e9}}  # of one chip of 8 behind 25 GB/s
+    found = cost.roofline_seconds(197e12, 819e9 / 2, slow, cost.CHIPS["v5e"])
+    assert found == {"step": 8.0} | parts | {"between_slices": 8.0}
+    parts |= {"compute": 3.0, "communication": None, "memory": 0.25, "between_slices": None}
     assert cost.roofline_seconds(3 * 989e12, 1.2e12, traffic, cost.CHIPS["H200"]) == {"step": 3.0} | parts

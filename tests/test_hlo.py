@@ -114,6 +114,37 @@ def test_collectives_of_a_module_written_by_hand():
     }
 
 
+BETWEEN_SLICES = """
+HloModule hand, is_scheduled=true, num_partitions=4
+
+ENTRY %main (x: f32[100,8,128], y: bf16[64]) -> f32[100,8,128] {
+  %x = f32[100,8,128]{2,1,0:T(8,128)} parameter(0)
+  %y = bf16[64]{0:T(1024)} parameter(1)
+  %token = token[] after-all()
+  %send = (f32[100,8,128]{2,1,0:T(8,128)}, u32[]{:S(2)}, token[]) send(%x, %token), channel_id=2, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_reduce_operation="SUM",\
+_xla_megascale_target="{1,2:4}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[100,8,128]{2,1,0:T(8,128)}, u32[]{:S(2)}, token[]) recv(%token), channel_id=1, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_reduce_operation="SUM",\
+_xla_megascale_target="{1,2:4}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %received = (f32[100,8,128]{2,1,0:T(8,128)}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %gathered = bf16[256]{0:T(1024)} all-gather(%y), channel_id=3, replica_groups={{0,1,2,3}}
+  ROOT %result = f32[100,8,128]{2,1,0:T(8,128)} get-tuple-element(%received), index=0
+}
+"""
+
+
+def test_traffic_between_slices_is_apart_from_that_within_one():
+    """As libtpu writes it: each slice is a module, and hosts exchange what crosses. A ring of 4 passes 2 x 3/4 on."""
+    size = 4 * 100 * 8 * 128
+    assert hlo.collectives(BETWEEN_SLICES) == {
+        "all-gather": {"count": 1, "bytes": 512},
+        "all-reduce between slices": {"count": 1, "bytes": size * 3 // 2},
+    }
+    assert hlo.hbm_bytes(BETWEEN_SLICES) == 2 * size + 128 + 512
+
+
 def test_hbm_bytes_of_a_module_written_by_hand():
     fetched, updated, taken = 4 * 1024, 4 * 4 * 1024, 2 * 4 * 1024
     gathered = 2 * 64 + 2 * 1024  # the part is read where it starts: it is counted with what is written there

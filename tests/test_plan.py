@@ -69,6 +69,32 @@ def test_several_slices_hold_a_replica_each(plan):
     found = plan(*SMALL, *options).result
     assert found["fits"] and found["chips"] == 8 and found["batch_size"] == 4
     assert found["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    # A chip's quarter of the gradients goes to the other slice: the layers' in bfloat16; those of the embedding as a
+    # table and as the head are summed after, in float32.
+    head, between = 25_600 * 256, found["collectives"]["all-reduce between slices"]["bytes"]
+    assert between == pytest.approx((2 * 4 * head + 2 * (found["parameters"] - head)) / 4, rel=0.01)
+    assert found["ideal_seconds_by"]["between_slices"] == pytest.approx(between / 6.25e9)
+    assert found["ideal_step_seconds"] == found["ideal_seconds_by"]["between_slices"], "the slowest of all"
+
+
+PAGES = {
+    "gemma_2b_wiki": ["v5p:4x4x4"], "gemma_2b_flan": ["v5p:4x4x4"],
+    "gemma_2b_wiki on v5e": ["v5e:16x16", "--config.accumulation=1", "--config.model.remat=save_qkv"],
+    "gemma_2b_flan on v5e": ["v5e:16x16", "--config.accumulation=1", "--config.model.remat=save_qkv"],
+    "gemma_300m_wiki": ["v5p:1x1x1"],  # which stands for a GPU: no compiler of one is here
+}  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_fits_the_hardware_that_it_names(run_command, page):
+    topology, *flags = PAGES[page]
+    file = f"--config={ROOT}/configs/{page.split()[0]}.py"
+    done = run_command("prope.plan", file, f"--topology={topology}", *flags, ALLOW_MULTIPLE_LIBTPU_LOAD="true")
+    assert done.result["fits"], done.result["peak_bytes_per_chip"]
+    if page == "gemma_300m_wiki":
+        assert done.result["peak_bytes_per_chip"] < 80e9
 
 
 @needs_libtpu

@@ -24,15 +24,17 @@ class Chip:
     hbm_bytes: float
     hbm_bandwidth: float
     ici_bandwidth: float | None = None  # None: depends on how many chips share a node
+    dcn_bandwidth: float | None = None  # bytes/s between slices: those of a host's network cards / its chips
 
 
 # TPU: peaks from Cloud TPU's page of each chip (v4: scaling-book, tpus.md); HBM is what XLA lets a program use; ICI
-# is links x one-way bandwidth of scaling-book, tpus.md (4 links, v4 and v5p 6). GPU: NVIDIA's data sheets, dense bf16.
+# is links x one-way bandwidth of scaling-book, tpus.md (4 links, v4 and v5p 6). Network cards of a host, Cloud TPU's
+# pages: 200 Gbit/s for 8 chips of v5e and 4 of v5p, 800 for 8 of v6e. GPU: NVIDIA's data sheets, dense bf16.
 CHIPS = {
     "v4": Chip(("TPU v4",), 275e12, 30.75 * 2**30, 1.2e12, 6 * 4.5e10),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * 2**30, 819e9, 4 * 5e10),
-    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74 * 2**30, 2765e9, 6 * 1e11),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * 2**30, 1638e9, 4 * 1e11),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * 2**30, 819e9, 4 * 5e10, 25e9 / 8),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74 * 2**30, 2765e9, 6 * 1e11, 25e9 / 4),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * 2**30, 1638e9, 4 * 1e11, 100e9 / 8),
     "A100-40GB": Chip(("NVIDIA A100-SXM4-40GB",), 312e12, 40e9, 1555e9),
     "A100-80GB": Chip(("NVIDIA A100-SXM4-80GB",), 312e12, 80e9, 2039e9),
     "H100": Chip(("NVIDIA H100 80GB HBM3",), 989e12, 80e9, 3350e9),
@@ -46,17 +48,21 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str, int]], chip: Chip) -> dict:
-    """Computes lower bounds of the step's seconds: by compute, memory, communication, and "step", their maximum.
+    """Computes lower bounds of the step's seconds: by what takes them, and "step", their maximum.
+
+    "communication" is that within a slice, over its links; "between_slices" that over the data-centre network.
 
     Args:
       flops: of one chip, `count_flops` / chips.
       hbm: bytes of one chip, from `prope.cost.hlo.hbm_bytes`.
       traffic: of one chip, from `prope.cost.hlo.collectives`.
-      chip: from `CHIPS`. If its links are not known, "communication" is None and not in the maximum.
+      chip: from `CHIPS`. What takes links that are not known is None and not in the maximum.
     """
-    bounds = {"compute": flops / chip.flops, "memory": hbm / chip.hbm_bandwidth, "communication": None}
-    if chip.ici_bandwidth:
-        bounds["communication"] = sum(kind["bytes"] for kind in traffic.values()) / chip.ici_bandwidth
+    bounds = {"compute": flops / chip.flops, "memory": hbm / chip.hbm_bandwidth}
+    between = sum(counts["bytes"] for kind, counts in traffic.items() if kind.endswith("between slices"))
+    within = sum(counts["bytes"] for counts in traffic.values()) - between
+    rates = {"communication": (within, chip.ici_bandwidth), "between_slices": (between, chip.dcn_bandwidth)}
+    bounds |= {name: bandwidth and size / bandwidth for name, (size, bandwidth) in rates.items()}
     return {"step": max(filter(None, bounds.values()), default=0.0)} | bounds
 
 

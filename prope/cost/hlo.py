@@ -16,7 +16,8 @@ _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast"
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async",
-         "after-all", "partition-id", "replica-id", "opt-barrier")  # fmt: skip
+         "after-all", "partition-id", "replica-id", "opt-barrier", "send", "recv")  # fmt: skip
+_BETWEEN_SLICES = r'_xla_megascale_target="\{([\d,:]+)\}.*?_xla_megascale_transfer_type="(\w+)"'
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveDone")
 
 
@@ -25,6 +26,8 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
 
     "bytes" is the larger of operand and result on one chip, doubled for an all-reduce: the traffic of each chip of a
     ring of n, without the factor (n - 1) / n; for an all-to-all, an upper bound. A start and its done count once.
+    What passes between slices has kinds of its own, "all-reduce between slices", with that factor. libtpu compiles a
+    slice's module alone, in which hosts send and receive for their chips.
 
     Raises:
       ValueError: a loop whose length the text does not give; the error names it.
@@ -200,6 +203,12 @@ def _collectives_in(module: dict, computation: _Computation) -> Counter:
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
                 counts.update({(kind, "count"): 1, (kind, "bytes"): size * (2 if kind == "all-reduce" else 1)})
+        elif x.opcode == "recv" and (match := re.search(_BETWEEN_SLICES, x.attributes)):
+            ends = [list(map(int, numbers.split(":"))) for numbers in match[1].split(",")]
+            slices, size = sum(end[-1] - end[0] + 1 for end in ends), x.arrays[0].bytes
+            kind = f"{match[2].lower().replace('_', '-')} between slices"
+            size = 2 * size * (slices - 1) // slices if match[2] == "ALL_REDUCE" else size
+            counts.update({(kind, "count"): 1, (kind, "bytes"): size})
     return counts
 
 
@@ -216,6 +225,8 @@ def _hbm_in(module: dict, computation: _Computation) -> Counter:
         elif opcode in _UPDATES:
             update = operands[1 if opcode == "dynamic-update-slice" else -1]
             total += update.hbm + (update.bytes if x.hbm else 0)
+        elif x.opcode in ("send", "recv"):
+            total += x.arrays[0].bytes
         elif not (x.free or opcode.endswith(("-start", "-update"))):
             total += sum(operand.hbm for operand in operands) + x.hbm
     return Counter(bytes=total)
