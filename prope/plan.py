@@ -8,8 +8,8 @@ perfect overlap. A real step takes longer.
 
 A topology is a TPU generation and the shape of a slice in chips: v5e:4x4, v5p:4x4x4, v6e:16x16. --slices=N joins N
 slices by the data-centre network, with a replica of the parameters on each; what crosses it is counted apart, at the
-speed of a host's network cards. --search tries every remat with more and
-more sequences per chip and plans the fastest that fits.
+speed of a host's network cards. --search tries every remat with more and more sequences per chip and plans the fastest
+that fits.
 """
 
 from absl import flags
