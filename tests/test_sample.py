@@ -15,6 +15,7 @@ from test_model import draw, forward, reference, small
 
 from prope import model
 from prope.cost.hlo import array_shapes
+from prope.data.tokenizer import EOS
 from prope.errors import UsageError
 from prope.inference import generation as sample
 from prope.inference.generation import Sampling
@@ -318,6 +319,17 @@ def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path
     assert one["texts"] == [one["text"]] == result["texts"][2:]
     spread = run_command("prope.sample", *arguments, "--prompt=Return the", f"--prompts={file}", devices=4)
     assert spread.result["texts"] == result["texts"], "on four devices"
+
+
+def test_a_text_ends_before_its_eos(run, monkeypatch):
+    """Position 1 + len(prompt) is the first that is sampled; the row of the longer prompt has ended by then."""
+    letters = np.frombuffer(b"__klm", np.uint8).astype(np.int32) + 4
+    drawn = jnp.asarray([*letters, EOS, *letters])
+    monkeypatch.setattr(sample, "sample_tokens", lambda sampling, logits, keys, positions: drawn[positions])
+    jax.clear_caches()  # of the functions with the real one
+    result = sample.continue_prompts(str(run), None, ["a", "abc", "abcd"], Sampling(4), 0)
+    jax.clear_caches()
+    assert result["texts"] == ["klm", "m", ""] and result["tokens"] == 4 + 2 + 1
 
 
 @pytest.mark.slow
