@@ -275,6 +275,28 @@ def test_hashes_on_the_host_are_those_of_the_devices():
     assert int(sharding.hash_bits(layers)) == hash_on_host(layers)
 
 
+@pytest.mark.parametrize("by_array", [True, False], ids=["hashes by array", "one hash"])
+def test_one_byte_of_the_optimizer_state_is_noticed_by_its_hash(run, tmp_path, by_array):
+    """In an array, as no checksum of a file or of a compressed chunk would notice it."""
+    folder = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "20"
+    shutil.rmtree(folder.parent / "10")
+    config = read_config(tmp_path / "run")
+    state = jax.jit(functools.partial(init_state, config, make_optimizer(config)))()[1]
+    state = jax.tree.map(lambda leaf: np.array((leaf * 0.9 + 1).astype(leaf.dtype)), state)  # as `run` saves it
+    saved = json.loads((folder / "config" / "metadata").read_text())
+    assert hash_arrays(state) == saved["hashes"]["opt_state"]
+    leaves = jax.tree.leaves(state)
+    for leaf in (leaves[0], leaves[-1]):
+        leaf.reshape(-1).view(np.uint8)[0] ^= 1
+        saved["hashes"]["opt_state"] = hash_arrays(state)
+        saved["array_hashes"]["opt_state"] = array_hashes(state) if by_array else {}
+        (folder / "config" / "metadata").write_text(json.dumps(saved))
+        readers.list_files(folder)
+        with pytest.raises(UsageError, match="checkpoint 20 is damaged .opt_state.* is not what was saved"):
+            start(config, tmp_path / "run")
+        leaf.reshape(-1).view(np.uint8)[0] ^= 1
+
+
 # --- Imports ----------------------------------------------------------------------------------------------------
 
 
