@@ -62,4 +62,4 @@ if __name__ == "__main__":
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     launcher_flags = sys.argv[end + 1 :]
     del sys.argv[end:]
-    command.run(lambda: main(launcher_flags), define_flags)
+    command.run(lambda: main(launcher_flags), define_flags, uses_devices=False)

@@ -5,16 +5,20 @@ Its docstring is the text of `--help`. It imports JAX and its room inside `main`
 Logs go to stderr; the dictionary that `main` returns is printed to stdout as the last line.
 """
 
+import importlib.util
 import inspect
 import json
 import logging
 import os
+import pathlib
 import re
 import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 from absl import flags
 
@@ -31,10 +35,19 @@ from prope.errors import (
 )
 
 _WIDTH = 120  # columns of --help
+_STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
+_KINDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a tuple",
+    type(None): "a whole number or None",
+}  # fmt: skip
+_ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
 
 
 def run(
-    main: Callable[[], dict | None], define_flags: Callable[[], None], leave: Callable[[int], None] = sys.exit
+    main: Callable[[], dict | None],
+    define_flags: Callable[[], None],
+    leave: Callable[[int], None] = sys.exit,
+    uses_devices: bool = True,
 ) -> None:
     """Parses the flags, runs `main` and prints its result; an expected error becomes one line and an exit code.
 
@@ -42,8 +55,11 @@ def run(
       main: computes the result; None prints nothing.
       define_flags: defines the command's absl flags.
       leave: called with the exit code: 2 for invalid input, 1 for a failed run, others in `errors.py`.
+      uses_devices: whether JAX computes in this process.
     """
-    answer_help(define_flags, main.__globals__["__doc__"])
+    prepare(define_flags, main.__globals__["__doc__"], uses_devices)
+    _on_ctrl_c(_interrupt)
+    sys.unraisablehook = _interrupt_later
     ours = logging.getLogger("prope")
     ours.setLevel(logging.INFO)
     ours.propagate = False
@@ -58,8 +74,7 @@ def run(
         failure, code = error, error.code
         message = f"{'error' if isinstance(error, UsageError) else 'stopped'}: {error}"
     except KeyboardInterrupt as error:
-        failure, code = error, INTERRUPTED
-        message = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
+        failure, code, message = error, INTERRUPTED, _STOPPED
     except Exception as error:
         failure, code = error, RunFailed.code
         if is_disk_full(error):
@@ -75,13 +90,18 @@ def run(
             )
         else:
             message = traceback.format_exc().rstrip()
+    _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
     print(message, file=sys.stderr, flush=True)
     (os._exit if is_disk_full(failure) else leave)(code)  # at exit, libraries would write to the full disk once more
 
 
-def answer_help(define_flags: Callable[[], None], doc: str) -> None:
-    """Prints `doc` and the flags and exits with code 0, where the command line has --help or -h."""
+def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = True) -> None:
+    """Answers --help with `doc` and the flags, or prepares for the import of JAX; call it before."""
     if not {"--help", "-h"} & set(sys.argv[1:]):
+        _on_ctrl_c(_leave)
+        accelerators = [path for name in _ACCELERATORS for path in pathlib.Path("/dev").glob(name)]
+        if uses_devices and not accelerators and importlib.util.find_spec("libtpu"):
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu logs errors where there is no TPU
         return
     own = [flags.FLAGS[name] for name in _define(define_flags)]
     rows = ((f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}", _meaning(flag)) for flag in own)
@@ -92,6 +112,32 @@ def answer_help(define_flags: Callable[[], None], doc: str) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     print(text, flush=True)
     sys.exit(0)
+
+
+def _on_ctrl_c(handler) -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background
+        signal.signal(signal.SIGINT, handler)
+
+
+def _leave(_number: int, _frame) -> None:
+    """Leaves at once: while JAX is imported there is nothing to tidy up."""
+    print(_STOPPED, file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
+
+def _interrupt(_number: int, _frame) -> None:
+    """Raises KeyboardInterrupt once; another Ctrl-C ends the process."""
+    _on_ctrl_c(signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _interrupt_later(ignored) -> None:
+    """Repeats a Ctrl-C whose KeyboardInterrupt was ignored, as in a callback of the garbage collector such as JAX's."""
+    if isinstance(ignored.exc_value, KeyboardInterrupt):
+        _on_ctrl_c(_interrupt)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def _define(define_flags: Callable[[], None]) -> list[str]:
@@ -157,17 +203,20 @@ def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
         if name not in known:
             return f"--config.{name}: there is no such config field{nearest(name, known)}"
     if isinstance(error, flags.UnrecognizedFlagError):
-        field = next((field for field in known if f".{field}".endswith(f".{error.flagname}")), None)
-        hint = f" (did you mean --config.{field}?)" if field else nearest(error.flagname, own, "--")
-        return f"--{error.flagname}: there is no such flag{hint}; --help lists the flags"
+        wrong, names = error.flagname, {part: f"config.{n}" for n in reversed(known) for part in (n, n.split(".")[-1])}
+        names |= {name: name for name in own}
+        longer = sorted((name for name in names if wrong in name and len(wrong) > 3), key=len)
+        close = longer or get_close_matches(wrong, names, 1, 0.5)
+        hint = f" (did you mean --{names[close[0]]}?)" if close else ""
+        return f"--{wrong}: there is no such flag{hint}; --help lists the flags"
     if missing := re.search(r"Flag (--\w+) must have a value", str(error)):
         return f"{missing[1]}: must be given; --help lists the flags"
-    lines = [line for line in str(error.args[0]).splitlines() if line.strip()]
+    lines = [line for line in str(*error.args[:1]).splitlines() if line.strip()] or [type(error).__name__]
     if "before a value for --config" in lines[0]:
         return "--config.FIELD=VALUE: must come after --config=FILE"
     for name, value in overrides:
         if name in str(error):
-            return f"--config.{name}={value}: not a value of type {type(known[name]).__name__}"
+            return f"--config.{name}={value}: must be {_KINDS[type(known[name])]}: {_describe_fields()[name][1]}"
     if number := re.match(r"flag --(\w+)=(.*): (invalid literal|could not convert)", lines[0]):
         return f"--{number[1]}={number[2]}: must be {flags.FLAGS[number[1]].parser.syntactic_help}"
     if isinstance(error, flags.Error) and len(lines) == 1:

@@ -123,8 +123,12 @@ def one_or_per_layer(model: ConfigDict, values: Sequence) -> float | int | list:
 
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:
     """Sets rope_percentage to one value per layer, although the field's type is one number."""
+    try:
+        percentages = tuple(map(float, percentages))
+    except (TypeError, ValueError):
+        raise UsageError(f"rope_percentage of layers: {percentages}: must be fractions in [0, 1]") from None
     with config.model.ignore_type():
-        config.model.rope_percentage = tuple(map(float, percentages))
+        config.model.rope_percentage = percentages
 
 
 def sized(config: ConfigDict, size: str) -> ConfigDict:

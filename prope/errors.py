@@ -50,7 +50,7 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
-def nearest(name: str, known, prefix: str = "") -> str:
+def nearest(name: str, known) -> str:
     """Returns ' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {prefix}{match[0]}?)" if match else ""
+    return f" (did you mean {match[0]}?)" if match else ""

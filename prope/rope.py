@@ -32,7 +32,7 @@ def num_rotated_pairs(head_dim: int, rope_percentage: float) -> int:
     """
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be even and positive, because RoPE rotates pairs of lanes; got {head_dim}")
-    if not 0 <= rope_percentage <= 1:  # also refuses nan
+    if rope_percentage is None or not 0 <= rope_percentage <= 1:  # also refuses nan
         raise ValueError(f"rope_percentage must be a fraction in [0, 1] (1: RoPE, 0: NoPE); got {rope_percentage}")
     return int(rope_percentage * head_dim // 2)
 

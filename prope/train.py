@@ -31,7 +31,7 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":  # before JAX is imported, so that --help answers at once
-    command.answer_help(define_flags, __doc__)
+    command.prepare(define_flags, __doc__)
 
 import jax
 

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 from conftest import ROOT
 from launchers import launch, refused
 
+from prope import command
 from prope.command import _describe_fields
 from prope.config import default_config, flat
 
@@ -183,6 +185,12 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
     ("module", "arguments", "says"),
     [
         ("train", ["--num_steps=5"], "--num_steps: there is no such flag (did you mean --config.num_steps?)"),
+        ("train", ["--steps=5"], "--steps: there is no such flag (did you mean --config.num_steps?)"),
+        (
+            "train",
+            ["--config={c}", "--config.model.rope_percentage=None"],
+            "--config.model.rope_percentage=None: must be a number: p in [0, 1]: 1 is RoPE, 0 is NoPE",
+        ),
         ("train", ["--rope_percentage=1"], "(did you mean --config.model.rope_percentage?)"),
         ("train", ["--model.head_dim=8"], "(did you mean --config.model.head_dim?)"),
         ("train", ["--wrokdir=W"], "--wrokdir: there is no such flag (did you mean --workdir?)"),
@@ -226,3 +234,71 @@ def test_setup_remembers_only_an_install_that_worked(works, tmp_path):
     assert done.stdout == ("0 yes\n" if works else "1 no\n")
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == (1 if works else 2) and calls[0].endswith("--editable .[gpu]")
+
+
+# Commands as a module of a user's would define them; what they print first is waited for.
+INTERRUPTED = {
+    "in a callback of the garbage collector": (
+        "import gc\n"
+        "def callback(*_):\n    say('ready')\n    time.sleep(1)\n"
+        "def main():\n    gc.callbacks.append(callback)\n    gc.collect()\n"
+        "    gc.callbacks.clear()\n    time.sleep(60)",
+        1,
+        130,
+    ),
+    "twice": (
+        "def main():\n    try:\n        say('ready')\n        time.sleep(60)\n"
+        "    finally:\n        say('ready')\n        time.sleep(60)",
+        2,
+        -signal.SIGINT,
+    ),
+    "while leaving": (
+        "import atexit\natexit.register(lambda: (say('ready'), time.sleep(60)))\n"
+        "def main():\n    say('ready')\n    time.sleep(60)",
+        2,
+        -signal.SIGINT,
+    ),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+def test_ctrl_c_ends_a_command_without_a_traceback(when):
+    code, presses, expected = INTERRUPTED[when]
+    script = f"import sys, time\nfrom prope import command\ndef say(word): print(word, flush=True)\n{code}\n"
+    process = start_python("-c", f"{script}\ncommand.run(main, lambda: None)")
+    for _ in range(presses):
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    line = "stopped by Ctrl-C; the same command goes on from the last checkpoint\n"
+    assert (process.returncode, stderr) == (expected, "" if when == "twice" else line)
+
+
+@pytest.mark.parametrize("module", ["prope.train", "prope.evaluate"])
+def test_ctrl_c_during_the_import_of_jax(tmp_path, module):
+    (tmp_path / "jax.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    arguments = [f"--config={ROOT}/configs/quickstart.py"] if module == "prope.train" else []
+    process = start_python("-m", module, *arguments, f"--workdir={tmp_path}", path=f"{tmp_path}:{ROOT}")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and re.fullmatch("stopped by Ctrl-C; .*\n", stderr)
+
+
+def start_python(*arguments, path=str(ROOT)) -> subprocess.Popen:
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **output)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("chosen", [None, "tpu"])
+def test_libtpu_is_left_alone_where_there_is_no_accelerator(tmp_path, monkeypatch, accelerator, chosen):
+    (tmp_path / "libtpu.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prope.evaluate"])
+    monkeypatch.setattr(command, "_ACCELERATORS", ["null" if accelerator else "accel*"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    environ = {} if chosen is None else {"JAX_PLATFORMS": chosen}
+    monkeypatch.setattr(os, "environ", environ)
+    command.prepare(lambda: None, "")
+    assert environ.get("JAX_PLATFORMS") == (chosen or (None if accelerator else "cpu"))

@@ -217,6 +217,7 @@ def test_a_table_can_be_cut_to_a_smaller_p(p):
         (ValueError, {"rope_percentage": 1.5}, "rope_percentage .*1.5"),
         (ValueError, {"rope_percentage": -0.1}, "rope_percentage .*-0.1"),
         (ValueError, {"rope_percentage": math.nan}, "rope_percentage .*nan"),
+        (ValueError, {"rope_percentage": None}, "rope_percentage must be a fraction .*None"),
         (ValueError, {"max_wavelength": 1}, "max_wavelength .*1"),
         (ValueError, {"max_wavelength": math.inf}, "max_wavelength .*inf"),
         (ValueError, {"head_dim": 32}, "head_dim=32.*64"),

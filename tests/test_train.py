@@ -247,8 +247,8 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
             "config.model.rope_percentag: .*did you mean model.rope_percentage",
         ),
         ("--config.modle.head_dim=64", "config.modle.head_dim: .*did you mean model.head_dim"),
-        ("--config.num_steps=many", "config.num_steps=many: not a value of type int"),
-        ("--config.num_steps=1.5", "config.num_steps=1.5: not a value of type int"),
+        ("--config.num_steps=many", "config.num_steps=many: must be a whole number: optimizer steps"),
+        ("--config.num_steps=1.5", "config.num_steps=1.5: must be a whole number: optimizer steps"),
         ("--config.model.rope_percentage=1.5", r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]"),
         (
             "--config.model.rope_percentage=-0.1",
@@ -287,6 +287,12 @@ def test_bad_config_files_get_one_line(run_command, tmp_path):
          "    c.model.rope_percentag = 1.0\n    return c", "rope_percentag.*did you mean rope_percentage"),
         ("from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
          "    c.num_steps = 'many'\n    return c", r"file\.py line 4: TypeError: .*num_steps.*many is of original"),
+        ("from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
+         "    c.model.rope_percentage = None\n    return c",
+         r"config\.model\.rope_percentage=None: must have a value, such as 1\.0$"),
+        ("from prope.config import default_config, set_layer_percentages as set_layers\ndef get_config():\n"
+         "    c = default_config()\n    set_layers(c, [None, 1])\n    return c",
+         r"file\.py line 4: rope_percentage of layers: \[None, 1\]: must be fractions in \[0, 1\]$"),
     ):  # fmt: skip
         (tmp_path / "file.py").write_text(text)
         outcome = run_command("prope.train", f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run")

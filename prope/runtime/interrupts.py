@@ -90,10 +90,11 @@ class Interrupts(contextlib.AbstractContextManager):
         """Restarts the save timer."""
         self._saved_at = time.monotonic()
 
-    def _interrupt(self, number: int, _frame) -> None:
-        """Handles a signal in the main thread: Ctrl-C before training raises KeyboardInterrupt, as always."""
+    def _interrupt(self, number: int, frame) -> None:
+        """Handles a signal in the main thread: before training, Ctrl-C is handled as before this context."""
         if number == signal.SIGINT and not self.training:
-            raise KeyboardInterrupt
+            previous = self._previous[number]
+            (previous if callable(previous) else signal.default_int_handler)(number, frame)
 
     def _read_signals(self) -> None:
         """Reads signals from the wake-up pipe, in a thread."""

@@ -14,6 +14,7 @@ from prope.config import (
     ON_NONFINITE,
     REMAT,
     SYNTHETIC,
+    default_config,
     flat,
     layer_percentages,
 )
@@ -51,6 +52,8 @@ def validate(config: ConfigDict) -> None:
     """
     fields = flat(config)
     require = functools.partial(_require, fields, "")
+    for name, default in flat(default_config()).items():
+        require(name, default is None or fields[name] is not None, f"must have a value, such as {default}")
     layers = layer_percentages(config.model)
     allowed = "must be a fraction in [0, 1], where 1 is RoPE and 0 is NoPE"
     require("model.rope_percentage", all(0 <= p <= 1 for p in layers), allowed)  # first: nan is not finite either
