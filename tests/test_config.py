@@ -117,6 +117,17 @@ def test_a_value_out_of_range_is_named(field, value, says):
         validate(config)
 
 
+def test_the_ends_of_ranges_are_values():
+    config = default_config()
+    config.update_from_flattened_dict({
+        "optimizer.b1": 0.0, "optimizer.b2": 0.0, "optimizer.weight_decay": 0.0, "optimizer.warmup_steps": 0,
+        "optimizer.final_learning_rate": 0.0, "watchdog_minutes": 0.0, "checkpoint.every_minutes": 0.0, "seed": 0,
+        "num_steps": 1, "log_every": 1, "batch_size": 1, "model.num_layers": 1, "checkpoint.max_to_keep": 1,
+        "eval.max_windows": 1, "data.position_range": 2**31,
+    })  # fmt: skip
+    validate(config)
+
+
 @pytest.mark.parametrize("p", [0, 0.0, 1, 1.0])
 def test_both_ends_of_p_are_values(p):
     config = default_config()

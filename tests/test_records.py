@@ -84,3 +84,12 @@ def test_a_torn_line_loses_itself_only(tmp_path, caplog, torn):
     assert read_jsonl(path) == [{"step": 1}, {"step": 3}, {"step": 4}]
     assert f"{path}: line 2 is not JSON and is skipped" in caplog.text
     assert [json.loads(line) for line in path.read_bytes().splitlines()[2:]] == [{"step": 3}, {"step": 4}]
+
+
+def test_json_that_cannot_be_read_counts_as_missing_unless_there_is_a_remedy(tmp_path):
+    path = tmp_path / "a.json"
+    assert read_json(path) is None and read_json(path, "restore it") is None
+    path.write_text('{"cut": ')
+    assert read_json(path) is None
+    with pytest.raises(UsageError, match="a.json: not readable as JSON .*; restore it"):
+        read_json(path, "restore it")
