@@ -41,6 +41,7 @@ _KINDS = {
     type(None): "a whole number or None",
 }  # fmt: skip
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
+_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",)}  # other packages are always installed
 
 
 def run(
@@ -87,6 +88,12 @@ def run(
                 f"stopped: out of memory ({first_line(error)}): lower the batch size or the length of the windows; "
                 "training also takes a higher config.accumulation, or config.model.remat=full; python -m prope.plan "
                 "computes what fits"
+            )
+        elif isinstance(error, ModuleNotFoundError) and not error.name.startswith("prope"):
+            package, code = error.name.split(".")[0], UsageError.code
+            extra = next((extra for extra, names in _EXTRAS.items() if package in names), "")
+            message = (
+                f"error: the Python package {package} is not installed: pip install -e {extra or '.'} in the clone"
             )
         else:
             message = traceback.format_exc().rstrip()

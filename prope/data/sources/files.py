@@ -11,13 +11,15 @@ import os
 import pathlib
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import TypeVar
 
 from prope.data.sources.base import MAX_DOCUMENT, Chunk, Document, Source, TextRule, check_utf8, chunk_bytes, too_long
 from prope.errors import UsageError
-from prope.runtime.files import read_json, write_atomic
+from prope.runtime.files import read_json, retry_reads, write_atomic
 
+T = TypeVar("T")
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
 _GZIP_RATIO = 3  # about how much gzip shrinks text
@@ -63,20 +65,28 @@ def _chunks(folder: pathlib.Path, paths: list[pathlib.Path], rule: TextRule) -> 
 
 def _read_texts(paths: tuple[pathlib.Path, ...]) -> Iterator[Document]:
     for path in paths:
-        with _open(path) as file:
-            text = file.read(MAX_DOCUMENT + 1)
-        yield Document(check_utf8(text, str(path)))
+
+        def read(path=path) -> bytes:
+            with _open(path) as file:
+                return file.read(MAX_DOCUMENT + 1)
+
+        yield Document(check_utf8(_retry(path, read), str(path)))
 
 
 def _read_lines(path: pathlib.Path, rule: TextRule, start: int, stop: float) -> Iterator[Document]:
     """Yields the documents of the lines that start at the bytes start .. stop - 1."""
-    with _open(path) as file:
+    with _retry(path, functools.partial(_open, path)) as file:
+        offset, number = start, 0
+
+        def next_line() -> bytes:
+            if file.tell() != offset:  # a read has failed within the line
+                file.seek(offset)
+            return file.readline(2 * MAX_DOCUMENT)
+
         if start:
-            file.seek(start - 1)
-            while (skipped := file.readline(2**20)) and not skipped.endswith(b"\n"):
-                pass
-        offset, number = file.tell(), 0
-        while offset < stop and (line := file.readline(2 * MAX_DOCUMENT)):
+            offset = start - 1
+            offset += len(_retry(path, next_line))
+        while offset < stop and (line := _retry(path, next_line)):
             offset, number = offset + len(line), number + 1
             if line.strip():
                 try:
@@ -110,14 +120,20 @@ def _lines_before(path: pathlib.Path, start: int) -> int:
         return next(n for n in itertools.count() if file.tell() >= start or not file.readline())
 
 
-@contextlib.contextmanager
 def _open(path: pathlib.Path):
-    """Opens a file, gzipped or not; re-raises the errors of a damaged gzip file as a UsageError that names it."""
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            yield file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UsageError(f"{path}: is damaged or cut short ({error}); copy it again") from None
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _retry(path: pathlib.Path, read: Callable[[], T]) -> T:
+    """Calls `read`, again where the storage fails; a damaged gzip file becomes a UsageError that names it."""
+
+    def checked() -> T:
+        try:
+            return read()
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UsageError(f"{path}: is damaged or cut short ({error}); copy it again") from None
+
+    return retry_reads(path, checked)
 
 
 def _hash_files(paths: list[pathlib.Path], cache: pathlib.Path) -> dict[pathlib.Path, str]:
@@ -139,5 +155,8 @@ def _hash_files(paths: list[pathlib.Path], cache: pathlib.Path) -> dict[pathlib.
 
 
 def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    def read() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return retry_reads(path, read)

@@ -1,13 +1,15 @@
 """TFDS datasets on disk, as ArrayRecord or TFRecord, read without TensorFlow, Beam or a network."""
 
+import contextlib
 import functools
 import itertools
+import os
 import pathlib
-import struct
 from collections.abc import Iterator
 
 from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes
 from prope.errors import UsageError, nearest
+from prope.runtime.files import retry_reads
 
 
 def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
@@ -18,6 +20,8 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:
+        for file in ("dataset_info.json", "features.json"):
+            _check_readable(folder / file)
         raise incomplete(name, data_dir, f"its dataset_info.json or features.json cannot be read ({error})") from None
     texts = [feature for feature, kind in info.features.items() if isinstance(kind, tfds.features.Text)]
     has = f"splits {sorted(info.splits)}, text features {sorted(texts)}"
@@ -63,19 +67,28 @@ def _read(
     name: str, data_dir: pathlib.Path, folder: pathlib.Path, file_format: str, rule: TextRule,
     shard: pathlib.Path, length: int, start: int, stop: int,
 ) -> Iterator[Document]:  # fmt: skip
-    """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records."""
+    """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records.
+
+    Where a record cannot be read, it is tried once more, if the storage permits the file to be read at all.
+    """
     features = _features(folder)
-    position = start
-    try:
-        for record in _READERS[file_format](str(shard), start, None if stop == length else stop):
-            position += 1
-            if position <= stop:
-                yield rule.document(features.deserialize_example_np(record), f"{shard} record {position}")
-    except UsageError:
-        raise
-    except Exception as error:  # what the record readers raise on a damaged file has no common type
-        reason = " ".join(str(error).split())[:200]  # one of them quotes the whole record
-        raise incomplete(name, data_dir, f"{shard.name} is damaged after {position} records ({reason})") from None
+    position, failed = start, None
+    while True:
+        try:
+            for record in _READERS[file_format](str(shard), position, None if stop == length else stop):
+                if position < stop:
+                    yield rule.document(features.deserialize_example_np(record), f"{shard} record {position + 1}")
+                position += 1
+            break
+        except UsageError:
+            raise
+        except Exception as error:  # what the record readers raise has no common type
+            _check_readable(shard)
+            if failed == position:
+                reason = " ".join(str(error).split())[:200]  # one of them quotes the whole record
+                reason = f"{shard.name} is damaged after {position} records ({reason})"
+                raise incomplete(name, data_dir, reason) from None
+            failed = position
     if position != stop:
         raise incomplete(name, data_dir, f"{shard.name} holds {position} of its {length} records")
 
@@ -97,14 +110,34 @@ def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
     """Yields records start .. stop - 1 of a TFRecord file; to its end if stop is None."""
     import grain
 
-    offset = 0
-    with open(path, "rb") as file:
-        for _ in range(start):  # a record is its length, 4 bytes, its data, 4 bytes
-            offset += struct.unpack("<Q", file.read(8))[0] + 16
-            file.seek(offset)
+    offsets = _record_offsets(path)
     records = iter(grain.experimental.TFRecordIterDataset(path))
-    records.set_state({"reader_offset": offset})
+    records.set_state({"reader_offset": offsets[min(start, len(offsets) - 1)]})
     return itertools.islice(records, None if stop is None else stop - start)
+
+
+@functools.lru_cache(1)  # a worker reads chunk after chunk of the same shard
+def _record_offsets(path: str) -> list[int]:
+    """Lists where the records of a TFRecord file begin: each is its length, 4 bytes, its data, 4 bytes."""
+    offsets = [0]
+    with open(path, "rb", buffering=0) as file:
+        while header := os.pread(file.fileno(), 8, offsets[-1]):
+            offsets.append(
+                min(offsets[-1] + int.from_bytes(header, "little") + 16, 2**62)
+            )  # in a damaged file, far away
+    return offsets
+
+
+def _check_readable(path: pathlib.Path) -> None:
+    """Reads a whole file; raises RunFailed where the storage fails again and again, or does not permit it."""
+
+    def read() -> None:
+        with path.open("rb") as file:
+            while file.read(2**24):
+                pass
+
+    with contextlib.suppress(FileNotFoundError):
+        retry_reads(path, read)
 
 
 _READERS = {"array_record": array_record, "tfrecord": tfrecord}
@@ -130,15 +163,24 @@ def incomplete(name: str, data_dir: pathlib.Path, reason: str) -> UsageError:
 
 def download_hint(name: str, data_dir: str | pathlib.Path) -> str:
     """Returns the end of an error message: the commands that download or prepare a dataset."""
-    if not name.startswith("wikipedia"):
+    dataset, *config = name.replace(":", "/").split("/")
+    if dataset != "wikipedia":
         return (
             f"; prepare it with TFDS (any machine): tfds build {name} --file_format=array_record --data_dir={data_dir}"
         )
+    from tensorflow_datasets.text.wikipedia import Wikipedia
+
+    known = [known.name for known in Wikipedia.BUILDER_CONFIGS]
+    if config and config[0] not in known:
+        hint = nearest(config[0], known)
+        return f"; there is no wikipedia/{config[0]}{hint}: give one of {len(known)} such as wikipedia/20230601.simple"
 
     def copy(config: str) -> str:
         target = f"{data_dir}/wikipedia/{config}"
         return f"mkdir -p {target} && gcloud storage cp -r gs://tfds-data/datasets/wikipedia/{config}/1.0.0 {target}/"
 
+    if config and config[0] not in ("20230601.simple", "20230601.en"):
+        return f"; download the prepared copy: {copy(config[0])}"
     return (
         f"; download the prepared copy (284 MB): {copy('20230601.simple')} "
         f"(config.data.dataset=wikipedia/20230601.simple), or all of English (21 GB): {copy('20230601.en')}"
