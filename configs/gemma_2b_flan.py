@@ -22,7 +22,9 @@ Hardware   As gemma_2b_wiki.py: a slice of 64 TPU v5p, or, with the flags there,
 Hours      42 billion tokens, about 7.1e20 FLOPs: 12 hours on 64 v5p at 55 % of their peak. Computed, not measured.
 Expected   Not yet run. Assumed, because the paper does not say: the steps, the batch and the share of validation
            documents, as in gemma_2b_wiki.py; the template; that every token is predicted; and the weights of the parts,
-           which are those of the Flan 2022 collection.
+           which are those of the Flan 2022 collection. There they are shares of the examples, here of the tokens: a
+           part with long examples has fewer of them here. The paper does not say which it means. Validation weighs
+           the parts as training does; eval.jsonl also has the loss of each.
 """
 
 from prope.config import default_config, sized

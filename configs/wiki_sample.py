@@ -5,12 +5,12 @@ What       1.0 M parameters on windows of 512 bytes of a few MB of Wikipedia art
            length differences between p are small, which is why every p has three seeds.
 Command    python launch/sweep.py --config=configs/wiki_sample.py --workdir=W --config.data.data_dir=DATA
            python -m prope.report --sweep=W
-           DATA holds wikipedia/20230601.en in TFDS's layout, whole or a few articles. For a whole Wikipedia add
-           --config.eval.max_windows=512, since every validation window is evaluated otherwise.
+           DATA holds wikipedia/20230601.en in TFDS's layout, whole or a few articles under that name. For a whole
+           Wikipedia add --config.eval.max_windows=512, since every validation window is evaluated otherwise.
 Hardware   Two CPU cores and 2 GB of memory.
 Hours      1.2: 15 runs of 4.5 minutes, at 9,200 tokens/s.
-Expected   On 106 articles of 20230601.en, by p: validation loss (mean and standard deviation of 3 seeds), and the loss
-           on 48 windows of 512, 1024, 2048 and 4096 tokens:
+Expected   On 106 articles of May 2016, stored under that name; by p, the validation loss (mean and standard deviation
+           of 3 seeds), and the loss on 48 windows of 512, 1024, 2048 and 4096 tokens:
 
            p = 0      2.5068  0.0006     2.516  2.506  2.511  2.517
            p = 0.25   1.6479  0.0197     1.669  1.650  1.698  1.815

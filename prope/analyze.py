@@ -6,7 +6,7 @@
 
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with every number.
 A directory of runs also gets a page that compares them. The model runs one layer at a time, in float32, over the
-beginnings of validation documents. --theory checks the paper's statements instead and draws Figures 2 and 8.
+beginnings of documents. --theory checks the paper's statements instead and draws Figures 2 and 8.
 """
 
 import logging
@@ -25,11 +25,13 @@ def define_flags() -> None:
     """Defines the command's flags."""
     flags.DEFINE_string("workdir", None, "directory of a run, or one with runs below it: all are analysed")
     flags.DEFINE_integer("step", None, "checkpoint to analyse; the newest by default", lower_bound=0)
-    flags.DEFINE_integer("sequences", 8, "number of validation documents whose beginnings are read", lower_bound=1)
+    flags.DEFINE_integer("sequences", 8, "number of documents whose beginnings are read", lower_bound=1)
     flags.DEFINE_integer("seq_len", None, "tokens of each; the training length by default", lower_bound=1)
-    flags.DEFINE_string("text", None, "file to read instead of validation documents")
+    flags.DEFINE_string("text", None, "file to read instead of documents")
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
     flags.DEFINE_string("data_dir", None, "folder of the dataset, as in config.data.data_dir")
+    split = "documents to read; by default validation, and all of a text that the run was not trained on"
+    flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
     flags.DEFINE_string("layers", None, "layers to measure, as in 0,3; all by default")
     flags.DEFINE_string("heads", None, "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default")
     flags.DEFINE_integer("channels", 4, "semantic channels to ablate; 0 saves that time", lower_bound=0)

@@ -40,7 +40,7 @@ from prope.config import differences
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
-from prope.inference.evaluation import make_evaluation
+from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
 from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.session import open_session

@@ -31,7 +31,7 @@ H = 32
 
 def asked(**flags) -> types.SimpleNamespace:
     names = {"sequences": 3, "channels": 2, "again": False} | dict.fromkeys(
-        ("step", "seq_len", "text", "dataset", "data_dir", "layers", "heads")
+        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads")
     )
     return types.SimpleNamespace(**names | flags)
 

@@ -365,10 +365,19 @@ def test_text_that_is_not_text(tmp_path):
 
 def test_a_split_without_documents(tmp_path):
     folder = write_text(tmp_path / "text", articles(3))
-    refused(
-        settings(tmp_path, "files", folder, validation_fraction=1e-9),
-        "no document falls into the validation split",
+    config = settings(tmp_path, "files", folder, validation_fraction=1e-9)
+    with pytest.raises(UsageError, match="files: no document falls into the validation split with .*=1e-09; change it"):
+        Windows(config, 260, "validation")
+    assert len(documents_of(prepare.open_store(config, 260), "all")) == 3
+
+
+def test_a_training_window_is_not_longer_than_the_text(tmp_path):
+    folder = write_text(tmp_path / "text", articles(30))
+    longer = (
+        "config.data.seq_len=100000000: longer than the train split of files .*text, [0-9,]+ tokens; choose a shorter"
     )
+    with pytest.raises(UsageError, match=longer):
+        Windows(settings(tmp_path, "files", folder, seq_len=10**8), 260, "train")
 
 
 def test_tokenizers_that_do_not_fit(tmp_path, sentencepiece_model):

@@ -16,7 +16,7 @@ from prope import model
 from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference import evaluation as evaluate
-from prope.inference import paired
+from prope.inference import losses, paired
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run, read_config, write_config
 
@@ -232,7 +232,7 @@ def test_long_windows_are_finite_and_their_scores_never_whole(runs, p, monkeypat
         return lambda *arguments: traced.append(jax.make_jaxpr(function)(*arguments)) or compiled(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate.jax, "jit", spy)
+        patch.setattr(losses.jax, "jit", spy)
         (record,) = ask(runs / p, seq_len="8x", max_windows=2)
     assert record["seq_len"] == 8 * T and len(record["by_position"]) == 64
     expected = token_by_token(runs / p, 8 * T, [0, count_windows(runs / p, 8 * T) // 2])
@@ -251,8 +251,8 @@ def count_windows(workdir, T):
 
 def test_windows_of_8192_tokens_are_told_apart_by_thousands(runs, monkeypatch):
     root = lambda hidden, table, targets: jnp.sqrt(jnp.arange(1.0, targets.shape[1] + 1))[None] + 0 * targets  # noqa: E731
-    monkeypatch.setattr(evaluate, "token_losses", root)
-    short, long = ask(runs / "rope", seq_len="8191,8192", max_windows=1)
+    monkeypatch.setattr(losses, "token_losses", root)
+    short, long = ask(runs / "rope", seq_len="8191,8192", max_windows=1, split="all")
     assert [part["to"] for part in short["by_position"]][:3] == [8, 16, 24]
     starts = [part["from"] for part in long["by_position"]]
     assert starts == [1024 * n for n in range(len(starts))] and len(starts) == math.ceil(long["tokens"] / 1024)
@@ -326,13 +326,17 @@ def test_what_is_found_is_the_same_and_whole(runs, tmp_path, base):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_last_and_all(runs, run_command):
+def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
     outcome = run_command("prope.evaluate", f"--workdir={runs}", "--seq_len=32,1x", "--max_windows=5")
     assert outcome.code == 0, outcome.stderr
-    assert len(outcome.result["evaluations"]) == 4
-    last = outcome.result["evaluations"][-1]
-    assert outcome.result == last | {"evaluations": outcome.result["evaluations"]}
+    short, last = outcome.result.pop("evaluations"), outcome.result
+    assert len(short) == 4 and len(json.dumps(short[0])) < 250 and short[-1].items() <= last.items()
     assert (last["workdir"], last["seq_len"]) == (str(runs / "rope"), T)
+    header, *rows = [line.split() for line in outcome.stderr.splitlines()[-5:]]
+    assert header[:6] == ["run", "step", "p", "seq_len", "tokens", "loss"]
+    expected = [["nope", "9", "0", "32"], ["nope", "9", "0", "64"], ["rope", "9", "1", "32"], ["rope", "9", "1", "64"]]
+    assert [row[:4] for row in rows] == expected
+    assert [row[5] for row in rows] == [f"{record['loss']:.4f}" for record in short]
     one = run_command("prope.evaluate", f"--workdir={runs / 'rope'}", "--max_windows=5")
     assert one.result == last
     assert one.stderr.count("\n") == 1 and "is in eval.jsonl" in one.stderr

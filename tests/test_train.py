@@ -16,7 +16,7 @@ from test_data import NAME, articles, write_tfds
 from prope import command, sharding
 from prope.data.windows import Windows
 from prope.errors import UsageError
-from prope.inference.evaluation import make_evaluation
+from prope.inference.losses import make_evaluation
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.reader import CheckpointReader

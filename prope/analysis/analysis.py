@@ -24,9 +24,10 @@ from prope.workdir.run import Run, find_runs, open_run
 log = logging.getLogger("prope")
 
 # Flags that change the result, and fields of analysis.json that the command prints.
-_OPTIONS = ("sequences", "seq_len", "text", "dataset", "data_dir", "layers", "heads", "channels")
+_OPTIONS = ("sequences", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "channels")
 _PRINTED = (
-    "sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage", "step", "workdir",
+    "source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage",
+    "step", "workdir",
 )  # fmt: skip
 
 
@@ -48,12 +49,12 @@ def analyse(workdir: pathlib.Path, options) -> dict:
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, run.step)
         return saved
     start = time.monotonic()
-    tokens, token_names, source = read_sequences(run.config, options)
+    tokens, token_names, text = read_sequences(run, options)
     B, T = tokens.shape
 
     def measure(run: Run) -> tuple[Walk, dict]:
         walk = Walk(config, run, tokens)
-        log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, source)
+        log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, text["source"])
         with matmul_precision(walk.config.dtype):
             return walk, measure_layers(walk, layers, options.channels)
 
@@ -64,7 +65,7 @@ def analyse(workdir: pathlib.Path, options) -> dict:
         "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
         "rotated_pairs": walk.pairs if len(set(walk.pairs)) > 1 else walk.pairs[0],
         "head_dim": config.head_dim, "max_wavelength": config.max_wavelength, "seed": run.config.seed,
-        "source": source, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,
+        **text, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,
         "frequencies": frequencies(config.head_dim, config.max_wavelength).tolist(),
         "heads": heads, "rank_correlation": census.rank_correlation([(heads, census.sharing(measured["layers"]))]),
         "shown": [

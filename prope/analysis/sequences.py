@@ -1,18 +1,18 @@
-"""Reads the sequences of an analysis: the beginnings of validation documents, or a text."""
+"""Reads the sequences of an analysis: the beginnings of documents, or a text."""
 
 import logging
 import pathlib
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from prope.analysis.measures import FROM
 from prope.config import override_dataset
-from prope.data.mixture import open_windows
+from prope.data.mixture import open_text
 from prope.data.synthetic import Synthetic, text_of
 from prope.data.tokenizer import BOS, load_tokenizer, token_name
 from prope.errors import UsageError
 from prope.runtime.validate import validate
+from prope.workdir.run import Run
 
 log = logging.getLogger("prope")
 
@@ -20,43 +20,47 @@ SHOWN = 48  # tokens of a map
 LEAST = FROM + 1  # tokens of a sequence
 
 
-def read_sequences(config: ConfigDict, options) -> tuple[np.ndarray, list[str], str]:
+def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
     """Reads the sequences to analyse.
 
     Args:
-      config: of the run.
-      options: flags `text, dataset, data_dir, seq_len, sequences`.
+      run: whose data it is.
+      options: flags `text, dataset, data_dir, split, seq_len, sequences`.
 
     Returns:
-      Ids [B, T], the first sequence's tokens by name, and the dataset or file.
+      Ids [B, T], the first sequence's tokens by name, and {"source": dataset or file, "split": of a dataset}.
     """
+    config = run.config
     generated = config.data.dataset.startswith("synthetic/")
     if options.text is not None:
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokens = read_text(options.text, tokenizer)[None, : options.seq_len or config.data.seq_len]
-        source = options.text
+        source, split = options.text, None
     else:
         config = config.copy_and_resolve_references()
         data = config.data
         data.seq_len = options.seq_len or data.seq_len
         override_dataset(data, options.dataset, options.data_dir)
         validate(config)
-        windows = open_windows(data, config.model.vocab_size, "validation")
+        split = options.split or (None if options.dataset or options.data_dir else "validation")
+        trained_on = run.checkpoint.read_json("data").get("fingerprint")
+        windows = open_text(data, config.model.vocab_size, split, trained_on)
         documents = windows.document_starts(options.sequences)
         longest = max(map(len, documents), default=0)
         if longest < LEAST:
             raise UsageError(
-                f"config.data.dataset={data.dataset}: no validation document has {LEAST} tokens; give a --text=FILE"
+                f"config.data.dataset={data.dataset}: no document of split {windows.split} has {LEAST} tokens; give a "
+                "--text=FILE"
             )
         tokens = np.stack([document for document in documents if len(document) == longest])
         if len(tokens) < options.sequences or longest < data.seq_len:
-            log.info("found %d validation documents of %d tokens", len(tokens), longest)
+            log.info("found %d documents of %d tokens in split %s", len(tokens), longest, windows.split)
         tokenizer = None if isinstance(windows, Synthetic) else load_tokenizer(data.tokenizer)
-        source = data.dataset
+        source, split = data.dataset, windows.split
     if tokens.max() >= config.model.vocab_size:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")
     names = [text_of([t]) if generated and tokenizer is None else token_name(tokenizer, t) for t in tokens[0, :SHOWN]]
-    return tokens.astype(np.int32), names, source
+    return tokens.astype(np.int32), names, {"source": source, "split": split}
 
 
 def read_text(path: str, tokenizer) -> np.ndarray:

@@ -5,16 +5,16 @@ n times a source's share, give or take two.
 """
 
 import itertools
-import math
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from prope.data.batch import Batch, padding
 from prope.data.sources.find import weighted_sources
-from prope.data.store.arrays import SPLITS, Store, integer_shares, mixture_fingerprint
+from prope.data.store.arrays import Store, integer_shares, mixture_fingerprint
 from prope.data.synthetic import Synthetic
 from prope.data.windows import Windows
+from prope.errors import UsageError
 
 
 def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture | Synthetic":
@@ -24,34 +24,48 @@ def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mi
     return (Mixture if data.dataset == "mixture" else Windows)(data, vocab_size, split)
 
 
+def open_text(data: ConfigDict, vocab_size: int, split: str | None, trained_on: str | None):
+    """Opens the windows of a text to evaluate or analyse.
+
+    With `split` None it is the validation split of the text that a run was trained on, which has the fingerprint
+    `trained_on`, and all of another text.
+    """
+    if data.dataset.startswith("synthetic/"):
+        if split not in (None, "validation"):
+            raise UsageError(f"--split={split}: {data.dataset} is generated, without end: only validation is finite")
+    elif split is None:
+        windows = open_windows(data, vocab_size, "all")
+        if windows.store.fingerprint != trained_on:
+            return windows
+    return open_windows(data, vocab_size, split or "validation")
+
+
 class Mixture:
     """Has the interface of `Windows`. Its windows are those of the sources, one source after the other.
 
-    The shares are those of training. Evaluation reads every validation window of every source once. The counts of
-    `store.index` are sums, and its `unigram_loss` the mean over tokens, each under the frequencies of its own source.
+    Weights count windows, so tokens: a source of weight 0.4 has 40 % of the windows of training. Where prompts are not
+    predicted, sources have other shares of the predicted tokens, and so of the loss: `shares`.
     """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
-        weights, sources = zip(*weighted_sources(data), strict=True)
-        self._windows = [Windows(source, vocab_size, split) for source in sources]
-        self._shares = integer_shares(weights)
-        self._sources, self._ranks = interleave_sources(self._shares)
-        self._offsets = np.cumsum([0] + [windows.count for windows in self._windows])
+        self.weights, sources = zip(*weighted_sources(data), strict=True)
+        self.split, self.seq_len, self.position_range = split, data.seq_len, data.position_range
+        self.sources = [Windows(source, vocab_size, split) for source in sources]
+        self._parts = integer_shares(self.weights)
+        self._order, self._ranks = interleave_sources(self._parts)
+        self._offsets = np.cumsum([0] + [windows.count for windows in self.sources])
         self.count = int(self._offsets[-1])
-        self.seq_len, self.position_range = data.seq_len, data.position_range
-        stores = [windows.store for windows in self._windows]
-        index = {s: {name: sum(st.index[s][name] for st in stores) for name in stores[0].index[s]} for s in SPLITS}
-        targets = [store.targets("validation") for store in stores]
-        losses = [store.index["unigram_loss"] for store in stores]
-        index["unigram_loss"] = math.fsum(t * loss for t, loss in zip(targets, losses, strict=True)) / sum(targets)
-        self.store = Store("", mixture_fingerprint(weights, stores), index)
+        stores = [windows.store for windows in self.sources]
+        predicted = [store.targets("train") / max(store.count("tokens", "train"), 1) for store in stores]
+        self.shares = np.multiply(self.weights, predicted) / np.dot(self.weights, predicted)
+        self.store = Store("", mixture_fingerprint(self.weights, stores), {})
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
-        cycle, entry = divmod(example, len(self._sources))
-        source = self._sources[entry]
-        example_of_source = cycle * self._shares[source] + int(self._ranks[entry])
-        return int(self._offsets[source]) + self._windows[source].at(example_of_source, seed)
+        cycle, entry = divmod(example, len(self._order))
+        source = self._order[entry]
+        example_of_source = cycle * self._parts[source] + int(self._ranks[entry])
+        return int(self._offsets[source]) + self.sources[source].at(example_of_source, seed)
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does."""
@@ -60,14 +74,14 @@ class Mixture:
         batch = padding(len(indices), self.seq_len)
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
-            for name, values in self._windows[source].read(indices[rows] - self._offsets[source]).items():
+            for name, values in self.sources[source].read(indices[rows] - self._offsets[source]).items():
                 batch[name][rows] = values
         return batch
 
     def document_starts(self, count: int) -> list[np.ndarray]:
         """Returns beginnings of documents, as `Windows.document_starts`; from every source about equally many."""
-        shares = [len(range(source, count, len(self._windows))) for source in range(len(self._windows))]
-        starts = (windows.document_starts(n) for windows, n in zip(self._windows, shares, strict=True) if n)
+        counts = [len(range(source, count, len(self.sources))) for source in range(len(self.sources))]
+        starts = (windows.document_starts(n) for windows, n in zip(self.sources, counts, strict=True) if n)
         return list(itertools.chain.from_iterable(starts))
 
 

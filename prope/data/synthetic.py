@@ -80,8 +80,10 @@ class Synthetic:
                 f"seq_len={self.seq_len}: windows of {data.dataset} need at least {_MIN_TOKENS[self.task]} tokens; "
                 "raise config.data.seq_len"
             )
+        self.name, self.split, self.sources, self.weights, self.shares = data.dataset, split, [self], [1.0], [1.0]
         self._validation = split == "validation"
         self.count = _VALIDATION_WINDOWS if self._validation else _ENTRIES
+        self.length = self.count * self.seq_len
         counts = {"tokens": 1, "documents": 0, "given": 0, "bytes": 1}
         index = dict.fromkeys(SPLITS, counts) | {"unigram_loss": float(np.log(LETTERS))}
         self.store = Store("", fingerprint_of({"dataset": data.dataset, "format": _FORMAT}), index)

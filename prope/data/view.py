@@ -10,9 +10,7 @@ from ml_collections import ConfigDict
 from prope.data import synthetic
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
-from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store
-from prope.data.store.build import open_store
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
 from prope.data.windows import train_batch
@@ -46,12 +44,11 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
             lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
         print("\n".join(lines), end="\n\n")
     sources, lengths = [], {}
-    for weight, data in [] if isinstance(windows, Synthetic) else weighted_sources(config.data):
-        name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
-        lengths[name] = document_lengths(open_store(data, config.model.vocab_size))
-        sources.append({"dataset": name, "weight": weight, **_summarize(lengths[name], config.data.seq_len)})
+    for weight, source in [] if isinstance(windows, Synthetic) else zip(windows.weights, windows.sources, strict=True):
+        lengths[source.name] = measured = document_lengths(source.store)
+        sources.append({"dataset": source.name, "weight": weight, **_summarize(measured, config.data.seq_len)})
         quantiles = ", ".join(f"{key} {value:,}" for key, value in sources[-1]["document_tokens"].items())
-        print(f"{name}: document lengths in tokens: {quantiles}")
+        print(f"{source.name}: document lengths in tokens: {quantiles}")
     if plot:
         draw_lengths(lengths, config.data.seq_len, plot)
     return {

@@ -21,23 +21,35 @@ from ml_collections import ConfigDict
 
 from prope.data.batch import Batch
 from prope.data.store.arrays import Store
-from prope.data.store.build import open_store
+from prope.data.store.build import check_split, open_store
 from prope.data.tokenizer import BOS, PAD
+from prope.errors import UsageError
 
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 
 class Windows:
-    """The windows of one split of the token store that a config names."""
+    """The windows of one split, train, validation or all, of the token store that a config names.
+
+    `sources`, their `weights` in windows and `shares` of the predicted tokens are lists because a mixture has several.
+    """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
         self.store: Store = open_store(data, vocab_size)
+        check_split(self.store, data, split)
+        self.name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
+        self.split, self.sources, self.weights, self.shares = split, [self], [1.0], [1.0]
         self.seq_len = data.seq_len  # T
         self.position_range = data.position_range  # R, from which `train_batch` draws positions; None: 0 .. T-1
         self._mask_documents = data.mask_documents
         self._tokens = self.store.tokens(split)
-        self._length = self._tokens.shape[0]
-        self.count = -(-(self._length - 1) // self.seq_len)  # of windows; the last one may be padded
+        self.length = self._tokens.shape[0]
+        self.count = -(-(self.length - 1) // self.seq_len)  # of windows; the last one may be padded
+        if split == "train" and self.seq_len > self.length:
+            raise UsageError(
+                f"config.data.seq_len={self.seq_len}: longer than the train split of {self.name}, "
+                f"{self.length:,} tokens; choose a shorter window, or add text"
+            )
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
@@ -46,7 +58,7 @@ class Windows:
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order."""
         T = self.seq_len
-        reads = [self._tokens[i * T : min(i * T + T + 1, self._length)].read() for i in map(int, indices)]
+        reads = [self._tokens[i * T : min(i * T + T + 1, self.length)].read() for i in map(int, indices)]
         stream = np.full((len(reads), T + 1), PAD, np.int32)
         real, is_prompt = np.zeros((2, len(reads), T + 1), bool)
         for row, read in enumerate(reads):
@@ -71,7 +83,7 @@ class Windows:
         The stream is cut into `count` intervals. Of each it is the first document with T tokens that begins there, or
         the longest one if there is none.
         """
-        cuts = [self._length * number // count for number in range(count + 1)]
+        cuts = [self.length * number // count for number in range(count + 1)]
         starts = [self._document_start(start, stop) for start, stop in itertools.pairwise(cuts)]
         return [tokens for tokens in starts if len(tokens)]
 
@@ -79,7 +91,7 @@ class Windows:
         best = np.zeros(0, np.int32)
         for first in range(start, stop, _SCAN_TOKENS):
             last = min(first + _SCAN_TOKENS, stop)
-            elements = self._tokens[first : min(last + self.seq_len, self._length)].read().result()
+            elements = self._tokens[first : min(last + self.seq_len, self.length)].read().result()
             tokens, _ = self.store.decode(elements)
             borders = np.flatnonzero(tokens == BOS)
             for begin, end in itertools.pairwise([*borders, len(tokens)]):

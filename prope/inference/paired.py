@@ -7,8 +7,9 @@ W/eval/STEP/FINGERPRINT-SEQ_LEN-WINDOWS.npz therefore holds, for an evaluation o
 loss    float32 [C, Q]: sums of the loss in nats, by document and by bucket of positions in the window
 tokens  int32 [C, Q]: numbers of tokens
 edges   int64 [Q + 1]: bucket q holds positions edges[q] .. edges[q + 1] - 1
+source  int64 [C], shares float64 [S]: of a mixture, the source of every document, and the share of every source
 
-Axes: C documents, in the order of the windows, Q buckets of positions.
+Axes: C documents, in the order of the windows, Q buckets of positions, S sources.
 """
 
 import io
@@ -54,18 +55,32 @@ def difference_of(losses: Sequence[float]) -> Difference:
     return Difference(statistics.fmean(losses), stderr, len(losses))
 
 
-def mean_and_stderr(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
+def mean_and_stderr(
+    loss: np.ndarray, tokens: np.ndarray, source: np.ndarray | None = None, shares: Sequence[float] = (1.0,)
+) -> tuple[float, float | None]:
     """Computes the loss per token and its standard error from sums by document.
 
-    The mean is a ratio of two sums that both vary by document. Its standard error is the jackknife's (Efron and
-    Tibshirani, An Introduction to the Bootstrap, eq. 11.5): with mean_c the mean without document c,
+    Of a mixture it is the mean over sources, weighted by their shares; sources without tokens do not count.
+
+    The mean of a source is a ratio of two sums that both vary by document. Its standard error is the jackknife's (Efron
+    and Tibshirani, An Introduction to the Bootstrap, eq. 11.5): with mean_c the mean without document c,
     sqrt((C - 1) / C * sum_c (mean_c - average of all mean_c)^2). Where few documents hold most of the tokens, the
     usual linear formula is much too small.
 
     Args:
       loss: [C] nats, summed over the tokens of a document.
       tokens: [C] numbers of tokens. Documents without tokens do not count; with fewer than two, the error is None.
+      source: [C] indices into `shares`, by default one source.
+      shares: [S] of the predicted tokens.
     """
+    source = np.zeros(len(tokens), int) if source is None else source
+    present = [s for s in range(len(shares)) if tokens[source == s].any()]
+    means, errors = zip(*(_mean_of_source(loss[source == s], tokens[source == s]) for s in present), strict=True)
+    share = np.take(shares, present) / np.take(shares, present).sum()
+    return float(np.dot(share, means)), None if None in errors else float(np.linalg.norm(share * errors))
+
+
+def _mean_of_source(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
     nonempty = tokens > 0
     loss, tokens = np.asarray(loss, np.float64)[nonempty], np.asarray(tokens, np.float64)[nonempty]
     mean, C = float(loss.sum() / tokens.sum()), len(tokens)
@@ -103,7 +118,7 @@ def paired_difference(
             f"{workdir}: has no evaluation with {fields}; run python -m prope.evaluate --workdir={workdir} with the "
             "flags of the other run's"
         )
-    (loss, tokens, edges), (loss_b, tokens_b, _) = map(_read_sums, workdirs, pair)
+    (loss, tokens, edges, *sources), (loss_b, tokens_b, *_) = map(_read_sums, workdirs, pair)
     if loss.shape != loss_b.shape or (tokens != tokens_b).any():
         raise UsageError(
             f"{workdir_a} and {workdir_b}: their evaluations count other tokens; both runs must have the same "
@@ -114,14 +129,14 @@ def paired_difference(
     columns = slice(*np.searchsorted(edges, positions)) if positions else slice(None)
     differences = loss[:, columns].astype(np.float64) - loss_b[:, columns]
     counts = tokens[:, columns].sum(axis=1)
-    return Difference(*mean_and_stderr(differences.sum(axis=1), counts), int((counts > 0).sum()))
+    return Difference(*mean_and_stderr(differences.sum(axis=1), counts, *sources), int((counts > 0).sum()))
 
 
-def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> None:
-    """Writes the sums of an evaluation into the folder of its step, W/eval/STEP, atomically."""
+def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, **others) -> None:
+    """Writes the sums of an evaluation, and `edges, source, shares`, into the folder of its step, W/eval/STEP."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = io.BytesIO()
-    np.savez_compressed(arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), edges=edges)
+    np.savez_compressed(arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), **others)
     write_atomic(_path(folder, record), arrays.getvalue())
 
 
@@ -129,11 +144,13 @@ def _path(folder: pathlib.Path, record: dict) -> pathlib.Path:
     return folder / ("-".join(str(record.get(name)) for name in SAME_WINDOWS) + ".npz")
 
 
-def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, ...]:
+    """Reads (loss, tokens, edges, source, shares); the last two of a single source where the file is older."""
     path = _path(pathlib.Path(workdir) / "eval" / str(record["step"]), record)
     try:
         with np.load(path) as saved:
-            return saved["loss"], saved["tokens"], saved["edges"]
+            one = {"source": np.zeros(len(saved["loss"]), int), "shares": np.ones(1)}
+            return tuple((one | dict(saved))[name] for name in ("loss", "tokens", "edges", "source", "shares"))
     except (OSError, ValueError, KeyError):
         raise UsageError(
             f"{path}: cannot be read; run python -m prope.evaluate --workdir={workdir} --again with the flags of "

@@ -84,12 +84,13 @@ def by_middle(buckets: list[dict], name: str) -> dict[float, float]:
 
 
 def by_length(run: Run) -> dict[float, float]:
-    """Reads the last step's loss by window length, at the max_windows with most lengths, two at least."""
-    by_windows: dict[float, dict[float, float]] = {}
+    """Reads the last step's loss by window length, two at least: on the same text, else at the same max_windows."""
+    by_text: dict[tuple, dict[float, float]] = {}
     for record in find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset):
-        by_windows.setdefault(record.get("max_windows") or math.inf, {})[record["seq_len"]] = record["loss"]
-    fullest = max(by_windows.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
-    return fullest if len(fullest) > 1 else {}
+        key = record.get("max_windows") or math.inf, record.get("fingerprint")
+        by_text.setdefault(key, {})[record["seq_len"]] = record["loss"]
+    lengths = [(key[0], len(losses), losses) for key, losses in by_text.items() if len(losses) > 1]
+    return max(lengths, key=lambda entry: entry[:2], default=(0, 0, {}))[2]
 
 
 def accuracies(run: Run) -> list[dict]:

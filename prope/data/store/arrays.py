@@ -21,6 +21,7 @@ import tensorstore as ts
 from prope.errors import UsageError, first_line
 
 SPLITS = ("train", "validation")
+PARTS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # arrays of what can be read
 
 FORMAT = 2  # of the store; in its fingerprint
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
@@ -37,7 +38,8 @@ class Store:
 
     `index` is the content of index.json. Per split `tokens, documents, bytes, given`: bytes of the predicted text,
     tokens of the prompts. `empty`: the number of documents without text, which are left out. `unigram_loss`: nats per
-    token of the validation split under the token frequencies of the train split.
+    token of the validation split under the token frequencies of the train split; `train_unigram_loss`: of the train
+    split itself, which older stores do not have. A `split` is train, validation or all.
     """
 
     path: str  # folder or URL; empty for a mixture of stores, and for generated windows
@@ -47,12 +49,24 @@ class Store:
     def tokens(self, split: str) -> ts.TensorStore:
         """Opens the split's elements, [tokens]; slices are read with `.read().result()`."""
         check = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}  # a store does not change
-        return ts.open(_spec(self.path, split) | check, context=CONTEXT, open=True, read=True).result()
+        specs = [_spec(self.path, part) | check for part in PARTS[split]]
+        return ts.concat([ts.open(spec, context=CONTEXT, open=True, read=True).result() for spec in specs], axis=0)
+
+    def count(self, name: str, split: str) -> int:
+        """Counts the `tokens, documents, bytes` or `given` tokens of a split."""
+        return sum(self.index[part][name] for part in PARTS[split])
 
     def targets(self, split: str) -> int:
         """Counts the predicted tokens: all but every document's <bos> and the prompts."""
-        counts = self.index[split]
-        return counts["tokens"] - counts["documents"] - counts["given"]
+        return self.count("tokens", split) - self.count("documents", split) - self.count("given", split)
+
+    def unigram_loss(self, split: str) -> float | None:
+        """Returns the loss per token under the token frequencies of the train split; None where it is not known."""
+        losses = {"train": self.index.get("train_unigram_loss"), "validation": self.index["unigram_loss"]}
+        parts = [(self.targets(part), losses[part]) for part in PARTS[split] if self.targets(part)]
+        if None in (loss for _, loss in parts):
+            return None
+        return sum(targets * loss for targets, loss in parts) / sum(targets for targets, _ in parts)
 
     def decode(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Splits elements of any shape into their ids, int32, and whether they belong to a prompt, bool."""
@@ -158,7 +172,8 @@ def write_array(path: str, split: str, dtype: np.dtype, size: int, arrays: Itera
                     writing.result()
                 writing = store[start : start + filled].write(shard[:filled])
                 shard, start, filled = np.empty_like(shard), start + filled, 0  # the other is being written meanwhile
-    writing.result()
+    if writing:
+        writing.result()
 
 
 def _spec(path: str, split: str) -> dict:

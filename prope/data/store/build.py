@@ -63,6 +63,15 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     return store
 
 
+def check_split(store: Store, data: ConfigDict, split: str) -> None:
+    """Raises UsageError where no document of the store of `config.data` is in the split."""
+    if not store.count("documents", split):
+        raise UsageError(
+            f"{data.dataset}: no document falls into the {split} split with "
+            f"config.data.validation_fraction={data.validation_fraction}; change it, or add documents"
+        )
+
+
 @contextlib.contextmanager
 def _named_errors(cache: str):
     """Re-raises errors of the storage and of workers as one line that names them."""
@@ -99,18 +108,13 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     if index["empty"]:
         first = next(chunk.key for chunk, record in zip(source.chunks, records, strict=True) if record["empty"])
         log.info("data: %d documents without text were left out, the first in %s", index["empty"], first)
-    for split in SPLITS:
-        if not index[split]["documents"]:
-            shutil.rmtree(chunks)
-            raise UsageError(
-                f"{source.name}: no document falls into the {split} split with "
-                f"config.data.validation_fraction={data.validation_fraction}; change it, or add documents"
-            )
+    if not any(index[split]["documents"] for split in SPLITS):
+        raise UsageError(f"{source.name}: has no document with text; add some")
     index |= {"rule": rule, "fingerprint": arrays.fingerprint_of(rule)}
     store = kvstore(path)
     store.delete_range(ts.KvStore.KeyRange()).result()  # what a killed process left
     try:
-        index["unigram_loss"] = _concatenate(path, data, rule["marked"], chunks, records)
+        index |= _concatenate(path, data, rule["marked"], chunks, records)
         store.write("index.json", json.dumps(index, indent=2).encode()).result()
     except Exception:  # such as a full disk
         store.delete_range(ts.KvStore.KeyRange()).result()
@@ -118,8 +122,8 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     shutil.rmtree(chunks, ignore_errors=True)
 
 
-def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path, records: list[dict]) -> float:
-    """Writes the two arrays; returns the loss of predicting by token frequencies (`unigram_loss`)."""
+def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path, records: list[dict]) -> dict:
+    """Writes the two arrays; returns the losses of predicting by token frequencies (`unigram_loss` in the index)."""
     vocab_size = load_tokenizer(data.tokenizer).vocab_size
     dtype = arrays.element_dtype(vocab_size, marked)
     counts = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}
@@ -137,7 +141,8 @@ def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path
         arrays.write_array(path, split, dtype, sum(record[split]["tokens"] for record in records), read(split))
         counts[split][BOS] = 0  # never predicted
     share = (counts["train"] + 1) / (counts["train"] + 1).sum()
-    return float(-(counts["validation"] * np.log(share)).sum() / max(counts["validation"].sum(), 1))
+    losses = {split: float(-(n * np.log(share)).sum() / max(n.sum(), 1)) for split, n in counts.items()}
+    return {"unigram_loss": losses["validation"], "train_unigram_loss": losses["train"]}
 
 
 def prepare(config: ConfigDict) -> dict:
@@ -151,6 +156,8 @@ def prepare(config: ConfigDict) -> dict:
     for _, source in sources:
         start, stats = time.perf_counter(), {}
         stores.append(open_store(source, vocab_size, stats))
+        for split in SPLITS:
+            check_split(stores[-1], source, split)
         results.append(_summary(stores[-1], stats, time.perf_counter() - start))
     if data.dataset != "mixture":
         return results[0]
