@@ -42,6 +42,7 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
 from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
+from prope.runtime.memory import check_memory
 from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
@@ -127,6 +128,11 @@ def train(
             if step == start + 1:  # invalid data has failed by now, before a long compilation
                 with writer.pause(), session.compiling():
                     train_step = compile_step(local_config, optimizer, mesh, state)
+                    check_memory(
+                        train_step,
+                        "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
+                        "config.model.remat=full; python -m prope.plan computes what fits",
+                    )
             params, opt_state, metrics = train_step(params, opt_state, batch)
             writer.step(step, metrics)
             if step == start + 1:

@@ -16,6 +16,7 @@ from prope.data.store.pack import is_validation
 from prope.errors import UsageError
 from prope.inference import evaluation
 from prope.inference.paired import paired_difference
+from prope.runtime import memory
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.run import open_run, read_config, write_config
 
@@ -112,6 +113,8 @@ def test_the_split_can_be_chosen(run, base):
     total = sum(bits[np.frombuffer(text, np.uint8).astype(int) + 4].sum() + bits[1] for text in own)
     assert math.isclose(whole["unigram_bits_per_byte"], total / sum(map(len, own)), rel_tol=1e-9)
     assert len({record["fingerprint"] for record in ask(run) + ask(run, split="all") + ask(run, split="train")}) == 3
+    held_out = [text for text in own if is_validation(text, 0.3)]
+    assert paired_difference(run, run).samples == len(held_out), "not of the fuller evaluations on other splits"
 
 
 def test_a_single_document_can_be_evaluated(run, tmp_path):
@@ -169,6 +172,19 @@ def test_every_length_reads_the_same_tokens(run, base):
 def test_lengths_that_cannot_be_compared(run, flags, says):
     with pytest.raises(UsageError, match=says):
         ask(run, **flags)
+
+
+def test_memory_is_estimated_before_it_is_taken(run, monkeypatch):
+    needed = []
+    real = memory.step_bytes
+    monkeypatch.setattr(memory, "step_bytes", lambda analysis: needed.append(real(analysis)) or needed[-1])
+    monkeypatch.setattr(memory, "device_bytes", lambda device: 2 * 10**6)
+    with pytest.raises(
+        UsageError, match="a step needs .* GB on every device, which has 0.002 GB: lower the batch size"
+    ):
+        ask(run, seq_len="32x")
+    monkeypatch.setattr(memory, "device_bytes", lambda device: needed[0])
+    assert len(ask(run, seq_len="32x")) == 1
 
 
 # --- Mixtures ---------------------------------------------------------------------------------------------------

@@ -179,7 +179,9 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(made):
             loss = float(losses.sum() / tokens.sum())
             record |= {"step": 10, "dataset": "python_docs", "loss": loss, "perplexity": math.exp(loss)}
             records.append(record | {"bits_per_byte": loss, "by_position": [{"from": 0, "to": 256, "loss": loss}]})
-            paired.write_sums(made / entry["name"] / "eval" / "10", record, losses, tokens, np.array([0, 128, 256]))
+            paired.write_sums(
+                made / entry["name"] / "eval" / "10", record, losses, tokens, edges=np.array([0, 128, 256])
+            )
         write_lines(made / entry["name"] / "eval.jsonl", records)
         full[p] = records[0]["loss"]
     page, records = page_of(made)

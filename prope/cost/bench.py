@@ -15,6 +15,7 @@ from prope import model, sharding
 from prope.cost import flops
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
+from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
 from prope.step import compile_step, init_state, prepare
 
@@ -157,9 +158,3 @@ def peak_bytes(device: jax.Device, memory) -> int:
     """Returns the process's peak memory on a device; where it does not count (CPU), what the step needs."""
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return step_bytes(memory) if peak is None else peak
-
-
-def step_bytes(memory) -> int:
-    """Sums what a compiled step needs on a device, from its `memory_analysis()`; the program itself not counted."""
-    inputs_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return inputs_and_outputs + memory.temp_size_in_bytes

@@ -14,9 +14,10 @@ from ml_collections import ConfigDict
 from prope import sharding
 from prope.config import REMAT
 from prope.cost import flops, hlo
-from prope.cost.bench import describe, step_bytes
+from prope.cost.bench import describe
 from prope.errors import UsageError
 from prope.runtime import xla_flags
+from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
 from prope.step import prepare, trace_step
 

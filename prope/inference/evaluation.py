@@ -132,6 +132,8 @@ def evaluations(options: Options) -> Iterator[dict]:
         for step in list_steps(workdir) if options.step == "all" else [options.step]:
             run = open_run(workdir, None if step is None else int(step))
             plan.append((run, _open_lengths(run, options, opened)))
+    if options.max_windows and any(len(lengths) > 1 for _, lengths in plan):
+        log.warning("--max_windows: longer windows hold more text; --max_tokens reads the same text at every length")
     if not plan:
         raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
     for run, lengths in plan:
@@ -140,8 +142,8 @@ def evaluations(options: Options) -> Iterator[dict]:
             count, pairs = len(selection.indices), model.rotated_pairs(config.model)
             record = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
             same = record | {"fingerprint": selection.fingerprint, "windows": count}
-            record |= {"split": windows.split}
-            record |= {"rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
+            p = config.model.rope_percentage
+            record |= {"split": windows.split, "rope_percentage": p, "rotated_pairs": pairs}
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
             needed = _FIELDS | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size
             reusable = [r for r in read_jsonl(workdir / "eval.jsonl") if r.keys() >= needed and not options.again]

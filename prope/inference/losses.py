@@ -25,6 +25,7 @@ from prope.data.windows import Windows
 from prope.inference import paired
 from prope.loss import token_losses
 from prope.runtime import processes
+from prope.runtime.memory import check_memory
 from prope.step import batch_hidden
 
 _LONG = 8192  # tokens; windows from this length on are reported in buckets of 1024 positions
@@ -111,16 +112,22 @@ def make_evaluation(
         return scores
 
     step = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    compiled = None
 
     def evaluate(
         params: model.Params, sums_folder: pathlib.Path | None = None, go_on: Callable[[], bool] = lambda: True
     ) -> dict | None:
+        nonlocal compiled
         sums, correct = _DocumentSums(windows.seq_len, bucket_width), []
         for start in range(0, count, batch_size):
             if not go_on():
                 return None
             with sharding.use(mesh), model.matmul_precision(config.model.dtype):
-                scores = step(params, sharding.global_batch(mesh, read(start), batch_size))
+                batch = sharding.global_batch(mesh, read(start), batch_size)
+                if compiled is None:
+                    compiled = step.lower(params, batch).compile()
+                    check_memory(compiled, f"lower the batch size, now {batch_size}, or the windows' length")
+                scores = compiled(params, batch)
             scores = {name: np.asarray(values) for name, values in scores.items()}
             indices = chosen[start : start + batch_size]
             correct.extend(scores.pop("correct", ())[: len(indices)])

@@ -107,7 +107,7 @@ def paired_difference(
       about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}.
       positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
     """
-    workdirs, fields = (workdir_a, workdir_b), about or {}
+    workdirs, fields = (workdir_a, workdir_b), {"split": "validation"} | (about or {})
     records, others = (read_jsonl(pathlib.Path(workdir) / "eval.jsonl") for workdir in workdirs)
     pair = find_pair(records, others, **fields)
     if pair is None:

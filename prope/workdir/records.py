@@ -24,8 +24,12 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
 
 
 def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
-    """Selects the records with these values, such as step=700, in their order; a missing field counts as None."""
-    return [record for record in records if all(record.get(name) == value for name, value in fields.items())]
+    """Selects the records with these values, such as step=700, in their order; a missing field counts as None.
+
+    Older evaluations, which do not say their split, are of the validation split.
+    """
+    default = {"split": "validation"}
+    return [record for record in records if all((default | record).get(k) == value for k, value in fields.items())]
 
 
 def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: int) -> list[dict]:
