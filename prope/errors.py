@@ -1,11 +1,9 @@
-"""Exceptions that end a command with one line, and the exit codes."""
+"""Exceptions that end a command with one line, and the exit codes beside theirs."""
 
 import difflib
 import errno
 import os
 
-FAILED = 1  # the run cannot continue unchanged: its error needs attention
-UNUSABLE = 2  # invalid input: nothing was done
 PREEMPTED = 75  # stopped on request after saving: rerun the same command to resume (EX_TEMPFAIL)
 LOST = 76  # hung, or lost another process: rerun the same command to resume from the last checkpoint
 INTERRUPTED = 130  # by Ctrl-C
@@ -14,13 +12,13 @@ INTERRUPTED = 130  # by Ctrl-C
 class UsageError(Exception):
     """Invalid input: the text names the cause, the value and the remedy."""
 
-    code = UNUSABLE
+    code = 2
 
 
 class RunFailed(Exception):
     """The run cannot continue: the text says what happened, what is kept and what to do."""
 
-    code = FAILED
+    code = 1
 
 
 class Stopped(Exception):

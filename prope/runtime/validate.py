@@ -6,18 +6,8 @@ import string
 
 from ml_collections import ConfigDict
 
-from prope.config import (
-    ATTENTION,
-    DTYPES,
-    LOSS_ON,
-    MIXTURE_FIELDS,
-    ON_NONFINITE,
-    REMAT,
-    SYNTHETIC,
-    default_config,
-    flat,
-    layer_percentages,
-)
+from prope import config as config_lib
+from prope.config import ATTENTION, DTYPES, LOSS_ON, MIXTURE_FIELDS, ON_NONFINITE, REMAT, SYNTHETIC, flat
 from prope.errors import UsageError, nearest
 
 # (what a value must satisfy, the error, the fields)
@@ -52,9 +42,9 @@ def validate(config: ConfigDict) -> None:
     """
     fields = flat(config)
     require = functools.partial(_require, fields, "")
-    for name, default in flat(default_config()).items():
+    for name, default in flat(config_lib.default_config()).items():
         require(name, default is None or fields[name] is not None, f"must have a value, such as {default}")
-    layers = layer_percentages(config.model)
+    layers = config_lib.layer_percentages(config.model)
     allowed = "must be a fraction in [0, 1], where 1 is RoPE and 0 is NoPE"
     require("model.rope_percentage", all(0 <= p <= 1 for p in layers), allowed)  # first: nan is not finite either
     count = f"must be one number, or one for each of model.num_layers={config.model.num_layers}"
