@@ -335,6 +335,14 @@ def test_only_the_errors_of_a_lost_peer_are_restarted(monkeypatch, message, kind
         assert raised.value.code == 76 and f"({message})" in str(raised.value)
 
 
+def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(monkeypatch, tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    monkeypatch.setattr(processes, "_count", 2)
+    for message, ends_with in ((LOST[3], Stopped), ("no such bucket", RunFailed)):
+        with pytest.raises(ends_with), processes.peer_loss_as_stopped(), checkpoints._as_run_failed():
+            raise ValueError(message)
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [

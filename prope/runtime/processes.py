@@ -140,13 +140,19 @@ def check_shared(directory: pathlib.Path) -> None:
         )
 
 
+def is_peer_loss(error: Exception) -> bool:
+    """Tells whether the error of a collective says that another process is gone."""
+    of_collective = isinstance(error, jax.errors.JaxRuntimeError | ValueError)  # Gloo's may be ValueErrors
+    return _count > 1 and of_collective and _PEER_LOST.search(str(error)) is not None
+
+
 @contextlib.contextmanager
 def peer_loss_as_stopped() -> Iterator[None]:
     """Re-raises the error of a collective whose peer is gone as Stopped; others, as of memory, are this process's."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo's are ValueErrors in some versions
-        if _count == 1 or not _PEER_LOST.search(str(error)):
+    except Exception as error:
+        if not is_peer_loss(error):
             raise
         message = f"another process of this run is gone, or cannot be reached ({first_line(error)}); {_RESTART}"
         raise Stopped(message, LOST) from error

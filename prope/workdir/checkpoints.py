@@ -134,8 +134,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         try:
             yield
         except Exception as error:  # whatever the storage raises
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                raise  # of a device, or of another process that is gone
+            if isinstance(error, jax.errors.JaxRuntimeError) or processes.is_peer_loss(error):
+                raise  # of a device, or because another process is gone
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
             raise RunFailed(
                 f"checkpoint {self._saving} could not be written to {self.directory} ({reason}); those "
