@@ -406,7 +406,7 @@ def test_the_page_holds_every_statement_and_every_number(page):
     for picture in folder.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
     text = (folder / "index.html").read_text()
-    assert "http" not in text.split("</head>")[1] and text.count("<svg") == 2
+    assert "http" not in text.split("</head>")[1] and text.count("<svg") == 4
     written = json.loads((folder / "theory.json").read_text())
     assert written["statements"] == json.loads(json.dumps(result["statements"]))
     names = ["Proposition 3.1", "Proposition 3.2", "Proposition 5.2", "Theorem 5.3", "Theorem 6.1", "Appendix B.2"]

@@ -5,6 +5,7 @@ Axes: L layers, N heads, P pairs, R runs with the same p.
 
 import collections
 import json
+import os
 import pathlib
 import statistics
 
@@ -13,7 +14,7 @@ import numpy as np
 from prope.analysis.census import rank_correlation, sharing
 from prope.analysis.page import KINDS, SCORES, norms
 from prope.html import page
-from prope.html.drawing import TEXT, Picture, styles
+from prope.html.drawing import TEXT, Picture, panels, styles
 
 Groups = dict[str, list[dict]]  # analyses by "p = .."
 
@@ -24,7 +25,9 @@ def write(folder: pathlib.Path, analyses: list[dict]) -> dict:
     rows = [row(p, group) for p, group in groups.items()]
     pictures = [usage(groups), scores(groups), *([losses(groups)] if all(a["channels"] for a in analyses) else [])]
     name = folder.resolve().parent.name
-    output = page.write(folder, "comparison", pictures, name=name, analyses=analyses, rows=rows, kinds=KINDS)
+    pages = (pathlib.Path(analysis["workdir"], "analysis", "index.html") for analysis in analyses)
+    data = {"links": [os.path.relpath(path, folder) for path in pages], "rows": rows, "kinds": KINDS}
+    output = page.write(folder, "comparison", pictures, name=name, analyses=analyses, **data)
     (folder / "comparison.json").write_text(json.dumps(rows))
     return {
         "output": str(output), "sequences": first["sequences"], "seq_len": first["seq_len"], "comparison": rows,
@@ -84,13 +87,14 @@ def usage(groups: Groups) -> Picture:
 
     def draw(figure) -> None:
         style = styles(list(groups))
-        for axes, (kind, lines) in zip(figure.subplots(1, 2), means.items(), strict=True):
+        for axes, (kind, lines) in zip(panels(figure, 2)[0], means.items(), strict=True):
             for p, values in lines.items():
                 axes.plot(values, label=p, markevery=max(len(values) // 8, 1), **style[p])
                 rotated = np.unique(groups[p][0]["rotated_pairs"])
                 if len(rotated) == 1 and 0 < rotated[0] < len(values):
                     axes.axvline(rotated[0] - 0.5, color=style[p]["color"], lw=1, ls=":")
             axes.set(xlabel="pair, fastest first", ylabel="mean norm", title=kind, ylim=(0, None))
+            axes.locator_params(axis="x", integer=True)
         figure.axes[0].legend()
 
     ends = "; ".join(f"{p}: queries {v[0]:.2f} fastest, {v[-1]:.2f} slowest" for p, v in means["queries"].items())
@@ -113,22 +117,22 @@ def scores(groups: Groups) -> Picture:
     heads = {p: heads_of(group) for p, group in groups.items()}
 
     def draw(figure) -> None:
-        *panels, last = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.4])
-        for axes, (score, words) in zip(panels, SCORES.items(), strict=True):
+        *of_scores, last = panels(figure, 4, width_ratios=[1, 1, 1, 1.4])[0]
+        for axes, (score, words) in zip(of_scores, SCORES.items(), strict=True):
             plot_by_p(axes, {p: sorted(head[score] for head in heads[p]) for p in heads}, f"weight on {words}")
         for p, style in styles(list(heads)).items():
             shares, positional = ([h[name] for h in heads[p]] for name in ("high_frequency_share", "positional"))
             if any(shares):  # nothing is fast where nothing rotates
                 last.plot(shares, positional, label=p, **style | {"ls": ""})
         last.set(xlabel="high_frequency_share", title="positional by use of fast pairs")
-        last.legend(fontsize=8)
+        last.legend()
         for axes in figure.axes:
             axes.set_ylim(-0.03, 1.03)
 
     greatest = "; ".join(f"{p}: {max(head['positional'] for head in heads[p]):.2f}" for p in heads)
     alt = f"Greatest weight on itself or the token before, {greatest}."
     caption = "Every mark is a head of a run, in order of its score."
-    return Picture("scores", "Heads by p", alt, caption, draw, (13, 3.8))
+    return Picture("scores", "Heads by p", alt, caption, draw, (12.9, 3.8))
 
 
 def losses(groups: Groups) -> Picture:
@@ -137,7 +141,7 @@ def losses(groups: Groups) -> Picture:
 
     def draw(figure) -> None:
         titles = {"removed": "a channel removed", "stopped": "a channel's rotation stopped"}
-        for axes, (name, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+        for axes, (name, title) in zip(panels(figure, 2, sharey=True)[0], titles.items(), strict=True):
             changes = {p: [channel[name] for channel in channels[p] if channel[name]] for p in channels}
             values = {p: [change["difference"] for change in changes[p]] for p in channels}
             plot_by_p(axes, values, title, {p: [change["stderr"] or 0 for change in changes[p]] for p in channels})

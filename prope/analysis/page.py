@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 
 from prope.html import page
-from prope.html.drawing import BORDER, TEXT, Picture, styles
+from prope.html.drawing import BORDER, TEXT, Picture, panels, styles
 
 KINDS = {
     "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",
@@ -62,6 +62,7 @@ def heat(axes, values: np.ndarray, title: str, rows: str, labels: list, rotated:
     """Draws a map of [rows, P] with its scale, and a line where every row's rotated pairs end."""
     axes.figure.colorbar(show_image(axes, values, aspect="auto"), ax=axes, pad=0.02)
     axes.set(xlabel="pair, fastest first", ylabel=rows, title=title)
+    axes.locator_params(axis="x", integer=True)
     step = max(len(labels) // 12, 1)
     axes.set_yticks(range(0, len(labels), step), labels[::step])
     if rotated is not None and min(rotated) < values.shape[1]:
@@ -77,7 +78,7 @@ def usage(analysis: dict) -> Picture:
     rotated = [layer["turned"] for layer in layers]
 
     def draw(figure) -> None:
-        for axes, (kind, values) in zip(figure.subplots(1, 3, sharey=True), means.items(), strict=True):
+        for axes, (kind, values) in zip(panels(figure, 3, sharey=True)[0], means.items(), strict=True):
             ends = None if "values" in kind else rotated
             heat(axes, values, kind, "layer", [layer["layer"] for layer in layers], ends)
             axes.label_outer()
@@ -99,7 +100,7 @@ def usage_by_head(analysis: dict) -> Picture:
 
     def draw(figure) -> None:
         kinds = {"queries": "query_norms", "keys": "key_norms"}
-        for axes, (kind, name) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
+        for axes, (kind, name) in zip(panels(figure, 2)[0], kinds.items(), strict=True):
             values = norms(analysis, name)
             count = values.shape[1]
             labels = [f"{layer['layer']}.{head}" for layer in analysis["layers"] for head in range(count)]
@@ -122,7 +123,7 @@ def census(analysis: dict) -> Picture:
 
     def draw(figure) -> None:
         widths = [1.6, 1, 1, 1] if correlation else [1, 1, 1]
-        *scatter, one, two, three = figure.subplots(1, len(widths), width_ratios=widths)
+        *scatter, one, two, three = panels(figure, len(widths), width_ratios=widths)[0]
         for axes in scatter:
             for kind, style in styles(list(KINDS)).items():
                 points = [(h["high_frequency_share"], h["positional"]) for h in records if h["kind"] == kind]
@@ -130,7 +131,7 @@ def census(analysis: dict) -> Picture:
                     axes.plot(*zip(*points, strict=True), label=KINDS[kind], **style | {"ls": "", "ms": 6})
             axes.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before", ylim=(-0.03, 1.03))
             axes.set_title("Do positional heads use the fast pairs?")
-            axes.legend(fontsize=8)
+            axes.legend()
         rows, columns = (max(size // 8, 1) for size in shape)
         for axes, (score, words) in zip((one, two, three), SCORES.items(), strict=True):
             image = show_image(axes, np.array([h[score] for h in records]).reshape(shape), vmax=1, aspect="auto")
@@ -145,8 +146,8 @@ def census(analysis: dict) -> Picture:
     caption = "Mean weight of every head, over queries from the third token on."
     if correlation:
         caption += (
-            f" Spearman's rank correlation on the left: {correlation['rho']:.2f} over {correlation['heads']} heads "
-            f"(p-value {correlation['p_value']:.1g}, by permuting the heads of each key together)."
+            f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "
+            f"{correlation['p_value']:.1g}, by permuting the heads of each key together)."
         )
     alt = f"Greatest mean weight on {greatest}."
     return Picture("census", "Where the heads look", alt, caption, draw, (12, 3.6))
@@ -159,9 +160,9 @@ def heads(analysis: dict) -> Picture:
     records = {name_of(head): head for head in analysis["heads"]}
 
     def draw(figure) -> None:
-        panels = figure.subplots(2, len(shown), squeeze=False, height_ratios=[1.25, 1])
+        both = panels(figure, len(shown), rows=2, height_ratios=[1.25, 1])
         style = styles(["query", "key"])
-        for (top, below), head in zip(panels.T, shown, strict=True):
+        for (top, below), head in zip(both.T, shown, strict=True):
             layer = layers[head["layer"]]
             query, keys = layer["query_norms"], layer["key_norms"]
             show_image(top, np.array(head["map"]) ** 0.5, vmax=1)
@@ -173,8 +174,10 @@ def heads(analysis: dict) -> Picture:
             if layer["turned"] < len(own):
                 below.axvline(layer["turned"] - 0.5, color=BORDER, lw=1.5)
             below.set(xlabel="pair, fastest first", ylabel="mean norm", ylim=(0, None))
+            for axis in (top.xaxis, top.yaxis, below.xaxis):
+                axis.get_major_locator().set_params(integer=True)
             top.label_outer()
-        panels[1, 0].legend()
+        both[1, 0].legend()
 
     scores = "; ".join(
         f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
@@ -185,7 +188,7 @@ def heads(analysis: dict) -> Picture:
         "small ones are seen. Below: which pairs the head uses. Chosen are the strongest by their means over all "
         "sequences."
     )
-    return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (3.1 * len(shown), 5.4))
+    return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (2.55 * len(shown), 5.0))
 
 
 def channels(analysis: dict) -> Picture:
@@ -194,7 +197,7 @@ def channels(analysis: dict) -> Picture:
     names = [f"{name_of(channel)}, pair {channel['pair']}" for channel in records]
 
     def draw(figure) -> None:
-        logits, losses = figure.subplots(1, 2, sharey=True)
+        logits, losses = panels(figure, 2, sharey=True)[0]
         sides = list(zip((-0.2, 0.2), (style["color"] for style in styles(["above", "below"]).values()), strict=True))
         for (shift, colour), key in zip(sides, ("to_first", "to_others"), strict=True):
             values, label = [channel[key] for channel in records], f"{key.replace('_', ' ')}, mean"
@@ -217,7 +220,7 @@ def channels(analysis: dict) -> Picture:
         for name, c in zip(names, records, strict=True)
     )
     caption = (
-        "Pairs of the slower half, or unrotated, in which queries and keys are longest. Bars at the right: standard "
+        "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines: standard "
         "errors of the difference over sequences. A pair that is not rotated cannot be stopped."
     )
     return Picture("channels", "Semantic channels", f"{alt}.", caption, draw, (12, 1.6 + 0.6 * len(records)))

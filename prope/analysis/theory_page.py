@@ -8,7 +8,7 @@ import numpy as np
 from prope.analysis import theory
 from prope.analysis.statements import BOUNDS, HEAD_DIM, LENGTH, statements
 from prope.html import page
-from prope.html.drawing import Picture, line, styles
+from prope.html.drawing import Picture, line, panels, styles
 from prope.rope import frequencies
 
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
@@ -43,9 +43,9 @@ def figure_2() -> tuple[Picture, dict]:
         "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000 "
         "draws, the same at every distance, of standard deviation 1; the band is the standard error of their mean)."
     )
-    panels = {"ones": {f"p = {p:g}": (curve, None) for p, curve in ones.items()}, "gaussian": {"p = 1": gaussian}}
+    curves = {"ones": {f"p = {p:g}": (curve, None) for p, curve in ones.items()}, "gaussian": {"p = 1": gaussian}}
     title = "Figure 2: does RoPE decay with distance?"
-    picture = curves_picture("figure_2", title, alt, caption, panels, "distance (tokens)", "")
+    picture = curves_picture("figure_2", title, alt, caption, curves, "distance (tokens)", "")
     of_ones = [{"p": p, "logit": curve.tolist()} for p, curve in ones.items()]
     return picture, {"ones": of_ones, "gaussian": to_json(gaussian)}
 
@@ -64,9 +64,9 @@ def figure_8() -> tuple[Picture, dict]:
         "Gaussian vectors still do not (b). Means over 256 draws; bands are their standard errors."
     )
     kinds = ("ones", "gaussian")
-    panels = {kind: {f"L = {bound:,}": curve[kind] for bound, curve in curves.items()} for kind in kinds}
+    of_kind = {kind: {f"L = {bound:,}": curve[kind] for bound, curve in curves.items()} for kind in kinds}
     xlabel, title = "tokens from the key to the query", "Figure 8: random positions"
-    picture = curves_picture("figure_8", title, alt, caption, panels, xlabel, "upper bound")
+    picture = curves_picture("figure_8", title, alt, caption, of_kind, xlabel, "upper bound")
     return picture, {kind: [{"bound": b, **to_json(curve[kind])} for b, curve in curves.items()] for kind in kinds}
 
 
@@ -75,7 +75,7 @@ def to_json(curve: tuple[np.ndarray, np.ndarray]) -> dict:
     return {"mean": curve[0].tolist(), "standard_error": curve[1].tolist()}
 
 
-def curves_picture(name: str, title: str, alt: str, caption: str, panels: dict, xlabel: str, legend: str) -> Picture:
+def curves_picture(name: str, title: str, alt: str, caption: str, curves: dict, xlabel: str, legend: str) -> Picture:
     """Draws curves (mean, error or None), by label: of ones on the left, of Gaussian vectors on the right."""
     labels = {
         "ones": {"title": "(a) queries and keys of ones", "ylabel": "q · k / d", "ylim": (-0.1, 1.1)},
@@ -84,9 +84,9 @@ def curves_picture(name: str, title: str, alt: str, caption: str, panels: dict, 
     }  # fmt: skip
 
     def draw(figure) -> None:
-        style = styles(list(panels["ones"]))
-        for axes, (kind, curves) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-            for label, (mean, error) in curves.items():
+        style = styles(list(curves["ones"]))
+        for axes, (kind, of_kind) in zip(panels(figure, 2)[0], curves.items(), strict=True):
+            for label, (mean, error) in of_kind.items():
                 errors = [None] * len(mean) if error is None else error
                 line(axes, dict(enumerate(zip(mean, errors, strict=True))), style[label] | {"lw": 1.2}, label)
             axes.set(xlabel=xlabel, **labels[kind])

@@ -7,14 +7,16 @@ import re
 from collections.abc import Callable
 
 MARKERS = "osD^vP*X"
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))  # tell lines apart that lie on one another
 TEXT, GRID, GROUND = "#24292f", "#d8dee4", "#ffffff"
 BORDER = "#ff4d4d"  # seen on either ground and on viridis
 _STEPS = 16  # colours of groups
+_NARROW = 4.4  # inches, a phone's width at 72 pixels each
 _SETTINGS = {
     "figure.facecolor": GROUND, "axes.facecolor": GROUND, "axes.edgecolor": GRID, "text.color": TEXT,
     "axes.labelcolor": TEXT, "axes.titlecolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT, "grid.color": GRID,
     "axes.grid": True, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-    "grid.linewidth": 0.8, "font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left",
+    "grid.linewidth": 0.8, "axes.titlesize": "medium", "axes.titlelocation": "left",
     "legend.frameon": False, "xtick.major.size": 0, "ytick.major.size": 0, "axes.formatter.useoffset": False,
     "svg.fonttype": "none", "svg.hashsalt": "prope",
 }  # fmt: skip
@@ -32,27 +34,43 @@ class Picture:
     size: tuple[float, float] = (9.6, 3.9)
 
     def render(self) -> tuple[bytes, str]:
-        """Draws the picture: (a PNG file in light colours, an <svg> element for `page.html.j2`)."""
+        """Draws the picture: (a PNG file in light colours, <svg> elements for a page: one wide, one narrow)."""
         import matplotlib.figure
 
-        png, svg = io.BytesIO(), io.StringIO()
-        with matplotlib.rc_context(_SETTINGS):
-            figure = matplotlib.figure.Figure(figsize=self.size, layout="constrained")
-            self.draw(figure)
-            figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
-            figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        return png.getvalue(), self._inline(svg.getvalue())
+        png, elements = io.BytesIO(), ""
+        for kind, size, points in (("wide", self.size, 10), ("narrow", (_NARROW, 0.8 * _NARROW), 11.5)):
+            svg = io.StringIO()
+            with matplotlib.rc_context(_SETTINGS | {"font.size": points}):
+                figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+                self.draw(figure)
+                if kind == "wide":
+                    figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
+                figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+            elements += self._inline(svg.getvalue(), kind)
+        return png.getvalue(), elements
 
-    def _inline(self, svg: str) -> str:
+    def _inline(self, svg: str, kind: str) -> str:
         """Makes an SVG file part of a page: no header, ids of its own, colours as CSS variables."""
         box, content = re.search(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>(.*)', svg, re.DOTALL).groups()
         content = re.sub(r"<defs>\s*<style.*?</defs>", "", content, count=1, flags=re.DOTALL)
         referred = set(re.findall(r'(?:href="|url\()#([^")]+)', content))
         content = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in referred else "", content)
         content = content.replace("xlink:href=", "href=")
-        content = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.name}-", content)
+        content = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.name}-{kind}-", content)
         variables = {light: f"var(--{name})" for name, (light, _) in palette().items()}
-        return f"<svg {box}>" + re.sub(r"#[0-9a-f]{6}\b", lambda m: variables.get(m[0], m[0]), content)
+        least = round(1.11 * float(box.split()[2]))  # pixels at which its labels have 11
+        style = f' style="min-width: {least}px"' if kind == "wide" else ""
+        content = re.sub(r"#[0-9a-f]{6}\b", lambda m: variables.get(m[0], m[0]), content)
+        return f'<svg class="{kind}"{style} {box}>{content}'
+
+
+def panels(figure, columns: int, rows: int = 1, **options):
+    """Adds axes [rows, columns]; in the narrow figure for a phone, columns lie one below the other."""
+    if figure.get_figwidth() > _NARROW:
+        return figure.subplots(rows, columns, squeeze=False, **options)
+    figure.set_size_inches(_NARROW, 0.8 * _NARROW * columns / rows)
+    shared = {name: value for name, value in options.items() if name.startswith("share")}
+    return figure.subplots(columns, rows, squeeze=False, **shared).T
 
 
 @functools.cache
@@ -74,7 +92,13 @@ def styles(names: list[str]) -> dict[str, dict]:
     last = len(names) - 1
     steps = [round((_STEPS - 1) * (i / last if last else 0.5)) for i in range(len(names))]
     return {
-        name: {"color": palette()[f"group-{step}"][0], "marker": MARKERS[i % len(MARKERS)], "lw": 1.7, "ms": 4.5}
+        name: {
+            "color": palette()[f"group-{step}"][0],
+            "marker": MARKERS[i % len(MARKERS)],
+            "lw": 1.7,
+            "ms": 4.5,
+            "ls": DASHES[i % len(DASHES)],
+        }
         for i, (name, step) in enumerate(zip(names, steps, strict=True))
     }
 

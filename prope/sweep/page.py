@@ -56,6 +56,7 @@ def write(directory: pathlib.Path, runs: list[Run], pictures: list[Picture]) -> 
         by_p=P in runs[0].values,
         rows=rows,
         errors_over=sorted({row["over"] for row in rows} - {""}),
+        windows=sorted({run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}),
         paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
         equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from prope.errors import UsageError
-from prope.html.drawing import TEXT, Picture, line, log_scale, styles
+from prope.html.drawing import TEXT, Picture, line, log_scale, panels, styles
 from prope.inference.paired import Difference
 from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
@@ -126,21 +126,22 @@ def curves_picture(
         return None
 
     def draw(figure) -> None:
-        panels = figure.subplots(1, 2 if apart else 1, squeeze=False)[0]
+        left, *right = panels(figure, 2 if apart else 1)[0]
         style = styles(list(by_group))
         for group, points in means.items():
-            line(panels[0], points, style[group], group)
-        panels[0].set(xlabel=x, ylabel=y, title=title)
-        panels[0].legend()
-        if apart:
+            line(left, points, style[group], group)
+        left.set(xlabel=x, ylabel=y, title=title)
+        left.legend()
+        for axes in right:
             for group, points in apart.items():
-                line(panels[1], points, style[group])
-            panels[1].axhline(0, color=TEXT, lw=1.2)
-            panels[1].set(xlabel=x, ylabel="difference (nats per token)", title="minus that of RoPE (p = 1)")
+                line(axes, points, style[group])
+            axes.axhline(0, color=TEXT, lw=1.2)
+            axes.set(xlabel=x, ylabel="difference (nats per token)", title="minus that of RoPE (p = 1)")
             if robust:  # the first steps would flatten all others
                 low, high = np.quantile([v for points in apart.values() for v, _ in points.values()], [0.025, 0.975])
-                panels[1].set_ylim(low - 0.3 * (high - low) - 1e-4, high + 0.3 * (high - low) + 1e-4)
-        for axes in panels:
+                axes.set_ylim(low - 0.3 * (high - low) - 1e-4, high + 0.3 * (high - low) + 1e-4)
+        for axes in figure.axes:
+            axes.locator_params(axis="x", integer=True)
             if log:
                 ticks = sorted({at for points in means.values() for at in points})
                 axes.set_xscale("log", base=2)
@@ -149,8 +150,8 @@ def curves_picture(
     ends = "; ".join(f"{g}: {list(points.values())[-1][0]:.4f}" for g, points in means.items())
     side, caption = "", "Means over seeds; bands are their standard errors."
     if apart:
-        side = ", and its difference from RoPE’s on the right"
-        caption += " On the right the difference from RoPE, seed by seed, in which what is hard for all drops out."
+        side = ", and its difference from RoPE’s"
+        caption += " Second panel: the difference from RoPE, seed by seed, in which what is hard for all drops out."
     return Picture(name, title, f"{title}, by {x}{side}. At the right end: {ends}.", caption, draw)
 
 
@@ -172,7 +173,7 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
         return None
 
     def draw(figure) -> None:
-        axes, *panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
+        axes, *right = panels(figure, 2 if apart else 1, sharex=True)[0]
         style_of = styles(list(lines))
         for name, points in lines.items():
             style, centres = style_of[name], []
@@ -189,7 +190,7 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             axes.plot(list(points), centres, **style | {"ms": 7}, label=name)
         axes.set(ylabel="validation perplexity", title="Validation perplexity by p")
         log_scale(axes)  # a run that learns nothing leaves room for the others
-        for beside in panels:
+        for beside in right:
             for name, differences in apart.items():
                 low = [d.difference - (d.interval() or d[:1])[0] for d in differences.values()]
                 means_by_p = [d.difference for d in differences.values()]
@@ -202,14 +203,15 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
         for each in figure.axes if swept else ():
             each.set_xticks(sorted({x for points in lines.values() for x in points}))
             each.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
+            each.tick_params(labelbottom=True)
         if len(lines) > 1:
             axes.legend()
 
     alt = f"Validation perplexity. {'; '.join(f'{name}: {mean:.4f}' for name, mean in means.items())}."
     caption = (
         "Circles are runs, the line joins their means. Bars with ends: standard deviation over seeds. Wide pale bars: "
-        "standard error of the evaluation over documents, which runs on the same ones largely share. Right: 95 % "
-        "intervals of the paired differences."
+        "standard error of the evaluation over documents, which runs on the same ones largely share. Second panel: "
+        "95 % intervals of the paired differences."
     )
     return Picture("perplexity", "Validation perplexity by p", alt, caption, draw)
 
@@ -222,13 +224,13 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
 
     def draw(figure) -> None:
         style = styles(sorted({group for by_group in means.values() for group in by_group}))
-        panels = figure.subplots(1, len(means), squeeze=False, sharey=True)[0]
-        for axes, (task, by_group) in zip(panels, means.items(), strict=True):
+        for axes, (task, by_group) in zip(panels(figure, len(means), sharey=True)[0], means.items(), strict=True):
             for group, points in by_group.items():
                 line(axes, points, style[group], group)
             axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", xscale="log", ylim=(-0.03, 1.03))
-        panels[0].set_ylabel("share of correct answers")
-        panels[0].legend()
+            axes.xaxis.set_major_formatter("{x:g}")
+        figure.axes[0].set_ylabel("share of correct answers")
+        figure.axes[0].legend()
 
     ends = "; ".join(
         f"{task}, {group}: {list(points.values())[-1][0]:.3f}"
