@@ -23,16 +23,7 @@ from difflib import get_close_matches
 from absl import flags
 
 from prope.config import default_config, flat
-from prope.errors import (
-    INTERRUPTED,
-    RunFailed,
-    Stopped,
-    UsageError,
-    first_line,
-    is_disk_full,
-    is_out_of_memory,
-    nearest,
-)
+from prope.errors import INTERRUPTED, UsageError, as_ending, is_disk_full, nearest
 
 _WIDTH = 120  # columns of --help
 _STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
@@ -41,7 +32,6 @@ _KINDS = {
     type(None): "a whole number or None",
 }  # fmt: skip
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
-_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",)}  # other packages are always installed
 
 
 def run(
@@ -71,32 +61,12 @@ def run(
         if (result := main()) is not None:
             print(json.dumps(result), flush=True)
         return
-    except (UsageError, RunFailed, Stopped) as error:
-        failure, code = error, error.code
-        message = f"{'error' if isinstance(error, UsageError) else 'stopped'}: {error}"
     except KeyboardInterrupt as error:
-        failure, code, message = error, INTERRUPTED, _STOPPED
+        failure, message, code = error, _STOPPED, INTERRUPTED
     except Exception as error:
-        failure, code = error, RunFailed.code
-        if is_disk_full(error):
-            message = (
-                f"error: no space left on the device ({first_line(error)}); what was saved before is whole: free some "
-                "space, then run the same command again"
-            )
-        elif is_out_of_memory(error):
-            message = (
-                f"stopped: out of memory ({first_line(error)}): lower the batch size or the length of the windows; "
-                "training also takes a higher config.accumulation, or config.model.remat=full; python -m prope.plan "
-                "computes what fits"
-            )
-        elif isinstance(error, ModuleNotFoundError) and not error.name.startswith("prope"):
-            package, code = error.name.split(".")[0], UsageError.code
-            extra = next((extra for extra, names in _EXTRAS.items() if package in names), "")
-            message = (
-                f"error: the Python package {package} is not installed: pip install -e {extra or '.'} in the clone"
-            )
-        else:
-            message = traceback.format_exc().rstrip()
+        failure, ending = error, as_ending(error)
+        kind = "error" if isinstance(ending, UsageError) else "stopped"
+        message, code = (f"{kind}: {ending}", ending.code) if ending else (traceback.format_exc().rstrip(), 1)
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
     print(message, file=sys.stderr, flush=True)
     (os._exit if is_disk_full(failure) else leave)(code)  # at exit, libraries would write to the full disk once more

@@ -8,6 +8,8 @@ PREEMPTED = 75  # stopped on request after saving: rerun the same command to res
 LOST = 76  # hung, or lost another process: rerun the same command to resume from the last checkpoint
 INTERRUPTED = 130  # by Ctrl-C
 
+_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",)}  # other packages are always installed
+
 
 class UsageError(Exception):
     """Invalid input: the text names the cause, the value and the remedy."""
@@ -38,9 +40,23 @@ def is_disk_full(error: BaseException) -> bool:
     return cause is not None and is_disk_full(cause)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an exception reports that a device, or the host, has no memory left."""
-    return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
+def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
+    """Returns what ends a command with one line for an exception of any library; None where that needs a traceback."""
+    if isinstance(error, UsageError | RunFailed | Stopped):
+        return error
+    if is_disk_full(error):
+        saved = "what was saved before is whole: free some space, then run the same command again"
+        return RunFailed(f"no space left on the device ({first_line(error)}); {saved}")
+    if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
+        return RunFailed(
+            f"out of memory ({first_line(error)}): lower the batch size or the length of the windows; training also "
+            "takes a higher config.accumulation, or config.model.remat=full; python -m prope.plan computes what fits"
+        )
+    if isinstance(error, ModuleNotFoundError) and not error.name.startswith("prope"):
+        package = error.name.split(".")[0]
+        extra = next((extra for extra, names in _EXTRAS.items() if package in names), ".")
+        return UsageError(f"the Python package {package} is not installed: pip install -e {extra} in the clone")
+    return None
 
 
 def first_line(error: Exception) -> str:

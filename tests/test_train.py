@@ -374,5 +374,5 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
         command.run(main, lambda: None)
     assert stopped.value.code == 1
     assert re.fullmatch(
-        r"error: no space left on the device \(.*\); .*run the same command again\n", capsys.readouterr().err
+        r"stopped: no space left on the device \(.*\); .*run the same command again\n", capsys.readouterr().err
     )
