@@ -42,7 +42,7 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
 from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
-from prope.runtime.memory import check_memory
+from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
@@ -54,6 +54,11 @@ from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_local, check_same, open_run, open_workdir, write_config
 
 log = logging.getLogger("prope")
+
+_LESS_MEMORY = (  # remedy
+    "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set config.model.remat=full; "
+    "python -m prope.plan computes what fits"
+)
 
 
 def train(
@@ -80,6 +85,7 @@ def train(
             session.startup.mark("data")
             check_count()
             validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
+            check_activations(config, _LESS_MEMORY)
             local_config = resolve_attention(config, jax.devices()[0])
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
         session.attach(path, mesh)
@@ -128,11 +134,7 @@ def train(
             if step == start + 1:  # invalid data has failed by now, before a long compilation
                 with writer.pause(), session.compiling():
                     train_step = compile_step(local_config, optimizer, mesh, state)
-                    check_memory(
-                        train_step,
-                        "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
-                        "config.model.remat=full; python -m prope.plan computes what fits",
-                    )
+                    check_memory(train_step, _LESS_MEMORY)
             params, opt_state, metrics = train_step(params, opt_state, batch)
             writer.step(step, metrics)
             if step == start + 1:

@@ -11,6 +11,7 @@ import pytest
 from exchange import make_run
 
 from prope.analysis.sequences import read_sequences
+from prope.config import default_config
 from prope.data.mixture import open_windows
 from prope.data.store.pack import is_validation
 from prope.errors import UsageError
@@ -187,6 +188,22 @@ def test_memory_is_estimated_before_it_is_taken(run, monkeypatch):
     assert len(ask(run, seq_len="32x")) == 1
 
 
+def test_the_inputs_of_all_layers_must_fit(monkeypatch):
+    config = default_config()  # 4 layers, 256 wide, 16 sequences
+    config.data.seq_len = 10**6
+    for fields, needed in (
+        ({}, 65_536_000_000),
+        ({"accumulation": 4}, 16_384_000_000),
+        ({"model.dtype": "bfloat16"}, 8_192_000_000),
+    ):
+        config.update_from_flattened_dict(fields)
+        monkeypatch.setattr(memory, "device_bytes", lambda device, needed=needed: needed // jax.device_count())
+        memory.check_activations(config, "less")
+        monkeypatch.setattr(memory, "device_bytes", lambda device, needed=needed: needed // jax.device_count() - 1)
+        with pytest.raises(UsageError, match="out of memory: a step needs .* on every device, which has .*: less"):
+            memory.check_activations(config, "less")
+
+
 # --- Mixtures ---------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +245,16 @@ def test_a_mixture_weighs_its_sources_as_training_does(mixed, base):
 def test_some_windows_of_a_mixture_are_of_its_sources_by_weight(mixed):
     (record,) = ask(mixed, max_windows=20)
     assert [source["windows"] for source in record["sources"]] == [18, 2]
+
+
+def test_a_source_of_the_mixture_is_not_foreign(base, tmp_path):
+    sources = tuple(
+        {"weight": 1, "dataset": "files", "data_dir": write(base / name, 90, name)} for name in ("ab", "cd")
+    )
+    make_run(tmp_path / "run", 1.0)
+    save(tmp_path / "run", base, dataset="mixture", data_dir="", mixture=sources)
+    (record,) = ask(tmp_path / "run", dataset="files", data_dir=str(base / "cd"))
+    assert record["split"] == "validation"
 
 
 # --- What must be said ------------------------------------------------------------------------------------------

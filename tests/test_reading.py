@@ -85,6 +85,14 @@ def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypat
                 list(source.documents())
 
 
+def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch):
+    config, _ = source_of(tmp_path, "array_record")
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(pathlib.Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
+    with pytest.raises(RunFailed, match="data: cannot be read: Permission denied; nothing was changed"):
+        find_source(config)
+
+
 def test_a_tfrecord_file_is_read_once_by_its_parts(tmp_path, monkeypatch):
     """In bytes that the process asks the operating system for, whoever asks."""
     monkeypatch.setattr(tfds, "chunk_bytes", lambda total: total // 20)

@@ -42,9 +42,8 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
         data.seq_len = options.seq_len or data.seq_len
         override_dataset(data, options.dataset, options.data_dir)
         validate(config)
-        split = options.split or (None if options.dataset or options.data_dir else "validation")
-        trained_on = run.checkpoint.read_json("data").get("fingerprint")
-        windows = open_text(data, config.model.vocab_size, split, trained_on)
+        state = run.checkpoint.read_json("data")
+        windows = open_text(data, config.model.vocab_size, options.split, run.config.data, state)
         documents = windows.document_starts(options.sequences)
         longest = max(map(len, documents), default=0)
         if longest < LEAST:

@@ -24,18 +24,20 @@ def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mi
     return (Mixture if data.dataset == "mixture" else Windows)(data, vocab_size, split)
 
 
-def open_text(data: ConfigDict, vocab_size: int, split: str | None, trained_on: str | None):
+def open_text(data: ConfigDict, vocab_size: int, split: str | None, run_data: ConfigDict, state: dict):
     """Opens the windows of a text to evaluate or analyse.
 
-    With `split` None it is the validation split of the text that a run was trained on, which has the fingerprint
-    `trained_on`, and all of another text.
+    With `split` None it is the validation split of a text that a run was trained on, and all of another text. The run's
+    own are named by its config.data, alone or in a mixture, or have the fingerprint in `state`, its checkpoint's data
+    item. An imported run has none.
     """
+    texts = [] if "imported_from" in state else [run_data, *(source for _, source in weighted_sources(run_data))]
     if data.dataset.startswith("synthetic/"):
         if split not in (None, "validation"):
             raise UsageError(f"--split={split}: {data.dataset} is generated, without end: only validation is finite")
-    elif split is None:
+    elif split is None and (data.dataset, data.data_dir) not in [(text.dataset, text.data_dir) for text in texts]:
         windows = open_windows(data, vocab_size, "all")
-        if windows.store.fingerprint != trained_on:
+        if windows.store.fingerprint != state.get("fingerprint"):
             return windows
     return open_windows(data, vocab_size, split or "validation")
 

@@ -84,17 +84,16 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
     lengths = _parse_lengths(options.seq_len, trained)
     if options.max_tokens is not None:
         _check_same_tokens(options, lengths)
-    split = options.split or (None if options.dataset or options.data_dir else "validation")
     for T in lengths:
         own = config.copy_and_resolve_references()
         # Longer windows, fewer at a time: as many tokens as at the training's length, so that memory suffices.
         own.eval.batch_size = options.batch_size or max(config.eval.batch_size * trained // max(T, trained), 1)
         data = own.data.copy_and_resolve_references()
         data.seq_len = T
-        trained_on = state.get("fingerprint")
-        key = json.dumps([own.model.to_dict(), own.data.to_dict(), own.eval.to_dict(), T, trained_on])
+        parts = (own.model, own.data, own.eval, run.config.data)
+        key = json.dumps([*(part.to_dict() for part in parts), T, state.get("fingerprint")])
         if key not in opened:
-            windows = open_text(data, own.model.vocab_size, split, trained_on)
+            windows = open_text(data, own.model.vocab_size, options.split, run.config.data, state)
             size = max(source.length for source in windows.sources)
             if max(trained, size) < T:
                 raise UsageError(

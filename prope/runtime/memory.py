@@ -4,6 +4,8 @@ import os
 import pathlib
 
 import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from prope.errors import UsageError
 
@@ -28,7 +30,21 @@ def device_bytes(device: jax.Device) -> int | None:
 
 def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
     """Raises UsageError where a compiled program needs more memory than a device has."""
-    needed, limit = step_bytes(compiled.memory_analysis()), device_bytes(jax.local_devices()[0])
+    _check(step_bytes(compiled.memory_analysis()), remedy)
+
+
+def check_activations(config: ConfigDict, remedy: str) -> None:
+    """Raises UsageError, before a compilation of minutes, where not even the inputs of all layers fit.
+
+    Every kind of remat keeps them: num_layers arrays [rows of a microbatch, seq_len, embed_dim].
+    """
+    model, shards = config.model, jax.device_count() // config.mesh.tensor
+    tokens = config.batch_size // config.accumulation // shards * config.data.seq_len
+    _check(model.num_layers * tokens * model.embed_dim * jnp.dtype(model.dtype).itemsize, remedy)
+
+
+def _check(needed: int, remedy: str) -> None:
+    limit = device_bytes(jax.local_devices()[0])
     if limit is not None and needed > limit:
         sizes = f"{needed / 1e9:,.3f} GB on every device, which has {limit / 1e9:,.3f} GB"
         raise UsageError(f"out of memory: a step needs {sizes}: {remedy}")

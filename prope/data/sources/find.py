@@ -18,6 +18,7 @@ from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import UsageError
+from prope.runtime.files import retry_reads
 
 
 def find_source(data: ConfigDict) -> Source:
@@ -31,8 +32,8 @@ def find_source(data: ConfigDict) -> Source:
         hint = "" if data.dataset == "files" else download_hint(data.dataset, data.data_dir)
         raise UsageError(f"config.data.data_dir={data.data_dir}: there is no such folder{hint}")
     if data.dataset == "files":
-        return files(folder, rule, local_cache() / "hashes.json")
-    return tfds_source(data.dataset, folder, rule)
+        return retry_reads(folder, lambda: files(folder, rule, local_cache() / "hashes.json"))
+    return retry_reads(folder, lambda: tfds_source(data.dataset, folder, rule))
 
 
 def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:

@@ -17,11 +17,11 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
     import tensorflow_datasets as tfds
 
     folder = _version_folder(name, data_dir)
+    for file in ("dataset_info.json", "features.json"):
+        _check_readable(folder / file)
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:
-        for file in ("dataset_info.json", "features.json"):
-            _check_readable(folder / file)
         raise incomplete(name, data_dir, f"its dataset_info.json or features.json cannot be read ({error})") from None
     texts = [feature for feature, kind in info.features.items() if isinstance(kind, tfds.features.Text)]
     has = f"splits {sorted(info.splits)}, text features {sorted(texts)}"
@@ -33,7 +33,8 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
             raise UsageError(f"{folder}: no text feature {feature!r}{hint}; it has {has}; set {rule.option}")
     split = info.splits["train"]
     shards = [pathlib.Path(path) for path in split.filepaths]
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    present = {path.name for path in folder.iterdir()}  # where is_file is false, storage may have failed
+    missing = [shard.name for shard in shards if shard.name not in present]
     if missing:
         raise incomplete(name, data_dir, f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
     if info.file_format.value not in _READERS:
@@ -146,14 +147,14 @@ _READERS = {"array_record": array_record, "tfrecord": tfrecord}
 def _version_folder(name: str, data_dir: pathlib.Path) -> pathlib.Path:
     """Returns the newest prepared version below data_dir/name; `name` may itself end in a version, as in TFDS."""
     folder = data_dir / name.replace(":", "/")
-    if (folder / "dataset_info.json").is_file():
+    if not folder.is_dir():
+        raise UsageError(f"config.data.data_dir={data_dir}: no dataset {name} in it{download_hint(name, data_dir)}")
+    if folder / "dataset_info.json" in (entries := list(folder.iterdir())):
         return folder
-    versions = [p for p in folder.glob("*.*.*") if (p / "dataset_info.json").is_file()]
+    versions = [p for p in entries if p.match("*.*.*") and (p / "dataset_info.json").is_file()]
     if versions:
         return max(versions, key=lambda p: [int(n) if n.isdigit() else 0 for n in p.name.split(".")])
-    if folder.is_dir():
-        raise incomplete(name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it")
-    raise UsageError(f"config.data.data_dir={data_dir}: no dataset {name} in it{download_hint(name, data_dir)}")
+    raise incomplete(name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it")
 
 
 def incomplete(name: str, data_dir: pathlib.Path, reason: str) -> UsageError:

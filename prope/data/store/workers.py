@@ -42,10 +42,9 @@ def pack_chunks(source: Source, data: ConfigDict, marked: bool, folder: pathlib.
     records = [read_json(folder / f"{number}.json") for number in range(len(source.chunks))]
     missing = [(n, chunk) for n, (chunk, record) in enumerate(zip(source.chunks, records, strict=True)) if not record]
     size = sum(chunk.num_bytes for _, chunk in missing)
-    log.info(
-        "data: packing %s (about %.1f MB of text); %d of %d chunks are there already",
-        source.name, source.num_bytes / 1e6, len(records) - len(missing), len(records),
-    )  # fmt: skip
+    there = len(records) - len(missing)
+    reused = f"; {there} of {len(records)} chunks are there already" if there else ""
+    log.info("data: packing %s (about %.1f MB of text)%s", source.name, source.num_bytes / 1e6, reused)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = data.num_workers or (1 if size < _ONE_PROCESS_BYTES else cores)
     stats["workers"] = workers = max(1, min(workers, len(missing)))
