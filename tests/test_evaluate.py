@@ -329,7 +329,7 @@ def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
     outcome = run_command("prope.evaluate", f"--workdir={runs}", "--seq_len=32,1x", "--max_windows=5")
     assert outcome.code == 0, outcome.stderr
     short, last = outcome.result.pop("evaluations"), outcome.result
-    assert len(short) == 4 and len(json.dumps(short[0])) < 250 and short[-1].items() <= last.items()
+    assert len(short) == 4 and len(json.dumps(short[0])) < 300 and short[-1].items() <= last.items()
     assert (last["workdir"], last["seq_len"]) == (str(runs / "rope"), T)
     header, *rows = [line.split() for line in outcome.stderr.splitlines()[-5:]]
     assert header[:6] == ["run", "step", "p", "seq_len", "tokens", "loss"]
