@@ -247,6 +247,16 @@ def start_patched(patch: str, workdir, *arguments, **environment) -> subprocess.
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def test_the_number_of_processes_is_compared_with_that_of_jax(monkeypatch):
+    processes.check_count()
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 4)
+    with pytest.raises(
+        UsageError, match="PROPE_PROCESSES is 1, and JAX runs in 4 processes, of which this is number 0"
+    ):
+        processes.check_count()
+
+
+@pytest.mark.slow
 def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_dir):
     """As one that is started by hand on a host of a pod, where JAX finds the others without being told."""
     patch = "import jax; jax.process_count = lambda: 4"
@@ -384,7 +394,10 @@ ABORTS = {
 }
 
 
-@pytest.mark.parametrize("abort", ABORTS)
+SLOW = ("by a signal", "while joining")
+
+
+@pytest.mark.parametrize("abort", [pytest.param(a, marks=[pytest.mark.slow] * (a in SLOW)) for a in ABORTS])
 def test_an_abort_keeps_its_code_unless_the_runtime_has_lost_a_peer(abort):
     statement, joining, code = ABORTS[abort]
     script = (
