@@ -380,6 +380,23 @@ def test_out_of_memory_is_final_and_says_what_to_lower(monkeypatch, capsys, erro
         assert all(word in message for word in ("config.accumulation", "config.model.remat=full", "prope.plan"))
 
 
+@pytest.mark.slow
+def test_one_of_two_runs_out_of_memory_and_both_end(tmp_path, cache_dir):
+    """With codes of which launchers take 1: no restart."""
+    patch = (
+        "import jax\n"
+        "def run_out(*_): raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.')\n"
+        "if os.environ['PROPE_PROCESS'] == '1': train.compile_step = run_out"
+    )
+    pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}", "PROPE_CACHE": str(cache_dir)}
+    pod |= {"PROPE_HEARTBEAT_TIMEOUT": "10"}
+    started = [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+    first, second = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [76, 1], first + second
+    assert "stopped: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.)" in second
+    assert "stopped: another process of this run is gone" in first
+
+
 ABORTS = {
     "in Python": ("os.abort()", False, -signal.SIGABRT),
     "by a signal": ("os.kill(os.getpid(), signal.SIGABRT)", False, -signal.SIGABRT),
