@@ -9,6 +9,7 @@ from prope.config import default_config
 from prope.errors import UsageError
 from prope.runtime.files import append_jsonl, read_json, write_atomic
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_pair, read_jsonl
+from prope.workdir.run import open_workdir, write_config
 
 
 def record(windows, loss, fingerprint="a", step=9, seq_len=256, max_windows=None):
@@ -72,6 +73,22 @@ def test_json_that_cannot_be_read_names_the_file_and_the_remedy(tmp_path):
         assert read_json(path) is None, "a cache may be damaged"
         with pytest.raises(UsageError, match=r"sweep\.json: not readable as JSON \(.*\); start again"):
             read_json(path, "start again")
+
+
+@pytest.mark.parametrize(
+    ("existed", "steps", "stays"), [(False, 0, False), (False, 1, True), (True, 0, True)], ids=["new", "begun", "old"]
+)
+def test_a_refused_run_leaves_its_directory_only_where_something_would_be_lost(tmp_path, existed, steps, stays):
+    path, config = tmp_path / "runs" / "a", default_config()
+    if existed:
+        path.mkdir(parents=True)
+    with pytest.raises(UsageError, match="out of memory"), open_workdir(path, config):
+        write_config(path, config)
+        (path / "compilation_cache").mkdir()
+        for step in range(steps):
+            append_jsonl(path / "metrics.jsonl", {"step": step + 1})
+        raise UsageError("out of memory")
+    assert (path / "config.json").exists() == stays and (tmp_path / "runs").exists() == stays
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\x00\x00\x00", b'{"step": 2, "name": "\xc3'])

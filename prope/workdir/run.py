@@ -17,6 +17,7 @@ from prope.runtime import processes
 from prope.runtime.files import read_json, write_atomic
 from prope.workdir.checkpoints import list_steps, newest_undamaged
 from prope.workdir.reader import CheckpointReader
+from prope.workdir.records import read_jsonl
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
 
 @contextlib.contextmanager
 def open_workdir(path: pathlib.Path, config: ConfigDict) -> Iterator[None]:
-    """Creates the directory, unless it holds another run; removes it where the run is refused before it writes."""
+    """Creates the directory, unless it holds another run; removes it where the run is refused before its first step."""
     existing = read_config(path)
     if existing is not None:
         error = f"--workdir={path}: holds a run of another config"
@@ -104,6 +105,8 @@ def open_workdir(path: pathlib.Path, config: ConfigDict) -> Iterator[None]:
     try:
         yield
     except UsageError:
+        if path in created and not read_jsonl(path / "metrics.jsonl"):
+            shutil.rmtree(path, ignore_errors=True)
         for folder in created:
             with contextlib.suppress(OSError):  # not empty, or another process has removed it
                 folder.rmdir()
