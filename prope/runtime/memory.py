@@ -34,17 +34,19 @@ def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
 
 
 def check_activations(config: ConfigDict, remedy: str) -> None:
-    """Raises UsageError, before a compilation of minutes, where not even the inputs of all layers fit.
+    """Raises UsageError, before a compilation of minutes, where not even what every layer keeps fits.
 
-    Every kind of remat keeps them: num_layers arrays [rows of a microbatch, seq_len, embed_dim].
+    That is its input [rows of a microbatch, seq_len, embed_dim], and two such arrays of hidden_dim where remat saves
+    wide matmuls. Attention keeps more.
     """
-    model, shards = config.model, jax.device_count() // config.mesh.tensor
-    tokens = config.batch_size // config.accumulation // shards * config.data.seq_len
-    _check(model.num_layers * tokens * model.embed_dim * jnp.dtype(model.dtype).itemsize, remedy)
+    model, tensor = config.model, config.mesh.tensor
+    tokens = config.batch_size // config.accumulation // (jax.device_count() // tensor) * config.data.seq_len
+    width = model.embed_dim + (2 * model.hidden_dim // tensor if model.remat in ("none", "minimal") else 0)
+    _check(model.num_layers * tokens * width * jnp.dtype(model.dtype).itemsize, remedy)
 
 
 def _check(needed: int, remedy: str) -> None:
     limit = device_bytes(jax.local_devices()[0])
     if limit is not None and needed > limit:
         sizes = f"{needed / 1e9:,.3f} GB on every device, which has {limit / 1e9:,.3f} GB"
-        raise UsageError(f"out of memory: a step needs {sizes}: {remedy}")
+        raise UsageError(f"out of memory: a step needs at least {sizes}: {remedy}")
