@@ -106,7 +106,7 @@ def removed(head, pair):
 
 
 def _separate(query, key, value, head, pair):
-    """Masks the lanes of a head's pair, [1, 1, N, H], and repeats keys and values so that every head has its own."""
+    """Masks the lanes of a head's pair, [1, 1, N, H]; repeats keys and values for every head."""
     N, H = query.shape[2:]
     lanes = jnp.arange(H) % (H // 2) == pair
     heads = jnp.arange(N) == head

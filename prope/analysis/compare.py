@@ -14,7 +14,7 @@ import numpy as np
 from prope.analysis.census import rank_correlation, sharing
 from prope.analysis.page import KINDS, SCORES, norms
 from prope.html import page
-from prope.html.drawing import TEXT, Picture, panels, styles
+from prope.html.drawing import TEXT, Picture, line, panels, styles
 
 Groups = dict[str, list[dict]]  # analyses by "p = .."
 
@@ -89,7 +89,7 @@ def usage(groups: Groups) -> Picture:
         style = styles(list(groups))
         for axes, (kind, lines) in zip(panels(figure, 2)[0], means.items(), strict=True):
             for p, values in lines.items():
-                axes.plot(values, label=p, markevery=max(len(values) // 8, 1), **style[p])
+                line(axes, {pair: (value, None) for pair, value in enumerate(values)}, style[p], p)
                 rotated = np.unique(groups[p][0]["rotated_pairs"])
                 if len(rotated) == 1 and 0 < rotated[0] < len(values):
                     axes.axvline(rotated[0] - 0.5, color=style[p]["color"], lw=1, ls=":")

@@ -76,7 +76,7 @@ def to_json(curve: tuple[np.ndarray, np.ndarray]) -> dict:
 
 
 def curves_picture(name: str, title: str, alt: str, caption: str, curves: dict, xlabel: str, legend: str) -> Picture:
-    """Draws curves (mean, error or None), by label: of ones on the left, of Gaussian vectors on the right."""
+    """Draws curves, (mean, error or None) by label: of ones, and of Gaussian vectors."""
     labels = {
         "ones": {"title": "(a) queries and keys of ones", "ylabel": "q · k / d", "ylim": (-0.1, 1.1)},
         "gaussian": {"title": "(b) Gaussian queries and keys", "ylabel": "q · k / √d, mean over draws",

@@ -121,7 +121,7 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
 
 
 def repeat_matmul(square: jax.Array, repeats: int) -> Callable[[], jax.Array]:
-    """Builds a program that multiplies a matrix by itself `repeats` times, each result in the memory of the last."""
+    """Builds a program that squares a matrix `repeats` times, each result in the memory of the last."""
     matmul = jax.jit(lambda x, old: x @ x, donate_argnums=1, keep_unused=True)
     result = jnp.zeros_like(square)
 

@@ -43,7 +43,7 @@ CHIPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the bf16 FLOP/s of a `jax.Device.device_kind`; None if it is not in the table, such as a CPU."""
+    """Returns the bf16 FLOP/s of a `jax.Device.device_kind`; None for one not in the table."""
     return next((chip.flops for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 

@@ -75,7 +75,7 @@ def panels(figure, columns: int, rows: int = 1, **options):
 
 @functools.cache
 def palette() -> dict[str, tuple[str, str]]:
-    """The colours of pictures by the name of their CSS variable: (light, dark)."""
+    """Returns the colours of pictures by the name of their CSS variable: (light, dark)."""
     import matplotlib
     from matplotlib.colors import rgb2hex
 
@@ -88,7 +88,7 @@ def palette() -> dict[str, tuple[str, str]]:
 
 
 def styles(names: list[str]) -> dict[str, dict]:
-    """A colour and a marker for every group, in their order, as keyword arguments of `axes.plot`."""
+    """Gives every group a colour, a marker and dashes, in their order, as keyword arguments of `axes.plot`."""
     last = len(names) - 1
     steps = [round((_STEPS - 1) * (i / last if last else 0.5)) for i in range(len(names))]
     return {
@@ -106,7 +106,8 @@ def styles(names: list[str]) -> dict[str, dict]:
 def line(axes, points: dict, style: dict, label: str | None = None) -> None:
     """Plots means with their standard errors as a band, from {x: (mean, error or None)}."""
     x, y = list(points), [value for value, _ in points.values()]
-    axes.plot(x, y, label=label, markevery=max(len(x) // 8, 1), **style)
+    apart = max(len(x) // 8, 1)  # points between markers, which start where those of other lines do not
+    axes.plot(x, y, label=label, markevery=(len(axes.lines) % apart, apart), **style)
     errors = [error for _, error in points.values()]
     if None not in errors:
         low, high = ([v + sign * e for v, e in zip(y, errors, strict=True)] for sign in (-1, 1))

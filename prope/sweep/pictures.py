@@ -42,6 +42,7 @@ def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
             unigram = last["loss"] * last["unigram_bits_per_byte"] / last["bits_per_byte"]
             axes.axhline(unigram, color="#777777", lw=1, ls="--", label=f"token frequencies alone, {unigram:.3f}")
         axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(0, math.ceil(steps[0]["loss"])))
+        axes.locator_params(axis="x", integer=True)
         axes.set_title(f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}")
         axes.legend()
 
