@@ -95,7 +95,7 @@ def usage(groups: Groups) -> Picture:
                     axes.axvline(rotated[0] - 0.5, color=style[p]["color"], lw=1, ls=":")
             axes.set(xlabel="pair, fastest first", ylabel="mean norm", title=kind, ylim=(0, None))
             axes.locator_params(axis="x", integer=True)
-        figure.axes[0].legend()
+        figure.axes[0].legend(loc="best")
 
     ends = "; ".join(f"{p}: queries {v[0]:.2f} fastest, {v[-1]:.2f} slowest" for p, v in means["queries"].items())
     caption = "Means over tokens, heads, layers and runs. Dotted: where the rotated pairs of that p end."
@@ -125,7 +125,7 @@ def scores(groups: Groups) -> Picture:
             if any(shares):  # nothing is fast where nothing rotates
                 last.plot(shares, positional, label=p, **style | {"ls": ""})
         last.set(xlabel="high_frequency_share", title="positional by use of fast pairs")
-        last.legend()
+        last.legend(loc="best")
         for axes in figure.axes:
             axes.set_ylim(-0.03, 1.03)
 

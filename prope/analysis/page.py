@@ -131,7 +131,7 @@ def census(analysis: dict) -> Picture:
                     axes.plot(*zip(*points, strict=True), label=KINDS[kind], **style | {"ls": "", "ms": 6})
             axes.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before", ylim=(-0.03, 1.03))
             axes.set_title("Do positional heads use the fast pairs?")
-            axes.legend()
+            axes.legend(loc="best")
         rows, columns = (max(size // 8, 1) for size in shape)
         for axes, (score, words) in zip((one, two, three), SCORES.items(), strict=True):
             image = show_image(axes, np.array([h[score] for h in records]).reshape(shape), vmax=1, aspect="auto")
@@ -177,7 +177,7 @@ def heads(analysis: dict) -> Picture:
             for axis in (top.xaxis, top.yaxis, below.xaxis):
                 axis.get_major_locator().set_params(integer=True)
             top.label_outer()
-        both[1, 0].legend()
+        both[1, 0].legend(loc="best")
 
     scores = "; ".join(
         f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
@@ -212,7 +212,7 @@ def channels(analysis: dict) -> Picture:
         losses.axvline(0, color=TEXT, lw=1)
         losses.set(xlabel="nats per token", title="Loss without it, minus loss as it is")
         for axes in figure.axes:
-            axes.legend()
+            axes.legend(loc="best")
 
     alt = "; ".join(
         f"{name}: {c['to_first']:.2f} to the first token, {c['to_others']:.2f} to others, loss "

@@ -90,6 +90,6 @@ def curves_picture(name: str, title: str, alt: str, caption: str, curves: dict, 
                 errors = [None] * len(mean) if error is None else error
                 line(axes, dict(enumerate(zip(mean, errors, strict=True))), style[label] | {"lw": 1.2}, label)
             axes.set(xlabel=xlabel, **labels[kind])
-            axes.legend(ncols=2, title=legend)
+            axes.legend(loc="best", ncols=2, title=legend)
 
     return Picture(name, title, alt, caption, draw)

@@ -44,7 +44,7 @@ def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
         axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(0, math.ceil(steps[0]["loss"])))
         axes.locator_params(axis="x", integer=True)
         axes.set_title(f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}")
-        axes.legend()
+        axes.legend(loc="best")
 
     output = workdir / "loss.png"
     output.write_bytes(Picture("loss", "", "", "", draw, (7, 4.2)).render()[0])
@@ -132,7 +132,7 @@ def curves_picture(
         for group, points in means.items():
             line(left, points, style[group], group)
         left.set(xlabel=x, ylabel=y, title=title)
-        left.legend()
+        left.legend(loc="best")
         for axes in right:
             for group, points in apart.items():
                 line(axes, points, style[group])
@@ -206,7 +206,7 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             each.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
             each.tick_params(labelbottom=True)
         if len(lines) > 1:
-            axes.legend()
+            axes.legend(loc="best")
 
     alt = f"Validation perplexity. {'; '.join(f'{name}: {mean:.4f}' for name, mean in means.items())}."
     caption = (
@@ -231,7 +231,7 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
             axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", xscale="log", ylim=(-0.03, 1.03))
             axes.xaxis.set_major_formatter("{x:g}")
         figure.axes[0].set_ylabel("share of correct answers")
-        figure.axes[0].legend()
+        figure.axes[0].legend(loc="best")
 
     ends = "; ".join(
         f"{task}, {group}: {list(points.values())[-1][0]:.3f}"
