@@ -53,17 +53,25 @@ class Options:
             raise UsageError(f"--max_windows={self.max_windows} and --max_tokens={self.max_tokens}: give one of them")
 
 
-def _parse_lengths(text: str | None, trained: int) -> list[int]:
+def _parse_lengths(options: Options, trained: int) -> list[int]:
     """Parses --seq_len: "512,2x,8x" are 512 tokens and two and eight times the length of training."""
     lengths = []
-    for entry in ("1x" if text is None else text).split(","):
+    for entry in ("1x" if options.seq_len is None else options.seq_len).split(","):
         match = re.fullmatch(r"\s*([0-9]+)(x?)\s*", entry)
         if match is None or int(match[1]) == 0:
             raise UsageError(
-                f"--seq_len={text}: {entry!r} is neither a number of tokens nor a multiple of the training's length; "
-                "give a list such as 512 or 1x,2x,8x"
+                f"--seq_len={options.seq_len}: {entry!r} is neither a number of tokens nor a multiple of the training's"
+                " length; give a list such as 512 or 1x,2x,8x"
             )
         lengths.append(int(match[1]) * (trained if match[2] else 1))
+    longest = max(lengths)
+    if options.max_tokens is not None and options.max_tokens < longest:
+        raise UsageError(f"--max_tokens={options.max_tokens}: must be at least a window, here of {longest} tokens")
+    if options.max_tokens is not None and (others := [T for T in lengths if longest % T]):
+        raise UsageError(
+            f"--seq_len={options.seq_len}: with --max_tokens every length must divide the longest, {longest}, so that "
+            f"all read the same tokens; {others[0]} does not"
+        )
     return list(dict.fromkeys(lengths))
 
 
@@ -81,9 +89,7 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
     override_dataset(config.data, options.dataset, options.data_dir)
     validate(config)
     keys, trained = [], config.data.seq_len
-    lengths = _parse_lengths(options.seq_len, trained)
-    if options.max_tokens is not None:
-        _check_same_tokens(options, lengths)
+    lengths = _parse_lengths(options, trained)
     for T in lengths:
         own = config.copy_and_resolve_references()
         # Longer windows, fewer at a time: as many tokens as at the training's length, so that memory suffices.
@@ -103,19 +109,6 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
             opened[key] = own, windows, select(windows, options.max_windows, options.max_tokens, max(lengths))
         keys.append(key)
     return [opened[key] for key in keys]
-
-
-def _check_same_tokens(options: Options, lengths: list[int]) -> None:
-    """Raises UsageError where windows of these lengths cannot hold the same --max_tokens."""
-    longest = max(lengths)
-    if options.max_tokens < longest:
-        raise UsageError(f"--max_tokens={options.max_tokens}: must be at least a window, here of {longest} tokens")
-    for T in lengths:
-        if longest % T:
-            raise UsageError(
-                f"--seq_len={options.seq_len}: with --max_tokens every length must divide the longest, {longest}, so "
-                f"that all read the same tokens; {T} does not"
-            )
 
 
 def evaluations(options: Options) -> Iterator[dict]:
