@@ -102,7 +102,7 @@ def test_every_page_fits_the_hardware_that_it_names(run_command, page):
     done = run_command("prope.plan", file, f"--topology={topology}", *flags, ALLOW_MULTIPLE_LIBTPU_LOAD="true")
     assert done.result["fits"], done.result["peak_bytes_per_chip"]
     if page == "gemma_300m_wiki":
-        assert done.result["peak_bytes_per_chip"] < 80e9
+        assert done.result["peak_bytes_per_chip"] < 0.75 * 80e9, "the share of a GPU that JAX takes"
 
 
 @needs_libtpu
