@@ -51,6 +51,7 @@ def test_removing_a_channel_is_zeroing_its_queries(tmp_path, monkeypatch, at_onc
         assert abs(apart.mean()) > 1e-4
 
 
+@pytest.mark.slow
 def test_stopping_the_slowest_turned_pair_is_a_smaller_p(tmp_path):
     config, params = make_run(tmp_path / "run", 0.25, num_heads=1, num_layers=1)
     made = make_walk(tmp_path / "run")

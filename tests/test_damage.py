@@ -154,7 +154,7 @@ def test_what_nothing_reads_changes_nothing(run, read):
 
 
 @pytest.mark.parametrize("kind", ["files.json", "config/metadata", *(kind[15:] for kind in ITEMS["params"])])
-@pytest.mark.parametrize("read", [Run.params, by_layers])
+@pytest.mark.parametrize("read", [pytest.param(Run.params, marks=pytest.mark.slow), by_layers])
 def test_checkpoints_of_older_versions_are_verified(run, tmp_path, kind, read):
     """They have one hash of all parameters and no checksums: a flip is refused, or what is read is what was saved."""
     old = shutil.copytree(run, tmp_path / "run")
@@ -355,7 +355,9 @@ def start(config, folder, init_from=None):
 NAMED = {"evaluate": evaluate, "sample": sample, "analyze": analyze, "export": export}  # those with --step
 
 
-@pytest.mark.parametrize("command", NAMED)
+@pytest.mark.parametrize(
+    "command", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("analyze", "sample")), "evaluate", "export"]
+)
 @pytest.mark.parametrize("kind", [ITEMS["params"][-1], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS)])
 def test_commands_refuse_a_flipped_byte_and_write_nothing(run, tmp_path, command, kind):
     before = sorted(run.rglob("*"))
@@ -365,7 +367,8 @@ def test_commands_refuse_a_flipped_byte_and_write_nothing(run, tmp_path, command
         assert not list(tmp_path.iterdir()) and sorted(run.rglob("*")) == before, flipped
 
 
-@pytest.mark.parametrize("command", [pytest.param(n, marks=pytest.mark.slow) if n != "evaluate" else n for n in NAMED])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", NAMED)
 def test_commands_pass_over_a_damaged_newest_checkpoint(run, tmp_path, command):
     copy = shutil.copytree(run, tmp_path / "run")
     expected = NAMED[command](copy, tmp_path, 10)

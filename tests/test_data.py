@@ -193,6 +193,7 @@ def test_the_baseline_is_the_cross_entropy_of_token_frequencies(tmp_path):
     assert math.isclose(store.index["unigram_loss"], total / len(held_out), rel_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_python_documentation_is_there(tmp_path):
     store = prepare.open_store(settings(tmp_path), 260)
     assert store.index["train"]["bytes"] + store.index["validation"]["bytes"] > 1_000_000

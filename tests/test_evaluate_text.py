@@ -94,6 +94,7 @@ def test_foreign_text_is_evaluated_whole_and_its_own_on_the_validation_split(run
     assert ask(run, dataset="files", data_dir=str(moved)) == [record], "the same text in another place"
 
 
+@pytest.mark.slow
 def test_the_split_can_be_chosen(run, base):
     own, other = documents(base / "own"), documents(base / "other")
     for folder, split, texts in (
@@ -144,6 +145,7 @@ def test_an_analysis_reads_the_same_split(run, base):
 # --- Lengths ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_length_reads_the_same_tokens(run, base):
     tokens = 10 * 4 * T
     records = ask(run, seq_len="1x,2x,4x", max_tokens=tokens)
@@ -175,6 +177,7 @@ def test_lengths_that_cannot_be_compared(run, flags, says):
         ask(run, **flags)
 
 
+@pytest.mark.slow
 def test_memory_is_estimated_before_it_is_taken(run, monkeypatch):
     needed = []
     real = memory.step_bytes

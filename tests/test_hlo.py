@@ -280,6 +280,7 @@ def check(found, devices, D, itemsize):
     assert unrolled == traffic
 
 
+@pytest.mark.slow
 def test_a_program_for_eight_cpu_devices(tmp_path):
     found = run_program(
         "jax.devices(), 64, jnp.float32", tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8"

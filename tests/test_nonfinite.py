@@ -55,6 +55,7 @@ def test_a_skipped_step_changes_nothing_but_the_schedule(number):
     np.testing.assert_allclose(np.linalg.norm(updates[1]) / np.linalg.norm(updates[0]), rates[1] / rates[0], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_ten_skips_in_a_row_end_the_run_however_often_it_was_interrupted(train, tmp_path):
     diverge = ("--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=0", *SKIP)
     stopped = train(tmp_path / "run", *diverge, "--stop_at_step=6", "--config.eval.max_windows=1")

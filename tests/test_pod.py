@@ -215,6 +215,7 @@ def test_a_workdir_that_is_not_shared(start_pod, tmp_path):
     assert not list((tmp_path / "a").glob(".shared*"))
 
 
+@pytest.mark.slow
 def test_bad_input_of_one_process_ends_both(start_pod, trained, tmp_path):
     shutil.copytree(trained[0], tmp_path / "run")
     for outcome in map(finish, start_pod([tmp_path / "new", tmp_path / "run"], "--config.seed=1")):

@@ -74,7 +74,9 @@ def analyse(workdir):
     analysis.analyse(workdir, asked(sequences=1, seq_len=32, channels=1, again=True))
 
 
-@pytest.mark.parametrize("command", [evaluate, sample, analyse])
+@pytest.mark.parametrize(
+    "command", [evaluate, *(pytest.param(command, marks=pytest.mark.slow) for command in (sample, analyse))]
+)
 def test_commands_multiply_in_float32(whole, tmp_path, command):
     jax.clear_caches()  # of programs that other tests lowered
     jax.config.update("jax_dump_ir_to", str(tmp_path))

@@ -93,6 +93,7 @@ def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch
         find_source(config)
 
 
+@pytest.mark.slow
 def test_a_tfrecord_file_is_read_once_by_its_parts(tmp_path, monkeypatch):
     """In bytes that the process asks the operating system for, whoever asks."""
     monkeypatch.setattr(tfds, "chunk_bytes", lambda total: total // 20)

@@ -225,6 +225,7 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
     assert (made / "report" / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_pictures_take_their_colours_from_the_style_sheet(made):
     page = Page(pathlib.Path(sweep_page.report_sweep(made)["output"]))
     source = (made / "report" / "index.html").read_text()

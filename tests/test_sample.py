@@ -75,7 +75,7 @@ def some_config(p=0.75, **fields):
 
 
 VARIANTS = [
-    {"p": 0.0, "num_kv_heads": 1},
+    pytest.param({"p": 0.0, "num_kv_heads": 1}, marks=pytest.mark.slow),
     pytest.param({"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"}, marks=pytest.mark.slow),
     pytest.param({"p": 0.75, "num_kv_heads": 2}, marks=pytest.mark.slow),
     pytest.param({"p": 1.0, "num_kv_heads": 4}, marks=pytest.mark.slow),
@@ -144,6 +144,7 @@ def test_a_row_depends_on_no_other_row():
     assert (generate(config, sampling, params, others, longer, keys)[0] == together[0]).all()
 
 
+@pytest.mark.slow
 def test_equal_prompts_draw_numbers_of_their_own_and_a_seed_repeats_them():
     config = small()
     params = lively(config)
@@ -156,6 +157,7 @@ def test_equal_prompts_draw_numbers_of_their_own_and_a_seed_repeats_them():
         assert sample.row_keys(1, 3)[row] == jax.random.fold_in(jax.random.key(1), row)
 
 
+@pytest.mark.slow
 def test_a_row_that_has_ended_stays_as_it_is():
     config = small()
     params = lively(config)
@@ -207,6 +209,7 @@ def test_bfloat16_stays_near_its_full_forward():
         assert behind.max() < 0.1 * scores.std(), "every token is the likeliest, or level with it"
 
 
+@pytest.mark.slow
 def test_a_step_copies_no_cache_and_holds_no_square_of_scores():
     config = FrozenConfigDict(small(num_kv_heads=2, head_dim=64))
     params = lively(config)

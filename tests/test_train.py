@@ -198,6 +198,7 @@ def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     assert "is another model (model.rope_percentage: 0.75, not 0.5)" in refused.error
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train, tmp_path):
     outcome = train(
         tmp_path / "run", "--config.optimizer.learning_rate=1e30", "--config.checkpoint_every=1",
