@@ -268,6 +268,13 @@ def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_d
     assert not (tmp_path / "run").exists()
 
 
+def start_two_patched(patch: str, tmp_path, cache_dir) -> list:
+    """Starts the two processes of a run, each with the patch, which tells them apart by $PROPE_PROCESS."""
+    pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}", "PROPE_CACHE": str(cache_dir)}
+    pod |= {"PROPE_HEARTBEAT_TIMEOUT": "10"}
+    return [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_on_one_host_ends_all(tmp_path, cache_dir):
     """Full for the second check, in `save`: the others would wait for this one there."""
@@ -278,9 +285,7 @@ def test_a_disk_that_is_full_on_one_host_ends_all(tmp_path, cache_dir):
         "    if len(checks) == 2 and os.environ['PROPE_PROCESS'] == '1': raise UsageError('the disk is full')\n"
         "train.check_disk = check_disk"
     )
-    pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}", "PROPE_CACHE": str(cache_dir)}
-    pod |= {"PROPE_HEARTBEAT_TIMEOUT": "10"}
-    started = [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+    started = start_two_patched(patch, tmp_path, cache_dir)
     for process in started:
         _, stderr = process.communicate(timeout=300)
         assert process.returncode == 2 and "the disk is full" in stderr.splitlines()[-1], stderr
@@ -389,9 +394,7 @@ def test_one_of_two_runs_out_of_memory_and_both_end(tmp_path, cache_dir):
         "def run_out(*_): raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.')\n"
         "if os.environ['PROPE_PROCESS'] == '1': train.compile_step = run_out"
     )
-    pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}", "PROPE_CACHE": str(cache_dir)}
-    pod |= {"PROPE_HEARTBEAT_TIMEOUT": "10"}
-    started = [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+    started = start_two_patched(patch, tmp_path, cache_dir)
     first, second = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [76, 1], first + second
     assert "stopped: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.)" in second
