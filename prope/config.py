@@ -96,7 +96,9 @@ def default_config() -> ConfigDict:
     optimizer.mu_dtype = "float32"  # of AdamW's first moment; the second is always float32
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = placeholder(int)  # replicas of the parameters, None: one per slice; within a replica FSDP shards them
+    # Replicas of the parameters, within which FSDP shards them; None: one per TPU slice or GPU node. A replica may span
+    # GPU nodes, but not slices.
+    mesh.data = placeholder(int)
     mesh.tensor = 1  # devices over which heads, hidden units and vocabulary are split
 
     config.checkpoint = checkpoint = ConfigDict()

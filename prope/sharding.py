@@ -1,8 +1,8 @@
 """Where arrays live: the mesh, the mesh axes that shard each axis letter, and hashes that do not depend on them.
 
-The mesh has three axes. `data` replicates the parameters: one replica per slice, because only gradients pass between
-replicas. `fsdp` shards the parameters and the batch: a matrix is all-gathered when it is used. `tensor` shards heads,
-hidden units and vocabulary. The model names axis letters, never mesh axes.
+The mesh has three axes. `data` replicates the parameters: one replica per TPU slice or GPU node by default, because
+only gradients pass between replicas. `fsdp` shards the parameters and the batch: a matrix is all-gathered when it is
+used. `tensor` shards heads, hidden units and vocabulary. The model names axis letters, never mesh axes.
 """
 
 import contextlib
@@ -29,21 +29,23 @@ _MIN_SHARD_SIZE = 2**16  # elements; smaller leaves are cheaper to replicate tha
 
 
 def make_mesh(replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None) -> Mesh:
-    """Arranges the devices as (data=replicas, fsdp=the rest, tensor); by default one replica per slice."""
+    """Arranges the devices as (data=replicas, fsdp=the rest, tensor); by default one replica per slice or GPU node."""
     devices = jax.devices() if devices is None else list(devices)
     slices = num_slices(devices)
     replicas = slices if replicas is None else replicas
     shape = (replicas, len(devices) // (replicas * tensor), tensor)
-    if slices > 1:
+    if slices > 1 and replicas % slices == 0:
         within = (replicas // slices, *shape[1:])
         grid = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    elif slices > 1:  # replicas of several GPU nodes each
+        grid = np.array(sorted(devices, key=lambda device: device.slice_index)).reshape(shape)
     else:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def num_slices(devices: Sequence) -> int:
-    """Counts the slices of the devices: groups that only a data-centre network joins."""
+    """Counts the TPU slices, or on GPUs the nodes: groups of devices that only a data-centre network joins."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 

@@ -84,7 +84,7 @@ def train(
                 validation = open_windows(config.data, config.model.vocab_size, "validation")
             session.startup.mark("data")
             check_count()
-            validate_devices(config, jax.device_count(), sharding.num_slices(jax.devices()))
+            validate_devices(config, jax.devices())
             check_activations(config, _LESS_MEMORY)
             local_config = resolve_attention(config, jax.devices()[0])
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)

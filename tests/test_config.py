@@ -212,10 +212,11 @@ def test_tensor_must_divide_the_model(fields, says):
 def test_devices_must_divide_the_batch(devices, slices, fields, says):
     config = default_config()
     config.update_from_flattened_dict(fields)
+    of_slices = [SimpleNamespace(platform="tpu", slice_index=number % slices) for number in range(devices)]
     if says is None:
-        return validate_devices(config, devices, slices)
+        return validate_devices(config, of_slices)
     with pytest.raises(UsageError) as refused:
-        validate_devices(config, devices, slices)
+        validate_devices(config, of_slices)
     assert str(refused.value) == f"config.{says}"
     return None
 

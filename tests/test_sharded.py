@@ -18,8 +18,9 @@ from jax.sharding import AbstractMesh
 from prope import loss, model, sharding
 from prope.config import default_config
 from prope.cost.hlo import array_shapes
+from prope.errors import UsageError
 from prope.optimizer import make_optimizer
-from prope.runtime.validate import validate
+from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, make_train_step
 from prope.workdir.hashes import hash_arrays
 
@@ -306,13 +307,14 @@ def test_what_does_not_divide_and_what_is_small(mesh_shape, path, shape, expecte
 
 
 class Device:
-    """As a TPU's of several slices: `id` and `slice_index`."""
+    """As a TPU's of several slices, or a GPU's of several nodes: `id` and `slice_index`."""
 
-    platform = device_kind = "cpu"
+    device_kind = "stand-in"
     process_index = 0
 
-    def __init__(self, number, slices):
+    def __init__(self, number, slices, platform="cpu"):
         self.id, self.slice_index = number, number % slices  # the first devices are not of one slice
+        self.platform = platform
 
 
 @pytest.mark.parametrize(
@@ -331,6 +333,34 @@ def test_only_replicas_are_on_different_slices(slices, options, shape):
     of_replicas = [{device.slice_index for device in replica.ravel()} for replica in mesh.devices]
     assert all(len(found) == 1 for found in of_replicas)
     assert len(set.union(*of_replicas)) == slices
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "nodes"),  # nodes: of each replica, at the most
+    [
+        ({}, (4, 4, 1), 1), ({"replicas": 1}, (1, 16, 1), 4), ({"replicas": 2}, (2, 8, 1), 2),
+        ({"replicas": 8}, (8, 2, 1), 1), ({"replicas": 1, "tensor": 4}, (1, 4, 4), 4),
+    ],
+)  # fmt: skip
+def test_fsdp_may_cross_nodes_of_gpus(options, shape, nodes):
+    devices = [Device(number, 4, "gpu") for number in range(16)]
+    config = default_config()
+    config.batch_size, config.mesh.data, config.mesh.tensor = 16, options.get("replicas"), options.get("tensor", 1)
+    validate_devices(config, devices)
+    mesh = sharding.make_mesh(devices=devices, **options)
+    assert mesh.devices.shape == shape
+    assert {device.id for device in mesh.devices.ravel()} == set(range(16))
+    assert {len({device.slice_index for device in replica.ravel()}) for replica in mesh.devices} == {nodes}
+    for group in mesh.devices.reshape(-1, shape[2]):  # heads and hidden units are split within a node
+        assert len({device.slice_index for device in group}) == 1
+
+
+def test_only_tpu_slices_are_a_border():
+    config = default_config()
+    config.batch_size, config.mesh.data = 16, 1
+    validate_devices(config, [Device(number, 2, "gpu") for number in range(16)])
+    with pytest.raises(UsageError, match="mesh.data=1: must be a multiple of the number of slices, 2"):
+        validate_devices(config, [Device(number, 2, "tpu") for number in range(16)])
 
 
 def test_devices_that_are_not_of_a_slice_are_of_one():

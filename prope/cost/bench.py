@@ -79,7 +79,7 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
 def bench_step(config: ConfigDict, steps: int) -> dict:
     """Times warm steps of the training step on all devices, alternating with a plain matmul."""
     devices = jax.devices()
-    validate_devices(config, len(devices), sharding.num_slices(devices))
+    validate_devices(config, devices)
     config, mesh, optimizer, shapes = prepare(config, devices)
     start = time.perf_counter()
     update = compile_step(config, optimizer, mesh, shapes)

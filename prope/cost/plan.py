@@ -47,7 +47,7 @@ def find_devices(topology: str, slices: int) -> list:
 def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Compiles the training step for these devices; returns what the command prints."""
     chip, slices = flops.CHIPS[topology.partition(":")[0]], sharding.num_slices(devices)
-    validate_devices(config, len(devices), slices)
+    validate_devices(config, devices)
     config, mesh, optimizer, state = prepare(config, devices)
     tokens = config.batch_size * config.data.seq_len
     traced = trace_step(config, optimizer, mesh, state)

@@ -3,10 +3,12 @@
 import functools
 import math
 import string
+from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
+from prope import sharding
 from prope.config import ATTENTION, DTYPES, LOSS_ON, MIXTURE_FIELDS, ON_NONFINITE, REMAT, SYNTHETIC, flat
 from prope.errors import UsageError, nearest
 
@@ -27,7 +29,7 @@ _CHOICES = {
     "model.dtype": DTYPES, "optimizer.mu_dtype": DTYPES, "model.attention": ATTENTION, "model.remat": REMAT,
     "data.loss_on": LOSS_ON, "on_nonfinite": ON_NONFINITE,
 }  # fmt: skip
-_OPTIONAL = {"eval.max_windows": "all", "mesh.data": "one per slice", "checkpoint.keep_every": "none of them"}
+_OPTIONAL = {"eval.max_windows": "all", "mesh.data": "one per slice or node", "checkpoint.keep_every": "none of them"}
 _MULTIPLES = (  # the first must be a multiple of the second
     ("model.num_heads", "model.num_kv_heads"), ("model.num_heads", "mesh.tensor"), ("model.hidden_dim", "mesh.tensor"),
     ("model.vocab_size", "mesh.tensor"), ("batch_size", "accumulation"),
@@ -126,14 +128,15 @@ def _check_source(source: dict, prefix: str) -> None:
     require("template", ends or not targets, "with loss_on=targets it must end with the feature to predict")
 
 
-def validate_devices(config: ConfigDict, devices: int, slices: int = 1) -> None:
-    """Checks the config against the number of devices and of slices, as soon as these are known.
+def validate_devices(config: ConfigDict, all_devices: Sequence) -> None:
+    """Checks the config against the devices and their slices, as soon as these are known.
 
     Raises:
       UsageError: the devices cannot divide the batch, or cannot form the mesh.
     """
+    devices, slices = len(all_devices), sharding.num_slices(all_devices)
     replicas, tensor, parts = config.mesh.data or slices, config.mesh.tensor, config.accumulation
-    if replicas % slices:
+    if all_devices[0].platform == "tpu" and replicas % slices:
         raise UsageError(f"config.mesh.data={replicas}: must be a multiple of the number of slices, {slices}")
     if devices % tensor:
         raise UsageError(f"config.mesh.tensor={tensor}: must divide the number of devices, {devices}")
