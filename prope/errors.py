@@ -40,6 +40,11 @@ def is_disk_full(error: BaseException) -> bool:
     return cause is not None and is_disk_full(cause)
 
 
+def is_storage_error(error: BaseException) -> bool:
+    """Tells whether a file system or a bucket has failed, rather than the program."""
+    return isinstance(error, OSError) or type(error).__module__.startswith(("gcsfs.", "aiohttp.", "google.", "boto"))
+
+
 def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
     """Returns what ends a command with one line for an exception of any library; None where that needs a traceback."""
     if isinstance(error, UsageError | RunFailed | Stopped):

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,23 @@ def once(shared_dir):
         return directory, json.loads(result.read_text())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def storage(tmp_path_factory):
+    """A Cloud Storage server that this worker and its commands use from now on."""
+    from buckets import Server
+
+    server = Server(tmp_path_factory.mktemp("storage"))
+    os.environ.update(server.environment)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def bucket(storage, request) -> str:
+    """A URL, gs://bucket/..., of this test's own, with nothing below it."""
+    return f"gs://bucket/{re.sub(r'[^a-z0-9_]+', '-', request.node.name)}-{time.time_ns()}"
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Files and directories that appear under their name only when complete, and JSON files."""
+"""Places, which are local paths or URLs: files that appear under their name only when complete, and JSON files.
+
+`etils.epath.Path` is the type of both. A URL such as gs://bucket/run is read and written by gcsfs, without a mount.
+"""
 
 import contextlib
 import json
@@ -6,29 +9,55 @@ import logging
 import os
 import pathlib
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from prope.errors import RunFailed, UsageError, first_line
+import fsspec
+import tensorstore as ts
+from etils import epath
+
+from prope.errors import RunFailed, UsageError, first_line, is_storage_error
 
 log = logging.getLogger("prope")
 T = TypeVar("T")
 
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 
+# One for the process: its cache holds the indices of a token store's shards, and tokens that windows share.
+CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
-def write_atomic(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name and renames it, so that readers see the old file or the new one."""
+for _scheme in ("gcs", "gs", "s3"):  # other hosts write to a bucket, too: what it lists is asked for every time
+    fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
+
+
+def is_url(place: str | os.PathLike) -> bool:
+    """Tells whether a place is a URL; otherwise it is a local path."""
+    return "://" in str(place)
+
+
+def kvstore(folder: str | os.PathLike) -> ts.KvStore:
+    """Opens a folder or URL as a key-value store of the files below it."""
+    path = f"{str(folder if is_url(folder) else pathlib.Path(folder).resolve()).rstrip('/')}/"
+    return ts.KvStore.open(path if is_url(folder) else {"driver": "file", "path": path}, context=CONTEXT).result()
+
+
+def write_atomic(path: epath.Path, content: str | bytes) -> None:
+    """Writes a file so that readers see the old one or the new one."""
+    data = content.encode() if isinstance(content, str) else content
+    if is_url(path):  # an object is there when all of it is
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.write_bytes(data)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def retry_reads(path: pathlib.Path, read: Callable[[], T]) -> T:
+def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
     """Calls `read`, and calls it again with growing pauses while the storage fails; a missing file is an answer.
 
     Raises:
@@ -41,8 +70,10 @@ def retry_reads(path: pathlib.Path, read: Callable[[], T]) -> T:
             return read()
         except FileNotFoundError:
             raise
-        except OSError as error:
-            reason = f"{path}: cannot be read: {error.strerror or first_line(error)}"
+        except Exception as error:
+            if not is_storage_error(error):
+                raise
+            reason = f"{path}: cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
             pause = None if isinstance(error, PermissionError) else next(pauses, None)
             if pause is None:
                 message = f"{reason}; nothing was changed: see to the storage, then run the same command again"
@@ -51,7 +82,7 @@ def retry_reads(path: pathlib.Path, read: Callable[[], T]) -> T:
         time.sleep(pause)
 
 
-def read_json(path: pathlib.Path, remedy: str | None = None):
+def read_json(path: epath.Path, remedy: str | None = None):
     """Reads a JSON file; None if there is none.
 
     Args:
@@ -71,16 +102,26 @@ def read_json(path: pathlib.Path, remedy: str | None = None):
         raise UsageError(f"{path}: not readable as JSON ({error}); {remedy}") from None
 
 
-def append_jsonl(path: pathlib.Path, record: dict) -> None:
-    """Appends one JSON object as a line of its own, also after a line that was cut short."""
-    with path.open("a+b") as lines:
-        if lines.tell():
-            lines.seek(-1, os.SEEK_END)
-            lines.write(b"" if lines.read() == b"\n" else b"\n")
-        lines.write(json.dumps(record).encode() + b"\n")
+def append_jsonl(path: epath.Path, *records: dict) -> None:
+    """Appends JSON objects, each as a line of its own, also after a line that was cut short."""
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if not is_url(path):
+        with open(path, "a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                file.write(b"" if file.read() == b"\n" else b"\n")
+            file.write(lines)
+        return
+    folder = kvstore(path.parent)
+    while True:  # until no other process has written it since it was read
+        entry = folder.read(path.name).result()
+        before = entry.value if entry.state == "value" else b""
+        separator = b"" if before.endswith(b"\n") or not before else b"\n"
+        if folder.write(path.name, before + separator + lines, if_equal=entry.stamp.generation).result().generation:
+            return
 
 
-def check_new(flag: str, path: pathlib.Path) -> None:
+def check_new(flag: str, path: epath.Path) -> None:
     """Raises UsageError if `path` exists and is not an empty directory."""
     if path.is_dir() and not any(path.iterdir()):
         return
@@ -89,8 +130,17 @@ def check_new(flag: str, path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary directory next to `path` that becomes `path` on success and is deleted on an error."""
+def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
+    """Yields a temporary directory that becomes `path` on success and is deleted on an error.
+
+    It lies next to `path`; where that is a URL, on the local disk, from which the files are copied.
+    """
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as local:
+            yield epath.Path(local)
+            check_new(flag, path)
+            upload(epath.Path(local), path)
+        return
     path = path.resolve()
     temporary = path.with_name(f"{path.name}.part")
     if temporary.exists():
@@ -104,7 +154,34 @@ def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         yield temporary
         check_new(flag, path)
+        if path.exists():  # and is empty
+            path.rmdir()
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def files_below(folder: epath.Path) -> list[epath.Path]:
+    """Lists all files below a folder, sorted."""
+    system, root = fsspec.core.url_to_fs(str(folder))
+    return sorted(folder / os.path.relpath(path, root) for path in system.find(root))
+
+
+def upload(folder: epath.Path, target: epath.Path) -> None:
+    """Copies the files below a local folder to a URL."""
+    system, root = fsspec.core.url_to_fs(str(target))
+    system.put(f"{folder}/", f"{root}/", recursive=True)
+
+
+@contextlib.contextmanager
+def local_copy(path: epath.Path) -> Iterator[epath.Path]:
+    """Yields a local file or folder with the content of a place: a copy of a URL's, until the context ends."""
+    if not is_url(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        local = epath.Path(folder) / path.name
+        system, root = fsspec.core.url_to_fs(str(path))
+        retry_reads(path, lambda: system.get(root, str(local), recursive=True))
+        yield local

@@ -12,13 +12,13 @@ import dataclasses
 import hashlib
 import json
 import math
-import pathlib
 from collections.abc import Iterable
 
 import numpy as np
 import tensorstore as ts
 
 from prope.errors import UsageError, first_line
+from prope.runtime.files import CONTEXT, kvstore
 
 SPLITS = ("train", "validation")
 PARTS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # arrays of what can be read
@@ -27,9 +27,6 @@ FORMAT = 2  # of the store; in its fingerprint
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 SHARD = 2**24  # tokens in a file
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
-
-# One for the process: its cache holds the shards' indices, and the tokens that neighbouring windows share.
-CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,20 +108,9 @@ def integer_shares(weights: list[float]) -> list[int]:
     return [share // divisor for share in shares]
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is a URL; otherwise it is local."""
-    return "://" in path
-
-
 def child_url(path: str, name: str) -> str:
     """Appends a name to a path or URL."""
     return f"{path.rstrip('/')}/{name}"
-
-
-def kvstore(path: str) -> ts.KvStore:
-    """Opens a folder or URL as a key-value store of the files below it."""
-    spec = path.rstrip("/") + "/" if is_url(path) else {"driver": "file", "path": f"{pathlib.Path(path).resolve()}/"}
-    return ts.KvStore.open(spec, context=CONTEXT).result()
 
 
 def find_store(path: str, fingerprint: str) -> Store | None:

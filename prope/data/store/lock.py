@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import filelock
 
-from prope.data.store.arrays import is_url, kvstore
+from prope.runtime.files import is_url, kvstore
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,104 @@
+"""A Cloud Storage server on this machine, over HTTP: gcp-storage-emulator.
+
+Here it also honours `ifGenerationMatch` and tells generations, which TensorStore's conditional writes need, and
+answers 503 while it is told to.
+"""
+
+import contextlib
+import functools
+import http
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+_FAILING = "failing"  # a file in the server's folder: while it is there, every answer is 503
+
+
+class Server:
+    """The server, in a process of its own, with its objects in a folder: it can be stopped and started again."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{self._port}"
+        self.environment = {  # which TensorStore and gcsfs read
+            "TENSORSTORE_GCS_HTTP_URL": self._url,
+            "STORAGE_EMULATOR_HOST": self._url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+        self.start()
+
+    def start(self) -> None:
+        with open(self._folder / "log", "a") as log:
+            command = [sys.executable, __file__, str(self._folder), str(self._port)]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        end = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{self._url}/storage/v1/b/bucket", timeout=5).close()
+                return
+            except OSError:
+                assert time.monotonic() < end and self._process.poll() is None, (self._folder / "log").read_text()
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    @contextlib.contextmanager
+    def failing(self):
+        """Has it answer 503 to everything."""
+        (self._folder / _FAILING).touch()
+        try:
+            yield
+        finally:
+            (self._folder / _FAILING).unlink()
+
+
+def _serve(folder: pathlib.Path, port: int) -> None:
+    from gcp_storage_emulator import server
+    from gcp_storage_emulator.exceptions import NotFound
+    from gcp_storage_emulator.handlers import objects
+
+    one_at_a_time = threading.Lock()
+
+    def generation(request, storage) -> str:
+        name = request.params.get("object_id") or request.query["name"][0]
+        try:
+            return storage.get_file_obj(request.params["bucket_name"], name)["generation"]
+        except NotFound:
+            return "0"
+
+    def wrap(handler):
+        @functools.wraps(handler)
+        def handle(request, response, storage, *args, **kwargs):
+            if (folder / _FAILING).exists():
+                response.status = http.HTTPStatus.SERVICE_UNAVAILABLE
+                return
+            with one_at_a_time:
+                wanted = request.query.get("ifGenerationMatch")
+                if wanted and wanted[0] != generation(request, storage):
+                    response.status = http.HTTPStatus.PRECONDITION_FAILED
+                    return
+                if handler in (objects.get, objects.download) and (found := generation(request, storage)) != "0":
+                    response["X-Goog-Generation"] = found
+                handler(request, response, storage, *args, **kwargs)
+
+        return handle
+
+    for _, handlers in server.HANDLERS:
+        handlers.update({method: wrap(handler) for method, handler in handlers.items()})
+    server.create_server("127.0.0.1", port, default_bucket="bucket", data_dir=str(folder)).run()
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    _serve(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
