@@ -16,7 +16,7 @@ from prope.errors import UsageError, nearest
 log = logging.getLogger("prope")
 
 MAY_CHANGE = (
-    "accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes",
+    "accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes", "profile",
     "model.attention", "model.remat", "model.scan_layers",
     "data.data_dir", "data.cache_dir", "data.num_workers",
     "checkpoint.", "eval.", "mesh.",
@@ -25,14 +25,8 @@ MAY_CHANGE = (
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("auto", "xla", "splash", "cudnn")
 LOSS_ON = ("all", "targets")
-MIXTURE_FIELDS = (
-    "weight",
-    "dataset",
-    "data_dir",
-    "text_feature",
-    "template",
-    "loss_on",
-)  # fields of a source in a mixture
+# of a source in a mixture
+MIXTURE_FIELDS = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on")
 SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
 ON_NONFINITE = ("stop", "skip")
 REMAT = ("none", "minimal", "save_qkv", "full")
@@ -50,6 +44,7 @@ def default_config() -> ConfigDict:
     config.eval_every = 500  # steps between evaluations; the last step is always evaluated
     config.checkpoint_every = 500  # steps between checkpoints; the last step is always saved
     config.watchdog_minutes = 60.0  # minutes without progress after which the process ends; 0: never
+    config.profile = ()  # first and last step, as in 10,12, whose trace jax.profiler writes to W/profile; empty: none
 
     config.model = model = ConfigDict()
     model.num_layers = 4  # L, layers of the decoder

@@ -37,6 +37,7 @@ import jax
 
 from prope import model, sharding
 from prope.config import differences
+from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
@@ -44,6 +45,7 @@ from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
+from prope.runtime.profiler import Profiler
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, resolve_attention
@@ -104,7 +106,9 @@ def train(
                 write_config(path, config)
         session.startup.mark("restore" if start else "weights")
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
-        writer = session.enter(MetricWriter(config, path, start, stop))
+        costs = model_flops_per_token(config.model, config.data.seq_len), peak_flops(jax.devices()[0].device_kind)
+        writer = session.enter(MetricWriter(config, path, start, stop, *costs))
+        profiler = session.enter(Profiler(config.profile, path, writer.pause))
         evaluation = make_evaluation(local_config, validation, mesh)
 
         def evaluate(step: int) -> None:
@@ -135,7 +139,7 @@ def train(
                 with writer.pause(), session.compiling():
                     train_step = compile_step(local_config, optimizer, mesh, state)
                     check_memory(train_step, _LESS_MEMORY)
-            params, opt_state, metrics = train_step(params, opt_state, batch)
+            params, opt_state, metrics = profiler.run(step, train_step, params, opt_state, batch)
             writer.step(step, metrics)
             if step == start + 1:
                 session.first_step(step, metrics)

@@ -54,7 +54,7 @@ def test_speed_leaves_out_pauses(clock, tmp_path):
     tokens = config.batch_size * config.data.seq_len
     identity = {"fingerprint": "0" * 16, "windows": 1, "loss": 1.0}
     evaluation = identity | dict.fromkeys(("perplexity", "bits_per_byte", "unigram_bits_per_byte"), 1.0)
-    with metrics.MetricWriter(config, tmp_path, 0, 4) as writer:
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
         for step in (1, 2, 3, 4):
             clock[0] += 8
             writer.step(step, {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)})

@@ -68,6 +68,10 @@ def validate(config: ConfigDict) -> None:
     require("model.num_kv_heads", kv_heads == 1 or kv_heads % tensor == 0, allowed)
     steps, peak = fields["num_steps"], fields["optimizer.learning_rate"]
     require("optimizer.warmup_steps", fields["optimizer.warmup_steps"] < steps, f"must be less than num_steps={steps}")
+    traced = fields["profile"]
+    allowed = f"must be two steps, first and last, of 1 to num_steps={steps}, or () for none"
+    two = len(traced) == 2 and all(isinstance(step, int) for step in traced)
+    require("profile", not traced or (two and 1 <= traced[0] <= traced[1] <= steps), allowed)
     final = fields["optimizer.final_learning_rate"]
     require("optimizer.final_learning_rate", 0 <= final <= peak, f"must be in [0, optimizer.learning_rate={peak}]")
     limit, seq_len = fields["data.position_range"], fields["data.seq_len"]

@@ -31,9 +31,13 @@ class MetricWriter(contextlib.ExitStack):
     steps after its last checkpoint, so their lines are dropped at the start.
     """
 
-    def __init__(self, config: ConfigDict, workdir: pathlib.Path, start: int, stop: int):
-        """Opens the files for steps start + 1 .. stop."""
+    def __init__(
+        self, config: ConfigDict, workdir: pathlib.Path, start: int, stop: int,
+        model_flops_per_token: float, peak_flops: float | None,
+    ):  # fmt: skip
+        """Opens the files for steps start + 1 .. stop; `peak_flops`, of a device, may be unknown: None."""
         super().__init__()
+        self._model_flops_per_token, self._peak_flops = model_flops_per_token, peak_flops
         self._config, self._workdir, self._start, self._stop = config, workdir, start, stop
         self._step_tokens = config.batch_size * config.data.seq_len
         self._writes = processes.is_first()
@@ -128,17 +132,25 @@ class MetricWriter(contextlib.ExitStack):
             return
         seconds = time.perf_counter() - self._began
         last, last_seconds, last_wait = self._logged
+        step_seconds = (seconds - last_seconds) / (step - last)
+        model_flops = self._model_flops_per_token * self._step_tokens / step_seconds / jax.device_count()
+        memory = jax.local_devices()[0].memory_stats() or {}
         self._logged = (step, seconds, self._data_wait)
         record = {
             "step": step,
             **metrics,
             "batch_hash": batch_hash,
             "learning_rate": float(learning_rate(self._config)(step - 1)),
-            "tokens_per_second": (step - last) * self._step_tokens / (seconds - last_seconds),
+            "step_seconds": step_seconds,
+            "tokens_per_second": self._step_tokens / step_seconds,
+            "model_tflops_per_second_per_device": model_flops / 1e12,
+            "mfu": model_flops / self._peak_flops if self._peak_flops else None,
+            "memory_bytes": memory.get("bytes_in_use"),
+            "peak_memory_bytes": memory.get("peak_bytes_in_use"),
             "data_wait_ms": 1000 * (self._data_wait - last_wait) / (step - last),
         }
         self._write("metrics.jsonl", "train", record)
-        speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+        speed = _describe_speed(record)
         self._bar.set_postfix_str(f"loss {metrics['loss']:.4f}, {speed}")
         if self._bar.disable:
             left = tqdm.format_interval((self._stop - step) * seconds / (step - self._start))
@@ -169,6 +181,19 @@ class MetricWriter(contextlib.ExitStack):
         for key, value in record.items():
             if self._events and key != "step" and isinstance(value, int | float):
                 self._events.add_scalar(f"{tag}/{key}", value, record["step"])
+
+
+def _describe_speed(record: dict) -> str:
+    """Formats the figures of a logged step for a terminal; what is not known is left out."""
+    figures = {
+        "{:,.0f} tokens/s": record["tokens_per_second"],
+        "{:.3g} s/step": record["step_seconds"],
+        "{:.3g} TFLOP/s/device": record["model_tflops_per_second_per_device"],
+        "MFU {:.1%}": record["mfu"],
+        "{:.2f} GB": record["memory_bytes"] and record["memory_bytes"] / 1e9,
+        "data wait {:.1f} ms": record["data_wait_ms"],
+    }
+    return ", ".join(text.format(value) for text, value in figures.items() if value is not None)
 
 
 def _open_events(workdir: pathlib.Path, first_step: int):

@@ -1,0 +1,64 @@
+"""Traces a range of training steps with jax.profiler, for xprof and Perfetto."""
+
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import jax
+from etils import epath
+
+from prope.errors import first_line
+from prope.runtime import processes
+
+log = logging.getLogger("prope")
+
+
+class Profiler(AbstractContextManager):
+    """Traces the steps first .. last in the first process and writes the trace to W/profile.
+
+    jax.profiler writes to a local folder, whose files are copied to W, which may be a URL.
+    """
+
+    def __init__(self, steps: Sequence[int], workdir: os.PathLike, pause: Callable[[], AbstractContextManager]):
+        """`steps` is config.profile; `pause` excludes what is done within it from the time of training."""
+        self._steps = range(steps[0], steps[1] + 1) if steps and processes.is_first() else range(0)
+        self._target, self._pause = epath.Path(workdir) / "profile", pause
+        self._traced: list[int] = []  # steps in the open trace
+
+    def run(self, step: int, update: Callable, *arguments):
+        """Returns update(*arguments); names the step in the trace, if it is to be traced."""
+        if step not in self._steps:
+            return update(*arguments)
+        if not self._traced:
+            jax.block_until_ready(arguments)  # the steps before do not belong to the trace
+            self._scratch = tempfile.TemporaryDirectory()
+            jax.profiler.start_trace(self._scratch.name)
+        self._traced.append(step)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            result = update(*arguments)
+        if step == self._steps[-1]:
+            jax.block_until_ready(result)
+            self._write()
+        return result
+
+    def _write(self) -> None:
+        """Ends the trace and copies it to W."""
+        with self._pause(), self._scratch as folder:
+            jax.profiler.stop_trace()
+            try:
+                for file in [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]:
+                    copy = self._target / file.relative_to(folder)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    copy.write_bytes(file.read_bytes())
+                log.info("steps %d to %d are traced: %s", self._traced[0], self._traced[-1], self._target)
+            except OSError as error:  # not worth the run
+                log.warning("%s: the trace cannot be written: %s", self._target, first_line(error))
+        self._traced = []
+
+    def __exit__(self, *error):
+        """Writes the trace of a range that the end of the run, or an error, has cut short."""
+        if self._traced:
+            self._write()
