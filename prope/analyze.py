@@ -10,9 +10,9 @@ beginnings of documents. --theory checks the paper's statements instead and draw
 """
 
 import logging
-import pathlib
 
 from absl import flags
+from etils import epath
 
 from prope import command
 from prope.errors import UsageError
@@ -55,7 +55,7 @@ def main() -> dict:
         raise UsageError(f"--seq_len={FLAGS.seq_len}: must be at least {LEAST}")
     if FLAGS.workdir is None:
         raise UsageError("--workdir: must be given: the directory of a run, or one with runs below it; or --theory")
-    return analyse_all(pathlib.Path(FLAGS.workdir), FLAGS)
+    return analyse_all(epath.Path(FLAGS.workdir), FLAGS)
 
 
 if __name__ == "__main__":

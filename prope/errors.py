@@ -3,12 +3,14 @@
 import difflib
 import errno
 import os
+import re
 
 PREEMPTED = 75  # stopped on request after saving: rerun the same command to resume (EX_TEMPFAIL)
 LOST = 76  # hung, or lost another process: rerun the same command to resume from the last checkpoint
 INTERRUPTED = 130  # by Ctrl-C
 
-_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",)}  # other packages are always installed
+# Other packages are always installed.
+_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",), "'.[gcs]'": ("gcsfs",)}
 
 
 class UsageError(Exception):
@@ -57,8 +59,9 @@ def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
             f"out of memory ({first_line(error)}): lower the batch size or the length of the windows; training also "
             "takes a higher config.accumulation, or config.model.remat=full; python -m prope.plan computes what fits"
         )
-    if isinstance(error, ModuleNotFoundError) and not error.name.startswith("prope"):
-        package = error.name.split(".")[0]
+    missing = re.search(r"(?:No module named '|install )(\w+)", str(error)) if isinstance(error, ImportError) else None
+    if missing and missing[1] != "prope":
+        package = missing[1]
         extra = next((extra for extra, names in _EXTRAS.items() if package in names), ".")
         return UsageError(f"the Python package {package} is not installed: pip install -e {extra} in the clone")
     return None

@@ -6,9 +6,8 @@
 The first writes W/loss.png, the second DIR/report/index.html, which needs no network, and its pictures as PNG.
 """
 
-import pathlib
-
 from absl import flags
+from etils import epath
 
 from prope import command
 from prope.errors import UsageError
@@ -33,8 +32,8 @@ def main() -> dict:
 
     jax.config.update("jax_platforms", "cpu")  # only files are read; an accelerator may be in use by another run
     if FLAGS.sweep is not None:
-        return report_sweep(pathlib.Path(FLAGS.sweep))
-    workdir = pathlib.Path(FLAGS.workdir)
+        return report_sweep(epath.Path(FLAGS.sweep))
+    workdir = epath.Path(FLAGS.workdir)
     if (workdir / "sweep.json").exists():
         raise UsageError(f"--workdir={workdir}: holds a sweep, not a run; give --sweep={workdir}")
     return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}

@@ -34,6 +34,7 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
     command.prepare(define_flags, __doc__)
 
 import jax
+from etils import epath
 
 from prope import model, sharding
 from prope.config import differences
@@ -53,7 +54,7 @@ from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
-from prope.workdir.run import check_disk, check_local, check_same, open_run, open_workdir, write_config
+from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
 
 log = logging.getLogger("prope")
 
@@ -77,7 +78,7 @@ def train(
       Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)
-    path = check_local(workdir)
+    path = epath.Path(workdir)
     with open_session(config) as session:
         with raise_on_all():
             session.enter(open_workdir(path, config))

@@ -13,6 +13,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from exchange import make_run, same
 from test_analyze import asked
 from test_data import articles
@@ -179,11 +180,14 @@ def pauses(monkeypatch):
     return waited
 
 
+Path = type(epath.Path())
+
+
 def fail_reads(monkeypatch, kind, times, error):
     """Has the first reads of checkpoint 20 fail: of its small files, their sizes, the list, or its arrays."""
     left = [times]
     owner, name = {
-        "small file": (pathlib.Path, "read_bytes"), "size": (pathlib.Path, "stat"), "list": (pathlib.Path, "glob"),
+        "small file": (Path, "read_bytes"), "size": (pathlib.Path, "stat"), "list": (Path, "iterdir"),
         "array": (readers.ts, "open"),
     }[kind]  # fmt: skip
     read, of = getattr(owner, name), {"list": "checkpoints", "array": "checkpoints/20/params"}.get(kind, "/20/")

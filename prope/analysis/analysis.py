@@ -3,12 +3,12 @@
 import hashlib
 import json
 import logging
-import pathlib
 import re
 import time
 
 import jax
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope.analysis import census, channels, compare, measures, page
@@ -31,7 +31,7 @@ _PRINTED = (
 )  # fmt: skip
 
 
-def analyse(workdir: pathlib.Path, options) -> dict:
+def analyse(workdir: epath.Path, options) -> dict:
     """Analyses a run; returns the content of its analysis.json, which is reused if it has the same options.
 
     Args:
@@ -77,12 +77,12 @@ def analyse(workdir: pathlib.Path, options) -> dict:
         "seconds": time.monotonic() - start, "device": jax.devices()[0].device_kind,
     }  # fmt: skip
     result = json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.6g}"))  # as float32
-    output.parent.mkdir(exist_ok=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, json.dumps(result))
     return result
 
 
-def analyse_all(workdir: pathlib.Path, options) -> dict:
+def analyse_all(workdir: epath.Path, options) -> dict:
     """Analyses the run in a directory, or all runs below it and compares them; returns what the command prints."""
     runs = find_runs(workdir)
     runs = [run for run in runs if runs == [workdir] or list_steps(run)]
@@ -92,7 +92,7 @@ def analyse_all(workdir: pathlib.Path, options) -> dict:
     for run in runs:
         analyses.append(analyse(run, options))
         output = run / "analysis" / "index.html"
-        if not output.exists() or output.stat().st_mtime < output.with_name("analysis.json").stat().st_mtime:
+        if not output.exists() or output.stat().mtime <= output.with_name("analysis.json").stat().mtime:
             page.write(output.parent, analyses[-1])
     if runs == [workdir]:
         return {"output": str(output)} | {name: analyses[0][name] for name in _PRINTED}
@@ -174,6 +174,6 @@ def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list
 def _hash_file(path: str | None) -> str | None:
     """Hashes a file; None if it cannot be read, which `read_sequences` reports."""
     try:
-        return path and hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
+        return path and hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16]
     except OSError:
         return None

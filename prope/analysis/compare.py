@@ -6,10 +6,10 @@ Axes: L layers, N heads, P pairs, R runs with the same p.
 import collections
 import json
 import os
-import pathlib
 import statistics
 
 import numpy as np
+from etils import epath
 
 from prope.analysis.census import rank_correlation, sharing
 from prope.analysis.page import KINDS, SCORES, norms
@@ -19,13 +19,13 @@ from prope.html.drawing import TEXT, Picture, line, panels, styles
 Groups = dict[str, list[dict]]  # analyses by "p = .."
 
 
-def write(folder: pathlib.Path, analyses: list[dict]) -> dict:
+def write(folder: epath.Path, analyses: list[dict]) -> dict:
     """Writes the page, its pictures and comparison.json; returns what the command prints."""
     groups, first = by_p(analyses), analyses[0]
     rows = [row(p, group) for p, group in groups.items()]
     pictures = [usage(groups), scores(groups), *([losses(groups)] if all(a["channels"] for a in analyses) else [])]
     name = folder.resolve().parent.name
-    pages = (pathlib.Path(analysis["workdir"], "analysis", "index.html") for analysis in analyses)
+    pages = (epath.Path(analysis["workdir"], "analysis", "index.html") for analysis in analyses)
     data = {"links": [os.path.relpath(path, folder) for path in pages], "rows": rows, "kinds": KINDS}
     output = page.write(folder, "comparison", pictures, name=name, analyses=analyses, **data)
     (folder / "comparison.json").write_text(json.dumps(rows))

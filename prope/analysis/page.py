@@ -4,9 +4,9 @@ Axes: L layers, N query heads, K key/value heads, P pairs.
 """
 
 import collections
-import pathlib
 
 import numpy as np
+from etils import epath
 
 from prope.html import page
 from prope.html.drawing import BORDER, TEXT, Picture, panels, styles
@@ -18,7 +18,7 @@ KINDS = {
 SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
 
 
-def write(folder: pathlib.Path, analysis: dict) -> pathlib.Path:
+def write(folder: epath.Path, analysis: dict) -> epath.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
     pictures = [usage(analysis), usage_by_head(analysis), census(analysis), heads(analysis)]

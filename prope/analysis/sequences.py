@@ -1,9 +1,9 @@
 """Reads the sequences of an analysis: the beginnings of documents, or a text."""
 
 import logging
-import pathlib
 
 import numpy as np
+from etils import epath
 
 from prope.analysis.measures import FROM
 from prope.config import override_dataset
@@ -65,7 +65,7 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
 def read_text(path: str, tokenizer) -> np.ndarray:
     """Reads a text file as ids, with <bos> before them."""
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        text = epath.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--text={path}: cannot be read: {reason}; give a text file") from None

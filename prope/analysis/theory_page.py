@@ -1,9 +1,9 @@
 """Writes the page of the paper's statements: each with its numbers, and Figures 2 and 8."""
 
 import json
-import pathlib
 
 import numpy as np
+from etils import epath
 
 from prope.analysis import theory
 from prope.analysis.statements import BOUNDS, HEAD_DIM, LENGTH, statements
@@ -14,13 +14,13 @@ from prope.rope import frequencies
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
 
 
-def write(folder: str | pathlib.Path) -> dict:
+def write(folder: str | epath.Path) -> dict:
     """Writes index.html, theory.json and the figures as PNG files into a folder that it makes.
 
     Returns:
       `output`, the path of the page, and `statements`, as `statements.statements` returns them.
     """
-    folder, tried = pathlib.Path(folder), statements()
+    folder, tried = epath.Path(folder), statements()
     (picture_2, curves_2), (picture_8, curves_8) = figure_2(), figure_8()
     output = page.write(folder, "theory", [picture_2, picture_8], statements=tried, head_dim=HEAD_DIM)
     written = {"head_dim": HEAD_DIM, "max_wavelength": 10_000, "statements": tried}

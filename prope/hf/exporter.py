@@ -4,9 +4,8 @@ import functools
 import json
 import logging
 import math
-import pathlib
-import shutil
 
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope import model
@@ -24,7 +23,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
 
     Raises UsageError where there is no such checkpoint, transformers' Gemma cannot express it, or `output` exists.
     """
-    target = pathlib.Path(output)
+    target = epath.Path(output)
     check_new("output", target)
     run = open_run(workdir, step)
     config = run.config
@@ -41,7 +40,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
             for name, values in texts.items():
                 (directory / name).write_text(json.dumps(values, indent=2) + "\n")
             if config.data.tokenizer != "byte":
-                shutil.copyfile(config.data.tokenizer, directory / gemma.TOKENIZER)
+                epath.Path(config.data.tokenizer).copy(directory / gemma.TOKENIZER)
             # The last array is kept: neighbours such as gate_proj and up_proj are cut from the same one.
             write_tensors(directory, tensors, functools.lru_cache(1)(run.checkpoint.read), dtype)
 

@@ -8,9 +8,9 @@ Axes: D embed_dim, N query heads, K key/value heads, H head_dim, F hidden_dim, V
 import dataclasses
 import json
 import math
-import pathlib
 
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import default_config, layer_percentages
@@ -135,7 +135,7 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     return values
 
 
-def from_hf(path: pathlib.Path) -> tuple[ConfigDict, dict]:
+def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     """Returns (config, values): a run's config for the model of this config.json, and the file's fields.
 
     Raises UsageError where the file cannot be read, or describes something that this decoder does not compute.
@@ -171,7 +171,7 @@ def from_hf(path: pathlib.Path) -> tuple[ConfigDict, dict]:
     return config, values
 
 
-def _rope(path: pathlib.Path, values: dict) -> tuple[float, float]:
+def _rope(path: epath.Path, values: dict) -> tuple[float, float]:
     """Returns (max_wavelength, rope_percentage), as transformers reads them: rope_scaling, the older name, first."""
     fields = [values[name] for name in ("rope_scaling", "rope_parameters") if values.get(name)] or [{}]
     # The releases have only rope_theta: every pair is rotated.
@@ -199,7 +199,7 @@ def _rope(path: pathlib.Path, values: dict) -> tuple[float, float]:
     return float(theta), float(p)
 
 
-def read_json(path: pathlib.Path) -> dict:
+def read_json(path: epath.Path) -> dict:
     """Reads the object in a JSON file; raises UsageError where there is none."""
     values = files.read_json(path, "download it again")
     if not isinstance(values, dict):

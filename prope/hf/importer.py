@@ -5,12 +5,11 @@ import hashlib
 import logging
 import math
 import operator
-import pathlib
-import shutil
 from collections.abc import Iterable
 
 import jax
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope import model
@@ -18,7 +17,7 @@ from prope.data.tokenizer import load_tokenizer
 from prope.errors import UsageError
 from prope.hf import gemma
 from prope.hf.tensors import Stored, open_tensors, some
-from prope.runtime.files import check_new, new_directory
+from prope.runtime.files import absolute, check_new, local_copy, new_directory
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.run import check_disk, write_config
 
@@ -36,24 +35,30 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
 
     Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or `workdir` exists.
     """
-    source, path = pathlib.Path(source), pathlib.Path(workdir)
+    source, path = epath.Path(source), epath.Path(workdir)
     check_new("workdir", path)
     if not source.is_dir():
         raise UsageError(
             f"--input={source}: no such directory; a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
         )
-    config, values = gemma.from_hf(source / "config.json")
-    stored, expected = open_tensors(source), gemma.tensors(config.model)
-    check_tensors(source, stored, expected)
-    tokenizer_file = find_tokenizer(source, tokenizer, config, values)
+    with local_copy(source) as local:
+        return _import(source, local, path, tokenizer)
+
+
+def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: str | None) -> dict:
+    """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
+    config, values = gemma.from_hf(local / "config.json")
+    stored, expected = open_tensors(local), gemma.tensors(config.model)
+    check_tensors(local, stored, expected)
+    tokenizer_file = find_tokenizer(local, tokenizer, config, values)
 
     with new_directory("workdir", path) as directory:
         check_disk(directory, sum(4 * math.prod(tensor.shape) for tensor in expected))
         params = read_params(config, stored, expected)
         check_tied(stored, params)
         if tokenizer_file is not None:
-            shutil.copyfile(tokenizer_file, directory / gemma.TOKENIZER)
-            config.data.tokenizer = str(path.resolve() / gemma.TOKENIZER)
+            epath.Path(tokenizer_file).copy(directory / gemma.TOKENIZER)
+            config.data.tokenizer = str(absolute(path) / gemma.TOKENIZER)
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(params):
             digest.update(leaf.reshape(-1).view(np.uint8))
@@ -78,7 +83,7 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     }
 
 
-def check_tensors(source: pathlib.Path, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> None:
+def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> None:
     """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
     differing = {"missing": shapes.keys() - stored.keys(), "unknown": stored.keys() - shapes.keys() - {_TIED}}
@@ -92,7 +97,7 @@ def check_tensors(source: pathlib.Path, stored: dict[str, Stored], expected: lis
             raise UsageError(f"{file}: {name} has dtype {dtype}; only {', '.join(_DTYPES)} can be read")
 
 
-def find_tokenizer(source: pathlib.Path, flag: str | None, config: ConfigDict, values: dict) -> pathlib.Path | None:
+def find_tokenizer(source: epath.Path, flag: str | None, config: ConfigDict, values: dict) -> epath.Path | None:
     """Returns the file of the checkpoint's SentencePiece model, which must fit config.json; None for bytes."""
     own = source / gemma.TOKENIZER
     name = str(own) if own.is_file() else flag
@@ -111,7 +116,7 @@ def find_tokenizer(source: pathlib.Path, flag: str | None, config: ConfigDict, v
             raise UsageError(f"{source}: {special}={theirs}, but {what} {ours}; {_REMEDY}")
     if name is None:
         log.info("no %s in %s: taking the byte tokenizer; if that is wrong, give --tokenizer=PATH", own.name, source)
-    return None if name in (None, "byte") else pathlib.Path(name)
+    return None if name in (None, "byte") else epath.Path(name)
 
 
 def read_params(config: ConfigDict, stored: dict[str, Stored], expected: Iterable[gemma.Tensor]) -> dict:

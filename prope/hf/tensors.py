@@ -2,13 +2,13 @@
 
 import json
 import math
-import pathlib
 import shutil
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -21,11 +21,11 @@ _MAX_SHARD = 2 * 10**9  # bytes; as much is in memory, since the library writes 
 class Stored(NamedTuple):
     """A tensor in a file."""
 
-    file: pathlib.Path
+    file: epath.Path
     values: Any  # read from the file where it is indexed; has get_shape() and get_dtype()
 
 
-def open_tensors(source: pathlib.Path) -> dict[str, Stored]:
+def open_tensors(source: epath.Path) -> dict[str, Stored]:
     """Opens all tensors of the checkpoint in a directory, by name; raises UsageError where a file is not whole."""
     whole, index = source / gemma.WEIGHTS, source / gemma.INDEX
     if whole.is_file():
@@ -53,7 +53,7 @@ def open_tensors(source: pathlib.Path) -> dict[str, Stored]:
     return stored
 
 
-def _open_file(path: pathlib.Path) -> dict[str, Stored]:
+def _open_file(path: epath.Path) -> dict[str, Stored]:
     try:
         file = safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
@@ -62,7 +62,7 @@ def _open_file(path: pathlib.Path) -> dict[str, Stored]:
 
 
 def write_tensors(
-    directory: pathlib.Path,
+    directory: epath.Path,
     tensors: list[gemma.Tensor],
     read: Callable[[tuple[str, ...], int | None], np.ndarray],
     dtype: str,

@@ -4,12 +4,13 @@ import math
 import pathlib
 from collections.abc import Iterable
 
+from etils import epath
 from markupsafe import Markup
 
 from prope.html.drawing import Picture, palette
 
 
-def write(folder: pathlib.Path, template: str, pictures: Iterable[Picture], **data) -> pathlib.Path:
+def write(folder: epath.Path, template: str, pictures: Iterable[Picture], **data) -> epath.Path:
     """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
 
     Args:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import math
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jaxtyping import Array, Float, Int
 from ml_collections import FrozenConfigDict
 
@@ -156,7 +156,7 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     texts = list(prompts)
     if path is not None:
         try:
-            texts += [line for line in pathlib.Path(path).read_text(encoding="utf-8").split("\n") if line]
+            texts += [line for line in epath.Path(path).read_text(encoding="utf-8").split("\n") if line]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", "it is not UTF-8")
             message = f"--prompts={path}: cannot be read: {reason}; give a text file with one prompt per line"

@@ -7,12 +7,12 @@ Axes: B batch, T seq_len of the windows, C documents, Q buckets of positions.
 
 import itertools
 import math
-import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -115,7 +115,7 @@ def make_evaluation(
     compiled = None
 
     def evaluate(
-        params: model.Params, sums_folder: pathlib.Path | None = None, go_on: Callable[[], bool] = lambda: True
+        params: model.Params, sums_folder: epath.Path | None = None, go_on: Callable[[], bool] = lambda: True
     ) -> dict | None:
         nonlocal compiled
         sums, correct = _DocumentSums(windows.seq_len, bucket_width), []

@@ -14,12 +14,12 @@ Axes: C documents, in the order of the windows, Q buckets of positions, S source
 
 import io
 import os
-import pathlib
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from etils import epath
 
 from prope.errors import UsageError
 from prope.runtime.files import write_atomic
@@ -108,7 +108,7 @@ def paired_difference(
       positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
     """
     workdirs, fields = (workdir_a, workdir_b), {"split": "validation"} | (about or {})
-    records, others = (read_jsonl(pathlib.Path(workdir) / "eval.jsonl") for workdir in workdirs)
+    records, others = (read_jsonl(epath.Path(workdir) / "eval.jsonl") for workdir in workdirs)
     pair = find_pair(records, others, **fields)
     if pair is None:
         workdir = workdir_a
@@ -132,7 +132,7 @@ def paired_difference(
     return Difference(*mean_and_stderr(differences.sum(axis=1), counts, *sources), int((counts > 0).sum()))
 
 
-def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, **others) -> None:
+def write_sums(folder: epath.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, **others) -> None:
     """Writes the sums of an evaluation, and `edges, source, shares`, into the folder of its step, W/eval/STEP."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = io.BytesIO()
@@ -140,15 +140,15 @@ def write_sums(folder: pathlib.Path, record: dict, loss: np.ndarray, tokens: np.
     write_atomic(_path(folder, record), arrays.getvalue())
 
 
-def _path(folder: pathlib.Path, record: dict) -> pathlib.Path:
+def _path(folder: epath.Path, record: dict) -> epath.Path:
     return folder / ("-".join(str(record.get(name)) for name in SAME_WINDOWS) + ".npz")
 
 
 def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, ...]:
     """Reads (loss, tokens, edges, source, shares); the last two of a single source where the file is older."""
-    path = _path(pathlib.Path(workdir) / "eval" / str(record["step"]), record)
+    path = _path(epath.Path(workdir) / "eval" / str(record["step"]), record)
     try:
-        with np.load(path) as saved:
+        with np.load(io.BytesIO(path.read_bytes())) as saved:
             one = {"source": np.zeros(len(saved["loss"]), int), "shares": np.ones(1)}
             return tuple((one | dict(saved))[name] for name in ("loss", "tokens", "edges", "source", "shares"))
     except (OSError, ValueError, KeyError):

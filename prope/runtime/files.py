@@ -37,9 +37,14 @@ def is_url(place: str | os.PathLike) -> bool:
     return "://" in str(place)
 
 
+def absolute(path: str | os.PathLike) -> epath.Path:
+    """Returns a place from which it is found in any directory."""
+    return epath.Path(path) if is_url(path) else epath.Path(path).resolve()
+
+
 def kvstore(folder: str | os.PathLike) -> ts.KvStore:
     """Opens a folder or URL as a key-value store of the files below it."""
-    path = f"{str(folder if is_url(folder) else pathlib.Path(folder).resolve()).rstrip('/')}/"
+    path = f"{str(folder if is_url(folder) else absolute(folder)).rstrip('/')}/"
     return ts.KvStore.open(path if is_url(folder) else {"driver": "file", "path": path}, context=CONTEXT).result()
 
 
@@ -73,13 +78,44 @@ def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
         except Exception as error:
             if not is_storage_error(error):
                 raise
-            reason = f"{path}: cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
-            pause = None if isinstance(error, PermissionError) else next(pauses, None)
+            reason = f"{path}: cannot be read: {_reason(error)}"
+            pause = None if _is_refused(error) else next(pauses, None)
             if pause is None:
-                message = f"{reason}; nothing was changed: see to the storage, then run the same command again"
+                message = f"{reason}; nothing was changed: {_remedy(path)}, then run the same command again"
                 raise RunFailed(message) from error
         log.warning("%s; trying again in %d s", reason, pause)
         time.sleep(pause)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or first_line(error)
+
+
+def _is_refused(error: Exception) -> bool:
+    """Tells whether the storage does not permit something: trying again does not help."""
+    code = getattr(error, "code", None)  # of gcsfs
+    return isinstance(error, PermissionError) or code in (401, 403) or str(error).startswith("Forbidden")
+
+
+def _remedy(path: epath.Path) -> str:
+    if not str(path).startswith("gs://"):
+        return "see to the storage"
+    bucket = "/".join(str(path).split("/")[:3])
+    return f"log in with gcloud auth application-default login, and see whether gcloud storage ls {bucket} answers"
+
+
+def check_writable(flag: str, path: epath.Path) -> None:
+    """Creates a directory; raises UsageError where nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)  # does nothing at a URL
+        if is_url(path):
+            (path / ".writable").write_bytes(b"")
+            (path / ".writable").unlink()
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        remedy = f"; {_remedy(path)}" if is_url(path) else ""
+        raise UsageError(f"--{flag}={path}: cannot be made: {_reason(error)}{remedy}") from error
 
 
 def read_json(path: epath.Path, remedy: str | None = None):
@@ -92,10 +128,10 @@ def read_json(path: epath.Path, remedy: str | None = None):
     Raises:
       UsageError: the file cannot be read as JSON; only with a `remedy`.
     """
-    if not path.is_file():
-        return None
     try:
         return json.loads(retry_reads(path, path.read_text) if remedy else path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError) as error:
         if remedy is None:
             return None
@@ -162,10 +198,13 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
         raise
 
 
-def files_below(folder: epath.Path) -> list[epath.Path]:
-    """Lists all files below a folder, sorted."""
-    system, root = fsspec.core.url_to_fs(str(folder))
-    return sorted(folder / os.path.relpath(path, root) for path in system.find(root))
+def files_below(folder: epath.Path) -> dict[str, int]:
+    """Lists all files below a folder, sorted by their path in it, with their sizes in bytes."""
+    if is_url(folder):
+        system, root = fsspec.core.url_to_fs(str(folder))
+        return {os.path.relpath(path, root): about["size"] for path, about in system.find(root, detail=True).items()}
+    paths = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 
 def upload(folder: epath.Path, target: epath.Path) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
 from prope.errors import LOST, Stopped, UsageError, first_line
@@ -122,7 +123,7 @@ def check_count() -> None:
         )
 
 
-def check_shared(directory: pathlib.Path) -> None:
+def check_shared(directory: epath.Path) -> None:
     """Raises UsageError on all processes if one does not see the first one's `directory`."""
     if _count == 1:
         return

@@ -4,10 +4,10 @@
 """
 
 import contextlib
-import pathlib
 from collections.abc import Iterator
 
 import jax
+from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -52,7 +52,7 @@ class Session:
         self.enter = stack.enter_context
         self._num_steps = config.num_steps
 
-    def attach(self, workdir: pathlib.Path, mesh: Mesh) -> None:
+    def attach(self, workdir: epath.Path, mesh: Mesh) -> None:
         """Checks that all processes see `workdir`, keeps compiled programs there, and polls over `mesh`."""
         processes.check_shared(workdir)
         self.startup.use_cache(workdir)

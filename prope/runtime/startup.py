@@ -14,6 +14,7 @@ import time
 import zlib
 
 import jax
+from etils import epath
 
 from prope.runtime import processes
 
@@ -33,7 +34,7 @@ class Startup:
         now = time.perf_counter()
         self._seconds[phase], self._marked_at = now - self._marked_at, now
 
-    def use_cache(self, workdir: pathlib.Path) -> None:
+    def use_cache(self, workdir: epath.Path) -> None:
         """Keeps compiled programs in W/compilation_cache, unless JAX_COMPILATION_CACHE_DIR is set.
 
         Programs for a CPU depend on its instruction set, which JAX's cache key leaves out: each has its own folder.

@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
@@ -22,14 +23,13 @@ from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
 from prope.runtime.files import read_json, write_atomic
 from prope.sweep.grid import Planned, plan, text_of
 from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows, read_run, table, table_text
-from prope.workdir.run import check_local
 
 log = logging.getLogger("prope")
 
 MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
 
 
-def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base: ConfigDict, source: dict) -> dict:
+def record_sweep(directory: epath.Path, runs: list[Planned], grid: dict, base: ConfigDict, source: dict) -> dict:
     """Returns the content of sweep.json; compared with an existing one, only the grid's values may grow."""
     if (directory / "config.json").exists():
         raise UsageError(f"--workdir={directory}: holds a run, not a sweep; choose another --workdir")
@@ -51,7 +51,7 @@ def record_sweep(directory: pathlib.Path, runs: list[Planned], grid: dict, base:
 
 
 @contextlib.contextmanager
-def locked(directory: pathlib.Path) -> Iterator[int]:
+def locked(directory: epath.Path) -> Iterator[int]:
     """Locks the sweep's directory; yields the lock's descriptor, which runs inherit: one that outlives us holds it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def in_foreground() -> bool:
 class Sweep:
     """The runs of a sweep, what carries them out, and their outcomes so far."""
 
-    directory: pathlib.Path
+    directory: epath.Path
     runs: list[Planned]
     backend: str = "local"
     launcher_flags: Sequence[str] = ()
@@ -190,7 +190,7 @@ class Sweep:
         return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
 
 
-def run_command(backend: str, launcher_flags: Sequence[str], directory: pathlib.Path, run: Planned) -> list[str]:
+def run_command(backend: str, launcher_flags: Sequence[str], directory: epath.Path, run: Planned) -> list[str]:
     """Returns the command that carries out a run: prope.train here, or a launcher with its flags."""
     folder = pathlib.Path(__file__).parents[2] / "launch"
     python = sys.executable if backend == "local" else "python"
@@ -227,7 +227,7 @@ def run_sweep(
       UsageError: the directory holds a run or another sweep, or a config is invalid.
       RunFailed: a run failed; the others are done.
     """
-    directory, runs = check_local(workdir), plan(grid, file, base, overrides)
+    directory, runs = epath.Path(workdir), plan(grid, file, base, overrides)
     record = record_sweep(directory, runs, grid, base, {"config_file": file, "overrides": overrides})
     sweep = Sweep(directory, runs, backend, launcher_flags)
     log.info("%d runs in %s:", len(runs), directory)

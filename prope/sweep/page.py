@@ -4,6 +4,7 @@ import datetime
 import pathlib
 
 import jax
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope import model
@@ -28,7 +29,7 @@ PAPER_FIELDS = {
 FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as configs/gemma_2b_flan.py names folders
 
 
-def report_sweep(directory: pathlib.Path) -> dict:
+def report_sweep(directory: epath.Path) -> dict:
     """Writes the page of a sweep and its pictures; returns what the command prints."""
     runs, rows = read_sweep(directory), []
     output = write(directory, runs, pictures(runs))
@@ -39,7 +40,7 @@ def report_sweep(directory: pathlib.Path) -> dict:
     return {"output": str(output), "runs": [run.record() for run in runs], "table": rows}
 
 
-def write(directory: pathlib.Path, runs: list[Run], pictures: list[Picture]) -> pathlib.Path:
+def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> epath.Path:
     """Writes DIR/report/index.html and the pictures as PNG files beside it; returns the page's path."""
     rows = result_rows(runs)
     fields = [flat(run.config) for run in runs]

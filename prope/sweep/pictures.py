@@ -6,11 +6,11 @@ runs of one seed have in common (initial weights, batches, text) drops out.
 """
 
 import math
-import pathlib
 import statistics
 from collections.abc import Callable
 
 import numpy as np
+from etils import epath
 
 from prope.errors import UsageError
 from prope.html.drawing import TEXT, Picture, line, log_scale, panels, styles
@@ -22,7 +22,7 @@ from prope.workdir.run import read_config
 Curves = dict[str, dict[int | None, dict[float, float]]]
 
 
-def draw_loss(workdir: pathlib.Path) -> pathlib.Path:
+def draw_loss(workdir: epath.Path) -> epath.Path:
     """Draws training and validation loss of a run by step, with the unigram baseline; returns the picture's path."""
     config = read_config(workdir)
     steps = read_jsonl(workdir / "metrics.jsonl")

@@ -5,10 +5,10 @@ A sweep is a directory of runs beside sweep.json, which names the swept fields a
 
 import contextlib
 import dataclasses
-import pathlib
 import statistics
 from collections.abc import Iterable, Iterator
 
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import flat
@@ -40,7 +40,7 @@ class Run:
     """A run of a sweep, as far as its directory shows it."""
 
     name: str
-    workdir: pathlib.Path
+    workdir: epath.Path
     values: dict  # of the swept fields, by their short names
     config: ConfigDict
     started: bool
@@ -83,7 +83,7 @@ class Run:
         }
 
 
-def read_run(workdir: pathlib.Path, values: dict, config: ConfigDict) -> Run:
+def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
     """Reads the run of `config` in `workdir`, which need not exist yet; another run there is a UsageError."""
     saved = run_dir.read_config(workdir)
     step, init_hash = 0, None
@@ -113,7 +113,7 @@ def on_common_windows(runs: Iterable[Run]) -> list[Run]:
     return [drop(run) if run.state == "finished" else run for run in runs]
 
 
-def read_sweep(directory: pathlib.Path) -> list[Run]:
+def read_sweep(directory: epath.Path) -> list[Run]:
     """Reads the runs of a sweep that have started, in the order of its grid."""
     sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if sweep is None:

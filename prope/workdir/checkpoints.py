@@ -10,25 +10,26 @@ import errno
 import itertools
 import logging
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers as policies
 
 from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full
 from prope.runtime import processes
-from prope.runtime.files import retry_reads
+from prope.runtime.files import absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes, combine_hashes
-from prope.workdir.reader import Damaged, find_damage, list_files
+from prope.workdir.reader import FILES, Damaged, find_damage, list_files
 
 log = logging.getLogger("prope")
 T = TypeVar("T")
 
 _CHUNK = 2**24  # bytes of an array that are compressed, and read, together
+_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
 _FILE = 2**26  # bytes that an import collects before it writes them
 
 
@@ -37,14 +38,22 @@ def list_steps(workdir: str | os.PathLike) -> list[int]:
 
     Several processes take the first one's list: another host may see the directory as it was.
     """
-    directory = pathlib.Path(workdir) / "checkpoints"
-    paths = retry_reads(directory, lambda: [path for path in directory.glob("*") if path.is_dir()])
-    # Orbax gives a checkpoint's folder its name when all of it is written.
-    return processes.list_from_first(sorted(int(path.name) for path in paths if path.name.isdecimal()))
+    directory = epath.Path(workdir) / "checkpoints"
+
+    def finished() -> list[int]:
+        # When all is written, a folder gets its name, and one at a URL its list of files.
+        paths = [path for path in directory.iterdir() if path.name.isdecimal()]
+        return [int(path.name) for path in paths if not is_url(path) or (path / FILES).exists()]
+
+    try:
+        steps = retry_reads(directory, finished)
+    except (FileNotFoundError, NotADirectoryError):
+        steps = []
+    return processes.list_from_first(sorted(steps))
 
 
 def newest_undamaged(
-    directory: pathlib.Path, steps: Sequence[int], read: Callable[[int], T], remedy: str | None = None
+    directory: epath.Path, steps: Sequence[int], read: Callable[[int], T], remedy: str | None = None
 ) -> tuple[int, T]:
     """Calls read(step) for each of `steps` until one does not raise Damaged; all processes take the same.
 
@@ -76,10 +85,13 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def __init__(self, workdir: str | os.PathLike, keep: ConfigDict | None = None):
         """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all checkpoints are kept."""
-        self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
+        self.directory = absolute(workdir) / "checkpoints"
         self._saving, self._unchecked = 0, False  # the last step saved; whether it may have failed in the background
         kept = [] if keep is None else [policies.LatestN(keep.max_to_keep)]
         kept += [policies.EveryNSteps(keep.keep_every)] if keep and keep.keep_every else []
+        for step in self.steps() if is_url(self.directory) else ():
+            if processes.is_first():  # one copied here from a disk has no mark, and Orbax would delete it
+                (self.directory / str(step) / _MARK).touch()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept) if kept else None,
             cleanup_tmp_directories=True,  # which a killed process left
@@ -143,13 +155,14 @@ class Checkpoints(contextlib.AbstractContextManager):
             ) from error
 
     def _list_files(self) -> None:
-        """Orbax calls this when all is written, just before the folder gets its name."""
+        """Orbax calls this when all is written, just before a local folder gets its name."""
         if processes.is_first():
-            for folder in self.directory.glob(f"{self._saving}.*tmp*"):
+            step = self.directory / str(self._saving)
+            for folder in [step] if is_url(step) else self.directory.glob(f"{step.name}.*tmp*"):
                 list_files(folder)
 
 
-def save_imported(workdir: pathlib.Path, params, config: dict, data: dict) -> None:
+def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None:
     """Saves parameters on the host as the checkpoint of step 0, without a second copy of them.
 
     There is no optimizer state: `train --init_from` starts from these parameters, but the run cannot be resumed.
@@ -158,7 +171,7 @@ def save_imported(workdir: pathlib.Path, params, config: dict, data: dict) -> No
     items = _json_items(config, data, {"params": arrays})
     items["params"] = ocp.args.PyTreeSave(arrays, save_args=_chunks(arrays), ocdbt_target_data_file_size=_FILE)
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    directory = workdir.absolute() / "checkpoints"
+    directory = absolute(workdir) / "checkpoints"
     with ocp.CheckpointManager(directory, options=options) as manager:
         manager.save(0, args=ocp.args.Composite(**items))
     list_files(directory / "0")

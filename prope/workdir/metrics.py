@@ -1,14 +1,16 @@
 """Writes a run's metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal."""
 
+import collections
 import contextlib
 import json
 import logging
 import math
-import pathlib
 import sys
+import tempfile
 import time
 
 import jax
+from etils import epath
 from ml_collections import ConfigDict
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -16,11 +18,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from prope.errors import RunFailed
 from prope.optimizer import learning_rate
 from prope.runtime import processes
-from prope.runtime.files import append_jsonl, write_atomic
+from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
 log = logging.getLogger("prope")
 
+_URL_SECONDS = 30.0  # between writes to a URL, where a file cannot grow; a checkpoint or an evaluation writes too
 _MAX_SKIPS = 10  # steps in a row whose loss or gradient is not finite, with config.on_nonfinite=skip
 
 
@@ -32,7 +35,7 @@ class MetricWriter(contextlib.ExitStack):
     """
 
     def __init__(
-        self, config: ConfigDict, workdir: pathlib.Path, start: int, stop: int,
+        self, config: ConfigDict, workdir: epath.Path, start: int, stop: int,
         model_flops_per_token: float, peak_flops: float | None,
     ):  # fmt: skip
         """Opens the files for steps start + 1 .. stop; `peak_flops`, of a device, may be unknown: None."""
@@ -44,9 +47,14 @@ class MetricWriter(contextlib.ExitStack):
         for name in ("metrics.jsonl", "eval.jsonl", "skips.jsonl") if self._writes else ():
             kept = [record for record in read_jsonl(workdir / name) if record["step"] <= start]
             write_atomic(workdir / name, "".join(json.dumps(record) + "\n" for record in kept))
-        self._events = None
+        self._unwritten: dict[str, list[dict]] = collections.defaultdict(list)  # by file
+        self._written_at = time.monotonic()
+        self._events, self._scratch = None, None
         if self._writes and start < stop:
-            self._events = self.enter_context(_open_events(workdir, start + 1))
+            if is_url(workdir):
+                self._scratch = epath.Path(self.enter_context(tempfile.TemporaryDirectory()))
+                self.callback(self._flush)
+            self._events = self.enter_context(_open_events(self._scratch or workdir, start + 1))
         shown = self._writes and sys.stderr.isatty()
         self._bar = self.enter_context(tqdm(total=stop, initial=start, unit="step", disable=not shown))
         if shown:
@@ -71,6 +79,7 @@ class MetricWriter(contextlib.ExitStack):
         """Reports the pending step; excludes what follows, such as an evaluation, from the time of training."""
         self._report()
         before = time.perf_counter()
+        self._flush()
         yield
         self._began += time.perf_counter() - before
 
@@ -177,10 +186,22 @@ class MetricWriter(contextlib.ExitStack):
     def _write(self, name: str, tag: str, record: dict) -> None:
         if not self._writes:
             return
-        append_jsonl(self._workdir / name, record)
+        self._unwritten[name].append(record)
         for key, value in record.items():
             if self._events and key != "step" and isinstance(value, int | float):
                 self._events.add_scalar(f"{tag}/{key}", value, record["step"])
+        if not is_url(self._workdir) or time.monotonic() - self._written_at > _URL_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Writes the records since the last call; at a URL every file is written anew."""
+        for name, records in self._unwritten.items():
+            append_jsonl(self._workdir / name, *records)
+        self._unwritten.clear()
+        if self._scratch:
+            self._events.flush()
+            upload(self._scratch, self._workdir)
+        self._written_at = time.monotonic()
 
 
 def _describe_speed(record: dict) -> str:
@@ -196,7 +217,7 @@ def _describe_speed(record: dict) -> str:
     return ", ".join(text.format(value) for text, value in figures.items() if value is not None)
 
 
-def _open_events(workdir: pathlib.Path, first_step: int):
+def _open_events(workdir: epath.Path, first_step: int):
     """Opens a TensorBoard event file that replaces earlier ones from `first_step` on."""
     # tensorboardX imports these where they are installed, which takes seconds; scalars in a local folder need neither.
     absent = [name for name in ("torch", "boto3", "google.cloud.storage") if name not in sys.modules]

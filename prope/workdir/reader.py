@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import operator
-import pathlib
 import re
 import zlib
 from typing import Any
@@ -18,16 +17,17 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import model
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
-from prope.runtime.files import retry_reads
+from prope.runtime.files import absolute, files_below, retry_reads
 from prope.workdir.hashes import array_hashes, combine_hashes, hash_on_host
 
-_FILES = "files.json"  # beside the items: {file: [bytes, CRC-32 of a small one]}
+FILES = "files.json"  # beside the items: {file: [bytes, CRC-32 of a small one]}
 _SMALL = 2**16  # bytes; larger files hold arrays, which have hashes
 
 
@@ -35,40 +35,39 @@ class Damaged(UsageError):
     """A checkpoint is not what was saved; the text names the file or the array."""
 
 
-def list_files(folder: pathlib.Path) -> None:
+def list_files(folder: epath.Path) -> None:
     """Writes a checkpoint's files.json."""
     files = {}
-    for path in sorted(folder.glob("*/**/*")):
-        if path.is_file() and path.name != "commit_success.txt":  # Orbax writes that one last
-            size = path.stat().st_size
-            checksum = zlib.crc32(path.read_bytes()) if size <= _SMALL else None
-            files[str(path.relative_to(folder))] = [size, checksum]
-    (folder / _FILES).write_text(json.dumps(files, indent=0))
+    for name, size in files_below(folder).items():
+        if "/" in name and not name.endswith("/commit_success.txt"):  # of an item; Orbax writes those last
+            files[name] = [size, zlib.crc32((folder / name).read_bytes()) if size <= _SMALL else None]
+    (folder / FILES).write_text(json.dumps(files, indent=0))
 
 
-def find_damage(folder: pathlib.Path) -> str | None:
+def find_damage(folder: epath.Path) -> str | None:
     """Describes the first file of a checkpoint that differs from its files.json; None if none does."""
-    return retry_reads(folder, lambda: _find_damage(folder))
+    return retry_reads(folder, lambda: _find_damage(epath.Path(folder)))
 
 
-def _find_damage(folder: pathlib.Path) -> str | None:
+def _find_damage(folder: epath.Path) -> str | None:
     if processes.count() > 1 and not folder.is_dir():  # the first process has listed it
         raise OSError(errno.ESTALE, "this host does not see it, process 0 does")
-    if not (folder / _FILES).is_file():  # the checkpoint is older than these lists
-        return None
     try:
-        files = json.loads((folder / _FILES).read_bytes())
-        files = {name: saved if isinstance(saved, list) else [saved, None] for name, saved in files.items()}
-        for name, (size, checksum) in files.items():  # older lists have sizes only
-            path = folder / name
-            if not path.is_file():
+        listed = (folder / FILES).read_bytes()
+    except FileNotFoundError:  # the checkpoint is older than these lists
+        return None
+    found = files_below(folder)
+    try:
+        for name, saved in json.loads(listed).items():
+            size, checksum = saved if isinstance(saved, list) else (saved, None)  # older lists have sizes only
+            if name not in found:
                 return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
-            if checksum is not None and zlib.crc32(path.read_bytes()) != checksum:
+            if found[name] != size:
+                return f"{name} has {found[name]:,} bytes of {size:,}"
+            if checksum is not None and zlib.crc32((folder / name).read_bytes()) != checksum:
                 return f"{name} is not what was saved"
     except (AttributeError, TypeError, ValueError):
-        return f"{_FILES} is not what was saved"
+        return f"{FILES} is not what was saved"
     return None
 
 
@@ -81,9 +80,9 @@ class CheckpointReader:
       config, init_hash: of the run.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: epath.Path):
         """Opens the checkpoint in this folder, whose files `find_damage` has checked."""
-        self._folder = folder.absolute()
+        self._folder = absolute(folder)
         self._verified = False  # an older checkpoint's parameters
         self._stores: dict[tuple[str, tuple[str, ...]], ts.TensorStore] = {}
         self._saved = self.read_json("config")

@@ -2,20 +2,26 @@
 
 import json
 import logging
-import pathlib
 from collections.abc import Iterable
 
+from etils import epath
 from ml_collections import ConfigDict
+
+from prope.runtime.files import retry_reads
 
 log = logging.getLogger("prope")
 
 SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # evaluations equal in these predicted the same tokens
 
 
-def read_jsonl(path: pathlib.Path) -> list[dict]:
+def read_jsonl(path: epath.Path) -> list[dict]:
     """Reads a file of JSON lines, skipping with a warning those cut short; an empty list if there is no file."""
+    try:
+        lines = retry_reads(path, path.read_bytes).splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
+    for number, line in enumerate(lines, 1):
         try:
             records.append(json.loads(line))
         except ValueError:

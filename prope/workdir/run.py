@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import model, sharding
 from prope.errors import UsageError
 from prope.runtime import processes
-from prope.runtime.files import read_json, write_atomic
+from prope.runtime.files import check_writable, is_url, read_json, write_atomic
 from prope.workdir.checkpoints import list_steps, newest_undamaged
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
@@ -30,7 +31,7 @@ class Run:
       checkpoint: its reader, which verifies what it reads.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: ConfigDict, steps: list[int], remedy: str | None = None):
+    def __init__(self, workdir: epath.Path, config: ConfigDict, steps: list[int], remedy: str | None = None):
         """Opens the first of `steps`; the others are older ones that `first_undamaged` may try, as `remedy` says."""
         self.workdir, self.config, self.step = workdir, config, steps[0]
         self._steps, self._remedy = steps, remedy
@@ -67,7 +68,7 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
     Raises:
       UsageError: there is no run, no checkpoint, or not that step; it is damaged; or config.json disagrees with it.
     """
-    path = check_local(workdir)
+    path = epath.Path(workdir)
     config = read_config(path)
     if config is None:
         raise UsageError(f"--workdir={workdir}: no run there (no config.json); give the --workdir that prope.train had")
@@ -88,8 +89,9 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
 
 
 @contextlib.contextmanager
-def open_workdir(path: pathlib.Path, config: ConfigDict) -> Iterator[None]:
+def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
     """Creates the directory, unless it holds another run; removes it where the run is refused before its first step."""
+    path = epath.Path(path)
     existing = read_config(path)
     if existing is not None:
         error = f"--workdir={path}: holds a run of another config"
@@ -97,34 +99,35 @@ def open_workdir(path: pathlib.Path, config: ConfigDict) -> Iterator[None]:
         if config.num_steps > existing.num_steps:  # which the learning rate depends on
             remedy += f"; --init_from={path} in another --workdir trains its parameters for longer"
         check_same(config, existing, error, remedy)
-    created = [folder for folder in (path / "checkpoints", path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--workdir={path}: cannot be made: {error.strerror}") from error
+    is_new, local = not path.exists(), pathlib.Path(path)
+    created = [] if is_url(path) else [folder for folder in (local, *local.parents) if not folder.exists()]
+    check_writable("workdir", path)
     try:
         yield
     except UsageError:
-        if path in created and not read_jsonl(path / "metrics.jsonl"):
-            shutil.rmtree(path, ignore_errors=True)
+        if is_new and not read_jsonl(path / "metrics.jsonl"):
+            path.rmtree(missing_ok=True)
         for folder in created:
             with contextlib.suppress(OSError):  # not empty, or another process has removed it
                 folder.rmdir()
         raise
 
 
-def find_runs(workdir: str | os.PathLike) -> list[pathlib.Path]:
+def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
     """Finds the run in a directory, or all runs below it, sorted by path: folders with a config.json.
 
     Raises:
       UsageError: there is none.
     """
-    runs = []
-    for folder, below, files in os.walk(workdir):
-        below.sort()
-        if "config.json" in files:
-            runs.append(pathlib.Path(folder))
-            below.clear()  # nothing within a run is another
+
+    def find(folder: epath.Path) -> Iterator[epath.Path]:
+        if (folder / "config.json").exists():
+            yield folder  # nothing within a run is another
+        elif folder.is_dir():
+            for below in sorted(folder.iterdir()):
+                yield from find(below)
+
+    runs = list(find(epath.Path(workdir)))
     if not runs:
         raise UsageError(
             f"--workdir={workdir}: no run there (no config.json), nor below it; give the --workdir that prope.train had"
@@ -132,23 +135,13 @@ def find_runs(workdir: str | os.PathLike) -> list[pathlib.Path]:
     return runs
 
 
-def check_local(workdir: str | os.PathLike) -> pathlib.Path:
-    """--workdir as a path; raises UsageError where it is a URL."""
-    if "://" in str(workdir):
-        raise UsageError(
-            f"--workdir={workdir}: must be a folder, not a URL; mount the bucket where every host sees it, such as by "
-            "Cloud Storage FUSE, and give its path"
-        )
-    return pathlib.Path(workdir)
-
-
-def read_config(workdir: pathlib.Path) -> ConfigDict | None:
+def read_config(workdir: epath.Path) -> ConfigDict | None:
     """Reads W/config.json; None where there is none."""
     values = read_json(workdir / "config.json", "restore it from a checkpoint's config item")
     return None if values is None else config_lib.from_dict(values)
 
 
-def write_config(workdir: pathlib.Path, config: ConfigDict) -> None:
+def write_config(workdir: epath.Path, config: ConfigDict) -> None:
     """Writes W/config.json, whole or not at all."""
     write_atomic(workdir / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
 
@@ -160,8 +153,10 @@ def check_same(config: ConfigDict, other: ConfigDict, message: str, remedy: str 
         raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
 
 
-def check_disk(directory: pathlib.Path, num_bytes: int) -> None:
+def check_disk(directory: epath.Path, num_bytes: int) -> None:
     """Raises UsageError where the disk has no room for one checkpoint."""
+    if is_url(directory):
+        return
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise UsageError(
