@@ -42,6 +42,11 @@ def absolute(path: str | os.PathLike) -> epath.Path:
     return epath.Path(path) if is_url(path) else epath.Path(path).resolve()
 
 
+def local_cache() -> epath.Path:
+    """Returns the folder for what prope keeps between runs on this machine."""
+    return epath.Path(os.environ.get("PROPE_CACHE") or pathlib.Path.home() / ".cache" / "prope")
+
+
 def kvstore(folder: str | os.PathLike) -> ts.KvStore:
     """Opens a folder or URL as a key-value store of the files below it."""
     path = f"{str(folder if is_url(folder) else absolute(folder)).rstrip('/')}/"

@@ -59,7 +59,7 @@ class Startup:
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
-            "commit": _commit() if processes.is_first() else None,  # git may be slow on a shared file system
+            "commit": find_commit() if processes.is_first() else None,  # git may be slow on a shared file system
             "processes": processes.count(),
             "devices": jax.device_count(),
             "device_kind": jax.devices()[0].device_kind,
@@ -93,7 +93,7 @@ def _machine() -> str:
     return f"cpu-{platform.machine()}-{zlib.crc32(features.encode()):08x}"
 
 
-def _commit() -> str | None:
+def find_commit() -> str | None:
     """Returns PROPE_COMMIT, or git's commit of this code, with '+changes' where files differ from it."""
     if "PROPE_COMMIT" in os.environ:
         return os.environ["PROPE_COMMIT"] or None

@@ -8,7 +8,6 @@ mixture      several of these by weight, each with its own store: `weighted_sour
 synthetic/TASK has no documents: prope/data/synthetic.py generates its windows.
 """
 
-import os
 import pathlib
 
 from ml_collections import ConfigDict
@@ -18,7 +17,7 @@ from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import UsageError
-from prope.runtime.files import retry_reads
+from prope.runtime.files import local_cache, retry_reads
 
 
 def find_source(data: ConfigDict) -> Source:
@@ -47,8 +46,3 @@ def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:
         source.update({name: value for name, value in entry.items() if name != "weight"})
         sources.append((entry["weight"] / total, source))
     return sources
-
-
-def local_cache() -> pathlib.Path:
-    """Returns the folder for what prope keeps between runs on this machine."""
-    return pathlib.Path(os.environ.get("PROPE_CACHE") or pathlib.Path.home() / ".cache" / "prope")

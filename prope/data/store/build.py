@@ -19,14 +19,14 @@ import tensorstore as ts
 from ml_collections import ConfigDict
 
 from prope.data.sources.base import Source
-from prope.data.sources.find import find_source, local_cache, weighted_sources
+from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store import arrays, pack, workers
 from prope.data.store.arrays import SPLITS, Store, child_url, find_store
 from prope.data.store.lock import write_lock
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS, load_tokenizer
 from prope.errors import RunFailed, UsageError, first_line, is_disk_full
-from prope.runtime.files import is_url, kvstore
+from prope.runtime.files import is_url, kvstore, local_cache
 
 log = logging.getLogger(__name__)
 
