@@ -11,10 +11,10 @@ prope_setup() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]:-launch/setup.sh}"
     return
   elif (($# > 1)); then
-    echo "error: $2: unexpected argument; give one of test, tpu, gpu, hf, or nothing" >&2
+    echo "error: $2: unexpected argument; give one of test, tpu, gpu, gcs, hf, or nothing" >&2
     return 2
-  elif [[ ! $extra =~ ^(test|tpu|gpu|hf|)$ ]]; then
-    echo "error: $extra: there is no such extra; give one of test, tpu, gpu, hf, or nothing" >&2
+  elif [[ ! $extra =~ ^(test|tpu|gpu|gcs|hf|)$ ]]; then
+    echo "error: $extra: there is no such extra; give one of test, tpu, gpu, gcs, hf, or nothing" >&2
     return 2
   elif [[ ! -f launch/constraints.txt ]]; then
     echo "error: $PWD: is not the folder of a clone of prope; go there, then: source launch/setup.sh" >&2

@@ -55,7 +55,8 @@ def run(
     ours.setLevel(logging.INFO)
     ours.propagate = False
     ours.addHandler(logging.StreamHandler(sys.stderr))
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it also raises, from every thread
+    for library in ("absl", "gcsfs"):  # Orbax and gcsfs log what they also raise
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         _parse_flags(sys.argv, _define(define_flags))
         if (result := main()) is not None:

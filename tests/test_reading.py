@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import pytest
+from etils import epath
 from test_data import NAME, articles, settings, write_text, write_tfds
 
 from prope import command
@@ -14,10 +15,12 @@ from prope.data.sources.find import find_source
 from prope.errors import RunFailed, UsageError
 from prope.runtime import files
 
+Path = type(epath.Path())
+
 
 def broken(monkeypatch, name, code, times):
     """Lets the first reads of the files with this name fail, as a file system does that has lost its server."""
-    real, left = pathlib.Path.open, [times]
+    real, left = Path.open, [times]
 
     class Broken:
         def __init__(self, file):
@@ -50,7 +53,7 @@ def broken(monkeypatch, name, code, times):
         file = real(path, *arguments, **options)
         return Broken(file) if path.name.startswith(name) and arguments[0] == "rb" else file
 
-    monkeypatch.setattr(pathlib.Path, "open", opened)
+    monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(files, "_PAUSES", (0, 0, 0))
     reader = tfds._READERS.copy()
     for kind, read in reader.items():
@@ -88,7 +91,7 @@ def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypat
 def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch):
     config, _ = source_of(tmp_path, "array_record")
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    monkeypatch.setattr(pathlib.Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
+    monkeypatch.setattr(Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
     with pytest.raises(RunFailed, match="data: cannot be read: Permission denied; nothing was changed"):
         find_source(config)
 

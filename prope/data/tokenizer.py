@@ -1,9 +1,9 @@
-"""Converts text to ids and back. `byte` needs no file; any other name is the path of a SentencePiece model."""
+"""Converts text to ids and back. `byte` needs no file; any other name is the path or URL of a SentencePiece model."""
 
 import hashlib
-import pathlib
 
 import numpy as np
+from etils import epath
 
 from prope.errors import UsageError
 
@@ -37,12 +37,16 @@ class SentencePieceTokenizer:
 
         remedy = "give byte, Gemma's tokenizer.model, or one made by python -m prope.data.train_tokenizer"
         try:
-            model = pathlib.Path(path).read_bytes()
+            model = epath.Path(path).read_bytes()
             self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             if not self.processor.vocab_size():  # an empty file
                 raise RuntimeError
         except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not a SentencePiece model"
+            reason = (
+                "it is not a SentencePiece model"
+                if isinstance(error, RuntimeError)
+                else error.strerror or "no such file"
+            )
             raise UsageError(f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}") from None
         special = [getattr(self.processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
         if special != [PAD, EOS, BOS, UNKNOWN]:

@@ -27,6 +27,7 @@ class Chunk:
     key: str  # identifies the chunk within its source, and names it in messages
     num_bytes: int  # approximate size of the text
     read: Callable[[], Iterator[Document]]  # in order; can be pickled; raises UsageError on damaged data
+    shard: str = ""  # URL of the file that must be copied here first; one worker reads its chunks one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Source:
     def documents(self) -> Iterator[bytes]:
         """Yields the texts in order."""
         return (document.text for chunk in self.chunks for document in chunk.read())
+
+
+class MissingText(UsageError):
+    """There is no text where the config says."""
 
 
 def chunk_bytes(total: int) -> int:

@@ -1,9 +1,10 @@
-"""A folder of text: a .txt is one document, a .jsonl has one per line; both also gzipped, .txt.gz and .jsonl.gz."""
+"""A folder or bucket of text: a .txt is one document, a .jsonl has one per line; both also gzipped, as .txt.gz."""
 
 import contextlib
 import functools
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -15,9 +16,12 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import TypeVar
 
+import fsspec
+from etils import epath
+
 from prope.data.sources.base import MAX_DOCUMENT, Chunk, Document, Source, TextRule, check_utf8, chunk_bytes, too_long
 from prope.errors import UsageError
-from prope.runtime.files import read_json, retry_reads, write_atomic
+from prope.runtime.files import is_url, read_json, retry_reads, write_atomic
 
 T = TypeVar("T")
 _JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -26,13 +30,13 @@ _GZIP_RATIO = 3  # about how much gzip shrinks text
 _ALWAYS_HASHED = 2**26  # bytes of all files; up to here hashing again is faster than it is worth caching
 
 
-def files(folder: pathlib.Path, rule: TextRule, hash_cache: pathlib.Path) -> Source:
+def files(folder: epath.Path, rule: TextRule, hash_cache: pathlib.Path) -> Source:
     """Returns the files in a folder and below it, sorted by path, as a source.
 
     `hash_cache` is a file that keeps the hashes of large files, so that they are not read at every start. Raises
     UsageError where there is no such file, or the rule does not apply to it.
     """
-    paths = [p for p in sorted(folder.rglob("*")) if p.name.endswith(_SUFFIXES) and p.is_file()]
+    paths = _list(folder)
     if not paths:
         raise UsageError(f"config.data.data_dir={folder}: no .txt or .jsonl file (.gz or not) in it or below it")
     texts = [p for p in paths if not p.name.endswith(_JSON_LINES)]
@@ -43,9 +47,20 @@ def files(folder: pathlib.Path, rule: TextRule, hash_cache: pathlib.Path) -> Sou
     return Source("files", {"dataset": "files", "files": listing, **rule.identity}, tuple(_chunks(folder, paths, rule)))
 
 
-def _chunks(folder: pathlib.Path, paths: list[pathlib.Path], rule: TextRule) -> Iterator[Chunk]:
+def _list(folder: epath.Path) -> dict[epath.Path, tuple[int, str, float]]:
+    """Returns (size, what changes with the content, time of the last change) by path, sorted by path."""
+    system, root = fsspec.core.url_to_fs(str(folder))
+    found = system.find(root, detail=True)  # of a bucket in few requests
+    files = {folder / os.path.relpath(path, root): info for path, info in found.items() if path.endswith(_SUFFIXES)}
+    if is_url(folder):
+        return {p: (i["size"], f"{i.get('generation') or i.get('ETag') or i}", 0.0) for p, i in sorted(files.items())}
+    stats = {path: os.stat(path) for path in sorted(files) if path.is_file()}
+    return {path: (s.st_size, f"{s.st_mtime_ns} {s.st_ino}", s.st_mtime) for path, s in stats.items()}
+
+
+def _chunks(folder: epath.Path, paths: dict[epath.Path, tuple], rule: TextRule) -> Iterator[Chunk]:
     """Yields small text files in groups, and large .jsonl files in byte ranges."""
-    sizes = [path.stat().st_size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path in paths]
+    sizes = [size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path, (size, _, _) in paths.items()]
     limit = chunk_bytes(sum(sizes))
     ends = zip(paths, sizes, itertools.accumulate(sizes), strict=True)
     groups = itertools.groupby(ends, lambda entry: (entry[0].name.endswith(_JSON_LINES), entry[2] // limit))
@@ -63,7 +78,7 @@ def _chunks(folder: pathlib.Path, paths: list[pathlib.Path], rule: TextRule) -> 
                 yield Chunk(f"{path.relative_to(folder)} from byte {start}", stop - start, read)
 
 
-def _read_texts(paths: tuple[pathlib.Path, ...]) -> Iterator[Document]:
+def _read_texts(paths: tuple[epath.Path, ...]) -> Iterator[Document]:
     for path in paths:
 
         def read(path=path) -> bytes:
@@ -73,7 +88,7 @@ def _read_texts(paths: tuple[pathlib.Path, ...]) -> Iterator[Document]:
         yield Document(check_utf8(_retry(path, read), str(path)))
 
 
-def _read_lines(path: pathlib.Path, rule: TextRule, start: int, stop: float) -> Iterator[Document]:
+def _read_lines(path: epath.Path, rule: TextRule, start: int, stop: float) -> Iterator[Document]:
     """Yields the documents of the lines that start at the bytes start .. stop - 1."""
     with _retry(path, functools.partial(_open, path)) as file:
         offset, number = start, 0
@@ -114,17 +129,20 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         raise UsageError("holds half a character (an unpaired surrogate); repair or remove it") from None
 
 
-def _lines_before(path: pathlib.Path, start: int) -> int:
+def _lines_before(path: epath.Path, start: int) -> int:
     """Counts the lines that start before this byte; called for an error only."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         return next(n for n in itertools.count() if file.tell() >= start or not file.readline())
 
 
-def _open(path: pathlib.Path):
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+def _open(path: epath.Path):
+    file = io.BufferedReader(path.open("rb"), 2**20) if is_url(path) else path
+    if path.suffix == ".gz":
+        return gzip.open(file)
+    return file if is_url(path) else path.open("rb")
 
 
-def _retry(path: pathlib.Path, read: Callable[[], T]) -> T:
+def _retry(path: epath.Path, read: Callable[[], T]) -> T:
     """Calls `read`, again where the storage fails; a damaged gzip file becomes a UsageError that names it."""
 
     def checked() -> T:
@@ -136,25 +154,24 @@ def _retry(path: pathlib.Path, read: Callable[[], T]) -> T:
     return retry_reads(path, checked)
 
 
-def _hash_files(paths: list[pathlib.Path], cache: pathlib.Path) -> dict[pathlib.Path, str]:
-    """Returns the sha256 of every file; with many bytes, from the cache where size and time have not changed."""
-    stats = {path: path.stat() for path in paths}
-    large = sum(s.st_size for s in stats.values()) >= _ALWAYS_HASHED
-    keys = {p: f"{os.path.abspath(p)} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for p, s in stats.items()}
+def _hash_files(paths: dict[epath.Path, tuple], cache: pathlib.Path) -> dict[epath.Path, str]:
+    """Returns the sha256 of every file; with many bytes, from the cache where size and version are the same."""
+    large = sum(size for size, _, _ in paths.values()) >= _ALWAYS_HASHED
+    keys = {p: f"{p if is_url(p) else os.path.abspath(p)} {size} {s}" for p, (size, s, _) in paths.items()}
     known = (read_json(cache) if large else None) or {}
     new = [path for path in paths if keys[path] not in known]
     with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         hashes = {keys[path]: value for path, value in zip(new, pool.map(_sha256, new), strict=True)}
     if large and new:
         # A file written this very moment could change again without its time showing it.
-        settled = {p for p in new if stats[p].st_mtime < time.time() - 2}
+        settled = {p for p in new if paths[p][2] < time.time() - 2}
         with contextlib.suppress(OSError):  # the cache only saves time
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(cache, json.dumps(known | {keys[p]: hashes[keys[p]] for p in settled}))
     return {path: (known | hashes)[keys[path]] for path in paths}
 
 
-def _sha256(path: pathlib.Path) -> str:
+def _sha256(path: epath.Path) -> str:
     def read() -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,16 +8,15 @@ mixture      several of these by weight, each with its own store: `weighted_sour
 synthetic/TASK has no documents: prope/data/synthetic.py generates its windows.
 """
 
-import pathlib
-
+from etils import epath
 from ml_collections import ConfigDict
 
-from prope.data.sources.base import Source, TextRule
+from prope.data.sources.base import MissingText, Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import UsageError
-from prope.runtime.files import local_cache, retry_reads
+from prope.runtime.files import is_url, local_cache, retry_reads
 
 
 def find_source(data: ConfigDict) -> Source:
@@ -26,13 +25,20 @@ def find_source(data: ConfigDict) -> Source:
         return python_docs()
     if data.dataset.startswith("synthetic/"):
         raise UsageError(f"config.data.dataset={data.dataset}: is generated while it is read, and has no text")
-    folder, rule = pathlib.Path(data.data_dir), TextRule(data.text_feature, data.template, data.loss_on)
-    if not folder.is_dir():
-        hint = "" if data.dataset == "files" else download_hint(data.dataset, data.data_dir)
-        raise UsageError(f"config.data.data_dir={data.data_dir}: there is no such folder{hint}")
-    if data.dataset == "files":
-        return retry_reads(folder, lambda: files(folder, rule, local_cache() / "hashes.json"))
-    return retry_reads(folder, lambda: tfds_source(data.dataset, folder, rule))
+    folder, rule = epath.Path(data.data_dir), TextRule(data.text_feature, data.template, data.loss_on)
+
+    def find() -> Source:
+        if not data.data_dir or not (any(folder.iterdir()) if is_url(folder) else folder.is_dir()):
+            raise FileNotFoundError
+        if data.dataset == "files":
+            return files(folder, rule, local_cache() / "hashes.json")
+        return tfds_source(data.dataset, folder, rule)
+
+    try:
+        return retry_reads(folder, find)
+    except FileNotFoundError:
+        hint = "" if data.dataset == "files" and not is_url(folder) else download_hint(data.dataset, folder)
+        raise MissingText(f"config.data.data_dir={data.data_dir}: there is no such folder{hint}") from None
 
 
 def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:

@@ -1,18 +1,23 @@
-"""TFDS datasets on disk, as ArrayRecord or TFRecord, read without TensorFlow, Beam or a network."""
+"""TFDS datasets, as ArrayRecord or TFRecord, in a folder or a bucket; read without TensorFlow or Beam."""
 
+import base64
 import contextlib
 import functools
 import itertools
 import os
-import pathlib
+import tempfile
 from collections.abc import Iterator
+from typing import BinaryIO
 
-from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes
-from prope.errors import UsageError, nearest
-from prope.runtime.files import retry_reads
+import fsspec
+from etils import epath
+
+from prope.data.sources.base import Chunk, Document, MissingText, Source, TextRule, chunk_bytes
+from prope.errors import RunFailed, UsageError, is_disk_full, nearest
+from prope.runtime.files import is_url, local_cache, retry_reads
 
 
-def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
+def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     """Returns the `train` split of a prepared dataset; where it is incomplete, a UsageError says how to download it."""
     import tensorflow_datasets as tfds
 
@@ -32,7 +37,7 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
             hint = nearest(feature, texts)
             raise UsageError(f"{folder}: no text feature {feature!r}{hint}; it has {has}; set {rule.option}")
     split = info.splits["train"]
-    shards = [pathlib.Path(path) for path in split.filepaths]
+    shards = [epath.Path(path) for path in split.filepaths]
     present = {path.name for path in folder.iterdir()}  # where is_file is false, storage may have failed
     missing = [shard.name for shard in shards if shard.name not in present]
     if missing:
@@ -48,7 +53,8 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
         for start in range(0, max(length, 1), step):
             stop = min(start + step, length)
             read_chunk = functools.partial(read, shard, length, start, stop)
-            chunks.append(Chunk(f"{shard.name} from record {start}", (stop - start) * size // number, read_chunk))
+            key, copied = f"{shard.name} from record {start}", str(shard) if is_url(shard) else ""
+            chunks.append(Chunk(key, (stop - start) * size // number, read_chunk, copied))
     # Not the file format: the same records in another container are the same documents.
     identity = {
         "dataset": name, "version": str(info.version), **rule.identity,
@@ -57,26 +63,78 @@ def tfds_source(name: str, data_dir: pathlib.Path, rule: TextRule) -> Source:
     return Source(name, identity, tuple(chunks))
 
 
+_copies: dict[str, BinaryIO] = {}  # the shard that this process reads, by URL
+
+
+def _copy(shard: epath.Path) -> str:
+    """Returns a path at which this process reads a shard of a bucket; it replaces the shard before.
+
+    The copy is a file without a name, so that nobody else reads it, and a killed process leaves nothing.
+    """
+    if str(shard) not in _copies:
+        for file in _copies.values():
+            file.close()
+        _copies.clear()
+        _record_offsets.cache_clear()  # the path may be the same one
+        _copies[str(shard)] = retry_reads(shard, functools.partial(_download, shard))
+    return f"/dev/fd/{_copies[str(shard)].fileno()}"
+
+
+def _download(shard: epath.Path) -> BinaryIO:
+    """Copies a shard whole; raises OSError where size or checksum are not the bucket's."""
+    scratch = local_cache() / "shards"
+    system, path = fsspec.core.url_to_fs(str(shard))
+    info, checksum = system.info(path), None
+    with contextlib.ExitStack() as on_error, system.open(path, "rb", cache_type="none") as source:
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+            file = on_error.enter_context(tempfile.TemporaryFile(dir=scratch))
+            if "crc32c" in info:
+                import google_crc32c  # which comes with gcsfs
+
+                checksum = google_crc32c.Checksum()
+            while block := source.read(2**24):
+                file.write(block)
+                if checksum:
+                    checksum.update(block)
+            file.flush()
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            raise RunFailed(
+                f"PROPE_CACHE={scratch.parent}: the disk is full; it needs room for a shard of {info['size']:,} bytes "
+                "for each worker: free some space, or choose another folder, and run the same command again"
+            ) from None
+        if file.tell() != info["size"] or (checksum and base64.b64encode(checksum.digest()).decode() != info["crc32c"]):
+            raise OSError("its copy is not what the bucket lists")
+        on_error.pop_all()
+    return file
+
+
 @functools.lru_cache(1)
-def _features(folder: pathlib.Path):
+def _features(folder: epath.Path):
     import tensorflow_datasets as tfds
 
     return tfds.builder_from_directory(folder).info.features
 
 
 def _read(
-    name: str, data_dir: pathlib.Path, folder: pathlib.Path, file_format: str, rule: TextRule,
-    shard: pathlib.Path, length: int, start: int, stop: int,
+    name: str, data_dir: epath.Path, folder: epath.Path, file_format: str, rule: TextRule,
+    shard: epath.Path, length: int, start: int, stop: int,
 ) -> Iterator[Document]:  # fmt: skip
     """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records.
 
     Where a record cannot be read, it is tried once more, if the storage permits the file to be read at all.
     """
     features = _features(folder)
+    try:
+        path = _copy(shard) if is_url(shard) else str(shard)
+    except FileNotFoundError:
+        raise incomplete(name, data_dir, f"{shard.name} is missing") from None
     position, failed = start, None
     while True:
         try:
-            for record in _READERS[file_format](str(shard), position, None if stop == length else stop):
+            for record in _READERS[file_format](path, position, None if stop == length else stop):
                 if position < stop:
                     yield rule.document(features.deserialize_example_np(record), f"{shard} record {position + 1}")
                 position += 1
@@ -84,7 +142,7 @@ def _read(
         except UsageError:
             raise
         except Exception as error:  # what the record readers raise has no common type
-            _check_readable(shard)
+            _check_readable(epath.Path(path))
             if failed == position:
                 reason = " ".join(str(error).split())[:200]  # one of them quotes the whole record
                 reason = f"{shard.name} is damaged after {position} records ({reason})"
@@ -129,7 +187,7 @@ def _record_offsets(path: str) -> list[int]:
     return offsets
 
 
-def _check_readable(path: pathlib.Path) -> None:
+def _check_readable(path: epath.Path) -> None:
     """Reads a whole file; raises RunFailed where the storage fails again and again, or does not permit it."""
 
     def read() -> None:
@@ -144,12 +202,16 @@ def _check_readable(path: pathlib.Path) -> None:
 _READERS = {"array_record": array_record, "tfrecord": tfrecord}
 
 
-def _version_folder(name: str, data_dir: pathlib.Path) -> pathlib.Path:
+def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
     """Returns the newest prepared version below data_dir/name; `name` may itself end in a version, as in TFDS."""
     folder = data_dir / name.replace(":", "/")
-    if not folder.is_dir():
-        raise UsageError(f"config.data.data_dir={data_dir}: no dataset {name} in it{download_hint(name, data_dir)}")
-    if folder / "dataset_info.json" in (entries := list(folder.iterdir())):
+    try:
+        entries = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingText(
+            f"config.data.data_dir={data_dir}: no dataset {name} in it{download_hint(name, data_dir)}"
+        ) from None
+    if folder / "dataset_info.json" in entries:
         return folder
     versions = [p for p in entries if p.match("*.*.*") and (p / "dataset_info.json").is_file()]
     if versions:
@@ -157,13 +219,15 @@ def _version_folder(name: str, data_dir: pathlib.Path) -> pathlib.Path:
     raise incomplete(name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it")
 
 
-def incomplete(name: str, data_dir: pathlib.Path, reason: str) -> UsageError:
+def incomplete(name: str, data_dir: epath.Path, reason: str) -> UsageError:
     """Returns the error for a dataset of which something is missing or damaged."""
     return UsageError(f"config.data.data_dir={data_dir}: {name} is incomplete: {reason}{download_hint(name, data_dir)}")
 
 
-def download_hint(name: str, data_dir: str | pathlib.Path) -> str:
+def download_hint(name: str, data_dir: str | epath.Path) -> str:
     """Returns the end of an error message: the commands that download or prepare a dataset."""
+    if is_url(data_dir):
+        return f"; see what is there and may be read: gcloud storage ls {data_dir}"
     dataset, *config = name.replace(":", "/").split("/")
     if dataset != "wikipedia":
         return (

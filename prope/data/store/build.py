@@ -101,7 +101,7 @@ def _named_errors(cache: str):
 def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats: dict) -> None:
     """Writes the store; the caller holds its lock."""
     name = path.split("/")[-1]
-    chunks = (local_cache() if is_url(path) else pathlib.Path(path).parent) / f"{name}.chunks"
+    chunks = pathlib.Path(local_cache() if is_url(path) else pathlib.Path(path).parent, f"{name}.chunks")
     workers.open_chunk_folder(chunks, source)
     records = workers.pack_chunks(source, data, rule["marked"], chunks, stats)
     index = {split: {k: sum(r[split][k] for r in records) for k in records[0][split] if k != "crc"} for split in SPLITS}

@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 
 import numpy as np
 
@@ -26,11 +27,11 @@ from prope.runtime.files import write_atomic
 _SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound the memory
 
 
-def start_worker(tokenizer: str, validation_fraction: float, marked: bool, alone: bool = True) -> None:
-    """Sets up this process as a worker; `alone`: it does nothing else, and exits with its parent."""
-    global _tokenizer, _validation_fraction, _marked
-    _tokenizer, _validation_fraction, _marked = load_tokenizer(tokenizer), validation_fraction, marked
-    if alone:
+def start_worker(tokenizer: str, validation_fraction: float, marked: bool, stop: Event | None = None) -> None:
+    """Sets up this process as a worker; with `stop` it does nothing else, and exits with its parent."""
+    global _tokenizer, _validation_fraction, _marked, _stop
+    _tokenizer, _validation_fraction, _marked, _stop = load_tokenizer(tokenizer), validation_fraction, marked, stop
+    if stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         threading.Thread(target=_exit_with_parent, daemon=True).start()
 
@@ -38,6 +39,11 @@ def start_worker(tokenizer: str, validation_fraction: float, marked: bool, alone
 def _exit_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
+
+
+def pack_run(chunks: list[tuple[int, Chunk]], folder: pathlib.Path) -> list[tuple[int, dict]]:
+    """Packs chunks one after the other, unless the workers are told to stop; returns (number, record) of each."""
+    return [(number, pack(chunk, folder, number)) for number, chunk in chunks if not _stop.is_set()]
 
 
 def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:

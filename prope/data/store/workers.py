@@ -1,8 +1,10 @@
 """Tokenises the chunks of a source into files, in as many processes as the text is worth; resumes after a stop."""
 
 import io
+import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import pathlib
@@ -70,14 +72,24 @@ def _packed(
 ) -> Iterator[tuple[int, dict]]:
     """Yields (number, record) of these chunks as they finish."""
     if workers == 1:
-        pack.start_worker(*arguments, alone=False)
+        pack.start_worker(*arguments)
         for number, chunk in chunks:
             yield number, pack.pack(chunk, folder, number)
         return
-    pool = futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), pack.start_worker, arguments)
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    pool = futures.ProcessPoolExecutor(workers, context, pack.start_worker, (*arguments, stop))
     try:
-        running = {pool.submit(pack.pack, chunk, folder, number): number for number, chunk in chunks}
-        for future in futures.as_completed(running):
-            yield running[future], future.result()
+        for future in futures.as_completed([pool.submit(pack.pack_run, run, folder) for run in _runs(chunks, workers)]):
+            yield from future.result()
     finally:
+        stop.set()
         pool.shutdown(cancel_futures=True)
+
+
+def _runs(chunks: list[tuple[int, Chunk]], workers: int) -> Iterator[list[tuple[int, Chunk]]]:
+    """Cuts chunks into runs that one worker packs: of a shard that it copies first all, or a part if there are few."""
+    shards = [list(run) for _, run in itertools.groupby(chunks, lambda entry: entry[1].shard or entry[0])]
+    for run in shards:
+        size = math.ceil(len(run) / math.ceil(workers / len(shards)))
+        yield from (run[start : start + size] for start in range(0, len(run), size))
