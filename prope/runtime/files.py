@@ -42,9 +42,9 @@ def absolute(path: str | os.PathLike) -> epath.Path:
     return epath.Path(path) if is_url(path) else epath.Path(path).resolve()
 
 
-def local_cache() -> epath.Path:
+def local_cache() -> pathlib.Path:
     """Returns the folder for what prope keeps between runs on this machine."""
-    return epath.Path(os.environ.get("PROPE_CACHE") or pathlib.Path.home() / ".cache" / "prope")
+    return pathlib.Path(os.environ.get("PROPE_CACHE") or pathlib.Path.home() / ".cache" / "prope")
 
 
 def kvstore(folder: str | os.PathLike) -> ts.KvStore:
