@@ -6,7 +6,8 @@
 
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with every number.
 A directory of runs also gets a page that compares them. The model runs one layer at a time, in float32, over the
-beginnings of documents. --theory checks the paper's statements instead and draws Figures 2 and 8.
+beginnings of documents; on a pod, process 0 does that alone, on one device. --theory checks the paper's statements
+instead and draws Figures 2 and 8.
 """
 
 import logging
@@ -40,7 +41,13 @@ def define_flags() -> None:
 
 
 def main() -> dict:
-    """Analyses; returns the output page and a summary."""
+    """Analyses in the first process; returns the output page and a summary."""
+    from prope.runtime.processes import call_on_first
+
+    return call_on_first(_analyze)
+
+
+def _analyze() -> dict:
     if FLAGS.theory:
         from prope.analysis import theory_page
 
@@ -59,4 +66,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    command.run(main, define_flags, joins=True)

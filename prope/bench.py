@@ -8,6 +8,7 @@ It times warm steps of the real training step on random tokens, alternating with
 
 `mfu` counts 6 FLOPs per matmul parameter, with the head's V x D and without the embedding's lookup, and causal
 attention, 6 L N H T per token. Recomputation is not counted. It is null if the device's peak is not known.
+Started on every host of a pod as training is, it measures the step on all their devices, and the matmul on one.
 
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
 """
@@ -34,6 +35,7 @@ def define_flags() -> None:
 def main() -> dict:
     """Measures; returns the times."""
     from prope.cost.bench import bench_rope, bench_step
+    from prope.runtime.processes import call_on_first
     from prope.runtime.validate import validate
 
     if not FLAGS.rope:
@@ -45,8 +47,8 @@ def main() -> dict:
         B, T, N, H = map(int, FLAGS.shape)
     except ValueError:
         raise UsageError(f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H") from None
-    return bench_rope((B, T, N, H), FLAGS.dtype, FLAGS.rope_percentage)
+    return call_on_first(lambda: bench_rope((B, T, N, H), FLAGS.dtype, FLAGS.rope_percentage))
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    command.run(main, define_flags, joins=True)

@@ -39,6 +39,7 @@ def run(
     define_flags: Callable[[], None],
     leave: Callable[[int], None] = sys.exit,
     uses_devices: bool = True,
+    joins: bool = False,
 ) -> None:
     """Parses the flags, runs `main` and prints its result; an expected error becomes one line and an exit code.
 
@@ -47,6 +48,7 @@ def run(
       define_flags: defines the command's absl flags.
       leave: called with the exit code: 2 for invalid input, 1 for a failed run, others in `errors.py`.
       uses_devices: whether JAX computes in this process.
+      joins: whether several processes run the command together where the environment says so; the first one prints.
     """
     prepare(define_flags, main.__globals__["__doc__"], uses_devices)
     _on_ctrl_c(_interrupt)
@@ -59,7 +61,16 @@ def run(
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         _parse_flags(sys.argv, _define(define_flags))
-        if (result := main()) is not None:
+        if joins:
+            from prope.runtime import processes  # imports JAX, after the flags are checked
+
+            leave = processes.leave
+            with processes.joined():
+                result = main()
+            result = result if processes.is_first() else None
+        else:
+            result = main()
+        if result is not None:
             print(json.dumps(result), flush=True)
         return
     except KeyboardInterrupt as error:

@@ -6,6 +6,7 @@
 The config is stored in the run directory. Every token of every validation document is predicted once, and losses are
 summed in float64, so the batch size does not change the result. Records are added to W/eval.jsonl, and reused.
 Several evaluations are also shown as a table; the JSON object is the last one, and holds all in short.
+Started on every host of a pod as training is, it uses all their devices; process 0 writes and prints.
 """
 
 import dataclasses
@@ -50,4 +51,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    command.run(main, define_flags, joins=True)

@@ -5,7 +5,10 @@
 `GemmaForCausalLM.from_pretrained(DIR)` loads the result: config.json, in which p is the partial_rotary_factor of
 rope_type proportional, model.safetensors (above 2 GB, shards and their index), generation_config.json, and the
 tokenizer if it is a SentencePiece model. One shard at a time is in memory, 2 GB or one larger tensor.
+On a pod, process 0 writes and the others wait.
 """
+
+import os
 
 from absl import flags
 
@@ -25,14 +28,13 @@ def define_flags() -> None:
 
 
 def main() -> dict:
-    """Exports; returns the output directory and the number of parameters."""
-    import jax
-
+    """Exports in the first process; returns the output directory and the number of parameters."""
     from prope.hf.exporter import export
+    from prope.runtime.processes import call_on_first
 
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a host holds more than a device
-    return export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype)
+    return call_on_first(lambda: export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype))
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and a host holds more than a device
+    command.run(main, define_flags, joins=True)

@@ -5,6 +5,7 @@
 
 One pass reads all prompts and fills the KV cache; one compiled loop then samples a token for every row at a time.
 A row's continuation does not depend on the other rows, up to rounding. Row i draws with fold_in(key(seed), i).
+Started on every host of a pod as training is, it uses all their devices; process 0 reads the prompts and prints.
 """
 
 from absl import flags
@@ -31,11 +32,12 @@ def define_flags() -> None:
 def main() -> dict:
     """Samples; returns the texts and the speed."""
     from prope.inference.generation import Sampling, continue_prompts, read_prompts
+    from prope.runtime.processes import call_on_first
 
     sampling = Sampling(FLAGS.length, FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
-    texts = read_prompts(FLAGS.prompt, FLAGS.prompts)
+    texts = call_on_first(lambda: read_prompts(FLAGS.prompt, FLAGS.prompts))
     return continue_prompts(FLAGS.workdir, FLAGS.step, texts, sampling, FLAGS.seed)
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    command.run(main, define_flags, joins=True)

@@ -16,6 +16,7 @@ from prope.cost import flops
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
+from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
 from prope.step import compile_step, init_state, prepare
 
@@ -78,6 +79,7 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
 
 def bench_step(config: ConfigDict, steps: int) -> dict:
     """Times warm steps of the training step on all devices, alternating with a plain matmul."""
+    check_count()
     devices = jax.devices()
     validate_devices(config, devices)
     config, mesh, optimizer, shapes = prepare(config, devices)
@@ -113,7 +115,7 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
         "matmul_flops_per_second": matmul_rate,
         "matmul_fraction": per_device / matmul_rate,
         "mfu": per_device / peak if peak else None,
-        "peak_bytes": peak_bytes(devices[0], memory),
+        "peak_bytes": peak_bytes(jax.local_devices()[0], memory),
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
         "xla_flags": xla_flags.in_force(),

@@ -116,14 +116,16 @@ def evaluations(options: Options) -> Iterator[dict]:
 
     Raises UsageError, before the first evaluation, where a run, a checkpoint or data is missing, or does not fit.
     """
-    plan, opened, functions, runs = [], {}, {}, find_runs(options.workdir)
+    plan, opened, functions = [], {}, {}
+    runs = processes.call_on_first(lambda: list(map(str, find_runs(options.workdir))))
     for workdir in runs:
         if len(runs) > 1 and not list_steps(workdir):
             log.info("%s: left out, for it has no finished checkpoint yet", workdir)
             continue
         for step in list_steps(workdir) if options.step == "all" else [options.step]:
             run = open_run(workdir, None if step is None else int(step))
-            plan.append((run, _open_lengths(run, options, opened)))
+            with processes.raise_on_all():
+                plan.append((run, _open_lengths(run, options, opened)))
     if options.max_windows and any(len(lengths) > 1 for _, lengths in plan):
         log.warning("--max_windows: longer windows hold more text; --max_tokens reads the same text at every length")
     if not plan:
@@ -139,7 +141,7 @@ def evaluations(options: Options) -> Iterator[dict]:
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
             needed = _FIELDS | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size
             reusable = [r for r in read_jsonl(workdir / "eval.jsonl") if r.keys() >= needed and not options.again]
-            if cached := find_evaluation(reusable, **same):
+            if cached := processes.broadcast_from_first(find_evaluation(reusable, **same)):
                 log.info("step %d of %s on %d tokens a window: is in eval.jsonl", step, workdir, windows.seq_len)
                 yield record | cached | identity
                 continue

@@ -19,12 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from ml_collections import FrozenConfigDict
 
 from prope import model, sharding
 from prope.data.tokenizer import BOS, EOS, PAD, load_tokenizer
 from prope.errors import UsageError
+from prope.runtime import processes
 from prope.workdir.run import Run, open_run
 
 log = logging.getLogger("prope")
@@ -174,7 +176,8 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     """Continues `texts` with a checkpoint of the run in `workdir`; returns the command's JSON object."""
     run = open_run(workdir, step)
     config = run.config
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    with processes.raise_on_all():
+        tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UsageError(
             f"config.data.tokenizer={config.data.tokenizer}: has {tokenizer.vocab_size} ids, and the model of "
@@ -186,19 +189,27 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
     run, params = run.first_undamaged(Run.params)
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
-    keys = row_keys(seed, len(texts))
     static = FrozenConfigDict(config.model), sampling
-    with sharding.use(sharding.make_mesh()), model.matmul_precision(config.model.dtype):
+    mesh = sharding.make_mesh()
+    replicated = NamedSharding(mesh, PartitionSpec())
+    prompts, lengths = jax.device_put((prompts, lengths), replicated)
+    keys = jax.jit(row_keys, static_argnums=(0, 1), out_shardings=replicated)(seed, len(texts))
+    with sharding.use(mesh), model.matmul_precision(config.model.dtype):
         inputs = params, prompts, lengths, keys
         compiled_prefill, seconds = _timed(lambda: prefill.lower(*static, *inputs).compile())
         jax.block_until_ready(compiled_prefill(*inputs))  # the first call's one-time work is not in the rates
         (first, cache), prefill_seconds = _timed(lambda: compiled_prefill(*inputs))
         compiled_decode, more = _timed(lambda: decode.lower(*static, params, first, cache, lengths, keys).compile())
-        _, cache = compiled_decode(params, jnp.full_like(lengths, EOS), cache, lengths, keys)  # warm-up: no row goes on
+        ended = jax.device_put(np.full(len(texts), EOS, np.int32), first.sharding)
+        _, cache = compiled_decode(params, ended, cache, lengths, keys)  # warm-up: no row goes on
         (tokens, _), decode_seconds = _timed(lambda: compiled_decode(params, first, cache, lengths, keys))
     compile_seconds = seconds + more
     log.info("compiled in %.1f s", compile_seconds)
-    rows = [row[: row.index(EOS) + 1] if EOS in row else row for row in np.asarray(tokens).tolist()]
+    tokens = jax.device_put(tokens, replicated)  # each process has a part
+    rows = [
+        row[: row.index(EOS) + 1] if EOS in row else row
+        for row in np.asarray(jax.device_put(tokens, replicated)).tolist()
+    ]
     count = sum(map(len, rows))
     continuations = [tokenizer.decode(row[:-1] if row[-1] == EOS else row) for row in rows]
     for text, continuation in zip(texts, continuations, strict=True):

@@ -50,7 +50,7 @@ class Interrupts(contextlib.AbstractContextManager):
     def __enter__(self):
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._previous = self.install_handlers()
+        self._previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._read_signals, name="interrupts", daemon=True).start()
         return self
@@ -60,10 +60,6 @@ class Interrupts(contextlib.AbstractContextManager):
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
         os.close(self._write)
-
-    def install_handlers(self) -> dict:
-        """Handles SIGTERM and SIGINT, and returns the handlers before; again after JAX's runtime has taken SIGTERM."""
-        return {number: signal.signal(number, self._interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def vote_over(self, mesh: Mesh) -> None:
         """Makes `poll` include the other processes' requests, exchanged over the devices of a mesh."""

@@ -13,6 +13,8 @@ and on a pod:
 
 import contextlib
 import ctypes
+import itertools
+import json
 import logging
 import os
 import pathlib
@@ -23,16 +25,19 @@ import socket
 import sys
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 from prope.errors import LOST, Stopped, UsageError, first_line
 
 log = logging.getLogger("prope")
+T = TypeVar("T")
 
 _MESSAGE_BYTES = 500  # of an error that is sent to all processes
 # Statuses of JAX's runtime, and what Gloo and NCCL say.
@@ -41,6 +46,23 @@ _PEER_LOST = re.compile(
 )
 _RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
 _index, _count = 0, 1
+_waits = itertools.count()
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Joins the processes that the environment names; unless an error ends this one, waits for all at the end.
+
+    Raises:
+      UsageError: the environment names processes that cannot be joined.
+      Stopped: a collective failed because another process is gone.
+    """
+    with peer_loss_as_stopped():
+        start()
+        yield
+        wait()
+        if _count > 1:
+            jax.distributed.shutdown()
 
 
 def start(environ: Mapping[str, str] = os.environ) -> None:
@@ -55,6 +77,7 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
         return
     expected = None if wanted == "auto" else _number(environ, "PROPE_PROCESSES", wanted)
     _join(environ, expected)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # JAX's runtime has taken it for itself
     _index, _count = jax.process_index(), jax.process_count()
     if expected not in (None, _count):
         raise UsageError(f"PROPE_PROCESSES={wanted}: there are {_count} processes; start that many")
@@ -77,23 +100,45 @@ def is_first() -> bool:
     return _index == 0
 
 
-def broadcast_from_first(value: int) -> int:
-    """Returns the first process's value; all must call this at the same place."""
-    return value if _count == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+def wait() -> None:
+    """Waits, up to a week, until all processes call this; a collective fails after 30 s on CPUs."""
+    if _count > 1:
+        multihost.get_barrier_sync_fn()(key=f"prope-{next(_waits)}", timeout_ms=7 * 86_400_000)
 
 
-def list_from_first(values: list[int]) -> list[int]:
-    """Returns the first process's list; all must call this at the same place."""
+def broadcast_from_first(value: T) -> T:
+    """Returns the first process's value, of JSON's types; all must call this at the same place."""
     if _count == 1:
-        return values
-    length = broadcast_from_first(len(values))
-    own = np.resize(np.array([*values, 0], np.int32), length + 1)  # never empty, and as long as the first one's
-    return multihost_utils.broadcast_one_to_all(own).tolist()[:length]
+        return value
+    wait()
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    return json.loads(multihost_utils.broadcast_one_to_all(np.resize(text, length)).tobytes())
+
+
+def call_on_first(function: Callable[[], T]) -> T:
+    """Calls a function in the first process as if it were alone; returns its result, of JSON's types, in all.
+
+    A UsageError that it raises is raised in all.
+    """
+    global _count
+    value, count = None, _count
+    with raise_on_all():
+        if is_first():
+            _count = 1
+            try:
+                value = function()
+            finally:
+                _count = count
+    return broadcast_from_first(value)
 
 
 def any_process(condition: bool) -> bool:
     """Returns whether a condition holds in any process; all must call this at the same place."""
-    return condition if _count == 1 else bool(multihost_utils.process_allgather(np.int32(condition)).any())
+    if _count == 1:
+        return condition
+    wait()
+    return bool(multihost_utils.process_allgather(np.int32(condition)).any())
 
 
 @contextlib.contextmanager
@@ -108,6 +153,7 @@ def raise_on_all() -> Iterator[None]:
         message = str(error)
     if _count == 1:
         return
+    wait()
     own = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES), np.uint8)
     for process, row in enumerate(np.asarray(multihost_utils.process_allgather(own))):
         if text := row.tobytes().decode(errors="ignore").strip():
@@ -157,12 +203,6 @@ def peer_loss_as_stopped() -> Iterator[None]:
             raise
         message = f"another process of this run is gone, or cannot be reached ({first_line(error)}); {_RESTART}"
         raise Stopped(message, LOST) from error
-
-
-def end() -> None:
-    """Waits for the other processes to finish, so that none takes another for lost."""
-    if _count > 1:
-        jax.distributed.shutdown()
 
 
 def leave(code: int) -> None:

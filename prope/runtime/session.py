@@ -29,12 +29,9 @@ def open_session(config: ConfigDict) -> Iterator["Session"]:
     """
     with contextlib.ExitStack() as stack:
         session = Session(config, stack)
-        stack.enter_context(processes.peer_loss_as_stopped())
-        processes.start()
-        session.interrupts.install_handlers()  # again: JAX's runtime has taken SIGTERM for itself
+        session.enter(processes.joined())
         session.startup.mark("processes")
         yield session
-    processes.end()
 
 
 class Session:

@@ -49,7 +49,7 @@ def list_steps(workdir: str | os.PathLike) -> list[int]:
         steps = retry_reads(directory, finished)
     except (FileNotFoundError, NotADirectoryError):
         steps = []
-    return processes.list_from_first(sorted(steps))
+    return processes.broadcast_from_first(sorted(steps))
 
 
 def newest_undamaged(

@@ -69,9 +69,11 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
       UsageError: there is no run, no checkpoint, or not that step; it is damaged; or config.json disagrees with it.
     """
     path = epath.Path(workdir)
-    config = read_config(path)
-    if config is None:
-        raise UsageError(f"--workdir={workdir}: no run there (no config.json); give the --workdir that prope.train had")
+    with processes.raise_on_all():
+        config = read_config(path)
+        if config is None:
+            error = "no run there (no config.json); give the --workdir that prope.train had"
+            raise UsageError(f"--workdir={workdir}: {error}")
     steps = list_steps(path)
     if not steps:
         raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")

@@ -1,0 +1,163 @@
+"""The commands that read a run, in two real processes of two devices each: as one process with one device."""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+from conftest import CONFIG, finish
+from test_pod import WIDE, free_port, line_of
+
+pytestmark = pytest.mark.slow
+
+SPEED = ("tokens_per_second", "seconds", "device", "workdir", "output")  # of no two runs equal
+
+
+@pytest.fixture
+def start_pod(start_command):
+    """Starts two processes of a command with two devices each; a list of arguments is one for each."""
+
+    def start(module, *arguments, **environment):
+        pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"} | environment
+        own = [[a[i] if isinstance(a, list) else a for a in arguments] for i in range(2)]
+        return [start_command(module, *own[i], devices=2, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def wide(train, tmp_path_factory):
+    """A run whose parameters are wide enough to be split over devices."""
+    workdir = tmp_path_factory.mktemp("wide") / "run"
+    outcome = train(workdir, *WIDE, "--stop_at_step=4", "--config.checkpoint_every=2")
+    assert outcome.code == 0, outcome.stderr
+    return workdir
+
+
+@pytest.fixture
+def twice(wide, tmp_path):
+    """Two copies of that run: for one process, and for two."""
+    return [shutil.copytree(wide, tmp_path / name / "run") for name in ("one", "two")]
+
+
+def run_both(run_command, start_pod, module, twice, *arguments) -> tuple[dict, dict]:
+    """What a command prints of the run in one process, and in two, of which the second prints nothing."""
+    one = run_command(module, f"--workdir={twice[0]}", *arguments)
+    assert one.code == 0, one.stderr
+    first, second = map(finish, start_pod(module, f"--workdir={twice[1]}", *arguments))
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert second.result is None
+    assert "process 0 of 2" in first.stderr and "with 2 of 4 devices" in first.stderr
+    return one.result, first.result
+
+
+def assert_same(one, two, where="") -> None:
+    """Equal but for rounding, 1e-6, and for what SPEED names."""
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for name in one:
+            if not name.endswith(SPEED):
+                assert_same(one[name], two[name], f"{where}.{name}")
+    elif isinstance(one, list):
+        assert len(one) == len(two), where
+        for number, pair in enumerate(zip(one, two, strict=True)):
+            assert_same(*pair, f"{where}[{number}]")
+    elif isinstance(one, float):
+        assert two == pytest.approx(one, rel=1e-6, abs=1e-6), where
+    else:
+        assert one == two, where
+
+
+def test_evaluate(run_command, start_pod, twice):
+    arguments = ("--step=all", "--seq_len=1x,2x", "--max_tokens=1280")
+    one, two = run_both(run_command, start_pod, "prope.evaluate", twice, *arguments)
+    assert len(one["evaluations"]) == 4
+    assert_same(one, two)
+    records = [[json.loads(line) for line in (w / "eval.jsonl").read_text().splitlines()] for w in twice]
+    assert len(records[1]) == len(records[0]), "only the first one writes"
+    assert_same(*records)
+    again = [finish(command) for command in start_pod("prope.evaluate", f"--workdir={twice[1]}", *arguments)]
+    assert "is in eval.jsonl" in again[0].stderr and again[0].result["loss"] == two["loss"]
+
+
+def test_sample(run_command, start_pod, twice, tmp_path):
+    (tmp_path / "prompts").write_text("Return\nA list of\ndef\n")
+    one = run_command("prope.sample", f"--workdir={twice[0]}", f"--prompts={tmp_path}/prompts", "--length=30")
+    files = [f"--prompts={tmp_path}/prompts", "--prompts=/only/the/first/process/reads/it"]
+    first, second = map(finish, start_pod("prope.sample", f"--workdir={twice[1]}", files, "--length=30"))
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert len(one.result["texts"]) == 3 and second.result is None
+    assert_same(one.result, first.result)
+
+
+def test_analyze(run_command, start_pod, twice):
+    assert_same(*run_both(run_command, start_pod, "prope.analyze", twice, "--sequences=3", "--seq_len=48"))
+    assert_same(*(json.loads((w / "analysis" / "analysis.json").read_text()) for w in twice))
+    assert (twice[1] / "analysis" / "index.html").exists()
+
+
+def test_export(run_command, start_pod, twice):
+    arguments = [f"--output={w.parent}/hf" for w in twice]
+    one = run_command("prope.export_hf", f"--workdir={twice[0]}", arguments[0])
+    first, second = map(finish, start_pod("prope.export_hf", f"--workdir={twice[1]}", arguments[1]))
+    assert (one.code, first.code, second.code) == (0, 0, 0), one.stderr + first.stderr + second.stderr
+    assert second.result is None
+    assert_same(one.result, first.result)
+    written = [{path.name: path.read_bytes() for path in (w.parent / "hf").iterdir()} for w in twice]
+    assert written[0] == written[1] and "model.safetensors" in written[0]
+
+
+def test_bench(start_pod):
+    first, second = map(finish, start_pod("prope.bench", CONFIG, "--steps=2"))
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    found = first.result
+    assert second.result is None and found["devices"] == 4
+    assert found["tokens_per_second"] == pytest.approx(8 * 64 / found["step_seconds"])
+    rate = found["model_flops_per_token"] * found["tokens_per_second"]
+    assert found["model_flops_per_second"] == pytest.approx(rate), "of all devices"
+    first, second = map(finish, start_pod("prope.bench", "--rope", "--shape=1,64,2,64"))
+    assert (first.code, second.code) == (0, 0) and first.result["prope"] and second.result is None
+
+
+@pytest.mark.parametrize("module", ["prope.evaluate", "prope.sample", "prope.analyze", "prope.export_hf"])
+def test_an_error_of_one_process_ends_both_with_one_line(start_pod, wide, tmp_path, module):
+    more = {"prope.sample": ["--prompt=a"], "prope.export_hf": [f"--output={tmp_path}/hf"]}.get(module, [])
+    none = tmp_path / "none"
+    for outcome in map(finish, start_pod(module, [f"--workdir={none}", f"--workdir={wide}"], *more)):
+        assert outcome.code == 2 and f"--workdir={none}: no run there" in line_of(outcome)
+    for outcome in map(finish, start_pod(module, f"--workdir={wide}", "--step=3", *more)):
+        assert outcome.code == 2 and "--step=3" in line_of(outcome) and "no such checkpoint" in line_of(outcome)
+
+
+def test_a_host_that_does_not_see_the_run(start_pod, wide, tmp_path):
+    for outcome in map(finish, start_pod("prope.sample", [f"--workdir={wide}", f"--workdir={tmp_path}"], "--prompt=a")):
+        assert outcome.code == 2 and f"--workdir={tmp_path}: no run there" in line_of(outcome)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_of_two_is_killed_while_they_evaluate(start_pod, run_command, twice, killed):
+    arguments = (f"--workdir={twice[1]}", "--batch_size=4", "--split=train")
+    before = (twice[1] / "eval.jsonl").read_bytes()
+    pod = start_pod("prope.evaluate", *arguments, PROPE_HEARTBEAT_TIMEOUT="10")
+    pod[0].wait_for("evaluating step 4")
+    time.sleep(1)
+    pod[killed].kill()
+    start = time.monotonic()
+    other = finish(pod[1 - killed])
+    assert time.monotonic() - start < 60
+    assert other.code == 76 and "another process of this run is gone" in line_of(other)
+    assert (twice[1] / "eval.jsonl").read_bytes() == before, "nothing, or half of it, was written"
+    done = run_command("prope.evaluate", *arguments, "--max_windows=8")
+    assert done.code == 0, done.stderr
+
+
+def test_a_pod_that_evaluates_ends_on_sigterm(start_pod, wide):
+    """JAX's runtime takes the signal for itself when processes join."""
+    pod = start_pod(
+        "prope.evaluate", f"--workdir={wide}", "--batch_size=4", "--split=train", PROPE_HEARTBEAT_TIMEOUT="10"
+    )
+    pod[0].wait_for("evaluating step 4")
+    pod[1].signal(signal.SIGTERM)
+    first, second = map(finish, pod)
+    assert (first.code, second.code) == (76, -signal.SIGTERM)
