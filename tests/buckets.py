@@ -1,7 +1,7 @@
 """A Cloud Storage server on this machine, over HTTP: gcp-storage-emulator.
 
 Here it also honours `ifGenerationMatch` and tells generations, which TensorStore's conditional writes need, and
-answers 503 while it is told to.
+fails while it is told to.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 
-_FAILING = "failing"  # a file in the server's folder: while it is there, every answer is 503
+_FAILING = "failing"  # a file in the server's folder: while it is there, every answer has the status in it
 
 
 class Server:
@@ -54,9 +54,9 @@ class Server:
         self._process.wait()
 
     @contextlib.contextmanager
-    def failing(self):
-        """Has it answer 503 to everything."""
-        (self._folder / _FAILING).touch()
+    def failing(self, status: int = 503):
+        """Has it answer everything with this status."""
+        (self._folder / _FAILING).write_text(str(status))
         try:
             yield
         finally:
@@ -80,8 +80,8 @@ def _serve(folder: pathlib.Path, port: int) -> None:
     def wrap(handler):
         @functools.wraps(handler)
         def handle(request, response, storage, *args, **kwargs):
-            if (folder / _FAILING).exists():
-                response.status = http.HTTPStatus.SERVICE_UNAVAILABLE
+            with contextlib.suppress(FileNotFoundError):
+                response.status = http.HTTPStatus(int((folder / _FAILING).read_text()))
                 return
             with one_at_a_time:
                 wanted = request.query.get("ifGenerationMatch")

@@ -42,7 +42,10 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
             f"--input={source}: no such directory; a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
         )
     with local_copy(source) as local:
-        return _import(source, local, path, tokenizer)
+        try:
+            return _import(source, local, path, tokenizer)
+        except UsageError as error:
+            raise UsageError(str(error).replace(str(local), str(source))) from error
 
 
 def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: str | None) -> dict:

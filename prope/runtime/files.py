@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -93,7 +94,8 @@ def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)
+    missing = os.strerror(errno.ENOENT) if isinstance(error, FileNotFoundError) else None
+    return getattr(error, "strerror", None) or missing or first_line(error)
 
 
 def _is_refused(error: Exception) -> bool:

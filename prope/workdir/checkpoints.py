@@ -120,8 +120,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         items = _json_items(config, data, {"params": params, "opt_state": opt_state})
         items["params"] = ocp.args.StandardSave(params, save_args=_chunks(params))
         items["opt_state"] = ocp.args.StandardSave(opt_state)
-        self._saving = step
         with self._as_run_failed():
+            self._manager.wait_until_finished()  # until `_list_files` has listed the one before
+            self._saving = step
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)  # the caller has decided when
         self._unchecked = True
 
