@@ -64,6 +64,8 @@ def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
         package = missing[1]
         extra = next((extra for extra, names in _EXTRAS.items() if package in names), ".")
         return UsageError(f"the Python package {package} is not installed: pip install -e {extra} in the clone")
+    if is_storage_error(error) and not isinstance(error, OSError):
+        return RunFailed(f"the storage has failed ({first_line(error)}): run the same command again")
     return None
 
 

@@ -34,7 +34,6 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
     command.prepare(define_flags, __doc__)
 
 import jax
-from etils import epath
 
 from prope import model, sharding
 from prope.config import differences
@@ -44,6 +43,7 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError
 from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
+from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.profiler import Profiler
@@ -78,7 +78,7 @@ def train(
       Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)
-    path = epath.Path(workdir)
+    path = as_path("workdir", workdir)
     with open_session(config) as session:
         with raise_on_all():
             session.enter(open_workdir(path, config))

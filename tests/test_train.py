@@ -266,7 +266,10 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
             "data.dataset=wikipedia/20230601.en needs the folder",
         ),
         ("--stop_at_step=0", "flag --stop_at_step=0: 0 is not a positive integer"),
-        ("--workdir=gs://bucket/run", "workdir=gs://bucket/run: must be a folder, not a URL; mount the bucket"),
+        (
+            "--workdir=http://host/run",
+            "workdir=http://host/run: must be a local path, or a URL of gs or s3",
+        ),
         ("--config.checkpoint.keep_every=0", "keep_every=0: must be at least 1, or None for none of them"),
         ("--config.watchdog_minutes=-1", "watchdog_minutes=-1.0: must not be negative"),
         ("--cnofig=x", r"--cnofig: there is no such flag \(did you mean --config\?\)"),

@@ -12,7 +12,7 @@ from prope import model
 from prope.data.tokenizer import UNKNOWN, load_tokenizer
 from prope.hf import gemma
 from prope.hf.tensors import write_tensors
-from prope.runtime.files import check_new, new_directory
+from prope.runtime.files import as_path, check_new, new_directory
 from prope.workdir.run import Run, open_run
 
 log = logging.getLogger("prope")
@@ -23,7 +23,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
 
     Raises UsageError where there is no such checkpoint, transformers' Gemma cannot express it, or `output` exists.
     """
-    target = epath.Path(output)
+    target = as_path("output", output)
     check_new("output", target)
     run = open_run(workdir, step)
     config = run.config

@@ -17,7 +17,7 @@ from prope.data.tokenizer import load_tokenizer
 from prope.errors import UsageError
 from prope.hf import gemma
 from prope.hf.tensors import Stored, open_tensors, some
-from prope.runtime.files import absolute, check_new, local_copy, new_directory
+from prope.runtime.files import absolute, as_path, check_new, local_copy, new_directory
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.run import check_disk, write_config
 
@@ -35,7 +35,7 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
 
     Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or `workdir` exists.
     """
-    source, path = epath.Path(source), epath.Path(workdir)
+    source, path = as_path("input", source), as_path("workdir", workdir)
     check_new("workdir", path)
     if not source.is_dir():
         raise UsageError(

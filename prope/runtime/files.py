@@ -29,13 +29,22 @@ _PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 # One for the process: its cache holds the indices of a token store's shards, and tokens that windows share.
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
-for _scheme in ("gcs", "gs", "s3"):  # other hosts write to a bucket, too: what it lists is asked for every time
+_SCHEMES = ("gs", "s3")
+for _scheme in ("gcs", *_SCHEMES):  # other hosts write to a bucket, too: what it lists is asked for every time
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
 
 
 def is_url(place: str | os.PathLike) -> bool:
     """Tells whether a place is a URL; otherwise it is a local path."""
     return "://" in str(place)
+
+
+def as_path(flag: str, place: str | os.PathLike) -> epath.Path:
+    """Returns a place as a path; raises UsageError where it is a URL of a kind that cannot be written."""
+    scheme, separator, _ = str(place).partition("://")
+    if separator and scheme not in _SCHEMES:
+        raise UsageError(f"--{flag}={place}: must be a local path, or a URL of {' or '.join(_SCHEMES)}")
+    return epath.Path(place)
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:

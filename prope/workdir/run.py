@@ -15,7 +15,7 @@ from prope import config as config_lib
 from prope import model, sharding
 from prope.errors import UsageError
 from prope.runtime import processes
-from prope.runtime.files import check_writable, is_url, read_json, write_atomic
+from prope.runtime.files import as_path, check_writable, is_url, read_json, write_atomic
 from prope.workdir.checkpoints import list_steps, newest_undamaged
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
@@ -68,7 +68,7 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
     Raises:
       UsageError: there is no run, no checkpoint, or not that step; it is damaged; or config.json disagrees with it.
     """
-    path = epath.Path(workdir)
+    path = as_path("workdir", workdir)
     with processes.raise_on_all():
         config = read_config(path)
         if config is None:
@@ -129,7 +129,7 @@ def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
             for below in sorted(folder.iterdir()):
                 yield from find(below)
 
-    runs = list(find(epath.Path(workdir)))
+    runs = list(find(as_path("workdir", workdir)))
     if not runs:
         raise UsageError(
             f"--workdir={workdir}: no run there (no config.json), nor below it; give the --workdir that prope.train had"
