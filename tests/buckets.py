@@ -1,7 +1,7 @@
 """A Cloud Storage server on this machine, over HTTP: gcp-storage-emulator.
 
-Here it also honours `ifGenerationMatch` and tells generations, which TensorStore's conditional writes need, and
-fails while it is told to.
+Here it also honours `ifGenerationMatch` and tells generations, for TensorStore's conditional writes; moves objects, as
+gcsfs does; and fails while it is told to.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import http
 import os
 import pathlib
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ _FAILING = "failing"  # a file in the server's folder: while it is there, every 
 
 
 class Server:
-    """The server, in a process of its own, with its objects in a folder: it can be stopped and started again."""
+    """The server, in a process of its own; `folder` is for its log."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
@@ -68,6 +69,7 @@ def _serve(folder: pathlib.Path, port: int) -> None:
     from gcp_storage_emulator.exceptions import NotFound
     from gcp_storage_emulator.handlers import objects
 
+    socketserver.StreamRequestHandler.disable_nagle_algorithm = True  # else, 40 ms an answer
     one_at_a_time = threading.Lock()
 
     def generation(request, storage) -> str:
@@ -94,9 +96,16 @@ def _serve(folder: pathlib.Path, port: int) -> None:
 
         return handle
 
+    def move(request, response, storage, *args, **kwargs):
+        request.params["dest_bucket_name"] = request.params["bucket_name"]
+        objects.copy(request, response, storage)
+        objects.delete(request, response, storage)
+
+    path = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.*[^/]+)/moveTo/o/(?P<dest_object_id>.*[^/]+)$"
+    server.HANDLERS = ((path, {server.POST: move}), *server.HANDLERS)
     for _, handlers in server.HANDLERS:
         handlers.update({method: wrap(handler) for method, handler in handlers.items()})
-    server.create_server("127.0.0.1", port, default_bucket="bucket", data_dir=str(folder)).run()
+    server.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket").run()
 
 
 if __name__ == "__main__":
