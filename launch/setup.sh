@@ -32,6 +32,10 @@ prope_setup() {
         fi
         python=
       done
+      if [[ -z $python && $extra == tpu ]]; then # images of some TPU VMs have Python 3.10 only
+        python3 -m pip install --quiet --user uv && python3 -m uv python install --quiet 3.11 &&
+          python=$(python3 -m uv python find 3.11) || return
+      fi
       if [[ -z $python ]]; then
         echo "error: no Python >= 3.11 with venv and pip found; install one, or name it: PYTHON=/path/to/python3" >&2
         return 1

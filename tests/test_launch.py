@@ -9,13 +9,10 @@ import time
 
 import pytest
 from conftest import ROOT
-from launchers import HANDLE, NEXT, TOOLS, clean_environment, launch, refused, start, wait_for
+from launchers import HANDLE, TOOLS, clean_environment, launch, refused, start, wait_for
 
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
-NEW = (
-    "local_pod.sh", "restart.sh", "tpu_vm.sh", "tpu_worker.sh", "gke_jobset.sh", "slurm.sbatch", "slurm_task.sh",
-    "image.sh",
-)  # fmt: skip
+NEW = ("local_pod.sh", "tpu_vm.sh", "gke_jobset.sh", "slurm.sbatch", "image.sh")
 
 
 def test_shellcheck_finds_nothing():
@@ -184,54 +181,3 @@ os.execvp("bash", ["bash", *sys.argv[1:]])
     said, _ = process.communicate(timeout=30)
     port = int(re.search(r"127\.0\.0\.1:(\d+)", said)[1])
     assert process.returncode == 0 and port != 10_000 + process.pid % 20_000
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected", "starts"),
-    [("0", 0, 1), ("1 0", 1, 1), ("2 0", 2, 1), ("130 0", 130, 1), ("75 76 137 0", 0, 4), ("75 134 1", 1, 3),
-     ("75 75 75 75 75", 75, 4)],
-)  # fmt: skip
-def test_restart_starts_again_until_a_code_is_final(codes, expected, starts, tmp_path):
-    (tmp_path / "codes").write_text(codes)
-    done = launch("restart.sh", "--restarts=3", "--pause=0", f"--folder={tmp_path}/run", "--", "bash", "-c", NEXT,
-                  tmp_path / "codes")  # fmt: skip
-    assert done.returncode == expected
-    begun = codes.split()[:starts]
-    log = (tmp_path / "run/log").read_text()
-    assert re.findall(r"^log (\d+)$", log, re.MULTILINE) == begun
-    assert log.count("starting again") == starts - 1
-    assert (tmp_path / "run/out").read_text() == f"said {begun[-1]}\n"
-    assert (tmp_path / "run/exit").read_text() == f"{expected}\n"
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_restart_lets_a_command_end_that_is_asked_to(number, code, tmp_path):
-    run = start("restart.sh", "--pause=1", "--", sys.executable, "-c", HANDLE, tmp_path / "ready")
-    wait_for(tmp_path / "ready", 1)
-    run.send_signal(number)
-    _, said = run.communicate(timeout=30)
-    assert run.returncode == code and "again" not in said
-    assert len((tmp_path / "ready").read_text().splitlines()) == 1
-
-
-def test_restart_refuses_a_folder_in_use(tmp_path):
-    first = start("restart.sh", f"--folder={tmp_path}", "--", sys.executable, "-c", HANDLE, tmp_path / "ready")
-    wait_for(tmp_path / "ready", 1)
-    assert f"process {first.pid} still runs there" in refused(
-        launch("restart.sh", f"--folder={tmp_path}", "--", "true")
-    )
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=30)
-    second = start("restart.sh", f"--folder={tmp_path}", "--", sys.executable, "-c", HANDLE, tmp_path / "ready")
-    wait_for(tmp_path / "ready", 2)
-    assert f"process {second.pid} still" in refused(launch("restart.sh", f"--folder={tmp_path}", "--", "true"))
-    second.send_signal(signal.SIGTERM)
-    second.communicate(timeout=30)
-    assert launch("restart.sh", f"--folder={tmp_path}", "--", "true").returncode == 0
-
-
-def test_restart_refuses_and_prints():
-    assert "--restarts=0" in refused(launch("restart.sh", "--restarts=0", "--", "true"))
-    assert "--pasue=1" in refused(launch("restart.sh", "--pasue=1", "--", "true"))
-    assert "no command" in refused(launch("restart.sh"))
-    assert launch("restart.sh", "--dry-run", "--", "a", "b c").stdout == "a b\\ c\n"

@@ -23,16 +23,16 @@ def clone(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "no action"),
-        (["launch"], "launch: there is no such action"),
+        ([], "no action: give one of create"),
+        (["launch"], "launch: give one of create"),
         (["create", "--type=v5p-8"], "--name="),
         (["create", "--name=A_b", "--type=v5p-8"], "--name=A_b"),
         (["create", "--name=a"], "--type="),
         (["create", "--name=a", "--type=v4-8"], "--type=v4-8"),
         (["run", "--name=a", "--type=v5p-8"], "no command"),
-        (["run", "--name=a", "--type=v5p-8", "--restarts=x", "--", "y"], "--restarts=x"),
+        (["run", "--name=a", "--type=v5p-8", "--poll=x", "--", "y"], "--poll=x"),
         (["stop", "--name=a", "--", "y"], "stop takes no command"),
-        (["status", "--name=a", "--zonne=b"], "--zonne=b"),
+        (["logs", "--name=a", "--zonne=b"], "--zonne=b"),
     ],
 )
 def test_tpu_vm_refuses(arguments, named, fakes, tmp_path):
@@ -56,15 +56,22 @@ QUEUE = "gcloud compute tpus queued-resources"
          f"{QUEUE} create a --node-id=a --accelerator-type=v6e-8 --runtime-version=v2-alpha-tpuv6e --spot"),
         (["delete"], f"{VM} delete a"),
         (["delete", "--queue"], f"{QUEUE} delete a --force"),
-        (["status", "--queue"], f"{QUEUE} describe a --format=value(state.state)"),
     ],
 )  # fmt: skip
 def test_tpu_vm_runs_what_it_prints(arguments, expected, fakes, tmp_path):
-    place = ["--zone=z", "--project=p"]
+    place = ["--zone=z", "--poll=1"]
     printed = launch("tpu_vm.sh", *arguments, "--name=a", *place, "--dry-run", **fakes)
-    assert shlex.split(printed.stdout) == [*expected.split(), *place, "--quiet"] and not calls(tmp_path)
+    assert shlex.split(printed.stdout) == [*expected.split(), "--zone=z", "--quiet"] and not calls(tmp_path)
     assert launch("tpu_vm.sh", *arguments, "--name=a", *place, **fakes).returncode == 0
-    assert calls(tmp_path) == [shlex.split(printed.stdout)]
+    assert [call for call in calls(tmp_path) if "describe" not in call] == [shlex.split(printed.stdout)]
+
+
+@pytest.mark.parametrize(("states", "code"), [("WAITING_FOR_RESOURCES,,ACTIVE", 0), ("PROVISIONING,FAILED", 2)])
+def test_tpu_vm_waits_in_the_queue(states, code, fakes, tmp_path):
+    (tmp_path / "states").write_text(states)
+    done = launch("tpu_vm.sh", "create", "--name=a", "--type=v6e-8", "--queue", "--poll=1", **fakes)
+    assert done.returncode == code and (code == 0 or "the request is FAILED" in refused(done))
+    assert [call[4] for call in calls(tmp_path)] == ["create", *["describe"] * len(states.split(","))]
 
 
 @pytest.fixture
@@ -85,7 +92,6 @@ def installed(fakes, clone, tmp_path):
     variables = fakes | {"PROPE_TPU": "a", "PROPE_TPU_ZONE": "z", "PROPE_TPU_TYPE": "v5p-16", "TMPDIR": str(tmp_path)}
     done = launch("tpu_vm.sh", "install", root=root, **variables)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["w0: installed", "w1: installed"]
     return root, variables
 
 
@@ -99,15 +105,6 @@ def test_tpu_vm_installs_what_is_committed(installed, clone, tmp_path):
     first, second = [call for call in calls(tmp_path) if call[4] in ("ssh", "scp")][:2]
     assert "--worker=0" in first and second[4] == "scp" and "--worker=all" in second  # the key, before all at once
     assert not list(tmp_path.glob("*.tar.gz"))
-
-
-def test_tpu_vm_mounts_what_all_share(installed, tmp_path):
-    root, variables = installed
-    mount = "--mount=touch mounted && sudo mount 10.0.0.2:/share /data"
-    printed = launch("tpu_vm.sh", "install", mount, "--dry-run", root=root, **variables).stdout.splitlines()[-1]
-    assert shlex.split(printed)[5:8] == ["a", "--worker=all", f"--command={mount.removeprefix('--mount=')}"]
-    assert launch("tpu_vm.sh", "install", "--mount=touch mounted", root=root, **variables).returncode == 0
-    assert all((tmp_path / worker / "mounted").exists() for worker in ("0", "1"))
 
 
 def test_tpu_vm_installs_changes_only_if_told(installed, clone, tmp_path):
@@ -131,49 +128,46 @@ def run_on_workers(installed, tmp_path, codes: tuple[str, str], *flags: str) -> 
     root, variables = installed
     for worker, text in zip("01", codes, strict=True):
         (tmp_path / worker / "codes").write_text(text)
-    command = ["bash", "-c", SAY + NEXT.replace("$0", "$1")]
-    return launch("tpu_vm.sh", "run", "--pause=1", "--poll=1", *flags, "--", *command, root=root, **variables)
+    command = ["bash", "-c", SAY + NEXT.replace("$0", "$1"), "a  'b"]
+    return launch("tpu_vm.sh", "run", "--poll=1", *flags, "--", *command, root=root, **variables)
 
 
-def test_tpu_vm_runs_on_every_worker_and_starts_again(installed, clone, tmp_path):
-    done = run_on_workers(installed, tmp_path, ("75 0", "76 137 0"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "said 0"  # the last line of process 0, of its last start
-    assert "log 75\n" in done.stderr and "w1: exit 0" in done.stderr
-    for worker, starts in zip("01", (2, 3), strict=True):
-        seen = (tmp_path / worker / "seen").read_text().splitlines()
-        assert len(seen) == starts
-        assert all(line.startswith(f"yes auto {clone[1]} --xla_tpu") for line in seen)
-        assert all("xla_tpu_enable_ag_backward_pipelining" in line for line in seen)  # a flag of v5p alone
-
-
-def test_tpu_vm_stops_the_others_when_a_worker_fails_for_good(installed, tmp_path):
-    done = run_on_workers(installed, tmp_path, (" ".join(["76"] * 20), "1"))
-    assert done.returncode == 1
-    assert "a worker has failed for good" in done.stderr and "w1: exit 1" in done.stderr
-    assert len((tmp_path / "0/seen").read_text().splitlines()) < 10
-
-
-def test_tpu_vm_gives_up_after_the_restarts(installed, tmp_path):
-    assert run_on_workers(installed, tmp_path, ("76 76 76", "0"), "--restarts=1").returncode == 76
-    assert len((tmp_path / "0/seen").read_text().splitlines()) == 2
+@pytest.mark.parametrize(
+    ("codes", "expected"), [(("0", "0"), 0), (("76", "1"), 1), (("75", "76"), 75), (("0", "137"), 137)]
+)
+def test_tpu_vm_runs_on_every_worker_and_exits_with_the_code_that_counts(codes, expected, installed, clone, tmp_path):
+    done = run_on_workers(installed, tmp_path, codes)
+    assert done.returncode == expected, done.stderr
+    assert done.stdout.splitlines()[-1] == f"said {codes[0]}"  # the last line of process 0
+    assert f"log {codes[0]}\n" in done.stderr
+    for worker in "01":
+        (seen,) = (tmp_path / worker / "seen").read_text().splitlines()
+        assert seen.startswith(f"yes auto {clone[1]} --xla_tpu")
+        assert "xla_tpu_enable_ag_backward_pipelining" in seen  # a flag of v5p alone
 
 
 def test_tpu_vm_stops_a_run_and_starts_none_beside_another(installed, tmp_path):
     root, variables = installed
-    command = ["tpu_vm.sh", "run", "--pause=1", "--poll=1", "--", sys.executable, "-c", HANDLE, tmp_path / "ready"]
+    command = ["tpu_vm.sh", "run", "--poll=1", "--", sys.executable, "-c", HANDLE, tmp_path / "ready"]
     run = start(*command, root=root, **variables)
     wait_for(tmp_path / "ready", 2)
-    os.kill(int((tmp_path / "1/prope_run/pid").read_text()), signal.SIGTERM)
-    wait_for(tmp_path / "1/prope_run/exit", 1)
     second = launch(*command, root=root, **variables)
-    assert second.returncode == 2 and "w0: a run is going on" in second.stderr
+    assert second.returncode == 2 and "a run is going on, end it with stop" in second.stderr
     assert launch("tpu_vm.sh", "stop", root=root, **variables).returncode == 0
     run.communicate(timeout=60)
     assert run.returncode == 75
     assert len((tmp_path / "ready").read_text().splitlines()) == 2
     assert launch("tpu_vm.sh", "logs", "--poll=1", root=root, **variables).returncode == 75
+    assert launch("tpu_vm.sh", "stop", root=root, **variables).returncode == 0  # there is none
 
 
-def test_tpu_worker_refuses():
-    assert "there is no such action" in refused(launch("tpu_worker.sh", "begin"))
+def test_tpu_vm_knows_a_killed_run_and_none(installed, tmp_path):
+    root, variables = installed
+    assert "no run has been started" in refused(launch("tpu_vm.sh", "logs", "--poll=1", root=root, **variables))
+    command = ["--", sys.executable, "-c", HANDLE, tmp_path / "ready"]
+    run = start("tpu_vm.sh", "run", "--poll=1", *command, root=root, **variables)
+    wait_for(tmp_path / "ready", 2)
+    for worker in "01":
+        os.killpg(int((tmp_path / worker / "prope_run/pid").read_text()), signal.SIGKILL)
+    run.communicate(timeout=60)
+    assert run.returncode == 137

@@ -23,20 +23,21 @@ READMES = sorted(
     file.relative_to(ROOT).as_posix()
     for file in [
         ROOT / "README.md",
-        *(f for top in ("configs", "launch", "prope", "tests") for f in (ROOT / top).rglob("README.md")),
+        *(f for top in ("configs", "launch", "prope", "tests") for f in (ROOT / top).rglob("*.md")),
     ]
 )
-# What stands in a README -> what is run here, in this order.
-RULES = [
+# What stands in a README -> what is run here, in this order: first what must not be started, then what must be small.
+DRY = [
     (r"\\\n\s*", ""),
-    (r"(configs/\w+\.py)\b(?!:)", r"\1:tiny"),
-    (r"(configs/(?:quick_sweep|wiki_sample)\.py:tiny)", r"\1 --rope_percentage=0,1"),
     (r"source launch/setup\.sh.*", "bash -n launch/setup.sh"),
     (r"bash launch/(quickstart|test)\.sh.*", r"bash -n launch/\1.sh"),
-    (r"bash launch/(image|gke_jobset|local_pod|restart)\.sh", r"bash launch/\1.sh --dry-run"),
+    (r"bash launch/(image|gke_jobset|local_pod)\.sh", r"bash launch/\1.sh --dry-run"),
     (r"bash launch/tpu_vm\.sh (\w+)", r"bash launch/tpu_vm.sh \1 --dry-run"),
     (r"--backend=", "--dry-run --backend="),
-    (r"\bPROJECT\b", "project"),
+]
+SMALL = [
+    (r"(configs/\w+\.py)\b(?!:)", r"\1:tiny"),
+    (r"(configs/(?:quick_sweep|wiki_sample)\.py:tiny)", r"\1 --rope_percentage=0,1"),
     (r" --config\.data\.data_dir=\S+", ""),  # tiny configs bring their own text
     (r"--search\b", "--sequences_per_chip=1"),  # a tiny model fits with ever larger batches; test_plan searches
     (r"--max_windows=\d+", "--max_windows=2"),
@@ -44,7 +45,33 @@ RULES = [
     (r"--(seq_len|config\.data\.seq_len)=\d+\b", r"--\1=64"),
     (r"--config\.model\.(embed_dim|hidden_dim|vocab_size)=\d+", r"--config.model.\1=320"),
 ]
-STANDINS = ("sbatch", "gcloud", "kubectl", "docker")
+# Pages of clouds: what a launcher is to run is a line of its own, too.
+PAGES = ("launch/gke.md", "launch/sky.md", "launch/slurm.md", "launch/tpu_vm.md")
+HANDED = [
+    (r"gs://my-bucket", "runs/bucket"),
+    (r"\.venv-sky/bin/", ""),
+    (r"^(.* -- )(python -m .*)$", r"\1\2\n\2"),
+    (r"^(.*(?:COMMAND|--command)=)\"(?:cd .* && )?(python -m [^\"]*)\"(.*)$", r'\1"\2"\3\n\2'),
+]
+STANDINS = ("sbatch", "gcloud", "kubectl", "docker", "sky", "pip")
+# `python` there: a command of the project checks its flags and its config, and does no more.
+PARSES = """#!{python}
+import os, runpy, sys
+arguments = sys.argv[1:]
+if arguments[0] != "-m" or not arguments[1].startswith("prope.") or "xla_flags" in arguments[1]:
+    os.execv({python!r}, [{python!r}, *arguments])
+from absl import flags
+from prope import command
+from prope.runtime.validate import validate
+def run(main, define_flags, *_, **__):
+    command._parse_flags(sys.argv, command._define(define_flags))
+    if "config" in flags.FLAGS:
+        validate(flags.FLAGS.config)
+    print("parsed", *sys.argv[1:])
+command.run = run
+sys.argv = arguments[1:]
+runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+"""
 PREPARED = ("runs/quickstart",)  # runs that a README reads and another one makes
 
 
@@ -52,10 +79,14 @@ def blocks(readme: str, language: str) -> list[str]:
     return re.findall(rf"^ *```{language}\n(.*?)^ *```", (ROOT / readme).read_text(), re.DOTALL | re.MULTILINE)
 
 
+def rewrite(script: str, rules: list[tuple[str, str]]) -> str:
+    for pattern, replacement in rules:
+        script = re.sub(pattern, replacement, script, flags=re.MULTILINE)
+    return script
+
+
 def tiny(block: str) -> str:
-    for pattern, replacement in RULES:
-        block = re.sub(pattern, replacement, block)
-    return block
+    return rewrite(block, [*DRY, *SMALL])
 
 
 def commands(readme: str) -> list[list[str]]:
@@ -139,6 +170,15 @@ def anchors(text: str) -> set[str]:
     }
 
 
+def put_programs(folder: pathlib.Path) -> dict[str, str]:
+    """Puts the stand-ins into folder/bin; returns an environment in which they are found first."""
+    (folder / "bin").mkdir()
+    for name in STANDINS:
+        (folder / "bin" / name).write_text('#!/bin/sh\necho "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+    return environment() | {"PATH": f"{folder}/bin:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
 def make_clone(folder: pathlib.Path) -> None:
     """What stands here, committed in a repository of its own."""
     for name in ("configs", "launch", "prope"):
@@ -153,7 +193,7 @@ def make_clone(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "bash")])
+@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "bash") and name not in PAGES])
 def test_every_command_runs(readme, trained, cache_dir, tmp_path):
     script = tiny("".join(blocks(readme, "bash")))
     if "prope.plan" in script and importlib.util.find_spec("libtpu") is None:
@@ -161,16 +201,32 @@ def test_every_command_runs(readme, trained, cache_dir, tmp_path):
     make_clone(tmp_path)
     for name in PREPARED:
         shutil.copytree(trained[0], tmp_path / name)
-    (tmp_path / "bin").mkdir()
-    for name in STANDINS:
-        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "$@"\n')
-        (tmp_path / "bin" / name).chmod(0o755)
-    paths = f"{tmp_path}/bin:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = environment() | {"PATH": paths, "PROPE_CACHE": str(cache_dir), "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+    env = put_programs(tmp_path) | {"PROPE_CACHE": str(cache_dir), "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_is_one_that_its_programs_take(page, tmp_path):
+    page_text = "".join(blocks(page, "bash"))
+    script = rewrite(page_text, [*DRY, *HANDED])
+    make_clone(tmp_path)
+    env = put_programs(tmp_path) | {"PROPE_CACHE": f"{tmp_path}/cache"}
+    (tmp_path / "bin/python").write_text(PARSES.format(python=sys.executable))
+    (tmp_path / "bin/python").chmod(0o755)
+    bash = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(bash, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    modules = re.findall(r"python -m prope\.([\w.]+)", page_text)
+    assert set(modules) == {"data.prepare", "bench" if "slurm" in page else "plan", "train", "evaluate", "report"}
+    parsed = re.findall(r"^parsed (.*)$", done.stdout, re.MULTILINE)
+    assert len(parsed) == len(modules)
+    assert all("--config=" not in line or "--config.data.cache_dir=runs/" in line for line in parsed), parsed
+    assert done.stdout.count('"state": "new"') == 5  # the runs of the sweep
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "python")])

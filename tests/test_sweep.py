@@ -11,9 +11,11 @@ import time
 
 import pytest
 from conftest import CONFIG, ROOT, logged, losses
+from etils import epath
 
 from prope.config import default_config, from_dict
 from prope.errors import UsageError
+from prope.runtime.files import read_json
 from prope.sweep import execute
 from prope.sweep.grid import plan
 from prope.sweep.runs import read_run
@@ -303,6 +305,78 @@ def test_what_launchers_are_given(backend, expected):
     train = ["--config=file.py", "--config.model.rope_percentage=0.25", "--workdir=/mnt/W/rope_percentage=0.25"]
     assert line == [part.replace("NAME", name) for part in expected] + ["python", "-m", "prope.train", *train]
     assert len(execute.job_name("x" * 99)) == 40 and execute.job_name("x" * 99) != execute.job_name("x" * 98)
+
+
+def test_what_skypilot_is_given(monkeypatch):
+    (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {"data.tokenizer": "my model"})
+    monkeypatch.setenv("PROPE_COMMIT", "abc")
+    line = execute.run_command("sky", ["--gpus=H100:8", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run)
+    name = execute.job_name("W-rope_percentage=0.25")
+    assert line[:5] == ["sky", "jobs", "launch", "--yes", f"--name={name}"]
+    assert line[5:8] == ["--detach-run", "--gpus=H100:8", "--env=PLATFORM=gpu"]
+    command = "--config=file.py '--config.data.tokenizer=my model' --config.model.rope_percentage=0.25"
+    command = f"python -m prope.train {command} --workdir=gs://B/W/rope_percentage=0.25"
+    assert line[8:] == [f"--env=COMMAND={command}", "--env=PROPE_COMMIT=abc", f"{ROOT}/launch/sky.yaml"]
+    assert "--detach-run" not in execute.run_command("sky", ["--wait"], epath.Path("gs://B/W"), run)
+
+
+# What stands for SkyPilot: a queue of jobs, which never end.
+SKY = """#!/usr/bin/env python3
+import json, pathlib, sys
+queue = pathlib.Path("queue")
+if sys.argv[2] == "queue":
+    print(json.dumps([{"job_id": 1, "job_name": name} for name in queue.read_text().split()] if queue.exists() else []))
+else:
+    with queue.open("a") as file:
+        print(*[a.removeprefix("--name=") for a in sys.argv if a.startswith("--name=")], file=file)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_in_skypilots_queue_is_not_handed_out_again(finish, tmp_path, bucket):
+    (tmp_path / "sky").write_text(SKY)
+    (tmp_path / "sky").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given = (CONFIG, "--grid=seed=0,1,2", f"--workdir={bucket}/W", "--backend=sky")
+    for _ in range(2):
+        code, result, err = finish(*given, cwd=tmp_path, **path)
+        assert code == 0 and [run["state"] for run in result["runs"]] == ["submitted"] * 3, err
+        assert len((tmp_path / "queue").read_text().split()) == 3
+    assert err.count("is in SkyPilot's queue already") == 3
+    assert len(read_json(epath.Path(bucket) / "W" / "sweep.json")["runs"]) == 3
+
+
+# What stands for gcloud: workers that print what a run ends with, and keep its files to themselves.
+TPU_VM = """#!/usr/bin/env python3
+import json, re, sys
+(command,) = [a for a in sys.argv if a.startswith("--command=")] or [""]
+if "running" in command:
+    print("exit 0")
+elif command.endswith("prope_run/out"):
+    print(json.dumps({"step": 20, "loss": 1.0, "eval_loss": 2.0, "perplexity": 7.4, "bits_per_byte": 2.9,
+                      "init_hash": "aa"}))
+elif "launch/run.sh" in command:
+    print(re.search(r"--workdir=\\S+", command)[0], file=open("started", "a"))
+"""
+
+
+@pytest.mark.slow
+def test_folders_of_other_machines_are_not_made_here(finish, tmp_path):
+    (tmp_path / "gcloud").write_text(TPU_VM)
+    (tmp_path / "gcloud").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PROPE_CACHE": str(tmp_path / "cache")}
+    workdir = tmp_path / "mounted_there/W"
+    flags = ("--name=a", "--type=v5p-8", "--poll=1")
+    given = (CONFIG, "--grid=seed=0,1", f"--workdir={workdir}", "--backend=tpu_vm", "--", *flags)
+    code, result, err = finish(*given, cwd=tmp_path, **environment)
+    assert code == 0 and [run["state"] for run in result["runs"]] == ["finished"] * 2, err
+    assert not workdir.parent.exists()
+    assert (tmp_path / "started").read_text().split() == [f"--workdir={workdir}/seed={seed}" for seed in (0, 1)]
+    (state,) = (tmp_path / "cache/sweeps").iterdir()
+    assert re.fullmatch("W-[0-9a-f]{8}", state.name) and read_json(state / "sweep.json")["grid"] == {"seed": [0, 1]}
+    code, again, err = finish(*given, cwd=tmp_path, **environment)  # what has ended is known
+    assert (code, again) == (0, result), err
+    assert len((tmp_path / "started").read_text().split()) == 2 and not workdir.parent.exists()
 
 
 def test_a_run_that_leaves_no_files_here_is_known_by_what_it_printed(tmp_path):

@@ -20,7 +20,8 @@ from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
-from prope.runtime.files import read_json, write_atomic
+from prope.runtime.files import absolute, is_url, local_cache, read_json, write_atomic
+from prope.runtime.startup import find_commit
 from prope.sweep.grid import Planned, plan, text_of
 from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows, read_run, table, table_text
 
@@ -50,14 +51,25 @@ def record_sweep(directory: epath.Path, runs: list[Planned], grid: dict, base: C
     return {**source, "grid": grid, "runs": names, "config": base.to_dict()}
 
 
+def state_folder(directory: epath.Path) -> pathlib.Path:
+    """Returns the folder of what this machine knows of a sweep: its lock, and what was handed to a launcher."""
+    return local_cache() / "sweeps" / f"{directory.name}-{zlib.crc32(str(absolute(directory)).encode()):08x}"
+
+
+def make_folder(folder: epath.Path | pathlib.Path, flag: str) -> None:
+    """Creates a folder; where that is not possible, raises UsageError with the flag that names it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag}={folder}: cannot be made: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def locked(directory: epath.Path) -> Iterator[int]:
-    """Locks the sweep's directory; yields the lock's descriptor, which runs inherit: one that outlives us holds it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--workdir={directory}: cannot be made: {error.strerror}") from error
-    with (directory / "sweep.lock").open("w") as file:
+    """Locks a sweep on this machine; yields its descriptor, which runs inherit: those that outlive us hold it."""
+    state = state_folder(directory)
+    make_folder(state, "PROPE_CACHE")
+    with open(state / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,7 +142,12 @@ class Sweep:
     @property
     def submits(self) -> bool:
         """Whether a command ends as soon as its run is in a queue."""
-        return self.backend in ("gke", "slurm") and "--wait" not in self.launcher_flags
+        return self.backend in ("gke", "slurm", "sky") and "--wait" not in self.launcher_flags
+
+    @property
+    def visible(self) -> bool:
+        """Whether this machine sees the runs' files, which may be on a disk of the machines that train."""
+        return self.backend in ("local", "slurm") or is_url(self.directory) or self.directory.exists()
 
     def read(self, planned: Planned) -> Run:
         """Reads a run from its files; from what it printed if it left no files on this machine."""
@@ -162,7 +179,12 @@ class Sweep:
                 starts = "starts again" if start else "starts"
                 log.info("run %d of %d, %s: %s", number, len(self.runs), run.name, starts)
                 command = run_command(self.backend, self.launcher_flags, self.directory, run)
+                if self.backend == "sky" and in_sky_queue(job_name(f"{self.directory.name}-{run.name}")):
+                    log.info("%s: is in SkyPilot's queue already", run.name)
+                    self.printed[run.name] = {}
+                    break
                 code, error, self.printed[run.name] = processes.run(command)
+                write_atomic(state_folder(self.directory) / "handed_out.json", json.dumps(self.printed, indent=2))
                 if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
                     log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
                     sys.exit(processes.exit_code(code))
@@ -200,12 +222,23 @@ def run_command(backend: str, launcher_flags: Sequence[str], directory: epath.Pa
         return ["bash", f"{folder}/tpu_vm.sh", "run", *launcher_flags, "--", *train]
     if backend == "gke":
         return ["bash", f"{folder}/gke_jobset.sh", f"--name={name}", *launcher_flags, "--", *train]
+    if backend == "sky":
+        detach = [] if "--wait" in launcher_flags else ["--detach-run"]
+        own = [flag for flag in launcher_flags if flag != "--wait"]
+        given = [f"--env=COMMAND={shlex.join(train)}", f"--env=PROPE_COMMIT={find_commit() or ''}"]
+        return ["sky", "jobs", "launch", "--yes", f"--name={name}", *detach, *own, *given, f"{folder}/sky.yaml"]
     if backend == "slurm":  # a second job for a run waits until the first has ended
         of_script = [flag for flag in launcher_flags if flag.startswith(("--processes_per_node", "--max_restarts"))]
         of_sbatch = [flag for flag in launcher_flags if flag not in of_script]
         sbatch = ["sbatch", f"--job-name={name}", "--dependency=singleton", *of_sbatch]
         return [*sbatch, f"{folder}/slurm.sbatch", *of_script, "--", *train]
     return train
+
+
+def in_sky_queue(name: str) -> bool:
+    """Tells whether SkyPilot has a job of this name that has not ended; a second one would write to the same files."""
+    command = ["sky", "jobs", "queue", "--all", "--skip-finished", "--output=json"]
+    return f'"{name}"' in subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
 
 
 def job_name(text: str) -> str:
@@ -228,8 +261,12 @@ def run_sweep(
       RunFailed: a run failed; the others are done.
     """
     directory, runs = epath.Path(workdir), plan(grid, file, base, overrides)
-    record = record_sweep(directory, runs, grid, base, {"config_file": file, "overrides": overrides})
-    sweep = Sweep(directory, runs, backend, launcher_flags)
+    sweep, state = Sweep(directory, runs, backend, launcher_flags), state_folder(directory)
+    if not sweep.visible:
+        sweep.printed = read_json(state / "handed_out.json") or {}
+        log.info("%s is not on this machine: what was handed out is in %s", directory, state)
+    home = directory if sweep.visible else state
+    record = record_sweep(home, runs, grid, base, {"config_file": file, "overrides": overrides})
     log.info("%d runs in %s:", len(runs), directory)
     for run in sweep.read_all():
         log.info("  %s: %s", run.name, f"resumes at step {run.step}" if run.state == "unfinished" else run.state)
@@ -239,7 +276,8 @@ def run_sweep(
         return sweep.result()
     check_equal(sweep.read_all())
     with locked(directory) as lock:
-        write_atomic(directory / "sweep.json", json.dumps(record, indent=2) + "\n")
+        make_folder(home, "--workdir")
+        write_atomic(home / "sweep.json", json.dumps(record, indent=2) + "\n")
         sweep.execute(ChildProcesses(lock))
     result = sweep.result()
     log.info("%s", table_text(result["table"]))

@@ -1,0 +1,144 @@
+"""launch/sky.yaml: read by SkyPilot itself, and its commands on this machine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import filelock
+import pytest
+import yaml
+from conftest import ROOT
+from launchers import clean_environment
+
+VERSION = "0.14.1"
+TASK = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def ask_skypilot(tmp_path_factory):
+    """Runs code where SkyPilot is installed, in an environment of its own that later runs of the tests use again."""
+    folder = ROOT / f".pytest_cache/skypilot-{VERSION}"
+    folder.parent.mkdir(exist_ok=True)
+    with filelock.FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            pip = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            done = subprocess.run([*pip, f"skypilot=={VERSION}"], capture_output=True, text=True, timeout=500)
+            if done.returncode:
+                pytest.skip(f"pip cannot install skypilot: {done.stderr.strip().splitlines()[-1:]}")
+            (folder / "done").touch()
+    home = tmp_path_factory.mktemp("home")
+    catalogs = home / ".sky/catalogs/v8/common"  # which SkyPilot would download
+    catalogs.mkdir(parents=True)
+    (catalogs / "accelerators.csv").write_text("AcceleratorName,Clouds\nH100,['GCP']\n")
+    (catalogs / "metadata.csv").write_text("GPU,MemoryGB,Manufacturer\nH100,80,NVIDIA\n")
+
+    def ask(code: str):
+        """The object that the code calls `answer`."""
+        code = f"import json, sky\nfile = {str(ROOT / 'launch/sky.yaml')!r}\n{code}\nprint(json.dumps(answer))"
+        environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
+        command = [folder / "bin/python", "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ask
+
+
+READ = """
+from sky.client.cli import command
+def read(**flags):  # as `sky jobs launch` does
+    flags = {"env": [("COMMAND", "python -m x")], **flags}
+    task = command._make_task_or_dag_from_entrypoint_with_overrides((file,), **flags)
+    task.validate(skip_workdir=True)
+    (resources,) = task.resources
+    return [resources.accelerators, resources.use_spot, task.num_nodes, task.envs]
+"""
+
+
+@pytest.mark.slow
+def test_skypilot_reads_it_for_slices_and_nodes(ask_skypilot):
+    slices, nodes = ask_skypilot(
+        READ + 'answer = [read(), read(gpus="H100:8", num_nodes=8, use_spot=False, '
+        'env=[("COMMAND", "python -m x"), ("PLATFORM", "gpu")])]'
+    )
+    envs = {"COMMAND": "python -m x", "PLATFORM": "v5p", "PROPE_COMMIT": ""}
+    assert slices == [{"tpu-v5p-128": 1}, True, 1, envs]
+    assert nodes == [{"H100": 8}, False, 8, envs | {"PLATFORM": "gpu"}]
+
+
+@pytest.mark.slow
+def test_skypilot_wants_a_command(ask_skypilot):
+    says = ask_skypilot("try:\n    sky.Task.from_yaml(file)\nexcept ValueError as error:\n    answer = str(error)")
+    assert "'COMMAND' is None" in says
+
+
+@pytest.mark.slow
+def test_skypilot_restarts_what_is_not_final(ask_skypilot):
+    # Codes of all hosts; 137 stands for those that SkyPilot killed because another had failed.
+    codes = [[75], [76], [76, 137, 137], [137, 75], [1], [2], [130], [1, 137], [137, 2, 137]]
+    restarted = ask_skypilot(f"""
+from sky.jobs.recovery_strategy import StrategyExecutor
+task = sky.Task.from_yaml_config(sky.utils.yaml_utils.read_yaml(file), env_overrides={{"COMMAND": "x"}})
+def restarts(codes):
+    again, backend = sky.Task.from_yaml_config(task.to_yaml_config()), sky.backends.CloudVmRayBackend()
+    executor = StrategyExecutor.make("c", backend, again, 1, 0, None, set(), None, None)
+    return executor.should_restart_on_failure(codes)
+answer = [restarts(each) for each in {codes}]
+""")
+    assert restarted == [True] * 4 + [False] * 5
+
+
+# What SkyPilot sets on a host. Source: its documentation, "Environment variables".
+HOST = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
+SAY = """import os, sys
+names = ("PROPE_PROCESSES", "PROPE_PROCESS", "PROPE_COORDINATOR", "PROPE_PROCESSES_PER_NODE")
+print(*sys.argv[1:], *(os.environ.get(name) for name in names), "XLA_FLAGS" in os.environ, sep="|")
+"""
+
+
+@pytest.fixture
+def host(tmp_path):
+    """Runs the task's commands with COMMAND as on a host, in a folder that stands for the clone there."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    (tmp_path / "prope").symlink_to(ROOT / "prope")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(f'export PATH="{os.path.dirname(sys.executable)}:$PATH"')
+    (tmp_path / "say.py").write_text(SAY)
+
+    def run(platform: str, given: str) -> subprocess.CompletedProcess:
+        environment = clean_environment(PLATFORM=platform, COMMAND=given, **HOST)
+        command = ["bash", "-c", TASK["run"]]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [("v5p", "auto|None|None|None|False"), ("gpu", "2|1|10.0.0.4:8476|node|True"),
+     ("cpu", "2|1|10.0.0.4:8476|node|False")],
+)  # fmt: skip
+def test_a_host_joins_the_others(platform, expected, host):
+    done = host(platform, "python say.py 'a  b' --c=d")
+    assert done.stdout == f"a  b|--c=d|{expected}\n", done.stderr
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (2, 2), (75, 75), (76, 76), (130, 130), (134, 76)])
+def test_a_host_hands_on_the_exit_code(code, expected, host):
+    assert host("cpu", f"bash -c 'exit {code}'").returncode == expected
+    assert host("cpu", "bash -c 'kill -KILL $$'").returncode == 76
+
+
+def test_every_platform_installs_its_extra(tmp_path):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/setup.sh").write_text('echo "extra $1"')
+    said = [
+        subprocess.run(["bash", "-c", TASK["setup"]], cwd=tmp_path, env={**os.environ, "PLATFORM": platform},
+                       capture_output=True, text=True).stdout
+        for platform in ("v5e", "v6e", "gpu", "cpu")
+    ]  # fmt: skip
+    assert said == ["extra tpu\n", "extra tpu\n", "extra gpu\n", "extra \n"]
