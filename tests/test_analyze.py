@@ -16,10 +16,10 @@ from test_model import draw, small
 
 from prope import attention, model
 from prope.analysis import analysis as analyze
-from prope.analysis import census, compare, measures, page, theory
+from prope.analysis import census, compare, measures, page, sequences, theory
 from prope.config import default_config, layer_percentages, set_layer_percentages
 from prope.data.mixture import open_windows
-from prope.data.tokenizer import BOS
+from prope.data.tokenizer import BOS, EOS
 from prope.errors import UsageError
 from prope.rope import frequencies, num_rotated_pairs
 from prope.workdir.checkpoints import Checkpoints
@@ -193,6 +193,8 @@ def test_the_rank_correlation_is_spearmans():
     found = census.rank_correlation([(heads, 1)])
     assert found["rho"] == pytest.approx(expected) and found["heads"] == 20
     assert found["p_value"] == pytest.approx(stats.pearsonr(*ranks).pvalue, abs=0.02)
+    perfect = census.rank_correlation([([head | {"positional": head["high_frequency_share"]} for head in heads], 1)])
+    assert (perfect["rho"], perfect["p_value"]) == (pytest.approx(1), pytest.approx(1e-4))  # never 0: 1 / (draws + 1)
     assert census.rank_correlation([([head | {"high_frequency_share": 0.0} for head in heads], 1)]) is None
 
 
@@ -457,6 +459,21 @@ def test_a_text_has_two_tokens_at_least(run_and_export, tmp_path, content, says)
         analyze.analyse(run_and_export / "run", asked(text=str(tmp_path / "a.txt")))
     (tmp_path / "a.txt").write_text("ab")  # enough
     assert analyze.analyse(run_and_export / "run", asked(text=str(tmp_path / "a.txt")))["seq_len"] == 3
+
+
+def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypatch, caplog):
+    """A document is its letters between <bos> and <eos>; what is missing of what was asked for is logged."""
+    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "cache"))
+    caplog.set_level("INFO", "prope")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
+    flags = {"dataset": "files", "data_dir": str(tmp_path / "text"), "split": "all"}
+    read = lambda **more: sequences.read_sequences(open_run(run_and_export / "run"), asked(**flags | more))[0].tolist()  # noqa: E731
+    documents = [[BOS, 4 + ord(letter), EOS] for letter in "xy"]
+    assert read(seq_len=3, sequences=2) == documents and "found" not in caplog.text
+    assert read(seq_len=64, sequences=2) == documents and "found 2 documents of 3 tokens in split all" in caplog.text
+    with pytest.raises(UsageError, match="dataset=files: no document of split all has 3 tokens; give a --text=FILE"):
+        read(seq_len=2)
 
 
 def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_command):

@@ -177,6 +177,15 @@ def test_splash_equals_the_formula(interpreted, T, heads, kv_heads, masked):
     assert_close(with_gradients(q, k, v, cotangent_of(q), segments, implementation="splash"), expected, 5e-6)
 
 
+@pytest.mark.parametrize("T", [512, 1024])
+def test_splash_takes_its_largest_blocks(T):
+    """Traced, not run: the kernel refuses blocks that do not divide one another."""
+    arrays = [jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
+    loss = lambda *given: attention(*given, implementation="splash").astype(jnp.float32).sum()  # noqa: E731
+    gradients = jax.eval_shape(jax.grad(loss, (0, 1, 2)), *arrays)
+    assert [(g.shape, g.dtype) for g in gradients] == [(a.shape, a.dtype) for a in arrays]
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2), (2, 2)])
 def test_cudnn_is_given_what_equals_the_formula(monkeypatch, heads, kv_heads):
     """NVIDIA's kernel is not here: the function of JAX that calls it is, and computes the same by XLA."""

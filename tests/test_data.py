@@ -13,6 +13,7 @@ from tensorboardX.record_writer import RecordWriter
 
 from prope.config import default_config
 from prope.data.sources import files
+from prope.data.sources import tfds as tfds_files
 from prope.data.sources.find import find_source
 from prope.data.store import arrays as store_lib
 from prope.data.store import build as prepare
@@ -104,6 +105,16 @@ def test_every_document_arrives_once_and_whole(tmp_path, kind):
         expected = {"tokens": size + 2 * len(documents), "documents": len(documents), "bytes": size, "given": 0}
         assert store.index[split] == expected
         assert store.targets(split) == size + len(documents)
+
+
+@pytest.mark.parametrize("size", [1000, 10**9])
+def test_chunks_have_their_share_of_a_datasets_bytes(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(tfds_files, "chunk_bytes", lambda total: size)
+    folder = write_tfds(tmp_path, "array_record", articles())
+    total = int(json.loads((folder / "dataset_info.json").read_text())["splits"][0]["numBytes"])
+    source = find_source(settings(tmp_path, NAME, tmp_path))
+    assert total - len(source.chunks) <= source.num_bytes <= total  # each is rounded down
+    assert max(chunk.num_bytes for chunk in source.chunks) <= size and len(source.chunks) >= 2
 
 
 def test_both_formats_are_the_same_data(tmp_path):
@@ -226,6 +237,13 @@ def test_windows_predict_every_token_once(windows, split):
     np.testing.assert_array_equal(batch["tokens"].ravel()[: len(tokens) - 1], tokens[:-1])
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     np.testing.assert_array_equal(batch["positions"], np.broadcast_to(np.arange(64), batch["tokens"].shape))
+
+
+@pytest.mark.parametrize(("shorter", "count"), [(2, 2), (1, 1), (0, 1)])
+def test_the_last_window_may_predict_one_token(windows, shorter, count):
+    length = windows("validation").length
+    of = windows("validation", seq_len=length - shorter)
+    assert of.count == count and of.read(range(count))["weights"].sum() == of.store.targets("validation")
 
 
 def test_segments_and_positions_follow_the_documents(windows):

@@ -120,7 +120,7 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
     assert time.perf_counter() - start < 1
 
 
-def test_finished_chunks_are_not_packed_again(tmp_path, monkeypatch):
+def test_finished_chunks_are_not_packed_again(tmp_path, monkeypatch, said):
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), num_workers=1)
     whole = digest(prepare.open_store(settings(tmp_path / "whole", "files", tmp_path / "text"), 260).path)
@@ -143,6 +143,8 @@ def test_finished_chunks_are_not_packed_again(tmp_path, monkeypatch):
     with pytest.raises(RunFailed, match="chunk 3 is damaged and was dropped; run the same command again"):
         prepare.open_store(config, 260)
     assert calls[8:] == list(range(7, max(calls) + 1))
+    reports = [re.findall(r"(\d+) of \d+ chunks are there", line) for line in said if "packing" in line]
+    assert reports == [[], [], ["7"]]  # of the whole store, of the first try and of the second
     done = prepare.open_store(config, 260)
     assert calls[-1] == 3 and digest(done.path) == whole
 

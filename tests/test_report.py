@@ -327,6 +327,13 @@ def test_the_papers_numbers_stand_beside_its_own_runs_only(page, changes, expect
     assert sweep_page.paper_result(config) == expected
 
 
+def test_the_papers_perplexities_are_those_of_its_table_2():
+    """Rows of the paper: NoPE, RoPE, 0.25-RoPE, 0.75-RoPE; columns: Wiki, FlanV2."""
+    rows = {0.0: (4.8594, 6.6429), 1.0: (4.4627, 6.4429), 0.25: (4.5302, 6.5111), 0.75: (4.4414, 6.4422)}
+    for column, name in enumerate(("Wikipedia", "FlanV2")):
+        assert sweep_page.PAPER[name] == {p: row[column] for p, row in rows.items()}
+
+
 @pytest.mark.parametrize(
     ("differences", "says"),
     [

@@ -1,12 +1,19 @@
-"""Timers and votes of a run, in this process, with a clock that the test sets."""
+"""Timers, votes and start of a run, in this process, with a clock that the test sets; a device's memory."""
 
 import importlib
 import json
+import os
+import pathlib
+import queue
+import subprocess
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from conftest import ROOT
 
-from prope.runtime import interrupts, processes, watchdog
+from prope.runtime import interrupts, memory, processes, startup, watchdog
 from prope.workdir import metrics
 
 
@@ -33,6 +40,17 @@ def test_a_save_is_due_after_the_minutes_and_again_after_as_many(clock):
     never = interrupts.Interrupts(0)
     clock[0] += 1e9
     assert never.poll() == interrupts.Request.NONE
+
+
+def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
+    ended = queue.Queue()
+    monkeypatch.setattr(watchdog.os, "_exit", ended.put)
+    with watchdog.Watchdog(0.001) as dog:
+        with dog.paused(), pytest.raises(queue.Empty):
+            ended.get(timeout=0.2)
+        dog.alive("step 3")
+        assert ended.get(timeout=20) == 76
+    assert "nothing has happened for 0.001 minutes after step 3; the stacks" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("holds", [(False, False), (False, True), (True, False), (True, True)])
@@ -68,3 +86,37 @@ def test_speed_leaves_out_pauses(clock, tmp_path):
     # A step is reported when the next one was dispatched, or before a pause.
     assert [tokens / record["tokens_per_second"] for record in records] == pytest.approx([18, 2, 18, 2])
     assert summary["tokens_per_second"] == pytest.approx(tokens / 10)
+
+
+def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
+    """Field 22 of /proc/self/stat is the start, in ticks after boot; here every field from 3 on holds its number."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = " ".join(["7", "(a (b) c)", "S", *(str(field * ticks) for field in range(4, 53))])
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda path: stat)
+    monkeypatch.setattr(startup.time, "clock_gettime", lambda clock: 100.0)
+    assert startup._process_age() == 100 - 22
+
+
+def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
+    monkeypatch.delenv("PROPE_COMMIT", raising=False)
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    found = startup.find_commit()
+    assert found.removesuffix("+changes") == done.stdout.strip() if done.returncode == 0 else found is None
+    monkeypatch.setenv("PATH", "/nowhere")  # without git
+    assert startup.find_commit() is None
+    monkeypatch.setenv("PROPE_COMMIT", "abc")
+    assert startup.find_commit() == "abc"
+
+
+@pytest.mark.parametrize(("stats", "expected"), [({"bytes_limit": 7}, 7), ({}, None), (None, None)])
+def test_an_accelerators_memory_is_what_it_says(stats, expected):
+    """Not the host's, where the driver does not say."""
+    assert memory.device_bytes(SimpleNamespace(platform="tpu", memory_stats=lambda: stats)) == expected
+
+
+def test_a_cpus_memory_is_its_share_of_the_hosts():
+    host = int(pathlib.Path("/proc/meminfo").read_text().split()[1]) * 1024  # MemTotal, in KiB
+    limit = pathlib.Path("/sys/fs/cgroup/memory.max")  # of a container
+    text = limit.read_text().strip() if limit.exists() else "max"
+    least = min(host, int(text) if text != "max" else host)
+    assert memory.device_bytes(jax.devices()[0]) == pytest.approx(least / jax.local_device_count(), rel=0.01)

@@ -237,6 +237,21 @@ def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code
     assert started(folder) == ["seed=0"] and "the same command goes on" in err
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "expected"),
+    [
+        (signal.SIGTERM, 0, 75), (signal.SIGINT, 0, 130),  # the run had just ended: what a stopped one would say
+        (signal.SIGTERM, 75, 75), (signal.SIGINT, 130, 130), (signal.SIGTERM, 1, 1), (signal.SIGTERM, -9, 137),
+    ],
+)  # fmt: skip
+def test_a_stopped_sweep_says_that_it_was_stopped(monkeypatch, number, code, expected):
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    children = execute.ChildProcesses(lock=0)
+    handlers[number](number, None)
+    assert children.exit_code(code) == expected
+
+
 @pytest.mark.slow
 def test_a_run_that_outlives_its_sweep_keeps_others_away(fake, start, finish):
     folder = fake({0: ["wait"]})

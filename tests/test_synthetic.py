@@ -105,6 +105,15 @@ def test_answers_are_uniform_and_so_are_offsets():
         assert task == "recall" or (len(offsets) == 4 and stats.chisquare(list(offsets.values())).pvalue > 0.01)
 
 
+def test_slots_are_four_to_eight_letters_apart():
+    letters = collections.Counter()
+    for index in range(10):
+        stream = words(windows("copy", 1000).window(index).stream)
+        places = [place for place, word in enumerate(stream) if word.startswith("copy-")]
+        letters.update(np.diff(places[:100]) - 2)  # of the last gaps only the short ones fit into the window
+    assert set(letters) == {4, 5, 6, 7, 8} and stats.chisquare(list(letters.values())).pvalue > 0.01, letters
+
+
 def test_letters_alone_do_not_tell_what_to_copy():
     """In a long window the commonest letter is right hardly more often than any, and most answers stand elsewhere."""
     of, right, elsewhere, total = windows("copy", 1000), 0, 0, 0

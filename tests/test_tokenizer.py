@@ -275,6 +275,7 @@ def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
     ]  # fmt: skip
     # <bos>, the name and a space, the number of one or two digits, the words, "? yes", <eos>
     assert [s["document_tokens"]["longest"] for s in result["sources"]] == [1 + 7 + 300 + 5 + 1, 1 + 8 + 20 + 5 + 1]
+    assert result["steps_per_epoch"] == pytest.approx(result["windows"] / mixed.batch_size, abs=0.005)
     assert shown.count("=== step 2, row ") == 4 and "    prompt, no loss | " in shown
     assert re.search(r"^    yes$", shown, re.M) and result["weight_share"] < 0.3
 
