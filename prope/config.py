@@ -18,7 +18,7 @@ log = logging.getLogger("prope")
 MAY_CHANGE = (
     "accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes", "profile",
     "model.attention", "model.remat", "model.scan_layers",
-    "data.data_dir", "data.cache_dir", "data.num_workers",
+    "data.data_dir", "data.cache_dir", "data.store", "data.num_workers",
     "checkpoint.", "eval.", "mesh.",
 )  # fmt: skip
 
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 ATTENTION = ("auto", "xla", "splash", "cudnn")
 LOSS_ON = ("all", "targets")
 # of a source in a mixture
-MIXTURE_FIELDS = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on")
+MIXTURE_FIELDS = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on", "store")
 SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
 ON_NONFINITE = ("stop", "skip")
 REMAT = ("none", "minimal", "save_qkv", "full")
@@ -77,6 +77,7 @@ def default_config() -> ConfigDict:
     data.position_range = placeholder(int)  # R: training positions are drawn from 0 .. R-1; None: they are 0 .. T-1
     data.validation_fraction = 0.05  # share of documents held out, chosen by a hash of their text
     data.cache_dir = ""  # folder or gs:// URL of token stores; empty: $PROPE_CACHE, else ~/.cache/prope
+    data.store = ""  # a finished token store, as prope.data.prepare prints its place: the text is not needed
     data.num_workers = 0  # processes that tokenise; 0: one per core
 
     config.optimizer = optimizer = ConfigDict()
@@ -150,7 +151,7 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
     data = config.data
     if data.dataset != "python_docs" and not data.dataset.startswith("synthetic/"):
         log.info("tiny: python_docs replaces %s; --config.data.dataset and .data_dir choose another", data.dataset)
-        data.update({"dataset": "python_docs", "data_dir": "", "mixture": (), "template": "", "loss_on": "all"})
+        override_dataset(data, "python_docs", None)
     if data.tokenizer != "byte":
         log.info("tiny: the byte tokenizer replaces %s", data.tokenizer)
         data.tokenizer, config.model.vocab_size = "byte", 260
@@ -191,8 +192,9 @@ def from_dict(values: dict) -> ConfigDict:
 def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
     """Lists the fields that make two configs different runs, as 'model.rope_percentage: 0.25, not 0.75'."""
     ours, theirs = flat(config), flat(other)
-    for fields in (ours, theirs):  # as data.data_dir may change, so may those in a mixture
-        fields["data.mixture"] = [{k: v for k, v in e.items() if k != "data_dir"} for e in fields["data.mixture"]]
+    for fields in (ours, theirs):  # what may change in config.data may do so in a mixture
+        mixture = [{k: v for k, v in e.items() if f"data.{k}" not in MAY_CHANGE} for e in fields["data.mixture"]]
+        fields["data.mixture"] = mixture
     return [
         f"{name}: {theirs[name]}, not {value}"
         for name, value in ours.items()
@@ -203,6 +205,6 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
 def override_dataset(data: ConfigDict, dataset: str | None, data_dir: str | None) -> None:
     """Replaces the dataset or the data_dir in a run's `config.data`; None changes nothing."""
     if dataset is not None:
-        data.update({"dataset": dataset, "data_dir": "", "mixture": (), "template": "", "loss_on": "all"})
-    if data_dir is not None:
-        data.data_dir = data_dir
+        data.update({"dataset": dataset, "mixture": (), "template": "", "loss_on": "all"})
+    if dataset is not None or data_dir is not None:
+        data.update({"data_dir": data_dir or "", "store": ""})

@@ -1,7 +1,7 @@
 """A Cloud Storage server on this machine, over HTTP: gcp-storage-emulator.
 
 Here it also honours `ifGenerationMatch` and tells generations, for TensorStore's conditional writes; moves objects, as
-gcsfs does; and fails while it is told to.
+gcsfs does; gives the last n bytes of one; and fails while it is told to.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import functools
 import http
 import os
 import pathlib
+import re
 import socket
 import socketserver
 import subprocess
@@ -92,6 +93,11 @@ def _serve(folder: pathlib.Path, port: int) -> None:
                     return
                 if handler in (objects.get, objects.download) and (found := generation(request, storage)) != "0":
                     response["X-Goog-Generation"] = found
+                suffix = re.fullmatch(r"bytes=-(\d+)", request.get_header("range", ""))
+                if handler in (objects.get, objects.download) and suffix:
+                    size = len(storage.get_file(request.params["bucket_name"], request.params["object_id"]))
+                    headers = request._request_handler.headers
+                    headers.replace_header("range", f"bytes={max(0, size - int(suffix[1]))}-")
                 handler(request, response, storage, *args, **kwargs)
 
         return handle

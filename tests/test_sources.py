@@ -290,7 +290,7 @@ def test_a_store_below_a_url_is_the_local_one(tmp_path, url):
     config.cache_dir = url
     there = open_windows(config, 260, "train")
     assert there.store.path.startswith(url) and there.store.fingerprint == local.store.fingerprint
-    names = {key.decode() for key in store.kvstore(url).list().result()}
+    names = {key.decode() for key in store.kvstore(url).list().result() if not key.startswith(b"by_config/")}
     assert not [name for name in names if name.endswith(".lock")]
     kept = pathlib.Path(local.store.path)
     assert names == {f"{kept.name}/{p.relative_to(kept)}" for p in kept.rglob("*") if p.is_file()}

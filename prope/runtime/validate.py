@@ -82,6 +82,7 @@ def validate(config: ConfigDict) -> None:
     mixed = fields["data.dataset"] == "mixture"
     require("data.mixture", mixed == bool(fields["data.mixture"]), "goes with data.dataset=mixture, and that with it")
     common = {name: fields[f"data.{name}"] for name in MIXTURE_FIELDS[1:]}
+    require("data.store", not (mixed and fields["data.store"]), "goes into each source of data.mixture; remove it")
     if not mixed:
         _check_source(common, "data.")
     for number, entry in enumerate(fields["data.mixture"]):
@@ -95,7 +96,7 @@ def validate(config: ConfigDict) -> None:
         valid = isinstance(weight, int | float) and 0 < weight < math.inf and kind not in ("mixture", "synthetic")
         if not valid:
             raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
-        _check_source(common | {"data_dir": ""} | dict(entry), f"{where}.")
+        _check_source(common | {"data_dir": "", "store": ""} | dict(entry), f"{where}.")
 
 
 def _require(fields: dict, prefix: str, name: str, holds: bool, allowed: str) -> None:
@@ -113,10 +114,11 @@ def _check_source(source: dict, prefix: str) -> None:
         hint = nearest(dataset, known)
         require("dataset", dataset in known, f"there is no such task{hint}; there are {', '.join(known)}")
     if generated or dataset == "python_docs":
-        for name in ("data_dir", "template"):
+        for name in ("data_dir", "template", *(["store"] if generated else [])):
             require(name, not source[name], f"has no effect with {prefix}dataset={dataset}; remove it")
     else:
-        require("data_dir", bool(source["data_dir"]), f"{prefix}dataset={dataset} needs the folder that holds it")
+        place = source["data_dir"] or source["store"]
+        require("data_dir", bool(place), f"{prefix}dataset={dataset} needs the folder that holds it, or a store")
     require("loss_on", source["loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")
     require("loss_on", bool(template) or not targets, "needs a template, such as '{inputs} {targets}'")
     if not template:

@@ -48,7 +48,7 @@ def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:
     total, sources = sum(entry["weight"] for entry in data.mixture), []
     for entry in data.mixture:
         source = data.copy_and_resolve_references()
-        source.update({"mixture": (), "data_dir": ""})
+        source.update({"mixture": (), "data_dir": "", "store": ""})
         source.update({name: value for name, value in entry.items() if name != "weight"})
         sources.append((entry["weight"] / total, source))
     return sources

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import functools
+import hashlib
 import itertools
 import os
 import tempfile
@@ -81,22 +82,17 @@ def _copy(shard: epath.Path) -> str:
 
 
 def _download(shard: epath.Path) -> BinaryIO:
-    """Copies a shard whole; raises OSError where size or checksum are not the bucket's."""
+    """Copies a shard whole; raises OSError where size or hash are not what the bucket lists."""
     scratch = local_cache() / "shards"
     system, path = fsspec.core.url_to_fs(str(shard))
-    info, checksum = system.info(path), None
+    info, md5 = system.info(path), hashlib.md5(usedforsecurity=False)
     with contextlib.ExitStack() as on_error, system.open(path, "rb", cache_type="none") as source:
         try:
             scratch.mkdir(parents=True, exist_ok=True)
             file = on_error.enter_context(tempfile.TemporaryFile(dir=scratch))
-            if "crc32c" in info:
-                import google_crc32c  # which comes with gcsfs
-
-                checksum = google_crc32c.Checksum()
             while block := source.read(2**24):
                 file.write(block)
-                if checksum:
-                    checksum.update(block)
+                md5.update(block)
             file.flush()
         except OSError as error:
             if not is_disk_full(error):
@@ -105,7 +101,8 @@ def _download(shard: epath.Path) -> BinaryIO:
                 f"PROPE_CACHE={scratch.parent}: the disk is full; it needs room for a shard of {info['size']:,} bytes "
                 "for each worker: free some space, or choose another folder, and run the same command again"
             ) from None
-        if file.tell() != info["size"] or (checksum and base64.b64encode(checksum.digest()).decode() != info["crc32c"]):
+        copied = base64.b64encode(md5.digest()).decode()
+        if file.tell() != info["size"] or copied != info.get("md5Hash", copied):  # which composite objects do not have
             raise OSError("its copy is not what the bucket lists")
         on_error.pop_all()
     return file

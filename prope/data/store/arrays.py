@@ -113,17 +113,22 @@ def child_url(path: str, name: str) -> str:
     return f"{path.rstrip('/')}/{name}"
 
 
-def find_store(path: str, fingerprint: str) -> Store | None:
-    """Returns the store at this path, None if there is none; raises UsageError where it is not what its name says."""
+def find_store(path: str, fingerprint: str | None = None) -> Store | None:
+    """Returns the store at this path, None if there is none; raises UsageError where it is not the one asked for.
+
+    With `fingerprint` None it may be any that is whole.
+    """
     remedy = "remove it to have it prepared again"
     try:
         entry = kvstore(path).read("index.json").result()
     except Exception as error:  # as many types as there are kinds of storage
-        raise UsageError(f"config.data.cache_dir: the store {path} cannot be read: {first_line(error)}") from None
+        field = "cache_dir" if fingerprint else "store"
+        raise UsageError(f"config.data.{field}: the store {path} cannot be read: {first_line(error)}") from None
     if entry.state != "value":
         return None
     try:
         index = json.loads(entry.value)
+        fingerprint = fingerprint or index["fingerprint"]
         others = [name for name in (index["fingerprint"], fingerprint_of(index["rule"])) if name != fingerprint]
         sizes = [index[split]["tokens"] for split in SPLITS]
     except (ValueError, KeyError, TypeError):

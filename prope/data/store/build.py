@@ -18,7 +18,7 @@ import numpy as np
 import tensorstore as ts
 from ml_collections import ConfigDict
 
-from prope.data.sources.base import Source
+from prope.data.sources.base import MissingText, Source
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store import arrays, pack, workers
 from prope.data.store.arrays import SPLITS, Store, child_url, find_store
@@ -43,7 +43,17 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
             f"config.model.vocab_size={vocab_size}: the tokenizer {data.tokenizer} has {tokenizer.vocab_size} ids; "
             f"set config.model.vocab_size to {tokenizer.vocab_size} or more"
         )
-    source = find_source(data)
+    if data.store:
+        return _open_at(data.store, data, tokenizer.fingerprint)
+    cache = data.cache_dir or str(local_cache())
+    try:
+        source = find_source(data)
+    except MissingText as error:
+        path = child_url(cache, _entry(cache, data, tokenizer.fingerprint) or "")
+        if find_store(path) is None:
+            raise
+        log.warning("%s. Its store is used as it was made, %s", str(error).split(";")[0], path)
+        return _open_at(path, data, tokenizer.fingerprint)
     rule = {
         "format": arrays.FORMAT,
         "source": source.identity,
@@ -53,7 +63,6 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     }
     fingerprint = arrays.fingerprint_of(rule)
     name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
-    cache = data.cache_dir or str(local_cache())
     path = child_url(cache, name)
     store = find_store(path, fingerprint)
     if store is None:
@@ -61,7 +70,49 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
             if is_writer:
                 _write_store(source, data, rule, path, {} if stats is None else stats)
         store = find_store(path, fingerprint)
+    if data.data_dir:
+        _entry(cache, data, tokenizer.fingerprint, name)
     return store
+
+
+def _open_at(path: str, data: ConfigDict, tokenizer: str) -> Store:
+    """Opens a store by its place; raises UsageError where it was made with other settings or another tokenizer."""
+    store = find_store(path)
+    if store is None:
+        raise UsageError(f"config.data.store={path}: is no token store; give what prope.data.prepare prints as store")
+    rule, source = store.index["rule"], store.index["rule"]["source"]
+    if rule["format"] != arrays.FORMAT:
+        raise UsageError(f"the store {path}: has format {rule['format']}, not {arrays.FORMAT}; prepare it again")
+    settings = {"dataset": source["dataset"], "template": source.get("template", "")}
+    settings |= {"text_feature": source["text_feature"]} if "text_feature" in source else {}
+    settings |= {"loss_on": "targets" if rule["marked"] else "all", "validation_fraction": rule["validation_fraction"]}
+    for name, value in settings.items():
+        if data[name] != value:
+            raise UsageError(f"config.data.{name}={data[name]}: the store {path} was made with {value!r}; set that")
+    if rule["tokenizer"] != tokenizer:
+        raise UsageError(
+            f"config.data.tokenizer={data.tokenizer}: is {tokenizer}, and the store {path} was made with "
+            f"{rule['tokenizer']} (sha256 of the model); give that one"
+        )
+    return store
+
+
+def _entry(cache: str, data: ConfigDict, tokenizer: str, name: str | None = None) -> str | None:
+    """Returns the name of the store that this config last had in a cache, or keeps `name` as such.
+
+    It is what finds the store when the text is gone: fingerprints are of the text.
+    """
+    fields = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
+    place = data.data_dir if is_url(data.data_dir) else str(pathlib.Path(data.data_dir).resolve())
+    entry = {field: data[field] for field in fields} | {"data_dir": place, "tokenizer": tokenizer}
+    key = f"by_config/{arrays.fingerprint_of(entry)}.json"
+    with contextlib.suppress(ValueError):  # damaged, or in a cache of others, which may be read only
+        entries = kvstore(cache)
+        known = entries.read(key).result().value
+        if name and known != (new := json.dumps(entry | {"store": name}, indent=2).encode()):
+            entries.write(key, new).result()
+        return name or json.loads(known or b"{}").get("store")
+    return name
 
 
 def check_split(store: Store, data: ConfigDict, split: str) -> None:
