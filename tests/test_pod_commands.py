@@ -1,12 +1,15 @@
 """The commands that read a run, in two real processes of two devices each: as one process with one device."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from conftest import CONFIG, finish
+from conftest import CONFIG, ROOT, finish
 from test_pod import WIDE, free_port, line_of
 
 pytestmark = pytest.mark.slow
@@ -118,6 +121,21 @@ def test_bench(start_pod):
     assert found["model_flops_per_second"] == pytest.approx(rate), "of all devices"
     first, second = map(finish, start_pod("prope.bench", "--rope", "--shape=1,64,2,64"))
     assert (first.code, second.code) == (0, 0) and first.result["prope"] and second.result is None
+
+
+def test_waiting_for_the_first_process_outlasts_the_collectives_of_a_cpu():
+    """Which fail after 30 s; an export or an analysis takes longer."""
+    script = (
+        "import time; from prope.runtime import processes as p\n"
+        "with p.joined(): print(p.call_on_first(lambda: (time.sleep(35), p.count(), p.is_first())[1:]))"
+    )
+    pod = {"PYTHONPATH": str(ROOT), "PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], env=os.environ | pod | {"PROPE_PROCESS": str(i)}, stdout=-1)
+        for i in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0].splitlines()[-1] for process in started]
+    assert said == [b"[1, True]"] * 2, "the function believed to be alone"
 
 
 @pytest.mark.parametrize("module", ["prope.evaluate", "prope.sample", "prope.analyze", "prope.export_hf"])

@@ -1,14 +1,18 @@
 """What a run shows of itself while it trains: figures in metrics.jsonl, and traces of single steps."""
 
+import contextlib
 import gzip
 import json
 
+import jax
 import pytest
 from conftest import losses
+from etils import epath
 from jax.profiler import ProfileData
 
 from prope.config import default_config
 from prope.errors import UsageError
+from prope.runtime.profiler import Profiler
 from prope.runtime.validate import validate
 from prope.workdir import metrics
 
@@ -40,6 +44,18 @@ def test_steps_are_traced_and_named_and_change_nothing(train, trained, tmp_path)
     assert losses(tmp_path) == losses(trained[0]), "bit for bit"
     without = train(tmp_path, "--config.log_every=1")
     assert without.code == 0, "config.profile may change"
+
+
+def test_a_trace_is_written_to_a_bucket(bucket, tmp_path):
+    double = jax.jit(lambda x: 2 * x)
+    with Profiler((2, 5), bucket, contextlib.nullcontext) as profiler:  # which ends after step 3
+        results = [int(profiler.run(step, double, step)) for step in (1, 2, 3)]
+    assert results == [2, 4, 6]
+    for path in epath.Path(bucket).glob("profile/plugins/profile/*/*"):
+        copy = tmp_path / path.relative_to(bucket)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    assert read_traces(tmp_path) == [[2, 3]]
 
 
 @pytest.mark.parametrize("steps", [(3,), (0, 2), (5, 4), (1, 21), (1.0, 2), ("a", "b")])
