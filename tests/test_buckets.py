@@ -16,7 +16,7 @@ from prope.workdir.checkpoints import Checkpoints, list_steps
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
 
-STEPS = ("--config.log_every=1", "--config.checkpoint_every=2", "--config.eval_every=20", "--config.num_steps=40")
+STEPS = ("--config.log_every=1", "--config.checkpoint_every=5", "--config.eval_every=20", "--config.num_steps=20")
 OF_MACHINE = {"workdir", "output", "tokens_per_second", "seconds"}
 
 
@@ -29,14 +29,14 @@ def uploaded(whole, bucket):
 
 @pytest.fixture(scope="module")
 def straight(once, train):
-    """A run of 40 steps on disk, undisturbed."""
+    """A run of 20 steps on disk, undisturbed."""
 
     def make(directory):
         outcome = train(directory / "run", *STEPS)
         assert outcome.code == 0, outcome.stderr
         return outcome.result
 
-    directory, result = once("straight40", make)
+    directory, result = once("straight20", make)
     return epath.Path(directory) / "run", result
 
 
@@ -46,7 +46,7 @@ def same_run(workdir, result: dict, straight) -> None:
     for name, fields in {"metrics.jsonl": ("step", "loss", "grad_norm", "batch_hash"), "eval.jsonl": ("loss",)}.items():
         ours, theirs = ([[r[f] for f in fields] for r in read_jsonl(place / name)] for place in (workdir, other))
         assert ours == theirs
-    hashes = [read_json(place / "checkpoints/40/config/metadata")["array_hashes"] for place in (workdir, other)]
+    hashes = [read_json(place / "checkpoints/20/config/metadata")["array_hashes"] for place in (workdir, other)]
     assert hashes[0] == hashes[1] and hashes[0].keys() == {"params", "opt_state"}
     assert {k: v for k, v in result.items() if k not in OF_MACHINE} == {
         k: v for k, v in straight[1].items() if k not in OF_MACHINE
@@ -98,7 +98,7 @@ def test_without_credentials_it_is_one_line_at_once(bucket, storage, monkeypatch
 def test_everything_in_a_bucket_is_as_on_disk(bucket, straight, start_command, run_command, tmp_path):
     """Train, kill -9, resume, evaluate, sample, export, import, analyze, report."""
     killed = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
-    killed.wait_for("step 15/40")
+    killed.wait_for("step 8/20")
     killed.kill()
     again = run_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
     assert again.code == 0 and "resumed from step" in again.stderr, again.stderr
@@ -159,10 +159,10 @@ def test_killed_between_arrays_and_commit_ten_times_a_run_ends_as_a_straight_one
 @pytest.mark.parametrize("when", ["save", "restore"])
 def test_a_bucket_that_fails_for_20_seconds_delays_a_run(bucket, storage, straight, start_command, run_command, when):
     if when == "restore":
-        stopped = run_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS, "--stop_at_step=20")
+        stopped = run_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS, "--stop_at_step=10")
         assert stopped.code == 0, stopped.stderr
     command = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
-    command.wait_for("step 5/40" if when == "save" else "attention: xla")
+    command.wait_for("step 4/20" if when == "save" else "attention: xla")
     with storage.failing():
         time.sleep(20)
     outcome = finish(command)
