@@ -10,7 +10,10 @@ import time
 
 import pytest
 from conftest import CONFIG, ROOT, finish
+from etils import epath
 from test_pod import WIDE, free_port, line_of
+
+from prope.runtime.files import upload
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +85,21 @@ def test_evaluate(run_command, start_pod, twice):
     assert_same(*records)
     again = [finish(command) for command in start_pod("prope.evaluate", f"--workdir={twice[1]}", *arguments)]
     assert "is in eval.jsonl" in again[0].stderr and again[0].result["loss"] == two["loss"]
+
+
+def test_evaluate_and_export_in_a_bucket(run_command, start_pod, wide, bucket, tmp_path):
+    upload(epath.Path(wide), epath.Path(bucket) / "run")
+    one = run_command("prope.evaluate", f"--workdir={shutil.copytree(wide, tmp_path / 'run')}")
+    first, second = map(finish, start_pod("prope.evaluate", f"--workdir={bucket}/run"))
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert_same(one.result, first.result)
+    read, lines = [(place / "eval.jsonl").read_text() for place in (tmp_path / "run", epath.Path(bucket) / "run")]
+    assert len(lines.splitlines()) == len(read.splitlines())
+    exported = run_command("prope.export_hf", f"--workdir={tmp_path}/run", f"--output={tmp_path}/hf")
+    pod = start_pod("prope.export_hf", f"--workdir={bucket}/run", f"--output={bucket}/hf")
+    assert [exported.code, *(finish(command).code for command in pod)] == [0, 0, 0]
+    for path in (tmp_path / "hf").iterdir():
+        assert (epath.Path(bucket) / "hf" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_sample(run_command, start_pod, twice, tmp_path):

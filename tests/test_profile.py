@@ -58,6 +58,20 @@ def test_a_trace_is_written_to_a_bucket(bucket, tmp_path):
     assert read_traces(tmp_path) == [[2, 3]]
 
 
+@pytest.mark.parametrize("before", ["nothing", "a folder", "a file"])
+def test_a_trace_is_written_where_it_can_be(tmp_path, caplog, before):
+    if before == "a file":
+        (tmp_path / "profile").write_text("no folder")
+    if before == "a folder":
+        (tmp_path / "profile").mkdir()
+    with Profiler((1, 1), tmp_path, contextlib.nullcontext) as profiler:
+        assert profiler.run(1, lambda x: x + 1, 2) == 3
+    if before == "a file":
+        assert "profile: the trace cannot be written: " in caplog.text
+    else:
+        assert read_traces(tmp_path) == [[1]]
+
+
 @pytest.mark.parametrize("steps", [(3,), (0, 2), (5, 4), (1, 21), (1.0, 2), ("a", "b")])
 def test_a_range_to_profile_must_be_two_steps_of_the_run(steps):
     config = default_config()

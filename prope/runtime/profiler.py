@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pathlib
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +9,9 @@ from contextlib import AbstractContextManager
 import jax
 from etils import epath
 
-from prope.errors import first_line
+from prope.errors import first_line, is_storage_error
 from prope.runtime import processes
+from prope.runtime.files import upload
 
 log = logging.getLogger("prope")
 
@@ -19,7 +19,8 @@ log = logging.getLogger("prope")
 class Profiler(AbstractContextManager):
     """Traces the steps first .. last in the first process and writes the trace to W/profile.
 
-    jax.profiler writes to a local folder, whose files are copied to W, which may be a URL.
+    jax.profiler writes to a local folder, whose files are copied to W, which may be a URL. Storage that fails then ends
+    no run.
     """
 
     def __init__(self, steps: Sequence[int], workdir: os.PathLike, pause: Callable[[], AbstractContextManager]):
@@ -49,12 +50,11 @@ class Profiler(AbstractContextManager):
         with self._pause(), self._scratch as folder:
             jax.profiler.stop_trace()
             try:
-                for file in [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]:
-                    copy = self._target / file.relative_to(folder)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    copy.write_bytes(file.read_bytes())
+                upload(folder, self._target)
                 log.info("steps %d to %d are traced: %s", self._traced[0], self._traced[-1], self._target)
-            except OSError as error:  # not worth the run
+            except Exception as error:
+                if not is_storage_error(error):
+                    raise
                 log.warning("%s: the trace cannot be written: %s", self._target, first_line(error))
         self._traced = []
 
