@@ -10,7 +10,6 @@
 #   --service_account=default   of Kubernetes; one that may write to the bucket
 #   --spot               use Spot nodes
 #   --max_restarts=50    of the JobSet: a pod that ends restarts all; exit codes 1, 2 and 130 end the JobSet
-#   --grace_seconds=600  between SIGTERM and SIGKILL
 #   --wait               wait until the JobSet ends. Completed: exit code 0, and the last line of process 0 on stdout;
 #                        failed: exit code 1
 #   --poll=30            seconds between polls, with --wait
@@ -20,14 +19,14 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-name='' image='' type='' topology='' slices=1 service_account=default spot='' max_restarts=50 grace_seconds=600
+name='' image='' type='' topology='' slices=1 service_account=default spot='' max_restarts=50
 wait='' poll=30 dry_run=''
-parse_flags "name image type topology slices service_account max_restarts grace_seconds poll" "spot wait dry_run" "$@"
+parse_flags "name image type topology slices service_account max_restarts poll" "spot wait dry_run" "$@"
 shift "$parsed"
 [[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] ||
   fail "--name=$name: must be of small letters, digits and hyphens, begin with a letter, 40 at most"
 [[ $image =~ ^[-A-Za-z0-9_./:@]+$ ]] || fail "--image=$image: give the image to run; launch/image.sh builds one"
-for flag in slices max_restarts grace_seconds poll; do
+for flag in slices max_restarts poll; do
   positive "--$flag" "${!flag}"
 done
 [[ $service_account =~ ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$ ]] ||
@@ -56,20 +55,16 @@ apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: "$name"
-  labels:
-    app.kubernetes.io/name: prope
+  labels: {app.kubernetes.io/name: prope}
   annotations:
     prope/commit: "$(commit)" # of the clone that started it; a run records the commit of the image
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool # a slice to itself for every Job
 spec:
-  network:
-    enableDNSHostnames: true # the hosts of a slice find each other by name
+  network: {enableDNSHostnames: true} # the hosts of a slice find each other by name
   failurePolicy:
     maxRestarts: $max_restarts # of all pods together; the command goes on from its last checkpoint
     rules:
-      - name: final
-        action: FailJobSet
-        onJobFailureReasons: [PodFailurePolicy]
+      - {name: final, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}
   replicatedJobs:
     - name: slice
       replicas: $slices
@@ -82,15 +77,12 @@ spec:
           podFailurePolicy:
             rules:
               - action: FailJob # failed, invalid input, Ctrl-C: to start again would end alike
-                onExitCodes:
-                  containerName: prope
-                  operator: In
-                  values: [1, 2, 130]
+                onExitCodes: {containerName: prope, operator: In, values: [1, 2, 130]}
           template:
             spec:
               restartPolicy: Never
               serviceAccountName: "$service_account"
-              terminationGracePeriodSeconds: $grace_seconds # from SIGTERM on; time to save
+              terminationGracePeriodSeconds: 600 # from SIGTERM on; time to save
               nodeSelector:
                 cloud.google.com/gke-tpu-accelerator: $accelerator
                 cloud.google.com/gke-tpu-topology: $topology
@@ -102,17 +94,13 @@ spec:
                   # The TPU's driver locks host memory. Source: GKE's documentation, "Privileged mode" for TPUs.
                   command: [bash, -c, 'ulimit -l 68719476736 && exec bash launch/run.sh "\$@"', prope, $type]
                   args: $words
-                  securityContext:
-                    capabilities:
-                      add: [SYS_RESOURCE]
+                  securityContext: {capabilities: {add: [SYS_RESOURCE]}}
                   env:
                     - {name: PROPE_PROCESSES, value: "$((hosts * slices))"}
                   ports:
                     - {containerPort: 8471, protocol: TCP} # between the TPU's hosts
                     - {containerPort: 8482, protocol: TCP} # JAX's coordinator
-                  resources:
-                    limits:
-                      google.com/tpu: $per_host
+                  resources: {limits: {google.com/tpu: $per_host}}
                   volumeMounts:
                     - {name: shared-memory, mountPath: /dev/shm}
               volumes:

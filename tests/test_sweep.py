@@ -111,6 +111,27 @@ def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, t
 
 
 @pytest.mark.slow
+def test_a_sweep_in_a_bucket_is_the_one_on_disk(whole, finish, run_command, bucket):
+    directory, result = whole
+    workdir, two = f"{bucket}/sweep", (CONFIG, "--rope_percentage=0,1", *THREE[2:])
+    code, remote, err = finish(*two, f"--workdir={workdir}")
+    assert code == 0, err
+    assert remote["table"] == [result["table"][0], result["table"][2]]
+    assert remote["equal"] == {"init": 2, "batches": 2, "steps": 20}
+    assert [run["workdir"] for run in remote["runs"]] == [f"{workdir}/rope_percentage={p}" for p in (0, 1)]
+    for p in (0, 1):
+        there, here = epath.Path(workdir) / f"rope_percentage={p}", directory / f"rope_percentage={p}"
+        for name in ("loss", "batch_hash"):
+            records = [json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()]
+            assert {record["step"]: record[name] for record in records} == logged(here, name)
+    code, again, err = finish(*two, f"--workdir={workdir}")
+    assert (code, again) == (0, remote) and "starts" not in err
+    report = run_command("prope.report", f"--sweep={workdir}")
+    assert report.code == 0 and report.result["output"] == f"{workdir}/report/index.html", report.stderr
+    assert "</html>" in epath.Path(report.result["output"]).read_text()
+
+
+@pytest.mark.slow
 def test_a_finished_sweep_is_not_made_again_and_may_grow(whole, finish):
     directory, result = whole
     code, again, err = finish(*THREE, f"--workdir={directory}")
