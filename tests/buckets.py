@@ -65,6 +65,13 @@ class Server:
             (self._folder / _FAILING).unlink()
 
 
+def _exit_with(parent: int) -> None:
+    """Exits when the tests are gone, killed ones too."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def _serve(folder: pathlib.Path, port: int) -> None:
     from gcp_storage_emulator import server
     from gcp_storage_emulator.exceptions import NotFound
@@ -115,5 +122,6 @@ def _serve(folder: pathlib.Path, port: int) -> None:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_exit_with, args=[os.getppid()], daemon=True).start()
     os.chdir(sys.argv[1])
     _serve(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
