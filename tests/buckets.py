@@ -7,8 +7,10 @@ gcsfs does; gives the last n bytes of one; and fails while it is told to.
 import contextlib
 import functools
 import http
+import json
 import os
 import pathlib
+import re
 import re
 import socket
 import socketserver
@@ -108,6 +110,24 @@ def _serve(folder: pathlib.Path, port: int) -> None:
                 handler(request, response, storage, *args, **kwargs)
 
         return handle
+
+    read_data = server._read_data
+
+    def read_whole(handler, query):
+        """Reads the two parts of an upload; the emulator drops a carriage return at the end of the second."""
+        content_type = handler.headers.get("Content-Type") or ""
+        if not content_type.startswith("multipart/related"):
+            return read_data(handler, query)
+        raw = server._decode_raw_data(server._read_raw_data(handler), handler)
+        border = b"--" + re.search(r'boundary="?([^";]+)', content_type)[1].encode()
+        newline = b"\r\n" if raw.startswith(border + b"\r") else b"\n"
+        _, meta, content, _ = (newline + raw).split(newline + border)
+        head, _, body = content.partition(2 * newline)
+        kind = re.search(rb"(?i)content-type: *([^\r\n;]+)", head)
+        meta = json.loads(meta.partition(2 * newline)[2])
+        return {"meta": meta, "content": body, "content-type": kind[1].decode() if kind else "text/plain"}
+
+    server._read_data = read_whole
 
     def move(request, response, storage, *args, **kwargs):
         request.params["dest_bucket_name"] = request.params["bucket_name"]

@@ -25,6 +25,12 @@ def test_a_file_is_written_replaced_and_read(place):
     assert read_json(place / "b.json", "remedy") is None
 
 
+@pytest.mark.parametrize("end", [b"", b"\r", b"\n", b"\r\n", b"\0"])
+def test_any_bytes_are_written(place, end):
+    (place / "a").write_bytes(b"\xff" + end)
+    assert (place / "a").read_bytes() == b"\xff" + end
+
+
 def test_lines_are_appended_after_one_that_was_cut_short(place):
     append_jsonl(place / "lines", {"a": 1})
     append_jsonl(place / "lines", {"a": 2}, {"a": 3})

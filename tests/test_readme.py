@@ -39,6 +39,8 @@ SMALL = [
     (r"(configs/\w+\.py)\b(?!:)", r"\1:tiny"),
     (r"(configs/(?:quick_sweep|wiki_sample)\.py:tiny)", r"\1 --rope_percentage=0,1"),
     (r" --config\.data\.data_dir=\S+", ""),  # tiny configs bring their own text
+    (r"--rope_percentage=0,0\.[\d.,]+", "--rope_percentage=0,1"),
+    (r"--seq_len=1x,2x,\S+", "--seq_len=1x,2x"),
     (r"--search\b", "--sequences_per_chip=1"),  # a tiny model fits with ever larger batches; test_plan searches
     (r"--max_windows=\d+", "--max_windows=2"),
     (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
