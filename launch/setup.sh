@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Creates .venv in the clone, installs the pinned versions and activates it; source it from the clone's folder.
 #   source launch/setup.sh [EXTRA]
-#   EXTRA   test, tpu, gpu or hf; none by default
+#   EXTRA   test, tpu, gpu, gcs or hf; none by default
 # If nothing has changed a second call takes milliseconds. PYTHON names the interpreter; by default it is the first of
 # python3, python3.13, python3.12 and python3.11 that is new enough.
 
@@ -32,7 +32,7 @@ prope_setup() {
         fi
         python=
       done
-      if [[ -z $python && $extra == tpu ]]; then # images of some TPU VMs have Python 3.10 only
+      if [[ -z $python && $extra =~ ^(tpu|gpu|gcs)$ ]]; then # images of machines in clouds may have Python 3.10 only
         python3 -m pip install --quiet --user uv && python3 -m uv python install --quiet 3.11 &&
           python=$(python3 -m uv python find 3.11) || return
       fi

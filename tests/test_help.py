@@ -233,6 +233,38 @@ def test_setup_remembers_only_an_install_that_worked(works, tmp_path):
     assert len(calls) == (1 if works else 2) and calls[0].endswith("--editable .[gpu]")
 
 
+OLD = """#!/bin/sh
+case "$*" in
+  -c*) exit 1 ;;
+  *"python find 3.11") echo {0}/new ;;
+  *) echo "$@" >>{0}/calls ;;
+esac
+"""
+NEW = "#!/bin/sh\nmkdir -p .venv/bin\ncp {0}/new .venv/bin/python\ntouch .venv/bin/activate\necho new $@ >>{0}/calls\n"
+
+
+@pytest.mark.parametrize(("extra", "code"), [("tpu", 0), ("gcs", 0), ("", 1)])
+def test_setup_brings_a_newer_python_where_a_machine_in_a_cloud_has_none(extra, code, tmp_path):
+    for name in ("launch/setup.sh", "launch/constraints.txt", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        (tmp_path / name).write_text(OLD.format(tmp_path))
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "new").write_text(NEW.format(tmp_path))
+    (tmp_path / "new").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    command = ["bash", "-c", f"source launch/setup.sh {extra}"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert "no Python >= 3.11 with venv and pip found" in done.stderr and not (tmp_path / "calls").exists()
+        return
+    pip, uv, venv, editable = (tmp_path / "calls").read_text().splitlines()
+    assert pip == "-m pip install --quiet --user uv" and uv == "-m uv python install --quiet 3.11"
+    assert venv == "new -m venv .venv" and editable.endswith(f"--editable .[{extra}]")
+
+
 # Commands as a module of a user's would define them; what they print first is waited for.
 INTERRUPTED = {
     "in a callback of the garbage collector": (

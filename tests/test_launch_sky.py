@@ -133,12 +133,15 @@ def test_a_host_hands_on_the_exit_code(code, expected, host):
     assert host("cpu", "bash -c 'kill -KILL $$'").returncode == 76
 
 
-def test_every_platform_installs_its_extra(tmp_path):
+def test_every_platform_installs_its_extras(tmp_path):
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/setup.sh").write_text('echo "extra $1"')
-    said = [
-        subprocess.run(["bash", "-c", TASK["setup"]], cwd=tmp_path, env={**os.environ, "PLATFORM": platform},
-                       capture_output=True, text=True).stdout
-        for platform in ("v5e", "v6e", "gpu", "cpu")
-    ]  # fmt: skip
-    assert said == ["extra tpu\n", "extra tpu\n", "extra gpu\n", "extra \n"]
+    (tmp_path / "launch/setup.sh").write_text('echo "$1"; [[ $1 != "$FAILS" ]]')
+
+    def setup(platform: str, fails: str = "") -> tuple[str, int]:
+        environment = os.environ | {"PLATFORM": platform, "FAILS": fails}
+        command = ["bash", "-c", TASK["setup"]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.stdout.replace("\n", " "), done.returncode
+
+    assert [setup(platform) for platform in ("v5e", "gpu", "cpu")] == [("tpu gcs ", 0), ("gpu gcs ", 0), ("gcs ", 0)]
+    assert setup("gpu", "gpu") == ("gpu ", 1) and setup("cpu", "gcs") == ("gcs ", 1)
