@@ -321,6 +321,8 @@ def test_a_launcher_gets_every_run(finish, tmp_path):
     assert len(set(names)) == 3
     script = f"{ROOT}/launch/slurm.sbatch --processes_per_node=node"
     assert lines[2].endswith(f"{script} -- python -m prope.train {CONFIG} --config.seed=2 --workdir=W/seed=2")
+    code, _, err = finish(*SEEDS, "--backend=sky", cwd=tmp_path)
+    assert code == 2 and "--backend=sky: needs the program sky; install it" in error_of(err)
     code, _, err = finish(*SEEDS, "--", "--nodes=2", cwd=tmp_path)
     assert code == 2 and "--nodes=2: flags after -- are a launcher's" in error_of(err)
     code, _, err = finish(*SEEDS, "--backend=gke", "--", "--name=x", cwd=tmp_path)

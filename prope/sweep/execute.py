@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows,
 
 log = logging.getLogger("prope")
 
+PROGRAMS = {"tpu_vm": "gcloud", "gke": "kubectl", "slurm": "sbatch", "sky": "sky"}  # that launchers call
 MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
 
 
@@ -184,7 +186,8 @@ class Sweep:
                     self.printed[run.name] = {}
                     break
                 code, error, self.printed[run.name] = processes.run(command)
-                write_atomic(state_folder(self.directory) / "handed_out.json", json.dumps(self.printed, indent=2))
+                if self.backend != "local":
+                    write_atomic(state_folder(self.directory) / "handed_out.json", json.dumps(self.printed, indent=2))
                 if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
                     log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
                     sys.exit(processes.exit_code(code))
@@ -274,6 +277,8 @@ def run_sweep(
         for run in runs:
             print(shlex.join(run_command(backend, launcher_flags, directory, run)))
         return sweep.result()
+    if backend != "local" and shutil.which(PROGRAMS[backend]) is None:
+        raise UsageError(f"--backend={backend}: needs the program {PROGRAMS[backend]}; install it, or put it on PATH")
     check_equal(sweep.read_all())
     with locked(directory) as lock:
         make_folder(home, "--workdir")
