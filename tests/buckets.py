@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import re
-import re
 import socket
 import socketserver
 import subprocess
