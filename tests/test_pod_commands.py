@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -177,7 +178,7 @@ def test_one_of_two_is_killed_while_they_evaluate(start_pod, run_command, twice,
     before = (twice[1] / "eval.jsonl").read_bytes()
     pod = start_pod("prope.evaluate", *arguments, PROPE_HEARTBEAT_TIMEOUT="10")
     pod[0].wait_for("evaluating step 4")
-    time.sleep(1)
+    time.sleep(random.uniform(0, 3))
     pod[killed].kill()
     start = time.monotonic()
     other = finish(pod[1 - killed])

@@ -76,6 +76,7 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
     if wanted == "1":
         return
     expected = None if wanted == "auto" else _number(environ, "PROPE_PROCESSES", wanted)
+    log.info("joining the other processes; PROPE_PROCESSES=1 would run this one alone")
     _join(environ, expected)
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # JAX's runtime has taken it for itself
     _index, _count = jax.process_index(), jax.process_count()
