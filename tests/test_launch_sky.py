@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,12 @@ import filelock
 import pytest
 import yaml
 from conftest import ROOT
+from etils import epath
 from launchers import clean_environment
+
+from prope.config import default_config
+from prope.sweep.execute import run_command
+from prope.sweep.grid import plan
 
 VERSION = "0.14.1"
 TASK = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
@@ -49,25 +56,39 @@ def ask_skypilot(tmp_path_factory):
 
 
 READ = """
+import shlex
 from sky.client.cli import command
-def read(**flags):  # as `sky jobs launch` does
-    flags = {"env": [("COMMAND", "python -m x")], **flags}
-    task = command._make_task_or_dag_from_entrypoint_with_overrides((file,), **flags)
+def read(line):  # as the program sky does
+    given = command.jobs_launch.make_context("launch", shlex.split(line)[3:]).params
+    flags = {name: given[name] for name in ("name", "gpus", "cpus", "num_nodes", "use_spot", "env")}
+    task = command._make_task_or_dag_from_entrypoint_with_overrides(given["entrypoint"], **flags)
     task.validate(skip_workdir=True)
     (resources,) = task.resources
-    return [resources.accelerators, resources.use_spot, task.num_nodes, task.envs]
+    return [task.name, resources.accelerators, resources.use_spot, task.num_nodes, task.envs]
 """
 
 
 @pytest.mark.slow
-def test_skypilot_reads_it_for_slices_and_nodes(ask_skypilot):
-    slices, nodes = ask_skypilot(
-        READ + 'answer = [read(), read(gpus="H100:8", num_nodes=8, use_spot=False, '
-        'env=[("COMMAND", "python -m x"), ("PLATFORM", "gpu")])]'
+def test_skypilot_reads_the_job_by_every_command_of_its_page_and_of_a_sweep(ask_skypilot, monkeypatch):
+    monkeypatch.setenv("PROPE_COMMIT", "abc")
+    (run,) = plan({"seed": [0]}, "file.py", default_config(), {"data.tokenizer": "my model"})
+    of_sweep = run_command("sky", ["--gpus=H100:8", "--no-use-spot", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run)
+    page = (ROOT / "launch/sky.md").read_text().replace("\\\n", " ").replace("$(git rev-parse HEAD)", "abc")
+    lines = [*re.findall(r"^sky jobs launch .*$", page, re.MULTILINE), shlex.join(of_sweep)]
+    answers = ask_skypilot(f"{READ}answer = [read(line) for line in {lines}]")
+    slice, gpus = {"tpu-v5p-128": 1}, {"H100": 8}
+    names = ["prepare", "p075", "evaluate", "p075", of_sweep[4].removeprefix("--name=")]
+    accelerators = [None, slice, slice, gpus, gpus]
+    nodes, spot = [1, 1, 1, 8, 1], [True, True, True, True, False]
+    assert [answer[:4] for answer in answers] == [
+        list(row) for row in zip(names, accelerators, spot, nodes, strict=True)
+    ]
+    assert [answer[4]["PLATFORM"] for answer in answers] == ["cpu", "v5p", "v5p", "gpu", "gpu"]
+    assert [answer[4]["PROPE_COMMIT"] for answer in answers] == ["", "abc", "", "", "abc"]
+    assert all(
+        re.match(r"python -m prope\.(train|evaluate|data\.prepare) ", answer[4]["COMMAND"]) for answer in answers
     )
-    envs = {"COMMAND": "python -m x", "PLATFORM": "v5p", "PROPE_COMMIT": ""}
-    assert slices == [{"tpu-v5p-128": 1}, True, 1, envs]
-    assert nodes == [{"H100": 8}, False, 8, envs | {"PLATFORM": "gpu"}]
+    assert shlex.split(answers[-1][4]["COMMAND"])[4:6] == ["--config.data.tokenizer=my model", "--config.seed=0"]
 
 
 @pytest.mark.slow
