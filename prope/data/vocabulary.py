@@ -8,19 +8,19 @@ import heapq
 import io
 import itertools
 import logging
-import pathlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
 
+from etils import epath
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
-from prope.errors import UsageError
-from prope.runtime.files import write_atomic
+from prope.errors import UsageError, first_line, is_storage_error
+from prope.runtime.files import is_url, write_atomic
 from prope.runtime.validate import validate
 
 _SENTENCE_BYTES = 4096  # SentencePiece leaves out lines above its limit
@@ -37,8 +37,8 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
     the data or the size of the vocabulary does not fit.
     """
     validate(config)
-    path = pathlib.Path(output)
-    if not path.parent.is_dir():
+    path = epath.Path(output)
+    if not is_url(path) and not path.parent.is_dir():
         raise UsageError(f"--output={output}: there is no folder {path.parent}")
     if vocab_size <= _RESERVED_IDS:
         raise UsageError(
@@ -55,8 +55,11 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
     model = _learn(sentences, vocab_size, model_type)
     try:
         write_atomic(path, model)
-    except OSError as error:
-        raise UsageError(f"--output={output}: cannot be written: {error.strerror}") from error
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"--output={output}: cannot be written: {reason}") from error
     tokenizer = load_tokenizer(str(path))
     tokens = sum(len(tokenizer.encode(sentence)) for sentence in sentences[:10_000])
     return {

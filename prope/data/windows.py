@@ -13,6 +13,7 @@ Axes: B batch, T seq_len.
 
 import collections
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
@@ -20,11 +21,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.data.batch import Batch
-from prope.data.store.arrays import Store
+from prope.data.store.arrays import Store, find_store
 from prope.data.store.build import check_split, open_store
 from prope.data.tokenizer import BOS, PAD
 from prope.errors import UsageError
+from prope.runtime import processes
 
+log = logging.getLogger("prope")
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 
@@ -35,7 +38,7 @@ class Windows:
     """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
-        self.store: Store = open_store(data, vocab_size)
+        self.store: Store = _open_on_all(data, vocab_size)
         check_split(self.store, data, split)
         self.name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
         self.split, self.sources, self.weights, self.shares = split, [self], [1.0], [1.0]
@@ -100,6 +103,26 @@ class Windows:
                 if len(best) == self.seq_len:
                     return best
         return best
+
+
+def _open_on_all(data: ConfigDict, vocab_size: int) -> Store:
+    """Opens the store in all processes of a run; the first one prepares it, without the others."""
+    if processes.count() == 1:
+        return open_store(data, vocab_size)
+
+    def prepare() -> tuple[str, str]:
+        store = open_store(data, vocab_size)
+        return store.path, store.fingerprint
+
+    path, fingerprint = processes.call_on_first(prepare)
+    with processes.raise_on_all():
+        store = find_store(path, fingerprint)
+        if store is None:
+            log.warning("%s is not seen here: made again; config.data.cache_dir may be a place that hosts share", path)
+            store = open_store(data, vocab_size)
+        if store.fingerprint != fingerprint:
+            raise UsageError(f"{data.dataset}: is other text here ({store.path}) than in process 0 ({path}); share it")
+    return store
 
 
 def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=None) -> Batch:

@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -31,10 +32,11 @@ from typing import TypeVar
 import jax
 import numpy as np
 from etils import epath
+from jax._src import distributed  # of which only the key-value store has no public name
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
-from prope.errors import LOST, Stopped, UsageError, first_line
+from prope.errors import LOST, RunFailed, Stopped, UsageError, as_ending, first_line
 
 log = logging.getLogger("prope")
 T = TypeVar("T")
@@ -45,6 +47,7 @@ _PEER_LOST = re.compile(
     "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|heartbeat|Connection (closed|reset)|Gloo .* failed|remote process exited"
 )
 _RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
+_LOG_SECONDS = 60  # between lines of a process that waits
 _index, _count = 0, 1
 _waits = itertools.count()
 
@@ -120,18 +123,38 @@ def broadcast_from_first(value: T) -> T:
 def call_on_first(function: Callable[[], T]) -> T:
     """Calls a function in the first process as if it were alone; returns its result, of JSON's types, in all.
 
-    A UsageError that it raises is raised in all.
+    The others wait, however long it takes. An error that ends the first one with one line ends them with it.
     """
     global _count
-    value, count = None, _count
-    with raise_on_all():
-        if is_first():
-            _count = 1
-            try:
-                value = function()
-            finally:
-                _count = count
-    return broadcast_from_first(value)
+    if _count == 1:
+        return function()
+    key, store, start = f"prope-{next(_waits)}", distributed.global_state.client, time.monotonic()
+    answer, logged, count = None, start, _count
+    if is_first():
+        _count = 1
+        try:
+            answer = {"value": function()}
+        except Exception as error:
+            ending = as_ending(error)
+            if not isinstance(ending, UsageError | RunFailed):
+                raise
+            answer = {"error": str(ending), "code": ending.code}
+        finally:
+            _count = count
+        store.key_value_set(key, json.dumps(answer))
+    while answer is None:  # a second at a time, so that signals are heard
+        try:
+            answer = json.loads(store.blocking_key_value_get(key, 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("DEADLINE_EXCEEDED"):
+                raise
+        if time.monotonic() - logged > _LOG_SECONDS:
+            logged = time.monotonic()
+            log.warning("waiting for process 0, whose log says what it does, since %d s", logged - start)
+    if "error" in answer:
+        wait()  # until all know it: the store ends with the first process
+        raise (UsageError if answer["code"] == UsageError.code else RunFailed)(answer["error"])
+    return answer["value"]
 
 
 def any_process(condition: bool) -> bool:
