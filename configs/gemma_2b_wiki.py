@@ -4,10 +4,11 @@ What       One row of the paper's Table 2 for each value of rope_percentage. Val
            split of the same dump, 8192 tokens, wavelength 10 000:
                NoPE (p = 0) 4.8594   p = 0.25: 4.5302   p = 0.75: 4.4414   RoPE (p = 1) 4.4627
 Command    python -m prope.train --config=configs/gemma_2b_wiki.py --workdir=W \
-               --config.data.data_dir=DATA --config.data.tokenizer=tokenizer.model
-           DATA holds wikipedia/20230601.en as TFDS prepares it (21 GB; a missing folder is answered with the commands
-           that bring it); tokenizer.model is Gemma's own. To try the plumbing on a laptop first, in seconds:
-           --config=configs/gemma_2b_wiki.py:tiny
+               --config.data.data_dir=gs://tfds-data/datasets \
+               --config.data.tokenizer=gs://gemma-data/tokenizers/tokenizer_gemma2.model
+           Both are public: wikipedia/20230601.en as TFDS prepares it (21 GB), and Gemma's tokenizer. Copies
+           on a disk do as well. launch/README.md has every command on a pod. To try the plumbing on a laptop first, in
+           seconds: --config=configs/gemma_2b_wiki.py:tiny
 Hardware   A slice of 64 TPU v5p, or of 256 v5e; 64 or more 80 GB GPUs. To see first what fits, on any machine:
            python -m prope.plan --config=configs/gemma_2b_wiki.py --topology=v5p:4x4x4
            512 sequences on 64 v5p are 8 a chip, computed in two parts: 57 GB of 103 (compiled, not run); on 256 v5e,

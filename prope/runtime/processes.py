@@ -207,7 +207,7 @@ def check_shared(directory: epath.Path) -> None:
     if missing := [str(process) for process in np.flatnonzero(seen == 0)]:
         raise UsageError(
             f"--workdir={directory}: is not shared: process {', '.join(missing)} of {_count} do not see what process 0 "
-            "writes there; choose one that all hosts mount, such as NFS or a bucket through Cloud Storage FUSE"
+            "writes there; choose a bucket's URL, such as gs://BUCKET/run, or a folder that all hosts mount"
         )
 
 
