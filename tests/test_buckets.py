@@ -17,7 +17,7 @@ from prope.workdir.records import read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
 
 STEPS = ("--config.log_every=1", "--config.checkpoint_every=5", "--config.eval_every=20", "--config.num_steps=20")
-OF_MACHINE = {"workdir", "output", "runs", "init_hash", "tokens_per_second", "seconds"}
+OF_MACHINE = {"workdir", "output", "runs", "init_hash"}  # and what is counted by seconds
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def numbers(result):
         return [numbers(entry) for entry in result]
     if not isinstance(result, dict):
         return result
-    return {name: numbers(value) for name, value in result.items() if name not in OF_MACHINE}
+    return {name: numbers(value) for name, value in result.items() if name not in OF_MACHINE and "second" not in name}
 
 
 def test_a_run_copied_to_a_bucket_is_found_read_and_kept(uploaded):
@@ -78,12 +78,8 @@ def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(up
     with Checkpoints(url) as checkpoints:
         checkpoints.set_aside(20)
     assert list_steps(url) == [10] and (url / "checkpoints/20.damaged/files.json").exists()
-
-
-def test_a_checkpoint_without_its_list_is_not_finished(uploaded):
-    url, _ = uploaded
-    (url / "checkpoints/20/files.json").unlink()
-    assert list_steps(url) == [10]
+    (url / "checkpoints/10/files.json").unlink()  # written when all else is
+    assert list_steps(url) == []
 
 
 def test_a_bucket_that_is_not_there_is_one_line(bucket):
@@ -138,7 +134,7 @@ def test_everything_in_a_bucket_is_as_on_disk(bucket, straight, start_command, r
 
 
 @pytest.mark.slow
-def test_killed_between_arrays_and_commit_ten_times_a_run_ends_as_a_straight_one(bucket, straight, start_command):
+def test_killed_between_arrays_and_commit_a_run_ends_as_a_straight_one(bucket, straight, start_command):
     system, chance, kills = fsspec.filesystem("gs"), random.Random(3), 0
     folder = f"{bucket}/run/checkpoints"
 
@@ -147,7 +143,7 @@ def test_killed_between_arrays_and_commit_ten_times_a_run_ends_as_a_straight_one
         begun = {name.split("/checkpoints/")[1].split("/")[0] for name in names if "/params/" in name}
         return any(not system.exists(f"{folder}/{step}/commit_success.txt") for step in begun)
 
-    for _ in range(10):
+    for _ in range(4):
         command = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
         command.wait_for("first step after|Traceback|error:")
         time.sleep(chance.random() / 4)
@@ -157,7 +153,7 @@ def test_killed_between_arrays_and_commit_ten_times_a_run_ends_as_a_straight_one
         command.kill()
         kills += met
         assert "Traceback" not in command.stderr, command.stderr
-    assert kills >= 5, "too few kills met a checkpoint that was being written"
+    assert kills >= 2, "too few kills met a checkpoint that was being written"
     outcome = finish(start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS))
     assert outcome.code == 0, outcome.stderr
     same_run(f"{bucket}/run", outcome.result, straight)
