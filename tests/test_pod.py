@@ -173,7 +173,8 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
 
 @pytest.mark.slow
 def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
-    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=1")
+    lasting = {"PROPE_HEARTBEAT_TIMEOUT": "600"}  # the last heartbeat may be half of this old when the process hangs
+    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=1", **lasting)
     pod[0].wait_for("step 5/")
     pod[1].signal(signal.SIGSTOP)
     first = finish(pod[0])
