@@ -205,11 +205,8 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
         (tokens, _), decode_seconds = _timed(lambda: compiled_decode(params, first, cache, lengths, keys))
     compile_seconds = seconds + more
     log.info("compiled in %.1f s", compile_seconds)
-    tokens = jax.device_put(tokens, replicated)  # each process has a part
-    rows = [
-        row[: row.index(EOS) + 1] if EOS in row else row
-        for row in np.asarray(jax.device_put(tokens, replicated)).tolist()
-    ]
+    tokens = np.asarray(jax.device_put(tokens, replicated))  # each process had a part
+    rows = [row[: row.index(EOS) + 1] if EOS in row else row for row in tokens.tolist()]
     count = sum(map(len, rows))
     continuations = [tokenizer.decode(row[:-1] if row[-1] == EOS else row) for row in rows]
     for text, continuation in zip(texts, continuations, strict=True):

@@ -158,9 +158,10 @@ class Checkpoints(contextlib.AbstractContextManager):
     def _list_files(self) -> None:
         """Orbax calls this when all is written, just before a local folder gets its name."""
         if processes.is_first():
-            step = self.directory / str(self._saving)
-            for folder in [step] if is_url(step) else self.directory.glob(f"{step.name}.*tmp*"):
-                list_files(folder)
+            for folder in self.directory.iterdir():  # until then its name is the step's and a suffix of Orbax
+                step, _, suffix = folder.name.partition(".")
+                if step == str(self._saving) and not suffix.startswith("damaged"):
+                    list_files(folder)
 
 
 def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None:
