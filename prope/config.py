@@ -66,12 +66,12 @@ def default_config() -> ConfigDict:
     config.data = data = ConfigDict()
     # python_docs | files | a TFDS name such as wikipedia/20230601.en | mixture | synthetic/ and copy, recall or mix
     data.dataset = "python_docs"
-    data.data_dir = ""  # folder of the TFDS data or of the files
+    data.data_dir = ""  # folder or gs:// URL of the TFDS data or of the files
     data.text_feature = "text"  # feature of a TFDS record, or key of a JSON line, that holds the text
     data.template = ""  # instead of text_feature: features in braces, as in "Q: {inputs}\nA: {targets}"
     data.loss_on = "all"  # tokens with a loss: all | targets (only those of the template's last feature)
     data.mixture = ()  # of dataset mixture: ({"weight": 0.9, "dataset": .., "data_dir": ..}, ..), a dict per source
-    data.tokenizer = "byte"  # byte | path of a SentencePiece .model
+    data.tokenizer = "byte"  # byte | path or gs:// URL of a SentencePiece .model
     data.seq_len = 256  # T, tokens in a window
     data.mask_documents = False  # True: positions restart and attention stops at document borders
     data.position_range = placeholder(int)  # R: training positions are drawn from 0 .. R-1; None: they are 0 .. T-1

@@ -1,9 +1,11 @@
 """Text in a bucket, on a real server: the same store as from disk, whatever happens to the server meanwhile."""
 
+import errno
 import json
 import os
 import pathlib
 import subprocess
+import sys
 import threading
 import time
 
@@ -16,6 +18,7 @@ from test_prepare import digest
 from prope.data.sources import files, tfds
 from prope.data.sources.find import find_source
 from prope.data.store import build as prepare
+from prope.data.store import pack
 from prope.errors import RunFailed
 from prope.runtime import files as places
 from prope.runtime.files import upload
@@ -146,6 +149,37 @@ def test_what_is_not_in_a_bucket(tmp_path, bucket, local):
         list(source.documents())
 
 
+DENIES = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"error": {"code": int(sys.argv[2]), "message": "Anonymous caller does not have access"}})
+        self.send_response(int(sys.argv[2]))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_bucket_that_may_not_be_read(tmp_path, run_command, code):
+    from test_pod import free_port
+
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-c", DENIES, str(port), str(code)], stderr=subprocess.DEVNULL) as server:
+        try:
+            outcome = run_command(
+                "prope.data.prepare", f"--config={ROOT}/configs/quickstart.py:tiny", f"--config.data.dataset={NAME}",
+                "--config.data.data_dir=gs://private/datasets", STORAGE_EMULATOR_HOST=f"http://127.0.0.1:{port}",
+                GOOGLE_AUTH_TOKEN_FOR_TESTING="any", GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+            )  # fmt: skip
+        finally:
+            server.kill()
+    assert "gs://private/datasets" in outcome.error and "gcloud auth application-default login" in outcome.error
+    assert "gcloud storage ls gs://private" in outcome.error and outcome.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_server_that_fails_for_a_while_is_waited_for(tmp_path, bucket, local, storage, start_command):
     there, _ = write_both(tmp_path, bucket, "array_record", articles(3000))
@@ -173,3 +207,27 @@ def test_a_scratch_disk_that_is_full(tmp_path, bucket, local):
             prepare.open_store(here, 260)
     finally:
         subprocess.run(["umount", str(local)], check=True)
+
+
+def test_a_local_disk_that_is_full(tmp_path, bucket, local, monkeypatch):
+    _, here = write_both(tmp_path, bucket, "files", articles())
+    here.cache_dir = f"{bucket}/stores"
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pack, "write_atomic", no_space)
+    refused(here, f"PROPE_CACHE={local}: the disk is full; .* Finished chunks are kept: free some space")
+
+
+@pytest.mark.slow
+def test_tokenizers_and_plots_are_written_to_a_bucket(bucket, storage, run_command):
+    config = f"--config={ROOT}/configs/quickstart.py:tiny"
+    plot = run_command("prope.data.inspect", config, f"--plot={bucket}/lengths.png", **storage.environment)
+    assert plot.code == 0 and epath.Path(f"{bucket}/lengths.png").read_bytes().startswith(b"\x89PNG"), plot.stderr
+    learned = [config, "--vocab_size=400", "--sample_bytes=100000", f"--output={bucket}/docs.model"]
+    trained = run_command("prope.data.train_tokenizer", *learned, **storage.environment)
+    assert trained.code == 0 and trained.result["model"] == f"{bucket}/docs.model", trained.stderr
+    model = "--config.model.vocab_size=400", f"--config.data.tokenizer={bucket}/docs.model"
+    shown = run_command("prope.data.inspect", config, *model, **storage.environment)
+    assert shown.code == 0, shown.stderr

@@ -17,7 +17,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """Defines the command's flags."""
     config_flags.DEFINE_config_file("config", None, "the config file that names the dataset")
-    flags.DEFINE_string("output", None, "file to write, such as tokenizer.model")
+    flags.DEFINE_string("output", None, "file or URL to write, such as tokenizer.model")
     flags.DEFINE_integer("vocab_size", None, "ids of the tokenizer; config.model.vocab_size by default")
     flags.DEFINE_enum("model_type", "unigram", ["unigram", "bpe"], "the kind of model; Gemma's is bpe")
     flags.DEFINE_integer("sample_bytes", 2**26, "learn from at most this much text", lower_bound=1)

@@ -1,10 +1,12 @@
 """Shows a training batch as text, and how long the training documents are; what `prope.data.inspect` prints."""
 
+import io
 import itertools
 import textwrap
 from collections.abc import Iterator
 
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope.data import synthetic
@@ -15,6 +17,7 @@ from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
 from prope.data.windows import train_batch
 from prope.errors import UsageError
+from prope.runtime.files import write_atomic
 from prope.runtime.validate import validate
 
 _LINE_WIDTH = 110  # of text
@@ -143,8 +146,10 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
     axes.set_title(f"{', '.join(lengths)}: {len(pooled):,} training documents"[:100], fontsize=11, wrap=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
+    image, kind = io.BytesIO(), epath.Path(path).suffix[1:] or "png"
     try:
-        figure.savefig(path, dpi=150, metadata={"Software": None})
+        figure.savefig(image, format=kind, dpi=150, metadata={"Software": None})
+        write_atomic(epath.Path(path), image.getvalue())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"--plot={path}: cannot be written: {reason}") from error

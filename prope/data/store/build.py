@@ -138,8 +138,9 @@ def _named_errors(cache: str):
         ) from None
     except Exception as error:
         if is_disk_full(error):
+            place = f"PROPE_CACHE={local_cache()}" if is_url(cache) else f"config.data.cache_dir={cache}"
             raise UsageError(
-                f"config.data.cache_dir={cache}: the disk is full; a store needs room for itself and, until it is "
+                f"{place}: the disk is full; a store needs room for itself and, until it is "
                 "done, for its chunks. Finished chunks are kept: free some space and run the same command again"
             ) from error
         if isinstance(error, OSError):
