@@ -242,8 +242,8 @@ def download_hint(name: str, data_dir: str | epath.Path) -> str:
         return f"mkdir -p {target} && gcloud storage cp -r gs://tfds-data/datasets/wikipedia/{config}/1.0.0 {target}/"
 
     if config and config[0] not in ("20230601.simple", "20230601.en"):
-        return f"; download the prepared copy: {copy(config[0])}"
+        return f"; read gs://tfds-data/datasets, or download the prepared copy: {copy(config[0])}"
     return (
-        f"; download the prepared copy (284 MB): {copy('20230601.simple')} "
+        f"; read gs://tfds-data/datasets, or download the prepared copy (284 MB): {copy('20230601.simple')} "
         f"(config.data.dataset=wikipedia/20230601.simple), or all of English (21 GB): {copy('20230601.en')}"
     )
