@@ -88,6 +88,19 @@ def _serve(folder: pathlib.Path, port: int) -> None:
         except NotFound:
             return "0"
 
+    class Range:
+        """The storage, with a list of the objects from `start` on and before `end`."""
+
+        def __init__(self, storage, start: str, end: str):
+            self._storage, self._start, self._end = storage, start, end
+
+        def __getattr__(self, name: str):
+            return getattr(self._storage, name)
+
+        def get_file_list(self, *args, **kwargs):
+            files, prefixes = self._storage.get_file_list(*args, **kwargs)
+            return [f for f in files if self._start <= f["name"] < (self._end or "\U0010ffff")], prefixes
+
     def wrap(handler):
         @functools.wraps(handler)
         def handle(request, response, storage, *args, **kwargs):
@@ -106,6 +119,10 @@ def _serve(folder: pathlib.Path, port: int) -> None:
                     size = len(storage.get_file(request.params["bucket_name"], request.params["object_id"]))
                     headers = request._request_handler.headers
                     headers.replace_header("range", f"bytes={max(0, size - int(suffix[1]))}-")
+                if handler is objects.ls:
+                    storage = Range(
+                        storage, *(request.query.get(name, [""])[0] for name in ("startOffset", "endOffset"))
+                    )
                 handler(request, response, storage, *args, **kwargs)
 
         return handle

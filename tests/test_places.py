@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import tensorstore as ts
 from etils import epath
 
-from prope.runtime.files import append_jsonl, files_below, local_copy, new_directory, read_json, write_atomic
+from prope.runtime.files import append_jsonl, files_below, kvstore, local_copy, new_directory, read_json, write_atomic
 
 
 @pytest.fixture(params=["local", "url"])
@@ -23,6 +24,13 @@ def test_a_file_is_written_replaced_and_read(place):
     assert read_json(place / "a.json", "remedy") == {"a": 2}
     assert [path.name for path in place.iterdir()] == ["a.json"]
     assert read_json(place / "b.json", "remedy") is None
+
+
+def test_a_folder_of_a_kvstore_is_deleted_alone(place):
+    for name in ("a", "b", "c"):
+        kvstore(place / name).write("x", b"1").result()
+    kvstore(place / "b").delete_range(ts.KvStore.KeyRange()).result()
+    assert [kvstore(place / name).list().result() for name in ("a", "b", "c")] == [[b"x"], [], [b"x"]]
 
 
 @pytest.mark.parametrize("end", [b"", b"\r", b"\n", b"\r\n", b"\0"])
