@@ -124,7 +124,7 @@ def call_on_first(function: Callable[[], T]) -> T:
     if _count == 1:
         return function()
     key, store, start = f"prope-{next(_waits)}", distributed.global_state.client, time.monotonic()
-    answer, logged, count = None, start, _count
+    text, logged, count = None, start, _count
     if is_first():
         _count = 1
         try:
@@ -136,16 +136,18 @@ def call_on_first(function: Callable[[], T]) -> T:
             answer = {"error": str(ending), "code": ending.code}
         finally:
             _count = count
-        store.key_value_set(key, json.dumps(answer))
-    while answer is None:  # a second at a time, so that signals are heard
+        text = json.dumps(answer)
+        store.key_value_set(key, text)
+    while text is None:  # a second at a time, so that signals are heard
         try:
-            answer = json.loads(store.blocking_key_value_get(key, 1000))
+            text = store.blocking_key_value_get(key, 1000)
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("DEADLINE_EXCEEDED"):
                 raise
         if time.monotonic() - logged > _LOG_SECONDS:
             logged = time.monotonic()
             log.warning("waiting for process 0, whose log says what it does, since %d s", logged - start)
+    answer = json.loads(text)
     if "error" in answer:
         wait()  # until all know it: the store ends with the first process
         raise (UsageError if answer["code"] == UsageError.code else RunFailed)(answer["error"])

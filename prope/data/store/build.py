@@ -83,11 +83,9 @@ def _open_at(path: str, data: ConfigDict, tokenizer: str) -> Store:
     rule, source = store.index["rule"], store.index["rule"]["source"]
     if rule["format"] != arrays.FORMAT:
         raise UsageError(f"the store {path}: has format {rule['format']}, not {arrays.FORMAT}; prepare it again")
-    settings = {"dataset": source["dataset"], "template": source.get("template", "")}
-    settings |= {"text_feature": source["text_feature"]} if "text_feature" in source else {}
-    settings |= {"loss_on": "targets" if rule["marked"] else "all", "validation_fraction": rule["validation_fraction"]}
-    for name, value in settings.items():
-        if data[name] != value:
+    made_with = {"template": ""} | rule | source | {"loss_on": "targets" if rule["marked"] else "all"}
+    for name in ("dataset", "text_feature", "template", "loss_on", "validation_fraction"):
+        if data[name] != (value := made_with.get(name, data[name])):
             raise UsageError(f"config.data.{name}={data[name]}: the store {path} was made with {value!r}; set that")
     if rule["tokenizer"] != tokenizer:
         raise UsageError(
