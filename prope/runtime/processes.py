@@ -149,7 +149,7 @@ def call_on_first(function: Callable[[], T]) -> T:
             log.warning("waiting for process 0, whose log says what it does, since %d s", logged - start)
     answer = json.loads(text)
     if "error" in answer:
-        wait()  # until all know it: the store ends with the first process
+        any_process(True)  # not a barrier alone, whose answers may be lost when the first process exits
         raise (UsageError if answer["code"] == UsageError.code else RunFailed)(answer["error"])
     return answer["value"]
 
