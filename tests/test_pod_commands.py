@@ -157,7 +157,7 @@ def test_waiting_for_the_first_process_outlasts_the_collectives_of_a_cpu():
     assert said == [b"[1, True]"] * 2, "the function believed to be alone"
 
 
-@pytest.mark.parametrize("module", ["prope.evaluate", "prope.sample", "prope.analyze", "prope.export_hf"])
+@pytest.mark.parametrize("module", ["prope.evaluate", "prope.export_hf"])  # by all processes, and by the first
 def test_an_error_of_one_process_ends_both_with_one_line(start_pod, wide, tmp_path, module):
     more = {"prope.sample": ["--prompt=a"], "prope.export_hf": [f"--output={tmp_path}/hf"]}.get(module, [])
     none = tmp_path / "none"
