@@ -10,6 +10,7 @@ import pytest
 import tensorstore as ts
 from etils import epath
 
+from prope.runtime import files
 from prope.runtime.files import append_jsonl, files_below, kvstore, local_copy, new_directory, read_json, write_atomic
 
 
@@ -24,6 +25,14 @@ def test_a_file_is_written_replaced_and_read(place):
     assert read_json(place / "a.json", "remedy") == {"a": 2}
     assert [path.name for path in place.iterdir()] == ["a.json"]
     assert read_json(place / "b.json", "remedy") is None
+
+
+def test_what_is_no_file_is_missing_at_once(place, monkeypatch):
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("waited"))
+    write_atomic(place / "a", "{}")
+    (place / "folder" / "config.json").mkdir(parents=True, exist_ok=True)
+    for path in (place / "none.json", place / "a" / "config.json", place / "folder" / "config.json"):
+        assert read_json(path, "remedy") is None
 
 
 def test_a_folder_of_a_kvstore_is_deleted_alone(place):

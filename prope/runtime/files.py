@@ -24,6 +24,7 @@ from prope.errors import RunFailed, UsageError, first_line, is_storage_error
 log = logging.getLogger("prope")
 T = TypeVar("T")
 
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 
 # One for the process: its cache holds the indices of a token store's shards, and tokens that windows share.
@@ -81,14 +82,14 @@ def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
     """Calls `read`, and calls it again with growing pauses while the storage fails; a missing file is an answer.
 
     Raises:
-      FileNotFoundError: the file is missing.
+      FileNotFoundError, NotADirectoryError, IsADirectoryError: the file is missing.
       RunFailed: the storage failed every time, or does not permit it.
     """
     pauses = iter(_PAUSES)
     while True:
         try:
             return read()
-        except FileNotFoundError:
+        except _NO_FILE:
             raise
         except Exception as error:
             if not is_storage_error(error):
@@ -146,7 +147,7 @@ def read_json(path: epath.Path, remedy: str | None = None):
     """
     try:
         return json.loads(retry_reads(path, path.read_text) if remedy else path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
+    except _NO_FILE:
         return None
     except (OSError, ValueError) as error:
         if remedy is None:
