@@ -82,6 +82,7 @@ def train(
     with open_session(config) as session:
         with raise_on_all():
             session.enter(open_workdir(path, config))
+        with raise_on_all():  # apart: opening windows has processes wait for one another
             with session.watchdog.paused():  # text is tokenized on first use, maybe for an hour
                 windows = open_windows(config.data, config.model.vocab_size, "train")
                 validation = open_windows(config.data, config.model.vocab_size, "validation")
