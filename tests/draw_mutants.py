@@ -29,7 +29,7 @@ TESTS = {
     "data": "data windows sources synthetic tokenizer prepare", "data/view.py": "tokenizer windows",
     "data/vocabulary.py": "tokenizer", "data/synthetic.py": "synthetic", "data/sources": "sources data reading prepare",
     "workdir": "records nonfinite train damage faults",
-    "runtime": "runtime config nonfinite train faults pod", "runtime/validate.py": "config train",
+    "runtime": "processes runtime config nonfinite train faults pod", "runtime/validate.py": "config train",
     "runtime/files.py": "damage reading places faults", "runtime/memory.py": "runtime evaluate_text",
     "inference": "evaluate evaluate_text sample", "inference/generation.py": "sample",
     "hf": "exchange exchange_refusals", "analysis": "analyze channels theory", "analysis/theory.py": "theory",

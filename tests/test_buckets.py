@@ -84,7 +84,7 @@ def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(up
 
 def test_a_bucket_that_is_not_there_is_one_line(bucket):
     with pytest.raises(UsageError, match=r"--workdir=gs://other/run: cannot be made: No such file.*ls gs://other answ"):
-        check_writable("workdir", epath.Path("gs://other/run"))
+        check_writable("--workdir", epath.Path("gs://other/run"))
 
 
 def test_without_credentials_it_is_one_line_at_once(bucket, storage, monkeypatch):
@@ -94,7 +94,7 @@ def test_without_credentials_it_is_one_line_at_once(bucket, storage, monkeypatch
         with pytest.raises(RunFailed, match=r"a\.json: cannot be read: .*gcloud auth application-default login"):
             read_json(epath.Path(bucket) / "a.json", "remedy")
         with pytest.raises(UsageError, match=r"--workdir=gs://bucket/.*: cannot be made: .*application-default login"):
-            check_writable("workdir", epath.Path(bucket))
+            check_writable("--workdir", epath.Path(bucket))
 
 
 @pytest.mark.slow

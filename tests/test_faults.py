@@ -211,7 +211,7 @@ def test_saving_by_the_clock(train, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+@pytest.mark.skipif(os.geteuid() != 0, reason="fills a disk of 20 MB: mounting it needs root")
 def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
     """There is room for the arrays, as the check before sees, but hardly any for what is written around them."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(tmp_path)], check=True)

@@ -46,7 +46,7 @@ def gemma_rope():
     try:
         files = importlib.metadata.files("gemma")
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("optional, compares with another project: pip install --no-deps gemma==3.3.0, as .ci/run does")
+        pytest.skip("compares with DeepMind's gemma: pip install --no-deps gemma==3.3.0, as .ci/run does")
     (path,) = (file.locate() for file in files if str(file) == "gemma/gm/math/_positional_embeddings.py")
     spec = importlib.util.spec_from_file_location("gemma_rope", path)
     module = importlib.util.module_from_spec(spec)

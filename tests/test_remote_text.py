@@ -197,7 +197,7 @@ def test_a_server_that_fails_for_a_while_is_waited_for(tmp_path, bucket, local, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+@pytest.mark.skipif(os.geteuid() != 0, reason="fills a disk of 64 KB: mounting it needs root")
 def test_a_scratch_disk_that_is_full(tmp_path, bucket, local):
     local.mkdir()
     _, here = write_both(tmp_path, bucket, "tfrecord", articles(3000))

@@ -24,7 +24,7 @@ from prope.errors import RunFailed, UsageError, first_line, is_storage_error
 log = logging.getLogger("prope")
 T = TypeVar("T")
 
-_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 
 # One for the process: its cache holds the indices of a token store's shards, and tokens that windows share.
@@ -89,7 +89,7 @@ def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
     while True:
         try:
             return read()
-        except _NO_FILE:
+        except NO_FILE:
             raise
         except Exception as error:
             if not is_storage_error(error):
@@ -121,8 +121,9 @@ def _remedy(path: epath.Path) -> str:
     return f"log in with gcloud auth application-default login, and see whether gcloud storage ls {bucket} answers"
 
 
-def check_writable(flag: str, path: epath.Path) -> None:
-    """Creates a directory; raises UsageError where nothing can be written there."""
+def check_writable(setting: str, path: os.PathLike) -> None:
+    """Creates a directory; raises UsageError, which begins with `setting`, where nothing can be written there."""
+    path = epath.Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)  # does nothing at a URL
         if is_url(path):
@@ -132,7 +133,7 @@ def check_writable(flag: str, path: epath.Path) -> None:
         if not is_storage_error(error):
             raise
         remedy = f"; {_remedy(path)}" if is_url(path) else ""
-        raise UsageError(f"--{flag}={path}: cannot be made: {_reason(error)}{remedy}") from error
+        raise UsageError(f"{setting}={path}: cannot be made: {_reason(error)}{remedy}") from error
 
 
 def read_json(path: epath.Path, remedy: str | None = None):
@@ -147,7 +148,7 @@ def read_json(path: epath.Path, remedy: str | None = None):
     """
     try:
         return json.loads(retry_reads(path, path.read_text) if remedy else path.read_text())
-    except _NO_FILE:
+    except NO_FILE:
         return None
     except (OSError, ValueError) as error:
         if remedy is None:

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
-from prope.runtime.files import absolute, is_url, local_cache, read_json, write_atomic
+from prope.runtime.files import absolute, check_writable, is_url, local_cache, read_json, write_atomic
 from prope.runtime.startup import find_commit
 from prope.sweep.grid import Planned, plan, text_of
 from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows, read_run, table, table_text
@@ -58,19 +58,11 @@ def state_folder(directory: epath.Path) -> pathlib.Path:
     return local_cache() / "sweeps" / f"{directory.name}-{zlib.crc32(str(absolute(directory)).encode()):08x}"
 
 
-def make_folder(folder: epath.Path | pathlib.Path, flag: str) -> None:
-    """Creates a folder; where that is not possible, raises UsageError with the flag that names it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{flag}={folder}: cannot be made: {error.strerror}") from error
-
-
 @contextlib.contextmanager
 def locked(directory: epath.Path) -> Iterator[int]:
     """Locks a sweep on this machine; yields its descriptor, which runs inherit: those that outlive us hold it."""
     state = state_folder(directory)
-    make_folder(state, "PROPE_CACHE")
+    check_writable("PROPE_CACHE", state)
     with open(state / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -281,7 +273,7 @@ def run_sweep(
         raise UsageError(f"--backend={backend}: needs the program {PROGRAMS[backend]}; install it, or put it on PATH")
     check_equal(sweep.read_all())
     with locked(directory) as lock:
-        make_folder(home, "--workdir")
+        check_writable("--workdir", home)
         write_atomic(home / "sweep.json", json.dumps(record, indent=2) + "\n")
         sweep.execute(ChildProcesses(lock))
     result = sweep.result()

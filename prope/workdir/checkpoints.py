@@ -21,7 +21,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full
 from prope.runtime import processes
-from prope.runtime.files import absolute, is_url, retry_reads
+from prope.runtime.files import NO_FILE, absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes, combine_hashes
 from prope.workdir.reader import FILES, Damaged, find_damage, list_files
 
@@ -47,7 +47,7 @@ def list_steps(workdir: str | os.PathLike) -> list[int]:
 
     try:
         steps = retry_reads(directory, finished)
-    except (FileNotFoundError, NotADirectoryError):
+    except NO_FILE:
         steps = []
     return processes.broadcast_from_first(sorted(steps))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.runtime.files import retry_reads
+from prope.runtime.files import NO_FILE, retry_reads
 
 log = logging.getLogger("prope")
 
@@ -18,7 +18,7 @@ def read_jsonl(path: epath.Path) -> list[dict]:
     """Reads a file of JSON lines, skipping with a warning those cut short; an empty list if there is no file."""
     try:
         lines = retry_reads(path, path.read_bytes).splitlines()
-    except (FileNotFoundError, NotADirectoryError):
+    except NO_FILE:
         return []
     records = []
     for number, line in enumerate(lines, 1):

@@ -103,7 +103,7 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
         check_same(config, existing, error, remedy)
     is_new, local = not path.exists(), pathlib.Path(path)
     created = [] if is_url(path) else [folder for folder in (local, *local.parents) if not folder.exists()]
-    check_writable("workdir", path)
+    check_writable("--workdir", path)
     try:
         yield
     except UsageError:
