@@ -1,4 +1,4 @@
-"""Causal attention, and the choice of its implementation: plain XLA, the TPU's splash kernel or cuDNN.
+"""Causal attention by plain XLA, the TPU's splash kernel or cuDNN.
 
 No implementation holds a T x S array of scores. Plain XLA computes them for one block of queries at a time, against
 the keys up to the block's last query.
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from prope.kernels.choice import choose_implementation
+from prope.kernels.splash import splash
 from prope.sharding import shard_mapped
 
 _MASKED_SCORE = float(jnp.finfo(jnp.float32).min)
@@ -51,52 +53,6 @@ def attention(
     function = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation]
     arrays = [query, key, value] if segment_ids is None else [query, key, value, segment_ids]
     return shard_mapped(function, ["BTNH", "BSKH", "BSKH", "BS"][: len(arrays)])(*arrays)
-
-
-def choose_implementation(requested: str, device, T: int, H: int, dtype: str, segmented: bool) -> tuple[str, str]:
-    """Returns the implementation for a device, and the reason: "auto" takes the fastest that can run.
-
-    Args:
-      requested: "auto", "xla", "splash" or "cudnn".
-      device: a `jax.Device`, or any object with its `platform` and, for a GPU, its `compute_capability`.
-      T: length of the queries and keys.
-      H: head_dim.
-      dtype: of the queries, by name.
-      segmented: whether `segment_ids` are passed.
-
-    Raises:
-      ValueError: the requested implementation cannot run there; names every obstacle.
-    """
-    obstacles = {"xla": [], "splash": [], "cudnn": []}
-
-    def require(name: str, holds: bool, obstacle: str) -> None:
-        if not holds:
-            obstacles[name].append(obstacle)
-
-    version = str(getattr(device, "compute_capability", "")).split(".")
-    capability = tuple(map(int, version)) if all(map(str.isdecimal, version)) else (0, 0)  # AMD's is a name
-    gpu = device.platform in ("gpu", "cuda")
-    max_head_dim = 256 if capability >= (9, 0) else 128
-    require("splash", device.platform == "tpu", f"it is a TPU kernel, and this is a {device.platform}")
-    require("splash", T % 128 == 0, f"the sequence length must be a multiple of 128; got {T}")
-    require("splash", H % 128 == 0, f"head_dim must be a multiple of 128; got {H}")
-    require("cudnn", gpu, f"it is an NVIDIA kernel, and this is a {device.platform}")
-    require("cudnn", capability >= (8, 0) or not gpu, "it needs an Ampere GPU or a later one")
-    fits = max_head_dim >= H and H % 8 == 0
-    require("cudnn", fits, f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}")
-    require("cudnn", dtype == "bfloat16", f"dtype must be bfloat16; got {dtype}")
-    require("cudnn", not segmented, "it needs a dense mask to keep documents apart (data.mask_documents)")
-    refusals = {name: f"{name} cannot be used: {'; '.join(found)}" for name, found in obstacles.items() if found}
-    if requested != "auto":
-        if requested in refusals:
-            raise ValueError(f"attention={refusals[requested]}; take auto or xla")
-        return requested, "as asked"
-    native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(device.platform)
-    if native is None:
-        return "xla", f"there is no kernel for a {device.platform}"
-    if native in refusals:
-        return "xla", refusals[native]
-    return native, f"the fastest on a {device.platform}"
 
 
 def _xla(query, key, value, segment_ids=None):
@@ -218,22 +174,8 @@ def _attend_to_cache(query, key, value, first_query):
 
 
 def _splash(query, key, value, segment_ids=None):
-    """Attends by the TPU kernel of JAX, with blocks several times faster than its default of 128."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    T, heads_per_group = query.shape[1], query.shape[2] // key.shape[2]
-    block = next(size for size in (1024, 512, 256, 128) if T % size == 0)
-    sizes = kernel.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=min(block, 512),
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=min(block, 256),  # more overflows a v5p's VMEM
-        use_fused_bwd_kernel=True,
-    )  # fmt: skip
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * heads_per_group)
-    run = kernel.make_splash_mqa_single_device(mask, block_sizes=sizes, residual_checkpoint_name="attention_out")
-    segments = None if segment_ids is None else kernel.SegmentIds(segment_ids, segment_ids)
-    over_kv_heads = jax.vmap(run, in_axes=(0, 0, 0, None))
-    return _heads_last(jax.vmap(over_kv_heads)(*_heads_first(query, key, value), segments))
+    """Attends by the TPU's kernel."""
+    return _heads_last(splash(*_heads_first(query, key, value), segment_ids))
 
 
 def _cudnn(query, key, value):

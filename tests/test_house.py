@@ -14,6 +14,7 @@ LAYERS = [
     ["errors", "rope"],
     ["config"],
     ["sharding"],
+    ["kernels"],
     ["attention", "loss"],
     ["model"],
     ["optimizer"],
@@ -27,7 +28,7 @@ LAYERS = [
     ["train", "evaluate", "sample", "analyze", "report", "plan", "bench", "export_hf", "import_hf", "__init__"],
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-FOLDERS = {"analysis", "cost", "data", "hf", "html", "inference", "runtime", "sweep", "workdir"}
+FOLDERS = {"analysis", "cost", "data", "hf", "html", "inference", "kernels", "runtime", "sweep", "workdir"}
 CORE = ("rope", "attention", "model", "loss", "optimizer", "step", "train", "config", "sharding")
 
 Imports = dict[str, set[str]]  # of every module of prope, by its name within the package: what it imports

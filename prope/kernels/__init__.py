@@ -1,0 +1,1 @@
+"""Attention kernels of accelerators, and the choice of one."""
