@@ -5,8 +5,9 @@ What       The experiment of gemma_2b_wiki.py at a size that one GPU trains: 101
 Command    python -m prope.train --config=configs/gemma_300m_wiki.py --workdir=W \
                --config.data.data_dir=DATA --config.data.tokenizer=tokenizer.model
            DATA and tokenizer.model as in gemma_2b_wiki.py; --config=configs/gemma_300m_wiki.py:tiny tries the plumbing.
-Hardware   One GPU with 80 GB: 43 GB in two parts and 75 GB in one, compiled for a v5p chip, not run. On less memory set
-           config.accumulation to 4 or 8, which changes no result.
+Hardware   One H100 with 80 GB, of which JAX takes 78 under launch/run.sh gpu: 38 GB in two parts and 68 GB in one, as
+           compiled by prope.plan --topology=h100:1, not run. On less memory set config.accumulation to 4 or 8, which
+           changes no result.
 Hours      3.9 billion tokens, about 7.5e18 FLOPs: 5 hours on one H100 at 40 % of its peak. Computed, not measured.
 Expected   Not yet run.
 """

@@ -1,15 +1,20 @@
-"""Compiles the real training step for a TPU slice that is not there.
+"""Compiles the real training step for TPUs or GPUs that are not here.
 
     python -m prope.plan --config=configs/gemma_2b_wiki.py --topology=v5e:4x4 --sequences_per_chip=2
+    python -m prope.plan --config=configs/gemma_300m_wiki.py --topology=h100:1
 
-Needs libtpu (pip install -e '.[tpu]') and no TPU. Reports whether the step fits, what fills a chip's memory, the
-collectives, and a lower bound of the step time: our own count of FLOPs and bytes against the chip's peaks, with
-perfect overlap. A real step takes longer.
+Needs XLA's compiler, which is libtpu (pip install -e '.[tpu]') or JAX's CUDA plugin (pip install -e '.[plan-gpu]'),
+and no TPU or GPU. What it reports is of two kinds:
 
-A topology is a TPU generation and the shape of a slice in chips: v5e:4x4, v5p:4x4x4, v6e:16x16. --slices=N joins N
-slices by the data-centre network, with a replica of the parameters on each; what crosses it is counted apart, at the
-speed of a host's network cards. --search tries every remat with more and more sequences per chip and plans the fastest
-that fits.
+    compiled   whether the step fits and what fills a chip's memory, the collectives, the kernels, the HBM traffic
+    roofline   ideal_*: a lower bound of the step time, our own count of FLOPs and bytes against the chip's peaks, with
+               perfect overlap. A real step takes longer.
+
+A topology is a TPU and the shape of a slice in chips, v5e:4x4, v5p:4x4x4, v6e:16x16, or a GPU and nodes x GPUs of a
+node, a100:8, h100:8x8, h200:1, b200:8 (a100 has 80 GB). --slices=N joins N TPU slices by the data-centre network, with
+a replica of the parameters on each, as on each node of GPUs. What crosses that network is counted apart ("between
+slices"), at the speed of a host's network cards. A GPU's memory is the share that JAX takes under `launch/run.sh gpu`.
+--search tries every remat with more and more sequences per chip and plans the fastest that fits.
 """
 
 from absl import flags
@@ -25,12 +30,14 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """Defines the command's flags."""
     config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/gemma_2b_wiki.py")
-    flags.DEFINE_string("topology", None, "generation and shape of a slice, such as v5e:4x4, v5p:4x4x4, v6e:16x16")
+    flags.DEFINE_string(
+        "topology", None, "TPU and shape of a slice, or GPU and nodes x GPUs: v5e:4x4, v5p:4x4x4, h100:8x8"
+    )
     flags.DEFINE_integer("slices", 1, "number of slices of that shape", lower_bound=1)
     per_chip = "sets config.batch_size to this many sequences per chip, with accumulation=1"
     flags.DEFINE_float("sequences_per_chip", None, per_chip, lower_bound=0.0)
     flags.DEFINE_boolean("search", False, "find the remat and the largest batch that fit, and plan the fastest")
-    flags.DEFINE_boolean("xla_flags", True, "compile with the generation's flags of prope/runtime/xla_flags.py")
+    flags.DEFINE_boolean("xla_flags", True, "compile with the platform's flags of prope/runtime/xla_flags.py")
     flags.mark_flags_as_required(["config", "topology"])
 
 
@@ -38,7 +45,8 @@ def main() -> dict:
     """Compiles; returns the plan."""
     import jax
 
-    from prope.cost.plan import find_devices, plan, search
+    from prope.cost.plan import plan, search
+    from prope.cost.topology import find_devices, is_gpu
     from prope.runtime.validate import validate
 
     config = FLAGS.config
@@ -50,7 +58,12 @@ def main() -> dict:
         if rows < 1 or rows != int(rows):
             raise UsageError(f"--sequences_per_chip={FLAGS.sequences_per_chip}: is {rows} on {len(devices)} chips")
         config.batch_size, config.accumulation = int(rows), 1
-    options = xla_flags.TPU[FLAGS.topology.partition(":")[0]] if FLAGS.xla_flags else {}
+    options = {}
+    if FLAGS.xla_flags and is_gpu(FLAGS.topology):
+        options = xla_flags.GPU
+        jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
+    elif FLAGS.xla_flags:
+        options = xla_flags.TPU[FLAGS.topology.partition(":")[0]]
     return (search if FLAGS.search else plan)(config, FLAGS.topology, devices, options)
 
 

@@ -165,5 +165,5 @@ def test_the_roofline_is_the_slowest_part():
     slow = traffic | {"all-reduce between slices": {"count": 1, "bytes": 25e9}}  # of one chip of 8 behind 25 GB/s
     found = cost.roofline_seconds(197e12, 819e9 / 2, slow, cost.CHIPS["v5e"])
     assert found == {"step": 8.0} | parts | {"between_slices": 8.0}
-    parts |= {"compute": 3.0, "communication": None, "memory": 0.25, "between_slices": None}
-    assert cost.roofline_seconds(3 * 989e12, 1.2e12, traffic, cost.CHIPS["H200"]) == {"step": 3.0} | parts
+    parts |= {"compute": 3.0, "communication": 4e11 / 450e9, "memory": 0.25, "between_slices": 0.5}  # one card a GPU
+    assert cost.roofline_seconds(3 * 989e12, 1.2e12, slow, cost.CHIPS["h200"]) == {"step": 3.0} | parts

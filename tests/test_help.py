@@ -171,7 +171,7 @@ def test_surplus_and_missing_words_are_refused(script, arguments, named):
 
 def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    allowed = re.search(r"\^\(([a-z|]*)\)\$", (ROOT / "launch/setup.sh").read_text())[1].split("|")
+    allowed = re.search(r"\^\(([a-z|-]*)\)\$", (ROOT / "launch/setup.sh").read_text())[1].split("|")
     assert sorted(filter(None, allowed)) == sorted(project["optional-dependencies"])
     command = ["bash", ROOT / "launch/setup.sh"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

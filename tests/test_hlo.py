@@ -300,3 +300,31 @@ TPU = """__import__("jax.experimental.topologies").experimental.topologies.get_t
 def test_a_program_for_a_tpu_slice_that_is_not_there(tmp_path):
     environment = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
     check(run_program(TPU, tmp_path, **environment), 16, 2048, 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "between"),  # of 4 chips on 2 nodes of 2: those of one node, one of each, all
+    [
+        ("replica_groups={{0,1},{2,3}}", None),
+        ("replica_groups={{0,2},{1,3}}", 4096),
+        ("replica_groups=[2,2]<=[4], use_global_device_ids=true", None),
+        ("replica_groups=[2,2]<=[2,2]T(1,0), use_global_device_ids=true", 4096),
+        ("replica_groups=[1,4]<=[4]", 2048),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}, use_global_device_ids=true", None),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", 4096),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, to_apply=%add", None),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}, to_apply=%add", 4096),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}, to_apply=%add", 2048),
+    ],
+)
+def test_what_leaves_a_node_of_gpus_is_counted_apart(groups, between):
+    """A sum over 1024 floats: between two nodes half of twice their bytes, shared by the GPUs of a node."""
+    text = f"""ENTRY %main (x: f32[1024]) -> f32[1024] {{
+  %x = f32[1024]{{0}} parameter(0)
+  %start = f32[1024]{{0}} all-reduce-start(%x), channel_id=1, {groups}
+  ROOT %done = f32[1024]{{0}} all-reduce-done(%start)
+}}"""
+    within = {"all-reduce": {"count": 1, "bytes": 8192}}
+    expected = {"all-reduce between slices": {"count": 1, "bytes": between}} if between else within
+    assert hlo.collectives(text, 2) == expected
+    assert hlo.collectives(text) == within

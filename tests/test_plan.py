@@ -1,4 +1,4 @@
-"""The plan for slices that are not there: small models, compiled for TPUs by libtpu where it is installed."""
+"""Plans for devices that are not here: small models, compiled for TPUs and GPUs where their compilers are installed."""
 
 import importlib.util
 import json
@@ -16,6 +16,10 @@ from prope.runtime import xla_flags
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs JAX's CUDA plugin: pip install -e '.[plan-gpu]'",
 )
 SMALL = (
     "--config.model.head_dim=128", "--config.model.num_heads=4", "--config.model.num_kv_heads=1",
@@ -78,10 +82,44 @@ def test_several_slices_hold_a_replica_each(plan):
     assert found["ideal_step_seconds"] == found["ideal_seconds_by"]["between_slices"], "the slowest of all"
 
 
+@needs_cuda
+@pytest.mark.slow
+def test_a_plan_of_one_gpu_takes_its_kernels_and_the_share_of_its_memory_that_jax_takes(plan):
+    found = plan(*SMALL, "--topology=h100:1", "--sequences_per_chip=2", "--config.model.remat=none").result
+    layers = default_config().model.num_layers // 2  # of the tiny size
+    assert found["attention"] == "cudnn" and (found["chips"], found["slices"]) == (1, 1)
+    assert found["kernels"]["__cudnn$fmhaSoftmax"] == found["kernels"]["__cudnn$fmhaSoftmaxBackward"] == layers
+    assert found["collectives"] == {}
+    assert 73e9 < found["hbm_bytes_per_chip"] < 0.92 * 85e9
+    assert found["fits"] and found["peak_bytes_per_chip"] == sum(found["bytes_per_chip"].values())
+    assert found["bytes_per_chip"]["parameters"] == 4 * found["parameters"]
+    # cuDNN's backward pass computes the scores again: one matmul more, over half of all pairs.
+    again = layers * 4 * 128 * 1024
+    assert found["hardware_flops_per_token"] == found["model_flops_per_token"] + again
+    assert found["ideal_seconds_by"]["compute"] == found["hardware_flops_per_token"] * 2 * 1024 / 989e12
+
+
+@needs_cuda
+@pytest.mark.slow
+def test_each_node_of_gpus_holds_a_replica(plan):
+    options = ("--topology=a100:2x2", "--sequences_per_chip=2", "--config.model.remat=save_qkv")
+    found = plan(*SMALL, *options).result
+    assert found["mesh"] == {"data": 2, "fsdp": 2, "tensor": 1} and (found["chips"], found["slices"]) == (4, 2)
+    # What the GPUs of a node gather does not leave it; between nodes a GPU's half of the gradients is summed: the
+    # layers' in bfloat16; the embedding's in float32, apart or together as a table and as the head.
+    head, traffic = 25_600 * 256, found["collectives"]
+    assert "all-gather between slices" not in traffic and traffic["all-gather"]["bytes"] > 2 * found["parameters"]
+    between = traffic["all-reduce between slices"]["bytes"]
+    layers = 2 * (found["parameters"] - head)
+    assert (4 * head + layers) / 2 * 0.99 < between < (8 * head + layers) / 2 * 1.01
+    assert found["ideal_seconds_by"]["between_slices"] == pytest.approx(between / 25e9)
+
+
 PAGES = {
     "gemma_2b_wiki": ["v5p:4x4x4"],
     "gemma_2b_wiki on v5e": ["v5e:16x16", "--config.accumulation=1", "--config.model.remat=save_qkv"],
-    "gemma_300m_wiki": ["v5p:1x1x1"],  # which stands for a GPU: no compiler of one is here
+    "gemma_300m_wiki": ["h100:1"],
+    "gemma_300m_wiki in one part": ["h100:1", "--config.accumulation=1"],
 }  # fmt: skip
 
 
@@ -93,16 +131,15 @@ def test_the_other_large_pages_take_the_same_step():
     assert (wiki.accumulation, wiki.model.remat) == (flan.accumulation, flan.model.remat)
 
 
-@needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=needs_cuda if "h100" in PAGES[p][0] else needs_libtpu) for p in PAGES]
+)
 def test_every_page_fits_the_hardware_that_it_names(run_command, page):
     topology, *flags = PAGES[page]
     file = f"--config={ROOT}/configs/{page.split()[0]}.py"
     done = run_command("prope.plan", file, f"--topology={topology}", *flags, ALLOW_MULTIPLE_LIBTPU_LOAD="true")
     assert done.result["fits"], done.result["peak_bytes_per_chip"]
-    if page == "gemma_300m_wiki":
-        assert done.result["peak_bytes_per_chip"] < 0.75 * 80e9, "the share of a GPU that JAX takes"
 
 
 @needs_libtpu
@@ -144,14 +181,14 @@ def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
 import functools, json, jax
 from prope import sharding, step
 from prope.cost import hlo
-from prope.cost import plan
+from prope.cost import topology
 from prope.config import default_config
 from prope.optimizer import make_optimizer
 config = default_config()
 config.model.update(num_layers=2, num_heads=4, head_dim=128, vocab_size=25600, dtype="bfloat16", remat="full")
 config.model.attention = {attention!r}
 config.batch_size, config.data.seq_len = 4, 2048
-mesh = sharding.make_mesh(devices=plan.find_devices("v5e:2x2", 1))
+mesh = sharding.make_mesh(devices=topology.find_devices("v5e:2x2", 1))
 optimizer = make_optimizer(config)
 state = sharding.with_shardings(jax.eval_shape(functools.partial(step.init_state, config, optimizer)), mesh)
 text = step.compile_step(config, optimizer, mesh, state).as_text()
@@ -174,21 +211,27 @@ print(json.dumps([dims for _, dims in hlo.array_shapes(text)]))
         assert not {2048, 25_600} <= set(shape), f"logits: {shape}"
 
 
-def test_without_libtpu_the_extra_is_named(plan, tmp_path):
+@pytest.mark.parametrize(("topology", "extra"), [("v5e:2x2", "tpu"), ("h100:1", "plan-gpu")])
+def test_without_a_compiler_its_extra_is_named(plan, tmp_path, topology, extra):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as u; found = u.find_spec\n"
-        "u.find_spec = lambda name, *rest: None if name == 'libtpu' else found(name, *rest)\n"
+        "hidden = ('libtpu', 'jax_cuda12_plugin', 'jax_cuda13_plugin')\n"
+        "u.find_spec = lambda name, *rest: None if name in hidden else found(name, *rest)\n"
     )
-    outcome = plan("--topology=v5e:2x2", PYTHONPATH=str(tmp_path))
-    assert outcome.code == 2 and "pip install -e '.[tpu]'" in outcome.error
+    outcome = plan(f"--topology={topology}", PYTHONPATH=str(tmp_path))
+    assert outcome.code == 2 and f"pip install -e '.[{extra}]'" in outcome.error
 
 
 @needs_libtpu
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--topology=v9:2x2"], "--topology=v9:2x2: must be a generation (v5e, v5p, v6e) and a shape"),
-        (["--topology=v5e"], "--topology=v5e: must be a generation"),
+        (["--topology=v9:2x2"], "--topology=v9:2x2: must be a TPU (v5e, v5p, v6e) and the shape of a slice"),
+        (["--topology=v5e"], "--topology=v5e: must be a TPU"),
+        (["--topology=h100"], "or a GPU (a100, h100, h200, b200) and nodes x GPUs of a node, such as h100:8x8"),
+        (["--topology=h100:1x8x8"], "--topology=h100:1x8x8: must be a TPU"),
+        (["--topology=h100:0"], "--topology=h100:0: must be a TPU"),
+        (["--topology=h100:8", "--slices=2"], "--slices=2: is of TPUs; nodes are part of the topology: h100:2x8"),
         (["--topology=v5e:3x3"], "--topology=v5e:3x3: "),
         (["--topology=v5e:2x2", "--sequences_per_chip=0.3"], "--sequences_per_chip=0.3: is 1.2 on 4 chips"),
         (["--topology=v5e:2x2", "--config.batch_size=6"], "config.batch_size=6: must be a multiple of 4"),

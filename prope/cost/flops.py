@@ -23,22 +23,25 @@ class Chip:
     flops: float
     hbm_bytes: float
     hbm_bandwidth: float
-    ici_bandwidth: float | None = None  # None: depends on how many chips share a node
-    dcn_bandwidth: float | None = None  # bytes/s between slices: those of a host's network cards / its chips
+    ici_bandwidth: float  # of GPUs: NVLink, one way
+    dcn_bandwidth: float | None = None  # bytes/s between slices or nodes: those of a host's network cards / its chips
 
 
 # TPU: peaks from Cloud TPU's page of each chip (v4: scaling-book, tpus.md); HBM is what XLA lets a program use; ICI
 # is links x one-way bandwidth of scaling-book, tpus.md (4 links, v4 and v5p 6). Network cards of a host, Cloud TPU's
-# pages: 200 Gbit/s for 8 chips of v5e and 4 of v5p, 800 for 8 of v6e. GPU: NVIDIA's data sheets, dense bf16.
+# pages: 200 Gbit/s for 8 chips of v5e and 4 of v5p, 800 for 8 of v6e. GPU: NVIDIA's data sheets, dense bf16, of DGX
+# A100, H100, H200 and B200 with NVLink and one network card for each GPU, of 200 Gbit/s for A100 and 400 for the
+# others; HBM is what CUDA reports (sources of gpus.toml).
 CHIPS = {
     "v4": Chip(("TPU v4",), 275e12, 30.75 * 2**30, 1.2e12, 6 * 4.5e10),
     "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * 2**30, 819e9, 4 * 5e10, 25e9 / 8),
     "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74 * 2**30, 2765e9, 6 * 1e11, 25e9 / 4),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * 2**30, 1638e9, 4 * 1e11, 100e9 / 8),
-    "A100-40GB": Chip(("NVIDIA A100-SXM4-40GB",), 312e12, 40e9, 1555e9),
-    "A100-80GB": Chip(("NVIDIA A100-SXM4-80GB",), 312e12, 80e9, 2039e9),
-    "H100": Chip(("NVIDIA H100 80GB HBM3",), 989e12, 80e9, 3350e9),
-    "H200": Chip(("NVIDIA H200",), 989e12, 141e9, 4800e9),
+    "a100-40gb": Chip(("NVIDIA A100-SXM4-40GB",), 312e12, 42331013120, 1555e9, 300e9, 25e9),
+    "a100": Chip(("NVIDIA A100-SXM4-80GB",), 312e12, 85100068864, 2039e9, 300e9, 25e9),
+    "h100": Chip(("NVIDIA H100 80GB HBM3",), 989e12, 84942979072, 3352e9, 450e9, 50e9),
+    "h200": Chip(("NVIDIA H200",), 989e12, 151397597184, 4800e9, 450e9, 50e9),
+    "b200": Chip(("NVIDIA B200",), 2250e12, 191514411008, 7672e9, 900e9, 50e9),
 }
 
 
@@ -50,13 +53,14 @@ def peak_flops(device_kind: str) -> float | None:
 def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str, int]], chip: Chip) -> dict:
     """Computes lower bounds of the step's seconds: by what takes them, and "step", their maximum.
 
-    "communication" is that within a slice, over its links; "between_slices" that over the data-centre network.
+    "communication" is that within a slice or GPU node, over its links; "between_slices" that over the data-centre
+    network.
 
     Args:
       flops: of one chip, `count_flops` / chips.
       hbm: bytes of one chip, from `prope.cost.hlo.hbm_bytes`.
       traffic: of one chip, from `prope.cost.hlo.collectives`.
-      chip: from `CHIPS`. What takes links that are not known is None and not in the maximum.
+      chip: from `CHIPS`. What takes a network that is not known is None and not in the maximum.
     """
     bounds = {"compute": flops / chip.flops, "memory": hbm / chip.hbm_bandwidth}
     between = sum(counts["bytes"] for kind, counts in traffic.items() if kind.endswith("between slices"))
@@ -85,16 +89,20 @@ _OPAQUE = re.compile(
     "pallas_call|ffi_call|custom_partitioning|dot_product_attention|ragged_dot|scaled_(dot|matmul)|.*wgmma"
 )
 
+# Of cuDNN's attention by JAX's primitive: the backward pass computes the scores again.
+CUDNN_MATMULS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+
 
 def count_flops(jaxpr: ClosedJaxpr | Jaxpr, kernels: Mapping[str, float] | None = None) -> float:
     """Counts the FLOPs of all matmuls and convolutions of a jaxpr, over all devices, with recomputation by remat.
 
     A scan counts its length times, a cond its costliest branch, a shard_map once per device. Work that the compiler
-    replicates over devices is counted once. Splash attention kernels count the blocks that their mask visits.
+    replicates over devices is counted once. Splash attention kernels count the blocks that their mask visits, cuDNN's
+    half of all pairs of query and key.
 
     Args:
       jaxpr: from `jax.make_jaxpr(step)(..)` or `jax.jit(step).trace(..).jaxpr`.
-      kernels: FLOPs of one call on one device, by name, for kernels other than splash attention's.
+      kernels: FLOPs of one call on one device, by name, for kernels other than splash attention's and cuDNN's.
 
     Raises:
       ValueError: matmuls in a loop of unknown length, or a kernel of unknown FLOPs; the text names it.
@@ -151,6 +159,9 @@ def _kernel_flops(eqn: JaxprEqn, operands: list, kernels: Mapping[str, float]) -
     name = str(eqn.params.get("name") or eqn.params.get("name_and_src_info") or eqn.primitive.name).split(" ")[0]
     if name in kernels:
         return kernels[name]
+    if name in CUDNN_MATMULS:  # causal, as this project calls it
+        (B, T, N, H), S = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+        return CUDNN_MATMULS[name] * 2.0 * B * N * T * S * H / 2
     if not (eqn.primitive.name == "pallas_call" and name.startswith("splash_")):
         raise ValueError(f"the FLOPs of the kernel {name} are not known: give them as kernels={{{name!r}: ..}}")
     grid = eqn.params["grid_mapping"]

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
                 "ragged-all-to-all", "reduce-scatter")  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -21,18 +23,20 @@ _BETWEEN_SLICES = r'_xla_megascale_target="\{([\d,:]+)\}.*?_xla_megascale_transf
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveDone")
 
 
-def collectives(text: str) -> dict[str, dict[str, int]]:
+def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[str, int]]:
     """Counts the collectives that one chip runs in one step, {"all-gather": {"count", "bytes"}, ..}.
 
     "bytes" is the larger of operand and result on one chip, doubled for an all-reduce: the traffic of each chip of a
     ring of n, without the factor (n - 1) / n; for an all-to-all, an upper bound. A start and its done count once.
     What passes between slices has kinds of its own, "all-reduce between slices", with that factor. libtpu compiles a
-    slice's module alone, in which hosts send and receive for their chips.
+    slice's module alone, in which hosts send and receive for their chips. With `chips_per_node`, of GPUs, nodes are
+    the slices: a collective over several counts the bytes that pass the network card of one chip.
 
     Raises:
       ValueError: a loop whose length the text does not give; the error names it.
     """
-    counts = _total(_read(text), "ENTRY", _collectives_in)
+    count = functools.partial(_collectives_in, chips_per_node=chips_per_node)
+    counts = _total(_read(text), "ENTRY", count)
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {key: counts[kind, key] for key in ("count", "bytes")} for kind in kinds}
 
@@ -44,6 +48,11 @@ def hbm_bytes(text: str) -> int:
     place the update, arrays in VMEM nothing. Padding and repeated reads of a kernel are not counted.
     """
     return _total(_read(text), "ENTRY", _hbm_in)["bytes"]
+
+
+def kernels(text: str) -> dict[str, int]:
+    """Counts how often one chip runs each library or custom kernel in one step, {"__cudnn$fmhaSoftmax": 18, ..}."""
+    return dict(sorted(_total(_read(text), "ENTRY", _kernels_in).items()))
 
 
 def array_shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
@@ -192,17 +201,23 @@ def _affine(module: dict, computation: _Computation, name: str, inputs=()) -> tu
     return None
 
 
-def _collectives_in(module: dict, computation: _Computation) -> Counter:
+def _collectives_in(module: dict, computation: _Computation, chips_per_node: int | None) -> Counter:
     counts = Counter()
     for x in computation.instructions.values():
         kind = x.opcode.removesuffix("-done")
         if x.opcode == "fusion":
-            counts.update(_collectives_in(module, module[x.attribute("calls")]))
+            counts.update(_collectives_in(module, module[x.attribute("calls")], chips_per_node))
         elif kind in _COLLECTIVES:
             starts = any("AsyncCollectiveStart" in user.attributes for user in computation.users(x.name))
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
-                counts.update({(kind, "count"): 1, (kind, "bytes"): size * (2 if kind == "all-reduce" else 1)})
+                size *= 2 if kind == "all-reduce" else 1
+                group = _first_group(computation, x) if chips_per_node else [0]
+                nodes = len({chip // (chips_per_node or 1) for chip in group})
+                if nodes > 1:  # those of a node share the traffic of a gather or a sum, not of a permutation
+                    shared = 1 if kind.endswith(("to-all", "permute")) else len(group) // nodes
+                    kind, size = f"{kind} between slices", size * (nodes - 1) // nodes // shared
+                counts.update({(kind, "count"): 1, (kind, "bytes"): size})
         elif x.opcode == "recv" and (match := re.search(_BETWEEN_SLICES, x.attributes)):
             ends = [list(map(int, numbers.split(":"))) for numbers in match[1].split(",")]
             slices, size = sum(end[-1] - end[0] + 1 for end in ends), x.arrays[0].bytes
@@ -210,6 +225,34 @@ def _collectives_in(module: dict, computation: _Computation) -> Counter:
             size = 2 * size * (slices - 1) // slices if match[2] == "ALL_REDUCE" else size
             counts.update({(kind, "count"): 1, (kind, "bytes"): size})
     return counts
+
+
+def _first_group(computation: _Computation, x: _Instruction) -> list[int]:
+    """Returns the chips that take part in a collective together with the first one.
+
+    Groups are written {{0,1},{2,3}}; [2,2]<=[4] and [2,2]<=[2,2]T(1,0), whose rows they are; or as axes of a mesh,
+    mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}.
+    """
+    start = computation.instructions[x.operands[0]] if x.opcode.endswith("-done") else x
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)={{([\d,]+)}", start.attributes):
+        return _integers(listed[1])
+    text = re.search(r"replica_groups=(.*?)(?:, [a-z]\w+=(?<!device_ids=)|$)", start.attributes)[1]
+    sizes = _integers(re.match(r"(?:mesh)?\[(.*?)\]", text)[1])
+    order = re.search(r"(?:<=|\()\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    chips = np.arange(math.prod(sizes)).reshape(_integers(order[1]) if order else sizes)
+    chips = chips.transpose(_integers(order[2]) if order and order[2] else range(chips.ndim)).reshape(sizes)
+    axes = re.findall(r"'(\w+)'=", text)  # of a mesh
+    used = re.search(r" {(.*?)}", text)
+    return chips[tuple(slice(None) if used and f"'{axis}'" in used[1] else 0 for axis in axes or "0")].ravel().tolist()
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"(?:^|,|=)(\d+)", text)]
+
+
+def _kernels_in(module: dict, computation: _Computation) -> Counter:
+    calls = [x for x in computation.instructions.values() if x.opcode == "custom-call" and not x.free]
+    return Counter(re.search(r'custom_call_target="([^"]*)"', x.attributes)[1] for x in calls)
 
 
 def _hbm_in(module: dict, computation: _Computation) -> Counter:
@@ -228,7 +271,8 @@ def _hbm_in(module: dict, computation: _Computation) -> Counter:
         elif x.opcode in ("send", "recv"):
             total += x.arrays[0].bytes
         elif not (x.free or opcode.endswith(("-start", "-update"))):
-            total += sum(operand.hbm for operand in operands) + x.hbm
+            scratch = [a for a in x.arrays if x.opcode == "custom-call" and a.dtype in ("s8", "u8")]  # of GPU libraries
+            total += sum(operand.hbm for operand in operands) + x.hbm - sum(array.bytes for array in scratch)
     return Counter(bytes=total)
 
 

@@ -1,21 +1,18 @@
-"""Compiles the training step for a TPU slice that is not there, and finds the largest batch that fits it."""
+"""Compiles the training step for devices that are not here, and finds the largest batch that fits them."""
 
-import importlib.util
 import logging
 import math
-import os
 import re
 import time
 
 import jax
-from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from prope import sharding
 from prope.config import REMAT
 from prope.cost import flops, hlo
 from prope.cost.bench import describe
-from prope.errors import UsageError
+from prope.cost.topology import is_gpu
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
@@ -24,29 +21,15 @@ from prope.step import prepare, trace_step
 log = logging.getLogger("prope")
 
 
-def find_devices(topology: str, slices: int) -> list:
-    """Describes the devices of TPU slices that are not there."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise UsageError("prope.plan needs libtpu, XLA's compiler for TPUs: pip install -e '.[tpu]'; it needs no TPU")
-    generation, _, shape = topology.partition(":")
-    if generation not in flops.CHIPS or generation not in xla_flags.TPU or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
-        known = ", ".join(xla_flags.TPU)
-        raise UsageError(f"--topology={topology}: must be a generation ({known}) and a shape, such as v5p:4x4x4")
-    # Without these, libtpu asks the cloud which machine it is on, and waits for minutes where there is no cloud.
-    known_machine = {"SKIP_MDS_QUERY": "1", "ACCELERATOR_TYPE": "v5litepod-16", "WORKER_HOSTNAMES": "localhost"}
-    for name, value in known_machine.items():
-        os.environ.setdefault(f"TPU_{name}", value)
-    bounds = [min(2, int(size)) for size in shape.split("x")[:2]] + [1]  # chips of a host: 2 x 2, or fewer
-    options = {"chips_per_host_bounds": bounds} if 1 in bounds[:2] else {}
-    try:
-        return list(topologies.get_topology_desc(topology, "tpu", num_slices=slices, **options).devices)
-    except Exception as error:
-        raise UsageError(f"--topology={topology}: {str(error).splitlines()[0]}") from None
-
-
 def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Compiles the training step for these devices; returns what the command prints."""
-    chip, slices = flops.CHIPS[topology.partition(":")[0]], sharding.num_slices(devices)
+    chip, gpu = flops.CHIPS[topology.partition(":")[0]], is_gpu(topology)
+    # JAX tells the nodes of GPUs apart, as slices, only where they are attached.
+    slices = len({device.process_index for device in devices}) if gpu else sharding.num_slices(devices)
+    if config.mesh.data is None:
+        config = config.copy_and_resolve_references()
+        config.mesh.data = slices
+    limit = int(chip.hbm_bytes * (xla_flags.GPU_MEMORY_FRACTION if gpu else 1))
     validate_devices(config, devices)
     config, mesh, optimizer, state = prepare(config, devices)
     tokens = config.batch_size * config.data.seq_len
@@ -56,12 +39,14 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     result |= {
         "sequences_per_chip": config.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
-        "hbm_bytes_per_chip": int(chip.hbm_bytes),
+        "hbm_bytes_per_chip": limit,
         "xla_flags": flags,
     }
+    # Tuning a GPU's kernels would need the GPU.
+    options = flags | ({"xla_gpu_autotune_level": 0} if gpu else {})
     start = time.perf_counter()
     try:
-        compiled = traced.lower().compile(compiler_options=flags)
+        compiled = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -75,14 +60,16 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "program": memory.generated_code_size_in_bytes,
     }
     peak = step_bytes(memory) + memory.generated_code_size_in_bytes
-    traffic, hbm_bytes = hlo.collectives(text), hlo.hbm_bytes(text)
+    traffic = hlo.collectives(text, len(devices) // slices if gpu else None)
+    hbm_bytes = hlo.hbm_bytes(text)
     seconds = flops.roofline_seconds(step_flops / len(devices), hbm_bytes, traffic, chip)
     ideal = seconds.pop("step")
     return result | {
-        "fits": peak <= chip.hbm_bytes,  # the compiler accepts slightly more
+        "fits": peak <= limit,  # the compiler accepts slightly more
         "peak_bytes_per_chip": peak,
         "bytes_per_chip": sizes | {"batch_and_padding": peak - sum(sizes.values())},
         "collectives": traffic,
+        "kernels": hlo.kernels(text),
         "hbm_traffic_bytes": hbm_bytes,
         "ideal_step_seconds": ideal,
         "ideal_seconds_by": seconds,
@@ -102,7 +89,7 @@ def _does_not_fit(message: str) -> dict:
     match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
     size = round(float(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[match[2]]) if match else None
     log.info("does not fit: %s", message.splitlines()[0])
-    unknown = ("bytes_per_chip", "collectives", "ideal_step_seconds", "ideal_tokens_per_second", "ideal_mfu")
+    unknown = ("bytes_per_chip", "collectives", "kernels", "ideal_step_seconds", "ideal_tokens_per_second", "ideal_mfu")
     return {"fits": False, "peak_bytes_per_chip": size} | dict.fromkeys(unknown)
 
 
