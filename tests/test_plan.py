@@ -268,6 +268,24 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
     assert ("LIBTPU_INIT_ARGS" in xla_flags.environment(platform)) == (platform in xla_flags.TPU)
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "processes", "set_to"),
+    [("9.0\n9.0", "1", "1"), ("9.0", "8", "1"), ("9.0", "1", None), ("10.0\n10.0", "1", None), ("8.0\n8.0", "1", None)],
+)
+def test_a_gpu_s_memory_and_queues_are_set_for_it(tmp_path, capabilities, processes, set_to):
+    """By launch/run.sh; nvidia-smi is made up here."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{capabilities}'\n")
+    program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{sys.prefix}/bin:/usr/bin:/bin", "PROPE_PROCESSES": processes}
+    name, command = "XLA_PYTHON_CLIENT_MEM_FRACTION", ["bash", "launch/run.sh", "gpu", "env"]
+    for own, expected in (({}, "0.92"), ({name: "0.5"}, "0.5")):
+        done = subprocess.run(command, cwd=ROOT, env=environment | own, capture_output=True, text=True, check=True)
+        found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+        assert found[name] == expected
+        assert found.get("CUDA_DEVICE_MAX_CONNECTIONS") == set_to
+
+
 @pytest.mark.parametrize("name", ["XLA_FLAGS"])
 def test_xla_knows_the_gpu_s_flags(name):
     """Unknown ones end the process."""

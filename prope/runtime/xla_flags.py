@@ -2,15 +2,19 @@
 
     python -m prope.runtime.xla_flags v5p
 
-`launch/run.sh v5p COMMAND` runs a command with them, `prope.plan` compiles with a TPU's, and `prope.bench` reports
+`launch/run.sh v5p COMMAND` runs a command with them, `prope.plan` compiles with them, and `prope.bench` reports
 which are set. The source of every flag stands beside it in prope/runtime/xla_flags.py.
 """
 
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 
-VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL", "NCCL_NVLS_ENABLE")
+_FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # to which the user's flags are appended
+VARIABLES = (*_FLAGS, "JAX_OPTIMIZATION_LEVEL", "NCCL_NVLS_ENABLE", "XLA_PYTHON_CLIENT_MEM_FRACTION",
+             "CUDA_DEVICE_MAX_CONNECTIONS")  # fmt: skip
 
 # Gathers and sums of parameters run beside the matmuls. Source: AI-Hypercomputer/maxtext,
 # benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP and CF_FOR_ALL_GATHER, used for Gemma 2B on v5e.
@@ -50,8 +54,22 @@ def environment(platform: str) -> dict[str, str]:
     if platform in TPU:
         return {"LIBTPU_INIT_ARGS": _joined(TPU[platform])}
     if platform == "gpu":
-        return {"XLA_FLAGS": _joined(GPU), "JAX_OPTIMIZATION_LEVEL": GPU_LEVEL, "NCCL_NVLS_ENABLE": "1"}
+        fraction = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_MEMORY_FRACTION)}
+        # On several Hopper GPUs one queue keeps the order in which XLA starts collectives. Source: as above.
+        ordered = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if _several_hopper_gpus() else {}
+        flags = {"XLA_FLAGS": _joined(GPU), "JAX_OPTIMIZATION_LEVEL": GPU_LEVEL, "NCCL_NVLS_ENABLE": "1"}
+        return flags | fraction | ordered
     return {}
+
+
+def _several_hopper_gpus() -> bool:
+    """Tells whether the run is on several GPUs of compute capability 9, in one process or in more."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    if not shutil.which(command[0]):
+        return False
+    capabilities = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    processes = os.environ.get("PROPE_PROCESSES", "1")
+    return {text.partition(".")[0] for text in capabilities} == {"9"} and (len(capabilities) > 1 or processes != "1")
 
 
 def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -71,7 +89,8 @@ def _main(arguments: list[str]) -> None:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     for name, value in environment(arguments[0]).items():
-        print(f'export {name}="{value}${{{name}:+ ${name}}}"')  # what the user has set comes last and wins
+        both, users = f"{value}${{{name}:+ ${name}}}", f"${{{name}:-{value}}}"  # what the user has set wins
+        print(f'export {name}="{both if name in _FLAGS else users}"')
     return None
 
 
