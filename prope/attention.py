@@ -6,6 +6,8 @@ the keys up to the block's last query.
 Axes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K, H head_dim.
 """
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -180,5 +182,16 @@ def _splash(query, key, value, segment_ids=None):
 
 def _cudnn(query, key, value):
     """Attends by NVIDIA's flash attention, causal without a mask array."""
-    output = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-    return checkpoint_name(output, "attention_out")
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def save_policy(names: Sequence[str]) -> Callable[..., bool]:
+    """Makes a checkpoint policy that saves the arrays of these names.
+
+    "attention_out" includes cuDNN's output and softmax statistics: JAX names neither, so all that its primitive returns
+    is saved.
+    """
+    by_name, cudnn = jax.checkpoint_policies.save_only_these_names(*names), "dot_product_attention_fwd_wrapper"
+    return lambda primitive, *arguments, **parameters: (
+        by_name(primitive, *arguments, **parameters) or ("attention_out" in names and primitive.name == cudnn)
+    )

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from prope.attention import attention
+from prope.attention import attention, save_policy
 from prope.config import layer_percentages, one_or_per_layer
 from prope.rope import mask_slow_pairs, num_rotated_pairs, rotate, rotation_table
 from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
         pairs = jnp.array(rotated_pairs_by_layer(cfg), jnp.int32) if len(set(percentages)) > 1 else None
         block = Block
         if cfg.remat != "none":
-            policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_RESIDUALS[cfg.remat])
+            policy = save_policy(_SAVED_RESIDUALS[cfg.remat])
             block = nn.remat(Block, policy=policy, prevent_cse=not cfg.scan_layers)
         # The whole cache is carried, so that a step writes the slots of its own tokens and copies no others.
         layer = None if cache is None else jnp.arange(cfg.num_layers)
