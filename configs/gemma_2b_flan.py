@@ -18,7 +18,7 @@ Data       FlanV2 is not in TFDS. Its five parts are on the Hugging Face hub, as
                        for row in datasets.load_dataset(name, split="train", streaming=True):
                            out.write(json.dumps({key: row[key] for key in ("inputs", "targets")}) + "\\n")
            python -m prope.data.prepare --config=configs/gemma_2b_flan.py then makes the token stores, once.
-Hardware   As gemma_2b_wiki.py: a slice of 64 TPU v5p, or, with the flags there, of 256 v5e; 64 or more 80 GB GPUs.
+Hardware   As gemma_2b_wiki.py: a slice of 64 TPU v5p or, with the flags there, of 256 v5e or 64 H100.
 Hours      42 billion tokens, about 7.1e20 FLOPs: 12 hours on 64 v5p at 55 % of their peak. Computed, not measured.
 Expected   Not yet run. Assumed, because the paper does not say: the steps, the batch and the share of validation
            documents, as in gemma_2b_wiki.py; the template; that every token is predicted; and the weights of the parts,

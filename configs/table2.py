@@ -8,7 +8,7 @@ Command    python launch/sweep.py --config=configs/table2.py --workdir=W
            python -m prope.report --sweep=W
            with the data of both, which the two files' pages describe, in ./data, and Gemma's tokenizer.model in this
            folder. --config=configs/table2.py:tiny tries the plumbing; --dry-run prints the eight commands.
-Hardware   As gemma_2b_wiki.py: a slice of 64 TPU v5p, or of 256 v5e; 64 or more 80 GB GPUs.
+Hardware   As gemma_2b_wiki.py: a slice of 64 TPU v5p or, with the flags there, of 256 v5e or 64 H100.
 Hours      96: eight runs of 12 hours on 64 v5p at 55 % of their peak. Computed, not measured.
 Expected   The paper's numbers, as far as what is assumed on the two pages holds. Not yet run.
 """

@@ -32,6 +32,7 @@ _KINDS = {
     type(None): "a whole number or None",
 }  # fmt: skip
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
+_COMPILERS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def run(
@@ -89,8 +90,8 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
     if not {"--help", "-h"} & set(sys.argv[1:]):
         _on_ctrl_c(_leave)
         accelerators = [path for name in _ACCELERATORS for path in pathlib.Path("/dev").glob(name)]
-        if uses_devices and not accelerators and importlib.util.find_spec("libtpu"):
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu logs errors where there is no TPU
+        if uses_devices and not accelerators and any(map(importlib.util.find_spec, _COMPILERS)):
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # they log errors where there is no TPU or GPU
         return
     own = [flags.FLAGS[name] for name in _define(define_flags)]
     rows = ((f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}", _meaning(flag)) for flag in own)

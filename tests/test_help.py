@@ -1,6 +1,7 @@
 """The first minute: every command and script answers --help at once, and refuses words that it does not know."""
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -319,11 +320,11 @@ def start_python(*arguments, path=str(ROOT)) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **output)
 
 
+@pytest.mark.parametrize("compiler", ["libtpu", "jax_cuda13_plugin"])
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("chosen", [None, "tpu"])
-def test_libtpu_is_left_alone_where_there_is_no_accelerator(tmp_path, monkeypatch, accelerator, chosen):
-    (tmp_path / "libtpu.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
+def test_compilers_are_left_alone_where_there_is_no_accelerator(monkeypatch, compiler, accelerator, chosen):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == compiler else None)
     monkeypatch.setattr(sys, "argv", ["prope.evaluate"])
     monkeypatch.setattr(command, "_ACCELERATORS", ["null" if accelerator else "accel*"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)

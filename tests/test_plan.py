@@ -121,7 +121,7 @@ PAGES = {
     "gemma_2b_wiki": ["v5p:4x4x4"],
     "gemma_2b_wiki on v5e": ["v5e:16x16", "--config.accumulation=1", "--config.model.remat=save_qkv"],
     "gemma_300m_wiki": ["h100:1"],
-    "gemma_300m_wiki in one part": ["h100:1", "--config.accumulation=1"],
+    "gemma_2b_wiki on h100": ["h100:8x8", "--config.accumulation=4"],
 }  # fmt: skip
 
 
