@@ -1,9 +1,10 @@
 """Cross-entropy of the next token, without ever holding the [tokens, V] logits of a large vocabulary whole.
 
-The gradient is computed in the forward pass, chunk by chunk, while the chunk's logits exist. Where every device holds
-the whole embedding, chunks are of tokens and each logit is computed once. Where the embedding is split over devices,
-chunks are of the vocabulary: a chunk of the embedding is all-gathered, used, and its gradient scattered, so that the
-embedding never exists whole. Logits are then computed twice, because a softmax first needs those of all chunks.
+The gradient is computed in the forward pass, chunk by chunk, while the chunk's logits exist. Chunks are of tokens, and
+each logit is computed once: a device all-gathers the embedding, takes its own tokens, and the gradients that all
+devices accumulate are reduce-scattered once. Where the embedding is too large for that, chunks are of the vocabulary: a
+chunk of the embedding is all-gathered, used, and its gradient scattered. Logits are then computed twice, because a
+softmax first needs those of all chunks.
 
 Axes: B batch, T length, D embed_dim, V vocab, R = B * T tokens, C chunks, P shards of the vocabulary, v entries of a
 chunk on one shard.
@@ -13,10 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from prope.sharding import constrain, constrain_like_param, num_shards
+from prope.sharding import constrain, constrain_like_param, num_shards, shard_axes, shard_mapped, sum_like_param
 
 _MAX_LOGITS_WHOLE = 2**24  # logits of a device that exist at once without chunks: 64 MiB in float32
-_ROWS_PER_CHUNK = 1024  # tokens of a device in a chunk of tokens, where _MAX_LOGITS_WHOLE allows no more
+# Tokens R of a device in a chunk of tokens, where _MAX_LOGITS_WHOLE allows no more, by the start of a device's kind.
+# Every chunk reads and writes the float32 gradient of the table, 8 V D bytes, to add a matmul of 2 R V D FLOPs to it.
+# The matmul is the longer part from R = 4 FLOP/s / (bytes/s) on: 660 tokens on v5p, 960 on v5e, 1180 on H100, 2240 on
+# v6e. Twice the tokens are twice the logits, 1 GB for 1024 tokens of a vocabulary of 256k.
+_ROWS_PER_CHUNK = {"NVIDIA": 2048, "TPU v6": 2048, "": 1024}
+_MAX_TABLE_BYTES = 2**30  # of the embedding in the dtype of the matmuls, all-gathered; float32 gradients are as many
 _MAX_LOGITS_PER_CHUNK = 2**27  # logits of a device in a chunk of the vocabulary
 
 
@@ -35,7 +41,7 @@ def token_losses(
         target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - target_logits
 
-    losses = jax.lax.map(chunk_losses, _chunk_tokens((hidden, targets), len(table)))
+    losses = jax.lax.map(chunk_losses, _chunk_tokens((hidden, targets), len(table), num_shards("B")))
     return losses.swapaxes(0, 1).reshape(targets.shape)
 
 
@@ -54,8 +60,13 @@ def weighted_loss(
 
 
 def _forward(hidden, embedding, targets, weights):
-    by_chunks = _by_tokens if num_shards("B") == num_shards("V") == 1 else _by_vocab
-    losses, grad_hidden, grad_embedding = by_chunks(hidden, embedding, targets, weights)
+    fits = embedding.size * hidden.dtype.itemsize <= _MAX_TABLE_BYTES * num_shards("V")
+    if num_shards("B") == num_shards("V") == 1 or (fits and len(hidden) % num_shards("B") == 0):
+        table = constrain_like_param(embedding.astype(hidden.dtype), "VD")  # before it is all-gathered
+        run = shard_mapped(_by_tokens, ["BTD", "VD", "BT", "BT"], ["BT", "BTD", "VD"])
+        losses, grad_hidden, grad_embedding = run(hidden, table, targets, weights)
+    else:
+        losses, grad_hidden, grad_embedding = _by_vocab(hidden, embedding, targets, weights)
     return (losses * weights).sum(), (losses, grad_hidden, grad_embedding.astype(embedding.dtype))
 
 
@@ -68,25 +79,31 @@ def _backward(residuals, cotangent):
 weighted_loss.defvjp(_forward, _backward)
 
 
-def _by_tokens(hidden, embedding, targets, weights):
-    """Returns losses [B, T] and the gradients of hidden and embedding, computed by chunks of the tokens."""
-    table = embedding.astype(hidden.dtype)
+def _by_tokens(hidden, table, targets, weights):
+    """Returns losses [B, T] and the gradients of hidden and table, computed by chunks of a device's tokens."""
+    axes = shard_axes("V")  # with them, the table holds this device's entries of the vocabulary
+    entries = jax.lax.axis_index(axes) * len(table) + jnp.arange(len(table))
+    partial_dtype = jnp.float32 if axes else hidden.dtype  # of what is still to be summed over the vocabulary
 
     def add_chunk(grad_table, chunk):
         (shape, rows), (_, targets), (_, weights) = ((x.shape, x.reshape(-1, *x.shape[2:])) for x in chunk)
         logits = jnp.einsum("RD,VD->RV", rows, table, preferred_element_type=jnp.float32)
-        logsumexp = jax.nn.logsumexp(logits, axis=-1)
-        is_target = jnp.arange(len(table))[None] == targets[:, None]
-        losses = logsumexp - jnp.where(is_target, logits, 0).sum(axis=-1)
+        local = jax.nn.logsumexp(logits, axis=-1)
+        largest = jax.lax.pmax(local, axes)
+        logsumexp = largest + jnp.log(jax.lax.psum(jnp.exp(local - largest), axes))
+        is_target = entries[None] == targets[:, None]
+        target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
         grad_logits = (jnp.exp(logits - logsumexp[:, None]) - is_target) * weights[:, None]
         grad_logits = grad_logits.astype(rows.dtype)
+        grad_rows = jnp.einsum("RV,VD->RD", grad_logits, table, preferred_element_type=partial_dtype)
         grad_table = grad_table + jnp.einsum("RV,RD->VD", grad_logits, rows, preferred_element_type=jnp.float32)
-        return grad_table, (losses.reshape(shape[:2]), (grad_logits @ table).reshape(shape))
+        return grad_table, tuple(x.reshape(*shape[:2], *x.shape[1:]) for x in (logsumexp, target_logits, grad_rows))
 
     chunks = _chunk_tokens((hidden, targets, weights), len(table))
     grad_table, stacked = jax.lax.scan(add_chunk, jnp.zeros(table.shape, jnp.float32), chunks)
-    losses, grad_hidden = (x.swapaxes(0, 1).reshape(*targets.shape, *x.shape[3:]) for x in stacked)
-    return losses, grad_hidden, grad_table
+    logsumexp, *stacked = (x.swapaxes(0, 1).reshape(*targets.shape, *x.shape[3:]) for x in stacked)
+    target_logits, grad_hidden = jax.lax.psum(stacked, axes)  # once, not in every chunk
+    return logsumexp - target_logits, grad_hidden.astype(hidden.dtype), sum_like_param(grad_table, "VD")
 
 
 def _by_vocab(hidden, embedding, targets, weights):
@@ -94,8 +111,7 @@ def _by_vocab(hidden, embedding, targets, weights):
     (B, T, D), V, shards = hidden.shape, len(embedding), num_shards("V")
     per_shard = V // shards
     logits_per_device = B * T // num_shards("B") * per_shard
-    few = logits_per_device <= _MAX_LOGITS_WHOLE
-    least = 1 if few else max(4, -(-logits_per_device // _MAX_LOGITS_PER_CHUNK))
+    least = max(4, -(-logits_per_device // _MAX_LOGITS_PER_CHUNK))
     num_chunks = next((c for c in range(least, 16 * least) if per_shard % c == 0), 1)  # 1: V hardly divides
     length = per_shard // num_chunks
     tables = embedding.reshape(shards, num_chunks, length, D).swapaxes(0, 1)
@@ -110,34 +126,36 @@ def _by_vocab(hidden, embedding, targets, weights):
         return constrain(logits, "BVv"), table, targets_of_rows[:, None, None] == (first + offsets)[None]
 
     def accumulate_softmax(carry, chunk):
-        largest, total, target_logits = carry
         logits, _, is_target = score(*chunk)
-        larger = jnp.maximum(largest, logits.max(axis=(1, 2)))
-        total = total * jnp.exp(largest - larger) + jnp.exp(logits - larger[:, None, None]).sum(axis=(1, 2))
-        return (larger, total, target_logits + jnp.where(is_target, logits, 0).sum(axis=(1, 2))), None
+        logsumexp = jnp.logaddexp(carry[0], jax.nn.logsumexp(logits, axis=2))
+        return (logsumexp, carry[1] + jnp.where(is_target, logits, 0).sum(axis=2)), None
 
     def accumulate_gradient(grad_rows, chunk):
         logits, table, is_target = score(*chunk)
         grad_logits = (jnp.exp(logits - logsumexp[:, None, None]) - is_target) * weights_of_rows[:, None, None]
         grad_logits = constrain(grad_logits.astype(rows.dtype), "BVv")
-        grad_rows = grad_rows + jnp.einsum("RPV,PVD->RD", grad_logits, table, preferred_element_type=jnp.float32)
+        grad_rows = grad_rows + jnp.einsum("RPV,PVD->RPD", grad_logits, table, preferred_element_type=jnp.float32)
         grad_table = jnp.einsum("RPV,RD->PVD", grad_logits, rows, preferred_element_type=jnp.float32)
         return grad_rows, constrain_like_param(grad_table, "VvD")
 
-    zeros, chunks = jnp.zeros(rows.shape[0], jnp.float32), (tables, firsts)
-    (largest, total, target_logits), _ = jax.lax.scan(accumulate_softmax, (zeros - jnp.inf, zeros, zeros), chunks)
-    logsumexp = largest + jnp.log(total)
-    grad_rows, grad_tables = jax.lax.scan(accumulate_gradient, jnp.zeros(rows.shape, jnp.float32), chunks)
-    losses = (logsumexp - target_logits).reshape(targets.shape)
-    grad_hidden = grad_rows.astype(hidden.dtype).reshape(hidden.shape)
+    # Each shard of the vocabulary has its own sums, which are added up once, not in every chunk.
+    zeros, chunks = constrain(jnp.zeros((len(rows), shards, D), jnp.float32), "BVD"), (tables, firsts)
+    start = zeros[:, :, 0] - jnp.inf, zeros[:, :, 0]
+    (logsumexp, target_logits), _ = jax.lax.scan(accumulate_softmax, start, chunks)
+    logsumexp = jax.nn.logsumexp(logsumexp, axis=1)
+    grad_rows, grad_tables = jax.lax.scan(accumulate_gradient, zeros, chunks)
+    losses = (logsumexp - target_logits.sum(axis=1)).reshape(targets.shape)
+    grad_hidden = grad_rows.sum(axis=1).astype(hidden.dtype).reshape(hidden.shape)
     return losses, grad_hidden, grad_tables.swapaxes(0, 1).reshape(V, D)
 
 
-def _chunk_tokens(arrays, V: int):
-    """Reshapes arrays [B, T, ...] to [C, B, T / C, ...]: a batch that is split over devices stays split."""
+def _chunk_tokens(arrays, V: int, shards: int = 1):
+    """Reshapes arrays [B, T, ...], where B is in this many shards, to [C, B, T / C, ...], sharded alike."""
     B, T = arrays[0].shape[:2]
-    longest = _MAX_LOGITS_WHOLE // V * num_shards("B") // B  # tokens of a sequence
+    kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
+    rows = next(rows for start, rows in _ROWS_PER_CHUNK.items() if kind.startswith(start))
+    longest = _MAX_LOGITS_WHOLE // V * shards // B  # tokens of a sequence
     if longest < T:
-        longest = min(max(longest, _ROWS_PER_CHUNK * num_shards("B") // B), T // 2)
+        longest = min(max(longest, rows * shards // B), T // 2)
     length = max(t for t in range(1, T + 1) if T % t == 0 and (t == 1 or t <= longest))
     return jax.tree.map(lambda x: x.reshape(B, T // length, length, *x.shape[2:]).swapaxes(0, 1), arrays)

@@ -84,17 +84,42 @@ all_gather_param.defvjp(
 )
 
 
-def shard_mapped(function: Callable, axes: Sequence[str]) -> Callable:
-    """Wraps a function of arrays with these axes in shard_map; the result is sharded as the first array."""
+def shard_mapped(function: Callable, axes: Sequence[str], results: Sequence[str] = ()) -> Callable:
+    """Wraps a function of arrays with these axes in shard_map; by default the result is sharded as the first array.
+
+    Results are named by their axes, from those of the arrays; one without B is a gradient from `sum_like_param`.
+    """
 
     def run(*arrays):
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
+        if mesh.size <= 1:
             return function(*arrays)
-        specs = tuple(_spec(mesh, names, x.shape) for names, x in zip(axes, arrays, strict=True))
-        return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+        sizes = dict(pair for names, x in zip(axes, arrays, strict=True) for pair in zip(names, x.shape, strict=True))
+
+        def spec(names, rule=_spec):
+            return rule(mesh, names, [sizes[letter] for letter in names])
+
+        specs = tuple(map(spec, axes))
+        out_specs = tuple(spec(names, _spec if "B" in names else _param_spec) for names in results) or specs[0]
+        return jax.shard_map(function, in_specs=specs, out_specs=out_specs, check_vma=False)(*arrays)
 
     return run
+
+
+def shard_axes(letter: str) -> tuple[str, ...]:
+    """Returns the mesh axes over which a shard-mapped function reduces an axis in use; none on one device."""
+    return _MESH_AXES[letter] if num_shards(letter) > 1 else ()
+
+
+def sum_like_param(x: jax.Array, axes: str) -> jax.Array:
+    """Sums a shard-mapped gradient over the batch's shards by a reduce-scatter, sharded as its parameter is stored."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1:
+        return x
+    spec = _param_spec(mesh, axes, [size * num_shards(letter) for letter, size in zip(axes, x.shape, strict=True)])
+    if "fsdp" not in spec:
+        return jax.lax.psum(x, ("data", "fsdp"))
+    return jax.lax.psum(jax.lax.psum_scatter(x, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True), "data")
 
 
 def embedding_lookup(table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows) -> jax.Array:

@@ -1,15 +1,20 @@
 """FLOPs against arithmetic done by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import AbstractMesh
 
-from prope import model
+from prope import model, sharding
 from prope.config import default_config
 from prope.cost import flops as cost
+from prope.optimizer import make_optimizer
+from prope.step import batch_shapes, init_state, make_train_step
 
 
 def flops(function, *shapes, **options):
@@ -37,6 +42,21 @@ def test_model_flops_are_six_per_parameter_and_attention(kv_heads):
     parameters = model.num_parameters(jax.eval_shape(lambda: model.init(config, jax.random.key(0))))
     norms = (2 * 18 + 1) * 2048
     assert cost.model_flops_per_token(config, 2) == 6 * (parameters - norms) + 6 * 18 * 2048 * 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 32, 1), (2, 8, 4)])
+def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(shape):
+    """Short sequences: a flash attention's backward pass computes its scores again, which is 2 % at 8192 tokens."""
+    config = default_config()
+    config.model.update(gemma_2b())
+    config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla")
+    config.batch_size, config.data.seq_len = 64, 128
+    optimizer, mesh = make_optimizer(config), AbstractMesh(shape, ("data", "fsdp", "tensor"))
+    state = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    with sharding.use(mesh):
+        step = jax.make_jaxpr(make_train_step(config, optimizer))(*state, batch_shapes(config, mesh))
+    ratio = cost.count_flops(step) / 64 / 128 / cost.model_flops_per_token(config.model, 128)
+    assert 1 <= ratio <= 1.01
 
 
 def chain(x, weights, layer=lambda x, w: jnp.tanh(x @ w)):

@@ -1,6 +1,7 @@
 """The loss against -log softmax in float64, on one device and on meshes of eight."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -56,12 +57,12 @@ def check(arrays, tolerance=1e-5, place=lambda array: array):
 @pytest.mark.parametrize(("max_logits", "rows"), [(2**24, 1024), (1, 1024), (1, 8), (1, 1)])
 def test_value_and_gradients_equal_the_formula(monkeypatch, max_logits, rows):
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", max_logits)
-    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", rows)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": rows})
     check(draw())
 
 
 def test_narrow_hidden_states_are_summed_in_float32(monkeypatch):
-    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", 8)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 8})
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", 1)
     check(draw(D=64, dtype=jnp.bfloat16), tolerance=0.01)
 
@@ -91,7 +92,7 @@ def test_a_large_vocabulary_is_never_scored_whole(monkeypatch):
         return (jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] * weights).sum()
 
     assert elements(plain, *arrays) == 2 * 512 * 1000
-    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", 128)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 128})
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", 1)
     for run in (loss.token_losses, gradient):
         assert elements(run, *arrays[: 3 if run is loss.token_losses else 4]) == 128 * 1000
@@ -106,24 +107,28 @@ def over_meshes():
     for shape in MESHES:
         mesh = sharding.make_mesh(shape[0], shape[2])
         assert mesh.devices.shape == shape
-        for D, V, max_logits, chunk, dtype in (
-            (16, 48, 2**20, 2**20, np.float32),
-            (16, 48, 1, 50, np.float32),  # six chunks of the vocabulary
-            (12, 56, 1, 6, jnp.bfloat16),  # as many chunks as entries, where tensor = 1; D is not a multiple of 8
+        for D, V, max_logits, chunk, max_table, dtype in (
+            (16, 48, 1, 3, 2**30, np.float32),  # chunks of three tokens
+            (16, 48, 1, 50, 0, np.float32),  # six chunks of the vocabulary
+            (12, 56, 1, 6, 0, jnp.bfloat16),  # as many chunks as entries, where tensor = 1; D is not a multiple of 8
+            (12, 56, 2**20, 1, 2**30, jnp.bfloat16),  # one chunk of all tokens
         ):
-            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = max_logits, chunk, chunk
+            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = max_logits, chunk, {"": chunk}
+            loss._MAX_TABLE_BYTES = max_table
 
             def place(array, mesh=mesh, V=V):
-                spec = jax.sharding.PartitionSpec("tensor") if len(array) == V else rows()
+                spec = jax.sharding.PartitionSpec("tensor") if len(array) == V == 48 else rows()
+                spec = jax.sharding.PartitionSpec() if len(array) == V else spec
                 return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
 
             with sharding.use(mesh):
                 check(draw(8, 6, D, V, dtype), 1e-5 if dtype == np.float32 else 0.02, place)
 
-    loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = 1, 2**12, 8
+    loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = 1, 2**12, {"": 8}
     hidden, embedding, targets, weights = draw(8, 128, 32, 1024)
-    for shape in ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)):
+    for shape, max_table in itertools.product(((1, 8, 1), (2, 2, 2)), (0, 2**30)):
         mesh = sharding.make_mesh(shape[0], shape[2])
+        loss._MAX_TABLE_BYTES = max_table
         by_rows, columns = jax.sharding.NamedSharding(mesh, rows()), jax.sharding.PartitionSpec("tensor", "fsdp")
         with sharding.use(mesh):
             placed = [jax.device_put(array, by_rows) for array in (hidden, targets, weights)]
@@ -131,7 +136,7 @@ def over_meshes():
             largest = elements(gradient, *placed)
         groups = shape[0] * shape[1]
         assert largest < 1024 // groups * 1024 // shape[2], f"{shape}: the logits of a device exist whole"
-        assert largest < 1024 * 32, f"{shape}: the table exists whole"
+        assert largest < 1024 * 32 or max_table, f"{shape}: the table exists whole"
 
 
 @pytest.mark.slow
