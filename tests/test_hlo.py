@@ -108,9 +108,9 @@ ENTRY %main (stack: f32[4,1024], row: f32[1024], part: bf16[64], x: f32[2048]) -
 
 def test_collectives_of_a_module_written_by_hand():
     assert hlo.collectives(MODULE) == {
-        "all-gather": {"count": 1, "bytes": 2 * 1024},
-        "all-reduce": {"count": 1, "bytes": 2 * (4 * 2048 + 2 * 1024)},
-        "collective-permute": {"count": 4, "bytes": 4 * 4 * 1024},
+        "all-gather": {"count": 1, "bytes": 2 * 1024, "async": 1},
+        "all-reduce": {"count": 1, "bytes": 2 * (4 * 2048 + 2 * 1024), "async": 0},
+        "collective-permute": {"count": 4, "bytes": 4 * 4 * 1024, "async": 4},
     }
 
 
@@ -139,8 +139,8 @@ def test_traffic_between_slices_is_apart_from_that_within_one():
     """As libtpu writes it: each slice is a module, and hosts exchange what crosses. A ring of 4 passes 2 x 3/4 on."""
     size = 4 * 100 * 8 * 128
     assert hlo.collectives(BETWEEN_SLICES) == {
-        "all-gather": {"count": 1, "bytes": 512},
-        "all-reduce between slices": {"count": 1, "bytes": size * 3 // 2},
+        "all-gather": {"count": 1, "bytes": 512, "async": 0},
+        "all-reduce between slices": {"count": 1, "bytes": size * 3 // 2, "async": 1},
     }
     assert hlo.hbm_bytes(BETWEEN_SLICES) == 2 * size + 128 + 512
 
@@ -191,7 +191,7 @@ def test_of_the_branches_of_a_conditional_the_costliest_counts():
     text += branch.replace("NAME", "no").replace("BODY", "  ROOT %n = f32[8]{0} negate(%p)\n")
     text += "ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {\n  %i = s32[] parameter(0)\n  %x = f32[8]{0} parameter(1)\n"
     text += "  ROOT %c = f32[8]{0} conditional(%i, %x, %x), branch_computations={%yes, %no}\n}\n"
-    assert hlo.collectives(text) == {"all-reduce": {"count": 1, "bytes": 64}}
+    assert hlo.collectives(text) == {"all-reduce": {"count": 1, "bytes": 64, "async": 0}}
     assert hlo.hbm_bytes(text) == 64
 
 
@@ -212,8 +212,11 @@ ENTRY %main (x: f32[64]) -> f32[16] {
   ROOT %gathered = f32[16]{0} all-gather-done(%gathering)
 }
 """
-    each = {"all-gather": {"count": 1, "bytes": 64}, "reduce-scatter": {"count": 1, "bytes": 256}}
-    assert hlo.collectives(text) == each
+    for mark, apart in (("", 1), (', backend_config={"is_sync":true}', 0)):
+        size = {"all-gather": 64, "reduce-scatter": 256}
+        expected = {kind: {"count": 1, "bytes": size[kind], "async": apart} for kind in size}
+        marked = re.sub(r"(.*(?:async|gather)-start.*)", rf"\1{mark}", text)
+        assert hlo.collectives(marked) == expected
     assert hlo.hbm_bytes(text) == (256 + 32) + (32 + 64)
 
 
@@ -273,6 +276,8 @@ def check(found, devices, D, itemsize):
         "all-to-all": {"count": 15, "bytes": 15 * itemsize * D * D // devices},
         "collective-permute": {"count": 15, "bytes": 15 * itemsize * D * D // devices},
     }
+    for _, kinds, _ in found.values():
+        assert all(0 <= counts.pop("async") <= counts["count"] for counts in kinds.values())
     assert found["1"] == [15 * devices * 2 * D**3, traffic, 2]
     flops, unrolled, loops = found["True"]
     assert (flops, loops) == (15 * devices * 2 * D**3, 0)
@@ -324,7 +329,7 @@ def test_what_leaves_a_node_of_gpus_is_counted_apart(groups, between):
   %start = f32[1024]{{0}} all-reduce-start(%x), channel_id=1, {groups}
   ROOT %done = f32[1024]{{0}} all-reduce-done(%start)
 }}"""
-    within = {"all-reduce": {"count": 1, "bytes": 8192}}
-    expected = {"all-reduce between slices": {"count": 1, "bytes": between}} if between else within
+    within = {"all-reduce": {"count": 1, "bytes": 8192, "async": 1}}
+    expected = {"all-reduce between slices": {"count": 1, "bytes": between, "async": 1}} if between else within
     assert hlo.collectives(text, 2) == expected
     assert hlo.collectives(text) == within

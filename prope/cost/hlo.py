@@ -20,14 +20,16 @@ _UPDATES = ("dynamic-update-slice", "scatter")
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async",
          "after-all", "partition-id", "replica-id", "opt-barrier", "send", "recv")  # fmt: skip
 _BETWEEN_SLICES = r'_xla_megascale_target="\{([\d,:]+)\}.*?_xla_megascale_transfer_type="(\w+)"'
+_SYNC = '"is_sync":true'  # of a start on a GPU whose done follows at once
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveDone")
 
 
 def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[str, int]]:
-    """Counts the collectives that one chip runs in one step, {"all-gather": {"count", "bytes"}, ..}.
+    """Counts the collectives that one chip runs in one step, {"all-gather": {"count", "bytes", "async"}, ..}.
 
     "bytes" is the larger of operand and result on one chip, doubled for an all-reduce: the traffic of each chip of a
     ring of n, without the factor (n - 1) / n; for an all-to-all, an upper bound. A start and its done count once.
+    "async" counts those that the compiler has started apart, so that computation can run beside them.
     What passes between slices has kinds of its own, "all-reduce between slices", with that factor. libtpu compiles a
     slice's module alone, in which hosts send and receive for their chips. With `chips_per_node`, of GPUs, nodes are
     the slices: a collective over several counts the bytes that pass the network card of one chip.
@@ -38,7 +40,7 @@ def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[
     count = functools.partial(_collectives_in, chips_per_node=chips_per_node)
     counts = _total(_read(text), "ENTRY", count)
     kinds = sorted({kind for kind, _ in counts})
-    return {kind: {key: counts[kind, key] for key in ("count", "bytes")} for kind in kinds}
+    return {kind: {key: counts[kind, key] for key in ("count", "bytes", "async")} for kind in kinds}
 
 
 def hbm_bytes(text: str) -> int:
@@ -207,23 +209,27 @@ def _collectives_in(module: dict, computation: _Computation, chips_per_node: int
         kind = x.opcode.removesuffix("-done")
         if x.opcode == "fusion":
             counts.update(_collectives_in(module, module[x.attribute("calls")], chips_per_node))
+        elif x.opcode == "async-start" and _SYNC not in x.attributes:  # counted where they are wrapped
+            wrapped = _collectives_in(module, module[x.attribute("calls")], chips_per_node)
+            counts.update({(kind, "async"): n for (kind, key), n in wrapped.items() if key == "count"})
         elif kind in _COLLECTIVES:
             starts = any("AsyncCollectiveStart" in user.attributes for user in computation.users(x.name))
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
                 size *= 2 if kind == "all-reduce" else 1
+                apart = x.opcode != kind and _SYNC not in computation.instructions[x.operands[0]].attributes
                 group = _first_group(computation, x) if chips_per_node else [0]
                 nodes = len({chip // (chips_per_node or 1) for chip in group})
                 if nodes > 1:  # those of a node share the traffic of a gather or a sum, not of a permutation
                     shared = 1 if kind.endswith(("to-all", "permute")) else len(group) // nodes
                     kind, size = f"{kind} between slices", size * (nodes - 1) // nodes // shared
-                counts.update({(kind, "count"): 1, (kind, "bytes"): size})
+                counts.update({(kind, "count"): 1, (kind, "bytes"): size, (kind, "async"): int(starts or apart)})
         elif x.opcode == "recv" and (match := re.search(_BETWEEN_SLICES, x.attributes)):
             ends = [list(map(int, numbers.split(":"))) for numbers in match[1].split(",")]
             slices, size = sum(end[-1] - end[0] + 1 for end in ends), x.arrays[0].bytes
             kind = f"{match[2].lower().replace('_', '-')} between slices"
             size = 2 * size * (slices - 1) // slices if match[2] == "ALL_REDUCE" else size
-            counts.update({(kind, "count"): 1, (kind, "bytes"): size})
+            counts.update({(kind, "count"): 1, (kind, "bytes"): size, (kind, "async"): 1})
     return counts
 
 
