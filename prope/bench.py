@@ -1,7 +1,8 @@
-"""Measures the training step, or the rotation alone, on this machine.
+"""Measures the training step, the rotation alone, or all that is worth knowing, on this machine.
 
     python -m prope.bench --config=configs/quickstart.py
     python -m prope.bench --rope
+    python -m prope.bench --suite --output=FOLDER
 
 It times warm steps of the real training step on random tokens, alternating with a plain matmul of the model's dtype.
 `matmul_fraction` is the model's FLOPs per second divided by the matmul's, and so means something on any machine.
@@ -11,6 +12,10 @@ attention, 6 L N H T per token. Recomputation is not counted. It is null if the 
 Started on every host of a pod as training is, it measures the step on all their devices, and the matmul on one.
 
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
+
+--suite takes about ten minutes: rates of the machine, rotation, attention by implementation and length, the head, steps
+of three sizes by remat and by length, decoding, saving and restoring. It writes a page and suite.jsonl to --output; the
+same command goes on where it was interrupted.
 """
 
 from absl import flags
@@ -29,25 +34,34 @@ def define_flags() -> None:
     flags.DEFINE_boolean("rope", False, "time the rotation alone")
     flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "with --rope: shape B,T,N,H of the array to rotate")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array")
+    flags.DEFINE_boolean("suite", False, "measure everything")
+    flags.DEFINE_string("output", "runs/bench", "with --suite: folder of the page, index.html, and of suite.jsonl")
+    flags.DEFINE_float("minutes", 10.0, "with --suite: nothing is begun after so long", lower_bound=0.0)
     flags.DEFINE_float("rope_percentage", 0.75, "with --rope: p", lower_bound=0.0, upper_bound=1.0)
 
 
 def main() -> dict:
     """Measures; returns the times."""
     from prope.cost.bench import bench_rope, bench_step
-    from prope.runtime.processes import call_on_first
+    from prope.runtime import processes
     from prope.runtime.validate import validate
 
+    if FLAGS.suite:
+        from prope.cost.suite import run_suite
+
+        if processes.count() > 1:
+            raise UsageError(f"--suite: measures one process; got {processes.count()}; start it on one host alone")
+        return run_suite(FLAGS.output, FLAGS.minutes)
     if not FLAGS.rope:
         if FLAGS.config is None:
-            raise UsageError("prope.bench needs --config=FILE to measure its training step, or --rope")
+            raise UsageError("prope.bench needs --config=FILE to measure its training step, --rope or --suite")
         validate(FLAGS.config)
         return bench_step(FLAGS.config, FLAGS.steps)
     try:
         B, T, N, H = map(int, FLAGS.shape)
     except ValueError:
         raise UsageError(f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H") from None
-    return call_on_first(lambda: bench_rope((B, T, N, H), FLAGS.dtype, FLAGS.rope_percentage))
+    return processes.call_on_first(lambda: bench_rope((B, T, N, H), FLAGS.dtype, FLAGS.rope_percentage))
 
 
 if __name__ == "__main__":

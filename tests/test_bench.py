@@ -71,7 +71,7 @@ def test_a_peak_is_counted_by_the_device_where_it_counts():
 
 
 def test_what_cannot_be_measured_is_answered_in_one_line(run_command):
-    assert "needs --config=FILE to measure its training step, or --rope" in run_command("prope.bench").error
+    assert "needs --config=FILE to measure its training step, --rope or --suite" in run_command("prope.bench").error
     error = run_command("prope.bench", CONFIG, "--config.model.attention=splash").error
     assert "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu" in error
     error = run_command("prope.bench", CONFIG, "--config.batch_size=6", devices=4).error

@@ -77,8 +77,8 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
     return result
 
 
-def bench_step(config: ConfigDict, steps: int) -> dict:
-    """Times warm steps of the training step on all devices, alternating with a plain matmul."""
+def bench_step(config: ConfigDict, steps: int, matmul: tuple[int, int] | None = None) -> dict:
+    """Times warm steps of the training step on all devices, alternating with a plain matmul: (size, repeats)."""
     check_count()
     devices = jax.devices()
     validate_devices(config, devices)
@@ -96,7 +96,7 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
         return metrics  # ready when the whole step is
 
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
-    size, repeats = (2048, 8) if devices[0].platform == "cpu" else (8192, 64)
+    size, repeats = matmul or ((2048, 8) if devices[0].platform == "cpu" else (8192, 64))
     square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
     seconds = medians({"step": train, "matmul": repeat_matmul(square, repeats)}, steps)
     result = {"device": devices[0].device_kind, "devices": len(devices)} | describe(config, mesh, shapes[0])
