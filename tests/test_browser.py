@@ -9,6 +9,7 @@ from test_analyze import asked
 from test_report import template  # noqa: F401
 
 from prope.analysis import analysis, theory_page
+from prope.cost import suite
 from prope.sweep.page import report_sweep
 
 pytestmark = [
@@ -27,7 +28,18 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:  # noqa: F811
     for p in (0.0, 0.75):
         make_run(folder / f"rope_percentage={p:g},seed=0,model.max_wavelength=10000", p)
     compared = analysis.analyse_all(folder, asked(text=str(text)))
+    rates = {"seconds": 0.123, "value": 1234.5, "unit": "GFLOP/s", "share": 0.42, "of": "matmul"}
+    rows = [
+        {"group": "machine", "name": "matmul"} | rates,
+        {"group": "step", "name": "2.5 B, none", "error": "no memory"},
+    ]
+    for x in (512, 32_768):
+        rows += [
+            {"group": "attention", "name": f"{s}, {x:,} tokens", "series": s, "x": x} | rates for s in ("xla", "cudnn")
+        ]
+    machine = suite.describe_machine() | {"xla_flags": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false " * 4}}
     return {
+        "benchmarks": pathlib.Path(suite.write_page(folder / "bench", machine, rows, left=3)),
         "sweep": pathlib.Path(report_sweep(template)["output"]),
         "comparison": pathlib.Path(compared["output"]),
         "analysis": pathlib.Path(compared["runs"][1], "analysis", "index.html"),
@@ -38,7 +50,7 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:  # noqa: F811
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])
-@pytest.mark.parametrize("kind", ["sweep", "comparison", "analysis", "without rotation", "theory"])
+@pytest.mark.parametrize("kind", ["benchmarks", "sweep", "comparison", "analysis", "without rotation", "theory"])
 def test_nothing_is_cut_off_and_labels_are_readable(pages, tmp_path, kind, width, scheme):
     found = browser.look(pages[kind], tmp_path, width, scheme)
     assert found["wider"] <= 0 and found["cut"] == found["outside"] == found["errors"] == []

@@ -42,6 +42,7 @@ SMALL = [
     (r"--rope_percentage=0,0\.[\d.,]+", "--rope_percentage=0,1"),
     (r"--seq_len=1x,2x,\S+", "--seq_len=1x,2x"),
     (r"--search\b", "--sequences_per_chip=1"),  # a tiny model fits with ever larger batches; test_plan searches
+    (r"--suite\b", "--suite --minutes=0"),
     (r"--max_windows=\d+", "--max_windows=2"),
     (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
     (r"--(seq_len|config\.data\.seq_len)=\d+\b", r"--\1=64"),

@@ -60,15 +60,16 @@ class Sizes(NamedTuple):
 
 
 CPU = Sizes(
-    "float32", (2048, 8), 2**25, (2, 64), (4096, 512, 32_768),
-    {"1 M": (4, 128, 2, 64, 512, 260, 256, 8), "10 M": (6, 256, 4, 64, 1024, 16_384, 512, 4), "40 M": (*_40M, 2)},
-    ("1 M", "none"), "40 M", 4096, 8192,
+    dtype="float32", matmul=(2048, 8), memory=2**25, heads=(2, 64), head=(4096, 512, 32_768),
+    models={"1 M": (4, 128, 2, 64, 512, 260, 256, 8), "10 M": (6, 256, 4, 64, 1024, 16_384, 512, 4),
+            "40 M": (*_40M, 2)},
+    by_length=("1 M", "none"), saved="40 M", tokens=4096, longest=8192,
 )  # fmt: skip
 ACCELERATOR = Sizes(
-    "bfloat16", (8192, 64), 2**28, (8, 256), (8192, 2048, 256_128),
-    {"40 M": (*_40M, 32), "300 M": (12, 768, 6, 128, 3072, 256_128, 2048, 8),
-     "2.5 B": (18, 2048, 8, 256, 16_384, 256_128, 8192, 1)},
-    ("300 M", "save_qkv"), "300 M", 32_768, 32_768,
+    dtype="bfloat16", matmul=(8192, 64), memory=2**28, heads=(8, 256), head=(8192, 2048, 256_128),
+    models={"40 M": (*_40M, 32), "300 M": (12, 768, 6, 128, 3072, 256_128, 2048, 8),
+            "2.5 B": (18, 2048, 8, 256, 16_384, 256_128, 8192, 1)},
+    by_length=("300 M", "save_qkv"), saved="300 M", tokens=32_768, longest=32_768,
 )  # fmt: skip
 _ROUNDS = 3  # timed repeats of what takes long
 _GROUPS = {
@@ -122,9 +123,10 @@ def write_page(folder: epath.Path, machine: dict, rows: list[dict], left: int) -
 def describe_machine() -> dict:
     """Returns what figures depend on: the devices, the versions and the XLA flags."""
     device = jax.devices()[0]
-    of_devices = {"platform": device.platform, "device": device.device_kind, "devices": jax.device_count()}
-    versions = {"jax": jax.__version__, "python": platform.python_version()}
-    return of_devices | versions | {"xla_flags": xla_flags.in_force()}
+    return {
+        "platform": device.platform, "device": device.device_kind, "devices": jax.device_count(),
+        "jax": jax.__version__, "python": platform.python_version(), "xla_flags": xla_flags.in_force(),
+    }  # fmt: skip
 
 
 def measurements(sizes: Sizes) -> Iterator[tuple[str, str, Callable[[], dict]]]:
@@ -185,9 +187,13 @@ def memory_rate(size: int) -> dict:
 def rotation(shape: tuple[int, int, int, int], dtype: str) -> dict:
     """Measures `apply_p_rope` with its gradient in multiples of a copy."""
     found = bench_rope(shape, dtype, 0.75, rounds=5)
-    seconds = found["copy_seconds"] * found["prope"]["output_and_gradient"]
     value = found["prope"]["output_and_gradient"]
-    return {"seconds": seconds, "value": value, "unit": "copies, output and gradient", "multiples": found}
+    return {
+        "seconds": value * found["copy_seconds"],
+        "value": value,
+        "unit": "copies, output and gradient",
+        "multiples": found,
+    }
 
 
 def attention_rate(implementation: str, shape: tuple[int, int, int, int], dtype: str) -> dict:
@@ -274,12 +280,14 @@ def pictures(rows: list[dict]) -> list[Picture]:
         axes.set_xscale("log", base=2)
         axes.legend()
 
-    def describe(group: str) -> str:
-        ends = ((name, *list(points.items())[-1]) for name, points in curves(group).items())
-        return "; ".join(f"{name}: {y:,.0f} {texts[group][0]} at {x:,} tokens" for name, x, (y, _) in ends)
-
     return [
-        Picture(group, _GROUPS[group], describe(group), caption, functools.partial(draw, group=group))
+        Picture(
+            group,
+            _GROUPS[group],
+            f"{caption} The table has its numbers.",
+            caption,
+            functools.partial(draw, group=group),
+        )
         for group, (_, caption) in texts.items()
         if curves(group)
     ]
