@@ -142,6 +142,11 @@ def test_every_page_fits_the_hardware_that_it_names(run_command, page):
     file = f"--config={ROOT}/configs/{page.split()[0]}.py"
     done = run_command("prope.plan", file, f"--topology={topology}", *flags, ALLOW_MULTIPLE_LIBTPU_LOAD="true")
     assert done.result["fits"], done.result["peak_bytes_per_chip"]
+    if topology == "h100:8x8":
+        traffic = done.result["collectives"]
+        gathers, sums = traffic["all-gather"], traffic["reduce-scatter"]
+        assert gathers["async"] == gathers["count"] and sums["async"] > 0.9 * sums["count"], "beside the matmuls"
+        assert traffic["all-reduce"]["bytes"] < 1e3, "within a node gradients are reduce-scattered"
 
 
 @needs_libtpu
