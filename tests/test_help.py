@@ -231,7 +231,14 @@ def test_setup_remembers_only_an_install_that_worked(works, tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stdout == ("0 yes\n" if works else "1 no\n")
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == (1 if works else 2) and calls[0].endswith("--editable .[gpu]")
+    by_uv, by_pip = (
+        f"-m {program} --constraint launch/constraints.txt --editable .[gpu]"
+        for program in (
+            "uv pip install --quiet --python .venv/bin/python",
+            "pip install --quiet --disable-pip-version-check",
+        )
+    )
+    assert calls[0].endswith(" uv") and calls[1:] == ([by_uv] if works else [by_pip, calls[0], by_pip])
 
 
 OLD = """#!/bin/sh
@@ -261,7 +268,7 @@ def test_setup_brings_a_newer_python_where_a_machine_in_a_cloud_has_none(extra, 
     if code:
         assert "no Python >= 3.11 with venv and pip found" in done.stderr and not (tmp_path / "calls").exists()
         return
-    pip, uv, venv, editable = (tmp_path / "calls").read_text().splitlines()
+    pip, uv, venv, _, editable = (tmp_path / "calls").read_text().splitlines()
     assert pip == "-m pip install --quiet --user uv" and uv == "-m uv python install --quiet 3.11"
     assert venv == "new -m venv .venv" and editable.endswith(f"--editable .[{extra}]")
 
