@@ -67,9 +67,8 @@ def _several_hopper_gpus() -> bool:
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     if not shutil.which(command[0]):
         return False
-    capabilities = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    processes = os.environ.get("PROPE_PROCESSES", "1")
-    return {text.partition(".")[0] for text in capabilities} == {"9"} and (len(capabilities) > 1 or processes != "1")
+    gpus = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return all(gpu.startswith("9.") for gpu in gpus) and len(gpus) * int(os.environ.get("PROPE_PROCESSES", 1)) > 1
 
 
 def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
