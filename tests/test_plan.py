@@ -156,15 +156,20 @@ def test_what_does_not_fit_is_told_with_its_size(plan):
     assert found["ideal_step_seconds"] is None
 
 
-@pytest.mark.parametrize("jump", [0, 3])
-def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump):
-    """With a compiler made up here: 4 chips of 100 bytes; a batch of 5 or more may take `jump` more than the trend."""
+@pytest.mark.parametrize(
+    ("jump", "chunk", "most"), [(0, 0, (1, 2, 4, 10)), (3, 0, (1, 2, 4, 9)), (0, 15, (1, 1, 3, 6))]
+)
+def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump, chunk, most):
+    """With a compiler made up here: 4 chips of 100 bytes; a batch of 5 or more may take `jump` more than the trend.
+
+    Another `chunk` is taken by the first two rows alone, as by a head that computes a limited number of logits at once.
+    """
     each = {"none": 60, "minimal": 40, "save_qkv": 20, "full": 9}
     ideal = {"none": 4, "minimal": 3, "save_qkv": 2, "full": 1}
 
     def compiled(config, *_):
         rows = config.batch_size // 4
-        size = 10 + rows * each[config.model.remat] + jump * (rows > 4)
+        size = 10 + rows * each[config.model.remat] + jump * (rows > 4) + chunk * min(rows, 2)
         found = {"remat": config.model.remat, "batch_size": config.batch_size, "sequences_per_chip": rows}
         found |= {"peak_bytes_per_chip": size, "hbm_bytes_per_chip": 100, "fits": size <= 100, "ideal_mfu": rows}
         return found | {"ideal_tokens_per_second": ideal[config.model.remat] * rows}
@@ -175,8 +180,8 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump):
         remat: max(row["sequences_per_chip"] for row in found["search"] if row["remat"] == remat and row["fits"])
         for remat in each
     }
-    assert largest == {"none": 1, "minimal": 2, "save_qkv": 4, "full": 10 if jump == 0 else 9}
-    assert (found["remat"], found["sequences_per_chip"]) == ("full", largest["full"])
+    assert largest == dict(zip(each, most, strict=True))
+    assert found["ideal_tokens_per_second"] == max(ideal[remat] * largest[remat] for remat in each)
 
 
 @needs_libtpu

@@ -96,7 +96,7 @@ def _does_not_fit(message: str) -> dict:
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Returns the plan with the most tokens per second, over every remat and the largest batch that fits.
 
-    Memory is linear in the batch: two small compilations predict the largest batch, which is then tried.
+    The last two batches that fit predict the largest one, until it does. Memory is linear in large batches.
     """
     plans = []
 
@@ -110,13 +110,16 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
 
     groups = len(devices) // config.mesh.tensor
     for remat in REMAT:
-        one = attempt(remat, 1)
-        if not one["fits"] or not (two := attempt(remat, 2))["fits"]:
-            continue
-        per_row = two["peak_bytes_per_chip"] - one["peak_bytes_per_chip"]
-        rows = max(3, 1 + int((one["hbm_bytes_per_chip"] - one["peak_bytes_per_chip"]) // per_row))
-        while rows > 2 and not attempt(remat, rows)["fits"]:
-            rows -= 1
+        rows, too_many, sizes = 1, math.inf, [(0, 0)]  # sizes: (rows, bytes) of the batches that fit
+        while sizes[-1][0] < rows < too_many:
+            result = attempt(remat, rows)
+            if not result["fits"]:
+                rows, too_many = rows - 1, rows
+                continue
+            sizes.append((rows, result["peak_bytes_per_chip"]))
+            (before, less), (rows, size) = sizes[-2:]
+            more = int((result["hbm_bytes_per_chip"] - size) * (rows - before) // max(1, size - less))
+            rows = min(2 if rows == 1 else max(3, rows + more), too_many - 1)
     fitting = [result for result in plans if result["fits"]]
     best = max(fitting, key=lambda result: result["ideal_tokens_per_second"], default=plans[-1])
     columns = ("remat", "sequences_per_chip", "fits", "peak_bytes_per_chip", "ideal_mfu")
