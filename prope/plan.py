@@ -17,6 +17,8 @@ slices"), at the speed of a host's network cards. A GPU's memory is the share th
 --search tries every remat with more and more sequences per chip and plans the fastest that fits.
 """
 
+import os
+
 from absl import flags
 from ml_collections import config_flags
 
@@ -52,6 +54,8 @@ def main() -> dict:
     config = FLAGS.config
     validate(config)
     jax.config.update("jax_platforms", "cpu")  # the planned devices are not here, and those here stay untouched
+    if FLAGS.xla_flags and not is_gpu(FLAGS.topology):  # read by libtpu and by the choice of the attention's blocks
+        os.environ |= xla_flags.environment(FLAGS.topology.partition(":")[0])
     devices = find_devices(FLAGS.topology, FLAGS.slices)
     if FLAGS.sequences_per_chip is not None:
         rows = FLAGS.sequences_per_chip * len(devices)

@@ -69,6 +69,22 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan):
 
 @needs_libtpu
 @pytest.mark.slow
+def test_on_64_chips_parameters_are_gathered_and_partly_beside_the_matmuls(plan):
+    """Shards of 1024 / 64 columns, which without a flag XLA pads with zeros and sums, synchronously."""
+    fields = {"embed_dim": 1024, "hidden_dim": 2048, "vocab_size": 8192, "attention": "xla", "remat": "minimal"}
+    sizes = [f"--config.model.{name}={value}" for name, value in fields.items()] + ["--config.data.seq_len=128"]
+    found = plan(*SMALL, *sizes, "--topology=v5p:4x4x4", "--sequences_per_chip=1").result
+    head = 8192 * 1024
+    gathers, sums = (found["collectives"][kind] for kind in ("all-gather", "all-reduce"))
+    layers = found["parameters"] - head
+    assert gathers["bytes"] == pytest.approx(2 * (2 * layers + head), rel=0.1)
+    assert gathers["async"] >= gathers["count"] / 3
+    # Gradients are all-reduces: those of layers in bfloat16, those of the table, of its two uses, in float32.
+    assert sums["bytes"] <= 2 * (2 * layers + 2 * 4 * head) * 1.1
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_several_slices_hold_a_replica_each(plan):
     options = ("--topology=v5p:2x2x1", "--slices=2", "--config.mesh.tensor=2", "--sequences_per_chip=0.5")
     found = plan(*SMALL, *options).result

@@ -1,22 +1,54 @@
-"""Splash attention, JAX's flash attention for TPUs, with blocks several times faster than its default of 128."""
+"""Splash attention, JAX's flash attention for TPUs, with blocks for each chip."""
+
+import math
+import os
+from typing import NamedTuple
 
 import jax
 
 
-def splash(query, key, value, segment_ids):
+class Blocks(NamedTuple):
+    """Sizes in tokens of the kernels' blocks, and whether one kernel computes all gradients."""
+
+    queries: int
+    keys: int
+    keys_at_once: int  # of a block, in one matmul of the forward pass
+    keys_at_once_backward: int
+    fused_backward: bool
+
+
+_SMALL = Blocks(1024, 1024, 512, 256, True)  # within the VMEM that every chip gives without a flag
+_LARGE = Blocks(2048, 2048, 2048, 2048, True)
+# By jax.Device.device_kind: the blocks up to each head_dim. Source: maxtext, Llama-3.1-8B (head_dim 128) on v5e and
+# v6e, Gemma 2-9B (256) on v6e. On v5p it has 2048 with a backward pass in two kernels, 7 matmuls instead of 5.
+_V5, _V6 = {256: _LARGE}, {128: _LARGE, 256: Blocks(2048, 512, 512, 512, False)}
+_BLOCKS = {"TPU v5 lite": _V5, "TPU v5e": _V5, "TPU v5": _V5, "TPU v5p": _V5, "TPU v6 lite": _V6, "TPU v6e": _V6}
+_VMEM_FLAG = "xla_tpu_scoped_vmem_limit_kib"  # launch/run.sh sets it
+
+
+def choose_blocks(device_kind: str, head_dim: int) -> Blocks:
+    """Chooses the blocks for a chip; small ones where its flags leave it the default VMEM."""
+    raised = _VMEM_FLAG in os.environ.get("LIBTPU_INIT_ARGS", "")
+    fitting = _BLOCKS.get(device_kind, {}) if raised else {}
+    return next((blocks for largest, blocks in fitting.items() if head_dim <= largest), _SMALL)
+
+
+def splash(query, key, value, segment_ids, blocks: Blocks | None = None):
     """Attends causally, [B, K, G, T, H] to [B, K, T, H]; with segment_ids [B, T], within a segment only."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    G, T = query.shape[2:4]
-    block = next(size for size in (1024, 512, 256, 128) if T % size == 0)
-    sizes = kernel.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=min(block, 512),
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=min(block, 256),  # more overflows a v5p's VMEM
-        use_fused_bwd_kernel=True,
+    G, T, H = query.shape[2:]
+    kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
+    *sizes, fused = blocks or choose_blocks(kind, H)
+    queries, keys, at_once, at_once_backward = (math.gcd(size, T) for size in sizes)  # powers of two
+    block_sizes = kernel.BlockSizes(
+        block_q=queries, block_kv=keys, block_kv_compute=at_once,
+        block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once_backward,
+        block_q_dq=None if fused else queries, block_kv_dq=None if fused else keys, use_fused_bwd_kernel=fused,
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * G)
-    run = kernel.make_splash_mqa_single_device(mask, block_sizes=sizes, residual_checkpoint_name="attention_out")
+    run = kernel.make_splash_mqa_single_device(mask, block_sizes=block_sizes, residual_checkpoint_name="attention_out")
     segments = None if segment_ids is None else kernel.SegmentIds(segment_ids, segment_ids)
     over_kv_heads = jax.vmap(run, in_axes=(0, 0, 0, None))
     return jax.vmap(over_kv_heads)(query, key, value, segments)

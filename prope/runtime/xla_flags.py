@@ -26,6 +26,11 @@ _TPU = {
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
+    # Else the gather of a weight is a synchronous all-reduce of its zero-padded shards (pytorch/xla#6528).
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,
+    # More VMEM for one fusion, which the blocks of prope/kernels/splash.py need. Sources: maxtext, Llama-3.1-8B on v5e;
+    # AI-Hypercomputer/tpu-recipes, training/trillium.
+    "xla_tpu_scoped_vmem_limit_kib": 98304,
 }
 TPU = {
     "v5e": _TPU,
@@ -36,8 +41,7 @@ TPU = {
         "xla_enable_async_collective_permute": True,
         "xla_tpu_enable_ag_backward_pipelining": True,
     },
-    # AI-Hypercomputer/tpu-recipes, training/trillium: more of the 128 MiB of VMEM for one fusion
-    "v6e": _TPU | {"xla_tpu_scoped_vmem_limit_kib": 98304},
+    "v6e": _TPU,
 }
 # With these JAX's level O1: latency hiding, pipelined collectives, double-buffered loops. Source: NVIDIA/JAX-Toolbox,
 # docs/GPU_performance.md. Collectives are combined up to one layer of Gemma 2B in bfloat16, 220 MB.

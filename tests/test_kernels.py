@@ -1,0 +1,62 @@
+"""Splash attention's blocks: each chip's compile for it, and all compute the same."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from test_attention import assert_close, causal, cotangent_of, draw, interpreted, reference, with_gradients  # noqa: F401
+from test_plan import needs_libtpu
+
+from prope.kernels import splash
+from prope.runtime import xla_flags
+
+
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):  # noqa: F811
+    monkeypatch.setattr(splash, "choose_blocks", lambda *_: splash.Blocks(256, 128, 128, 128, fused))
+    q, k, v = draw(256, 256, 2, 1, H=128)
+    expected = reference(q, k, v, causal(256), cotangent_of(q))
+    assert_close(with_gradients(q, k, v, cotangent_of(q), implementation="splash"), expected, 5e-6)
+
+
+def test_large_blocks_need_the_flags_that_give_them_memory(monkeypatch):
+    for chip, kind in (("v5e", "TPU v5 lite"), ("v5p", "TPU v5"), ("v6e", "TPU v6 lite")):
+        monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+        assert splash.choose_blocks(kind, 256).queries == splash.choose_blocks("", 256).queries == 1024
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", xla_flags.environment(chip)["LIBTPU_INIT_ARGS"])
+        assert splash.choose_blocks(kind, 256).queries == 2048
+        assert splash.choose_blocks(kind, 512).queries == 1024, "an H that nobody has tried"
+
+
+COMPILE = """
+import sys
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from prope import sharding
+from prope.attention import attention
+from prope.cost.topology import find_devices
+from prope.runtime import xla_flags
+
+jax.config.update("jax_platforms", "cpu")
+chip, H, T = sys.argv[1], int(sys.argv[2]), 2048
+mesh = sharding.make_mesh(devices=find_devices(chip + ":" + ("1x1x1" if chip == "v5p" else "1x1"), 1))
+place = NamedSharding(mesh, PartitionSpec())
+arrays = [jax.ShapeDtypeStruct((1, T, heads, H), "bfloat16", sharding=place) for heads in (2, 1, 1)]
+loss = lambda *arrays: attention(*arrays, implementation="splash").astype("float32").sum()
+with sharding.use(mesh):
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
+text = traced.lower().compile(compiler_options=xla_flags.TPU[chip]).as_text()
+assert "splash_mqa_dq" in text or "splash_mqa_dkv" in text
+"""
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(("chip", "head_dim"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v6e", 128)])
+def test_every_chip_s_blocks_compile_for_it(chip, head_dim):
+    environment = os.environ | xla_flags.environment(chip) | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+    command = [sys.executable, "-c", COMPILE, chip, str(head_dim)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
