@@ -11,6 +11,8 @@ It times warm steps of the real training step on random tokens, alternating with
 attention, 6 L N H T per token. Recomputation is not counted. It is null if the device's peak is not known.
 Started on every host of a pod as training is, it measures the step on all their devices, and the matmul on one.
 
+--attention times the TPU's splash attention for many block sizes, the fastest first.
+
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
 
 --suite takes about ten minutes: rates of the machine, rotation, attention by implementation and length, the head, steps
@@ -32,7 +34,8 @@ def define_flags() -> None:
     config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
     flags.DEFINE_integer("steps", 10, "timed steps, after two untimed ones; the median counts", lower_bound=1)
     flags.DEFINE_boolean("rope", False, "time the rotation alone")
-    flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "with --rope: shape B,T,N,H of the array to rotate")
+    flags.DEFINE_boolean("attention", False, "sweep the block sizes of the TPU's attention")
+    flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "with --rope, --attention: shape B,T,N,H of array or queries")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array")
     flags.DEFINE_boolean("suite", False, "measure everything")
     flags.DEFINE_string("output", "runs/bench", "with --suite: folder of the page, index.html, and of suite.jsonl")
@@ -42,7 +45,7 @@ def define_flags() -> None:
 
 def main() -> dict:
     """Measures; returns the times."""
-    from prope.cost.bench import bench_rope, bench_step
+    from prope.cost.bench import bench_attention, bench_rope, bench_step
     from prope.runtime import processes
     from prope.runtime.validate import validate
 
@@ -52,7 +55,7 @@ def main() -> dict:
         if processes.count() > 1:
             raise UsageError(f"--suite: measures one process; got {processes.count()}; start it on one host alone")
         return run_suite(FLAGS.output, FLAGS.minutes)
-    if not FLAGS.rope:
+    if not (FLAGS.rope or FLAGS.attention):
         if FLAGS.config is None:
             raise UsageError("prope.bench needs --config=FILE to measure its training step, --rope or --suite")
         validate(FLAGS.config)
@@ -61,6 +64,8 @@ def main() -> dict:
         B, T, N, H = map(int, FLAGS.shape)
     except ValueError:
         raise UsageError(f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H") from None
+    if FLAGS.attention:
+        return processes.call_on_first(lambda: bench_attention((B, T, N, H)))
     return processes.call_on_first(lambda: bench_rope((B, T, N, H), FLAGS.dtype, FLAGS.rope_percentage))
 
 

@@ -9,6 +9,7 @@ import pytest
 from conftest import CONFIG
 from test_rope import oracle
 
+from prope.cost import bench
 from prope.cost.bench import medians, paper_listing, peak_bytes, repeat_matmul
 
 
@@ -32,6 +33,27 @@ def test_the_command_prints_multiples_of_a_copy(run_command):
     assert outcome.result["prope"].keys() == outcome.result["paper"].keys() == figures
     assert all(value > 0 for value in outcome.result["prope"].values())
     assert "--shape=1,2: must be four numbers" in run_command("prope.bench", "--rope", "--shape=1,2").error
+
+
+def test_a_sweep_of_attention_ranks_the_blocks_that_compile(monkeypatch, run_command):
+    error = run_command("prope.bench", "--attention").error
+    assert "--attention sweeps blocks of the TPU's splash attention, and this is a cpu" in error
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v5")
+    monkeypatch.setattr(bench.jax, "devices", lambda: [device])
+    asked = []
+
+    def time(programs, rounds):
+        asked.append(len(asked))
+        if len(asked) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")
+        return {"attention": 100.0 - len(asked)}
+
+    monkeypatch.setattr(bench, "medians", time)
+    found = bench.bench_attention((1, 256, 2, 128))
+    seconds = [row["seconds"] for row in found["blocks"]]
+    assert seconds == sorted(seconds) and found["best"] == found["blocks"][0]
+    assert len(seconds) == len(asked) - 1 and len(seconds) > 20
+    assert all(row["keys_at_once"] <= row["keys"] for row in found["blocks"])
 
 
 def test_one_result_of_the_matmuls_is_alive():

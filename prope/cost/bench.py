@@ -1,6 +1,7 @@
 """Times the training step and the rotation on this machine; `prope.bench` says what the figures mean."""
 
 import functools
+import itertools
 import logging
 import statistics
 import time
@@ -13,6 +14,8 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.cost import flops
+from prope.errors import UsageError
+from prope.kernels.splash import Blocks, choose_blocks, splash
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
@@ -75,6 +78,32 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
         result.setdefault(function, {})[program] = round(value / copy, 2)
         log.info("%-26s %6.2f x a copy", name, value / copy)
     return result
+
+
+def bench_attention(shape: tuple[int, int, int, int]) -> dict:
+    """Times multi-query splash attention [B, T, N, H] with its gradient, in bfloat16, for many block sizes of a TPU."""
+    B, T, N, H = shape
+    device, small, large = jax.devices()[0], (512, 1024, 2048), (512, 2048)
+    if device.platform != "tpu":
+        raise UsageError(f"--attention sweeps blocks of the TPU's splash attention, and this is a {device.platform}")
+    shapes = ((B, 1, N, T, H), (B, 1, T, H), (B, 1, T, H))
+    arrays = [jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes]
+    sweep = itertools.product(small, small, large, large, (True, False))
+    candidates = dict.fromkeys([choose_blocks(device.device_kind, H), *itertools.starmap(Blocks, sweep)])
+    seconds = {}
+    for blocks in (b for b in candidates if max(b.keys_at_once, b.keys_at_once_backward) <= b.keys):
+        loss = functools.partial(lambda blocks, *qkv: splash(*qkv, None, blocks).astype(jnp.float32).sum(), blocks)
+        program = jax.jit(jax.grad(loss, (0, 1, 2)))
+        try:
+            seconds[blocks] = medians({"attention": functools.partial(program, *arrays)}, 5)["attention"]
+        except jax.errors.JaxRuntimeError as error:  # they need more VMEM than there is
+            log.info("%s: %s", blocks, str(error).splitlines()[0])
+        else:
+            log.info("%s: %.2f ms", blocks, 1e3 * seconds[blocks])
+    if not seconds:
+        raise UsageError(f"--shape={','.join(map(str, shape))}: no blocks of splash attention compile for it")
+    table = [blocks._asdict() | {"seconds": seconds[blocks]} for blocks in sorted(seconds, key=seconds.get)]
+    return {"device": device.device_kind, "shape": list(shape), "best": table[0], "blocks": table}
 
 
 def bench_step(config: ConfigDict, steps: int, matmul: tuple[int, int] | None = None) -> dict:
