@@ -71,6 +71,7 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "collectives": traffic,
         "kernels": hlo.kernels(text),
         "hbm_traffic_bytes": hbm_bytes,
+        "ideal_basis": "roofline of traced FLOPs and compiled traffic: a lower bound, not a measurement",
         "ideal_step_seconds": ideal,
         "ideal_seconds_by": seconds,
         "ideal_tokens_per_second": tokens / ideal,
@@ -96,7 +97,7 @@ def _does_not_fit(message: str) -> dict:
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Returns the plan with the most tokens per second, over every remat and the largest batch that fits.
 
-    The last two batches that fit predict the largest one, until it does. Memory is linear in large batches.
+    The last batch that fits and the one tried before or after it predict the largest, until that has been tried.
     """
     plans = []
 
@@ -113,13 +114,16 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
         rows, too_many, sizes = 1, math.inf, [(0, 0)]  # sizes: (rows, bytes) of the batches that fit
         while sizes[-1][0] < rows < too_many:
             result = attempt(remat, rows)
-            if not result["fits"]:
-                rows, too_many = rows - 1, rows
-                continue
-            sizes.append((rows, result["peak_bytes_per_chip"]))
-            (before, less), (rows, size) = sizes[-2:]
-            more = int((result["hbm_bytes_per_chip"] - size) * (rows - before) // max(1, size - less))
-            rows = min(2 if rows == 1 else max(3, rows + more), too_many - 1)
+            limit = result["hbm_bytes_per_chip"]
+            tried = rows, result["peak_bytes_per_chip"] or 2 * limit  # the compiler does not always tell
+            if result["fits"]:
+                sizes.append(tried)
+                tried = sizes[-2]
+            else:
+                too_many = rows
+            last, size = sizes[-1]
+            more = int((limit - size) * (last - tried[0]) / ((size - tried[1]) or 1))
+            rows = min(2 if last == 1 else max(3, last + more), too_many - 1)
     fitting = [result for result in plans if result["fits"]]
     best = max(fitting, key=lambda result: result["ideal_tokens_per_second"], default=plans[-1])
     columns = ("remat", "sequences_per_chip", "fits", "peak_bytes_per_chip", "ideal_mfu")
