@@ -24,8 +24,8 @@ MUTANTS = {
         "    return jnp.concatenate([rotate(inputs[..., : 2 * n], table), inputs[..., 2 * n :]], axis=-1)",
     ),
     "interleaved pairing": (
-        "    first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)\n",
-        "    first, second = inputs[..., 0::2].astype(jnp.float32), inputs[..., 1::2].astype(jnp.float32)\n",
+        ".reshape(*inputs.shape[:-1], 2, -1)\n",
+        ".reshape(*inputs.shape[:-1], -1, 2).swapaxes(-1, -2)\n",
     ),
     "slow end kept": (
         "rotated = pairs < num_rotated_pairs(head_dim, rope_percentage)",

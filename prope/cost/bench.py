@@ -53,7 +53,7 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
     """Times the rotation of [B, T, N, H], forward and with its gradient, in multiples of a copy.
 
     `forward_backward` computes the value and the gradient of sum(rotated * cotangent). `output_and_gradient` writes the
-    rotated array and the gradient, of which the lower bound is 2 copies.
+    rotated array and the gradient.
     """
     B, T, _, H = shape
     inputs, cotangent = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
