@@ -11,9 +11,9 @@ Command    python -m prope.train --config=configs/gemma_2b_wiki.py --workdir=W \
            seconds: --config=configs/gemma_2b_wiki.py:tiny
 Hardware   A slice of 64 TPU v5p, or of 256 v5e; 8 nodes of 8 H100 with 80 GB. To see first what fits, on any machine:
            python -m prope.plan --config=configs/gemma_2b_wiki.py --topology=v5p:4x4x4
-           512 sequences on 64 v5p are 8 a chip, computed in two parts: 57 GB of 103 (compiled, not run); on 64 H100
+           512 sequences on 64 v5p are 8 a chip, computed in two parts: 59 GB of 103 (compiled, not run); on 64 H100
            give --config.accumulation=4: 44 GB of 78, the share that launch/run.sh gpu takes; on 256 v5e, 2 a chip,
-           give --config.accumulation=1 --config.model.remat=save_qkv.
+           give --config.accumulation=1 --config.model.remat=save_qkv: 11 GB of 17.
 Hours      42 billion tokens, about 7.1e20 FLOPs: 12 hours on 64 v5p at 55 % of their peak. Computed, not measured.
 Expected   Not yet run at this size. The paper's text does not survive with three of its numbers, which are assumed
            here and marked so: the steps, the batch and the share of validation documents. The learning rate and its

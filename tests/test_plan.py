@@ -133,9 +133,8 @@ def test_each_node_of_gpus_holds_a_replica(plan):
     assert found["kernels"]["__cudnn$fmhaSoftmax"] == found["kernels"]["__cudnn$fmhaSoftmaxBackward"]
 
 
+# The plans for TPUs take 6 to 11 minutes each: the table in prope/README.md has them.
 PAGES = {
-    "gemma_2b_wiki": ["v5p:4x4x4"],
-    "gemma_2b_wiki on v5e": ["v5e:16x16", "--config.accumulation=1", "--config.model.remat=save_qkv"],
     "gemma_300m_wiki": ["h100:1"],
     "gemma_2b_wiki on h100": ["h100:8x8", "--config.accumulation=4"],
 }  # fmt: skip
@@ -150,10 +149,9 @@ def test_the_other_large_pages_take_the_same_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=needs_cuda if "h100" in PAGES[p][0] else needs_libtpu) for p in PAGES]
-)
-def test_every_page_fits_the_hardware_that_it_names(run_command, page):
+@needs_cuda
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_fits_the_gpus_that_it_names(run_command, page):
     topology, *flags = PAGES[page]
     file = f"--config={ROOT}/configs/{page.split()[0]}.py"
     done = run_command("prope.plan", file, f"--topology={topology}", *flags, ALLOW_MULTIPLE_LIBTPU_LOAD="true")

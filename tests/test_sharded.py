@@ -156,9 +156,10 @@ def steps():
     make = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
     splash_attention_kernel.make_splash_mqa_single_device = make
     alone = functools.cache(lambda fields: run(small(**dict(fields), model__scan_layers=False), (1, 1, 1)))
-    for case in CASES:
+    for number, case in enumerate(CASES):
         fields, shape, remat, scan, others = case
         expected = alone(tuple(fields.items()))
+        loss._MAX_TABLE_BYTES = 2**30 * (number % 2)  # every other time, the embedding is too large to be gathered
         actual = run(small(**fields, model__remat=remat, model__scan_layers=scan, **others), shape)
         tolerance = 0.03 if "model__dtype" in fields else 1e-5
         np.testing.assert_allclose(actual[0], expected[0], rtol=tolerance, err_msg=str(case))
