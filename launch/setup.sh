@@ -46,8 +46,11 @@ prope_setup() {
     # uv takes a quarter of pip's time, but does not read pip's settings: where it fails, pip installs.
     pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
     what=(--constraint launch/constraints.txt --editable ".${extra:+[$extra]}")
-    { "${pip[@]}" --constraint launch/constraints.txt uv && UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} .venv/bin/python -m uv pip install --quiet \
-      --python .venv/bin/python "${what[@]}"; } 2>/dev/null || "${pip[@]}" "${what[@]}" || return
+    {
+      "${pip[@]}" --constraint launch/constraints.txt uv &&
+        UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} .venv/bin/python -m uv pip install --quiet \
+          --python .venv/bin/python "${what[@]}"
+    } 2>/dev/null || "${pip[@]}" "${what[@]}" || return
     echo "$wanted" >"$stamp"
   fi
   # shellcheck source=/dev/null
