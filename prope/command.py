@@ -62,8 +62,12 @@ def run(
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         _parse_flags(sys.argv, _define(define_flags))
+        if uses_devices and not _accelerators():
+            from prope.runtime.memory import reuse_memory  # imports JAX, after the flags are checked
+
+            reuse_memory()
         if joins:
-            from prope.runtime import processes  # imports JAX, after the flags are checked
+            from prope.runtime import processes
 
             leave = processes.leave
             with processes.joined():
@@ -89,8 +93,7 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
     """Answers --help with `doc` and the flags, or prepares for the import of JAX; call it before."""
     if not {"--help", "-h"} & set(sys.argv[1:]):
         _on_ctrl_c(_leave)
-        accelerators = [path for name in _ACCELERATORS for path in pathlib.Path("/dev").glob(name)]
-        if uses_devices and not accelerators and any(map(importlib.util.find_spec, _COMPILERS)):
+        if uses_devices and not _accelerators() and any(map(importlib.util.find_spec, _COMPILERS)):
             os.environ.setdefault("JAX_PLATFORMS", "cpu")  # they log errors where there is no TPU or GPU
         return
     own = [flags.FLAGS[name] for name in _define(define_flags)]
@@ -102,6 +105,13 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     print(text, flush=True)
     sys.exit(0)
+
+
+def _accelerators() -> list[pathlib.Path]:
+    """Lists the device files of TPUs and GPUs; none where JAX is told to use the CPU."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    return [path for name in _ACCELERATORS for path in pathlib.Path("/dev").glob(name)]
 
 
 def _on_ctrl_c(handler) -> None:

@@ -1,11 +1,13 @@
 """Timers, votes and start of a run, in this process, with a clock that the test sets; a device's memory."""
 
+import ctypes
 import importlib
 import json
 import os
 import pathlib
 import queue
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -51,6 +53,24 @@ def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
         dog.alive("step 3")
         assert ended.get(timeout=20) == 76
     assert "nothing has happened for 0.001 minutes after step 3; the stacks" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="malloc is not glibc's")
+def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
+    script = """
+import resource, jax, jax.numpy as jnp
+from prope.runtime import memory
+memory.reuse_memory()
+run = jax.jit(lambda x: jnp.sin(x @ x.T).sum())  # x @ x.T takes 144 MB
+x = jnp.ones((6000, 4))
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run(x).block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert int(done.stdout) < 1000, done.stderr  # 144 MB are 35,156 pages
 
 
 @pytest.mark.parametrize("holds", [(False, False), (False, True), (True, False), (True, True)])
