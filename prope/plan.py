@@ -54,20 +54,18 @@ def main() -> dict:
     config = FLAGS.config
     validate(config)
     jax.config.update("jax_platforms", "cpu")  # the planned devices are not here, and those here stay untouched
-    if FLAGS.xla_flags and not is_gpu(FLAGS.topology):  # read by libtpu and by the choice of the attention's blocks
-        os.environ |= xla_flags.environment(FLAGS.topology.partition(":")[0])
+    options, chip = {}, FLAGS.topology.partition(":")[0]
+    if FLAGS.xla_flags and chip in xla_flags.TPU:  # the variable is read by libtpu and by the choice of blocks
+        os.environ["LIBTPU_INIT_ARGS"], options = xla_flags.with_users(chip, os.environ.get("LIBTPU_INIT_ARGS", ""))
     devices = find_devices(FLAGS.topology, FLAGS.slices)
     if FLAGS.sequences_per_chip is not None:
         rows = FLAGS.sequences_per_chip * len(devices)
         if rows < 1 or rows != int(rows):
             raise UsageError(f"--sequences_per_chip={FLAGS.sequences_per_chip}: is {rows} on {len(devices)} chips")
         config.batch_size, config.accumulation = int(rows), 1
-    options = {}
     if FLAGS.xla_flags and is_gpu(FLAGS.topology):
         options = xla_flags.GPU
         jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
-    elif FLAGS.xla_flags:
-        options = xla_flags.TPU[FLAGS.topology.partition(":")[0]]
     return (search if FLAGS.search else plan)(config, FLAGS.topology, devices, options)
 
 

@@ -30,6 +30,13 @@ def test_large_blocks_need_the_flags_that_give_them_memory(monkeypatch):
         assert splash.choose_blocks(kind, 512).queries == 1024, "an H that nobody has tried"
 
 
+def test_a_plan_keeps_the_flags_that_its_user_sets():
+    own = "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_another=1"
+    variable, options = xla_flags.with_users("v5p", own)
+    assert variable == f"{xla_flags.environment('v5p')['LIBTPU_INIT_ARGS']} {own}"
+    assert options == {k: v for k, v in xla_flags.TPU["v5p"].items() if k != "xla_tpu_scoped_vmem_limit_kib"}
+
+
 COMPILE = """
 import sys
 import jax

@@ -66,6 +66,12 @@ def environment(platform: str) -> dict[str, str]:
     return {}
 
 
+def with_users(chip: str, users: str) -> tuple[str, dict[str, object]]:
+    """Returns LIBTPU_INIT_ARGS with a user's flags appended, and the chip's flags that the user leaves as they are."""
+    left = {name: value for name, value in TPU[chip].items() if f"--{name}=" not in users}
+    return f"{_joined(TPU[chip])} {users}".strip(), left
+
+
 def _several_hopper_gpus() -> bool:
     """Tells whether the run is on several GPUs of compute capability 9, in one process or in more."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
