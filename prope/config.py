@@ -6,7 +6,7 @@ computes, and may differ when a run is resumed.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -112,11 +112,6 @@ def layer_percentages(model: ConfigDict) -> tuple[float, ...]:
     """Returns rope_percentage of every layer, [L]; `config.model` holds one number, or one per layer."""
     p = model.rope_percentage
     return (p,) * model.num_layers if isinstance(p, int | float) else tuple(p)
-
-
-def one_or_per_layer(model: ConfigDict, values: Sequence) -> float | int | list:
-    """Returns values [L] in the form of rope_percentage: one value where it is one number, else a list."""
-    return values[0] if isinstance(model.rope_percentage, int | float) else list(values)
 
 
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope.attention import attention, save_policy
-from prope.config import layer_percentages, one_or_per_layer
+from prope.config import layer_percentages
 from prope.rope import mask_slow_pairs, num_rotated_pairs, rotate, rotation_table
 from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup
 
@@ -84,10 +84,14 @@ def decode(
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Returns `hidden_states` of T more tokens, from position `first` of each row on, and the cache with them.
 
-    A token sees the slots up to its own position; later slots may hold anything.
+    A token sees the slots up to its own position; later slots may hold anything. In `params`, "layers" is a list.
     """
     positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return _decoder(config).apply({"params": params}, tokens, positions, None, cache, first)
+    table = rotation_table(positions, config.head_dim, config.max_wavelength)
+    block, carry = Block(FrozenConfigDict(config)), (embed(config, embedding(params), tokens), cache)
+    for i, pairs in enumerate(rotated_pairs_by_layer(config)):
+        carry, _ = block.apply({"params": params["layers"][i]}, carry, i, pairs, table, None, first)
+    return final_norm(params["final_norm"], carry[0]), carry[1]
 
 
 def empty_cache(config: ConfigDict, batch: int, length: int) -> Cache:
@@ -122,7 +126,7 @@ def layer(
     """
     table = mask_slow_pairs(rotation_table(positions, config.head_dim, config.max_wavelength), pairs)
     block = Block(FrozenConfigDict(config), rotate_fn or rotate_qkv)
-    ((x, _), _), sown = block.apply({"params": params}, (x, None), None, None, table, None, None, mutable="captured")
+    ((x, _), _), sown = block.apply({"params": params}, (x, None), None, None, table, None, mutable="captured")
     return x, Captured(**sown["captured"]["attn"])
 
 
@@ -138,9 +142,8 @@ def rotate_qkv(query, key, value, table):
 
 def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Scores the next token, float32: a matmul with the tied embedding in hidden's dtype."""
-    return jnp.einsum(
-        "...D,VD->...V", hidden, embedding(params).astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    table = embedding(params).astype(hidden.dtype)
+    return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
 
 
 def embedding(params: Params) -> Float[Array, "V D"]:
@@ -155,7 +158,8 @@ def rotated_pairs_by_layer(config: ConfigDict) -> list[int]:
 
 def rotated_pairs(config: ConfigDict) -> int | list[int]:
     """Returns `rotated_pairs_by_layer` as commands print it: one number, where rope_percentage is one number."""
-    return one_or_per_layer(config, rotated_pairs_by_layer(config))
+    pairs = rotated_pairs_by_layer(config)
+    return pairs[0] if isinstance(config.rope_percentage, int | float) else pairs
 
 
 def num_parameters(params: Params) -> int:
@@ -187,7 +191,7 @@ class Decoder(nn.Module):
     config: FrozenConfigDict
 
     @nn.compact
-    def __call__(self, tokens, positions, segment_ids=None, cache=None, first_query=None):
+    def __call__(self, tokens, positions, segment_ids=None, cache=None):
         cfg = self.config
         x = Embedder(cfg, name="embedder")(tokens)
         # One table serves all layers. Where p differs between layers, a layer masks the pairs that it does not rotate.
@@ -196,19 +200,18 @@ class Decoder(nn.Module):
         pairs = jnp.array(rotated_pairs_by_layer(cfg), jnp.int32) if len(set(percentages)) > 1 else None
         block = Block
         if cfg.remat != "none":
-            policy = save_policy(_SAVED_RESIDUALS[cfg.remat])
-            block = nn.remat(Block, policy=policy, prevent_cse=not cfg.scan_layers)
+            block = nn.remat(Block, policy=save_policy(_SAVED_RESIDUALS[cfg.remat]), prevent_cse=not cfg.scan_layers)
         # The whole cache is carried, so that a step writes the slots of its own tokens and copies no others.
         layer = None if cache is None else jnp.arange(cfg.num_layers)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast, nn.broadcast),
             length=cfg.num_layers,
             unroll=1 if cfg.scan_layers else cfg.num_layers,
         )
-        (x, cache), _ = layers(cfg, name="layers")((x, cache), layer, pairs, table, segment_ids, first_query)
+        (x, cache), _ = layers(cfg, name="layers")((x, cache), layer, pairs, table, segment_ids)
         return RMSNorm(name="final_norm")(x), cache
 
 
@@ -231,7 +234,7 @@ class Block(nn.Module):
     rotate_fn: Callable = rotate_qkv
 
     @nn.compact
-    def __call__(self, carry, layer, pairs, table, segment_ids, first_query):
+    def __call__(self, carry, layer, pairs, table, segment_ids, first_query=None):
         x, cache = carry
         table = table if pairs is None else mask_slow_pairs(table, pairs)
         normed = RMSNorm(name="pre_attention_norm")(x)
@@ -253,8 +256,7 @@ class Attention(nn.Module):
         cfg = self.config
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
-        keys_values = Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->BTCKH", x)
-        key, value = keys_values[:, :, 0], keys_values[:, :, 1]  # tokens first: 4 % of a small model's step on a CPU
+        key, value = jnp.unstack(Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->BTCKH", x), axis=2)
         captured = {"query": query, "key": key, "value": value}
         query, key, value = self.rotate_fn(query, key, value, table)
         for name, array in (captured | {"rotated_query": query, "rotated_key": key}).items():
@@ -294,8 +296,10 @@ class MLP(nn.Module):
         linear = self.param("linear", _fan_in((0,), 2), (F, D)).astype(x.dtype)
         gating, linear = all_gather_param(gating, "CDF"), all_gather_param(linear, "FD")
         rows = x.reshape(-1, D)  # with one axis of tokens, the gradient is twice as fast on a CPU
-        gate = checkpoint_name(constrain(rows @ gating[0], "BF"), "gate")
-        up = checkpoint_name(constrain(rows @ gating[1], "BF"), "up")
+        # A CPU copies each half of gating: of one token, as in `decode`, that would take longer than the matmuls.
+        halves = jnp.stack([rows, rows]) @ gating if x.shape[1] == 1 else [rows @ gating[0], rows @ gating[1]]
+        gate = checkpoint_name(constrain(halves[0], "BF"), "gate")
+        up = checkpoint_name(constrain(halves[1], "BF"), "up")
         return constrain(_geglu_out(gate, up, linear).reshape(x.shape), "BTD")
 
 

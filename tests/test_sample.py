@@ -100,10 +100,10 @@ def test_logits_equal_those_of_the_full_forward(fields):
         params, prompts, model.empty_cache(config, len(lengths), 16)
     )
     read = np.asarray(model.logits(params, hidden))
-    decode = jax.jit(functools.partial(model.decode, config))
+    layers, decode = sample.split_layers(config, params), jax.jit(functools.partial(model.decode, config))
     parts, at = [], 0
     for size in (1, 1, 3, 1, 1):
-        hidden, cache = decode(params, more[:, at : at + size], cache, lengths + at)
+        hidden, cache = decode(layers, more[:, at : at + size], cache, lengths + at)
         parts.append(model.logits(params, hidden))
         at += size
     written = np.concatenate(parts, axis=1)
@@ -196,7 +196,8 @@ def test_bfloat16_stays_near_its_full_forward():
     sampling = Sampling(12, 0.0, eos=NEVER)
     first, cache = sample.prefill(FrozenConfigDict(config), sampling, params, prompts, lengths, sample.row_keys(0, 4))
     assert {leaf.dtype for leaf in cache.values()} == {jnp.dtype("bfloat16")}
-    hidden, _ = jax.jit(functools.partial(model.decode, config))(params, first[:, None], cache, lengths)
+    layers = sample.split_layers(config, params)
+    hidden, _ = jax.jit(functools.partial(model.decode, config))(layers, first[:, None], cache, lengths)
     rows = [np.append(prompts[b, :n], first[b]) for b, n in enumerate(lengths)]
     for b, scores in enumerate(full_forward(config, params, rows)):
         expected = scores[lengths[b]]

@@ -21,7 +21,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
-from ml_collections import FrozenConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model, sharding
 from prope.data.tokenizer import BOS, EOS, PAD, load_tokenizer
@@ -96,6 +96,7 @@ def decode(
     keys: jax.Array,
 ) -> tuple[Int[Array, "B length"], model.Cache]:
     """Returns the tokens from `first` on, with <pad> after a row's end, and the cache, which is donated."""
+    params = split_layers(config, params)  # once, not for each token
     tokens = jnp.full((len(first), sampling.length), PAD, jnp.int32).at[:, 0].set(first)
 
     def unfinished(state):
@@ -112,6 +113,12 @@ def decode(
     start = (jnp.int32(1), first, first == sampling.eos, tokens, cache)
     _, _, _, tokens, cache = jax.lax.while_loop(unfinished, append_token, start)
     return tokens, cache
+
+
+def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
+    """Makes "layers" a list of the parameters of each layer, with matrices in `config.dtype`, for `model.decode`."""
+    layers = jax.tree.map(lambda x: jnp.unstack(x.astype(config.dtype) if x.ndim > 2 else x), params["layers"])
+    return params | {"layers": jax.tree.transpose(jax.tree.structure(params["layers"]), None, layers)}
 
 
 def sample_tokens(
