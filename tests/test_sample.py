@@ -231,6 +231,19 @@ def test_a_step_copies_no_cache_and_holds_no_square_of_scores():
     assert memory.alias_size_in_bytes >= whole and memory.temp_size_in_bytes < whole / 2
 
 
+def test_no_token_copies_the_weights_of_an_mlp():
+    """The loop of `decode` for one row, as compiled for a CPU: what fusions in it write is smaller than D x F."""
+    config = FrozenConfigDict(small(embed_dim=64, hidden_dim=256, num_layers=2))
+    key, sampling = jax.random.key(0), Sampling(9, 0.0)
+    params = jax.eval_shape(functools.partial(model.init, config), key)
+    arguments = params, jnp.ones((1, 4), jnp.int32), jnp.array([4]), key[None]
+    first, cache = jax.eval_shape(functools.partial(sample.prefill, config, sampling), *arguments)
+    decode = sample.decode.lower(config, sampling, params, first, cache, *arguments[2:]).compile()
+    fusions = [line for line in decode.as_text().splitlines() if "/while/body/" in line and " fusion(" in line]
+    sizes = [math.prod(map(int, dims.split(","))) for x in fusions for dims in re.findall(r"f32\[([\d,]+)\]", x)]
+    assert len(sizes) > 20 and max(sizes) < 64 * 256
+
+
 # --- How a token is drawn ---------------------------------------------------------------------------------------
 
 SCORES = np.log([0.02, 0.3, 0.11, 0.05, 0.19, 0.01, 0.25, 0.07]) + 3.0  # no two alike
