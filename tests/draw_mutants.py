@@ -32,8 +32,9 @@ TESTS = {
     "runtime": "processes runtime config nonfinite train faults pod", "runtime/validate.py": "config train",
     "runtime/files.py": "damage reading places faults", "runtime/memory.py": "runtime evaluate_text",
     "inference": "evaluate evaluate_text sample", "inference/generation.py": "sample",
-    "hf": "exchange exchange_refusals", "analysis": "analyze channels theory", "analysis/theory.py": "theory",
-    "analysis/statements.py": "theory", "analysis/theory_page.py": "theory", "cost": "cost hlo bench plan",
+    "hf": "exchange exchange_refusals", "analysis": "analyze analyze_input channels theory",
+    "analysis/theory.py": "theory", "analysis/statements.py": "theory", "analysis/theory_page.py": "theory",
+    "cost": "cost hlo bench plan",
     "sweep": "grid report sweep records",
     "html": "report analyze theory",
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """The analysis: against the forward pass, against float64 written here, and on decoders whose heads are known."""
 
 import itertools
-import json
 import re
 import shutil
 import types
@@ -10,21 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange import make_run
 from scipy import stats
 from test_model import draw, small
 
 from prope import attention, model
 from prope.analysis import analysis as analyze
-from prope.analysis import census, compare, measures, page, sequences, theory
+from prope.analysis import census, compare, measures, page, theory
 from prope.config import default_config, layer_percentages, set_layer_percentages
-from prope.data.mixture import open_windows
-from prope.data.tokenizer import BOS, EOS
-from prope.errors import UsageError
 from prope.rope import frequencies, num_rotated_pairs
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
-from prope.workdir.run import open_run, write_config
+from prope.workdir.run import write_config
 
 H = 32
 
@@ -354,63 +349,6 @@ def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path)
     assert analyze.analyse(run, given)["seq_len"] == first["seq_len"] + 4
 
 
-# --- What is read -----------------------------------------------------------------------------------------------
-
-
-def test_layers_are_read_one_by_one(tmp_path):
-    _, params = make_run(tmp_path / "run", num_layers=3)
-    read = open_run(tmp_path / "run", 7).checkpoint.read
-    for number in range(3):
-        jax.tree.map(np.testing.assert_array_equal, read(("layers",), number), at_layer(params, number))
-    jax.tree.map(np.testing.assert_array_equal, read(()), params)
-
-
-@pytest.mark.parametrize("stretch", [100, 2**18])
-def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
-    from prope.data import windows
-
-    monkeypatch.setattr(windows, "_SCAN_TOKENS", stretch)
-    (tmp_path / "text").mkdir()
-    documents = [chr(97 + i % 26) * (10 if i % 3 else 200 + i) for i in range(90)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    (tmp_path / "text" / "a.jsonl").write_text(lines)
-    config = default_config()
-    config.data.update({"dataset": "files", "data_dir": str(tmp_path / "text"), "cache_dir": str(tmp_path / "cache"),
-                        "seq_len": 64, "validation_fraction": 0.5})  # fmt: skip
-    found = open_windows(config.data, 260, "validation").document_starts(5)
-    assert len(found) == 5 and len({bytes(piece) for piece in found}) == 5
-    for piece in found:
-        assert len(piece) == 64 and piece[0] == BOS and len(set(piece[1:].tolist())) == 1
-    config.data.seq_len = 1000  # longer than any: the longest
-    found = open_windows(config.data, 260, "validation").document_starts(1)
-    stream = open_windows(config.data, 260, "validation").store.tokens("validation").read().result()
-    lengths = np.diff(np.flatnonzero(stream == BOS), append=len(stream))
-    assert len(found[0]) == lengths.max()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dataset", ["python_docs", "synthetic/mix"])
-def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
-    sizes = [
-        "--config.num_steps=3",
-        "--config.data.seq_len=64",
-        "--config.model.vocab_size=300",
-        "--config.eval.max_windows=1",
-    ]
-    assert train(tmp_path / "run", f"--config.data.dataset={dataset}", *sizes).code == 0
-    done = run_command("prope.analyze", f"--workdir={tmp_path / 'run'}", "--sequences=2", "--layers=1", "--heads=1.0")
-    assert done.code == 0, done.stderr
-    assert done.result["sequences"] == 2 and {head["layer"] for head in done.result["heads"]} == {1}
-    folder = tmp_path / "run" / "analysis"
-    saved = json.loads((folder / "analysis.json").read_text())
-    assert [(head["layer"], head["head"], head["why"]) for head in saved["shown"]] == [(1, 0, "asked for")]
-    assert saved["shown"][0]["table"]["tokens"][0] == "<bos>"
-    pictures = {path.stem for path in folder.glob("*.png")}
-    assert pictures == {"usage", "usage_by_head", "census", "heads", "channels"}
-    for value in (saved["loss"]["loss"], *(c["removed"]["difference"] for c in saved["channels"])):
-        assert np.isfinite(value)
-
-
 def test_pages_say_what_was_found():
     heads = [
         {"layer": 0, "head": n, "kind": kind, "positional": 0.1 * n, "high_frequency_share": 0.2 * n, "diagonal": 0.1,
@@ -430,65 +368,3 @@ def test_pages_say_what_was_found():
     assert row["p"] == "p = 0.75" and row["loss"] == 2.5 and row["loss_sd"] == pytest.approx(0.5**0.5)
     assert row["kinds"] == {"diagonal": 0, "previous_token": 4, "first_token": 0, "semantic": 2, "none": 2}
     assert row["previous_token"] == pytest.approx(0.3) and row["removed"] is None
-
-
-# --- What cannot be used ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ({"layers": "0,2"}, "--layers=0,2: '2' is not a layer of this model, which has 0 to 1"),
-        ({"layers": "x"}, "--layers=x: 'x' is not a layer"),
-        ({"heads": "1.4"}, "--heads=1.4: '1.4' is not LAYER.HEAD of this model, whose heads are 0 to 3"),
-        ({"heads": "1.0", "layers": "0"}, "of which these layers are measured: 0"),
-        ({"step": 3}, "--step=3: .* has no such checkpoint; it has 7"),
-        ({"text": "none.txt"}, "--text=none.txt: cannot be read: No such file"),
-    ],
-)
-def test_what_is_not_there_is_answered_in_one_line(run_and_export, flags, says):
-    with pytest.raises(UsageError, match=says) as error:
-        analyze.analyse(run_and_export / "run", asked(**flags))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("content", "says"), [(b"", "has 0 tokens"), (b"x", "has 1 tokens"), (b"\xff\xfe", "UTF-8")])
-def test_a_text_has_two_tokens_at_least(run_and_export, tmp_path, content, says):
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(UsageError, match=says):
-        analyze.analyse(run_and_export / "run", asked(text=str(tmp_path / "a.txt")))
-    (tmp_path / "a.txt").write_text("ab")  # enough
-    assert analyze.analyse(run_and_export / "run", asked(text=str(tmp_path / "a.txt")))["seq_len"] == 3
-
-
-def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypatch, caplog):
-    """A document is its letters between <bos> and <eos>; what is missing of what was asked for is logged."""
-    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "cache"))
-    caplog.set_level("INFO", "prope")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
-    flags = {"dataset": "files", "data_dir": str(tmp_path / "text"), "split": "all"}
-    read = lambda **more: sequences.read_sequences(open_run(run_and_export / "run"), asked(**flags | more))[0].tolist()  # noqa: E731
-    documents = [[BOS, 4 + ord(letter), EOS] for letter in "xy"]
-    assert read(seq_len=3, sequences=2) == documents and "found" not in caplog.text
-    assert read(seq_len=64, sequences=2) == documents and "found 2 documents of 3 tokens in split all" in caplog.text
-    with pytest.raises(UsageError, match="dataset=files: no document of split all has 3 tokens; give a --text=FILE"):
-        read(seq_len=2)
-
-
-def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_command):
-    write_config(tmp_path, default_config())
-    assert (
-        "without a finished checkpoint; train it first" in run_command("prope.analyze", f"--workdir={tmp_path}").error
-    )
-    assert "--workdir: must be given" in run_command("prope.analyze").error
-
-
-@pytest.mark.slow
-def test_layers_with_a_p_of_their_own_are_analysed(tmp_path):
-    make_run(tmp_path / "run", (1, 0.25))
-    (tmp_path / "a.txt").write_text("What turns, and what does not.")
-    found = analyze.analyse(tmp_path / "run", asked(text=str(tmp_path / "a.txt"), channels=0))
-    assert found["rotated_pairs"] == [32, 8] and found["loss"] is None and found["channels"] == []
-    assert [layer["turned"] for layer in found["layers"]] == [32, 8]
-    page.write(tmp_path / "run" / "analysis", found)

@@ -55,7 +55,10 @@ def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
     assert "nothing has happened for 0.001 minutes after step 3; the stacks" in capfd.readouterr().err
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="malloc is not glibc's")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"),
+    reason="reuse_memory sets options of glibc's malloc; this system has another",
+)
 def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
     script = """
 import resource, jax, jax.numpy as jnp

@@ -29,4 +29,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags)
+    command.run(main, define_flags, uses_devices=False)
