@@ -6,6 +6,7 @@ the keys up to the block's last query.
 Axes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K, H head_dim.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,6 +28,7 @@ def attention(
     *,
     segment_ids: Int[Array, "B S"] | None = None,
     first_query: Int[Array, " B"] | None = None,
+    window: int | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Computes softmax(query key^T / sqrt(H)) value, where a query sees the keys up to its own index.
@@ -38,6 +40,7 @@ def attention(
       key: rotated.
       value: not rotated.
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
+      window: how many keys a query sees at most, its own included; None: all up to its own.
       first_query: for keys from a cache, the key index of each row's first query; always computed by plain XLA.
       implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what `choose_implementation` returns for
         this machine. A named one is not checked: `choose_implementation` tells whether a device can run it.
@@ -46,21 +49,21 @@ def attention(
       The output in value's dtype; scores and softmax are float32 for any input dtype.
     """
     if first_query is not None:
-        return _attend_to_cache(query, key, value, first_query)
+        return _attend_to_cache(query, key, value, first_query, window)
     if implementation == "auto":
         T, _, H = query.shape[1:]
         implementation, _ = choose_implementation(
             "auto", jax.devices()[0], T, H, query.dtype.name, segment_ids is not None
         )
-    function = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation]
+    window = None if window is None or window >= query.shape[1] else window
+    function = functools.partial({"xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation], window)
     arrays = [query, key, value] if segment_ids is None else [query, key, value, segment_ids]
     return shard_mapped(function, ["BTNH", "BSKH", "BSKH", "BS"][: len(arrays)])(*arrays)
 
 
-def _xla(query, key, value, segment_ids=None):
+def _xla(window, query, key, value, segment_ids=None):
     """Attends by blocks of queries in plain XLA, for any device."""
-    query, key, value = _heads_first(query, key, value)
-    return _heads_last(_attend(query, key, value, segment_ids))
+    return _heads_last(_attend(window, *_heads_first(query, key, value), segment_ids))
 
 
 def _heads_first(query, key, value):
@@ -77,19 +80,19 @@ def _heads_last(output):
     return output.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-@jax.custom_vjp
-def _attend(query, key, value, segment_ids):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(window, query, key, value, segment_ids):
     """Attends [B, K, G, T, H] to [B, K, S, H] block by block; the gradient recomputes each block's scores."""
-    return _attend_forward(query, key, value, segment_ids)[0]
+    return _attend_forward(window, query, key, value, segment_ids)[0]
 
 
-def _attend_forward(query, key, value, segment_ids):
+def _attend_forward(window, query, key, value, segment_ids):
     outputs, logsumexps = [], []
-    for block, keys in _blocks(query.shape[3]):
+    for block, keys in _blocks(query.shape[3], window):
         q = query[:, :, :, block]
         if outputs:  # blocks run one after the other, so that the scores of two are never alive together
             q, (outputs[-1], logsumexps[-1]) = jax.lax.optimization_barrier((q, (outputs[-1], logsumexps[-1])))
-        scores = _scores(q, key[:, :, keys], _mask(block, keys, segment_ids))
+        scores = _scores(q, key[:, :, keys], _mask(block, keys, segment_ids, window))
         # Normalised after the second matmul, where the division is S / H times less work.
         largest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
@@ -102,14 +105,14 @@ def _attend_forward(query, key, value, segment_ids):
     return output, (query, key, value, segment_ids, output, logsumexp)
 
 
-def _attend_backward(residuals, cotangent):
+def _attend_backward(window, residuals, cotangent):
     query, key, value, segment_ids, output, logsumexp = residuals
     dtype = query.dtype
     grad_query, grad_key, grad_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
-    for block, keys in _blocks(query.shape[3]):
+    for block, keys in _blocks(query.shape[3], window):
         q, g = query[:, :, :, block], cotangent[:, :, :, block]
         q, g, grad_key, grad_value = jax.lax.optimization_barrier((q, g, grad_key, grad_value))
-        scores = _scores(q, key[:, :, keys], _mask(block, keys, segment_ids))
+        scores = _scores(q, key[:, :, keys], _mask(block, keys, segment_ids, window))
         weights = jnp.exp(scores - logsumexp[:, :, :, block, None])
         mean = (g.astype(jnp.float32) * output[:, :, :, block]).sum(axis=-1, keepdims=True)
         grad_scores = weights * (_scores(g, value[:, :, keys]) - mean)
@@ -123,15 +126,17 @@ def _attend_backward(residuals, cotangent):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _blocks(T: int) -> list[tuple[slice, slice]]:
-    """Splits the queries into blocks: (queries, the keys up to their last), in order."""
-    length = min(512, max(128, T // 4))
-    return [(slice(a, min(a + length, T)), slice(0, min(a + length, T))) for a in range(0, T, length)]
+def _blocks(T: int, window: int | None = None) -> list[tuple[slice, slice]]:
+    """Splits the queries into blocks: (queries, the keys that any of them sees), in order."""
+    length = min(512, max(128, T // 4 if window is None else window // 2))
+    starts = [(a, 0 if window is None else max(0, a - window + 1)) for a in range(0, T, length)]
+    return [(slice(a, min(a + length, T)), slice(first, min(a + length, T))) for a, first in starts]
 
 
-def _mask(block: slice, keys: slice, segment_ids):
+def _mask(block: slice, keys: slice, segment_ids, window: int | None):
     """Tells which keys a query sees: [1, 1, 1, t, s], or [B, 1, 1, t, s] with segments."""
-    causal = jnp.arange(keys.stop)[None, :] <= jnp.arange(block.start, block.stop)[:, None]
+    query, key = jnp.arange(block.start, block.stop)[:, None], jnp.arange(keys.start, keys.stop)[None, :]
+    causal = key <= query if window is None else (key <= query) & (key > query - window)
     causal = jnp.expand_dims(causal, (0, 1, 2))
     if segment_ids is None:
         return causal
@@ -163,26 +168,30 @@ def _sum_over_queries(weights, query):
     return jnp.einsum("BKRS,BKRH->BKSH", rows, query, preferred_element_type=jnp.float32)
 
 
-def _attend_to_cache(query, key, value, first_query):
+def _attend_to_cache(query, key, value, first_query, window):
     """Attends queries to each row's cache, in which `first_query` [B] keys precede them; has no efficient gradient."""
     query, key, value = _heads_first(query, key, value)
     T, S, outputs = query.shape[3], key.shape[2], []
     for block, _ in _blocks(T):
         last_key = first_query[:, None] + jnp.arange(block.start, block.stop)[None]
-        mask = jnp.arange(S)[None, None, None, None] <= last_key[:, None, None, :, None]
+        keys, last_key = jnp.arange(S)[None, None, None, None], last_key[:, None, None, :, None]
+        mask = keys <= last_key if window is None else (keys <= last_key) & (keys > last_key - window)
         weights = jax.nn.softmax(_scores(query[:, :, :, block], key, mask), axis=-1)
         outputs.append(_weighted_sum(weights.astype(value.dtype), value).astype(value.dtype))
     return _heads_last(jnp.concatenate(outputs, axis=3))
 
 
-def _splash(query, key, value, segment_ids=None):
+def _splash(window, query, key, value, segment_ids=None):
     """Attends by the TPU's kernel."""
-    return _heads_last(splash(*_heads_first(query, key, value), segment_ids))
+    return _heads_last(splash(*_heads_first(query, key, value), segment_ids, window))
 
 
-def _cudnn(query, key, value):
+def _cudnn(window, query, key, value):
     """Attends by NVIDIA's flash attention, causal without a mask array."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    local = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, local_window_size=local, implementation="cudnn"
+    )
 
 
 def save_policy(names: Sequence[str]) -> Callable[..., bool]:

@@ -23,12 +23,6 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 DTYPES = ("float32", "bfloat16")
-ATTENTION = ("auto", "xla", "splash", "cudnn")
-LOSS_ON = ("all", "targets")
-# of a source in a mixture
-MIXTURE_FIELDS = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on", "store")
-SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
-ON_NONFINITE = ("stop", "skip")
 REMAT = ("none", "minimal", "save_qkv", "full")
 
 
@@ -56,6 +50,24 @@ def default_config() -> ConfigDict:
     model.vocab_size = 260  # V, at least the tokenizer's size
     model.max_wavelength = 10_000.0  # theta, the base wavelength of RoPE
     model.rope_percentage = 1.0  # p in [0, 1]: 1 is RoPE, 0 is NoPE; per layer: set_layer_percentages
+    # proportional (p-RoPE) | partial | reversed | cutoff | hard_clip | cope | rope_id: see prope/encodings.py
+    model.rope_type = "proportional"
+    model.rope_cutoff = placeholder(float)  # of cutoff: pairs rotate whose period is at most this x original_seq_len
+    model.clip_low_n = placeholder(int)  # of hard_clip and cope: how many of the slowest pairs are clipped
+    model.rope_scaling_type = "none"  # of layers without a window: none | linear | ntk | dynamic | yarn | llama3
+    model.rope_scaling_factor = 1.0  # s, by how much the length grows
+    model.original_seq_len = placeholder(int)  # length of training that types and scalings go by
+    model.beta_fast = 32.0  # yarn: pairs of more turns in original_seq_len keep their frequency
+    model.beta_slow = 1.0  # yarn: pairs of fewer turns are slowed down by s
+    model.low_freq_factor = 1.0  # llama3: pairs of fewer turns are slowed down by s
+    model.high_freq_factor = 4.0  # llama3: pairs of more turns keep their frequency
+    model.logit_scale = "none"  # factor on the logits of layers without a window: none | yarn | drope
+    model.logit_scale_coefficient = placeholder(float)  # of drope: c in 1 + c ln s
+    model.layer_types = ()  # pattern of sliding_attention and full_attention that the layers repeat; empty: all full
+    model.sliding_window = placeholder(int)  # keys that a query of a sliding layer sees, its own included
+    model.local_max_wavelength = placeholder(float)  # of sliding layers; None: max_wavelength
+    model.local_rope_percentage = placeholder(float)  # of sliding layers; None: rope_percentage
+    model.use_qk_norm = False  # RMSNorm of every head's queries and keys, before the rotation
     model.dtype = "float32"  # of activations and matmuls, float32 | bfloat16; parameters are always float32
     model.attention = "auto"  # auto | xla | splash (TPU) | cudnn (NVIDIA)
     model.scan_layers = True  # compile one layer and loop, or unroll all; parameters and result are the same
@@ -108,12 +120,6 @@ def default_config() -> ConfigDict:
     return config.lock()
 
 
-def layer_percentages(model: ConfigDict) -> tuple[float, ...]:
-    """Returns rope_percentage of every layer, [L]; `config.model` holds one number, or one per layer."""
-    p = model.rope_percentage
-    return (p,) * model.num_layers if isinstance(p, int | float) else tuple(p)
-
-
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:
     """Sets rope_percentage to one value per layer, although the field's type is one number."""
     try:
@@ -136,6 +142,8 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         return config
     if isinstance(config.model.rope_percentage, tuple):
         set_layer_percentages(config, config.model.rope_percentage[:2])
+    if config.model.layer_types:
+        config.model.layer_types, config.model.sliding_window = ("sliding_attention", "full_attention"), 16
     groups = config.model.num_heads // config.model.num_kv_heads
     config.update_from_flattened_dict({
         "batch_size": 8, "accumulation": 1, "num_steps": 20, "log_every": 5, "eval_every": 10, "checkpoint_every": 10,

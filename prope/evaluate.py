@@ -32,6 +32,10 @@ def define_flags() -> None:
     flags.DEFINE_string("seq_len", None, lengths)
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
     flags.DEFINE_string("data_dir", None, "folder of the dataset, as in config.data.data_dir")
+    scaling = "rescale the encoding without training, for text longer than the training's; yarn scales the logits too"
+    flags.DEFINE_enum("encoding", None, ["linear", "ntk", "dynamic", "yarn", "llama3"], scaling)
+    factor = "with --encoding: by how much longer; by default each --seq_len over the training's, of dynamic 1"
+    flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     split = "documents to read; by default validation, and all of a text that the run was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
     flags.DEFINE_boolean("again", False, "recompute what eval.jsonl has")

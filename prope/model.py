@@ -7,21 +7,21 @@ Parameters are float32 and have the names of DeepMind's Gemma. Those of the laye
 scanned or unrolled, so that checkpoints do not depend on `scan_layers`.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope.attention import attention, save_policy
-from prope.config import layer_percentages
-from prope.rope import mask_slow_pairs, num_rotated_pairs, rotate, rotation_table
+from prope.encodings import layer_frequencies, layer_windows, logit_scale
+from prope.rope import rotate, rotation_table
 from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup
 
 Params = dict[str, Any]
@@ -54,7 +54,7 @@ def init(config: ConfigDict, key: jax.Array) -> Params:
     """Initialises the parameters for `config` (a run's `config.model`), as a function of it and the key alone."""
     tokens = jnp.zeros((1, 2), jnp.int32)
     plain = ConfigDict(config.to_dict() | {"attention": "xla"})  # kernels need longer sequences; shapes are the same
-    return _decoder(plain).init(key, tokens, tokens)["params"]
+    return Decoder(FrozenConfigDict(plain)).init(key, tokens, tokens)["params"]
 
 
 def hidden_states(
@@ -65,7 +65,7 @@ def hidden_states(
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Runs the decoder: its normalised output for every token, in `config.dtype`, from which `logits` predicts."""
-    return _decoder(config).apply({"params": params}, tokens, positions, segment_ids)[0]
+    return _run(config, params, tokens, positions, segment_ids)[0]
 
 
 def prefill(
@@ -76,7 +76,7 @@ def prefill(
     Rows may be padded on the right: no token sees later ones, and `decode` overwrites the padding's slots.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return _decoder(config).apply({"params": params}, tokens, positions, None, cache)
+    return _run(config, params, tokens, positions, cache=cache)
 
 
 def decode(
@@ -87,17 +87,7 @@ def decode(
     A token sees the slots up to its own position; later slots may hold anything. `params` has "layers" as a list.
     """
     positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    table = rotation_table(positions, config.head_dim, config.max_wavelength)
-    block, carry = Block(FrozenConfigDict(config)), (embed(config, embedding(params), tokens), cache)
-    for i, pairs in enumerate(rotated_pairs_by_layer(config)):
-        carry, _ = block.apply({"params": params["layers"][i]}, carry, i, pairs, table, None, first)
-    return final_norm(params["final_norm"], carry[0]), carry[1]
-
-
-def empty_cache(config: ConfigDict, batch: int, length: int) -> Cache:
-    """Allocates a cache for the keys and values of `length` tokens of `batch` sequences."""
-    shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
-    return {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
+    return _run(config, params, tokens, positions, cache=cache, first=first)
 
 
 def embed(config: ConfigDict, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -110,8 +100,7 @@ def layer(
     config: ConfigDict,
     params: Params,
     x: Float[Array, "B T D"],
-    positions: Int[Array, "B T"],
-    pairs: int | Int[Array, ""],
+    table: Float[Array, "2 b T P"],
     rotate_fn: Callable | None = None,
 ) -> tuple[Float[Array, "B T D"], Captured]:
     """Runs one layer, for analysis: returns the residual stream after it and its attention's inputs.
@@ -120,13 +109,11 @@ def layer(
       config: a run's `config.model`.
       params: of this layer: those of "layers" without their leading axis.
       x: the residual stream before the layer.
-      positions: of the tokens.
-      pairs: how many of the fastest pairs this layer rotates.
+      table: of this layer's rotation, with b = 1 or B.
       rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
     """
-    table = mask_slow_pairs(rotation_table(positions, config.head_dim, config.max_wavelength), pairs)
-    block = Block(FrozenConfigDict(config), rotate_fn or rotate_qkv)
-    ((x, _), _), sown = block.apply({"params": params}, (x, None), None, None, table, None, mutable="captured")
+    block = Block(FrozenConfigDict(config), None, rotate_fn or rotate_qkv)
+    ((x, _), _), sown = block.apply({"params": params}, (x, None), None, table, mutable="captured")
     return x, Captured(**sown["captured"]["attn"])
 
 
@@ -151,32 +138,43 @@ def embedding(params: Params) -> Float[Array, "V D"]:
     return params["embedder"]["input_embedding"]
 
 
-def rotated_pairs_by_layer(config: ConfigDict) -> list[int]:
-    """Returns how many pairs p-RoPE rotates in every layer, [L]."""
-    return [num_rotated_pairs(config.head_dim, p) for p in layer_percentages(config)]
+def _run(config, params, tokens, positions, segment_ids=None, cache=None, first=None):
+    """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the cache)."""
+    freqs, encoding = np.unique(layer_frequencies(config, tokens.shape[1]), axis=0, return_inverse=True)
+    tables = [rotation_table(positions, own) for own in freqs]  # once a step; layers of one encoding share one
+    windows, carry = layer_windows(config), (embed(config, embedding(params), tokens), cache)
+
+    def run_layer(carry, params, i, table, window):
+        block = Block(FrozenConfigDict(config), window)
+        return block.apply({"params": params}, carry, i, table, segment_ids, first)[0]
+
+    if not isinstance(params["layers"], dict):  # split, for `decode`
+        for i, of_layer in enumerate(params["layers"]):
+            carry = run_layer(carry, of_layer, i, tables[encoding[i]], windows[i])
+    else:
+        carry = _scan_layers(config, run_layer, carry, params["layers"], tables, encoding, windows)
+    return final_norm(params["final_norm"], carry[0]), carry[1]
 
 
-def rotated_pairs(config: ConfigDict) -> int | list[int]:
-    """Returns `rotated_pairs_by_layer` as commands print it: one number, where rope_percentage is one number."""
-    pairs = rotated_pairs_by_layer(config)
-    return pairs[0] if isinstance(config.rope_percentage, int | float) else pairs
+def _scan_layers(config, run_layer, carry, params, tables, encoding, windows):
+    """Runs the layers in a loop over the periods of `layer_types`, of one layer without them: windows are static."""
+    if config.remat != "none":
+        policy, prevent_cse = save_policy(_SAVED_RESIDUALS[config.remat]), not config.scan_layers
+        run_layer = jax.checkpoint(run_layer, policy=policy, prevent_cse=prevent_cse, static_argnums=4)
+    L, period = config.num_layers, len(config.layer_types) or 1
+    # The whole cache is carried, so that a step writes the slots of its own tokens and copies no others.
+    layers = params, None if carry[1] is None else jnp.arange(L), None if len(tables) == 1 else jnp.asarray(encoding)
+    tables = tables[0] if len(tables) == 1 else jnp.stack(tables)
 
+    def run_period(carry, layers):
+        for j in range(period):
+            of_layer, i, e = jax.tree.map(lambda x: x[j], layers) if period > 1 else layers  # noqa: B023
+            carry = run_layer(carry, of_layer, i, tables if e is None else tables[e], windows[j])
+        return carry, None
 
-def num_parameters(params: Params) -> int:
-    """Counts the scalars in a tree of arrays or shapes."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
-
-def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:
-    """Makes matmuls of a float32 model, traced within this context, float32 on every device.
-
-    By default a TPU rounds to bfloat16 and an NVIDIA GPU to TF32. Matmuls of a bfloat16 model stay as they are.
-    """
-    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
-
-
-def _decoder(config: ConfigDict) -> "Decoder":
-    return Decoder(FrozenConfigDict(config))
+    if period > 1:
+        layers = jax.tree.map(lambda x: x.reshape(L // period, period, *x.shape[1:]), layers)
+    return jax.lax.scan(run_period, carry, layers, unroll=1 if config.scan_layers else L // period)[0]
 
 
 def _fan_in(in_axes: tuple[int, ...], ndim: int) -> nn.initializers.Initializer:
@@ -186,33 +184,19 @@ def _fan_in(in_axes: tuple[int, ...], ndim: int) -> nn.initializers.Initializer:
 
 
 class Decoder(nn.Module):
-    """Embedding, L layers, final norm."""
+    """Embedding, L layers, final norm: the tree of parameters and its initial values, which `_run` computes with."""
 
     config: FrozenConfigDict
 
     @nn.compact
-    def __call__(self, tokens, positions, segment_ids=None, cache=None):
+    def __call__(self, tokens, positions):
         cfg = self.config
         x = Embedder(cfg, name="embedder")(tokens)
-        # One table serves all layers. Where p differs between layers, a layer masks the pairs that it does not rotate.
-        percentages = layer_percentages(cfg)
-        table = rotation_table(positions, cfg.head_dim, cfg.max_wavelength, max(percentages))
-        pairs = jnp.array(rotated_pairs_by_layer(cfg), jnp.int32) if len(set(percentages)) > 1 else None
-        block = Block
-        if cfg.remat != "none":
-            block = nn.remat(Block, policy=save_policy(_SAVED_RESIDUALS[cfg.remat]), prevent_cse=not cfg.scan_layers)
-        # The whole cache is carried, so that a step writes the slots of its own tokens and copies no others.
-        layer = None if cache is None else jnp.arange(cfg.num_layers)
-        layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast, nn.broadcast),
-            length=cfg.num_layers,
-            unroll=1 if cfg.scan_layers else cfg.num_layers,
-        )
-        (x, cache), _ = layers(cfg, name="layers")((x, cache), layer, pairs, table, segment_ids)
-        return RMSNorm(name="final_norm")(x), cache
+        table = rotation_table(positions, np.zeros(cfg.head_dim // 2))
+        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        layers = nn.scan(Block, **split, in_axes=nn.broadcast, length=cfg.num_layers)
+        (x, _), _ = layers(cfg, name="layers")((x, None), None, table)
+        return RMSNorm(name="final_norm")(x)
 
 
 class Embedder(nn.Module):
@@ -231,14 +215,14 @@ class Block(nn.Module):
     """One layer: attention and MLP, each of the normalised residual stream and added to it."""
 
     config: FrozenConfigDict
+    window: int | None = None
     rotate_fn: Callable = rotate_qkv
 
     @nn.compact
-    def __call__(self, carry, layer, pairs, table, segment_ids, first_query=None):
+    def __call__(self, carry, layer, table, segment_ids=None, first_query=None):
         x, cache = carry
-        table = table if pairs is None else mask_slow_pairs(table, pairs)
         normed = RMSNorm(name="pre_attention_norm")(x)
-        attend = Attention(self.config, self.rotate_fn, name="attn")
+        attend = Attention(self.config, self.window, self.rotate_fn, name="attn")
         attended, cache = attend(normed, cache, layer, table, segment_ids, first_query)
         x = x + attended
         x = x + MLP(self.config, name="mlp")(RMSNorm(name="pre_ffw_norm")(x))
@@ -249,6 +233,7 @@ class Attention(nn.Module):
     """Projects to queries, keys and values, applies p-RoPE, attends, and projects back to D."""
 
     config: FrozenConfigDict
+    window: int | None
     rotate_fn: Callable
 
     @nn.compact
@@ -257,6 +242,10 @@ class Attention(nn.Module):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
         key, value = jnp.unstack(Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->BTCKH", x), axis=2)
+        if cfg.use_qk_norm:
+            query, key = RMSNorm(name="query_norm")(query), RMSNorm(name="key_norm")(key)
+        if self.window is None and (scale := logit_scale(cfg)) != 1:
+            query = (query.astype(jnp.float32) * scale).astype(query.dtype)
         captured = {"query": query, "key": key, "value": value}
         query, key, value = self.rotate_fn(query, key, value, table)
         for name, array in (captured | {"rotated_query": query, "rotated_key": key}).items():
@@ -269,9 +258,8 @@ class Attention(nn.Module):
             cache = {name: _write_cache(cache[name], new[name], layer, first_query) for name in cache}
             if first_query is not None:
                 key, value = (cache[name][layer].swapaxes(1, 2) for name in ("key", "value"))
-        out = attention(
-            query, key, value, segment_ids=segment_ids, first_query=first_query, implementation=cfg.attention
-        )
+        options = {"first_query": first_query, "window": self.window, "implementation": cfg.attention}
+        out = attention(query, key, value, segment_ids=segment_ids, **options)
         out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), cache
 

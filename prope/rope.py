@@ -50,16 +50,14 @@ def frequencies(head_dim: int, max_wavelength: float = 10_000, rope_percentage: 
     return np.where(rotated, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)
 
 
-def rotation_table(
-    positions: ArrayLike, head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0
-) -> jax.Array:
+def rotation_table(positions: ArrayLike, freqs: np.ndarray) -> jax.Array:
     """Computes cosine and sine of every pair's angle: float32 [2, ..., P] for integer `positions` [...].
 
-    The error is at most 1.2e-7 at every 32-bit position, negative ones too. One table per step serves all layers.
+    `freqs` [P] are radians per token in [0, 2 pi), such as those of `frequencies`. The error is at most 1.2e-7 at every
+    32-bit position, negative ones too. One table per step serves all layers of one encoding.
 
     Raises:
       TypeError: positions are not integers of at most 32 bits.
-      ValueError: as `frequencies`.
     """
     positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer) or positions.dtype.itemsize > 4:
@@ -68,18 +66,11 @@ def rotation_table(
             "Floating positions round (bfloat16 from 257 on): pass jnp.int32"
         )
     wide = jnp.int32 if jnp.issubdtype(positions.dtype, jnp.signedinteger) else jnp.uint32
-    per_token = _phase_per_token(tuple(frequencies(head_dim, max_wavelength, rope_percentage)))
+    per_token = _phase_per_token(tuple(map(float, freqs)))
     high, low = (word.reshape(*[1] * positions.ndim, -1) for word in per_token)
     cos, sin = _cos_sin(positions.astype(wide)[..., None], high, low)
     # Written into a buffer: XLA fuses a jnp.stack into every rotation and recomputes the table there.
     return jax.lax.empty((2, *cos.shape), cos.dtype).at[0].set(cos).at[1].set(sin)
-
-
-def mask_slow_pairs(table: jax.Array, pairs: ArrayLike) -> jax.Array:
-    """Sets all but the fastest `pairs` pairs of a table [2, ..., P] to no rotation; `pairs` may be traced."""
-    identity = jnp.array([1.0, 0.0]).reshape(2, *[1] * (table.ndim - 1))
-    rotated = (jnp.arange(table.shape[-1]) < pairs).reshape(*[1] * (table.ndim - 1), -1)
-    return jnp.where(rotated, table, identity)
 
 
 def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
@@ -115,7 +106,7 @@ def apply_p_rope(
         raise ValueError(f"inputs must be [B, T, N, head_dim={head_dim}]; got shape {inputs.shape}")
     if positions.shape != inputs.shape[:2]:
         raise ValueError(f"positions must be [B, T]={inputs.shape[:2]}, as inputs are; got shape {positions.shape}")
-    return rotate(inputs, rotation_table(positions, head_dim, max_wavelength, rope_percentage))
+    return rotate(inputs, rotation_table(positions, frequencies(head_dim, max_wavelength, rope_percentage)))
 
 
 def interleaved_to_half_split(weights: ArrayLike) -> jax.Array:

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from prope import model, sharding
 from prope.attention import choose_implementation
 from prope.errors import UsageError
+from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
 from prope.optimizer import keep_unless, make_optimizer
 from prope.sharding import hash_batch
@@ -99,7 +100,7 @@ def trace_step(
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = jax.jit(make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None))
-    with sharding.use(mesh), model.matmul_precision(config.model.dtype):
+    with sharding.use(mesh), matmul_precision(config.model.dtype):
         return step.trace(*state, batch_shapes(config, mesh))
 
 

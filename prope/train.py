@@ -35,11 +35,12 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
 
 import jax
 
-from prope import model, sharding
+from prope import sharding
 from prope.config import differences
-from prope.cost.flops import model_flops_per_token, peak_flops
+from prope.cost.flops import model_flops_per_token, num_parameters, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
+from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import UsageError
 from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
@@ -158,8 +159,8 @@ def log_run(config: ConfigDict, params, windows: Windows) -> None:
     """Logs the devices, the model's size and encoding, and the data, in one line."""
     log.info(
         "%d x %s; %s parameters; p-RoPE rotates %s of %d pairs (p = %s); %s windows of %d tokens of %s",
-        jax.device_count(), jax.devices()[0].device_kind, f"{model.num_parameters(params):,}",
-        model.rotated_pairs(config.model), config.model.head_dim // 2, config.model.rope_percentage,
+        jax.device_count(), jax.devices()[0].device_kind, f"{num_parameters(params):,}",
+        rotated_pairs(config.model), config.model.head_dim // 2, config.model.rope_percentage,
         f"{windows.count:,}", config.data.seq_len, config.data.dataset,
     )  # fmt: skip
 
@@ -205,8 +206,10 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
     if init_from is not None:
         run = open_run(init_from)
         differing = [line for line in differences(config, run.config) if line.startswith("model.")]
-        if differing:
-            raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(differing)})")
+        encoding = [line for line in differing if line.removeprefix("model.").split(":")[0] in FIELDS]
+        if others := [line for line in differing if line not in encoding]:
+            raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(others)})")
+        log.info("what changes of the encoding: %s", "; ".join(encoding) or "nothing")
         _, initial = run.first_undamaged(lambda run: run.params(state[0]))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()

@@ -15,8 +15,9 @@ from test_model import draw, small
 from prope import attention, model
 from prope.analysis import analysis as analyze
 from prope.analysis import census, compare, measures, page, theory
-from prope.config import default_config, layer_percentages, set_layer_percentages
-from prope.rope import frequencies, num_rotated_pairs
+from prope.config import default_config, set_layer_percentages
+from prope.encodings import layer_frequencies
+from prope.rope import frequencies, rotation_table
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import write_config
@@ -38,9 +39,8 @@ def at_layer(params, number):
 def layers_of(config, params, tokens, positions):
     """(residual stream after, captured) of every layer, one at a time."""
     x = model.embed(config, model.embedding(params), tokens)
-    for number, p in enumerate(layer_percentages(config)):
-        pairs = num_rotated_pairs(config.head_dim, p)
-        x, captured = model.layer(config, at_layer(params, number), x, positions, pairs)
+    for number, freqs in enumerate(layer_frequencies(config)):
+        x, captured = model.layer(config, at_layer(params, number), x, rotation_table(positions, freqs))
         yield x, captured
 
 

@@ -10,7 +10,7 @@ from test_model import draw, small
 
 from prope import model
 from prope.analysis import channels, measures, walk
-from prope.rope import frequencies
+from prope.rope import frequencies, rotation_table
 from prope.workdir.run import open_run, read_config
 
 
@@ -68,7 +68,8 @@ def test_only_the_head_that_is_stopped_changes():
     config = small(num_kv_heads=2, head_dim=H, rope_percentage=1.0)
     params, tokens, positions = draw(config)
     x = model.embed(config, model.embedding(params), tokens)
-    run = lambda turn: model.layer(config, at_layer(params, 0), x, positions, 16, turn)[1]  # noqa: E731
+    table = rotation_table(positions, frequencies(config.head_dim, config.max_wavelength))
+    run = lambda turn: model.layer(config, at_layer(params, 0), x, table, turn)[1]  # noqa: E731
     plain, changed = run(None), run(channels.stopped(2, 3))
     own = np.repeat(np.asarray(plain.rotated_key), 2, axis=2)
     lanes = [3, 19]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from prope import model, sharding
+from prope import sharding
 from prope.config import default_config, differences, flat, from_dict, set_layer_percentages, sized
+from prope.cost.flops import num_parameters
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
@@ -36,7 +37,7 @@ def test_every_config_is_whole_and_builds_at_full_size(path):
     if path.stem.startswith("gemma"):
         sizes = {"gemma_2b_flan": 2_506_434_560, "gemma_2b_wiki": 2_506_434_560, "gemma_300m_wiki": 298_175_232}
         size = sizes[path.stem]
-        assert model.num_parameters(params) == size
+        assert num_parameters(params) == size
     page = importlib.util.spec_from_file_location(path.stem, path).loader.get_source(path.stem)
     for heading in ("What ", "Command ", "Hardware ", "Hours ", "Expected "):
         assert f"\n{heading}" in page, f"the page of {path.name} lacks {heading}"

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from prope import model, sharding
 from prope.config import default_config
 from prope.cost import flops as cost
+from prope.cost.flops import num_parameters
 from prope.optimizer import make_optimizer
 from prope.step import batch_shapes, init_state, make_train_step
 
@@ -39,7 +40,7 @@ def test_gemma_2b_needs_the_flops_that_are_published_for_it():
 def test_model_flops_are_six_per_parameter_and_attention(kv_heads):
     config = gemma_2b()
     config.num_kv_heads = kv_heads
-    parameters = model.num_parameters(jax.eval_shape(lambda: model.init(config, jax.random.key(0))))
+    parameters = num_parameters(jax.eval_shape(lambda: model.init(config, jax.random.key(0))))
     norms = (2 * 18 + 1) * 2048
     assert cost.model_flops_per_token(config, 2) == 6 * (parameters - norms) + 6 * 18 * 2048 * 2
 
@@ -48,7 +49,7 @@ def test_model_flops_are_six_per_parameter_and_attention(kv_heads):
 def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(shape):
     """Short sequences: a flash attention's backward pass computes its scores again, which is 2 % at 8192 tokens."""
     config = default_config()
-    config.model.update(gemma_2b())
+    config.model.update(gemma_2b().to_dict())
     config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla")
     config.batch_size, config.data.seq_len = 64, 128
     optimizer, mesh = make_optimizer(config), AbstractMesh(shape, ("data", "fsdp", "tensor"))

@@ -17,7 +17,9 @@ from test_data import articles
 
 from prope import model
 from prope.config import default_config
+from prope.cost.flops import num_parameters
 from prope.data.tokenizer import load_tokenizer
+from prope.encodings import rotated_pairs
 from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
@@ -83,7 +85,7 @@ def test_p_floors_to_the_same_pairs_in_transformers(gemma, d):
         config.model.rope_percentage = float(p)
         theirs = transformers.GemmaConfig(**gemma_hf.to_hf(config, "float32"))
         turned = ROPE_INIT_FUNCTIONS["proportional"](theirs, device=None)[0].numpy() > 0
-        assert turned.sum() == model.rotated_pairs(config.model), p
+        assert turned.sum() == rotated_pairs(config.model), p
 
 
 def test_transformers_reads_the_tokenizer_with_its_bos(gemma, tmp_path, sentencepiece_model):
@@ -111,7 +113,7 @@ def test_transformers_reads_the_tokenizer_with_its_bos(gemma, tmp_path, sentence
 def test_a_run_comes_back_from_its_export(tmp_path, p, sizes):
     config, params = make_run(tmp_path / "run", p, **sizes)
     out = export_hf.export(tmp_path / "run", tmp_path / "hf")
-    assert out["parameters"] == model.num_parameters(params) == sum(x.size for x in stored(tmp_path / "hf").values())
+    assert out["parameters"] == num_parameters(params) == sum(x.size for x in stored(tmp_path / "hf").values())
     back = import_hf.import_run(tmp_path / "hf", tmp_path / "back")
     assert (back["parameters"], back["rotated_pairs"]) == (out["parameters"], np.max(out["rotated_pairs"]))
     run = open_run(tmp_path / "back")
@@ -186,7 +188,7 @@ def test_the_released_configs_are_full_rope(tmp_path, released, parameters):
     heads, width = released["num_attention_heads"], released["hidden_size"]
     assert tensors["model.layers.17.self_attn.o_proj.weight"] == (width, heads * 256)
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
-    assert model.num_parameters(shapes) == parameters
+    assert num_parameters(shapes) == parameters
 
 
 def test_the_released_form_is_read(tmp_path, exported):
@@ -225,9 +227,9 @@ def test_the_commands_need_neither_torch_nor_transformers(run_command, tmp_path,
 
     _, params = make_run(tmp_path / "run", tokenizer=sentencepiece_model)
     out = run("export_hf", tmp_path / "fake", workdir=tmp_path / "run", output=tmp_path / "hf", step=7)
-    assert (out["output"], out["parameters"]) == (str(tmp_path / "hf"), model.num_parameters(params))
+    assert (out["output"], out["parameters"]) == (str(tmp_path / "hf"), num_parameters(params))
     back = run("import_hf", tmp_path / "fake", input=tmp_path / "hf", workdir=tmp_path / "back")
-    assert (back["workdir"], back["parameters"]) == (str(tmp_path / "back"), model.num_parameters(params))
+    assert (back["workdir"], back["parameters"]) == (str(tmp_path / "back"), num_parameters(params))
     shutil.rmtree(tmp_path / "hf")  # the run stands alone
     text = tmp_path / "text"
     text.mkdir()

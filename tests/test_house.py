@@ -12,6 +12,7 @@ PACKAGE = ROOT / "prope"
 # Rooms (a folder, or a file at the top of prope/), low to high: each imports only from lines above its own.
 LAYERS = [
     ["errors", "rope"],
+    ["encodings"],
     ["config"],
     ["sharding"],
     ["kernels"],
@@ -141,7 +142,7 @@ def test_what_stands_at_the_top():
     files = {file.stem for file in PACKAGE.glob("*.py")}
     folders = {folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}
     assert files == set(LEVELS) - FOLDERS and folders == FOLDERS
-    assert len(files) <= 20
+    assert len(files) <= 24
 
 
 def lines(file: pathlib.Path) -> int:

@@ -11,7 +11,8 @@ from ml_collections import FrozenConfigDict
 from test_rope import oracle as turn
 
 from prope import model
-from prope.config import default_config, layer_percentages, set_layer_percentages
+from prope.config import default_config, set_layer_percentages
+from prope.cost.flops import num_parameters
 from prope.loss import weighted_loss
 
 
@@ -38,8 +39,12 @@ def draw(config, B=2, T=12, seed=0):
     return params, tokens, jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
 
 
-def reference(config, params, tokens, positions, segments=None):
-    """Logits [B, T, V]: loops over layers, heads and queries, all in float64."""
+def reference(config, params, tokens, positions, segments=None, freqs=None, windows=None, scale=1.0):
+    """Logits [B, T, V]: loops over layers, heads and queries, all in float64.
+
+    `freqs` are of every layer, p-RoPE's by default; a layer with a window sees so many keys; `scale` multiplies the
+    logits of those without.
+    """
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     tokens, positions = np.asarray(tokens), np.asarray(positions)
     table, layers = params["embedder"]["input_embedding"], params["layers"]
@@ -62,11 +67,22 @@ def reference(config, params, tokens, positions, segments=None):
             query, key, value = (
                 normed @ w for w in (at["attn"]["q_einsum"]["w"][n], *at["attn"]["kv_einsum"]["w"][:, k])
             )
-            p = layer_percentages(config)[layer]
-            query, key = (turn(part[:, :, None], positions, config.max_wavelength, p)[:, :, 0] for part in (query, key))
+            if "query_norm" in at["attn"]:
+                query = norm(query, at["attn"]["query_norm"]["scale"])
+                key = norm(key, at["attn"]["key_norm"]["scale"])
+            window = windows and windows[layer]
+            query = query if window else query * scale
+            if freqs is None:
+                theta, p = config.max_wavelength, np.broadcast_to(config.rope_percentage, config.num_layers)[layer]
+                query, key = (turn(part[:, :, None], positions, theta, p)[:, :, 0] for part in (query, key))
+            else:
+                turns = np.exp(1j * positions[..., None] * freqs[layer])
+                pairs = [(part[..., : H // 2] + 1j * part[..., H // 2 :]) * turns for part in (query, key)]
+                query, key = (np.concatenate([part.real, part.imag], axis=-1) for part in pairs)
             for b in range(B):
                 for t in range(T):
                     seen = [s for s in range(t + 1) if segments is None or segments[b, s] == segments[b, t]]
+                    seen = [s for s in seen if not window or s > t - window]
                     scores = key[b, seen] @ query[b, t] / np.sqrt(H)
                     weights = np.exp(scores - scores.max())
                     averaged = weights @ value[b, seen] / weights.sum()
@@ -356,7 +372,7 @@ def test_gemma_2b_has_gemma_s_parameters():
         vocab_size=256_128,
     )
     shapes = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
-    assert model.num_parameters(shapes) == 2_506_434_560
+    assert num_parameters(shapes) == 2_506_434_560
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ MUTANTS = {
         "max_wavelength ** (-2.0 * pairs / max(2 * num_rotated_pairs(head_dim, rope_percentage), 1))",
     ),
     "prefix pairing": (
-        "    return rotate(inputs, rotation_table(positions, head_dim, max_wavelength, rope_percentage))",
+        "    return rotate(inputs, rotation_table(positions, frequencies(head_dim, max_wavelength, rope_percentage)))",
         "    n = num_rotated_pairs(head_dim, rope_percentage)\n"
-        "    table = rotation_table(positions, head_dim, max_wavelength, rope_percentage)[..., :n]\n"
+        "    table = rotation_table(positions, frequencies(head_dim, max_wavelength, rope_percentage)[:n])\n"
         "    return jnp.concatenate([rotate(inputs[..., : 2 * n], table), inputs[..., 2 * n :]], axis=-1)",
     ),
     "interleaved pairing": (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prope import apply_p_rope
-from prope.rope import frequencies, interleaved_to_half_split, mask_slow_pairs, num_rotated_pairs, rotation_table
+from prope.rope import frequencies, interleaved_to_half_split, num_rotated_pairs
 
 pytestmark = pytest.mark.optimized
 
@@ -201,14 +201,6 @@ def test_the_interleaved_layout_is_a_permutation_of_the_weights():
     q, k = (apply_p_rope((jnp.float32(tokens) @ part)[None, :, None], positions, d)[0, :, 0] for part in permuted)
     scores = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("p", [0.0, 0.25, 0.7])
-def test_a_table_can_be_cut_to_a_smaller_p(p):
-    positions = np.array([LANDMARKS], np.int32)
-    whole = rotation_table(positions, 64)
-    cut = jax.jit(mask_slow_pairs)(whole, num_rotated_pairs(64, p))
-    np.testing.assert_array_equal(cut, rotation_table(positions, 64, rope_percentage=p))
 
 
 @pytest.mark.parametrize(

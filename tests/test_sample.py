@@ -18,7 +18,7 @@ from prope.cost.hlo import array_shapes
 from prope.data.tokenizer import EOS
 from prope.errors import UsageError
 from prope.inference import generation as sample
-from prope.inference.generation import Sampling
+from prope.inference.generation import Sampling, empty_cache
 
 LENGTHS = (4, 9, 1, 6)
 NEVER = -1  # an eos that no token is
@@ -97,7 +97,7 @@ def test_logits_equal_those_of_the_full_forward(fields):
     rows = [np.concatenate([prompts[b, :n], more[b]]) for b, n in enumerate(lengths)]
     expected = full_forward(config, params, rows)
     hidden, cache = jax.jit(functools.partial(model.prefill, config))(
-        params, prompts, model.empty_cache(config, len(lengths), 16)
+        params, prompts, empty_cache(config, len(lengths), 16)
     )
     read = np.asarray(model.logits(params, hidden))
     layers, decode = sample.split_layers(config, params), jax.jit(functools.partial(model.decode, config))

@@ -193,9 +193,25 @@ def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     workdir, result = whole
     started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
     assert started.result["init_hash"] == hash_arrays(open_run(workdir).params()) != result["init_hash"]
-    refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.rope_percentage=0.5")
+    refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.hidden_dim=64")
     assert not (tmp_path / "other").exists()
-    assert "is another model (model.rope_percentage: 0.75, not 0.5)" in refused.error
+    assert "is another model (model.hidden_dim: 128, not 64)" in refused.error
+
+
+@pytest.mark.slow
+def test_a_trained_model_goes_on_with_another_encoding(whole, train, tmp_path):
+    """DroPE, 2512.12167: the weights are those of the first run, and what differs is logged."""
+    workdir, _ = whole
+    dropped = train(tmp_path / "run", f"--init_from={workdir}", "--config.model.rope_percentage=0", "--stop_at_step=1")
+    assert dropped.result["init_hash"] == hash_arrays(open_run(workdir).params())
+    assert "what changes of the encoding: model.rope_percentage: 0.75, not 0.0" in dropped.error
+    yarn = ("rope_scaling_type=yarn", "rope_scaling_factor=4", "original_seq_len=64", "logit_scale=yarn")
+    flags = [f"--config.model.{flag}" for flag in yarn]
+    longer = train(
+        tmp_path / "longer", f"--init_from={workdir}", "--config.data.seq_len=128", *flags, "--stop_at_step=1"
+    )
+    assert longer.code == 0 and longer.result["init_hash"] == dropped.result["init_hash"]
+    assert "model.rope_scaling_type: none, not yarn" in longer.error
 
 
 @pytest.mark.slow

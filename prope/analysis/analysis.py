@@ -15,7 +15,7 @@ from prope.analysis import census, channels, compare, measures, page
 from prope.analysis.sequences import SHOWN, read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError
-from prope.model import matmul_precision
+from prope.kernels.choice import matmul_precision
 from prope.rope import frequencies
 from prope.runtime.files import read_json, write_atomic
 from prope.workdir.checkpoints import list_steps
@@ -42,6 +42,11 @@ def analyse(workdir: epath.Path, options) -> dict:
     asked |= {"text_hash": _hash_file(options.text), "format": 2}  # older analyses are repeated
     run = open_run(workdir, options.step)
     config = run.config.model
+    if config.layer_types or config.rope_type == "reversed":
+        raise UsageError(
+            f"--workdir={workdir}: model.layer_types={config.layer_types}, model.rope_type={config.rope_type}: only "
+            "layers without windows, whose rotated pairs are the first, can be analysed"
+        )
     layers = parse_layers(options.layers, config)
     chosen = parse_heads(options.heads, layers, config)
     output = workdir / "analysis" / "analysis.json"
@@ -115,7 +120,6 @@ def measure_layers(walk: Walk, layers: list[int], count: int) -> dict:
       loss        {"loss", "stderr"} over the sequences; None without channels
     """
     config, T = walk.config, walk.tokens.shape[1]
-    freqs = frequencies(config.head_dim, config.max_wavelength)
     result = {"layers": [], "heads": [], "openings": {}, "channels": [], "loss": None}
     x = walk.enter()
     for layer in range(config.num_layers if count else max(layers) + 1):
@@ -135,7 +139,7 @@ def measure_layers(walk: Walk, layers: list[int], count: int) -> dict:
             rotated = walk.pairs[layer]
             result["layers"].append({"layer": layer, "turned": rotated, **norms})
             result["heads"] += census.score_heads(layer, rotated, mean, config.head_dim)
-            result["channels"] += channels.strongest_channels(layer, rotated, mean, freqs, T, count)
+            result["channels"] += channels.strongest_channels(layer, rotated, mean, walk.frequencies[layer], T, count)
             log.info("layer %d of %d is measured", layer, config.num_layers)
     if count:
         losses = walk.losses(x)

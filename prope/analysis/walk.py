@@ -12,7 +12,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope import model
+from prope.encodings import layer_frequencies, rotated_pairs_by_layer
 from prope.loss import token_losses
+from prope.rope import rotation_table
 from prope.workdir.run import Run
 
 _TOKENS = 8192  # per batch
@@ -25,6 +27,7 @@ class Walk:
     Attributes:
       config: of the model; in float32 whatever it was trained in, so that the weights are measured.
       tokens: ids [B, T].
+      frequencies: of every layer, [L, P].
       pairs: number of rotated pairs of every layer, [L].
     """
 
@@ -32,9 +35,11 @@ class Walk:
         changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
         self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
-        self.pairs = model.rotated_pairs_by_layer(config)
+        self.frequencies = layer_frequencies(config)
+        self.pairs = rotated_pairs_by_layer(config)
         self._read = run.checkpoint.read
-        self._positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        self._table = functools.cache(lambda freqs: rotation_table(positions, freqs))
         self._batch_size = max(_TOKENS // tokens.shape[1], 1)
         self._jitted = jax.jit(self._layer, static_argnames="kind")
         size = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes["layers"]))
@@ -57,9 +62,9 @@ class Walk:
           x: [B, T, D], the residual stream before it.
           kind: `channels.stopped` or `channels.removed`, applied to a `head` and a `pair`; None changes nothing.
         """
-        params = self._params(number)
+        params, table = self._params(number), self._table(tuple(self.frequencies[number].tolist()))
         for batch in self._batches(x):
-            output, captured = self._jitted(params, batch, self.pairs[number], kind=kind, head=head, pair=pair)
+            output, captured = self._jitted(params, batch, table, kind=kind, head=head, pair=pair)
             yield np.asarray(output), captured
 
     def through(self, first: int, x: np.ndarray) -> np.ndarray:
@@ -76,9 +81,8 @@ class Walk:
         losses = [_losses(norm, embedding, batch, jnp.asarray(target)) for batch, target in batches]
         return np.concatenate([np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses])
 
-    def _layer(self, params, x, pairs, kind, head, pair):
-        positions = jnp.broadcast_to(self._positions, x.shape[:2])
-        return model.layer(self.config, params, x, positions, pairs, kind and kind(head, pair))
+    def _layer(self, params, x, table, kind, head, pair):
+        return model.layer(self.config, params, x, table, kind and kind(head, pair))
 
     def _batches(self, x: np.ndarray) -> list[np.ndarray]:
         return [x[start : start + self._batch_size] for start in range(0, len(x), self._batch_size)]

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.cost import flops
+from prope.cost.flops import num_parameters
 from prope.errors import UsageError
 from prope.kernels.splash import Blocks, choose_blocks, splash
 from prope.rope import apply_p_rope
@@ -92,7 +93,7 @@ def bench_attention(shape: tuple[int, int, int, int]) -> dict:
     candidates = dict.fromkeys([choose_blocks(device.device_kind, H), *itertools.starmap(Blocks, sweep)])
     seconds = {}
     for blocks in (b for b in candidates if max(b.keys_at_once, b.keys_at_once_backward) <= b.keys):
-        loss = functools.partial(lambda blocks, *qkv: splash(*qkv, None, blocks).astype(jnp.float32).sum(), blocks)
+        loss = functools.partial(lambda blocks, *qkv: splash(*qkv, blocks=blocks).astype(jnp.float32).sum(), blocks)
         program = jax.jit(jax.grad(loss, (0, 1, 2)))
         try:
             seconds[blocks] = medians({"attention": functools.partial(program, *arrays)}, 5)["attention"]
@@ -169,7 +170,7 @@ def describe(config: ConfigDict, mesh: jax.sharding.Mesh, parameters: model.Para
     """Returns what bench and plan print of the step that they measure."""
     of_model = {name: config.model[name] for name in ("dtype", "remat", "attention")}
     return {
-        "mesh": dict(mesh.shape), "parameters": model.num_parameters(parameters), "batch_size": config.batch_size,
+        "mesh": dict(mesh.shape), "parameters": num_parameters(parameters), "batch_size": config.batch_size,
         "accumulation": config.accumulation, "seq_len": config.data.seq_len, **of_model,
         "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
     }  # fmt: skip

@@ -8,11 +8,15 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.interpreters import partial_eval
 from ml_collections import ConfigDict
+
+from prope.encodings import layer_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +74,22 @@ def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str
     return {"step": max(filter(None, bounds.values()), default=0.0)} | bounds
 
 
+def num_parameters(params: Any) -> int:
+    """Counts the scalars in a tree of arrays or shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
 def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
     """Computes the FLOPs of training on one token, forward and backward without recomputation, for MFU.
 
     6 per matmul parameter (layers and head, not norms or the lookup), and causal attention: a query sees T / 2 keys on
-    average, in two matmuls forward and four backward.
+    average, or W - W^2 / 2T within a window, in two matmuls forward and four backward.
     """
     D, N, K, H, F = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_dim
     layer = D * N * H + 2 * D * K * H + N * H * D + 3 * D * F
-    return 6.0 * (model.num_layers * layer + model.vocab_size * D) + 6.0 * model.num_layers * N * H * seq_len
+    windows = [min(window or seq_len, seq_len) for window in layer_windows(model)]
+    keys = sum(2 * window - window**2 / seq_len for window in windows)  # twice the mean, over all layers
+    return 6.0 * (model.num_layers * layer + model.vocab_size * D) + 6.0 * N * H * keys
 
 
 # Primitives that run their one jaxpr once, with their operands as its arguments.
@@ -161,7 +172,8 @@ def _kernel_flops(eqn: JaxprEqn, operands: list, kernels: Mapping[str, float]) -
         return kernels[name]
     if name in CUDNN_MATMULS:  # causal, as this project calls it
         (B, T, N, H), S = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
-        return CUDNN_MATMULS[name] * 2.0 * B * N * T * S * H / 2
+        window = min(eqn.params.get("sliding_window_length") or S, S)
+        return CUDNN_MATMULS[name] * 2.0 * B * N * T * H * (window - window**2 / (2 * S))
     if not (eqn.primitive.name == "pallas_call" and name.startswith("splash_")):
         raise ValueError(f"the FLOPs of the kernel {name} are not known: give them as kernels={{{name!r}: ..}}")
     grid = eqn.params["grid_mapping"]

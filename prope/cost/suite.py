@@ -21,10 +21,11 @@ from prope import model
 from prope.attention import attention
 from prope.config import REMAT, default_config
 from prope.cost.bench import bench_rope, bench_step, medians, repeat_matmul
+from prope.cost.flops import num_parameters
 from prope.errors import UsageError, first_line
 from prope.html import page
 from prope.html.drawing import Picture, line, styles
-from prope.inference.generation import Sampling, decode
+from prope.inference.generation import Sampling, decode, empty_cache
 from prope.kernels.choice import choose_implementation
 from prope.loss import weighted_loss
 from prope.optimizer import make_optimizer
@@ -233,13 +234,13 @@ def decode_rate(config: ConfigDict, batch: int, prompt: int = 128, length: int =
     keys = jax.random.split(jax.random.key(0), batch)
 
     def generate():
-        cache = model.empty_cache(c, batch, prompt + length - 1)
+        cache = empty_cache(c, batch, prompt + length - 1)
         return decode(c, sampling, params, first, cache, lengths, keys)
 
     seconds = medians({"decode": generate}, _ROUNDS)["decode"] / (length - 1)
     width = jnp.dtype(c.dtype).itemsize
     cached = 2 * c.num_layers * batch * c.num_kv_heads * (prompt + length / 2) * c.head_dim
-    used = width * (model.num_parameters(params) + cached) / seconds / 1e9
+    used = width * (num_parameters(params) + cached) / seconds / 1e9
     return {"seconds": seconds, "value": batch / seconds, "unit": "tokens/s", "used": used, "of": "memory"}
 
 

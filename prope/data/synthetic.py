@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope.config import SYNTHETIC as TASKS
 from prope.data.batch import Batch, padding
 from prope.data.store.arrays import SPLITS, Store, fingerprint_of
 from prope.data.tokenizer import BOS
 from prope.errors import UsageError
+from prope.runtime.validate import SYNTHETIC as TASKS
 
 OFFSETS = (1, 2, 3, 4)  # k of copy
 LETTERS = VALUES = 8

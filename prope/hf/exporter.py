@@ -8,8 +8,8 @@ import math
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope import model
 from prope.data.tokenizer import UNKNOWN, load_tokenizer
+from prope.encodings import rotated_pairs
 from prope.hf import gemma
 from prope.hf.tensors import write_tensors
 from prope.runtime.files import as_path, check_new, new_directory
@@ -29,7 +29,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     config = run.config
     texts = json_files(config, dtype)
     tensors = gemma.tensors(config.model)
-    pairs = model.rotated_pairs(config.model)
+    pairs = rotated_pairs(config.model)
 
     def write(run: Run) -> None:
         log.info(

@@ -13,8 +13,9 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.config import default_config, layer_percentages
+from prope.config import default_config
 from prope.data.tokenizer import BOS, EOS, PAD
+from prope.encodings import layer_percentages
 from prope.errors import UsageError
 from prope.rope import num_rotated_pairs
 from prope.runtime import files

@@ -13,7 +13,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope import model
+from prope.cost.flops import num_parameters
 from prope.data.tokenizer import load_tokenizer
+from prope.encodings import rotated_pairs
 from prope.errors import UsageError
 from prope.hf import gemma
 from prope.hf.tensors import Stored, open_tensors, some
@@ -69,15 +71,15 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
         write_config(directory, config)
         identity = {"config": config.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
-    pairs = model.rotated_pairs(config.model)
+    pairs = rotated_pairs(config.model)
     log.info(
         "%s parameters, computed in %s; p-RoPE rotates %d of %d pairs; tokenizer %s",
-        f"{model.num_parameters(params):,}", config.model.dtype, pairs, config.model.head_dim // 2,
+        f"{num_parameters(params):,}", config.model.dtype, pairs, config.model.head_dim // 2,
         config.data.tokenizer,
     )  # fmt: skip
     return {
         "workdir": str(path),
-        "parameters": model.num_parameters(params),
+        "parameters": num_parameters(params),
         "step": 0,
         "rope_percentage": config.model.rope_percentage,
         "rotated_pairs": pairs,

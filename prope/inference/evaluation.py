@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from prope import model, sharding
+from prope import sharding
 from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.windows import Windows
+from prope.encodings import SCALINGS, rotated_pairs
 from prope.errors import UsageError
 from prope.inference.losses import Selection, make_evaluation, select
 from prope.runtime import processes
@@ -43,6 +44,8 @@ class Options:
     seq_len: str | None = None
     dataset: str | None = None
     data_dir: str | None = None
+    encoding: str | None = None
+    factor: float | None = None
     split: str | None = None
     again: bool = False
 
@@ -51,6 +54,8 @@ class Options:
             raise UsageError(f"--step={self.step}: must be the number of a checkpoint, or all")
         if self.max_windows and self.max_tokens:
             raise UsageError(f"--max_windows={self.max_windows} and --max_tokens={self.max_tokens}: give one of them")
+        if self.factor is not None and self.encoding is None:
+            raise UsageError(f"--factor={self.factor}: goes with --encoding, such as yarn")
 
 
 def _parse_lengths(options: Options, trained: int) -> list[int]:
@@ -75,6 +80,16 @@ def _parse_lengths(options: Options, trained: int) -> list[int]:
     return list(dict.fromkeys(lengths))
 
 
+def rescale(config: ConfigDict, encoding: str | None) -> None:
+    """Sets the scaling of a run's config that --encoding names, for the length that the run was trained at."""
+    if encoding is None:
+        return
+    taken, model = SCALINGS[encoding], config.model
+    model.rope_scaling_type, model.logit_scale = encoding, "yarn" if encoding == "yarn" else model.logit_scale
+    if "original_seq_len" in taken and model.original_seq_len is None:
+        model.original_seq_len = config.data.position_range or config.data.seq_len
+
+
 def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[ConfigDict, Windows, Selection]]:
     """Opens the windows of each length, once for all runs that differ only in their seed."""
     state = run.checkpoint.read_json("data")
@@ -87,11 +102,16 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     config.eval.max_windows = options.max_windows
     override_dataset(config.data, options.dataset, options.data_dir)
+    rescale(config, options.encoding)
     validate(config)
     keys, trained = [], config.data.seq_len
     lengths = _parse_lengths(options, trained)
     for T in lengths:
         own = config.copy_and_resolve_references()
+        if options.encoding is not None:
+            growth = max(T / (config.model.original_seq_len or trained), 1.0)
+            # dynamic has the length in its formula
+            own.model.rope_scaling_factor = options.factor or (1.0 if options.encoding == "dynamic" else growth)
         # Longer windows, fewer at a time: as many tokens as at the training's length, so that memory suffices.
         own.eval.batch_size = options.batch_size or max(config.eval.batch_size * trained // max(T, trained), 1)
         data = own.data.copy_and_resolve_references()
@@ -133,11 +153,13 @@ def evaluations(options: Options) -> Iterator[dict]:
     for run, lengths in plan:
         workdir, step, params = run.workdir, run.step, None
         for config, windows, selection in lengths:
-            count, pairs = len(selection.indices), model.rotated_pairs(config.model)
+            count, pairs = len(selection.indices), rotated_pairs(config.model)
             record = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
-            same = record | {"fingerprint": selection.fingerprint, "windows": count}
+            rescaled = {"encoding": options.encoding, "factor": options.encoding and config.model.rope_scaling_factor}
+            same = record | {"fingerprint": selection.fingerprint, "windows": count} | rescaled
             p = config.model.rope_percentage
             record |= {"split": windows.split, "rope_percentage": p, "rotated_pairs": pairs}
+            record |= rescaled if options.encoding else {}
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
             needed = _FIELDS | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size
             reusable = [r for r in read_jsonl(workdir / "eval.jsonl") if r.keys() >= needed and not options.again]

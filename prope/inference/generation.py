@@ -26,6 +26,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope import model, sharding
 from prope.data.tokenizer import BOS, EOS, PAD, load_tokenizer
 from prope.errors import UsageError
+from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
 from prope.workdir.run import Run, open_run
 
@@ -80,7 +81,7 @@ def prefill(
       keys: a random key per row [B]. The token at position m of a row is drawn with fold_in(its key, m).
     """
     B, T = prompts.shape
-    cache = model.empty_cache(config, B, T + sampling.length - 1)  # the last generated token is never read
+    cache = empty_cache(config, B, T + sampling.length - 1)  # the last generated token is never read
     hidden, cache = model.prefill(config, params, prompts, cache)
     return sample_tokens(sampling, model.logits(params, hidden[jnp.arange(B), lengths - 1]), keys, lengths), cache
 
@@ -113,6 +114,12 @@ def decode(
     start = (jnp.int32(1), first, first == sampling.eos, tokens, cache)
     _, _, _, tokens, cache = jax.lax.while_loop(unfinished, append_token, start)
     return tokens, cache
+
+
+def empty_cache(config: ConfigDict, batch: int, length: int) -> model.Cache:
+    """Allocates a cache for the keys and values of `length` tokens of `batch` sequences."""
+    shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
+    return {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
 
 
 def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
@@ -191,6 +198,11 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
             f"{workdir} {config.model.vocab_size}; put back the tokenizer that the run was trained with"
         )
     prompts, lengths = pad_prompts([[BOS, *map(int, tokenizer.encode(text.encode()))] for text in texts])
+    if config.model.rope_scaling_type == "dynamic":
+        raise UsageError(
+            f"--workdir={workdir}: config.model.rope_scaling_type=dynamic: keys in a cache would need another rotation "
+            "as the text grows; python -m prope.evaluate takes such a run"
+        )
     longest, trained = int(lengths.max()) + sampling.length, config.data.seq_len
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
@@ -201,7 +213,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     replicated = NamedSharding(mesh, PartitionSpec())
     prompts, lengths = jax.device_put((prompts, lengths), replicated)
     keys = jax.jit(row_keys, static_argnums=(0, 1), out_shardings=replicated)(seed, len(texts))
-    with sharding.use(mesh), model.matmul_precision(config.model.dtype):
+    with sharding.use(mesh), matmul_precision(config.model.dtype):
         inputs = params, prompts, lengths, keys
         compiled_prefill, seconds = _timed(lambda: prefill.lower(*static, *inputs).compile())
         jax.block_until_ready(compiled_prefill(*inputs))  # the first call's one-time work is not in the rates

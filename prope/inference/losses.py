@@ -23,6 +23,7 @@ from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS
 from prope.data.windows import Windows
 from prope.inference import paired
+from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.runtime import processes
 from prope.runtime.memory import check_memory
@@ -122,7 +123,7 @@ def make_evaluation(
         for start in range(0, count, batch_size):
             if not go_on():
                 return None
-            with sharding.use(mesh), model.matmul_precision(config.model.dtype):
+            with sharding.use(mesh), matmul_precision(config.model.dtype):
                 batch = sharding.global_batch(mesh, read(start), batch_size)
                 if compiled is None:
                     compiled = step.lower(params, batch).compile()

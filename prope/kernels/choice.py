@@ -1,4 +1,8 @@
-"""Which implementation of attention a device can run, and why."""
+"""Which implementation of attention a device can run, and why; the precision of matmuls."""
+
+import contextlib
+
+import jax
 
 
 def choose_implementation(requested: str, device, T: int, H: int, dtype: str, segmented: bool) -> tuple[str, str]:
@@ -45,3 +49,11 @@ def choose_implementation(requested: str, device, T: int, H: int, dtype: str, se
     if native in refusals:
         return "xla", refusals[native]
     return native, f"the fastest on a {device.platform}"
+
+
+def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:
+    """Makes matmuls of a float32 model, traced within this context, float32 on every device.
+
+    By default a TPU rounds to bfloat16 and an NVIDIA GPU to TF32. Matmuls of a bfloat16 model stay as they are.
+    """
+    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()

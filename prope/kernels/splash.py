@@ -33,8 +33,11 @@ def choose_blocks(device_kind: str, head_dim: int) -> Blocks:
     return next((blocks for largest, blocks in fitting.items() if head_dim <= largest), _SMALL)
 
 
-def splash(query, key, value, segment_ids, blocks: Blocks | None = None):
-    """Attends causally, [B, K, G, T, H] to [B, K, T, H]; with segment_ids [B, T], within a segment only."""
+def splash(query, key, value, segment_ids=None, window: int | None = None, blocks: Blocks | None = None):
+    """Attends causally, [B, K, G, T, H] to [B, K, T, H]; with segment_ids [B, T], within a segment only.
+
+    With a window a query sees that many keys, its own included.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -47,7 +50,8 @@ def splash(query, key, value, segment_ids, blocks: Blocks | None = None):
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once_backward,
         block_q_dq=None if fused else queries, block_kv_dq=None if fused else keys, use_fused_bwd_kernel=fused,
     )  # fmt: skip
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * G)
+    own = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
+    mask = masks.MultiHeadMask([own] * G)
     run = kernel.make_splash_mqa_single_device(mask, block_sizes=block_sizes, residual_checkpoint_name="attention_out")
     segments = None if segment_ids is None else kernel.SegmentIds(segment_ids, segment_ids)
     over_kv_heads = jax.vmap(run, in_axes=(0, 0, 0, None))

@@ -3,13 +3,13 @@
 import functools
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
-from prope import sharding
-from prope.config import ATTENTION, DTYPES, LOSS_ON, MIXTURE_FIELDS, ON_NONFINITE, REMAT, SYNTHETIC, flat
+from prope import encodings, sharding
+from prope.config import DTYPES, REMAT, flat
 from prope.errors import UsageError, nearest
 
 # (what a value must satisfy, the error, the fields)
@@ -25,10 +25,14 @@ _RANGES = (
     (lambda x: x > 1, "must be greater than 1", "model.max_wavelength"),
     (lambda x: x % 2 == 0, "must be even: RoPE rotates pairs of lanes", "model.head_dim"),
 )  # fmt: skip
+LOSS_ON = ("all", "targets")
 _CHOICES = {
-    "model.dtype": DTYPES, "optimizer.mu_dtype": DTYPES, "model.attention": ATTENTION, "model.remat": REMAT,
-    "data.loss_on": LOSS_ON, "on_nonfinite": ON_NONFINITE,
+    "model.dtype": DTYPES, "optimizer.mu_dtype": DTYPES, "model.attention": ("auto", "xla", "splash", "cudnn"),
+    "model.remat": REMAT, "data.loss_on": LOSS_ON, "on_nonfinite": ("stop", "skip"),
 }  # fmt: skip
+SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
+# of a source in a mixture
+MIXTURE_FIELDS = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on", "store")
 _OPTIONAL = {"eval.max_windows": "all", "mesh.data": "one per slice or node", "checkpoint.keep_every": "none of them"}
 _MULTIPLES = (  # the first must be a multiple of the second
     ("model.num_heads", "model.num_kv_heads"), ("model.num_heads", "mesh.tensor"), ("model.hidden_dim", "mesh.tensor"),
@@ -46,11 +50,13 @@ def validate(config: ConfigDict) -> None:
     require = functools.partial(_require, fields, "")
     for name, default in flat(config_lib.default_config()).items():
         require(name, default is None or fields[name] is not None, f"must have a value, such as {default}")
-    layers = config_lib.layer_percentages(config.model)
+    p, local = fields["model.rope_percentage"], fields["model.local_rope_percentage"]
+    layers = [p] * config.model.num_layers if isinstance(p, int | float) else p
     allowed = "must be a fraction in [0, 1], where 1 is RoPE and 0 is NoPE"
     require("model.rope_percentage", all(0 <= p <= 1 for p in layers), allowed)  # first: nan is not finite either
     count = f"must be one number, or one for each of model.num_layers={config.model.num_layers}"
     require("model.rope_percentage", len(layers) == config.model.num_layers, count)
+    require("model.local_rope_percentage", local is None or 0 <= local <= 1, allowed)
     for name, value in fields.items():
         if isinstance(value, float):
             require(name, math.isfinite(value), "must be a finite number")
@@ -63,6 +69,7 @@ def validate(config: ConfigDict) -> None:
         require(name, fields[name] is None or fields[name] >= 1, f"must be at least 1, or None for {none}")
     for name, divisor in _MULTIPLES:
         require(name, fields[name] % fields[divisor] == 0, f"must be a multiple of {divisor}={fields[divisor]}")
+    _check_encoding(config.model, require)
     kv_heads, tensor = fields["model.num_kv_heads"], fields["mesh.tensor"]
     allowed = f"must be 1, which every device keeps, or a multiple of mesh.tensor={tensor}"
     require("model.num_kv_heads", kv_heads == 1 or kv_heads % tensor == 0, allowed)
@@ -97,6 +104,43 @@ def validate(config: ConfigDict) -> None:
         if not valid:
             raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
         _check_source(common | {"data_dir": "", "store": ""} | dict(entry), f"{where}.")
+
+
+def _check_encoding(model: ConfigDict, require: Callable) -> None:
+    """Checks the encoding's fields: those of its type, scaling and windows have values, and no others are set."""
+    defaults, pattern = config_lib.default_config().model, tuple(model.layer_types)
+    types = {name: fields for name, (_, fields) in encodings.TYPES.items()}
+    tables = {"rope_type": types, "rope_scaling_type": encodings.SCALINGS, "logit_scale": encodings.LOGIT_SCALES}
+    taken = {*tables, "layer_types"}
+    for name, table in tables.items():
+        known = f"there is none{nearest(model[name], table)}; must be one of {', '.join(table)}"
+        require(f"model.{name}", model[name] in table, known)
+        taken |= {*table[model[name]]}
+    by_wavelength = model.rope_scaling_type not in ("ntk", "dynamic", "yarn") or "max_wavelength" in taken
+    require("model.rope_scaling_type", by_wavelength, f"needs a wavelength, which rope_type={model.rope_type} has not")
+    for kind in pattern:
+        known = f"there is no {kind}{nearest(kind, encodings.LAYER_TYPES)}; it takes {', '.join(encodings.LAYER_TYPES)}"
+        require("model.layer_types", kind in encodings.LAYER_TYPES, known)
+    fills = f"must fill the layers: as many as model.num_layers={model.num_layers}, or a divisor of it"
+    require("model.layer_types", not pattern or model.num_layers % len(pattern) == 0, fills)
+    if "sliding_attention" in pattern:
+        taken |= {"sliding_window", "local_max_wavelength", "local_rope_percentage"}
+    optional = {"local_max_wavelength", "local_rope_percentage"}
+    for name in sorted(encodings.FIELDS):
+        if name in taken:
+            missing = name not in optional and model[name] is None
+            require(f"model.{name}", not missing, "must have a value, which its type needs")
+        elif model[name] != defaults[name]:
+            chosen = ", ".join(f"{field}={model[field]}" for field in (*tables, "layer_types"))
+            require(f"model.{name}", False, f"has no effect with {chosen}; it takes {', '.join(sorted(taken))}")
+    for name, least in (("rope_scaling_factor", 1), ("sliding_window", 1), ("original_seq_len", 1), ("clip_low_n", 0)):
+        require(f"model.{name}", model[name] is None or model[name] >= least, f"must be at least {least}")
+    wavelength = model.local_max_wavelength
+    require("model.local_max_wavelength", wavelength is None or wavelength > 1, "must be greater than 1")
+    try:
+        encodings.layer_frequencies(model)
+    except ValueError as error:
+        raise UsageError(f"config.model.{error}") from None
 
 
 def _require(fields: dict, prefix: str, name: str, holds: bool, allowed: str) -> None:

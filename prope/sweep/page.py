@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 
 from prope import model
 from prope.config import flat
+from prope.cost.flops import num_parameters
+from prope.encodings import rotated_pairs
 from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
@@ -52,7 +54,7 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
         title=f"Sweep {directory.resolve().name}",
         lead=lead(rows),
         config=runs[0].config,
-        parameters=model.num_parameters(shapes),
+        parameters=num_parameters(shapes),
         swept=list(runs[0].values),
         by_p=P in runs[0].values,
         rows=rows,
@@ -83,7 +85,7 @@ def result_rows(runs: list[Run]) -> list[dict]:
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
         config, row["reference"] = group[0].config.model, (base := reference(group[0].values))
         row["group"], row["name"] = name, name.removeprefix("p = ")
-        row["pairs"] = f"{model.rotated_pairs(config)} of {config.head_dim // 2}"
+        row["pairs"] = f"{rotated_pairs(config)} of {config.head_dim // 2}"
         row["difference"], row["over"] = against_reference(group, by_name[base]) if base in by_name else (None, "")
         row["paper"] = paper_result(group[0].config)
         row["best"] = best is not None and row["perplexity"] == best

@@ -12,9 +12,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import flat
+from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import RunFailed, UsageError
 from prope.inference.paired import Difference, difference_of, paired_difference
-from prope.model import rotated_pairs
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
@@ -23,9 +23,7 @@ from prope.workdir.records import SAME_WINDOWS, evaluations_of_training, find_ev
 
 SEED, P = "seed", "rope_percentage"  # names of swept fields
 # Fields that the initial weights do not depend on; then those that the batches do not depend on.
-NOT_OF_INIT = tuple(f"model.{name}" for name in (
-    "rope_percentage", "max_wavelength", "dtype", "attention", "remat", "scan_layers",
-))  # fmt: skip
+NOT_OF_INIT = tuple(f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers"))
 NOT_OF_BATCHES = ("data.cache_dir", "data.num_workers")
 METRICS = ("eval_loss", "perplexity", "bits_per_byte")
 UNEQUAL = {  # of two runs: the difference, and its remedy

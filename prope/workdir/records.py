@@ -32,9 +32,10 @@ def read_jsonl(path: epath.Path) -> list[dict]:
 def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
     """Selects the records with these values, such as step=700, in their order; a missing field counts as None.
 
-    Older evaluations, which do not say their split, are of the validation split.
+    Older evaluations, which do not say their split, are of the validation split. Those with another encoding than the
+    run's (`prope.evaluate --encoding`) are left out, unless fields has one.
     """
-    default = {"split": "validation"}
+    default, fields = {"split": "validation"}, {"encoding": None} | fields
     return [record for record in records if all((default | record).get(k) == value for k, value in fields.items())]
 
 
