@@ -25,7 +25,7 @@ TESTS = {
     "step.py": "sharded nonfinite optimizer precision train", "sharding.py": "sharded rope_sharded pod",
     "config.py": "config train", "sample.py": "sample", "evaluate.py": "evaluate", "analyze.py": "analyze",
     "report.py": "report", "plan.py": "plan", "bench.py": "bench", "export_hf.py": "exchange",
-    "import_hf.py": "exchange exchange_refusals",
+    "import_hf.py": "exchange exchange_refusals", "check_port.py": "check_port", "golden": "check_port",
     "data": "data windows sources synthetic tokenizer prepare", "data/view.py": "tokenizer windows",
     "data/vocabulary.py": "tokenizer", "data/synthetic.py": "synthetic", "data/sources": "sources data reading prepare",
     "workdir": "records nonfinite train damage faults",

@@ -22,14 +22,15 @@ LAYERS = [
     ["step"],
     ["runtime"],
     ["command"],
-    ["data", "html", "workdir"],
+    ["data", "golden", "html", "workdir"],
     ["inference"],
     ["cost"],
     ["hf", "analysis", "sweep"],
-    ["train", "evaluate", "sample", "analyze", "report", "plan", "bench", "export_hf", "import_hf", "__init__"],
+    ["train", "evaluate", "sample", "analyze", "report", "plan", "bench", "export_hf", "import_hf", "check_port"],
+    ["__init__"],
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-FOLDERS = {"analysis", "cost", "data", "hf", "html", "inference", "kernels", "runtime", "sweep", "workdir"}
+FOLDERS = {"analysis", "cost", "data", "golden", "hf", "html", "inference", "kernels", "runtime", "sweep", "workdir"}
 CORE = ("rope", "attention", "model", "loss", "optimizer", "step", "train", "config", "sharding")
 
 Imports = dict[str, set[str]]  # of every module of prope, by its name within the package: what it imports
