@@ -342,8 +342,35 @@ def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
 
 
 @pytest.mark.parametrize(
+    ("encoding", "factor", "fields"),
+    [
+        ("yarn", 4.0, {"rope_scaling_factor": 4.0, "original_seq_len": T, "logit_scale": "yarn"}),
+        pytest.param("yarn", None, {"rope_scaling_factor": 2.0, "original_seq_len": T, "logit_scale": "yarn"},
+                     marks=pytest.mark.slow),
+        pytest.param("ntk", 8.0, {"rope_scaling_factor": 8.0}, marks=pytest.mark.slow),
+        ("dynamic", None, {"original_seq_len": T}),
+    ],
+)  # fmt: skip
+def test_an_encoding_is_rescaled_for_the_evaluation_alone(runs, base, encoding, factor, fields):
+    """It equals the plain evaluation of a run whose config has these fields."""
+    (plain,) = ask(runs / "rope", seq_len="2x")
+    flags = {"seq_len": "2x", "encoding": encoding, "factor": factor}
+    (record,) = ask(runs / "rope", **flags)
+    shutil.copytree(runs / "rope", runs / "same")
+    fields |= {"rope_scaling_type": encoding}
+    edit(runs / "same", base, **{f"model.{name}": value for name, value in fields.items()})
+    (expected,) = ask(runs / "same", seq_len="2x", step="7")  # the weights of step 9 before
+    assert record["loss"] == expected["loss"] != plain["loss"]
+    assert (record["encoding"], record["factor"]) == (encoding, fields.get("rope_scaling_factor", 1.0))
+    lines = (runs / "rope" / "eval.jsonl").read_text()
+    assert ask(runs / "rope", **flags) == [record] and ask(runs / "rope", seq_len="2x") == [plain]
+    assert (runs / "rope" / "eval.jsonl").read_text() == lines, "both were computed before"
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
+        ({"factor": 4.0}, "--factor=4.0: goes with --encoding"),
         ({"seq_len": "2y"}, "--seq_len=2y: '2y' is neither a number of tokens nor a multiple .* such as 512 or 1x,2x"),
         ({"seq_len": "64,,2x"}, "--seq_len=64,,2x: '' is neither"),
         ({"seq_len": "0x"}, "--seq_len=0x: '0x' is neither"),

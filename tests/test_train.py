@@ -204,14 +204,14 @@ def test_a_trained_model_goes_on_with_another_encoding(whole, train, tmp_path):
     workdir, _ = whole
     dropped = train(tmp_path / "run", f"--init_from={workdir}", "--config.model.rope_percentage=0", "--stop_at_step=1")
     assert dropped.result["init_hash"] == hash_arrays(open_run(workdir).params())
-    assert "what changes of the encoding: model.rope_percentage: 0.75, not 0.0" in dropped.error
+    assert "what changes of the encoding: model.rope_percentage: 0.75, not 0.0" in dropped.stderr
     yarn = ("rope_scaling_type=yarn", "rope_scaling_factor=4", "original_seq_len=64", "logit_scale=yarn")
     flags = [f"--config.model.{flag}" for flag in yarn]
     longer = train(
         tmp_path / "longer", f"--init_from={workdir}", "--config.data.seq_len=128", *flags, "--stop_at_step=1"
     )
     assert longer.code == 0 and longer.result["init_hash"] == dropped.result["init_hash"]
-    assert "model.rope_scaling_type: none, not yarn" in longer.error
+    assert "model.rope_scaling_type: none, not yarn" in longer.stderr
 
 
 @pytest.mark.slow
