@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -43,6 +44,18 @@ def test_model_flops_are_six_per_parameter_and_attention(kv_heads):
     parameters = num_parameters(jax.eval_shape(lambda: model.init(config, jax.random.key(0))))
     norms = (2 * 18 + 1) * 2048
     assert cost.model_flops_per_token(config, 2) == 6 * (parameters - norms) + 6 * 18 * 2048 * 2
+
+
+def test_layers_with_a_window_count_the_keys_that_it_shows():
+    config, T, W = gemma_2b(), 64, 24
+    full = cost.model_flops_per_token(config, T)
+    config.layer_types, config.sliding_window = ("sliding_attention", "sliding_attention", "full_attention"), W
+    seen = np.array([min(t + 0.5, W) for t in range(T)])  # half of its own key, as half of T x T is what T^2 / 2 counts
+    less = (T / 2 - (W - W * W / (2 * T))) * 12 * 8 * 256 * 12
+    assert full - cost.model_flops_per_token(config, T) == pytest.approx(less)
+    assert W - W * W / (2 * T) == pytest.approx(seen.mean(), rel=0.02)
+    config.sliding_window = 2 * T
+    assert cost.model_flops_per_token(config, T) == full
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 32, 1), (2, 8, 4)])

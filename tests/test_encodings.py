@@ -167,6 +167,13 @@ def test_frequencies_are_those_of_transformers(d, kind, fields, values):
         assert encodings.logit_scale(ours) == pytest.approx(scale**2)
 
 
+def test_scalings_leave_layers_with_a_window_as_they_are():
+    scaling = {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0}
+    freqs = layer_frequencies(small(num_layers=6, rope_percentage=1.0, **scaling, **GEMMA))
+    for layer, expected in enumerate([R16, R16, np.array(R16) / 8] * 2):
+        close(freqs[layer], expected)
+
+
 def test_logit_scales_have_the_numbers_of_their_formulas():
     config = small(rope_scaling_factor=4.0, logit_scale="yarn")
     assert encodings.logit_scale(config) == pytest.approx(1.296476993, rel=1e-9)
