@@ -32,7 +32,7 @@ def reversed_frequencies(head_dim: int, max_wavelength: float, rope_percentage: 
 
 
 def cutoff_frequencies(head_dim: int, max_wavelength: float, length: int, cutoff: float = 1.0) -> np.ndarray:
-    """RoPE of the pairs whose period is at most cutoff * length (FoPE, 2412.17739, eq. 9; HoPE, 2410.21216)."""
+    """RoPE of the pairs whose period is at most cutoff * length (FoPE, 2412.17739; HoPE, 2410.21216)."""
     freqs = frequencies(head_dim, max_wavelength)
     if not cutoff * length >= 2 * math.pi:
         raise ValueError(f"rope_cutoff={cutoff}: with original_seq_len={length} no pair rotates; for that, p is 0")
@@ -56,7 +56,7 @@ def clipped_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -
 
 
 def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
-    """Half of the pairs, from a turn in 32 tokens to two turns in `length` (RoPE-ID, 2603.18017, appendix A.3)."""
+    """Half of the pairs, from a turn in 32 tokens to two in `length` (RoPE-ID, 2603.18017), geometrically."""
     rotated, rest = divmod(head_dim // 2, 2)
     if rotated < 2 or rest or length <= 64:
         raise ValueError(
@@ -199,6 +199,14 @@ def rotated_pairs(model) -> int | list[int]:
     """Returns `rotated_pairs_by_layer` as commands print it: one number, where the config has one for all layers."""
     pairs = rotated_pairs_by_layer(model)
     return pairs[0] if isinstance(model.rope_percentage, int | float) and not model.layer_types else pairs
+
+
+def describe(model) -> str:
+    """Returns what rotates, for a log: "p-RoPE rotates 24 of 32 pairs"; a cutoff and a hard clip are p-RoPE, too."""
+    name = {"proportional": "p-RoPE", "cutoff": "p-RoPE by cutoff", "hard_clip": "p-RoPE by hard_clip"}
+    scaled = f" (scaled by {model.rope_scaling_type})" if model.rope_scaling_type != "none" else ""
+    pairs = f"{rotated_pairs(model)} of {model.head_dim // 2} pairs"
+    return f"{name.get(model.rope_type, model.rope_type)} rotates {pairs}{scaled}"
 
 
 def logit_scale(model) -> float:

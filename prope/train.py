@@ -40,7 +40,7 @@ from prope.config import differences
 from prope.cost.flops import model_flops_per_token, num_parameters, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
-from prope.encodings import FIELDS, rotated_pairs
+from prope.encodings import FIELDS, describe
 from prope.errors import UsageError
 from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
@@ -158,9 +158,9 @@ def train(
 def log_run(config: ConfigDict, params, windows: Windows) -> None:
     """Logs the devices, the model's size and encoding, and the data, in one line."""
     log.info(
-        "%d x %s; %s parameters; p-RoPE rotates %s of %d pairs (p = %s); %s windows of %d tokens of %s",
+        "%d x %s; %s parameters; %s (p = %s); %s windows of %d tokens of %s",
         jax.device_count(), jax.devices()[0].device_kind, f"{num_parameters(params):,}",
-        rotated_pairs(config.model), config.model.head_dim // 2, config.model.rope_percentage,
+        describe(config.model), config.model.rope_percentage,
         f"{windows.count:,}", config.data.seq_len, config.data.dataset,
     )  # fmt: skip
 

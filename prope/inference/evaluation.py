@@ -16,7 +16,7 @@ from prope import sharding
 from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.windows import Windows
-from prope.encodings import SCALINGS, rotated_pairs
+from prope.encodings import SCALINGS, describe, rotated_pairs
 from prope.errors import UsageError
 from prope.inference.losses import Selection, make_evaluation, select
 from prope.runtime import processes
@@ -168,9 +168,8 @@ def evaluations(options: Options) -> Iterator[dict]:
                 yield record | cached | identity
                 continue
             log.info(
-                "evaluating step %d of %s on %d of %d windows of %d tokens of %s, split %s; p-RoPE rotates %s of %d "
-                "pairs", step, workdir, count, windows.count, windows.seq_len, config.data.dataset, windows.split,
-                pairs, config.model.head_dim // 2,
+                "evaluating step %d of %s on %d of %d windows of %d tokens of %s, split %s; %s", step, workdir, count,
+                windows.count, windows.seq_len, config.data.dataset, windows.split, describe(config.model),
             )  # fmt: skip
             if params is None:  # without --step, of the newest undamaged checkpoint
                 run, params = run.first_undamaged(Run.params)
