@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -18,7 +19,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # One compilation cache for all workers, kept for the next run: its keys hold the program, the flags and the versions.
 PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs"))
-os.environ["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+# Where Python is told to keep no bytecode, as in many containers, every process would compile all that it imports.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = f"{ROOT}/.pytest_cache/bytecode"
 
 CONFIG = f"--config={ROOT}/configs/quickstart.py:tiny"
 
@@ -39,6 +44,14 @@ class Outcome:
         return lines[0]
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # the longest first: they end together
+
+
+def pytest_collection_finish():
+    gc.freeze()  # else each collection of garbage goes through all that was imported
+
+
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
@@ -47,19 +60,19 @@ def pytest_configure(config):
             program.unlink(missing_ok=True)
 
 
-@pytest.fixture(autouse=True)
-def optimization(request):
-    """Has LLVM optimize little in this process, which halves compile times, but for tests marked `optimized`.
+@pytest.hookimpl(tryfirst=True)  # before any fixture, so that runs of all tests have the same bits
+def pytest_runtest_setup(item):
+    """Has LLVM optimize little, here and in commands, which halves compile times, but for tests marked `optimized`.
 
-    Compiled HLO and memory are the same. Commands in processes of their own are always optimized; PROPE_TESTS=optimized
-    optimizes all.
+    Compiled HLO and memory are the same. PROPE_TESTS=optimized optimizes all.
     """
     import jax
 
-    quick = "optimized" not in (os.environ.get("PROPE_TESTS"), *(mark.name for mark in request.node.iter_markers()))
+    quick = "optimized" not in (os.environ.get("PROPE_TESTS"), *(mark.name for mark in item.iter_markers()))
     if jax.config.read("jax_disable_most_optimizations") != quick:
         jax.config.update("jax_disable_most_optimizations", quick)
         jax.clear_caches()  # their keys leave this setting out
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(quick).lower()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Commands in processes of their own, forked off one that has imported everything: they start in a moment."""
 
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -55,6 +56,17 @@ class Command:
         self._process.join()
 
 
+def _settings(environment: dict[str, str]) -> dict:
+    """What JAX has read of another environment, when it was imported."""
+    return {
+        "jax_platforms": environment.get("JAX_PLATFORMS"),
+        "jax_compilation_cache_dir": environment.get("JAX_COMPILATION_CACHE_DIR"),
+        "jax_enable_compilation_cache": environment.get("JAX_ENABLE_COMPILATION_CACHE") != "false",
+        "jax_disable_most_optimizations": environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true",
+        "jax_persistent_cache_min_compile_time_secs": float(environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
+    }
+
+
 def _run(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
     import jax
 
@@ -64,8 +76,9 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], stdout:
     os.environ.update(environment)
     for target, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
-    for name in ("jax_platforms", "jax_compilation_cache_dir"):  # what JAX has read of another environment
-        jax.config.update(name, environment.get(name.upper()))
+    for name, value in _settings(environment).items():
+        jax.config.update(name, value)
+    gc.freeze()  # else each collection goes through all that was imported
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -60,6 +60,7 @@ assert "splash_mqa_dq" in text or "splash_mqa_dkv" in text
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @needs_libtpu
 @pytest.mark.parametrize(("chip", "head_dim"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v6e", 128)])
 def test_every_chip_s_blocks_compile_for_it(chip, head_dim):

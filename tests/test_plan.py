@@ -21,6 +21,7 @@ needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="needs JAX's CUDA plugin: pip install -e '.[plan-gpu]'",
 )
+pytestmark = pytest.mark.optimized  # the compilers of TPUs and GPUs read that setting as well
 SMALL = (
     "--config.model.head_dim=128", "--config.model.num_heads=4", "--config.model.num_kv_heads=1",
     "--config.model.embed_dim=256", "--config.model.hidden_dim=512", "--config.model.vocab_size=25600",

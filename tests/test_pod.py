@@ -53,12 +53,16 @@ def line_of(outcome) -> str:
 
 
 @pytest.fixture(scope="module")
-def straight(train, tmp_path_factory):
+def straight(once, train):
     """60 steps in one go by one process with one device: (workdir, what the command printed)."""
-    workdir = tmp_path_factory.mktemp("straight")
-    outcome = train(workdir, *WIDE, "--config.num_steps=60", "--config.eval_every=20")
-    assert outcome.code == 0, outcome.stderr
-    return workdir, outcome.result
+
+    def make(directory):
+        outcome = train(directory / "run", *WIDE, "--config.num_steps=60", "--config.eval_every=20")
+        assert outcome.code == 0, outcome.stderr
+        return outcome.result
+
+    directory, result = once("straight60", make)
+    return directory / "run", result
 
 
 @pytest.mark.slow

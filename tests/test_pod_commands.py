@@ -34,12 +34,14 @@ def start_pod(start_command):
 
 
 @pytest.fixture(scope="module")
-def wide(train, tmp_path_factory):
+def wide(once, train):
     """A run whose parameters are wide enough to be split over devices."""
-    workdir = tmp_path_factory.mktemp("wide") / "run"
-    outcome = train(workdir, *WIDE, "--stop_at_step=4", "--config.checkpoint_every=2")
-    assert outcome.code == 0, outcome.stderr
-    return workdir
+
+    def make(directory):
+        outcome = train(directory / "run", *WIDE, "--stop_at_step=4", "--config.checkpoint_every=2")
+        assert outcome.code == 0, outcome.stderr
+
+    return once("wide", make)[0] / "run"
 
 
 @pytest.fixture

@@ -50,12 +50,16 @@ def finish(start):
 
 
 @pytest.fixture(scope="session")
-def whole(finish, tmp_path_factory):
-    """A sweep over five values of p that nobody disturbed: (directory, last line)."""
-    directory = tmp_path_factory.mktemp("sweeps") / "whole"
-    code, result, err = finish(*THREE, f"--workdir={directory}")
-    assert code == 0, err
-    return directory, result
+def whole(once, finish):
+    """A sweep over three values of p that nobody disturbed: (directory, last line)."""
+
+    def make(directory):
+        code, result, err = finish(*THREE, f"--workdir={directory}/sweep")
+        assert code == 0, err
+        return result
+
+    directory, result = once("sweep", make)
+    return directory / "sweep", result
 
 
 def error_of(err: str) -> str:
