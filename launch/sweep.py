@@ -44,7 +44,7 @@ def main(launcher_flags: list[str]) -> dict:
     import jax
 
     from prope.sweep.execute import run_sweep
-    from prope.sweep.grid import read_grid
+    from prope.sweep.grid import read_grids
 
     jax.config.update("jax_platforms", "cpu")  # this process reads files; the accelerator is for its runs
     if FLAGS.backend == "local" and launcher_flags:
@@ -55,9 +55,9 @@ def main(launcher_flags: list[str]) -> dict:
                 raise UsageError(f"{flag}: every run gets a name of its own, from its values; remove it")
     file = config_flags.get_config_filename(FLAGS["config"])
     base, overrides = FLAGS.config, config_flags.get_override_values(FLAGS["config"])
-    grid = read_grid(FLAGS.grid, FLAGS.rope_percentage, file, base, overrides)
+    grids = read_grids(FLAGS.grid, FLAGS.rope_percentage, file, base, overrides)
     dry_run = FLAGS["dry-run"].value
-    return run_sweep(FLAGS.workdir, file, base, overrides, grid, FLAGS.backend, launcher_flags, dry_run)
+    return run_sweep(FLAGS.workdir, file, base, overrides, grids, FLAGS.backend, launcher_flags, dry_run)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import runpy
 from types import SimpleNamespace
 
 import jax
@@ -13,12 +14,17 @@ from conftest import ROOT
 from prope import sharding
 from prope.config import default_config, differences, flat, from_dict, set_layer_percentages, sized
 from prope.cost.flops import num_parameters
+from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
 from prope.step import batch_shapes, init_state, make_train_step, resolve_attention
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
+# Those whose tiny model no other page has, then those of them whose tiny run is like no other's.
+STEPPED = [path for path in FILES if not path.stem.startswith("encodings_")]
+LIKE = ("gemma2_like", "gemma3_like", "rnope_swa", "smollm3_like")
+TRAINED = [path for path in STEPPED if path.stem not in LIKE]
 
 
 def load(path, *arguments):
@@ -28,23 +34,26 @@ def load(path, *arguments):
     return module.get_config(*arguments)
 
 
+def module_of(name):
+    return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_config_is_whole_and_builds_at_full_size(path):
     config = load(path)
     assert flat(config).keys() == flat(default_config()).keys()
     validate(config)
     params = jax.eval_shape(lambda: init_state(config, make_optimizer(config))[0])
-    if path.stem.startswith("gemma"):
-        sizes = {"gemma_2b_flan": 2_506_434_560, "gemma_2b_wiki": 2_506_434_560, "gemma_300m_wiki": 298_175_232}
-        size = sizes[path.stem]
-        assert num_parameters(params) == size
+    sizes = {"gemma_2b_flan": 2_506_434_560, "gemma_2b_wiki": 2_506_434_560, "gemma_300m_wiki": 298_175_232}
+    assert num_parameters(params) == sizes.get(path.stem, num_parameters(params))
+    assert path.stem in sizes or not path.stem.startswith("gemma_")
     page = importlib.util.spec_from_file_location(path.stem, path).loader.get_source(path.stem)
     for heading in ("What ", "Command ", "Hardware ", "Hours ", "Expected "):
         assert f"\n{heading}" in page, f"the page of {path.name} lacks {heading}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", STEPPED, ids=lambda path: path.stem)
 def test_every_config_makes_a_step_at_a_small_size(path):
     config = load(path, "tiny")
     validate(config)
@@ -62,12 +71,59 @@ def test_every_config_makes_a_step_at_a_small_size(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
 def test_every_config_trains_at_a_small_size_with_nothing_brought_along(path, run_command, tmp_path):
     trained = run_command("prope.train", f"--config={path}:tiny", f"--workdir={tmp_path}/run")
     assert trained.code == 0 and trained.result["step"] == 20, trained.stderr
     replaced = "tiny: python_docs replaces " in trained.stderr
     assert replaced == (load(path).data.dataset not in ("python_docs", "synthetic/mix"))
+
+
+# Rotated pairs of every method, by hand from the periods 2 pi b^(2k/d).
+WIKI = {
+    "rope": 32, "nope": 0, "p_rope_0.25": 8, "p_rope_0.5": 16, "p_rope_0.75": 24, "partial_0.25": 8, "partial_0.5": 16,
+    "partial_0.75": 24, "cutoff_1": 16, "cutoff_0.5": 13, "cope": 31, "rope_id": 16, "base_length": 32,
+    "base_bound": 32, "rnope_swa": [32, 32, 32, 0],
+}  # fmt: skip
+OF_TASKS = {
+    "rope": 16, "nope": 0, "p_rope_0.25": 4, "p_rope_0.5": 8, "p_rope_0.75": 12, "partial_0.25": 4, "partial_0.5": 8,
+    "partial_0.75": 12, "cutoff_1": 11, "cutoff_0.5": 9, "cope": 15, "rope_id": 8, "base_length": 16, "base_bound": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pairs"), [("encodings_wiki", WIKI), ("encodings_synthetic", OF_TASKS)])
+def test_the_encodings_of_a_page_differ_in_nothing_else(name, pairs):
+    page = module_of(name)
+    configs = {method: page["get_config"](method) for method in page["LEARNING_RATES"]}
+    assert {method: rotated_pairs(config.model) for method, config in configs.items()} == pairs
+    for config in configs.values():
+        differing = {line.partition(":")[0] for line in differences(config, configs["rope"])}
+        assert differing <= {f"model.{field}" for field in FIELDS} | {"optimizer.learning_rate"}
+        validate(config)
+    for method in set(pairs) - {"base_bound"}:
+        validate(page["get_config"](f"{method}-tiny"))
+    grid = page["get_sweep"]("rates")
+    assert len(grid["config"]) == len(pairs) and len(grid["optimizer.learning_rate"]) == 3
+    assert page["get_sweep"]("cope-tiny")["config"] == (f"{ROOT}/configs/{name}.py:cope-tiny",)
+    for wrong in ("cape", "rope-huge", "tiny-rope", ""):
+        with pytest.raises(ValueError, match=f"^{wrong}: must be a method"):
+            page["get_config"](wrong)
+
+
+def test_the_encodings_go_by_the_length():
+    """CoPE: 32 pairs, of which 18 turn once in 1024 tokens, leave 14; 69 % of them are 9.66."""
+    page = module_of("encodings_wiki")
+    short, long = ({m: page["get_config"](m + size).model for m in WIKI} for size in ("", "-long"))
+    assert (short["cope"].clip_low_n, long["cope"].clip_low_n) == (11, 10)
+    assert (short["base_length"].max_wavelength, long["base_length"].max_wavelength) == (512, 1024)
+    assert (short["rnope_swa"].sliding_window, long["rnope_swa"].sliding_window) == (128, 256)
+    assert (short["base_bound"].max_wavelength, long["base_bound"].max_wavelength) == (
+        pytest.approx(3440.5, abs=0.1),
+        pytest.approx(7757.8, abs=0.1),
+    )
+    assert rotated_pairs(long["cutoff_1"]) == 18 and rotated_pairs(long["p_rope_0.5"]) == 16
+    np.testing.assert_array_equal(layer_frequencies(short["cutoff_1"]), layer_frequencies(short["p_rope_0.5"]))
+    assert long["rope_id"].original_seq_len == 1024
 
 
 def test_a_small_size_says_what_it_replaces(caplog):

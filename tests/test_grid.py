@@ -9,12 +9,12 @@ from conftest import ROOT
 
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
-from prope.sweep.grid import plan, read_grid
-from prope.sweep.runs import Run, check_equal, table, table_text
+from prope.sweep.grid import plan, read_grids
+from prope.sweep.runs import Run, check_equal, reference, table, table_text
 
 
 def grid_of(*texts, percentages=None, file="", overrides=None):
-    return read_grid(list(texts), percentages, file, default_config(), overrides or {})
+    return read_grids(list(texts), percentages, file, default_config(), overrides or {})
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_grid_that_cannot_be_used_is_named(texts, percentages, says):
 
 
 def names_of(grid, base=None):
-    return [run.name for run in plan(grid, "", base or default_config(), {})]
+    return [run.name for run in plan([grid], "", base or default_config(), {})]
 
 
 def test_a_name_is_made_of_the_values_alone():
@@ -57,19 +57,71 @@ def test_a_name_is_made_of_the_values_alone():
 
 def test_the_sweeps_of_the_project():
     five = grid_of(file=str(ROOT / "configs" / "quick_sweep.py"))
-    assert five == {"model.rope_percentage": [0.0, 0.25, 0.5, 0.75, 1.0]}
+    assert five == [{"model.rope_percentage": [0.0, 0.25, 0.5, 0.75, 1.0]}]
     file = str(ROOT / "configs" / "table2.py")
     runs = plan(grid_of(file=file), file, default_config(), {"num_steps": 700})
-    assert len({run.name for run in runs}) == 8
+    assert len({run.name for run in runs}) == 14
     assert runs[0].name == "config=gemma_2b_wiki,rope_percentage=0"
     assert {(run.config.data.dataset, run.config.num_steps) for run in runs} == {
         ("wikipedia/20230601.en", 700),
         ("mixture", 700),
     }
-    assert [run.config.model.rope_percentage for run in runs] == [0, 0.25, 0.75, 1] * 2
+    assert [run.config.model.rope_percentage for run in runs[:8]] == [0, 0.25, 0.75, 1] * 2
+    assert all((r.config.model.rope_type, r.config.model.max_wavelength) == ("proportional", 1e4) for r in runs[:8])
+    assert [run.name.partition(",")[2] for run in runs[8:]] == [
+        *["max_wavelength=500000,rope_percentage=1"] * 2,
+        *["rope_percentage=0.75,rope_type=reversed", "rope_percentage=0.75,rope_type=partial"] * 2,
+    ]
+    assert runs[13].config.model.rope_type == "partial" and runs[13].config.data.dataset == "mixture"
     assert runs[7].arguments == [
         f"--config={ROOT}/configs/gemma_2b_flan.py", "--config.num_steps=700", "--config.model.rope_percentage=1"
     ]  # fmt: skip
+
+
+def test_a_method_is_named_by_itself():
+    """A sweep of encodings_wiki.py:tiny, and of two pages with the same argument."""
+    file = f"{ROOT}/configs/encodings_wiki.py:tiny"
+    runs = plan(grid_of(file=file), file, default_config(), {"num_steps": 7})
+    assert [run.name for run in runs][:3] == [f"config={m}-tiny,seed=0" for m in ("rope", "nope", "p_rope_0.25")]
+    assert len(runs) == 15 and {run.config.num_steps for run in runs} == {7}
+    assert runs[10].config.model.rope_type == "cope" and runs[10].arguments[0].endswith("encodings_wiki.py:cope-tiny")
+    files = [f"{ROOT}/configs/encodings_{page}.py:cope" for page in ("wiki", "synthetic")]
+    with pytest.raises(UsageError, match="two runs would be called config=cope"):
+        plan([{"config": files}], "", default_config(), {})
+
+
+@pytest.mark.parametrize(
+    ("values", "of_rope"),
+    [
+        ({"rope_percentage": 0.25, "seed": 1}, "p = 1"),
+        ({"rope_percentage": 1.0}, None),
+        ({"rope_percentage": 1.0, "max_wavelength": 5e5}, "p = 1"),
+        ({"rope_percentage": 0.75, "rope_type": "partial"}, "p = 1"),
+        ({"batch_size": 8, "rope_percentage": 0.25}, "batch_size = 8, p = 1"),
+        ({"batch_size": 9, "rope_percentage": 0.25}, None),
+        ({"rope_percentage": 0.25, "max_wavelength": 100.0}, "p = 1, max_wavelength = 100"),
+        ({"config": "cope", "seed": 0}, "rope"),
+        ({"config": "cope-tiny", "seed": 0}, "rope-tiny"),
+        ({"config": "cope-rates", "learning_rate": 0.1}, None),
+        ({"config": "rope"}, None),
+        ({"config": "gemma_2b_wiki", "rope_percentage": 0.25}, "gemma_2b_wiki, p = 1"),
+        ({"seed": 1}, None),
+    ],
+)
+def test_what_a_group_is_compared_with(values, of_rope):
+    names = {
+        "p = 1", "batch_size = 8, p = 1", "p = 1, max_wavelength = 100", "rope", "rope-tiny", "gemma_2b_wiki, p = 1"
+    }  # fmt: skip
+    assert reference(values, names) == of_rope
+
+
+def test_a_table_has_the_fields_of_all_grids():
+    plain, other = made_run("a", []), made_run("b", [])
+    other.values["rope_type"] = "partial"
+    assert [row["rope_type"] for row in table([plain, other])] == [None, "partial"]
+    head, first, second = table_text(table([plain, other])).splitlines()
+    assert head.split()[:2] == ["rope_percentage", "rope_type"]
+    assert (first.split()[:2], second.split()[:2]) == (["1.0", "-"], ["1.0", "partial"])
 
 
 def made_run(name, hashes, init="aa", loss=1.0, **fields):

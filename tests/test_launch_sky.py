@@ -71,7 +71,7 @@ def read(line):  # as the program sky does
 @pytest.mark.slow
 def test_skypilot_reads_the_job_by_every_command_of_its_page_and_of_a_sweep(ask_skypilot, monkeypatch):
     monkeypatch.setenv("PROPE_COMMIT", "abc")
-    (run,) = plan({"seed": [0]}, "file.py", default_config(), {"data.tokenizer": "my model"})
+    (run,) = plan([{"seed": [0]}], "file.py", default_config(), {"data.tokenizer": "my model"})
     of_sweep = run_command("sky", ["--gpus=H100:8", "--no-use-spot", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run)
     page = (ROOT / "launch/sky.md").read_text().replace("\\\n", " ").replace("$(git rev-parse HEAD)", "abc")
     lines = [*re.findall(r"^sky jobs launch .*$", page, re.MULTILINE), shlex.join(of_sweep)]

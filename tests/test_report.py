@@ -165,6 +165,27 @@ def test_the_numbers_of_the_page_are_those_of_the_files(made):
     assert page.text.count("equal. Those of 6 of 6 runs") == 2 and "up to 10." in page.text
 
 
+def test_a_page_of_methods_compares_them_with_rope(made):
+    """The same runs, had they been swept by config: of p = 0, 0.25 and 1."""
+    sweep, by_p = json.loads((made / "sweep.json").read_text()), page_of(made)[0]
+    methods = {0.0: "nope", 0.25: "cope", 1.0: "rope"}
+    for entry in sweep["runs"]:
+        if p := entry["values"]:
+            entry["values"] = {"config": methods[p["rope_percentage"]], "seed": p["seed"]}
+    (made / "sweep.json").write_text(json.dumps(sweep))
+    page, _ = page_of(made)
+    assert page.tables[0][0][0] == "run" and [row[0] for row in page.tables[0][1:]] == list(methods.values())
+    assert [row[1:] for row in page.tables[0][1:]] == [row[1:] for row in by_p.tables[0][1:]]
+    drawn = {picture.name: picture for picture in pictures.pictures(runs.read_sweep(made))}
+    means = [statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES]
+    axes, apart = lines_of(drawn["perplexity"])
+    assert any(x == list(methods.values()) and np.allclose(y, means) for x, y in axes)
+    losses = [np.mean([final(made, p, seed)["loss"] for seed in SEEDS]) for p in PERCENTAGES]
+    assert any(
+        x == ["nope", "cope"] and np.allclose(y, np.subtract(losses[:2], losses[2])) for x, y in apart if len(x) == 2
+    )
+
+
 def test_the_page_shows_the_fullest_evaluation_everywhere(made):
     """Of one seed, after evaluations on a few windows, on other documents, and on more of one run only."""
     rng = np.random.default_rng(1)
@@ -315,9 +336,15 @@ def test_runs_that_may_not_be_compared_are_said_to_be_so(made):
         ("wiki", {"model.num_layers": 6}, None),
         ("wiki", {"model.hidden_dim": 8192}, None),
         ("wiki", {"model.max_wavelength": 1e6}, None),
+        ("wiki", {"model.rope_percentage": 1.0, "model.max_wavelength": 5e5}, ("Wikipedia", 4.4485)),
+        ("wiki", {"model.rope_type": "partial"}, ("Wikipedia", 4.4537)),
+        ("wiki", {"model.rope_type": "reversed"}, ("Wikipedia", 4.4592)),
+        ("wiki", {"model.use_qk_norm": True}, None),
+        ("wiki", {"model.layer_types": ("sliding_attention",), "model.sliding_window": 4096}, None),
         ("wiki", {"data.tokenizer": "byte"}, None),
         ("wiki", {"data.dataset": "wikipedia/20230601.simple"}, None),
         ("flan", {}, ("FlanV2", 6.4422)),
+        ("flan", {"model.rope_type": "reversed"}, ("FlanV2", 6.4683)),
         ("flan", {"data.mixture": ({"weight": 1.0, "dataset": "files", "data_dir": "data/flan_v2/t0"},)}, None),
         ("wiki", {"data.dataset": "mixture"}, None),
     ],
@@ -329,10 +356,12 @@ def test_the_papers_numbers_stand_beside_its_own_runs_only(page, changes, expect
 
 
 def test_the_papers_perplexities_are_those_of_its_table_2():
-    """Rows of the paper: NoPE, RoPE, 0.25-RoPE, 0.75-RoPE; columns: Wiki, FlanV2."""
-    rows = {0.0: (4.8594, 6.6429), 1.0: (4.4627, 6.4429), 0.25: (4.5302, 6.5111), 0.75: (4.4414, 6.4422)}
-    for column, name in enumerate(("Wikipedia", "FlanV2")):
-        assert sweep_page.PAPER[name] == {p: row[column] for p, row in rows.items()}
+    """Rows of the paper: NoPE, RoPE, 0.25-RoPE, 0.75-RoPE, RoPE 5e5, 0.75-reversed, 0.75-partial; Wiki, FlanV2."""
+    wiki = (4.8594, 4.4627, 4.5302, 4.4414, 4.4485, 4.4592, 4.4537)
+    flan = (6.6429, 6.4429, 6.5111, 6.4422, 6.4593, 6.4683, 6.4562)
+    rows = [("proportional", 1e4, p) for p in (0.0, 1.0, 0.25, 0.75)] + [("proportional", 5e5, 1.0)]
+    rows += [("reversed", 1e4, 0.75), ("partial", 1e4, 0.75)]
+    assert dict(zip(rows, zip(wiki, flan, strict=True), strict=True)) == sweep_page.PAPER
 
 
 @pytest.mark.parametrize(

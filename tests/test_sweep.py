@@ -149,22 +149,18 @@ def test_a_finished_sweep_is_not_made_again_and_may_grow(whole, finish):
 @pytest.mark.slow
 def test_a_directory_of_another_sweep_is_refused(whole):
     directory, _ = whole
-    three = {"model.rope_percentage": [0.0, 0.5, 1.0]}
+    three = [{"model.rope_percentage": [0.0, 0.5, 1.0]}]
     base = from_dict(json.loads((directory / "sweep.json").read_text())["config"])
-    assert execute.record_sweep(directory, [], three, base, {})["grid"] == three
+    assert execute.record_sweep(directory, plan(three, "", base, {}), three, base, {})["grids"] == three
     other = base.copy_and_resolve_references()
     other.batch_size = 16
-    for grid, config, says in (
-        (
-            {"model.rope_percentage": [0.0, 1.0]},
-            base,
-            "has also model.rope_percentage=0.5; name these values",
-        ),
-        ({"seed": [0, 1]}, base, "holds a sweep of model.rope_percentage, not of seed"),
+    for grids, config, says in (
+        ([{"model.rope_percentage": [0.0, 1.0]}], base, "has also the run rope_percentage=0.5; name its values too"),
+        ([{"seed": [0, 1]}], base, "has also the run rope_percentage=0; name its values too"),
         (three, other, r"of another config \(batch_size: 8, not 16\)"),
     ):
         with pytest.raises(UsageError, match=says):
-            execute.record_sweep(directory, [], grid, config, {})
+            execute.record_sweep(directory, plan(grids, "", config, {}), grids, config, {})
     with pytest.raises(UsageError, match="holds a run, not a sweep"):
         execute.record_sweep(directory / "rope_percentage=0", [], three, base, {})
     run = plan(three, "", other, {})[0]
@@ -341,7 +337,7 @@ def test_a_launcher_gets_every_run(finish, tmp_path):
     ],
 )
 def test_what_launchers_are_given(backend, expected):
-    (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {})
+    (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {})
     name = execute.job_name("W-rope_percentage=0.25")
     line = execute.run_command(backend, ["--spot"], pathlib.Path("/mnt/W"), run)
     train = ["--config=file.py", "--config.model.rope_percentage=0.25", "--workdir=/mnt/W/rope_percentage=0.25"]
@@ -350,7 +346,7 @@ def test_what_launchers_are_given(backend, expected):
 
 
 def test_what_skypilot_is_given(monkeypatch):
-    (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {"data.tokenizer": "my model"})
+    (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {"data.tokenizer": "my model"})
     monkeypatch.setenv("PROPE_COMMIT", "abc")
     line = execute.run_command("sky", ["--gpus=H100:8", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run)
     name = execute.job_name("W-rope_percentage=0.25")
@@ -415,14 +411,14 @@ def test_folders_of_other_machines_are_not_made_here(finish, tmp_path):
     assert not workdir.parent.exists()
     assert (tmp_path / "started").read_text().split() == [f"--workdir={workdir}/seed={seed}" for seed in (0, 1)]
     (state,) = (tmp_path / "cache/sweeps").iterdir()
-    assert re.fullmatch("W-[0-9a-f]{8}", state.name) and read_json(state / "sweep.json")["grid"] == {"seed": [0, 1]}
+    assert re.fullmatch("W-[0-9a-f]{8}", state.name) and read_json(state / "sweep.json")["grids"] == [{"seed": [0, 1]}]
     code, again, err = finish(*given, cwd=tmp_path, **environment)  # what has ended is known
     assert (code, again) == (0, result), err
     assert len((tmp_path / "started").read_text().split()) == 2 and not workdir.parent.exists()
 
 
 def test_a_run_that_leaves_no_files_here_is_known_by_what_it_printed(tmp_path):
-    (run,) = plan({"model.rope_percentage": [0.25]}, "file.py", default_config(), {})
+    (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {})
     made = execute.Sweep(tmp_path, [run])
     assert made.read(run).state == "new"
     printed = {"step": 1000, "loss": 1.0, "eval_loss": 2.0, "perplexity": 7.4, "bits_per_byte": 2.9, "init_hash": "aa"}

@@ -23,7 +23,7 @@ from prope.config import differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
 from prope.runtime.files import absolute, check_writable, is_url, local_cache, read_json, write_atomic
 from prope.runtime.startup import find_commit
-from prope.sweep.grid import Planned, plan, text_of
+from prope.sweep.grid import Planned, plan
 from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows, read_run, table, table_text
 
 log = logging.getLogger("prope")
@@ -32,25 +32,24 @@ PROGRAMS = {"tpu_vm": "gcloud", "gke": "kubectl", "slurm": "sbatch", "sky": "sky
 MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
 
 
-def record_sweep(directory: epath.Path, runs: list[Planned], grid: dict, base: ConfigDict, source: dict) -> dict:
-    """Returns the content of sweep.json; compared with an existing one, only the grid's values may grow."""
+def record_sweep(directory: epath.Path, runs: list[Planned], grids: list[dict], base: ConfigDict, source: dict) -> dict:
+    """Returns the content of sweep.json; compared with an existing one, runs may only be added."""
     if (directory / "config.json").exists():
         raise UsageError(f"--workdir={directory}: holds a run, not a sweep; choose another --workdir")
     saved = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if saved is not None:
         remedy = "; choose another --workdir, or the arguments that it was started with"
         message = f"--workdir={directory}: holds a sweep"
-        if saved["grid"].keys() != grid.keys():
-            raise UsageError(f"{message} of {', '.join(saved['grid'])}, not of {', '.join(grid)}{remedy}")
-        for name, values in saved["grid"].items():
-            if missing := [text_of(value) for value in values if value not in grid[name]]:
-                raise UsageError(f"{message} that has also {name}={','.join(missing)}; name these values too{remedy}")
+        planned = {run.name for run in runs}
+        if missing := [run["name"] for run in saved["runs"] if run["name"] not in planned]:
+            raise UsageError(f"{message} that has also the run {missing[0]}; name its values too{remedy}")
         differing = differences(base, from_dict(saved["config"]))
-        differing = [line for line in differing if line.partition(":")[0] not in grid]
+        swept = {name for grid in grids for name in grid}
+        differing = [line for line in differing if line.partition(":")[0] not in swept]
         if differing:
             raise UsageError(f"{message} of another config ({'; '.join(differing)}){remedy}")
     names = [{"name": run.name, "values": run.values} for run in runs]
-    return {**source, "grid": grid, "runs": names, "config": base.to_dict()}
+    return {**source, "grids": grids, "runs": names, "config": base.to_dict()}
 
 
 def state_folder(directory: epath.Path) -> pathlib.Path:
@@ -243,25 +242,25 @@ def job_name(text: str) -> str:
 
 
 def run_sweep(
-    workdir: str, file: str, base: ConfigDict, overrides: dict, grid: dict, backend: str = "local",
+    workdir: str, file: str, base: ConfigDict, overrides: dict, grids: list[dict], backend: str = "local",
     launcher_flags: Sequence[str] = (), dry_run: bool = False,
 ) -> dict:  # fmt: skip
     """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
-    All runs get the config `base` of `file` with `overrides`, and the values of `grid`, from `read_grid`. A dry run
+    All runs get the config `base` of `file` with `overrides`, and the values of `grids`, from `read_grids`. A dry run
     only prints the commands.
 
     Raises:
       UsageError: the directory holds a run or another sweep, or a config is invalid.
       RunFailed: a run failed; the others are done.
     """
-    directory, runs = epath.Path(workdir), plan(grid, file, base, overrides)
+    directory, runs = epath.Path(workdir), plan(grids, file, base, overrides)
     sweep, state = Sweep(directory, runs, backend, launcher_flags), state_folder(directory)
     if not sweep.visible:
         sweep.printed = read_json(state / "handed_out.json") or {}
         log.info("%s is not on this machine: what was handed out is in %s", directory, state)
     home = directory if sweep.visible else state
-    record = record_sweep(home, runs, grid, base, {"config_file": file, "overrides": overrides})
+    record = record_sweep(home, runs, grids, base, {"config_file": file, "overrides": overrides})
     log.info("%d runs in %s:", len(runs), directory)
     for run in sweep.read_all():
         log.info("  %s: %s", run.name, f"resumes at step {run.step}" if run.state == "unfinished" else run.state)

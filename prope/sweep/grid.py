@@ -25,8 +25,11 @@ class Planned:
     arguments: list[str]
 
 
-def read_grid(texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict) -> dict:
-    """Reads the values of every swept field, {"model.rope_percentage": [0.0, 0.25]}, from flags or the config file."""
+def read_grids(texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict) -> list[dict]:
+    """Reads the values of every swept field, {"model.rope_percentage": [0.0, 0.25]}, from flags or the config file.
+
+    The file's get_sweep() may return several grids: the sweep has the runs of all of them.
+    """
     where, grid, known = "--grid", {}, flat(base)
     flags = [("--rope_percentage", f"{P}={percentages}")] if percentages is not None else []
     for flag, text in [*flags, *(("--grid", text) for text in texts)]:
@@ -36,6 +39,7 @@ def read_grid(texts: list[str], percentages: str | None, file: str, base: Config
         if name in grid:
             raise UsageError(f"{flag} {text}: {name} is given twice; give all its values at once")
         grid[name] = [value.strip() for value in values.split(",") if value.strip()]
+    grids = [grid]
     if not grid:
         where = f"get_sweep() of {file.partition(':')[0]}:"
         swept = _call(file, "get_sweep")
@@ -44,19 +48,19 @@ def read_grid(texts: list[str], percentages: str | None, file: str, base: Config
                 f"--config={file}: has no get_sweep(), so say what to sweep: --rope_percentage=0,0.25,0.5,0.75,1 or "
                 "--grid=FIELD=VALUE,VALUE"
             )
-        grid = {name: list(values) for name, values in swept.items()}
-    for name, values in grid.items():
+        grids = [dict(grid) for grid in ([swept] if isinstance(swept, dict) else swept)]
+    for fields, name, values in [(grid, *field) for grid in grids for field in grid.items()]:
         if name != CONFIG and name not in known:
             raise UsageError(f"{where} {name}: there is no such config field{nearest(name, known)}")
         if name in overrides:
             raise UsageError(f"--config.{name}={overrides[name]}: {name} is swept; give it here or in the grid")
         if not values:
             raise UsageError(f"{where} {name}=: names no values; write {name}=VALUE,VALUE")
-        grid[name] = [value if name == CONFIG else convert(name, value, base) for value in values]
-        for value in grid[name]:
-            if grid[name].count(value) > 1:
+        fields[name] = [value if name == CONFIG else convert(name, value, base) for value in values]
+        for value in fields[name]:
+            if fields[name].count(value) > 1:
                 raise UsageError(f"{where} {name}: the value {text_of(value)} is given twice; remove one")
-    return grid
+    return grids
 
 
 def convert(name: str, value, base: ConfigDict):
@@ -78,30 +82,37 @@ def text_of(value) -> str:
     return repr(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def plan(grid: dict, file: str, base: ConfigDict, overrides: dict) -> list[Planned]:
-    """Lists the runs, the first field of the grid changing slowest, and validates their configs.
+def plan(grids: list[dict], file: str, base: ConfigDict, overrides: dict) -> list[Planned]:
+    """Lists the runs, the first field of a grid changing slowest, and validates their configs.
 
     A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0.
     """
-    last = [name.rpartition(".")[2] for name in grid]
-    short = {name: part if last.count(part) == 1 else name for name, part in zip(grid, last, strict=True)}
-    runs = []
-    for combination in itertools.product(*grid.values()):
+    names, runs = list(dict.fromkeys(name for grid in grids for name in grid)), []
+    last = [name.rpartition(".")[2] for name in names]
+    short = {name: part if last.count(part) == 1 else name for name, part in zip(names, last, strict=True)}
+    combinations = [(grid, values) for grid in grids for values in itertools.product(*grid.values())]
+    for grid, combination in combinations:
         fields = dict(zip(grid, combination, strict=True))
         run_file = fields.pop(CONFIG, file)
         config = base.copy_and_resolve_references() if run_file == file else load(run_file, overrides)
         config.update_from_flattened_dict(fields)
         validate(config)
         values = {short[name]: value for name, value in fields.items()}
-        if CONFIG in grid:
-            path, _, argument = run_file.partition(":")
-            values = {CONFIG: pathlib.Path(path).stem + (f"_{argument}" if argument else ""), **values}
+        if CONFIG in names:
+            values = {CONFIG: _name_of(run_file), **values}
         name = ",".join(f"{field}={text_of(value)}" for field, value in sorted(values.items())).replace("/", "_")
         if name in (run.name for run in runs):
             raise UsageError(f"two runs would be called {name}; give one of them another value")
         flags = [f"--config.{field}={text_of(value)}" for field, value in (overrides | fields).items()]
         runs.append(Planned(name, values, config, [f"--config={run_file}", *flags]))
     return runs
+
+
+def _name_of(file: str) -> str:
+    """Names a config file by its argument, such as a method; by its stem where it has none, or a size as argument."""
+    path, _, argument = file.partition(":")
+    stem = pathlib.Path(path).stem
+    return f"{stem}_{argument}" if argument in ("full", "tiny") else argument or stem
 
 
 def load(file: str, overrides: dict) -> ConfigDict:

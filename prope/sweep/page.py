@@ -19,14 +19,20 @@ from prope.sweep.pictures import pictures
 from prope.sweep.runs import P, Run, against_reference, check_equal, groups, read_sweep, reference, table
 from prope.workdir.records import read_jsonl
 
-# Perplexity of Gemma 2B trained on 8192 tokens, by p: Barbero et al. (ICLR 2025), Table 2.
-PAPER = {
-    "Wikipedia": {0.0: 4.8594, 0.25: 4.5302, 0.75: 4.4414, 1.0: 4.4627},
-    "FlanV2": {0.0: 6.6429, 0.25: 6.5111, 0.75: 6.4422, 1.0: 6.4429},
+# Perplexity of Gemma 2B trained on 8192 tokens, on Wikipedia and FlanV2: Barbero et al. (ICLR 2025), Table 2.
+PAPER = {  # by rope_type, wavelength and p
+    ("proportional", 10_000.0, 0.0): (4.8594, 6.6429),
+    ("proportional", 10_000.0, 0.25): (4.5302, 6.5111),
+    ("proportional", 10_000.0, 0.75): (4.4414, 6.4422),
+    ("proportional", 10_000.0, 1.0): (4.4627, 6.4429),
+    ("proportional", 500_000.0, 1.0): (4.4485, 6.4593),
+    ("reversed", 10_000.0, 0.75): (4.4592, 6.4683),
+    ("partial", 10_000.0, 0.75): (4.4537, 6.4562),
 }
 PAPER_FIELDS = {
+    "model.layer_types": (), "model.rope_scaling_type": "none", "model.logit_scale": "none", "model.use_qk_norm": False,
     "model.num_layers": 18, "model.embed_dim": 2048, "model.num_heads": 8, "model.num_kv_heads": 1,
-    "model.head_dim": 256, "model.hidden_dim": 16_384, "model.max_wavelength": 10_000.0, "data.seq_len": 8192,
+    "model.head_dim": 256, "model.hidden_dim": 16_384, "data.seq_len": 8192,
 }  # fmt: skip
 FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as configs/gemma_2b_flan.py names folders
 
@@ -55,7 +61,7 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
         lead=lead(rows),
         config=runs[0].config,
         parameters=num_parameters(shapes),
-        swept=list(runs[0].values),
+        swept=swept(runs),
         by_p=P in runs[0].values,
         rows=rows,
         errors_over=sorted({row["over"] for row in rows} - {""}),
@@ -68,14 +74,20 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
     )
 
 
+def swept(runs: list[Run]) -> list[str]:
+    """Lists the swept fields, of which a run may lack those of another grid."""
+    return list(dict.fromkeys(name for run in runs for name in run.values))
+
+
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:
     """Finds the paper's (dataset, perplexity) for a run; None unless dataset, model and length are the paper's."""
     fields, data = flat(config), config.data
     parts = {pathlib.PurePath(source.get("data_dir", "")).name for source in data.mixture}
     dataset = {"wikipedia/20230601.en": "Wikipedia", "mixture": "FlanV2" if parts == FLAN else None}.get(data.dataset)
-    perplexity = PAPER.get(dataset, {}).get(config.model.rope_percentage)
+    model = config.model
+    perplexities = PAPER.get((model.rope_type, model.max_wavelength, model.rope_percentage))
     same = data.tokenizer != "byte" and all(fields[name] == value for name, value in PAPER_FIELDS.items())
-    return (dataset, perplexity) if same and perplexity else None
+    return (dataset, perplexities[dataset == "FlanV2"]) if dataset and same and perplexities else None
 
 
 def result_rows(runs: list[Run]) -> list[dict]:
@@ -83,10 +95,10 @@ def result_rows(runs: list[Run]) -> list[dict]:
     rows, by_name = table(runs), groups(runs)
     best = min((row["perplexity"] for row in rows if row["perplexity"] is not None), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
-        config, row["reference"] = group[0].config.model, (base := reference(group[0].values))
+        config, row["reference"] = group[0].config.model, (base := reference(group[0].values, by_name))
         row["group"], row["name"] = name, name.removeprefix("p = ")
         row["pairs"] = f"{rotated_pairs(config)} of {config.head_dim // 2}"
-        row["difference"], row["over"] = against_reference(group, by_name[base]) if base in by_name else (None, "")
+        row["difference"], row["over"] = against_reference(group, by_name[base]) if base else (None, "")
         row["paper"] = paper_result(group[0].config)
         row["best"] = best is not None and row["perplexity"] == best
     return rows
@@ -132,7 +144,7 @@ def equality(runs: list[Run]) -> dict:
         ("Initial weights", equal["init"], "hash to the same value in all runs of a seed"),
         ("Batches", equal["batches"], f"hash to the same values at every logged step, up to {equal['steps']:,}"),
     )
-    fields = [name for name in differing if not {name, name.rpartition(".")[2]} & runs[0].values.keys()]
+    fields = [name for name in differing if not {name, name.rpartition(".")[2]} & set(swept(runs))]
     return {"error": None, "fields": fields, "proofs": proofs}
 
 

@@ -53,7 +53,8 @@ def draw_loss(workdir: epath.Path) -> epath.Path:
 
 def pictures(runs: list[Run]) -> list[Picture]:
     """Makes the pictures that the runs have numbers for, in the order of the page."""
-    base = {group_name(run.values): reference(run.values) for run in runs}
+    by_name = groups(runs)
+    base = {name: reference(group[0].values, by_name) for name, group in by_name.items()}
     steps = curves(runs, lambda run: {r["step"]: r["loss"] for r in run.metrics})
     positions = curves(runs, lambda run: by_middle((run.evaluation or {}).get("by_position", []), "loss"))
     answers = {run.name: accuracies(run) for run in runs}
@@ -137,7 +138,7 @@ def curves_picture(
             for group, points in apart.items():
                 line(axes, points, style[group])
             axes.axhline(0, color=TEXT, lw=1.2)
-            axes.set(xlabel=x, ylabel="difference (nats per token)", title="minus that of RoPE (p = 1)")
+            axes.set(xlabel=x, ylabel="difference (nats per token)", title="minus that of RoPE")
             if robust:  # the first steps would flatten all others
                 low, high = np.quantile([v for points in apart.values() for v, _ in points.values()], [0.025, 0.975])
                 axes.set_ylim(low - 0.3 * (high - low) - 1e-4, high + 0.3 * (high - low) + 1e-4)
@@ -159,17 +160,19 @@ def curves_picture(
 def perplexity_picture(runs: list[Run]) -> Picture | None:
     """Draws perplexity by p: every run a dot, means over seeds with their spread, and the evaluation's own error."""
     swept, by_name, means = P in runs[0].values, groups(runs), {}
+    title = "Validation perplexity" + (" by p" if swept else "")
     lines: dict[str, dict[float | str, list[dict]]] = {}  # by the other swept fields, then by p: evaluations
     apart: dict[str, dict[float, Difference]] = {}  # from RoPE's, likewise
     for name, group in by_name.items():
-        values, base = group[0].values, reference(group[0].values)
+        values, base = group[0].values, reference(group[0].values, by_name)
+        x = values[P] if swept else name
         if evaluations := [run.evaluation for run in group if run.state == "finished"]:
             others = {k: v for k, v in values.items() if swept and k not in (P, SEED)}
             line_name = group_name(others) if others else ""
-            lines.setdefault(line_name, {})[values[P] if swept else name] = evaluations
+            lines.setdefault(line_name, {})[x] = evaluations
             means[name] = statistics.fmean(record["perplexity"] for record in evaluations)
-            if base in by_name and (difference := against_reference(group, by_name[base])[0]):
-                apart.setdefault(line_name, {})[values[P]] = difference
+            if base and (difference := against_reference(group, by_name[base])[0]):
+                apart.setdefault(line_name, {})[x] = difference
     if not means:
         return None
 
@@ -188,8 +191,8 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
                 if errors:
                     error = centres[-1] * statistics.fmean(errors)  # of an exponential, to first order
                     axes.errorbar(x, centres[-1], error, color=TEXT, alpha=0.35, lw=5, zorder=1)
-            axes.plot(list(points), centres, **style | {"ms": 7}, label=name)
-        axes.set(ylabel="validation perplexity", title="Validation perplexity by p")
+            axes.plot(list(points), centres, **style | {"ms": 7} | ({} if swept else {"ls": ""}), label=name)
+        axes.set(ylabel="validation perplexity", title=title)
         log_scale(axes)  # a run that learns nothing leaves room for the others
         for beside in right:
             for name, differences in apart.items():
@@ -200,8 +203,11 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             middle = statistics.median(abs(d.difference) for of_line in apart.values() for d in of_line.values())
             beside.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(max(middle, 1e-4))))
             beside.yaxis.set_major_formatter("{x:g}")
-            beside.set(ylabel="difference (nats per token)", title="loss minus that of RoPE (p = 1)")
-        for each in figure.axes if swept else ():
+            beside.set(ylabel="difference (nats per token)", title="loss minus that of RoPE")
+        for each in figure.axes:
+            if not swept:
+                each.tick_params(axis="x", labelrotation=90, labelbottom=True)
+                continue
             each.set_xticks(sorted({x for points in lines.values() for x in points}))
             each.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
             each.tick_params(labelbottom=True)
@@ -214,7 +220,7 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
         "standard error of the evaluation over documents, which runs on the same ones largely share. Second panel: "
         "95 % intervals of the paired differences."
     )
-    return Picture("perplexity", "Validation perplexity by p", alt, caption, draw)
+    return Picture("perplexity", title, alt, caption, draw)
 
 
 def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:

@@ -5,8 +5,9 @@ A sweep is a directory of runs beside sweep.json, which names the swept fields a
 
 import contextlib
 import dataclasses
+import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -21,7 +22,7 @@ from prope.workdir import run as run_dir
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import SAME_WINDOWS, evaluations_of_training, find_evaluation, find_pair, read_jsonl
 
-SEED, P = "seed", "rope_percentage"  # names of swept fields
+SEED, P, CONFIG = "seed", "rope_percentage", "config"  # names of swept fields
 # Fields that the initial weights do not depend on; then those that the batches do not depend on.
 NOT_OF_INIT = tuple(f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers"))
 NOT_OF_BATCHES = ("data.cache_dir", "data.num_workers")
@@ -173,16 +174,25 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def group_name(values: dict) -> str:
-    """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}."""
-    texts = [f"{'p' if name == P else name} = {text_of(value)}" for name, value in values.items() if name != SEED]
+    """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}; a config by its own name."""
+    short = {P: "p = ", CONFIG: ""}
+    texts = [short.get(name, f"{name} = ") + text_of(value) for name, value in values.items() if name != SEED]
     return ", ".join(texts) or "all runs"
 
 
-def reference(run_values: dict) -> str | None:
-    """Returns the name of the RoPE group (p = 1) to compare with; None for that group itself, or without p."""
-    if run_values.get(P, 1.0) == 1.0:
-        return None
-    return group_name(run_values | {P: 1.0})
+def reference(values: dict, names: Container[str]) -> str | None:
+    """Returns which of the groups is the RoPE to compare with: p = 1, or "rope" among configs that are methods.
+
+    The other values are the same if there is such a group, else those of the encoding are left out. None for RoPE.
+    """
+    rope = dict(values)
+    if P in values:
+        rope[P] = 1.0
+    elif CONFIG in values:
+        rope[CONFIG] = re.sub("^[^-]*", "rope", values[CONFIG])  # cope-tiny: rope-tiny
+    plain = {name: value for name, value in rope.items() if name == P or name not in FIELDS}
+    found = [group_name(others) for others in (rope, plain) if others != values]
+    return next((name for name in found if name in names), None)
 
 
 def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference | None, str]:
@@ -215,10 +225,11 @@ def table(runs: Iterable[Run]) -> list[dict]:
 
     A standard deviation is None for a single run.
     """
-    rows = []
-    for group in groups(runs).values():
+    rows, by_name = [], groups(runs)
+    fields = dict.fromkeys(k for group in by_name.values() for k in group[0].values if k != SEED)
+    for group in by_name.values():
         records = [run.record() for run in group if run.state == "finished"]
-        row = {k: v for k, v in group[0].values.items() if k != SEED}
+        row = {k: group[0].values.get(k) for k in fields}
         row["rotated_pairs"] = rotated_pairs(group[0].config.model)
         row["runs"] = len(records)
         for name in METRICS:

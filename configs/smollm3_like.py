@@ -1,0 +1,25 @@
+"""The encoding of SmolLM3 on a sample of Wikipedia: every fourth layer does not rotate, and all layers see all tokens.
+
+What       wiki_sample.py with the layers of SmolLM3. Kept: the pattern, and the wavelength of its first stage, 5e4 at
+           4096 tokens. Not kept: 2e6 and 5e6 in later stages, at 32k and 64k tokens, and YaRN up to 128k, which
+           prope.evaluate --encoding=yarn does without training.
+Command    python -m prope.train --config=configs/smollm3_like.py --workdir=W --config.data.data_dir=DATA
+           DATA as in wiki_sample.py; --config=configs/smollm3_like.py:tiny tries the plumbing.
+Hardware   Two CPU cores and 2 GB of memory.
+Hours      0.08, as a run of wiki_sample.py. Computed, not measured.
+Expected   Not yet run. Its rivals are wiki_sample.py's p = 0.75 and p = 1.
+"""
+
+import pathlib
+import runpy
+
+from prope.config import set_layer_percentages, sized
+
+wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
+
+
+def get_config(size: str = "full"):
+    config = wiki_sample["get_config"]()
+    set_layer_percentages(config, (1, 1, 1, 0))
+    config.model.max_wavelength = 5e4
+    return sized(config, size)
