@@ -72,6 +72,8 @@ def test_the_sweeps_of_the_project():
         *["max_wavelength=500000,rope_percentage=1"] * 2,
         *["rope_percentage=0.75,rope_type=reversed", "rope_percentage=0.75,rope_type=partial"] * 2,
     ]
+    tiny = plan(grid_of(file=f"{file}:tiny"), file, default_config(), {})
+    assert tiny[0].name == "config=gemma_2b_wiki_tiny,rope_percentage=0"
     assert runs[13].config.model.rope_type == "partial" and runs[13].config.data.dataset == "mixture"
     assert runs[7].arguments == [
         f"--config={ROOT}/configs/gemma_2b_flan.py", "--config.num_steps=700", "--config.model.rope_percentage=1"
