@@ -114,6 +114,17 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
 
 
+def legend(axes) -> None:
+    """Adds a legend, below all panels where it is too long to stand in one."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) <= 8:
+        axes.legend(loc="best")
+    else:
+        figure, columns = axes.figure, int(axes.figure.get_figwidth() // 1.9)
+        figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(labels) // columns))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
 def log_scale(axes) -> None:
     """Makes the y axis logarithmic, labelled with plain numbers, between powers of ten as well."""
     from matplotlib import ticker

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from prope.errors import UsageError
-from prope.html.drawing import TEXT, Picture, line, log_scale, panels, styles
+from prope.html.drawing import TEXT, Picture, legend, line, log_scale, panels, styles
 from prope.inference.paired import Difference
 from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
@@ -133,7 +133,7 @@ def curves_picture(
         for group, points in means.items():
             line(left, points, style[group], group)
         left.set(xlabel=x, ylabel=y, title=title)
-        left.legend(loc="best")
+        legend(left)
         for axes in right:
             for group, points in apart.items():
                 line(axes, points, style[group])
@@ -212,11 +212,11 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             each.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
             each.tick_params(labelbottom=True)
         if len(lines) > 1:
-            axes.legend(loc="best")
+            legend(axes)
 
     alt = f"Validation perplexity. {'; '.join(f'{name}: {mean:.4f}' for name, mean in means.items())}."
     caption = (
-        "Circles are runs, the line joins their means. Bars with ends: standard deviation over seeds. Wide pale bars: "
+        "Circles are runs, filled marks their means. Bars with ends: standard deviation over seeds. Wide pale bars: "
         "standard error of the evaluation over documents, which runs on the same ones largely share. Second panel: "
         "95 % intervals of the paired differences."
     )
@@ -237,7 +237,7 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
             axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", xscale="log", ylim=(-0.03, 1.03))
             axes.xaxis.set_major_formatter("{x:g}")
         figure.axes[0].set_ylabel("share of correct answers")
-        figure.axes[0].legend(loc="best")
+        legend(figure.axes[0])
 
     ends = "; ".join(
         f"{task}, {group}: {list(points.values())[-1][0]:.3f}"
