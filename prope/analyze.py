@@ -10,16 +10,13 @@ beginnings of documents; on a pod, process 0 does that alone, on one device. --t
 instead and draws Figures 2 and 8.
 """
 
-import logging
-
 from absl import flags
 from etils import epath
 
 from prope import command
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 
 FLAGS = flags.FLAGS
-log = logging.getLogger("prope")
 
 
 def define_flags() -> None:

@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from absl import flags
 
 from prope.config import default_config, flat
-from prope.errors import INTERRUPTED, UsageError, as_ending, is_disk_full, nearest
+from prope.errors import INTERRUPTED, UsageError, as_ending, is_disk_full, log, nearest
 
 _WIDTH = 120  # columns of --help
 _STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
@@ -54,10 +54,9 @@ def run(
     prepare(define_flags, main.__globals__["__doc__"], uses_devices)
     _on_ctrl_c(_interrupt)
     sys.unraisablehook = _interrupt_later
-    ours = logging.getLogger("prope")
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
-    ours.addHandler(logging.StreamHandler(sys.stderr))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(logging.StreamHandler(sys.stderr))
     for library in ("absl", "gcsfs"):  # Orbax and gcsfs log what they also raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:

@@ -1,9 +1,12 @@
-"""Exceptions that end a command with one line, and the exit codes beside theirs."""
+"""What a command tells its user: the log, exceptions that end it with one line, and the exit codes beside theirs."""
 
 import difflib
 import errno
+import logging
 import os
 import re
+
+log = logging.getLogger("prope")  # of all files; `command.run` sends it to stderr
 
 PREEMPTED = 75  # stopped on request after saving: rerun the same command to resume (EX_TEMPFAIL)
 LOST = 76  # hung, or lost another process: rerun the same command to resume from the last checkpoint

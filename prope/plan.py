@@ -32,9 +32,8 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """Defines the command's flags."""
     config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/gemma_2b_wiki.py")
-    flags.DEFINE_string(
-        "topology", None, "TPU and shape of a slice, or GPU and nodes x GPUs: v5e:4x4, v5p:4x4x4, h100:8x8"
-    )
+    kinds = "TPU and shape of a slice, or GPU and nodes x GPUs: v5e:4x4, v5p:4x4x4, h100:8x8"
+    flags.DEFINE_string("topology", None, kinds)
     flags.DEFINE_integer("slices", 1, "number of slices of that shape", lower_bound=1)
     per_chip = "sets config.batch_size to this many sequences per chip, with accumulation=1"
     flags.DEFINE_float("sequences_per_chip", None, per_chip, lower_bound=0.0)

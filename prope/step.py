@@ -1,7 +1,6 @@
 """The training step as a pure function: `train` runs it, `bench` measures it, `plan` compiles it."""
 
 import functools
-import logging
 import time
 from collections.abc import Sequence
 
@@ -12,13 +11,11 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.attention import choose_implementation
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
 from prope.optimizer import keep_unless, make_optimizer
 from prope.sharding import hash_batch
-
-log = logging.getLogger("prope")
 
 
 def resolve_attention(config: ConfigDict, device) -> ConfigDict:
@@ -29,9 +26,8 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     """
     c = config.model
     try:
-        name, reason = choose_implementation(
-            c.attention, device, config.data.seq_len, c.head_dim, c.dtype, config.data.mask_documents
-        )
+        seq_len, masked = config.data.seq_len, config.data.mask_documents
+        name, reason = choose_implementation(c.attention, device, seq_len, c.head_dim, c.dtype, masked)
     except ValueError as error:
         raise UsageError(f"config.model.{error}") from None
     log.info("attention: %s (%s)", name, reason)

@@ -200,7 +200,7 @@ def test_two_processes_make_one_store(tmp_path, corpus):
 @pytest.fixture
 def said():
     """The lines that the data logs."""
-    lines, ours = [], logging.getLogger("prope.data")
+    lines, ours = [], logging.getLogger("prope")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     ours.addHandler(handler)

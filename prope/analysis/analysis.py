@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import re
 import time
 
@@ -14,14 +13,12 @@ from ml_collections import ConfigDict
 from prope.analysis import census, channels, compare, measures, page
 from prope.analysis.sequences import SHOWN, read_sequences
 from prope.analysis.walk import Walk
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.rope import frequencies
 from prope.runtime.files import read_json, write_atomic
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
-
-log = logging.getLogger("prope")
 
 # Flags that change the result, and fields of analysis.json that the command prints.
 _OPTIONS = ("sequences", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "channels")

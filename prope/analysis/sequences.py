@@ -1,7 +1,5 @@
 """Reads the sequences of an analysis: the beginnings of documents, or a text."""
 
-import logging
-
 import numpy as np
 from etils import epath
 
@@ -10,11 +8,9 @@ from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.synthetic import Synthetic, text_of
 from prope.data.tokenizer import BOS, load_tokenizer, token_name
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.runtime.validate import validate
 from prope.workdir.run import Run
-
-log = logging.getLogger("prope")
 
 SHOWN = 48  # tokens of a map
 LEAST = FROM + 1  # tokens of a sequence

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from ml_collections import ConfigDict
 from prope import model, sharding
 from prope.cost import flops
 from prope.cost.flops import num_parameters
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.kernels.splash import Blocks, choose_blocks, splash
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
@@ -23,8 +22,6 @@ from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
 from prope.step import compile_step, init_state, prepare
-
-log = logging.getLogger("prope")
 
 
 def paper_listing(inputs, positions, head_dim, max_wavelength=10_000, rope_percentage=1.0):

@@ -5,7 +5,6 @@ Every measurement is a line of suite.jsonl when it is done, so that an interrupt
 
 import contextlib
 import functools
-import logging
 import platform
 import tempfile
 import time
@@ -22,7 +21,7 @@ from prope.attention import attention
 from prope.config import REMAT, default_config
 from prope.cost.bench import bench_rope, bench_step, medians, repeat_matmul
 from prope.cost.flops import num_parameters
-from prope.errors import UsageError, first_line
+from prope.errors import UsageError, first_line, log
 from prope.html import page
 from prope.html.drawing import Picture, line, styles
 from prope.inference.generation import Sampling, decode, empty_cache
@@ -36,8 +35,6 @@ from prope.step import init_state
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
-
-log = logging.getLogger("prope")
 
 # L, D, N, H, F, V, T and sequences of a device; K is 1.
 _40M = (6, 512, 4, 128, 2048, 32_768, 1024)
@@ -112,13 +109,9 @@ def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
         log.info("%d measurements are left: the same command goes on", left)
     rates = {row["name"]: row["value"] for row in rows if row["group"] == "machine"}
     rows = [row | {"share": row["used"] / rates[row["of"]]} if "used" in row else row for row in rows]
-    return {"output": str(write_page(folder, machine, rows, left)), "left": left, "machine": machine, "rows": rows}
-
-
-def write_page(folder: epath.Path, machine: dict, rows: list[dict], left: int) -> epath.Path:
-    """Writes the rows as tables by group, with curves over length; returns the page's path."""
     groups = {title: [row for row in rows if row["group"] == group] for group, title in _GROUPS.items()}
-    return page.write(folder, "suite", pictures(rows), machine=machine, groups=groups, left=left)
+    written = page.write(folder, "suite", pictures(rows), machine=machine, groups=groups, left=left)
+    return {"output": str(written), "left": left, "machine": machine, "rows": rows}
 
 
 def describe_machine() -> dict:
@@ -188,13 +181,8 @@ def memory_rate(size: int) -> dict:
 def rotation(shape: tuple[int, int, int, int], dtype: str) -> dict:
     """Measures `apply_p_rope` with its gradient in multiples of a copy."""
     found = bench_rope(shape, dtype, 0.75, rounds=5)
-    value = found["prope"]["output_and_gradient"]
-    return {
-        "seconds": value * found["copy_seconds"],
-        "value": value,
-        "unit": "copies, output and gradient",
-        "multiples": found,
-    }
+    value, unit = found["prope"]["output_and_gradient"], "copies, output and gradient"
+    return {"seconds": value * found["copy_seconds"], "value": value, "unit": unit, "multiples": found}
 
 
 def attention_rate(implementation: str, shape: tuple[int, int, int, int], dtype: str) -> dict:
@@ -261,37 +249,27 @@ def checkpoint_rate(config: ConfigDict, action: str) -> dict:
 
 def pictures(rows: list[dict]) -> list[Picture]:
     """Draws the curves over length."""
-    texts = {
-        "attention": ("GFLOP/s", "Causal attention, forward and backward, at equal tokens."),
-        "length": ("tokens/s", "The training step at equal tokens: what longer windows cost."),
+    captions = {
+        "attention": "Causal attention, forward and backward, at equal tokens.",
+        "length": "The training step at equal tokens: what longer windows cost.",
     }
+    drawn = []
+    for group, caption in captions.items():
+        measured = [row for row in rows if row["group"] == group and "value" in row]
+        if measured:
+            alt, draw = f"{caption} The table has its numbers.", functools.partial(draw_curves, measured)
+            drawn.append(Picture(group, _GROUPS[group], alt, caption, draw))
+    return drawn
 
-    def curves(group: str) -> dict[str, dict]:
-        series: dict[str, dict] = {}
-        for row in rows:
-            if row["group"] == group and "value" in row:
-                series.setdefault(row["series"], {})[row["x"]] = (row["value"], None)
-        return series
 
-    def draw(figure, group: str) -> None:
-        axes, found = figure.subplots(), curves(group)
-        for name, points in found.items():
-            line(axes, points, styles(list(found))[name], name)
-        axes.set(xlabel="length (tokens)", ylabel=texts[group][0], ylim=(0, None))
-        axes.set_xscale("log", base=2)
-        axes.legend()
-
-    return [
-        Picture(
-            group,
-            _GROUPS[group],
-            f"{caption} The table has its numbers.",
-            caption,
-            functools.partial(draw, group=group),
-        )
-        for group, (_, caption) in texts.items()
-        if curves(group)
-    ]
+def draw_curves(rows: list[dict], figure) -> None:
+    """Draws the values of rows over length, a line for each series."""
+    axes, series = figure.subplots(), list(dict.fromkeys(row["series"] for row in rows))
+    for name, style in styles(series).items():
+        line(axes, {row["x"]: (row["value"], None) for row in rows if row["series"] == name}, style, name)
+    axes.set(xlabel="length (tokens)", ylabel=rows[0]["unit"], ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.legend()
 
 
 def _of_matmul(flops: float, seconds: float) -> dict:

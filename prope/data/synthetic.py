@@ -56,9 +56,7 @@ class Window(NamedTuple):
 
     stream: np.ndarray  # int32 [T + 1], the tokens and the target of the last one
     task: np.ndarray  # int8 [T], the index in TASKS where the target is an answer; elsewhere -1
-    distance: (
-        np.ndarray
-    )  # int32 [T], tokens from an answer's question back to where the answer can be read; elsewhere 0
+    distance: np.ndarray  # int32 [T], tokens from a question back to where its answer can be read; elsewhere 0
 
 
 class Synthetic:

@@ -31,9 +31,8 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     """Prints `rows` rows of a batch, and draws document lengths into `plot`; returns what the command prints last."""
     validate(config)
     if plot and config.data.dataset.startswith("synthetic/"):
-        raise UsageError(
-            f"--plot={plot}: {config.data.dataset} has no documents whose lengths could be drawn; remove it"
-        )
+        none = f"{config.data.dataset} has no documents whose lengths could be drawn"
+        raise UsageError(f"--plot={plot}: {none}; remove it")
     tokenizer = load_tokenizer(config.data.tokenizer)
     windows = open_windows(config.data, config.model.vocab_size, "train")
     rows = min(rows, config.batch_size)

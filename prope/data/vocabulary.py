@@ -7,7 +7,6 @@ import hashlib
 import heapq
 import io
 import itertools
-import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,15 +18,13 @@ from tqdm import tqdm
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
-from prope.errors import UsageError, first_line, is_storage_error
+from prope.errors import UsageError, first_line, is_storage_error, log
 from prope.runtime.files import is_url, write_atomic
 from prope.runtime.validate import validate
 
 _SENTENCE_BYTES = 4096  # SentencePiece leaves out lines above its limit
 _RESERVED_IDS = 4 + 256  # the special ones and the bytes
 _THREADS = 4  # fixed, because the sums of a unigram model depend on it
-
-log = logging.getLogger("prope")
 
 
 def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type: str, sample_bytes: int) -> dict:
@@ -134,7 +131,6 @@ def _learn(sentences: list[bytes], vocab_size: int, model_type: str) -> bytes:
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         reason = re.sub(r"^.*\]\s*| or decrease .*", "", str(error).strip()) or "it finds no text in them"
-        raise UsageError(
-            f"--vocab_size={vocab_size}: SentencePiece cannot learn it from {len(sentences):,} lines: {reason}"
-        ) from None
+        failed = f"SentencePiece cannot learn it from {len(sentences):,} lines"
+        raise UsageError(f"--vocab_size={vocab_size}: {failed}: {reason}") from None
     return model.getvalue()

@@ -13,7 +13,6 @@ Axes: B batch, T seq_len.
 
 import collections
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
@@ -24,10 +23,9 @@ from prope.data.batch import Batch
 from prope.data.store.arrays import Store, find_store
 from prope.data.store.build import check_split, open_store
 from prope.data.tokenizer import BOS, PAD
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.runtime import processes
 
-log = logging.getLogger("prope")
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 

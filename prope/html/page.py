@@ -27,9 +27,8 @@ def write(folder: epath.Path, template: str, pictures: Iterable[Picture], **data
         png, svg = picture.render()
         (folder / f"{picture.name}.png").write_bytes(png)
         drawn[picture.name] = vars(picture) | {"svg": Markup(svg)}
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
+    loader = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["number"] = number
     environment.globals["palette"] = palette()
     output = folder / "index.html"

@@ -9,7 +9,6 @@ Axes: B rows, T prompt length, V vocab.
 
 import dataclasses
 import functools
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +24,10 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model, sharding
 from prope.data.tokenizer import BOS, EOS, PAD, load_tokenizer
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
 from prope.workdir.run import Run, open_run
-
-log = logging.getLogger("prope")
 
 
 @dataclasses.dataclass(frozen=True)

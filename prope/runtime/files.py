@@ -6,7 +6,6 @@
 import contextlib
 import errno
 import json
-import logging
 import os
 import pathlib
 import shutil
@@ -19,9 +18,8 @@ import fsspec
 import tensorstore as ts
 from etils import epath
 
-from prope.errors import RunFailed, UsageError, first_line, is_storage_error
+from prope.errors import RunFailed, UsageError, first_line, is_storage_error, log
 
-log = logging.getLogger("prope")
 T = TypeVar("T")
 
 NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

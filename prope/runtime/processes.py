@@ -36,9 +36,8 @@ from jax._src import distributed  # of which only the key-value store has no pub
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
-from prope.errors import LOST, RunFailed, Stopped, UsageError, as_ending, first_line
+from prope.errors import LOST, RunFailed, Stopped, UsageError, as_ending, first_line, log
 
-log = logging.getLogger("prope")
 T = TypeVar("T")
 
 _MESSAGE_BYTES = 500  # of an error that is sent to all processes

@@ -1,6 +1,5 @@
 """Traces a range of training steps with jax.profiler, for xprof and Perfetto."""
 
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -9,11 +8,9 @@ from contextlib import AbstractContextManager
 import jax
 from etils import epath
 
-from prope.errors import first_line, is_storage_error
+from prope.errors import first_line, is_storage_error, log
 from prope.runtime import processes
 from prope.runtime.files import upload
-
-log = logging.getLogger("prope")
 
 
 class Profiler(AbstractContextManager):

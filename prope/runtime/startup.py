@@ -4,7 +4,6 @@ Every start becomes a line of W/starts.jsonl: time, step, commit, devices, and t
 """
 
 import datetime
-import logging
 import os
 import pathlib
 import platform
@@ -16,9 +15,8 @@ import zlib
 import jax
 from etils import epath
 
+from prope.errors import log
 from prope.runtime import processes
-
-log = logging.getLogger("prope")
 
 
 class Startup:

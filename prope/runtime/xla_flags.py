@@ -45,9 +45,8 @@ TPU = {
 }
 # With these JAX's level O1: latency hiding, pipelined collectives, double-buffered loops. Source: NVIDIA/JAX-Toolbox,
 # docs/GPU_performance.md. Collectives are combined up to one layer of Gemma 2B in bfloat16, 220 MB.
-GPU = {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in ("all_reduce", "all_gather", "reduce_scatter")} | {
-    "xla_gpu_enable_triton_gemm": False
-}
+GPU = {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+GPU["xla_gpu_enable_triton_gemm"] = False
 GPU_LEVEL = "O1"
 GPU_MEMORY_FRACTION = 0.92  # JAX's default of 0.75 leaves 20 of 80 GB to CUDA and NCCL, which take less than 6
 PLATFORMS = (*TPU, "gpu", "cpu")

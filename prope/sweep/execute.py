@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import logging
 import os
 import pathlib
 import re
@@ -20,13 +19,11 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
-from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError
+from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError, log
 from prope.runtime.files import absolute, check_writable, is_url, local_cache, read_json, write_atomic
 from prope.runtime.startup import find_commit
 from prope.sweep.grid import Planned, plan
 from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows, read_run, table, table_text
-
-log = logging.getLogger("prope")
 
 PROGRAMS = {"tpu_vm": "gcloud", "gke": "kubectl", "slurm": "sbatch", "sky": "sky"}  # that launchers call
 MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
@@ -66,9 +63,8 @@ def locked(directory: epath.Path) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(
-                f"--workdir={directory}: a sweep, or a run of one, is at work there; wait for it"
-            ) from None
+            at_work = "a sweep, or a run of one, is at work there"
+            raise UsageError(f"--workdir={directory}: {at_work}; wait for it") from None
         yield file.fileno()
 
 

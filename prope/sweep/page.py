@@ -156,7 +156,7 @@ def origin(run: Run) -> dict:
     tokens = run.metrics[-1]["step"] * run.config.batch_size * run.config.data.seq_len if seconds else 0
     return {
         "devices": f"{last['devices']} × {last['device_kind']}" if {"devices", "device_kind"} <= last.keys() else "–",
-        "machine": last.get("host_cpu") or last.get("machine") or "–",
+        "machine": last.get("machine") or "–",
         "jax": last.get("jax") or "–",
         "commit": commit[:10] + ("+changes" if commit.endswith("+changes") else ""),
         "starts": len(starts) or "–",

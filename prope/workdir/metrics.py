@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import json
-import logging
 import math
 import sys
 import tempfile
@@ -15,13 +14,11 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from prope.errors import RunFailed
+from prope.errors import RunFailed, log
 from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
-
-log = logging.getLogger("prope")
 
 _URL_SECONDS = 30.0  # between writes to a URL, where a file cannot grow; a checkpoint or an evaluation writes too
 _MAX_SKIPS = 10  # steps in a row whose loss or gradient is not finite, with config.on_nonfinite=skip
@@ -176,9 +173,8 @@ class MetricWriter(contextlib.ExitStack):
                 "--workdir, or go on here with --config.on_nonfinite=skip"
             )
         if self._skips_in_a_row == _MAX_SKIPS:
-            raise RunFailed(
-                f"{values}, the last of {_MAX_SKIPS} skipped in a row. {remedy} and start in a new --workdir"
-            )
+            last = f"the last of {_MAX_SKIPS} skipped in a row"
+            raise RunFailed(f"{values}, {last}. {remedy} and start in a new --workdir")
         log.info("%s: skipped, %d in a row", values, self._skips_in_a_row)
         numbers = {name: str(value) for name, value in metrics.items()}  # JSON has no nan
         self._write("skips.jsonl", "skips", {"step": step, "in_a_row": self._skips_in_a_row, **numbers})

@@ -131,9 +131,8 @@ def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
 
     runs = list(find(as_path("workdir", workdir)))
     if not runs:
-        raise UsageError(
-            f"--workdir={workdir}: no run there (no config.json), nor below it; give the --workdir that prope.train had"
-        )
+        none = "no run there (no config.json), nor below it"
+        raise UsageError(f"--workdir={workdir}: {none}; give the --workdir that prope.train had")
     return runs
 
 

@@ -178,9 +178,8 @@ def _record_offsets(path: str) -> list[int]:
     offsets = [0]
     with open(path, "rb", buffering=0) as file:
         while header := os.pread(file.fileno(), 8, offsets[-1]):
-            offsets.append(
-                min(offsets[-1] + int.from_bytes(header, "little") + 16, 2**62)
-            )  # in a damaged file, far away
+            length = int.from_bytes(header, "little")
+            offsets.append(min(offsets[-1] + length + 16, 2**62))  # in a damaged file, far away
     return offsets
 
 
@@ -205,9 +204,8 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
     try:
         entries = list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        raise MissingText(
-            f"config.data.data_dir={data_dir}: no dataset {name} in it{download_hint(name, data_dir)}"
-        ) from None
+        hint = download_hint(name, data_dir)
+        raise MissingText(f"config.data.data_dir={data_dir}: no dataset {name} in it{hint}") from None
     if folder / "dataset_info.json" in entries:
         return folder
     versions = [p for p in entries if p.match("*.*.*") and (p / "dataset_info.json").is_file()]
@@ -227,9 +225,8 @@ def download_hint(name: str, data_dir: str | epath.Path) -> str:
         return f"; see what is there and may be read: gcloud storage ls {data_dir}"
     dataset, *config = name.replace(":", "/").split("/")
     if dataset != "wikipedia":
-        return (
-            f"; prepare it with TFDS (any machine): tfds build {name} --file_format=array_record --data_dir={data_dir}"
-        )
+        build = f"tfds build {name} --file_format=array_record --data_dir={data_dir}"
+        return f"; prepare it with TFDS (any machine): {build}"
     from tensorflow_datasets.text.wikipedia import Wikipedia
 
     known = [known.name for known in Wikipedia.BUILDER_CONFIGS]

@@ -6,7 +6,6 @@ whose index is written last: without it, it is not a store. A killed process lea
 
 import contextlib
 import json
-import logging
 import pathlib
 import re
 import shutil
@@ -25,10 +24,8 @@ from prope.data.store.arrays import SPLITS, Store, child_url, find_store
 from prope.data.store.lock import write_lock
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS, load_tokenizer
-from prope.errors import RunFailed, UsageError, first_line, is_disk_full
+from prope.errors import RunFailed, UsageError, first_line, is_disk_full, log
 from prope.runtime.files import is_url, kvstore, local_cache
-
-log = logging.getLogger(__name__)
 
 
 def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> Store:

@@ -4,7 +4,6 @@ Hosts that share a folder need a file system that locks for all of them, as NFS 
 """
 
 import contextlib
-import logging
 import os
 import pathlib
 import socket
@@ -14,9 +13,8 @@ from collections.abc import Callable, Iterator
 
 import filelock
 
+from prope.errors import log
 from prope.runtime.files import is_url, kvstore
-
-log = logging.getLogger(__name__)
 
 POLL = 0.5  # seconds between attempts; up to ten times as many after a while, as hundreds of hosts may be waiting
 BEAT = 5.0  # seconds between renewals of a key

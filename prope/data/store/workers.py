@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -20,12 +19,11 @@ from tqdm import tqdm
 from prope.data.sources.base import Chunk, Source
 from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
+from prope.errors import log
 from prope.runtime.files import read_json, write_atomic
 
 _ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
 _LOG_SECONDS = 30.0  # between lines where there is no terminal
-
-log = logging.getLogger(__name__)
 
 
 def open_chunk_folder(folder: pathlib.Path, source: Source) -> None:
