@@ -66,9 +66,9 @@ def template(tmp_path_factory):
                     for task in ("copy", "recall") for a in (8, 16)
                 ]  # fmt: skip
                 records.append({
-                    "step": 10, "dataset": "python_docs", "seq_len": seq_len, "max_windows": None, "loss": loss,
-                    "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2), "loss_stderr": 0.01,
-                    "by_position": positions, "accuracy_by_distance": distances,
+                    "step": 10, "dataset": "python_docs", "split": "validation", "seq_len": seq_len,
+                    "max_windows": None, "loss": loss, "loss_stderr": 0.01, "perplexity": math.exp(loss),
+                    "bits_per_byte": loss / math.log(2), "by_position": positions, "accuracy_by_distance": distances,
                 })  # fmt: skip
             write_lines(workdir / "eval.jsonl", [records[-1] | {"step": 5}, *records])
             entries.append({"name": workdir.name, "values": values})
@@ -211,11 +211,11 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(made):
             losses, tokens = rng.uniform(100, 200, (30, 2)), np.full((30, 2), 64)
             record = {"fingerprint": fingerprint, "seq_len": 256, "windows": windows, "max_windows": max_windows}
             loss = float(losses.sum() / tokens.sum())
-            record |= {"step": 10, "dataset": "python_docs", "loss": loss, "perplexity": math.exp(loss)}
+            record |= {"step": 10, "dataset": "python_docs", "split": "validation", "loss": loss}
+            record |= {"perplexity": math.exp(loss)}
             records.append(record | {"bits_per_byte": loss, "by_position": [{"from": 0, "to": 256, "loss": loss}]})
-            paired.write_sums(
-                made / entry["name"] / "eval" / "10", record, losses, tokens, edges=np.array([0, 128, 256])
-            )
+            others = {"edges": np.array([0, 128, 256]), "source": np.zeros(30, int), "shares": [1.0]}
+            paired.write_sums(made / entry["name"] / "eval" / "10", record, losses, tokens, **others)
         write_lines(made / entry["name"] / "eval.jsonl", records)
         full[p] = records[0]["loss"]
     page, records = page_of(made)

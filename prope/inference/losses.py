@@ -78,8 +78,7 @@ def make_evaluation(
     loss_stderr             standard error of the loss over documents (`paired.mean_and_stderr`), None for a single one;
                             parts of a document in windows that are not neighbours count as documents
     bits_per_byte           the loss in total bits over the bytes of the text
-    unigram_bits_per_byte   the same for predicting every token by its frequency in the training split; None where an
-                            older store does not have it
+    unigram_bits_per_byte   the same for predicting every token by its frequency in the training split
     sources                 mixtures only: of every source `dataset, weight` (of its windows in training), `share` (of
                             the predicted tokens), `windows, documents, tokens, loss, loss_stderr`
     by_position             [{"from", "to", "loss", "tokens"}] for positions from .. to - 1 in the window, where there
@@ -140,8 +139,7 @@ def make_evaluation(
         loss, stderr = paired.mean_and_stderr(totals, counts, source, windows.shares)
         split, stores = windows.split, [source.store for source in windows.sources]
         bytes_per_token = np.dot(windows.shares, [s.count("bytes", split) / s.targets(split) for s in stores])
-        unigram_losses = [store.unigram_loss(split) for store in stores]
-        unigram = None if None in unigram_losses else float(np.dot(windows.shares, unigram_losses))
+        unigram = float(np.dot(windows.shares, [store.unigram_loss(split) for store in stores]))
         bits_per_byte = 1 / float(bytes_per_token) / math.log(2)
         record = {
             "fingerprint": fingerprint,
@@ -154,7 +152,7 @@ def make_evaluation(
             "loss_stderr": stderr,
             "perplexity": math.exp(min(loss, 700.0)),
             "bits_per_byte": loss * bits_per_byte,
-            "unigram_bits_per_byte": unigram and unigram * bits_per_byte,
+            "unigram_bits_per_byte": unigram * bits_per_byte,
             "by_position": [
                 {
                     "from": int(start), "to": int(stop), "tokens": int(tokens[:, q].sum()),
@@ -166,19 +164,17 @@ def make_evaluation(
         }  # fmt: skip
         if len(windows.sources) > 1:
             windows_of = np.bincount(source_of, minlength=len(windows.sources)).tolist()
+            parts = zip(windows.sources, windows.weights, windows.shares, strict=True)
             record["sources"] = [
                 {"dataset": part.name, "weight": weight, "share": float(share), "windows": windows_of[s]}
                 | _loss_of_source(totals[source == s], counts[source == s])
-                for s, (part, weight, share) in enumerate(
-                    zip(windows.sources, windows.weights, windows.shares, strict=True)
-                )
+                for s, (part, weight, share) in enumerate(parts)
             ]
         if synthetic:
             record |= windows.accuracy(chosen, np.array(correct))
         if sums_folder is not None and processes.is_first():
-            paired.write_sums(
-                sums_folder, record, losses, tokens, edges=sums.edges, source=source, shares=windows.shares
-            )
+            of_documents = {"edges": sums.edges, "source": source, "shares": windows.shares}
+            paired.write_sums(sums_folder, record, losses, tokens, **of_documents)
         return record
 
     return evaluate

@@ -145,12 +145,11 @@ def _path(folder: epath.Path, record: dict) -> epath.Path:
 
 
 def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, ...]:
-    """Reads (loss, tokens, edges, source, shares); the last two of a single source where the file is older."""
+    """Reads (loss, tokens, edges, source, shares)."""
     path = _path(epath.Path(workdir) / "eval" / str(record["step"]), record)
     try:
         with np.load(io.BytesIO(path.read_bytes())) as saved:
-            one = {"source": np.zeros(len(saved["loss"]), int), "shares": np.ones(1)}
-            return tuple((one | dict(saved))[name] for name in ("loss", "tokens", "edges", "source", "shares"))
+            return tuple(saved[name] for name in ("loss", "tokens", "edges", "source", "shares"))
     except (OSError, ValueError, KeyError):
         raise UsageError(
             f"{path}: cannot be read; run python -m prope.evaluate --workdir={workdir} --again with the flags of "

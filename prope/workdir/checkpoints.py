@@ -8,7 +8,6 @@ no `opt_state`. Restored arrays get today's shardings; how they were sharded whe
 import contextlib
 import errno
 import itertools
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,13 +18,12 @@ from etils import epath
 from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers as policies
 
-from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full
+from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full, log
 from prope.runtime import processes
 from prope.runtime.files import NO_FILE, absolute, is_url, retry_reads
-from prope.workdir.hashes import array_hashes, combine_hashes
+from prope.workdir.hashes import array_hashes
 from prope.workdir.reader import FILES, Damaged, find_damage, list_files
 
-log = logging.getLogger("prope")
 T = TypeVar("T")
 
 _CHUNK = 2**24  # bytes of an array that are compressed, and read, together
@@ -181,9 +179,7 @@ def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None
 
 def _json_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, ocp.args.CheckpointArgs]:
     """The JSON items of a checkpoint; hashes of its arrays go into `config`."""
-    hashes = {name: array_hashes(tree) for name, tree in arrays.items()}
-    combined = {name: combine_hashes(values) for name, values in hashes.items()}  # for versions that read only this
-    config = config | {"hashes": combined, "array_hashes": hashes}
+    config = config | {"array_hashes": {name: array_hashes(tree) for name, tree in arrays.items()}}
     return {"config": ocp.args.JsonSave(config), "data": ocp.args.JsonSave(data)}
 
 

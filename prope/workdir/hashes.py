@@ -10,7 +10,8 @@ from prope.sharding import hash_bits
 
 def hash_arrays(tree) -> str:
     """Hashes a tree of arrays of 16 or 32 bits to 16 hex digits, whatever their sharding."""
-    return combine_hashes(array_hashes(tree))
+    text = " ".join(f"{path}={sum(layers) % 2**32}" for path, layers in array_hashes(tree).items())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def array_hashes(tree) -> dict[str, list[int]]:
@@ -20,12 +21,6 @@ def array_hashes(tree) -> dict[str, list[int]]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(_hash_leaves(tree))
     return {jax.tree_util.keystr(path): np.atleast_1d(hashes).tolist() for path, hashes in leaves}
-
-
-def combine_hashes(hashes: dict[str, list[int]]) -> str:
-    """Computes `hash_arrays` of a tree from its `array_hashes`."""
-    text = " ".join(f"{path}={sum(layers) % 2**32}" for path, layers in hashes.items())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:

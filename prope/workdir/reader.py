@@ -1,13 +1,11 @@
 """Reads one checkpoint and verifies what it returns: sizes and checksums of files, hashes of arrays.
 
 A checkpoint is a folder W/checkpoints/N with one folder per Orbax item. Its `config` item holds, beside the run's
-config, a hash of every array, one per layer where layers are stacked: reading a layer verifies it. Older checkpoints
-hold one hash of all parameters, or, if imported, their SHA-256 as init_hash: then all are read once to verify any.
+config, a hash of every array, one per layer where layers are stacked: reading a layer verifies it.
 """
 
 import errno
 import functools
-import hashlib
 import json
 import operator
 import re
@@ -25,7 +23,7 @@ from prope import model
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
 from prope.runtime.files import absolute, files_below, retry_reads
-from prope.workdir.hashes import array_hashes, combine_hashes, hash_on_host
+from prope.workdir.hashes import array_hashes, hash_on_host
 
 FILES = "files.json"  # beside the items: {file: [bytes, CRC-32 of a small one]}
 _SMALL = 2**16  # bytes; larger files hold arrays, which have hashes
@@ -54,12 +52,11 @@ def _find_damage(folder: epath.Path) -> str | None:
         raise OSError(errno.ESTALE, "this host does not see it, process 0 does")
     try:
         listed = (folder / FILES).read_bytes()
-    except FileNotFoundError:  # the checkpoint is older than these lists
+    except FileNotFoundError:  # it was not saved to the end, or removed: arrays have their hashes
         return None
     found = files_below(folder)
     try:
-        for name, saved in json.loads(listed).items():
-            size, checksum = saved if isinstance(saved, list) else (saved, None)  # older lists have sizes only
+        for name, (size, checksum) in json.loads(listed).items():
             if name not in found:
                 return f"{name} is missing"
             if found[name] != size:
@@ -83,11 +80,14 @@ class CheckpointReader:
     def __init__(self, folder: epath.Path):
         """Opens the checkpoint in this folder, whose files `find_damage` has checked."""
         self._folder = absolute(folder)
-        self._verified = False  # an older checkpoint's parameters
         self._stores: dict[tuple[str, tuple[str, ...]], ts.TensorStore] = {}
-        self._saved = self.read_json("config")
-        self.config: ConfigDict = config_lib.from_dict(self._saved["config"])
-        self.init_hash: str = self._saved["init_hash"]
+        saved = self.read_json("config")
+        try:
+            self.config: ConfigDict = config_lib.from_dict(saved["config"])
+            self.init_hash: str = saved["init_hash"]
+            self._hashes: dict[str, dict[str, list[int]]] = saved["array_hashes"]
+        except KeyError as error:
+            raise Damaged(f"config/metadata has no {error}") from None
 
     def read_json(self, item: str) -> dict:
         """Reads a JSON item."""
@@ -110,15 +110,9 @@ class CheckpointReader:
                 reason = str(error)
             if processes.any_process(reason is not None):  # before all hash together
                 raise Damaged(reason or f"{name}: another process cannot read it")
-            hashes = array_hashes(items[name])
-            for path, saved in self._saved.get("array_hashes", {}).get(name, {}).items():
-                if hashes.get(path) != saved:
+            for path, found in array_hashes(items[name]).items():
+                if self._hashes.get(name, {}).get(path) != found:
                     raise Damaged(f"{name}: {path} is not what was saved")
-            combined = self._saved.get("hashes", {}).get(name)
-            if combined not in (None, combine_hashes(hashes)):
-                raise Damaged(f"{name} is not what was saved")
-            if combined is None and name == "params":
-                self._verify_together()
         return items
 
     @functools.cached_property
@@ -129,37 +123,17 @@ class CheckpointReader:
     def read(self, path: tuple[str, ...], layer: int | None = None) -> np.ndarray | model.Params:
         """Reads the parameter at this path in the nested dictionary, or all below it, onto the host; or one layer."""
         below = functools.reduce(operator.getitem, path, self.shapes)
-        return jax.tree_util.tree_map_with_path(
-            lambda p, leaf: self._read_verified((*path, *_names(p)), leaf, layer), below
-        )
 
-    def _read_verified(self, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, layer: int | None) -> np.ndarray:
-        array = self._read("params", path, leaf, slice(None) if layer is None else layer)
-        hashes = self._saved.get("array_hashes", {}).get("params")
-        if hashes is None:
-            self._verify_together()
+        def verified(keys, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+            full_path = (*path, *_names(keys))
+            array = self._read("params", full_path, leaf, slice(None) if layer is None else layer)
+            hashes = self._hashes["params"][_text(full_path)]
+            saved = sum(hashes) % 2**32 if layer is None else hashes[layer]
+            if hash_on_host(array, (layer or 0) * array.size) != saved:
+                raise Damaged(f"params: {_text(full_path)} is not what was saved")
             return array
-        saved = sum(hashes[_text(path)]) % 2**32 if layer is None else hashes[_text(path)][layer]
-        if hash_on_host(array, (layer or 0) * array.size) != saved:
-            raise Damaged(f"params: {_text(path)} is not what was saved")
-        return array
 
-    def _verify_together(self) -> None:
-        """Checks all parameters against the one hash of an older checkpoint, once."""
-        combined = self._saved.get("hashes", {}).get("params")
-        if self._verified or (combined is None and "imported_from" not in self.read_json("data")):
-            return  # in the second case there is no hash
-        hashes, digest = {}, hashlib.sha256()
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
-            array = self._read("params", _names(keys), leaf)
-            if combined is None:
-                digest.update(np.ascontiguousarray(array).view(np.uint8))
-            else:
-                hashes[jax.tree_util.keystr(keys)] = [hash_on_host(array)]
-        found = digest.hexdigest()[:16] if combined is None else combine_hashes(hashes)
-        if found != (combined or self.init_hash):
-            raise Damaged("params is not what was saved")
-        self._verified = True
+        return jax.tree_util.tree_map_with_path(verified, below)
 
     def _read_sharded(self, item: str, path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         read = functools.partial(self._read, item, _names(path), leaf)

@@ -1,15 +1,13 @@
 """The JSON lines in a run's directory, metrics.jsonl and eval.jsonl, and which evaluation among them to use."""
 
 import json
-import logging
 from collections.abc import Iterable
 
 from etils import epath
 from ml_collections import ConfigDict
 
+from prope.errors import log
 from prope.runtime.files import NO_FILE, retry_reads
-
-log = logging.getLogger("prope")
 
 SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # evaluations equal in these predicted the same tokens
 
@@ -32,11 +30,10 @@ def read_jsonl(path: epath.Path) -> list[dict]:
 def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
     """Selects the records with these values, such as step=700, in their order; a missing field counts as None.
 
-    Older evaluations, which do not say their split, are of the validation split. Those with another encoding than the
-    run's (`prope.evaluate --encoding`) are left out, unless fields has one.
+    Those with another encoding than the run's (`prope.evaluate --encoding`) are left out, unless fields has one.
     """
-    default, fields = {"split": "validation"}, {"encoding": None} | fields
-    return [record for record in records if all((default | record).get(k) == value for k, value in fields.items())]
+    fields = {"encoding": None} | fields
+    return [record for record in records if all(record.get(k) == value for k, value in fields.items())]
 
 
 def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: int) -> list[dict]:

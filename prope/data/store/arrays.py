@@ -36,7 +36,7 @@ class Store:
     `index` is the content of index.json. Per split `tokens, documents, bytes, given`: bytes of the predicted text,
     tokens of the prompts. `empty`: the number of documents without text, which are left out. `unigram_loss`: nats per
     token of the validation split under the token frequencies of the train split; `train_unigram_loss`: of the train
-    split itself, which older stores do not have. A `split` is train, validation or all.
+    split itself. A `split` is train, validation or all.
     """
 
     path: str  # folder or URL; empty for a mixture of stores, and for generated windows
@@ -57,13 +57,10 @@ class Store:
         """Counts the predicted tokens: all but every document's <bos> and the prompts."""
         return self.count("tokens", split) - self.count("documents", split) - self.count("given", split)
 
-    def unigram_loss(self, split: str) -> float | None:
-        """Returns the loss per token under the token frequencies of the train split; None where it is not known."""
-        losses = {"train": self.index.get("train_unigram_loss"), "validation": self.index["unigram_loss"]}
-        parts = [(self.targets(part), losses[part]) for part in PARTS[split] if self.targets(part)]
-        if None in (loss for _, loss in parts):
-            return None
-        return sum(targets * loss for targets, loss in parts) / sum(targets for targets, _ in parts)
+    def unigram_loss(self, split: str) -> float:
+        """Computes the loss per token under the token frequencies of the train split."""
+        names = {"train": "train_unigram_loss", "validation": "unigram_loss"}
+        return sum(self.targets(part) * self.index[names[part]] for part in PARTS[split]) / self.targets(split)
 
     def decode(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Splits elements of any shape into their ids, int32, and whether they belong to a prompt, bool."""
@@ -101,9 +98,8 @@ def integer_shares(weights: list[float]) -> list[int]:
     for source in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: _SHARE_UNIT - sum(shares)]:
         shares[source] += 1
     if min(shares) < 1:
-        raise UsageError(
-            f"config.data.mixture: a weight is less than 1/{_SHARE_UNIT} of the sum; remove it, or make it more"
-        )
+        allowed = f"1/{_SHARE_UNIT} of the sum"
+        raise UsageError(f"config.data.mixture: a weight is less than {allowed}; remove it, or make it more")
     divisor = math.gcd(*shares)
     return [share // divisor for share in shares]
 
@@ -134,9 +130,8 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"the store {path}: its index.json is damaged; {remedy}") from None
     if others:
-        raise UsageError(
-            f"the store {path}: its fingerprint is {others[0]}, not {fingerprint}: it was changed or copied; {remedy}"
-        )
+        differs = f"its fingerprint is {others[0]}, not {fingerprint}"
+        raise UsageError(f"the store {path}: {differs}: it was changed or copied; {remedy}")
     store = Store(path, fingerprint, index)
     for split, size in zip(SPLITS, sizes, strict=True):
         try:
