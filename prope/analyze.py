@@ -11,12 +11,11 @@ instead and draws Figures 2 and 8.
 """
 
 from absl import flags
+from absl.flags import FLAGS
 from etils import epath
 
 from prope import command
 from prope.errors import UsageError, log
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

@@ -21,12 +21,11 @@ same command goes on where it was interrupted.
 """
 
 from absl import flags
+from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
 from prope.errors import UsageError
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

@@ -11,11 +11,10 @@ On a pod, process 0 writes and the others wait.
 import os
 
 from absl import flags
+from absl.flags import FLAGS
 
 from prope import command
 from prope.config import DTYPES
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

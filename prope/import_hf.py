@@ -8,10 +8,9 @@ Tensors are copied one at a time.
 """
 
 from absl import flags
+from absl.flags import FLAGS
 
 from prope import command
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

@@ -25,18 +25,9 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
 def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
     """Makes the update rule: clips by the global norm, then AdamW with weight decay on matrices only."""
     c = config.optimizer
-    return optax.chain(
-        optax.clip_by_global_norm(c.clip_norm),
-        optax.adamw(
-            learning_rate(config),
-            b1=c.b1,
-            b2=c.b2,
-            eps=c.eps,
-            weight_decay=c.weight_decay,
-            mask=has_weight_decay,
-            mu_dtype=c.mu_dtype,
-        ),
-    )
+    decay = {"weight_decay": c.weight_decay, "mask": has_weight_decay}
+    adamw = optax.adamw(learning_rate(config), b1=c.b1, b2=c.b2, eps=c.eps, mu_dtype=c.mu_dtype, **decay)
+    return optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
 
 
 def has_weight_decay(params):

@@ -20,13 +20,12 @@ slices"), at the speed of a host's network cards. A GPU's memory is the share th
 import os
 
 from absl import flags
+from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
 from prope.errors import UsageError
 from prope.runtime import xla_flags
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

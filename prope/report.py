@@ -7,12 +7,11 @@ The first writes W/loss.png, the second DIR/report/index.html, which needs no ne
 """
 
 from absl import flags
+from absl.flags import FLAGS
 from etils import epath
 
 from prope import command
 from prope.errors import UsageError
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

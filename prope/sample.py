@@ -9,10 +9,9 @@ Started on every host of a pod as training is, it uses all their devices; proces
 """
 
 from absl import flags
+from absl.flags import FLAGS
 
 from prope import command
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

@@ -155,11 +155,8 @@ def global_batch(mesh: Mesh, rows: dict[str, np.ndarray], batch_size: int) -> di
 
 def with_shardings(shapes, mesh: Mesh):
     """Adds the sharding of every leaf to a tree of `jax.ShapeDtypeStruct`."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        state_shardings(shapes, mesh),
-    )
+    struct, shardings = jax.ShapeDtypeStruct, state_shardings(shapes, mesh)
+    return jax.tree.map(lambda leaf, s: struct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings)
 
 
 def state_shardings(state, mesh: Mesh):

@@ -388,7 +388,7 @@ def test_the_papers_perplexities_are_those_of_its_table_2():
 )
 def test_the_headline_claims_no_more_than_the_interval(differences, says):
     """−0.001, −0.010, −0.001: the mean is 1.33 standard errors below 0, where 4.3 are needed; two would not do."""
-    found = paired.difference_of(differences)
+    found = paired.average_seeds(differences)
     row = {"group": "p = 0.75", "reference": "p = 1", "difference": found, "over": "3 seeds"}
     row["perplexity"] = 4.9 if found.difference < 0 else 5.1
     rows = [row, {"perplexity": 5.0, "difference": None, "over": "", "group": "p = 1", "reference": None}]
@@ -399,10 +399,10 @@ def test_the_headline_claims_no_more_than_the_interval(differences, says):
 def test_three_seeds_have_two_degrees_of_freedom():
     for values in ([-0.0062, -0.0101, -0.0021], [0.3, 0.3, 0.31, 0.29]):
         expected = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        found = paired.difference_of(values)
+        found = paired.average_seeds(values)
         np.testing.assert_allclose(found.interval(), expected, rtol=1e-9)
         assert found.distinguishable == (expected.low * expected.high > 0)
-    assert paired.difference_of([0.1]).interval() is None and not paired.difference_of([0.1]).distinguishable
+    assert paired.average_seeds([0.1]).interval() is None and not paired.average_seeds([0.1]).distinguishable
 
 
 def test_runs_that_share_one_logged_step_are_drawn(made):

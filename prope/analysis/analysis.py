@@ -40,10 +40,9 @@ def analyse(workdir: epath.Path, options) -> dict:
     run = open_run(workdir, options.step)
     config = run.config.model
     if config.layer_types or config.rope_type == "reversed":
-        raise UsageError(
-            f"--workdir={workdir}: model.layer_types={config.layer_types}, model.rope_type={config.rope_type}: only "
-            "layers without windows, whose rotated pairs are the first, can be analysed"
-        )
+        types = f"model.layer_types={config.layer_types}, model.rope_type={config.rope_type}"
+        allowed = "only layers without windows, whose rotated pairs are the first, can be analysed"
+        raise UsageError(f"--workdir={workdir}: {types}: {allowed}")
     layers = parse_layers(options.layers, config)
     chosen = parse_heads(options.heads, layers, config)
     output = workdir / "analysis" / "analysis.json"
@@ -164,10 +163,9 @@ def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list
     for entry in text.split(",") if text is not None else []:
         match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", entry)
         if match is None or int(match[1]) not in layers or int(match[2]) >= config.num_heads:
-            raise UsageError(
-                f"--heads={text}: {entry!r} is not LAYER.HEAD of this model, whose heads are 0 to "
-                f"{config.num_heads - 1} and of which these layers are measured: {', '.join(map(str, layers))}"
-            )
+            measured = f"of which these layers are measured: {', '.join(map(str, layers))}"
+            allowed = f"LAYER.HEAD of this model, whose heads are 0 to {config.num_heads - 1} and {measured}"
+            raise UsageError(f"--heads={text}: {entry!r} is not {allowed}")
         heads[int(match[1]), int(match[2])] = None
     return list(heads)
 

@@ -31,16 +31,11 @@ def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int) -> 
         scores = {name: float(getattr(measures, name)[head]) for name in SCORES}
         record = {"layer": layer, "head": head, **scores, "high_frequency_share": float(fast[head])}
         record["positional"] = max(scores["diagonal"], scores["previous_token"])
-        records.append(record | {"kind": kind_of(scores)})
+        target = max(SCORES[:3], key=scores.get)  # diagonal, previous_token or first_token
+        semantic = scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY
+        record["kind"] = target if scores[target] > MOSTLY else "semantic" if semantic else ""
+        records.append(record)
     return records
-
-
-def kind_of(scores: dict) -> str:
-    """Names a head by its scores; see `score_heads`."""
-    target = max(SCORES[:3], key=scores.get)  # diagonal, previous_token or first_token
-    if scores[target] > MOSTLY:
-        return target
-    return "semantic" if scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY else ""
 
 
 def rank_correlation(runs: list[tuple[list[dict], int]], draws: int = 9999) -> dict | None:

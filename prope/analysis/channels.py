@@ -70,14 +70,11 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
                 if kind is removed or channel["frequency"]:
                     outputs = walk.layer(layer, x, kind, channel["head"], channel["pair"])
                     changed = np.concatenate([output for output, _ in outputs])
-                    channel[kind.__name__] = _compare(walk.losses(walk.through(layer + 1, changed)), losses)
+                    after = walk.losses(walk.through(layer + 1, changed))
+                    difference, stderr = float((after - losses).mean()), standard_error(after - losses)
+                    changes = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
+                    channel[kind.__name__] = changes
         x = np.concatenate([output for output, _ in walk.layer(layer, x)])
-
-
-def _compare(losses: np.ndarray, before: np.ndarray) -> dict:
-    differences = losses - before
-    stderr = standard_error(differences)
-    return {"loss": float(losses.mean()), "difference": float(differences.mean()), "stderr": stderr}
 
 
 def standard_error(values: np.ndarray) -> float | None:

@@ -55,11 +55,6 @@ def weights(query: jax.Array, key: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.nn.softmax(jnp.where(visible[None], logits(query, key), -jnp.inf), axis=-1)
 
 
-def pair_norms(x: jax.Array) -> jax.Array:
-    """Computes 2-norms [..., P] of the pairs of lanes k and k + P of [..., H]."""
-    return jnp.hypot(*jnp.split(x, 2, axis=-1))
-
-
 @jax.jit
 def measure(captured: Captured) -> Measures:
     """Measures a layer, from arrays [B, T, ., H] with T >= 3."""
@@ -85,7 +80,8 @@ def _measure_sequence(captured: Captured) -> Measures:
         return jnp.stack([jnp.where(counted, values, 0).sum(axis=-1) for values in measured])
 
     means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
-    norms = (pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
+    by_pair = (jnp.hypot(*jnp.split(x, 2, axis=-1)) for x in (captured.query, captured.key, captured.value))
+    norms = (values.mean(axis=0) for values in by_pair)
     return Measures(*norms, *means, *_contributions(captured.rotated_query, captured.rotated_key))
 
 

@@ -36,10 +36,9 @@ def lead(analysis: dict) -> str:
         return text
     if correlation["p_value"] >= 0.05:
         return f"{text} No relation found between how positional heads are and their use of the fastest frequencies."
-    return (
-        f"{text} The more positional a head is, the {'more' if correlation['rho'] > 0 else 'less'} it uses the fastest "
-        f"quarter of the frequencies: rank correlation {correlation['rho']:.2f} (p-value {correlation['p_value']:.1g})."
-    )
+    text += f" The more positional a head is, the {'more' if correlation['rho'] > 0 else 'less'} it uses the fastest"
+    found = f"rank correlation {correlation['rho']:.2f} (p-value {correlation['p_value']:.1g})"
+    return f"{text} quarter of the frequencies: {found}."
 
 
 def norms(analysis: dict, name: str) -> np.ndarray:
@@ -183,11 +182,9 @@ def heads(analysis: dict) -> Picture:
         f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
         for head in shown
     )
-    caption = (
-        f"Above: weights among the first {len(shown[0]['map'])} tokens of the first sequence, as square roots, so that "
-        "small ones are seen. Below: which pairs the head uses. Chosen are the strongest by their means over all "
-        "sequences."
-    )
+    caption = f"Above: weights among the first {len(shown[0]['map'])} tokens of the first sequence, as square roots,"
+    caption += " so that small ones are seen. Below: which pairs the head uses."
+    caption += " Chosen are the strongest by their means over all sequences."
     return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (2.55 * len(shown), 5.0))
 
 
@@ -219,8 +216,6 @@ def channels(analysis: dict) -> Picture:
         f"{c['removed']['difference']:+.4f} when removed"
         for name, c in zip(names, records, strict=True)
     )
-    caption = (
-        "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines: standard "
-        "errors of the difference over sequences. A pair that is not rotated cannot be stopped."
-    )
+    caption = "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines: standard"
+    caption += " errors of the difference over sequences. A pair that is not rotated cannot be stopped."
     return Picture("channels", "Semantic channels", f"{alt}.", caption, draw, (12, 1.6 + 0.6 * len(records)))

@@ -43,10 +43,8 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
         documents = windows.document_starts(options.sequences)
         longest = max(map(len, documents), default=0)
         if longest < LEAST:
-            raise UsageError(
-                f"config.data.dataset={data.dataset}: no document of split {windows.split} has {LEAST} tokens; give a "
-                "--text=FILE"
-            )
+            none = f"no document of split {windows.split} has {LEAST} tokens"
+            raise UsageError(f"config.data.dataset={data.dataset}: {none}; give a --text=FILE")
         tokens = np.stack([document for document in documents if len(document) == longest])
         if len(tokens) < options.sequences or longest < data.seq_len:
             log.info("found %d documents of %d tokens in split %s", len(tokens), longest, windows.split)

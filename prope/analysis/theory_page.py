@@ -39,10 +39,9 @@ def figure_2() -> tuple[Picture, dict]:
         + ", ".join(f"{curve[-1]:.3f} for p = {p:g}" for p, curve in ones.items())
         + f"; the mean of Gaussian ones stays within {np.abs(gaussian[0]).max():.3f} of 0."
     )
-    caption = (
-        "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000 "
-        "draws, the same at every distance, of standard deviation 1; the band is the standard error of their mean)."
-    )
+    caption = "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000"
+    band = "the band is the standard error of their mean"
+    caption += f" draws, the same at every distance, of standard deviation 1; {band})."
     curves = {"ones": {f"p = {p:g}": (curve, None) for p, curve in ones.items()}, "gaussian": {"p = 1": gaussian}}
     title = "Figure 2: does RoPE decay with distance?"
     picture = curves_picture("figure_2", title, alt, caption, curves, "distance (tokens)", "")
@@ -55,14 +54,10 @@ def figure_8() -> tuple[Picture, dict]:
     curves = {bound: theory.randomised_curves(BOUNDS[0], bound, frequencies(HEAD_DIM)) for bound in BOUNDS}
     ends = ", ".join(f"{curve['ones'][0][-1]:.3f} for {bound}" for bound, curve in curves.items())
     largest = max(np.abs(curve["gaussian"][0]).max() for curve in curves.values())
-    alt = (
-        f"Logits of {BOUNDS[0]} tokens at random positions. Of ones they fall the sooner the higher the upper bound, "
-        f"at the right end to {ends}; the means of Gaussian ones stay within {largest:.2f} of 0 for every bound."
-    )
-    caption = (
-        f"{BOUNDS[0]} tokens at sorted, distinct random positions below L: ones decay sooner with a higher L (a), "
-        "Gaussian vectors still do not (b). Means over 256 draws; bands are their standard errors."
-    )
+    alt = f"Logits of {BOUNDS[0]} tokens at random positions. Of ones they fall the sooner the higher the upper bound,"
+    alt += f" at the right end to {ends}; the means of Gaussian ones stay within {largest:.2f} of 0 for every bound."
+    caption = f"{BOUNDS[0]} tokens at sorted, distinct random positions below L: ones decay sooner with a higher L (a),"
+    caption += " Gaussian vectors still do not (b). Means over 256 draws; bands are their standard errors."
     kinds = ("ones", "gaussian")
     of_kind = {kind: {f"L = {bound:,}": curve[kind] for bound, curve in curves.items()} for kind in kinds}
     xlabel, title = "tokens from the key to the query", "Figure 8: random positions"

@@ -131,10 +131,9 @@ def bench_step(config: ConfigDict, steps: int, matmul: tuple[int, int] | None = 
     per_device = result["model_flops_per_token"] * tokens / seconds["step"] / len(devices)
     matmul_rate, peak = repeats * 2 * size**3 / seconds["matmul"], flops.peak_flops(devices[0].device_kind)
     memory = update.memory_analysis()
-    log.info(
-        "%.3f s a step, %s tokens/s; %.0f GFLOP/s of a device, %.0f %% of its matmul rate", seconds["step"],
-        f"{tokens / seconds['step']:,.0f}", per_device / 1e9, 100 * per_device / matmul_rate,
-    )  # fmt: skip
+    speed = f"{seconds['step']:.3f} s a step, {tokens / seconds['step']:,.0f} tokens/s"
+    share = 100 * per_device / matmul_rate
+    log.info("%s; %.0f GFLOP/s of a device, %.0f %% of its matmul rate", speed, per_device / 1e9, share)
     return result | {
         "step_seconds": seconds["step"],
         "tokens_per_second": tokens / seconds["step"],

@@ -54,7 +54,12 @@ def hbm_bytes(text: str) -> int:
 
 def kernels(text: str) -> dict[str, int]:
     """Counts how often one chip runs each library or custom kernel in one step, {"__cudnn$fmhaSoftmax": 18, ..}."""
-    return dict(sorted(_total(_read(text), "ENTRY", _kernels_in).items()))
+
+    def count(module: dict, computation: _Computation) -> Counter:
+        calls = [x for x in computation.instructions.values() if x.opcode == "custom-call" and not x.free]
+        return Counter(re.search(r'custom_call_target="([^"]*)"', x.attributes)[1] for x in calls)
+
+    return dict(sorted(_total(_read(text), "ENTRY", count).items()))
 
 
 def array_shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
@@ -254,11 +259,6 @@ def _first_group(computation: _Computation, x: _Instruction) -> list[int]:
 
 def _integers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"(?:^|,|=)(\d+)", text)]
-
-
-def _kernels_in(module: dict, computation: _Computation) -> Counter:
-    calls = [x for x in computation.instructions.values() if x.opcode == "custom-call" and not x.free]
-    return Counter(re.search(r'custom_call_target="([^"]*)"', x.attributes)[1] for x in calls)
 
 
 def _hbm_in(module: dict, computation: _Computation) -> Counter:

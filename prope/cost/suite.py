@@ -88,10 +88,8 @@ def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
         lines = [{"machine": machine}]
         append_jsonl(file, *lines)
     if lines[0]["machine"] != machine:
-        raise UsageError(
-            f"--output={output}: holds figures of another machine or other versions ({lines[0]['machine']}; this is "
-            f"{machine}); choose another --output"
-        )
+        other = f"holds figures of another machine or other versions ({lines[0]['machine']}; this is {machine})"
+        raise UsageError(f"--output={output}: {other}; choose another --output")
     sizes = sizes or (CPU if machine["platform"] == "cpu" else ACCELERATOR)
     rows, left = lines[1:], 0
     done = {(row["group"], row["name"]) for row in rows}

@@ -6,11 +6,10 @@ Row by row: the text of every document, and the tokens around its borders with p
 """
 
 from absl import flags
+from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

@@ -6,11 +6,10 @@ Training does the same on first use. Rerun the same command to resume.
 """
 
 from absl import flags
+from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

@@ -69,15 +69,11 @@ class Synthetic:
         self.task = data.dataset.removeprefix("synthetic/")
         self.seq_len, self.position_range = data.seq_len, data.position_range
         if vocab_size < VOCABULARY:
-            raise UsageError(
-                f"config.model.vocab_size={vocab_size}: synthetic data has {VOCABULARY} ids; set "
-                f"config.model.vocab_size to {VOCABULARY} or more"
-            )
+            remedy = f"set config.model.vocab_size to {VOCABULARY} or more"
+            raise UsageError(f"config.model.vocab_size={vocab_size}: synthetic data has {VOCABULARY} ids; {remedy}")
         if self.seq_len < _MIN_TOKENS[self.task]:
-            raise UsageError(
-                f"seq_len={self.seq_len}: windows of {data.dataset} need at least {_MIN_TOKENS[self.task]} tokens; "
-                "raise config.data.seq_len"
-            )
+            least = f"windows of {data.dataset} need at least {_MIN_TOKENS[self.task]} tokens"
+            raise UsageError(f"seq_len={self.seq_len}: {least}; raise config.data.seq_len")
         self.name, self.split, self.sources, self.weights, self.shares = data.dataset, split, [self], [1.0], [1.0]
         self._validation = split == "validation"
         self.count = _VALIDATION_WINDOWS if self._validation else _ENTRIES
@@ -99,7 +95,10 @@ class Synthetic:
             sequence = np.random.SeedSequence(int(index), spawn_key=key)
             return draw(self.task, self.seq_len, np.random.Generator(np.random.PCG64(sequence)))
 
-        return next(w for w in map(attempt, itertools.count()) if is_held_out(w.stream) == self._validation)
+        def is_held_out(window: Window) -> bool:
+            return zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
+
+        return next(w for w in map(attempt, itertools.count()) if is_held_out(w) == self._validation)
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does; weights are 1 at answers."""
@@ -134,11 +133,6 @@ class Synthetic:
                     by_distance.append({"task": TASKS[number], "from": start, "to": stop} | counts)
                 start = stop
         return {"accuracy": float(correct[task >= 0].mean()), "accuracy_by_distance": by_distance}
-
-
-def is_held_out(stream: np.ndarray) -> bool:
-    """Whether a window of these tokens belongs to the validation split."""
-    return zlib.crc32(stream.astype("<i4").tobytes()) % _HELD_OUT == 0
 
 
 def draw(task: str, T: int, generator: np.random.Generator) -> Window:

@@ -42,11 +42,8 @@ class SentencePieceTokenizer:
             if not self.processor.vocab_size():  # an empty file
                 raise RuntimeError
         except (OSError, RuntimeError) as error:
-            reason = (
-                "it is not a SentencePiece model"
-                if isinstance(error, RuntimeError)
-                else error.strerror or "no such file"
-            )
+            found = isinstance(error, RuntimeError)
+            reason = "it is not a SentencePiece model" if found else error.strerror or "no such file"
             raise UsageError(f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}") from None
         special = [getattr(self.processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
         if special != [PAD, EOS, BOS, UNKNOWN]:

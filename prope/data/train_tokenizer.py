@@ -7,11 +7,10 @@ special ids, and every text decodes to its exact bytes.
 """
 
 from absl import flags
+from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
-
-FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:

@@ -38,10 +38,9 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
     if not is_url(path) and not path.parent.is_dir():
         raise UsageError(f"--output={output}: there is no folder {path.parent}")
     if vocab_size <= _RESERVED_IDS:
-        raise UsageError(
-            f"--vocab_size={vocab_size}: must be more than {_RESERVED_IDS}, the special tokens and the bytes; "
-            "it is config.model.vocab_size where it is not given"
-        )
+        least = f"must be more than {_RESERVED_IDS}, the special tokens and the bytes"
+        default = "it is config.model.vocab_size where it is not given"
+        raise UsageError(f"--vocab_size={vocab_size}: {least}; {default}")
     sentences, total = [], 0
     for weight, data in weighted_sources(config.data):
         documents = _train_documents(find_source(data), data.validation_fraction)

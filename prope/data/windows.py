@@ -47,10 +47,8 @@ class Windows:
         self.length = self._tokens.shape[0]
         self.count = -(-(self.length - 1) // self.seq_len)  # of windows; the last one may be padded
         if split == "train" and self.seq_len > self.length:
-            raise UsageError(
-                f"config.data.seq_len={self.seq_len}: longer than the train split of {self.name}, "
-                f"{self.length:,} tokens; choose a shorter window, or add text"
-            )
+            longest = f"longer than the train split of {self.name}, {self.length:,} tokens"
+            raise UsageError(f"config.data.seq_len={self.seq_len}: {longest}; choose a shorter window, or add text")
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
@@ -107,12 +105,8 @@ def _open_on_all(data: ConfigDict, vocab_size: int) -> Store:
     """Opens the store in all processes of a run; the first one prepares it, without the others."""
     if processes.count() == 1:
         return open_store(data, vocab_size)
-
-    def prepare() -> tuple[str, str]:
-        store = open_store(data, vocab_size)
-        return store.path, store.fingerprint
-
-    path, fingerprint = processes.call_on_first(prepare)
+    first = processes.call_on_first(lambda: vars(open_store(data, vocab_size)))
+    path, fingerprint = first["path"], first["fingerprint"]
     with processes.raise_on_all():
         store = find_store(path, fingerprint)
         if store is None:
@@ -166,14 +160,12 @@ def prefetch(function: Callable[[int], Batch], start: int, stop: int, depth: int
 
     Several at a time, because a batch from a bucket takes long to arrive but does not keep a core busy.
     """
-    with futures.ThreadPoolExecutor(depth, "batches") as pool:
-        steps = iter(range(start, stop))
-        pending = collections.deque(pool.submit(function, step) for step in itertools.islice(steps, depth))
-        try:
-            while pending:
-                batch = pending.popleft().result()
-                pending.extend(pool.submit(function, step) for step in itertools.islice(steps, 1))
-                yield batch
-        finally:
-            for future in pending:
-                future.cancel()
+    pool, steps = futures.ThreadPoolExecutor(depth, "batches"), iter(range(start, stop))
+    pending = collections.deque(pool.submit(function, step) for step in itertools.islice(steps, depth))
+    try:
+        while pending:
+            batch = pending.popleft().result()
+            pending.extend(pool.submit(function, step) for step in itertools.islice(steps, 1))
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)

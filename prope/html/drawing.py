@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import itertools
 import re
 from collections.abc import Callable
 
@@ -91,15 +92,10 @@ def styles(names: list[str]) -> dict[str, dict]:
     """Gives every group a colour, a marker and dashes, in their order, as keyword arguments of `axes.plot`."""
     last = len(names) - 1
     steps = [round((_STEPS - 1) * (i / last if last else 0.5)) for i in range(len(names))]
+    groups = zip(names, steps, itertools.cycle(MARKERS), itertools.cycle(DASHES), strict=False)
     return {
-        name: {
-            "color": palette()[f"group-{step}"][0],
-            "marker": MARKERS[i % len(MARKERS)],
-            "lw": 1.7,
-            "ms": 4.5,
-            "ls": DASHES[i % len(DASHES)],
-        }
-        for i, (name, step) in enumerate(zip(names, steps, strict=True))
+        name: {"color": palette()[f"group-{step}"][0], "marker": marker, "lw": 1.7, "ms": 4.5, "ls": dashes}
+        for name, step, marker, dashes in groups
     }
 
 
@@ -123,12 +119,3 @@ def legend(axes) -> None:
         figure, columns = axes.figure, int(axes.figure.get_figwidth() // 1.9)
         figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(labels) // columns))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-
-
-def log_scale(axes) -> None:
-    """Makes the y axis logarithmic, labelled with plain numbers, between powers of ten as well."""
-    from matplotlib import ticker
-
-    axes.set_yscale("log")
-    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        set_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.5)))

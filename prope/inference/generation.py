@@ -190,16 +190,13 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     with processes.raise_on_all():
         tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
-        raise UsageError(
-            f"config.data.tokenizer={config.data.tokenizer}: has {tokenizer.vocab_size} ids, and the model of "
-            f"{workdir} {config.model.vocab_size}; put back the tokenizer that the run was trained with"
-        )
+        sizes = f"has {tokenizer.vocab_size} ids, and the model of {workdir} {config.model.vocab_size}"
+        remedy = "put back the tokenizer that the run was trained with"
+        raise UsageError(f"config.data.tokenizer={config.data.tokenizer}: {sizes}; {remedy}")
     prompts, lengths = pad_prompts([[BOS, *map(int, tokenizer.encode(text.encode()))] for text in texts])
     if config.model.rope_scaling_type == "dynamic":
-        raise UsageError(
-            f"--workdir={workdir}: config.model.rope_scaling_type=dynamic: keys in a cache would need another rotation "
-            "as the text grows; python -m prope.evaluate takes such a run"
-        )
+        cached = "config.model.rope_scaling_type=dynamic: keys in a cache would need another rotation as the text grows"
+        raise UsageError(f"--workdir={workdir}: {cached}; python -m prope.evaluate takes such a run")
     longest, trained = int(lengths.max()) + sampling.length, config.data.seq_len
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)

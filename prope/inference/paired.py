@@ -49,8 +49,8 @@ class Difference(NamedTuple):
         return interval is not None and interval[0] * interval[1] > 0
 
 
-def difference_of(losses: Sequence[float]) -> Difference:
-    """Averages paired differences of independent samples, such as one per seed."""
+def average_seeds(losses: Sequence[float]) -> Difference:
+    """Averages independent samples, one per seed, such as paired differences."""
     stderr = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None
     return Difference(statistics.fmean(losses), stderr, len(losses))
 
@@ -114,16 +114,12 @@ def paired_difference(
         workdir = workdir_a
         if unmatched := find_evaluation(records, **fields):
             workdir, fields = workdir_b, fields | {name: unmatched.get(name) for name in SAME_WINDOWS}
-        raise UsageError(
-            f"{workdir}: has no evaluation with {fields}; run python -m prope.evaluate --workdir={workdir} with the "
-            "flags of the other run's"
-        )
+        remedy = f"run python -m prope.evaluate --workdir={workdir} with the flags of the other run's"
+        raise UsageError(f"{workdir}: has no evaluation with {fields}; {remedy}")
     (loss, tokens, edges, *sources), (loss_b, tokens_b, *_) = map(_read_sums, workdirs, pair)
     if loss.shape != loss_b.shape or (tokens != tokens_b).any():
-        raise UsageError(
-            f"{workdir_a} and {workdir_b}: their evaluations count other tokens; both runs must have the same "
-            "config.data and training length"
-        )
+        remedy = "both runs must have the same config.data and training length"
+        raise UsageError(f"{workdir_a} and {workdir_b}: their evaluations count other tokens; {remedy}")
     if not set(positions or ()) <= set(edges.tolist()):
         raise UsageError(f"positions={positions}: must be two of {', '.join(map(str, edges))}")
     columns = slice(*np.searchsorted(edges, positions)) if positions else slice(None)
@@ -151,7 +147,6 @@ def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, ..
         with np.load(io.BytesIO(path.read_bytes())) as saved:
             return tuple(saved[name] for name in ("loss", "tokens", "edges", "source", "shares"))
     except (OSError, ValueError, KeyError):
-        raise UsageError(
-            f"{path}: cannot be read; run python -m prope.evaluate --workdir={workdir} --again with the flags of "
-            f"that evaluation (step {record['step']}, seq_len {record['seq_len']})"
-        ) from None
+        command = f"python -m prope.evaluate --workdir={workdir} --again with the flags of that evaluation"
+        made = f"(step {record['step']}, seq_len {record['seq_len']})"
+        raise UsageError(f"{path}: cannot be read; run {command} {made}") from None

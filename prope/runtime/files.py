@@ -93,7 +93,9 @@ def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
             if not is_storage_error(error):
                 raise
             reason = f"{path}: cannot be read: {_reason(error)}"
-            pause = None if _is_refused(error) else next(pauses, None)
+            code = getattr(error, "code", None)  # of gcsfs
+            refused = isinstance(error, PermissionError) or code in (401, 403) or str(error).startswith("Forbidden")
+            pause = None if refused else next(pauses, None)  # trying again does not help
             if pause is None:
                 message = f"{reason}; nothing was changed: {_remedy(path)}, then run the same command again"
                 raise RunFailed(message) from error
@@ -104,12 +106,6 @@ def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
 def _reason(error: Exception) -> str:
     missing = os.strerror(errno.ENOENT) if isinstance(error, FileNotFoundError) else None
     return getattr(error, "strerror", None) or missing or first_line(error)
-
-
-def _is_refused(error: Exception) -> bool:
-    """Tells whether the storage does not permit something: trying again does not help."""
-    code = getattr(error, "code", None)  # of gcsfs
-    return isinstance(error, PermissionError) or code in (401, 403) or str(error).startswith("Forbidden")
 
 
 def _remedy(path: epath.Path) -> str:
@@ -175,9 +171,7 @@ def append_jsonl(path: epath.Path, *records: dict) -> None:
 
 def check_new(flag: str, path: epath.Path) -> None:
     """Raises UsageError if `path` exists and is not an empty directory."""
-    if path.is_dir() and not any(path.iterdir()):
-        return
-    if path.exists():
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"--{flag}={path}: is there already, and is not overwritten; choose another, or remove it")
 
 
@@ -195,20 +189,17 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
         return
     path = path.resolve()
     temporary = path.with_name(f"{path.name}.part")
-    if temporary.exists():
-        raise UsageError(
-            f"{temporary}: another process writes there, or one was killed that did; in that case remove it"
-        )
     try:
         temporary.mkdir(parents=True)
+    except FileExistsError:
+        other = "another process writes there, or one was killed that did; in that case remove it"
+        raise UsageError(f"{temporary}: {other}") from None
     except OSError as error:
         raise UsageError(f"--{flag}={path}: cannot be made: {error.strerror}") from error
     try:
         yield temporary
         check_new(flag, path)
-        if path.exists():  # and is empty
-            path.rmdir()
-        temporary.rename(path)
+        temporary.rename(path)  # replaces an empty directory
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

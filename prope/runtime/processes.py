@@ -84,10 +84,8 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
     _index, _count = jax.process_index(), jax.process_count()
     if expected not in (None, _count):
         raise UsageError(f"PROPE_PROCESSES={wanted}: there are {_count} processes; start that many")
-    log.info(
-        "process %d of %d on %s, with %d of %d devices", _index, _count, socket.gethostname(),
-        jax.local_device_count(), jax.device_count(),
-    )  # fmt: skip
+    host, devices = socket.gethostname(), (jax.local_device_count(), jax.device_count())
+    log.info("process %d of %d on %s, with %d of %d devices", _index, _count, host, *devices)
     _check_gpus(environ)
     if not is_first():
         log.setLevel(logging.WARNING)  # all would log the same
@@ -183,10 +181,9 @@ def raise_on_all() -> Iterator[None]:
 def check_count() -> None:
     """Raises UsageError where JAX runs in other processes than were configured: libtpu joins the hosts of a pod."""
     if jax.process_count() != _count:
-        raise UsageError(
-            f"PROPE_PROCESSES is {_count}, and JAX runs in {jax.process_count()} processes, of which this is number "
-            f"{jax.process_index()}: set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"
-        )
+        found = f"{jax.process_count()} processes, of which this is number {jax.process_index()}"
+        remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"
+        raise UsageError(f"PROPE_PROCESSES is {_count}, and JAX runs in {found}: {remedy}")
 
 
 def check_shared(directory: epath.Path) -> None:
@@ -201,10 +198,9 @@ def check_shared(directory: epath.Path) -> None:
     if is_first():
         token.unlink()
     if missing := [str(process) for process in np.flatnonzero(seen == 0)]:
-        raise UsageError(
-            f"--workdir={directory}: is not shared: process {', '.join(missing)} of {_count} do not see what process 0 "
-            "writes there; choose a bucket's URL, such as gs://BUCKET/run, or a folder that all hosts mount"
-        )
+        unseen = f"process {', '.join(missing)} of {_count} do not see what process 0 writes there"
+        remedy = "choose a bucket's URL, such as gs://BUCKET/run, or a folder that all hosts mount"
+        raise UsageError(f"--workdir={directory}: is not shared: {unseen}; {remedy}")
 
 
 def is_peer_loss(error: Exception) -> bool:
@@ -266,14 +262,11 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
     try:
         jax.distributed.initialize(**arguments, **timeouts, shutdown_timeout_seconds=60)
     except ValueError as error:
-        raise UsageError(
-            f"PROPE_PROCESSES={environ.get('PROPE_PROCESSES', 'auto')}: JAX finds no cluster here ({error}); set "
-            "PROPE_COORDINATOR and PROPE_PROCESS"
-        ) from None
-    _set_abort_message(
-        f"another process of this run is gone, or cannot be reached: no sign of life for {heartbeat} s, unless the "
-        f"lines above name another cause; {_RESTART}"
-    )
+        wanted = environ.get("PROPE_PROCESSES", "auto")
+        none = f"JAX finds no cluster here ({error}); set PROPE_COORDINATOR and PROPE_PROCESS"
+        raise UsageError(f"PROPE_PROCESSES={wanted}: {none}") from None
+    silent = f"no sign of life for {heartbeat} s, unless the lines above name another cause"
+    _set_abort_message(f"another process of this run is gone, or cannot be reached: {silent}; {_RESTART}")
 
 
 def _default_processes(environ: Mapping[str, str]) -> str:

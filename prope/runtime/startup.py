@@ -50,10 +50,8 @@ class Startup:
         """Ends the last phase, the first step; logs the seconds of all and returns the record for W/starts.jsonl."""
         self.mark("first step")
         seconds = {phase: round(value, 3) for phase, value in self._seconds.items()}
-        log.info(
-            "first step after %.1f s: %s (compilation cache: %s)", sum(seconds.values()),
-            ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items()), self._cache,
-        )  # fmt: skip
+        total, phases = sum(seconds.values()), ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
+        log.info("first step after %.1f s: %s (compilation cache: %s)", total, phases, self._cache)
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,

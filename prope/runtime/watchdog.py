@@ -42,11 +42,8 @@ class Watchdog(contextlib.AbstractContextManager):
         while not self._closed.wait(min(1.0, self._seconds / 4)):
             if time.monotonic() - self._alive_at > self._seconds:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                print(
-                    f"stopped: nothing has happened for {self._seconds / 60:g} minutes after {self._after}; the stacks "
-                    "of all threads are above. The same command goes on from the last checkpoint; "
-                    "config.watchdog_minutes says how long to wait",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                why = f"nothing has happened for {self._seconds / 60:g} minutes after {self._after}"
+                stacks = "the stacks of all threads are above. The same command goes on from the last checkpoint"
+                limit = "config.watchdog_minutes says how long to wait"
+                print(f"stopped: {why}; {stacks}; {limit}", file=sys.stderr, flush=True)
                 os._exit(LOST)

@@ -32,17 +32,12 @@ _TPU = {
     # AI-Hypercomputer/tpu-recipes, training/trillium.
     "xla_tpu_scoped_vmem_limit_kib": 98304,
 }
-TPU = {
-    "v5e": _TPU,
-    # maxtext, src/maxtext/configs/tpu/v5p/llama2_7b.sh
-    "v5p": _TPU
-    | {
-        "xla_tpu_megacore_fusion_allow_ags": False,
-        "xla_enable_async_collective_permute": True,
-        "xla_tpu_enable_ag_backward_pipelining": True,
-    },
-    "v6e": _TPU,
+_V5P = {  # maxtext, src/maxtext/configs/tpu/v5p/llama2_7b.sh
+    "xla_tpu_megacore_fusion_allow_ags": False,
+    "xla_enable_async_collective_permute": True,
+    "xla_tpu_enable_ag_backward_pipelining": True,
 }
+TPU = {"v5e": _TPU, "v5p": _TPU | _V5P, "v6e": _TPU}
 # With these JAX's level O1: latency hiding, pipelined collectives, double-buffered loops. Source: NVIDIA/JAX-Toolbox,
 # docs/GPU_performance.md. Collectives are combined up to one layer of Gemma 2B in bfloat16, 220 MB.
 GPU = {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in ("all_reduce", "all_gather", "reduce_scatter")}

@@ -44,10 +44,8 @@ def read_grids(texts: list[str], percentages: str | None, file: str, base: Confi
         where = f"get_sweep() of {file.partition(':')[0]}:"
         swept = _call(file, "get_sweep")
         if swept is None:
-            raise UsageError(
-                f"--config={file}: has no get_sweep(), so say what to sweep: --rope_percentage=0,0.25,0.5,0.75,1 or "
-                "--grid=FIELD=VALUE,VALUE"
-            )
+            examples = "--rope_percentage=0,0.25,0.5,0.75,1 or --grid=FIELD=VALUE,VALUE"
+            raise UsageError(f"--config={file}: has no get_sweep(), so say what to sweep: {examples}")
         grids = [dict(grid) for grid in ([swept] if isinstance(swept, dict) else swept)]
     for fields, name, values in [(grid, *field) for grid in grids for field in grid.items()]:
         if name != CONFIG and name not in known:

@@ -121,10 +121,8 @@ def lead(rows: list[dict]) -> str:
     low, high = (number(end, "+.4f") for end in difference.interval())
     if difference.distinguishable:
         return f"{text}; {below} (95 % interval over {best['over']}: {low} to {high})."
-    return (
-        f"{text}, but is not distinguishable from RoPE: the 95 % interval of the loss difference over {best['over']}, "
-        f"{low} to {high} nats per token, holds 0."
-    )
+    interval = f"the 95 % interval of the loss difference over {best['over']}, {low} to {high} nats per token"
+    return f"{text}, but is not distinguishable from RoPE: {interval}, holds 0."
 
 
 def equality(runs: list[Run]) -> dict:

@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 
 from prope.errors import UsageError
-from prope.html.drawing import TEXT, Picture, legend, line, log_scale, panels, styles
-from prope.inference.paired import Difference
+from prope.html.drawing import TEXT, Picture, legend, line, panels, styles
+from prope.inference.paired import Difference, average_seeds
 from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
 from prope.workdir.run import read_config
@@ -104,11 +104,8 @@ def accuracies(run: Run) -> list[dict]:
 
 def mean(seeds: dict[int | None, dict[float, float]]) -> dict[float, tuple[float, float | None]]:
     """Computes (mean, standard error) over seeds at every x that all of them have; no error for a single seed."""
-    means = {}
-    for x in sorted(set.intersection(*map(set, seeds.values()))):
-        values = [curve[x] for curve in seeds.values()]
-        means[x] = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return means
+    common = sorted(set.intersection(*map(set, seeds.values())))
+    return {x: average_seeds([curve[x] for curve in seeds.values()])[:2] for x in common}
 
 
 def subtract(seeds: dict, others: dict) -> dict[int | None, dict[float, float]]:
@@ -177,6 +174,8 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
         return None
 
     def draw(figure) -> None:
+        from matplotlib import ticker
+
         axes, *right = panels(figure, 2 if apart else 1, sharex=True)[0]
         style_of = styles(list(lines))
         for name, points in lines.items():
@@ -193,7 +192,9 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
                     axes.errorbar(x, centres[-1], error, color=TEXT, alpha=0.35, lw=5, zorder=1)
             axes.plot(list(points), centres, **style | {"ms": 7} | ({} if swept else {"ls": ""}), label=name)
         axes.set(ylabel="validation perplexity", title=title)
-        log_scale(axes)  # a run that learns nothing leaves room for the others
+        axes.set_yscale("log")  # a run that learns nothing leaves room for the others
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):  # plain numbers
+            set_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.5)))
         for beside in right:
             for name, differences in apart.items():
                 low = [d.difference - (d.interval() or d[:1])[0] for d in differences.values()]
@@ -215,11 +216,9 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             legend(axes)
 
     alt = f"Validation perplexity. {'; '.join(f'{name}: {mean:.4f}' for name, mean in means.items())}."
-    caption = (
-        "Circles are runs, filled marks their means. Bars with ends: standard deviation over seeds. Wide pale bars: "
-        "standard error of the evaluation over documents, which runs on the same ones largely share. Second panel: "
-        "95 % intervals of the paired differences."
-    )
+    caption = "Circles are runs, filled marks their means. Bars with ends: standard deviation over seeds."
+    caption += " Wide pale bars: standard error of the evaluation over documents, which runs on the same ones largely"
+    caption += " share. Second panel: 95 % intervals of the paired differences."
     return Picture("perplexity", title, alt, caption, draw)
 
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from prope.config import flat
 from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import RunFailed, UsageError
-from prope.inference.paired import Difference, difference_of, paired_difference
+from prope.inference.paired import Difference, average_seeds, paired_difference
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
@@ -142,10 +142,8 @@ def check_equal(runs: Iterable[Run]) -> dict:
             other, expected = first.setdefault((kind, step, fields), (run, hashed))
             if expected != hashed:
                 difference, remedy = UNEQUAL[kind]
-                raise RunFailed(
-                    f"{other.name} and {run.name} {difference} at step {step}: {kind}_hash {expected} and {hashed}; "
-                    f"they cannot be compared. {remedy}"
-                )
+                unequal = f"{difference} at step {step}: {kind}_hash {expected} and {hashed}"
+                raise RunFailed(f"{other.name} and {run.name} {unequal}; they cannot be compared. {remedy}")
             if other is not run:
                 compared[kind] |= {other.name, run.name}
                 last = max(last, step)
@@ -212,12 +210,12 @@ def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference |
     if not losses:
         return None, ""
     if len(losses) > 1:
-        return difference_of(losses), f"{len(losses)} seeds"
+        return average_seeds(losses), f"{len(losses)} seeds"
     run, other, record, _ = pairs[0]
     fields = {name: record.get(name) for name in ("step", "dataset", *SAME_WINDOWS)}
     with contextlib.suppress(UsageError):  # a run without sums
         return paired_difference(run.workdir, other.workdir, fields), "documents"
-    return difference_of(losses), ""
+    return average_seeds(losses), ""
 
 
 def table(runs: Iterable[Run]) -> list[dict]:

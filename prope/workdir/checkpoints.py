@@ -148,10 +148,9 @@ class Checkpoints(contextlib.AbstractContextManager):
             if isinstance(error, jax.errors.JaxRuntimeError) or processes.is_peer_loss(error):
                 raise  # of a device, or because another process is gone
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
-            raise RunFailed(
-                f"checkpoint {self._saving} could not be written to {self.directory} ({reason}); those "
-                "before it are whole: see to the storage, then run the same command again"
-            ) from error
+            failed = f"checkpoint {self._saving} could not be written to {self.directory} ({reason})"
+            remedy = "those before it are whole: see to the storage, then run the same command again"
+            raise RunFailed(f"{failed}; {remedy}") from error
 
     def _list_files(self) -> None:
         """Orbax calls this when all is written, just before a local folder gets its name."""
@@ -185,8 +184,5 @@ def _json_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, o
 
 def _chunks(params):
     """How parameters are cut in a checkpoint: layers apart, so that one can be read alone."""
-
-    def cut(path, _):
-        return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if path[0].key == "layers" else ())
-
-    return jax.tree_util.tree_map_with_path(cut, params)
+    by_layer, whole = (ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=axes) for axes in ((0,), ()))
+    return jax.tree_util.tree_map_with_path(lambda path, _: by_layer if path[0].key == "layers" else whole, params)

@@ -94,10 +94,8 @@ class MetricWriter(contextlib.ExitStack):
         data, windows = self._config.data, self._config.eval.max_windows
         identity = {"step": step, "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
         self._write("eval.jsonl", "eval", identity | record)
-        log.info(
-            "step %d: validation loss %.4f, perplexity %.3f, %.4f bits per byte (unigram: %.4f)", step,
-            *(record[name] for name in ("loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte")),
-        )  # fmt: skip
+        figures = (record[name] for name in ("loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte"))
+        log.info("step %d: validation loss %.4f, perplexity %.3f, %.4f bits per byte (unigram: %.4f)", step, *figures)
 
     def evaluated(self, step: int) -> dict | None:
         """Returns the newest evaluation of `step` on this config's validation windows; None if there is none."""
@@ -168,10 +166,8 @@ class MetricWriter(contextlib.ExitStack):
         values = f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}"
         remedy = f"Lower config.optimizer.learning_rate (now {self._config.optimizer.learning_rate})"
         if self._config.on_nonfinite == "stop":
-            raise RunFailed(
-                f"{values}; the earlier checkpoints in {self._workdir} are good. {remedy} and start in a new "
-                "--workdir, or go on here with --config.on_nonfinite=skip"
-            )
+            start = f"{remedy} and start in a new --workdir, or go on here with --config.on_nonfinite=skip"
+            raise RunFailed(f"{values}; the earlier checkpoints in {self._workdir} are good. {start}")
         if self._skips_in_a_row == _MAX_SKIPS:
             last = f"the last of {_MAX_SKIPS} skipped in a row"
             raise RunFailed(f"{values}, {last}. {remedy} and start in a new --workdir")

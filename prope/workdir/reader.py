@@ -104,8 +104,13 @@ class CheckpointReader:
         items = {}
         for name, like in abstract.items():
             reason = None
+
+            def read_sharded(path, leaf: jax.ShapeDtypeStruct, name=name) -> jax.Array:
+                read = functools.partial(self._read, name, _names(path), leaf)
+                return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+
             try:
-                items[name] = jax.tree_util.tree_map_with_path(functools.partial(self._read_sharded, name), like)
+                items[name] = jax.tree_util.tree_map_with_path(read_sharded, like)
             except Damaged as error:
                 reason = str(error)
             if processes.any_process(reason is not None):  # before all hash together
@@ -134,10 +139,6 @@ class CheckpointReader:
             return array
 
         return jax.tree_util.tree_map_with_path(verified, below)
-
-    def _read_sharded(self, item: str, path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        read = functools.partial(self._read, item, _names(path), leaf)
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
     def _read(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, part=slice(None)) -> np.ndarray:
         """Reads a part of the array of an item; `leaf` has its shape and dtype."""

@@ -160,7 +160,6 @@ def check_disk(directory: epath.Path, num_bytes: int) -> None:
         return
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise UsageError(
-            f"{directory}: the disk is full: a checkpoint needs {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are "
-            "free; free some space and run the same command again, or choose another --workdir"
-        )
+        sizes = f"a checkpoint needs {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free"
+        remedy = "free some space and run the same command again, or choose another --workdir"
+        raise UsageError(f"{directory}: the disk is full: {sizes}; {remedy}")

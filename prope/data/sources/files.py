@@ -79,13 +79,12 @@ def _chunks(folder: epath.Path, paths: dict[epath.Path, tuple], rule: TextRule) 
 
 
 def _read_texts(paths: tuple[epath.Path, ...]) -> Iterator[Document]:
+    def read(path: epath.Path) -> bytes:
+        with _open(path) as file:
+            return file.read(MAX_DOCUMENT + 1)
+
     for path in paths:
-
-        def read(path=path) -> bytes:
-            with _open(path) as file:
-                return file.read(MAX_DOCUMENT + 1)
-
-        yield Document(check_utf8(_retry(path, read), str(path)))
+        yield Document(check_utf8(_retry(path, functools.partial(read, path)), str(path)))
 
 
 def _read_lines(path: epath.Path, rule: TextRule, start: int, stop: float) -> Iterator[Document]:
@@ -137,9 +136,7 @@ def _lines_before(path: epath.Path, start: int) -> int:
 
 def _open(path: epath.Path):
     file = io.BufferedReader(path.open("rb"), 2**20) if is_url(path) else path
-    if path.suffix == ".gz":
-        return gzip.open(file)
-    return file if is_url(path) else path.open("rb")
+    return gzip.open(file) if path.suffix == ".gz" else file if is_url(path) else path.open("rb")
 
 
 def _retry(path: epath.Path, read: Callable[[], T]) -> T:

@@ -97,10 +97,9 @@ def _download(shard: epath.Path) -> BinaryIO:
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            raise RunFailed(
-                f"PROPE_CACHE={scratch.parent}: the disk is full; it needs room for a shard of {info['size']:,} bytes "
-                "for each worker: free some space, or choose another folder, and run the same command again"
-            ) from None
+            full = f"the disk is full; it needs room for a shard of {info['size']:,} bytes for each worker"
+            remedy = "free some space, or choose another folder, and run the same command again"
+            raise RunFailed(f"PROPE_CACHE={scratch.parent}: {full}: {remedy}") from None
         copied = base64.b64encode(md5.digest()).decode()
         if file.tell() != info["size"] or copied != info.get("md5Hash", copied):  # which composite objects do not have
             raise OSError("its copy is not what the bucket lists")
@@ -240,7 +239,6 @@ def download_hint(name: str, data_dir: str | epath.Path) -> str:
 
     if config and config[0] not in ("20230601.simple", "20230601.en"):
         return f"; read gs://tfds-data/datasets, or download the prepared copy: {copy(config[0])}"
-    return (
-        f"; read gs://tfds-data/datasets, or download the prepared copy (284 MB): {copy('20230601.simple')} "
-        f"(config.data.dataset=wikipedia/20230601.simple), or all of English (21 GB): {copy('20230601.en')}"
-    )
+    simple = f"{copy('20230601.simple')} (config.data.dataset=wikipedia/20230601.simple)"
+    both = f"the prepared copy (284 MB): {simple}, or all of English (21 GB): {copy('20230601.en')}"
+    return f"; read gs://tfds-data/datasets, or download {both}"

@@ -170,10 +170,6 @@ def _metadata(dtype: np.dtype, size: int) -> dict:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     checked = [little, {"name": "crc32c"}]  # a damaged file is an error, not other text
     sharding = {"chunk_shape": [_READ_TOKENS], "codecs": checked, "index_codecs": checked}
-    return {
-        "shape": [size],
-        "data_type": dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [SHARD]}},
-        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        "fill_value": 0,
-    }
+    codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+    grid = {"name": "regular", "configuration": {"chunk_shape": [SHARD]}}
+    return {"shape": [size], "data_type": dtype.name, "chunk_grid": grid, "codecs": codecs, "fill_value": 0}

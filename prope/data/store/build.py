@@ -36,10 +36,9 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     """
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab_size < tokenizer.vocab_size:
-        raise UsageError(
-            f"config.model.vocab_size={vocab_size}: the tokenizer {data.tokenizer} has {tokenizer.vocab_size} ids; "
-            f"set config.model.vocab_size to {tokenizer.vocab_size} or more"
-        )
+        size = f"the tokenizer {data.tokenizer} has {tokenizer.vocab_size} ids"
+        remedy = f"set config.model.vocab_size to {tokenizer.vocab_size} or more"
+        raise UsageError(f"config.model.vocab_size={vocab_size}: {size}; {remedy}")
     if data.store:
         return _open_at(data.store, data, tokenizer.fingerprint)
     cache = data.cache_dir or str(local_cache())
@@ -51,13 +50,8 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
             raise
         log.warning("%s. Its store is used as it was made, %s", str(error).split(";")[0], path)
         return _open_at(path, data, tokenizer.fingerprint)
-    rule = {
-        "format": arrays.FORMAT,
-        "source": source.identity,
-        "tokenizer": tokenizer.fingerprint,
-        "validation_fraction": data.validation_fraction,
-        "marked": data.loss_on == "targets",
-    }
+    rule = {"format": arrays.FORMAT, "source": source.identity, "tokenizer": tokenizer.fingerprint}
+    rule |= {"validation_fraction": data.validation_fraction, "marked": data.loss_on == "targets"}
     fingerprint = arrays.fingerprint_of(rule)
     name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
     path = child_url(cache, name)
@@ -85,10 +79,8 @@ def _open_at(path: str, data: ConfigDict, tokenizer: str) -> Store:
         if data[name] != (value := made_with.get(name, data[name])):
             raise UsageError(f"config.data.{name}={data[name]}: the store {path} was made with {value!r}; set that")
     if rule["tokenizer"] != tokenizer:
-        raise UsageError(
-            f"config.data.tokenizer={data.tokenizer}: is {tokenizer}, and the store {path} was made with "
-            f"{rule['tokenizer']} (sha256 of the model); give that one"
-        )
+        other = f"the store {path} was made with {rule['tokenizer']} (sha256 of the model)"
+        raise UsageError(f"config.data.tokenizer={data.tokenizer}: is {tokenizer}, and {other}; give that one")
     return store
 
 
@@ -113,10 +105,8 @@ def _entry(cache: str, data: ConfigDict, tokenizer: str, name: str | None = None
 def check_split(store: Store, data: ConfigDict, split: str) -> None:
     """Raises UsageError where no document of the store of `config.data` is in the split."""
     if not store.count("documents", split):
-        raise UsageError(
-            f"{data.dataset}: no document falls into the {split} split with "
-            f"config.data.validation_fraction={data.validation_fraction}; change it, or add documents"
-        )
+        fraction = f"config.data.validation_fraction={data.validation_fraction}; change it, or add documents"
+        raise UsageError(f"{data.dataset}: no document falls into the {split} split with {fraction}")
 
 
 @contextlib.contextmanager
@@ -127,17 +117,15 @@ def _named_errors(cache: str):
     except (UsageError, RunFailed, KeyboardInterrupt):
         raise
     except BrokenProcessPool:
-        raise RunFailed(
-            "a worker was killed, most likely for want of memory: finished chunks are kept; run the same command again "
-            "with a smaller config.data.num_workers"
-        ) from None
+        killed = "a worker was killed, most likely for want of memory: finished chunks are kept"
+        remedy = "run the same command again with a smaller config.data.num_workers"
+        raise RunFailed(f"{killed}; {remedy}") from None
     except Exception as error:
         if is_disk_full(error):
             place = f"PROPE_CACHE={local_cache()}" if is_url(cache) else f"config.data.cache_dir={cache}"
-            raise UsageError(
-                f"{place}: the disk is full; a store needs room for itself and, until it is "
-                "done, for its chunks. Finished chunks are kept: free some space and run the same command again"
-            ) from error
+            full = "the disk is full; a store needs room for itself and, until it is done, for its chunks"
+            remedy = "Finished chunks are kept: free some space and run the same command again"
+            raise UsageError(f"{place}: {full}. {remedy}") from error
         if isinstance(error, OSError):
             raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {error.strerror}") from error
         if isinstance(error, ValueError) and is_url(cache):
