@@ -58,10 +58,9 @@ def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
         saved = "what was saved before is whole: free some space, then run the same command again"
         return RunFailed(f"no space left on the device ({first_line(error)}); {saved}")
     if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
-        return RunFailed(
-            f"out of memory ({first_line(error)}): lower the batch size or the length of the windows; training also "
-            "takes a higher config.accumulation, or config.model.remat=full; python -m prope.plan computes what fits"
-        )
+        less = "lower the batch size or the length of the windows; training also takes a higher config.accumulation"
+        remedy = f"{less}, or config.model.remat=full; python -m prope.plan computes what fits"
+        return RunFailed(f"out of memory ({first_line(error)}): {remedy}")
     missing = re.search(r"(?:No module named '|install )(\w+)", str(error)) if isinstance(error, ImportError) else None
     if missing and missing[1] != "prope":
         package = missing[1]

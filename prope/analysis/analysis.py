@@ -1,5 +1,6 @@
 """Analyses runs and writes their pages; `prope.analyze` is its command."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -36,7 +37,9 @@ def analyse(workdir: epath.Path, options) -> dict:
       options: the flags of `prope.analyze`.
     """
     asked = {name: getattr(options, name) for name in _OPTIONS}
-    asked |= {"text_hash": _hash_file(options.text), "format": 2}  # older analyses are repeated
+    asked |= {"text_hash": None, "format": 2}  # older analyses are repeated
+    with contextlib.suppress(OSError):  # which `read_sequences` reports
+        asked["text_hash"] = options.text and hashlib.sha256(epath.Path(options.text).read_bytes()).hexdigest()[:16]
     run = open_run(workdir, options.step)
     config = run.config.model
     if config.layer_types or config.rope_type == "reversed":
@@ -168,11 +171,3 @@ def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list
             raise UsageError(f"--heads={text}: {entry!r} is not {allowed}")
         heads[int(match[1]), int(match[2])] = None
     return list(heads)
-
-
-def _hash_file(path: str | None) -> str | None:
-    """Hashes a file; None if it cannot be read, which `read_sequences` reports."""
-    try:
-        return path and hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()[:16]
-    except OSError:
-        return None

@@ -33,8 +33,7 @@ def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int) -> 
         record["positional"] = max(scores["diagonal"], scores["previous_token"])
         target = max(SCORES[:3], key=scores.get)  # diagonal, previous_token or first_token
         semantic = scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY
-        record["kind"] = target if scores[target] > MOSTLY else "semantic" if semantic else ""
-        records.append(record)
+        records.append(record | {"kind": target if scores[target] > MOSTLY else "semantic" if semantic else ""})
     return records
 
 

@@ -29,11 +29,9 @@ def write(folder: epath.Path, analyses: list[dict]) -> dict:
     data = {"links": [os.path.relpath(path, folder) for path in pages], "rows": rows, "kinds": KINDS}
     output = page.write(folder, "comparison", pictures, name=name, analyses=analyses, **data)
     (folder / "comparison.json").write_text(json.dumps(rows))
-    return {
-        "output": str(output), "sequences": first["sequences"], "seq_len": first["seq_len"], "comparison": rows,
-        "runs": [a["workdir"] for a in analyses],
-        "heads": [{"run": a["workdir"]} | head for a in analyses for head in a["heads"]],
-    }  # fmt: skip
+    about = {"output": str(output), "sequences": first["sequences"], "seq_len": first["seq_len"], "comparison": rows}
+    heads = [{"run": a["workdir"]} | head for a in analyses for head in a["heads"]]
+    return about | {"runs": [a["workdir"] for a in analyses], "heads": heads}
 
 
 def by_p(analyses: list[dict]) -> Groups:

@@ -91,34 +91,28 @@ def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
         other = f"holds figures of another machine or other versions ({lines[0]['machine']}; this is {machine})"
         raise UsageError(f"--output={output}: {other}; choose another --output")
     sizes = sizes or (CPU if machine["platform"] == "cpu" else ACCELERATOR)
-    rows, left = lines[1:], 0
-    done = {(row["group"], row["name"]) for row in rows}
-    for group, name, measure in measurements(sizes):
-        if (group, name) in done:
-            continue
-        if time.monotonic() >= end:
-            left += 1
-            continue
+    rows, done = lines[1:], {(row["group"], row["name"]) for row in lines[1:]}
+    left = [entry for entry in measurements(sizes) if entry[:2] not in done]
+    while left and time.monotonic() < end:
+        group, name, measure = left.pop(0)
         row = {"group": group, "name": name} | _measure(measure)
         append_jsonl(file, row)
         rows.append(row)
         log.info("%s, %s: %s", _GROUPS[group], name, row.get("error") or f"{row['value']:,.6g} {row['unit']}")
     if left:
-        log.info("%d measurements are left: the same command goes on", left)
+        log.info("%d measurements are left: the same command goes on", len(left))
     rates = {row["name"]: row["value"] for row in rows if row["group"] == "machine"}
     rows = [row | {"share": row["used"] / rates[row["of"]]} if "used" in row else row for row in rows]
     groups = {title: [row for row in rows if row["group"] == group] for group, title in _GROUPS.items()}
-    written = page.write(folder, "suite", pictures(rows), machine=machine, groups=groups, left=left)
-    return {"output": str(written), "left": left, "machine": machine, "rows": rows}
+    written = page.write(folder, "suite", pictures(rows), machine=machine, groups=groups, left=len(left))
+    return {"output": str(written), "left": len(left), "machine": machine, "rows": rows}
 
 
 def describe_machine() -> dict:
     """Returns what figures depend on: the devices, the versions and the XLA flags."""
     device = jax.devices()[0]
-    return {
-        "platform": device.platform, "device": device.device_kind, "devices": jax.device_count(),
-        "jax": jax.__version__, "python": platform.python_version(), "xla_flags": xla_flags.in_force(),
-    }  # fmt: skip
+    versions = {"jax": jax.__version__, "python": platform.python_version(), "xla_flags": xla_flags.in_force()}
+    return {"platform": device.platform, "device": device.device_kind, "devices": jax.device_count()} | versions
 
 
 def measurements(sizes: Sizes) -> Iterator[tuple[str, str, Callable[[], dict]]]:

@@ -42,16 +42,15 @@ class SentencePieceTokenizer:
             if not self.processor.vocab_size():  # an empty file
                 raise RuntimeError
         except (OSError, RuntimeError) as error:
-            found = isinstance(error, RuntimeError)
-            reason = "it is not a SentencePiece model" if found else error.strerror or "no such file"
+            readable = isinstance(error, RuntimeError)
+            reason = "it is not a SentencePiece model" if readable else error.strerror or "no such file"
             raise UsageError(f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}") from None
         special = [getattr(self.processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
         if special != [PAD, EOS, BOS, UNKNOWN]:
             ids = "pad {}, eos {}, bos {}, unk {}"
-            raise UsageError(
-                f"config.data.tokenizer={path}: its special ids are {ids.format(*special)} (-1: none) and must be "
-                f"Gemma's, {ids.format(PAD, EOS, BOS, UNKNOWN)}; {remedy}"
-            )
+            found, wanted = ids.format(*special), f"Gemma's, {ids.format(PAD, EOS, BOS, UNKNOWN)}"
+            wrong = f"its special ids are {found} (-1: none) and must be {wanted}"
+            raise UsageError(f"config.data.tokenizer={path}: {wrong}; {remedy}")
         self.vocab_size = self.processor.vocab_size()
         space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
         self._space = space if UNKNOWN not in space else None  # None: the model does not fall back on bytes
@@ -79,5 +78,4 @@ def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
 
 def token_name(tokenizer: ByteTokenizer | SentencePieceTokenizer, token: int) -> str:
     """Returns a token as it can be shown: <bos>, or its text in quotes."""
-    names = {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}
-    return names.get(int(token)) or repr(tokenizer.decode([token]))
+    return {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}.get(int(token)) or repr(tokenizer.decode([token]))

@@ -24,6 +24,7 @@ _LINE_WIDTH = 110  # of text
 _CONTEXT = 3  # tokens shown on either side of a border
 _SCAN_TOKENS = 2**20  # tokens searched at a time for documents
 _SCANS = 64  # such intervals of a long store
+_QUANTILES = {"shortest": 0, "p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9, "p99": 0.99, "longest": 1}
 _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 
 
@@ -35,22 +36,24 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         raise UsageError(f"--plot={plot}: {none}; remove it")
     tokenizer = load_tokenizer(config.data.tokenizer)
     windows = open_windows(config.data, config.model.vocab_size, "train")
-    rows = min(rows, config.batch_size)
+    generated, rows = isinstance(windows, Synthetic), min(rows, config.batch_size)
     batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
     for row in range(rows):
         window = windows.at(step * config.batch_size + row, config.seed)
         print(f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ===")
-        if isinstance(windows, Synthetic):
-            lines = synthetic.describe(windows.window(window))
-        else:
-            lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
+        of_row = {name: values[row] for name, values in batch.items()}
+        lines = synthetic.describe(windows.window(window)) if generated else describe(of_row, tokenizer)
         print("\n".join(lines), end="\n\n")
     sources, lengths = [], {}
-    for weight, source in [] if isinstance(windows, Synthetic) else zip(windows.weights, windows.sources, strict=True):
+    for weight, source in [] if generated else zip(windows.weights, windows.sources, strict=True):
         lengths[source.name] = measured = document_lengths(source.store)
-        sources.append({"dataset": source.name, "weight": weight, **_summarize(measured, config.data.seq_len)})
-        quantiles = ", ".join(f"{key} {value:,}" for key, value in sources[-1]["document_tokens"].items())
-        print(f"{source.name}: document lengths in tokens: {quantiles}")
+        values = np.quantile(measured, list(_QUANTILES.values()), method="nearest").tolist()
+        quantiles, longer = dict(zip(_QUANTILES, values, strict=True)), float((measured > config.data.seq_len).mean())
+        about = {"documents_measured": len(measured), "document_tokens": quantiles}
+        about |= {"mean_document_tokens": round(float(measured.mean()), 1), "longer_than_window": round(longer, 4)}
+        sources.append({"dataset": source.name, "weight": weight} | about)
+        listed = ", ".join(f"{key} {value:,}" for key, value in quantiles.items())
+        print(f"{source.name}: document lengths in tokens: {listed}")
     if plot:
         draw_lengths(lengths, config.data.seq_len, plot)
     return {
@@ -68,17 +71,6 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     }
 
 
-def _summarize(lengths: np.ndarray, seq_len: int) -> dict:
-    names = ("shortest", "p10", "p25", "median", "p75", "p90", "p99", "longest")
-    values = np.quantile(lengths, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1], method="nearest")
-    return {
-        "documents_measured": len(lengths),
-        "document_tokens": dict(zip(names, values.tolist(), strict=True)),
-        "mean_document_tokens": round(float(lengths.mean()), 1),
-        "longer_than_window": round(float((lengths > seq_len).mean()), 4),
-    }
-
-
 def describe(row: Batch, tokenizer) -> Iterator[str]:
     """Yields lines that show one row of a batch: arrays [T] by name."""
     T, segments = len(row["tokens"]), row["segment_ids"]
@@ -90,7 +82,10 @@ def describe(row: Batch, tokenizer) -> Iterator[str]:
         tokens, positions = row["tokens"][start:stop], row["positions"][start:stop]
         opens = "" if tokens[0] == BOS else ", which began in the window before"
         ends = "" if tokens[-1] == EOS else ", goes on in the next window" if stop == T else ""
-        yield f"--- document {segments[start]}{opens}{ends}: tokens {start}..{stop - 1} at positions {_span(positions)}"
+        places = f"{positions[0]}..{positions[-1]}"
+        if (np.diff(positions) != 1).any():
+            places = f"{', '.join(map(str, positions[:4]))} .. {positions[-1]}"
+        yield f"--- document {segments[start]}{opens}{ends}: tokens {start}..{stop - 1} at positions {places}"
         for span, is_predicted in _by_weight(row, start, stop):
             indent = "    " if is_predicted else "    prompt, no loss | "
             for line in tokenizer.decode(row["tokens"][span]).splitlines():
@@ -152,12 +147,6 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"--plot={path}: cannot be written: {reason}") from error
-
-
-def _span(positions: np.ndarray) -> str:
-    if (np.diff(positions) == 1).all():
-        return f"{positions[0]}..{positions[-1]}"
-    return f"{', '.join(map(str, positions[:4]))} .. {positions[-1]}"
 
 
 def _by_weight(row: Batch, start: int, stop: int) -> Iterator[tuple[slice, bool]]:

@@ -58,15 +58,10 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
         raise UsageError(f"--output={output}: cannot be written: {reason}") from error
     tokenizer = load_tokenizer(str(path))
     tokens = sum(len(tokenizer.encode(sentence)) for sentence in sentences[:10_000])
-    return {
-        "model": str(path),
-        "vocab_size": tokenizer.vocab_size,
-        "model_type": model_type,
-        "fingerprint": tokenizer.fingerprint,
-        "sample_bytes": size,
-        "train_bytes": total,
-        "bytes_per_token": round(sum(map(len, sentences[:10_000])) / tokens, 3),
-    }
+    trained = {"model": str(path), "vocab_size": tokenizer.vocab_size, "model_type": model_type}
+    rate = round(sum(map(len, sentences[:10_000])) / tokens, 3)
+    sizes = {"sample_bytes": size, "train_bytes": total, "bytes_per_token": rate}
+    return trained | {"fingerprint": tokenizer.fingerprint} | sizes
 
 
 def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int]:

@@ -41,10 +41,8 @@ from prope.errors import LOST, RunFailed, Stopped, UsageError, as_ending, first_
 T = TypeVar("T")
 
 _MESSAGE_BYTES = 500  # of an error that is sent to all processes
-# Statuses of JAX's runtime, and what Gloo and NCCL say.
-_PEER_LOST = re.compile(
-    "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|heartbeat|Connection (closed|reset)|Gloo .* failed|remote process exited"
-)
+_STATUSES = "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):"  # of JAX's runtime; the rest is what Gloo and NCCL say
+_PEER_LOST = re.compile(f"{_STATUSES}|heartbeat|Connection (closed|reset)|Gloo .* failed|remote process exited")
 _RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
 _LOG_SECONDS = 60  # between lines of a process that waits
 _index, _count = 0, 1
@@ -162,15 +160,14 @@ def any_process(condition: bool) -> bool:
 @contextlib.contextmanager
 def raise_on_all() -> Iterator[None]:
     """Re-raises a UsageError of any process on every process, so that none waits for one that has ended."""
+    if _count == 1:
+        yield
+        return
     message = ""
     try:
         yield
     except UsageError as error:
-        if _count == 1:
-            raise
         message = str(error)
-    if _count == 1:
-        return
     wait()
     own = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES), np.uint8)
     for process, row in enumerate(np.asarray(multihost_utils.process_allgather(own))):
@@ -315,8 +312,6 @@ def _check_gpus(environ: Mapping[str, str]) -> None:
     local = int(np.sum(multihost_utils.process_allgather(host) == host)) if _count > 1 else 1
     visible, used = _visible_gpus(environ), local * jax.local_device_count()
     if used < visible:
-        raise UsageError(
-            f"{visible} GPUs are visible on {socket.gethostname()} and its {local} processes use {used}: start one "
-            "process for each, or one for the node with PROPE_PROCESSES_PER_NODE=node; or hide the others with "
-            "CUDA_VISIBLE_DEVICES"
-        )
+        idle = f"{visible} GPUs are visible on {socket.gethostname()} and its {local} processes use {used}"
+        remedy = "start one process for each, or one for the node with PROPE_PROCESSES_PER_NODE=node"
+        raise UsageError(f"{idle}: {remedy}; or hide the others with CUDA_VISIBLE_DEVICES")

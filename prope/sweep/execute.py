@@ -42,8 +42,7 @@ def record_sweep(directory: epath.Path, runs: list[Planned], grids: list[dict], 
             raise UsageError(f"{message} that has also the run {missing[0]}; name its values too{remedy}")
         differing = differences(base, from_dict(saved["config"]))
         swept = {name for grid in grids for name in grid}
-        differing = [line for line in differing if line.partition(":")[0] not in swept]
-        if differing:
+        if differing := [line for line in differing if line.partition(":")[0] not in swept]:
             raise UsageError(f"{message} of another config ({'; '.join(differing)}){remedy}")
     names = [{"name": run.name, "values": run.values} for run in runs]
     return {**source, "grids": grids, "runs": names, "config": base.to_dict()}
@@ -165,8 +164,7 @@ class Sweep:
             for start in range(MAX_RETRIES + 1):
                 if processes.stop_signal or self.read(run).state == "finished":
                     break
-                starts = "starts again" if start else "starts"
-                log.info("run %d of %d, %s: %s", number, len(self.runs), run.name, starts)
+                log.info("run %d of %d, %s: starts%s", number, len(self.runs), run.name, " again" if start else "")
                 command = run_command(self.backend, self.launcher_flags, self.directory, run)
                 if self.backend == "sky" and in_sky_queue(job_name(f"{self.directory.name}-{run.name}")):
                     log.info("%s: is in SkyPilot's queue already", run.name)

@@ -10,7 +10,7 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,8 +23,6 @@ from prope.runtime import processes
 from prope.runtime.files import NO_FILE, absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes
 from prope.workdir.reader import FILES, Damaged, find_damage, list_files
-
-T = TypeVar("T")
 
 _CHUNK = 2**24  # bytes of an array that are compressed, and read, together
 _MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
@@ -51,8 +49,8 @@ def list_steps(workdir: str | os.PathLike) -> list[int]:
 
 
 def newest_undamaged(
-    directory: epath.Path, steps: Sequence[int], read: Callable[[int], T], remedy: str | None = None
-) -> tuple[int, T]:
+    directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any], remedy: str | None = None
+) -> tuple[int, Any]:
     """Calls read(step) for each of `steps` until one does not raise Damaged; all processes take the same.
 
     Returns:

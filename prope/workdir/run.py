@@ -6,7 +6,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -19,8 +19,6 @@ from prope.runtime.files import as_path, check_writable, is_url, read_json, writ
 from prope.workdir.checkpoints import list_steps, newest_undamaged
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
-
-T = TypeVar("T")
 
 
 class Run:
@@ -39,7 +37,7 @@ class Run:
         check_same(config, self.checkpoint.config, f"{workdir}: config.json and checkpoint {self.step} disagree")
         self.init_hash: str = self.checkpoint.init_hash
 
-    def first_undamaged(self, read: Callable[["Run"], T]) -> tuple["Run", T]:
+    def first_undamaged(self, read: Callable[["Run"], Any]) -> tuple["Run", Any]:
         """(run, read(run)) of this checkpoint, or of the newest older one for which `read` does not raise Damaged.
 
         Where --step named this one, no other is tried.
@@ -48,7 +46,7 @@ class Run:
           UsageError: all are damaged.
         """
 
-        def read_one(step: int) -> tuple[Run, T]:
+        def read_one(step: int) -> tuple[Run, Any]:
             run = self if step == self.step else Run(self.workdir, self.config, [step])
             return run, read(run)
 
@@ -74,8 +72,7 @@ def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
         if config is None:
             error = "no run there (no config.json); give the --workdir that prope.train had"
             raise UsageError(f"--workdir={workdir}: {error}")
-    steps = list_steps(path)
-    if not steps:
+    if not (steps := list_steps(path)):
         raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")
     remedy = None  # training's
     if step is not None:
@@ -129,8 +126,7 @@ def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
             for below in sorted(folder.iterdir()):
                 yield from find(below)
 
-    runs = list(find(as_path("workdir", workdir)))
-    if not runs:
+    if not (runs := list(find(as_path("workdir", workdir)))):
         none = "no run there (no config.json), nor below it"
         raise UsageError(f"--workdir={workdir}: {none}; give the --workdir that prope.train had")
     return runs
@@ -149,8 +145,7 @@ def write_config(workdir: epath.Path, config: ConfigDict) -> None:
 
 def check_same(config: ConfigDict, other: ConfigDict, message: str, remedy: str = "") -> None:
     """Raises UsageError with every field in which `other` is another run than `config`."""
-    differing = config_lib.differences(config, other)
-    if differing:
+    if differing := config_lib.differences(config, other):
         raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
 
 

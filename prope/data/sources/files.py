@@ -14,7 +14,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import TypeVar
 
 import fsspec
 from etils import epath
@@ -23,7 +22,6 @@ from prope.data.sources.base import MAX_DOCUMENT, Chunk, Document, Source, TextR
 from prope.errors import UsageError
 from prope.runtime.files import is_url, read_json, retry_reads, write_atomic
 
-T = TypeVar("T")
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
 _GZIP_RATIO = 3  # about how much gzip shrinks text
@@ -139,10 +137,10 @@ def _open(path: epath.Path):
     return gzip.open(file) if path.suffix == ".gz" else file if is_url(path) else path.open("rb")
 
 
-def _retry(path: epath.Path, read: Callable[[], T]) -> T:
+def _retry(path: epath.Path, read: Callable):
     """Calls `read`, again where the storage fails; a damaged gzip file becomes a UsageError that names it."""
 
-    def checked() -> T:
+    def checked():
         try:
             return read()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -57,10 +57,8 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
             key, copied = f"{shard.name} from record {start}", str(shard) if is_url(shard) else ""
             chunks.append(Chunk(key, (stop - start) * size // number, read_chunk, copied))
     # Not the file format: the same records in another container are the same documents.
-    identity = {
-        "dataset": name, "version": str(info.version), **rule.identity,
-        "shard_lengths": list(split.shard_lengths), "num_bytes": size,
-    }  # fmt: skip
+    identity = {"dataset": name, "version": str(info.version), **rule.identity}
+    identity |= {"shard_lengths": list(split.shard_lengths), "num_bytes": size}
     return Source(name, identity, tuple(chunks))
 
 

@@ -126,10 +126,9 @@ def _named_errors(cache: str):
             full = "the disk is full; a store needs room for itself and, until it is done, for its chunks"
             remedy = "Finished chunks are kept: free some space and run the same command again"
             raise UsageError(f"{place}: {full}. {remedy}") from error
-        if isinstance(error, OSError):
-            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {error.strerror}") from error
-        if isinstance(error, ValueError) and is_url(cache):
-            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {first_line(error)}") from error
+        if isinstance(error, OSError) or (isinstance(error, ValueError) and is_url(cache)):
+            reason = getattr(error, "strerror", None) or first_line(error)
+            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {reason}") from error
         raise
 
 
@@ -199,11 +198,9 @@ def prepare(config: ConfigDict) -> dict:
         return results[0]
     weights = [weight for weight, _ in sources]
     total = {name: sum(result[name] for result in results) for name in ("tokens", "documents", "bytes", "seconds")}
-    return {
-        "store": [result["store"] for result in results], **total,
-        "fingerprint": arrays.mixture_fingerprint(weights, stores),
-        "sources": [{"weight": weight, **result} for weight, result in zip(weights, results, strict=True)],
-    }  # fmt: skip
+    total |= {"fingerprint": arrays.mixture_fingerprint(weights, stores)}
+    parts = [{"weight": weight, **result} for weight, result in zip(weights, results, strict=True)]
+    return {"store": [result["store"] for result in results]} | total | {"sources": parts}
 
 
 def _summary(store: Store, stats: dict, seconds: float) -> dict:
@@ -217,8 +214,5 @@ def _summary(store: Store, stats: dict, seconds: float) -> dict:
             "worker_tokens_per_second": round(stats["tokens"] / stats["worker_seconds"]),
             "tokenizer_tokens_per_second": round(stats["tokens"] / max(stats["tokenizer_seconds"], 1e-9)),
         }
-    return {
-        "store": str(store.path), **total, "fingerprint": store.fingerprint, "prepared": bool(stats),
-        "seconds": round(seconds, 3), **speeds, **{split: store.index[split] for split in SPLITS},
-        "empty": store.index["empty"],
-    }  # fmt: skip
+    made = {"fingerprint": store.fingerprint, "prepared": bool(stats), "seconds": round(seconds, 3)}
+    return {"store": str(store.path)} | total | made | speeds | {name: store.index[name] for name in (*SPLITS, "empty")}
