@@ -8,8 +8,8 @@ Command    python launch/sweep.py --config=configs/encodings_synthetic.py --work
            python -m prope.report --sweep=W
            encodings_synthetic.py:cope is one encoding; :rates has 3 learning rates, and :tiny tries the plumbing.
 Hardware   Two CPU cores and 1 GB of memory.
-Hours      1.3: 42 runs of 2 minutes, as synthetic.py's; :rates 0.9, for a task is learnt all at once, so that fewer
-           steps tell little. Computed, not measured.
+Hours      1.3: 42 runs of 2 minutes, as synthetic.py's; :rates the same, for a task is learnt all at once, so that
+           fewer steps would tell little. Computed, not measured.
 Expected   Not yet run. synthetic.py has the results of nope, p_rope_0.75 and rope.
 """
 

@@ -11,7 +11,8 @@ What       wiki_sample.py in each encoding, 3 seeds each. They differ in nothing
                rope_id                half of the pairs, from a turn in 32 tokens to two turns in length (RoPE-ID); its
                                       factor on the logits of longer windows is left out
                base_length            wavelength = length (FMRoPE); another one in longer windows is left out
-               base_bound             the least wavelength at which no distance within length is penalised: 3441
+               base_bound             the least wavelength with which the sum of the pairs' cosines is negative at no
+                                      distance within length (2405.14591): 3441
                rnope_swa              three RoPE layers that see length / 4 tokens, then one that sees all and does
                                       not rotate
 Command    python launch/sweep.py --config=configs/encodings_wiki.py --workdir=W --config.data.data_dir=DATA

@@ -187,13 +187,13 @@ def test_a_page_of_methods_compares_them_with_rope(made):
 
 
 def test_a_long_legend_stands_below_the_panels():
-    for count in (8, 9):
+    for count in (6, 7):
         curves = {f"m{i}": {0: {1.0: 1.0, 2.0: 2.0}} for i in range(count)}
         picture = pictures.curves_picture("loss", "", "x", "y", curves, dict.fromkeys(curves, "m0"))
         figure = matplotlib.figure.Figure(figsize=(4, 4))
         picture.draw(figure)
         inside, below = figure.axes[0].get_legend(), figure.legends
-        assert ((inside is None), len(below)) == ((False, 0) if count == 8 else (True, 1))
+        assert ((inside is None), len(below)) == ((False, 0) if count == 6 else (True, 1))
         (shown,) = below or [inside]
         assert [text.get_text() for text in shown.get_texts()] == list(curves)
 

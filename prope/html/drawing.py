@@ -113,9 +113,10 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
 def legend(axes) -> None:
     """Adds a legend, below all panels where it is too long to stand in one."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(labels) <= 8:
+    if len(labels) <= 6:
         axes.legend(loc="best")
     else:
-        figure, columns = axes.figure, int(axes.figure.get_figwidth() // 1.9)
+        figure, inches = axes.figure, 0.7 + 0.1 * max(map(len, labels))  # of the widest entry
+        columns = max(int(figure.get_figwidth() // inches), 1)
         figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(labels) // columns))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
