@@ -141,7 +141,7 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
     if size == "full":
         return config
     if isinstance(config.model.rope_percentage, tuple):
-        set_layer_percentages(config, config.model.rope_percentage[:2])
+        set_layer_percentages(config, [config.model.rope_percentage[i] for i in (0, -1)])
     if config.model.layer_types:
         config.model.layer_types, config.model.sliding_window = ("sliding_attention", "full_attention"), 16
     groups = config.model.num_heads // config.model.num_kv_heads

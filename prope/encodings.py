@@ -130,6 +130,13 @@ LOGIT_SCALES = {
     "yarn": ("rope_scaling_factor",),
     "drope": ("rope_scaling_factor", "logit_scale_coefficient"),
 }
+
+
+def can_rescale(rope_type: str, scaling: str | None) -> bool:
+    """Tells whether a scaling, some of which change the wavelength or go by it, applies to a rope_type."""
+    return scaling not in ("ntk", "dynamic", "yarn") or "max_wavelength" in TYPES[rope_type][1]
+
+
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # All fields of the encoding in config.model.
 FIELDS = {

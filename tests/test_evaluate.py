@@ -367,6 +367,18 @@ def test_an_encoding_is_rescaled_for_the_evaluation_alone(runs, base, encoding, 
     assert (runs / "rope" / "eval.jsonl").read_text() == lines, "both were computed before"
 
 
+def test_runs_that_cannot_be_rescaled_are_left_out(runs, base):
+    edit(
+        runs / "nope",
+        base,
+        **{"model.rope_percentage": 1.0, "model.rope_type": "rope_id", "model.original_seq_len": 128},
+    )
+    (record,) = ask(runs, encoding="yarn", seq_len="2x")
+    assert record["workdir"] == str(runs / "rope")
+    with pytest.raises(UsageError, match="rope_scaling_type=yarn: needs a wavelength, which rope_type=rope_id has not"):
+        ask(runs / "nope", encoding="yarn")
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

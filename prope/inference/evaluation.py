@@ -16,7 +16,7 @@ from prope import sharding
 from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.windows import Windows
-from prope.encodings import SCALINGS, describe, rotated_pairs
+from prope.encodings import SCALINGS, can_rescale, describe, rotated_pairs
 from prope.errors import UsageError
 from prope.inference.losses import Selection, make_evaluation, select
 from prope.runtime import processes
@@ -144,6 +144,11 @@ def evaluations(options: Options) -> Iterator[dict]:
             continue
         for step in list_steps(workdir) if options.step == "all" else [options.step]:
             run = open_run(workdir, None if step is None else int(step))
+            if len(runs) > 1 and not can_rescale(run.config.model.rope_type, options.encoding):
+                log.info(
+                    "%s: left out, for rope_type %s has no wavelength to scale", workdir, run.config.model.rope_type
+                )
+                continue
             with processes.raise_on_all():
                 plan.append((run, _open_lengths(run, options, opened)))
     if options.max_windows and any(len(lengths) > 1 for _, lengths in plan):

@@ -44,7 +44,9 @@ def splash(query, key, value, segment_ids=None, window: int | None = None, block
     G, T, H = query.shape[2:]
     kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
     *sizes, fused = blocks or choose_blocks(kind, H)
-    queries, keys, at_once, at_once_backward = (math.gcd(size, T) for size in sizes)  # powers of two
+    # Larger blocks than the window would skip few of the keys that it hides.
+    largest = T if window is None else 1 << max(9, (window - 1).bit_length())
+    queries, keys, at_once, at_once_backward = (math.gcd(min(size, largest), T) for size in sizes)  # powers of two
     block_sizes = kernel.BlockSizes(
         block_q=queries, block_kv=keys, block_kv_compute=at_once,
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once_backward,

@@ -116,8 +116,8 @@ def _check_encoding(model: ConfigDict, require: Callable) -> None:
         known = f"there is none{nearest(model[name], table)}; must be one of {', '.join(table)}"
         require(f"model.{name}", model[name] in table, known)
         taken |= {*table[model[name]]}
-    by_wavelength = model.rope_scaling_type not in ("ntk", "dynamic", "yarn") or "max_wavelength" in taken
-    require("model.rope_scaling_type", by_wavelength, f"needs a wavelength, which rope_type={model.rope_type} has not")
+    scales = encodings.can_rescale(model.rope_type, model.rope_scaling_type)
+    require("model.rope_scaling_type", scales, f"needs a wavelength, which rope_type={model.rope_type} has not")
     for kind in pattern:
         known = f"there is no {kind}{nearest(kind, encodings.LAYER_TYPES)}; it takes {', '.join(encodings.LAYER_TYPES)}"
         require("model.layer_types", kind in encodings.LAYER_TYPES, known)
