@@ -13,7 +13,7 @@ import time
 
 _context = multiprocessing.get_context("forkserver")
 _preload = ("prope.inference.evaluation", "prope.inference.generation", "prope.train")
-_context.set_forkserver_preload(["forks", "matplotlib.figure", *_preload])
+_context.set_forkserver_preload(["forks", "grain", "jinja2", "matplotlib.figure", *_preload])
 
 
 class Command:
