@@ -88,10 +88,12 @@ def test_p_floors_to_the_same_pairs_in_transformers(gemma, d):
         assert turned.sum() == rotated_pairs(config.model), p
 
 
-def test_transformers_reads_the_tokenizer_with_its_bos(gemma, tmp_path, sentencepiece_model):
+@pytest.mark.parametrize("fields", [{}, {"use_qk_norm": True}])
+def test_transformers_reads_the_tokenizer_with_its_bos(gemma, tmp_path, sentencepiece_model, fields):
+    """Gemma's, beside another class, too."""
     import transformers
 
-    make_run(tmp_path / "run", tokenizer=sentencepiece_model)
+    make_run(tmp_path / "run", tokenizer=sentencepiece_model, **fields)
     export_hf.export(tmp_path / "run", tmp_path / "hf")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), load_tokenizer(sentencepiece_model)
     for text in articles(20):

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from exchange import edit, make_run, save, stored
+from exchange import edit, save, stored
 
 from prope.errors import UsageError
 from prope.hf import exporter as export_hf
@@ -43,7 +43,7 @@ def rope(**fields):
         ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0: must be a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads=0: must be a positive integer"),
         ({"head_dim": 63}, "head_dim=63: must be even"),
-        (rope(rope_type="linear", factor=2.0), '"rope_type": "linear".*only rope_type default, and proportional'),
+        (rope(rope_type="longrope", factor=2.0), '"rope_type": "longrope".*only rope_type default, proportional with'),
         (rope(rope_type="yarn"), '"rope_type": "yarn".*only rope_type default'),
         (rope(factor=8.0), '"factor": 8.0.*only .*proportional with factor 1'),
         (rope(full_attention={}), "full_attention.*only rope_type default"),
@@ -124,13 +124,6 @@ def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model, caplog
     assert import_hf.import_run(exported, tmp_path / "own")["tokenizer"] == str(tmp_path / "own" / "tokenizer.model")
     assert import_hf.import_run(exported, tmp_path / "both", tokenizer=sentencepiece_model)
     refused(tmp_path, "--tokenizer=byte: .*tokenizer.model is there and is another one", tokenizer="byte")
-
-
-def test_layers_that_differ_in_p_are_not_exported(tmp_path):
-    make_run(tmp_path / "run", (1, 0.25))
-    with pytest.raises(UsageError, match=r"rope_percentage=\(1.0, 0.25\): GemmaForCausalLM has one p for all layers"):
-        export_hf.export(tmp_path / "run", tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
 
 
 def test_what_is_there_is_left_alone(tmp_path, exported):

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in the format of transformers' GemmaForCausalLM."""
+"""Writes a checkpoint in the format of transformers' GemmaForCausalLM, or of another class that computes it."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.data.tokenizer import UNKNOWN, load_tokenizer
-from prope.encodings import rotated_pairs
+from prope.encodings import describe, rotated_pairs
 from prope.hf import gemma
 from prope.hf.tensors import write_tensors
 from prope.runtime.files import as_path, check_new, new_directory
@@ -21,7 +21,7 @@ log = logging.getLogger("prope")
 def export(workdir: str, output: str, step: int | None = None, dtype: str = "float32") -> dict:
     """Writes the checkpoint of a step, by default the newest, to a new directory; returns the command's result.
 
-    Raises UsageError where there is no such checkpoint, transformers' Gemma cannot express it, or `output` exists.
+    Raises UsageError where there is no such checkpoint, transformers has no class for it, or `output` exists.
     """
     target = as_path("output", output)
     check_new("output", target)
@@ -29,13 +29,9 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     config = run.config
     texts = json_files(config, dtype)
     tensors = gemma.tensors(config.model)
-    pairs = rotated_pairs(config.model)
 
     def write(run: Run) -> None:
-        log.info(
-            "exporting step %d of %s in %s; p-RoPE rotates %s of %d pairs", run.step, workdir, dtype, pairs,
-            config.model.head_dim // 2,
-        )  # fmt: skip
+        log.info("exporting step %d of %s in %s; %s", run.step, workdir, dtype, describe(config.model))
         with new_directory("output", target) as directory:
             for name, values in texts.items():
                 (directory / name).write_text(json.dumps(values, indent=2) + "\n")
@@ -49,11 +45,12 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     run, _ = run.first_undamaged(write)
     return {
         "output": str(target),
+        "class": texts["config.json"]["architectures"][0],
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "dtype": dtype,
         "step": run.step,
         "rope_percentage": config.model.rope_percentage,
-        "rotated_pairs": pairs,
+        "rotated_pairs": rotated_pairs(config.model),
         "workdir": str(workdir),
     }
 

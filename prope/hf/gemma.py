@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 
 from prope.config import default_config
 from prope.data.tokenizer import BOS, EOS, PAD
-from prope.encodings import layer_percentages
 from prope.errors import UsageError
+from prope.hf.rotation import choose_class, read_rotation
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
 from prope.runtime.validate import validate
@@ -37,6 +37,8 @@ _LAYER = (
     ("mlp.down_proj", "mlp/linear", (), "FD", "D F"),
     ("input_layernorm", "pre_attention_norm/scale", (), "D", "D"),
     ("post_attention_layernorm", "pre_ffw_norm/scale", (), "D", "D"),
+    ("self_attn.q_norm", "attn/query_norm/scale", (), "H", "H"),  # these two with QK-norm only
+    ("self_attn.k_norm", "attn/key_norm/scale", (), "H", "H"),
 )
 _SIZES = {
     "hidden_size": "embed_dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "num_layers",
@@ -67,10 +69,15 @@ class Tensor:
     layer: int | None  # of the parameter, if it is stacked
     index: tuple[int, ...]  # of the matrix, if the parameter holds two
     order: tuple[int, ...]  # of the matrix's axes in the file, some of which are one axis there
+    scale: float = 1.0  # the file holds scale * (parameter + offset)
+    offset: float = 0.0
 
     def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Returns the tensor in the file's layout, C-contiguous, from the parameter, or its layer if it is stacked."""
-        return np.ascontiguousarray(parameter[self.index].transpose(self.order), dtype).reshape(self.shape)
+        matrix = parameter[self.index].transpose(self.order)
+        if (self.scale, self.offset) != (1, 0):
+            matrix = self.scale * (matrix + self.offset)
+        return np.ascontiguousarray(matrix, dtype).reshape(self.shape)
 
     def write(self, parameter: np.ndarray, values: np.ndarray) -> None:
         """Copies the tensor's values into the parameter."""
@@ -85,11 +92,16 @@ def tensors(config: ConfigDict) -> list[Tensor]:
         "D": config.embed_dim, "N": config.num_heads, "K": config.num_kv_heads, "H": config.head_dim,
         "F": config.hidden_dim, "V": config.vocab_size,
     }  # fmt: skip
+    gemma = choose_class(config)[0] == "GemmaForCausalLM"
+    # SmolLM3 and Mellum neither add 1 to norms nor multiply the embedding by sqrt(D). That is also the output matrix,
+    # for which the final norm takes the factor back.
+    scales = {} if gemma else {"embed_tokens": config.embed_dim**0.5, "norm": config.embed_dim**-0.5}
 
     def tensor(name, parameter, layer, index, here, there):
         shape = tuple(math.prod(sizes[axis] for axis in axes) for axes in there.split())
         order = tuple(here.index(axis) for axis in there.replace(" ", ""))
-        return Tensor(f"model.{name}.weight", shape, tuple(parameter.split("/")), layer, index, order)
+        path, offset = tuple(parameter.split("/")), float(not gemma and parameter.endswith("scale"))
+        return Tensor(f"model.{name}.weight", shape, path, layer, index, order, scales.get(name, 1.0), offset)
 
     result = [
         tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D"),
@@ -97,26 +109,19 @@ def tensors(config: ConfigDict) -> list[Tensor]:
         *(
             tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, *axes)
             for layer in range(config.num_layers)
-            for name, parameter, *axes in _LAYER
+            for name, parameter, *axes in (_LAYER if config.use_qk_norm else _LAYER[:-2])
         ),
     ]
     return sorted(result, key=lambda tensor: tensor.name)
 
 
 def to_hf(config: ConfigDict, dtype: str) -> dict:
-    """Returns config.json for a run's config and the dtype of the tensors; raises UsageError if layers differ in p."""
-    percentages = set(layer_percentages(config.model))
-    if len(percentages) > 1:
-        raise UsageError(
-            f"config.model.rope_percentage={config.model.rope_percentage}: GemmaForCausalLM has one p for all layers; "
-            "only a run with one number can be exported"
-        )
-    (p,) = percentages
-    wavelength = config.model.max_wavelength
-    rope = {"rope_type": "proportional", "rope_theta": wavelength, "partial_rotary_factor": float(p)}
+    """Returns config.json for a run's config and the dtype of the tensors; raises UsageError if none computes it."""
+    name, encoding = choose_class(config.model)
+    rope, head_dim = encoding["rope_parameters"], config.model.head_dim
     values = {
-        "architectures": ["GemmaForCausalLM"],
-        "model_type": "gemma",
+        "architectures": [name],
+        "model_type": name.removesuffix("ForCausalLM").lower(),
         **{theirs: config.model[ours] for theirs, ours in _SIZES.items()},
         "max_position_embeddings": config.data.seq_len,
         "hidden_act": _GELU,
@@ -125,14 +130,16 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": True,
-        "rope_parameters": rope,
-        "rope_theta": wavelength,
+        **encoding,
+        "rope_theta": rope.get("rope_theta", config.model.max_wavelength),
         **SPECIAL_IDS,
         "dtype": dtype,
     }
-    # transformers 4 does not know rope_parameters and would rotate every pair; at this field it stops.
-    if num_rotated_pairs(config.model.head_dim, p) < config.model.head_dim // 2:
+    # transformers 4 does not know rope_parameters and would rotate every pair; this field it reads, or stops at it.
+    if "rope_type" in rope and num_rotated_pairs(head_dim, rope.get("partial_rotary_factor", 0)) < head_dim // 2:
         values["rope_scaling"] = rope
+    if config.model.rope_scaling_type == "dynamic":
+        values["max_position_embeddings"] = config.model.original_seq_len  # which transformers scales by
     return values
 
 
@@ -147,7 +154,7 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
         if value not in allowed:
             raise UsageError(
                 f"{path}: {name}={json.dumps(value)}: only {' or '.join(map(json.dumps, allowed))} can be imported, "
-                "as in Gemma 1 (google/gemma-2b, google/gemma-7b) and what prope.export_hf writes"
+                "as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf writes it"
             )
 
     def size(name: str, default: int | None = None) -> int:
@@ -160,44 +167,16 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     config = default_config()
     for theirs, ours in _SIZES.items():
         config.model[ours] = size(theirs)
-    config.model.max_wavelength, config.model.rope_percentage = _rope(path, values)
     config.model.dtype = "bfloat16" if values.get("dtype", values.get("torch_dtype")) == "bfloat16" else "float32"
     tokens = config.eval.batch_size * config.data.seq_len
     config.data.seq_len = size("max_position_embeddings", 8192)
     config.eval.batch_size = max(1, tokens // config.data.seq_len)  # as many tokens at a time as by default
     try:
+        config.model.update(read_rotation(values))
         validate(config)
-    except UsageError as error:
+    except (TypeError, UsageError) as error:
         raise UsageError(f"{path}: {error}") from None
     return config, values
-
-
-def _rope(path: epath.Path, values: dict) -> tuple[float, float]:
-    """Returns (max_wavelength, rope_percentage), as transformers reads them: rope_scaling, the older name, first."""
-    fields = [values[name] for name in ("rope_scaling", "rope_parameters") if values.get(name)] or [{}]
-    # The releases have only rope_theta: every pair is rotated.
-    theta, p = values.get("rope_theta", 1e4), values.get("partial_rotary_factor", 1)
-    absent = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": p, "factor": 1}
-    ropes = [absent | {{"type": "rope_type"}.get(name, name): value for name, value in rope.items()} for rope in fields]
-    if ropes[0] != ropes[-1]:
-        raise UsageError(
-            f"{path}: rope_scaling={fields[0]} and rope_parameters={fields[1]} differ; remove the wrong one"
-        )
-    rope = ropes[0]
-    if rope["rope_type"] not in ("default", "proportional") or rope["factor"] != 1 or rope.keys() != absent.keys():
-        raise UsageError(
-            f"{path}: the rotation is {json.dumps(rope)}: only rope_type default, and proportional with factor 1, can "
-            "be imported"
-        )
-    theta, p = rope["rope_theta"], rope["partial_rotary_factor"]
-    if type(p) not in (int, float) or not 0 <= p <= 1 or (rope["rope_type"] == "default" and p != 1):
-        raise UsageError(
-            f"{path}: partial_rotary_factor={json.dumps(p)}: must be a fraction in [0, 1] with rope_type proportional, "
-            "and 1 with default"
-        )
-    if type(theta) not in (int, float):
-        raise UsageError(f"{path}: rope_theta={json.dumps(theta)}: must be a number; it is 10000.0 in Gemma 1")
-    return float(theta), float(p)
 
 
 def read_json(path: epath.Path) -> dict:

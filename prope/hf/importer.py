@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from prope import model
 from prope.cost.flops import num_parameters
 from prope.data.tokenizer import load_tokenizer
-from prope.encodings import rotated_pairs
+from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError
 from prope.hf import gemma
 from prope.hf.tensors import Stored, open_tensors, some
@@ -71,18 +71,16 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
         write_config(directory, config)
         identity = {"config": config.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
-    pairs = rotated_pairs(config.model)
     log.info(
-        "%s parameters, computed in %s; p-RoPE rotates %d of %d pairs; tokenizer %s",
-        f"{num_parameters(params):,}", config.model.dtype, pairs, config.model.head_dim // 2,
-        config.data.tokenizer,
+        "%s parameters, computed in %s; %s; tokenizer %s",
+        f"{num_parameters(params):,}", config.model.dtype, describe(config.model), config.data.tokenizer,
     )  # fmt: skip
     return {
         "workdir": str(path),
         "parameters": num_parameters(params),
         "step": 0,
         "rope_percentage": config.model.rope_percentage,
-        "rotated_pairs": pairs,
+        "rotated_pairs": rotated_pairs(config.model),
         "tokenizer": config.data.tokenizer,
         "init_hash": init_hash,
     }
