@@ -199,7 +199,9 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
     try:
         yield temporary
         check_new(flag, path)
-        temporary.rename(path)  # replaces an empty directory
+        if path.exists():  # and is empty; epath renames to no directory that is there
+            path.rmdir()
+        temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
