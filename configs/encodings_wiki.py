@@ -27,7 +27,7 @@ Command    python launch/sweep.py --config=configs/encodings_wiki.py --workdir=W
            Longer windows by rescaling: prope.evaluate --workdir=W/config=rope,seed=0 --seq_len=2x,4x --encoding=yarn;
            rope_id has no wavelength to rescale
 Hardware   Two CPU cores and 2 GB of memory.
-Hours      3.4: 45 runs of 4.5 minutes, as wiki_sample.py's; :rates 0.9. Computed, not measured.
+Hours      2.6: 45 runs of 3.5 minutes, as wiki_sample.py's; :rates 0.7. Computed, not measured.
 Expected   Not yet run. wiki_sample.py has the results of rope, nope and p_rope_*.
 """
 
