@@ -3,7 +3,9 @@
 Files of chunk n: `n.train` and `n.validation`, elements as in the store, and then `n.json`.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ import signal
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 
 import numpy as np
@@ -52,16 +55,15 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
     start = time.perf_counter()
     counts = {"tokens": 0, "documents": 0, "bytes": 0, "given": 0, "crc": 0}
     record = {"empty": 0, "read": 0, "tokenizer_seconds": 0.0} | {split: dict(counts) for split in SPLITS}
-    contents = {split: bytearray() for split in SPLITS}
-    for document in chunk.read():
-        if not document.text[document.prompt_bytes :].strip():  # nothing to predict
-            record["empty"] += 1
-            continue
-        split = "validation" if is_validation(document.text, _validation_fraction) else "train"
-        record["read"] += len(document.text)
-        record["tokenizer_seconds"] += _append(document, contents[split], record[split])
-    for split, content in contents.items():
-        write_atomic(folder / f"{number}.{split}", content)
+    with contextlib.ExitStack() as stack:
+        files = {split: stack.enter_context(_new_file(folder / f"{number}.{split}")) for split in SPLITS}
+        for document in chunk.read():
+            if not document.text[document.prompt_bytes :].strip():  # nothing to predict
+                record["empty"] += 1
+                continue
+            split = "validation" if is_validation(document.text, _validation_fraction) else "train"
+            record["read"] += len(document.text)
+            record["tokenizer_seconds"] += _append(document, files[split], record[split])
     record["seconds"] = time.perf_counter() - start
     write_atomic(folder / f"{number}.json", json.dumps(record))
     return record
@@ -82,8 +84,20 @@ def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, d
     return elements if zlib.crc32(elements) == record[split]["crc"] else None
 
 
-def _append(document: Document, content: bytearray, counts: dict) -> float:
-    """Appends <bos>, the tokens, <eos>, and adds to `counts`; returns the seconds spent in the tokenizer."""
+@contextlib.contextmanager
+def _new_file(path: pathlib.Path) -> Iterator[io.BufferedWriter]:
+    """Yields a file that gets its name when the context ends without an error."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb", buffering=2**20) as file:
+            yield file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
+    """Writes <bos>, the tokens, <eos>, and adds to `counts`; returns the seconds spent in the tokenizer."""
     start = time.perf_counter()
     # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
     prompt = [_tokenizer.encode(segment) for segment in _segments(document.text[: document.prompt_bytes])]
@@ -94,8 +108,9 @@ def _append(document: Document, content: bytearray, counts: dict) -> float:
     elements = np.concatenate(tokens, dtype=dtype, casting="unsafe")  # ids fit: below vocab_size
     prompt_tokens = sum(map(len, prompt))
     elements[1 : 1 + prompt_tokens] |= prompt_bit(dtype)
-    content += elements.data.cast("B")
-    counts["crc"] = zlib.crc32(elements, counts["crc"])
+    data = elements.tobytes()
+    file.write(data)
+    counts["crc"] = zlib.crc32(data, counts["crc"])
     counts["tokens"] += len(elements)
     counts["documents"] += 1
     counts["bytes"] += len(document.text) - document.prompt_bytes
