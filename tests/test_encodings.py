@@ -144,18 +144,15 @@ def test_frequencies_are_those_of_transformers(d, kind, fields, values):
     transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    named = {"rope_type": kind if kind != "partial" else "default", "rope_theta": 1e4}
-    config = transformers.GPTNeoXConfig(
-        hidden_size=4 * d, num_attention_heads=4, max_position_embeddings=512, rope_parameters=named | values
-    )
+    named = {"rope_type": "default" if kind == "partial" else kind, "rope_theta": 1e4} | values
+    sizes = {"hidden_size": 4 * d, "num_attention_heads": 4, "max_position_embeddings": 512, "rope_parameters": named}
     if kind == "partial":
         from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
+        config = transformers.GPTNeoXConfig(**sizes)
         theirs, scale = GPTNeoXRotaryEmbedding.compute_default_rope_parameters(config, device=None)
     else:
-        config.head_dim = d
-        theirs, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, seq_len=2048)
-    if kind != "partial":
+        theirs, scale = ROPE_INIT_FUNCTIONS[kind](transformers.LlamaConfig(**sizes), device=None, seq_len=2048)
         fields = {"rope_scaling_type": kind, "rope_scaling_factor": values["factor"]}
         fields |= {"original_seq_len": 512} if kind != "linear" else {}
     ours = small(head_dim=d, **({"rope_percentage": 1.0} | fields))
