@@ -284,7 +284,7 @@ def test_scan_and_remat_change_nothing(scan_layers, remat):
     other_loss, other_gradient = gradient_of(small(scan_layers=scan_layers, remat=remat), *arguments)
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
     for expected, actual in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=5e-6 * np.abs(expected).max())  # by vector width
 
 
 @pytest.mark.slow
