@@ -103,9 +103,14 @@ def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
         log.info("%d measurements are left: the same command goes on", len(left))
     rates = {row["name"]: row["value"] for row in rows if row["group"] == "machine"}
     rows = [row | {"share": row["used"] / rates[row["of"]]} if "used" in row else row for row in rows]
-    groups = {title: [row for row in rows if row["group"] == group] for group, title in _GROUPS.items()}
-    written = page.write(folder, "suite", pictures(rows), machine=machine, groups=groups, left=len(left))
+    written = write_page(folder, machine, rows, len(left))
     return {"output": str(written), "left": len(left), "machine": machine, "rows": rows}
+
+
+def write_page(folder: epath.Path, machine: dict, rows: list[dict], left: int) -> epath.Path:
+    """Writes the rows as tables by group, with curves over length; returns the page's path."""
+    groups = {title: [row for row in rows if row["group"] == group] for group, title in _GROUPS.items()}
+    return page.write(folder, "suite", pictures(rows), machine=machine, groups=groups, left=left)
 
 
 def describe_machine() -> dict:
