@@ -46,7 +46,7 @@ def hard_clip_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int)
 
 
 def clipped_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
-    """RoPE whose slowest n pairs are slowed down by a cosine over the index, to 0 (CoPE, 2602.05258, its code)."""
+    """RoPE whose slowest n pairs are slowed by a cosine of the index, down to 0 (CoPE, 2602.05258, by its code)."""
     freqs = frequencies(head_dim, max_wavelength)
     if clip_low_n == 1:
         raise ValueError("clip_low_n=1: the taper needs two pairs or more; rope_type hard_clip drops one")
@@ -130,13 +130,6 @@ LOGIT_SCALES = {
     "yarn": ("rope_scaling_factor",),
     "drope": ("rope_scaling_factor", "logit_scale_coefficient"),
 }
-
-
-def can_rescale(rope_type: str, scaling: str | None) -> bool:
-    """Tells whether a scaling, some of which change the wavelength or go by it, applies to a rope_type."""
-    return scaling not in ("ntk", "dynamic", "yarn") or "max_wavelength" in TYPES[rope_type][1]
-
-
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # All fields of the encoding in config.model.
 FIELDS = {
@@ -144,6 +137,11 @@ FIELDS = {
     "local_rope_percentage", *(name for _, names in TYPES.values() for name in names),
     *(name for names in (SCALINGS | LOGIT_SCALES).values() for name in names),
 }  # fmt: skip
+
+
+def can_rescale(rope_type: str, scaling: str | None) -> bool:
+    """Tells whether a scaling, some of which change the wavelength or go by it, applies to a rope_type."""
+    return scaling not in ("ntk", "dynamic", "yarn") or "max_wavelength" in TYPES[rope_type][1]
 
 
 def layer_windows(model) -> list[int | None]:

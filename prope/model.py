@@ -84,7 +84,7 @@ def decode(
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Returns `hidden_states` of T more tokens, from position `first` of each row on, and the cache with them.
 
-    A token sees the slots up to its own position; later slots may hold anything. `params` has "layers" as a list.
+    A token sees the slots up to its own position; later slots may hold anything. `params` has "layers" as a tuple.
     """
     positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     return _run(config, params, tokens, positions, cache=cache, first=first)

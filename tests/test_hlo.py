@@ -301,7 +301,7 @@ TPU = """__import__("jax.experimental.topologies").experimental.topologies.get_t
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="pip install -e '.[tpu]', as .ci/run does")
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu: pip install -e '.[tpu]'")
 def test_a_program_for_a_tpu_slice_that_is_not_there(tmp_path):
     environment = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
     check(run_program(TPU, tmp_path, **environment), 16, 2048, 2)

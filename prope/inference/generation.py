@@ -120,7 +120,7 @@ def empty_cache(config: ConfigDict, batch: int, length: int) -> model.Cache:
 
 
 def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
-    """Makes "layers" a list of the parameters of each layer, with matrices in `config.dtype`, for `model.decode`."""
+    """Makes "layers" a tuple of the parameters of each layer, with matrices in `config.dtype`, for `model.decode`."""
     layers = jax.tree.map(lambda x: jnp.unstack(x.astype(config.dtype) if x.ndim > 2 else x), params["layers"])
     return params | {"layers": jax.tree.transpose(jax.tree.structure(params["layers"]), None, layers)}
 
