@@ -48,8 +48,9 @@ prefix() {
   done
 }
 
-pids=() printers=() started='' pending=''
+pids=() printers=() started='' pending='' received=''
 pass_on() {
+  received=yes
   if [[ -z $started ]]; then
     pending=$1
     return
@@ -92,9 +93,11 @@ while ((${#codes[@]} < processes)); do
     if [[ -z ${pids[i]} ]] || kill -0 "${pids[i]}"; then
       continue
     fi
-    wait "${pids[i]}" || true # this one may still be cut short by a signal
-    code=0
-    wait "${pids[i]}" || code=$?
+    received=yes
+    while [[ $received ]]; do # a signal cuts `wait` short
+      received='' code=0
+      wait "${pids[i]}" || code=$?
+    done
     codes+=("$code")
     pids[i]=
   done

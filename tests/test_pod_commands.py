@@ -33,6 +33,17 @@ def start_pod(start_command):
     return start
 
 
+def run_script(script) -> list[tuple[int, list[bytes]]]:
+    """Exit codes and output of two processes of a Python script, for what no command does."""
+    pod = {"PYTHONPATH": str(ROOT), "PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], env=os.environ | pod | {"PROPE_PROCESS": str(i)}, stdout=-1)
+        for i in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0].splitlines() for process in started]
+    return [(process.returncode, lines) for process, lines in zip(started, said, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def wide(once, train):
     """A run whose parameters are wide enough to be split over devices."""
@@ -150,12 +161,7 @@ def test_waiting_for_the_first_process_outlasts_the_collectives_of_a_cpu():
         "import time; from prope.runtime import processes as p\n"
         "with p.joined(): print(p.call_on_first(lambda: (time.sleep(35), p.count(), p.is_first())[1:]))"
     )
-    pod = {"PYTHONPATH": str(ROOT), "PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
-    started = [
-        subprocess.Popen([sys.executable, "-c", script], env=os.environ | pod | {"PROPE_PROCESS": str(i)}, stdout=-1)
-        for i in range(2)
-    ]
-    said = [process.communicate(timeout=300)[0].splitlines()[-1] for process in started]
+    said = [lines[-1] for _, lines in run_script(script)]
     assert said == [b"[1, True]"] * 2, "the function believed to be alone"
 
 
@@ -167,6 +173,18 @@ def test_an_error_of_one_process_ends_both_with_one_line(start_pod, wide, tmp_pa
         assert outcome.code == 2 and f"--workdir={none}: no run there" in line_of(outcome)
     for outcome in map(finish, start_pod(module, f"--workdir={wide}", "--step=3", *more)):
         assert outcome.code == 2 and "--step=3" in line_of(outcome) and "no such checkpoint" in line_of(outcome)
+
+
+def test_the_first_process_leaves_last_after_an_error_that_all_know():
+    """JAX's runtime ends the others where it leaves before they have read the error."""
+    script = (
+        "import os, time; from jax.experimental import multihost_utils as m; from prope.runtime import processes as p\n"
+        "gather = m.process_allgather\n"
+        "if os.environ['PROPE_PROCESS'] == '1': m.process_allgather = lambda x: (gather(x), time.sleep(2))[0]\n"
+        "try:\n    with p.joined(), p.raise_on_all(): raise p.UsageError('of both')\n"
+        "except p.UsageError: p.leave(2)"
+    )
+    assert [code for code, _ in run_script(script)] == [2, 2]
 
 
 def test_a_host_that_does_not_see_the_run(start_pod, wide, tmp_path):

@@ -46,6 +46,7 @@ _PEER_LOST = re.compile(f"{_STATUSES}|heartbeat|Connection (closed|reset)|Gloo .
 _RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
 _LOG_SECONDS = 60  # between lines of a process that waits
 _index, _count = 0, 1
+_ending = False  # whether all processes are about to leave because of an error that all know
 _waits = itertools.count()
 
 
@@ -144,7 +145,7 @@ def call_on_first(function: Callable[[], T]) -> T:
             log.warning("waiting for process 0, whose log says what it does, since %d s", logged - start)
     answer = json.loads(text)
     if "error" in answer:
-        any_process(True)  # not a barrier alone, whose answers may be lost when the first process exits
+        _end_together()
         raise (UsageError if answer["code"] == UsageError.code else RunFailed)(answer["error"])
     return answer["value"]
 
@@ -172,6 +173,7 @@ def raise_on_all() -> Iterator[None]:
     own = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES), np.uint8)
     for process, row in enumerate(np.asarray(multihost_utils.process_allgather(own))):
         if text := row.tobytes().decode(errors="ignore").strip():
+            _end_together()
             raise UsageError(message or f"process {process}: {text}")
 
 
@@ -225,6 +227,18 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_together() -> None:
+    """Lets the first process leave last: JAX's runtime, which it hosts, aborts those that still wait for an answer."""
+    global _ending
+    _ending, store = True, distributed.global_state.client
+    if not is_first():
+        store.key_value_set(f"prope-ending-{_index}", "")
+        return
+    for process in range(1, _count):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has come to another end
+            store.blocking_key_value_get(f"prope-ending-{process}", 10_000)
 
 
 def _join(environ: Mapping[str, str], expected: int | None) -> None:
@@ -286,6 +300,8 @@ def _set_abort_message(line: str, joining: bool = False) -> None:
     """
 
     def on_abort(_number: int) -> None:
+        if _ending:
+            time.sleep(60)  # in a thread of the runtime, while this process leaves with its own error
         if joining or threading.get_native_id() not in [thread.native_id for thread in threading.enumerate()]:
             os.write(2, f"\nstopped: {line}\n".encode())
             os._exit(LOST)
