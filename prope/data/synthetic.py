@@ -89,16 +89,14 @@ class Synthetic:
 
     def _generate(self, index: int) -> Window:
         """Draws the window of this index until it may be in this split."""
-
-        def attempt(number: int) -> Window:
+        for number in itertools.count():
             key = (2, TASKS.index(self.task), self.seq_len, self._validation, number)
             sequence = np.random.SeedSequence(int(index), spawn_key=key)
-            return draw(self.task, self.seq_len, np.random.Generator(np.random.PCG64(sequence)))
-
-        def is_held_out(window: Window) -> bool:
-            return zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
-
-        return next(w for w in map(attempt, itertools.count()) if is_held_out(w) == self._validation)
+            window = draw(self.task, self.seq_len, np.random.Generator(np.random.PCG64(sequence)))
+            is_held_out = zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
+            if is_held_out == self._validation:
+                break
+        return window
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does; weights are 1 at answers."""

@@ -67,8 +67,7 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
 def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int]:
     """Samples lines: those with the smallest hashes, up to `max_bytes`.
 
-    Returns:
-      Lines of at most 4096 bytes, in the order of their hashes; and the size of all documents.
+    Returns lines of at most 4096 bytes, in the order of their hashes; and the size of all documents.
     """
     heap: list[tuple[int, int, bytes]] = []  # (-hash, order, line): the largest hash is on top
     size = total = 0

@@ -130,15 +130,20 @@ def check_writable(setting: str, path: os.PathLike) -> None:
         raise UsageError(f"{setting}={path}: cannot be made: {_reason(error)}{remedy}") from error
 
 
+def read_text(flag: str, path: str, remedy: str) -> str:
+    """Reads the text file that a flag names; raises UsageError, which ends with `remedy`, where it cannot be read."""
+    try:
+        return epath.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--{flag}={path}: cannot be read: {reason}; {remedy}") from None
+
+
 def read_json(path: epath.Path, remedy: str | None = None):
     """Reads a JSON file; None if there is none.
 
-    Args:
-      path: the file.
-      remedy: what the user can do about an unreadable file. None: it counts as missing, as in a cache.
-
-    Raises:
-      UsageError: the file cannot be read as JSON; only with a `remedy`.
+    Where it cannot be read as JSON, a UsageError ends with `remedy`, what the user can do; without a remedy the file
+    counts as missing, as in a cache.
     """
     try:
         return json.loads(retry_reads(path, path.read_text) if remedy else path.read_text())
@@ -209,11 +214,8 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
 
 def files_below(folder: epath.Path) -> dict[str, int]:
     """Lists all files below a folder, sorted by their path in it, with their sizes in bytes."""
-    if is_url(folder):
-        system, root = fsspec.core.url_to_fs(str(folder))
-        return {os.path.relpath(path, root): about["size"] for path, about in system.find(root, detail=True).items()}
-    paths = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    system, root = fsspec.core.url_to_fs(str(folder))
+    return {os.path.relpath(path, root): about["size"] for path, about in system.find(root, detail=True).items()}
 
 
 def upload(folder: epath.Path, target: epath.Path) -> None:

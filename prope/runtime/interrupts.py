@@ -32,16 +32,11 @@ class Request(enum.IntEnum):
 
 
 class Interrupts(contextlib.AbstractContextManager):
-    """Handles signals while the context is open; `poll` returns the same request in all processes of a run.
-
-    Attributes:
-      training: until the caller sets it there is nothing to save, and a signal ends the process at once.
-      request: what the last `poll` returned.
-    """
+    """Handles signals while the context is open; `poll` returns the same request in all processes of a run."""
 
     def __init__(self, minutes_between_saves: float | None = None):
-        self.training = False
-        self.request = Request.NONE
+        self.training = False  # until the caller sets it there is nothing to save: a signal ends the process at once
+        self.request = Request.NONE  # what the last `poll` returned
         self._save_seconds = 60 * minutes_between_saves if minutes_between_saves else math.inf
         self._signalled, self._presses = Request.NONE, 0  # by signals to this process
         self._saved_at = time.monotonic()
@@ -72,14 +67,11 @@ class Interrupts(contextlib.AbstractContextManager):
         All must call it at the same places. The vote is computed along with training, so that nobody waits for it.
         """
         due = time.monotonic() - self._saved_at > self._save_seconds
-        own = max(self._signalled, Request.SAVE if due else Request.NONE)
-        if processes.count() == 1:
-            self.request = own
-            return own
-        votes = np.full(jax.local_device_count(), own, np.int32)
-        last = self._last_vote
-        self._last_vote = self._greatest(jax.make_array_from_process_local_data(self._votes, votes))
-        self.request = Request.NONE if last is None else Request(int(last))
+        self.request = max(self._signalled, Request.SAVE if due else Request.NONE)
+        if processes.count() > 1:
+            votes, last = np.full(jax.local_device_count(), self.request, np.int32), self._last_vote
+            self._last_vote = self._greatest(jax.make_array_from_process_local_data(self._votes, votes))
+            self.request = Request.NONE if last is None else Request(int(last))
         return self.request
 
     def saved(self) -> None:

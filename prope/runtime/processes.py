@@ -69,8 +69,7 @@ def joined() -> Iterator[None]:
 def start(environ: Mapping[str, str] = os.environ) -> None:
     """Joins the processes that the environment names; call it before JAX initialises a device.
 
-    Raises:
-      UsageError: a variable is invalid, the number of processes is another one, or GPUs would stay idle.
+    Raises UsageError where a variable is invalid, the number of processes is another one, or GPUs would stay idle.
     """
     global _index, _count
     wanted = environ.get("PROPE_PROCESSES") or _default_processes(environ)

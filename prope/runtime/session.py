@@ -23,9 +23,7 @@ from prope.runtime.watchdog import Watchdog
 def open_session(config: ConfigDict) -> Iterator["Session"]:
     """Opens a session of the run; waits at the end, unless an error ends it, for the run's other processes.
 
-    Raises:
-      UsageError: the environment names processes that cannot be joined.
-      Stopped: a collective failed because another process is gone.
+    Raises what `processes.joined` raises.
     """
     with contextlib.ExitStack() as stack:
         session = Session(config, stack)
@@ -35,18 +33,13 @@ def open_session(config: ConfigDict) -> Iterator["Session"]:
 
 
 class Session:
-    """What a training run exchanges with its surroundings while it runs.
-
-    Attributes:
-      interrupts, watchdog, startup: the parts, each explained in its file.
-      enter: enters a context manager that is left, last first, before the session ends.
-    """
+    """What a training run exchanges with its surroundings while it runs; its parts are explained in their files."""
 
     def __init__(self, config: ConfigDict, stack: contextlib.ExitStack):
         self.startup = Startup()
         self.interrupts = stack.enter_context(Interrupts(config.checkpoint.every_minutes))
         self.watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))
-        self.enter = stack.enter_context
+        self.enter = stack.enter_context  # of context managers that are left, last first, before the session ends
         self._num_steps = config.num_steps
 
     def attach(self, workdir: epath.Path, mesh: Mesh) -> None:

@@ -43,8 +43,7 @@ _MULTIPLES = (  # the first must be a multiple of the second
 def validate(config: ConfigDict) -> None:
     """Checks what can be known without a device, a tokenizer or data.
 
-    Raises:
-      UsageError: naming the field, its value, what is allowed and, where there is one, the remedy.
+    A UsageError names the field, its value, what is allowed and, where there is one, the remedy.
     """
     fields = flat(config)
     require = functools.partial(_require, fields, "")
@@ -96,12 +95,11 @@ def validate(config: ConfigDict) -> None:
         where = f"data.mixture[{number}]"
         for name in entry:
             if name not in MIXTURE_FIELDS:
-                raise UsageError(
-                    f"config.{where}: has no field {name}{nearest(name, MIXTURE_FIELDS)}; it takes {MIXTURE_FIELDS}"
-                )
+                hint = nearest(name, MIXTURE_FIELDS)
+                raise UsageError(f"config.{where}: has no field {name}{hint}; it takes {MIXTURE_FIELDS}")
         weight, kind = entry.get("weight"), entry.get("dataset", "mixture").split("/")[0]
-        valid = isinstance(weight, int | float) and 0 < weight < math.inf and kind not in ("mixture", "synthetic")
-        if not valid:
+        positive = isinstance(weight, int | float) and 0 < weight < math.inf
+        if not positive or kind in ("mixture", "synthetic"):
             raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
         _check_source(common | {"data_dir": "", "store": ""} | dict(entry), f"{where}.")
 
@@ -179,11 +177,7 @@ def _check_source(source: dict, prefix: str) -> None:
 
 
 def validate_devices(config: ConfigDict, all_devices: Sequence) -> None:
-    """Checks the config against the devices and their slices, as soon as these are known.
-
-    Raises:
-      UsageError: the devices cannot divide the batch, or cannot form the mesh.
-    """
+    """Raises UsageError where the devices, or their slices, cannot divide the batch, or cannot form the mesh."""
     devices, slices = len(all_devices), sharding.num_slices(all_devices)
     replicas, tensor, parts = config.mesh.data or slices, config.mesh.tensor, config.accumulation
     if all_devices[0].platform == "tpu" and replicas % slices:
@@ -195,7 +189,6 @@ def validate_devices(config: ConfigDict, all_devices: Sequence) -> None:
         raise UsageError(f"config.mesh.data={replicas}: must divide the number of devices, {devices}{over}")
     rows = devices // tensor
     if config.batch_size % (parts * rows):
-        raise UsageError(
-            f"config.batch_size={config.batch_size}: must be a multiple of {parts * rows} "
-            f"(accumulation={parts} x {rows} {'devices' if tensor == 1 else f'groups of {tensor} devices'})"
-        )
+        groups = "devices" if tensor == 1 else f"groups of {tensor} devices"
+        multiple = f"{parts * rows} (accumulation={parts} x {rows} {groups})"
+        raise UsageError(f"config.batch_size={config.batch_size}: must be a multiple of {multiple}")

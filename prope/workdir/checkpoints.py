@@ -51,13 +51,9 @@ def list_steps(workdir: str | os.PathLike) -> list[int]:
 def newest_undamaged(
     directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any], remedy: str | None = None
 ) -> tuple[int, Any]:
-    """Calls read(step) for each of `steps` until one does not raise Damaged; all processes take the same.
+    """Returns (step, read(step)) of the first of `steps` that does not raise Damaged; all processes take the same.
 
-    Returns:
-      (step, read(step))
-
-    Raises:
-      UsageError: all of them are damaged.
+    Raises UsageError where all of them are damaged.
     """
     reasons = []
     for step in steps:

@@ -83,8 +83,7 @@ class MetricWriter(contextlib.ExitStack):
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of a step that was just dispatched; reports the step before.
 
-        Raises:
-          RunFailed: the loss or the gradient of the step before was not finite, and the step may not be skipped.
+        Raises RunFailed where the loss or the gradient of that step was not finite, and it may not be skipped.
         """
         self._report()
         self._pending = (step, metrics)

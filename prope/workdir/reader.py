@@ -71,10 +71,8 @@ def _find_damage(folder: epath.Path) -> str | None:
 class CheckpointReader:
     """Reads the items of a checkpoint; raises Damaged for what is missing, or is not what was saved.
 
-    A read that fails otherwise is tried again, then raises RunFailed: the checkpoint is not to blame.
-
-    Attributes:
-      config, init_hash: of the run.
+    A read that fails otherwise is tried again, then raises RunFailed: the checkpoint is not to blame. `config` and
+    `init_hash` are the run's.
     """
 
     def __init__(self, folder: epath.Path):

@@ -20,14 +20,11 @@ from prope.workdir.checkpoints import list_steps, newest_undamaged
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
 
+_REMEDY = "give the --workdir that prope.train had"
+
 
 class Run:
-    """A run opened at one of its checkpoints.
-
-    Attributes:
-      workdir, config, step, init_hash: of the run and the checkpoint.
-      checkpoint: its reader, which verifies what it reads.
-    """
+    """A run opened at one of its checkpoints, the one of `step`; the reader `checkpoint` verifies what it reads."""
 
     def __init__(self, workdir: epath.Path, config: ConfigDict, steps: list[int], remedy: str | None = None):
         """Opens the first of `steps`; the others are older ones that `first_undamaged` may try, as `remedy` says."""
@@ -40,10 +37,7 @@ class Run:
     def first_undamaged(self, read: Callable[["Run"], Any]) -> tuple["Run", Any]:
         """(run, read(run)) of this checkpoint, or of the newest older one for which `read` does not raise Damaged.
 
-        Where --step named this one, no other is tried.
-
-        Raises:
-          UsageError: all are damaged.
+        Where --step named this one, no other is tried. Raises UsageError where all are damaged.
         """
 
         def read_one(step: int) -> tuple[Run, Any]:
@@ -63,15 +57,13 @@ class Run:
 def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
     """Opens the run in a directory at a checkpoint, by default the newest one whose files are whole.
 
-    Raises:
-      UsageError: there is no run, no checkpoint, or not that step; it is damaged; or config.json disagrees with it.
+    Raises UsageError where there is no run, no checkpoint, or not that step; it is damaged; or config.json disagrees.
     """
     path = as_path("workdir", workdir)
     with processes.raise_on_all():
         config = read_config(path)
         if config is None:
-            error = "no run there (no config.json); give the --workdir that prope.train had"
-            raise UsageError(f"--workdir={workdir}: {error}")
+            raise UsageError(f"--workdir={workdir}: no run there (no config.json); {_REMEDY}")
     if not (steps := list_steps(path)):
         raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")
     remedy = None  # training's
@@ -115,8 +107,7 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
 def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
     """Finds the run in a directory, or all runs below it, sorted by path: folders with a config.json.
 
-    Raises:
-      UsageError: there is none.
+    Raises UsageError where there is none.
     """
 
     def find(folder: epath.Path) -> Iterator[epath.Path]:
@@ -127,8 +118,7 @@ def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
                 yield from find(below)
 
     if not (runs := list(find(as_path("workdir", workdir)))):
-        none = "no run there (no config.json), nor below it"
-        raise UsageError(f"--workdir={workdir}: {none}; give the --workdir that prope.train had")
+        raise UsageError(f"--workdir={workdir}: no run there (no config.json), nor below it; {_REMEDY}")
     return runs
 
 
@@ -149,12 +139,12 @@ def check_same(config: ConfigDict, other: ConfigDict, message: str, remedy: str 
         raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
 
 
-def check_disk(directory: epath.Path, num_bytes: int) -> None:
-    """Raises UsageError where the disk has no room for one checkpoint."""
+def check_disk(directory: epath.Path, num_bytes: int, what="a checkpoint needs", flag="workdir") -> None:
+    """Raises UsageError where the disk has no room for what is to be written there."""
     if is_url(directory):
         return
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        sizes = f"a checkpoint needs {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free"
-        remedy = "free some space and run the same command again, or choose another --workdir"
+        sizes = f"{what} {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free"
+        remedy = f"free some space and run the same command again, or choose another --{flag}"
         raise UsageError(f"{directory}: the disk is full: {sizes}; {remedy}")
