@@ -8,15 +8,13 @@ Exit code 0: equal to the golden vectors. 1: not equal, and the output says why.
 """
 
 import json
-import logging
 import sys
 
 from absl import flags
+from absl.flags import FLAGS
 
 from prope import command
-from prope.errors import UsageError
-
-FLAGS = flags.FLAGS
+from prope.errors import UsageError, log
 
 
 def define_flags() -> None:
@@ -42,7 +40,7 @@ def main() -> dict:
         write_atomic(output, input_file())
         return {"output": str(output), "cases": list(load_cases())}
     verdict, result = check(read_values(as_path("values", FLAGS.values)), FLAGS.float32_angles)
-    logging.getLogger("prope").info(verdict)
+    log.info(verdict)
     if not result["equal"]:
         print(json.dumps(result), flush=True)
         sys.exit(1)

@@ -5,15 +5,12 @@ identified by its config, except for the fields in `MAY_CHANGE`: they change how
 computes, and may differ when a run is resumed.
 """
 
-import logging
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from prope.errors import UsageError, nearest
-
-log = logging.getLogger("prope")
+from prope.errors import UsageError, log, nearest
 
 MAY_CHANGE = (
     "accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every", "watchdog_minutes", "profile",
@@ -175,8 +172,7 @@ def flat(config: ConfigDict) -> dict:
 def from_dict(values: dict) -> ConfigDict:
     """Reads a config that a run has saved; fields that are newer than the run take their defaults.
 
-    Raises:
-      UsageError: a field that this version of prope does not know, or a value of another type.
+    Raises UsageError for a field that this version of prope does not know, or a value of another type.
     """
     config = default_config()
     saved, known = flat(ConfigDict(values)), flat(config)

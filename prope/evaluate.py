@@ -10,13 +10,13 @@ Started on every host of a pod as training is, it uses all their devices; proces
 """
 
 import dataclasses
-import logging
 
 from absl import flags
+from absl.flags import FLAGS
 
 from prope import command
+from prope.errors import log
 
-FLAGS = flags.FLAGS
 _SHORT = ("workdir", "step", "rope_percentage", "seq_len", "tokens", "loss", "loss_stderr", "bits_per_byte")
 
 
@@ -50,7 +50,7 @@ def main() -> dict:
     records = list(evaluations(options))
     if len(records) == 1:
         return records[0]
-    logging.getLogger("prope").info("%s", table(records))
+    log.info("%s", table(records))
     return records[-1] | {"evaluations": [{name: record[name] for name in _SHORT} for record in records]}
 
 

@@ -11,7 +11,6 @@ Ctrl-C. After 75, 76 or a kill the same command goes on.
 """
 
 import functools
-import logging
 from collections.abc import Iterator
 
 from absl import flags
@@ -41,7 +40,7 @@ from prope.cost.flops import model_flops_per_token, num_parameters, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.inference.losses import make_evaluation
 from prope.optimizer import make_optimizer
 from prope.runtime.files import as_path
@@ -56,8 +55,6 @@ from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
-
-log = logging.getLogger("prope")
 
 _LESS_MEMORY = (  # remedy
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set config.model.remat=full; "
@@ -182,18 +179,16 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
 
         def read(step: int):
             if step == 0:
-                raise UsageError(
-                    f"--workdir={checkpoints.directory.parent}: holds an imported checkpoint, without optimizer state: "
-                    "start from it in another --workdir, with --init_from naming this one"
-                )
+                imported = "holds an imported checkpoint, without optimizer state"
+                remedy = "start from it in another --workdir, with --init_from naming this one"
+                raise UsageError(f"--workdir={checkpoints.directory.parent}: {imported}: {remedy}")
             reader = CheckpointReader(checkpoints.directory / str(step))
             check_same(config, reader.config, f"checkpoint {step} is of another config")
             saved, expected = reader.read_json("data"), data_state(config, windows, step)
             if saved != expected:
-                raise UsageError(
-                    f"checkpoint {step} was trained on other data ({saved}, now {expected}): the documents, "
-                    "the tokenizer or the split have changed; bring the old data back, or start in a new --workdir"
-                )
+                changed = "the documents, the tokenizer or the split have changed"
+                remedy = f"{changed}; bring the old data back, or start in a new --workdir"
+                raise UsageError(f"checkpoint {step} was trained on other data ({saved}, now {expected}): {remedy}")
             arrays = reader.restore(params=state[0], opt_state=state[1])
             return arrays["params"], arrays["opt_state"], reader.init_hash
 

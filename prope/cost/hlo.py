@@ -34,8 +34,7 @@ def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[
     slice's module alone, in which hosts send and receive for their chips. With `chips_per_node`, of GPUs, nodes are
     the slices: a collective over several counts the bytes that pass the network card of one chip.
 
-    Raises:
-      ValueError: a loop whose length the text does not give; the error names it.
+    Raises ValueError, which names the loop, for one whose length the text does not give.
     """
     count = functools.partial(_collectives_in, chips_per_node=chips_per_node)
     counts = _total(_read(text), "ENTRY", count)

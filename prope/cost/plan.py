@@ -1,6 +1,5 @@
 """Compiles the training step for devices that are not here, and finds the largest batch that fits them."""
 
-import logging
 import math
 import re
 import time
@@ -13,12 +12,11 @@ from prope.config import REMAT
 from prope.cost import flops, hlo
 from prope.cost.bench import describe
 from prope.cost.topology import is_gpu
+from prope.errors import log
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
 from prope.step import prepare, trace_step
-
-log = logging.getLogger("prope")
 
 
 def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:

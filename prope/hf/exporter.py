@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 import math
 
 from etils import epath
@@ -10,12 +9,11 @@ from ml_collections import ConfigDict
 
 from prope.data.tokenizer import UNKNOWN, load_tokenizer
 from prope.encodings import describe, rotated_pairs
+from prope.errors import log
 from prope.hf import gemma
 from prope.hf.tensors import write_tensors
 from prope.runtime.files import as_path, check_new, new_directory
 from prope.workdir.run import Run, open_run
-
-log = logging.getLogger("prope")
 
 
 def export(workdir: str, output: str, step: int | None = None, dtype: str = "float32") -> dict:

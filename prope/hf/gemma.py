@@ -152,16 +152,15 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     for name, allowed in _FIXED.items():
         value = values.get(name, None if name == "model_type" else allowed[0])
         if value not in allowed:
-            raise UsageError(
-                f"{path}: {name}={json.dumps(value)}: only {' or '.join(map(json.dumps, allowed))} can be imported, "
-                "as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf writes it"
-            )
+            only = f"only {' or '.join(map(json.dumps, allowed))} can be imported"
+            where = "as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf writes it"
+            raise UsageError(f"{path}: {name}={json.dumps(value)}: {only}, {where}")
 
     def size(name: str, default: int | None = None) -> int:
         value = values.get(name, default)
         if type(value) is not int or value < 1:
-            message = "must be a positive integer; restore the original file"
-            raise UsageError(f"{path}: {name}={json.dumps(value)}: {message}")
+            allowed = "must be a positive integer; restore the original file"
+            raise UsageError(f"{path}: {name}={json.dumps(value)}: {allowed}")
         return value
 
     config = default_config()

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import logging
 import math
 import operator
 from collections.abc import Iterable
@@ -16,14 +15,12 @@ from prope import model
 from prope.cost.flops import num_parameters
 from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.hf import gemma
 from prope.hf.tensors import Stored, open_tensors, some
 from prope.runtime.files import absolute, as_path, check_new, local_copy, new_directory
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.run import check_disk, write_config
-
-log = logging.getLogger("prope")
 
 _DTYPES = ("F32", "BF16", "F16")  # whose values are all float32 values
 _TIED = "lm_head.weight"  # if present, a copy of the embedding
@@ -40,9 +37,8 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     source, path = as_path("input", source), as_path("workdir", workdir)
     check_new("workdir", path)
     if not source.is_dir():
-        raise UsageError(
-            f"--input={source}: no such directory; a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
-        )
+        remedy = "a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
+        raise UsageError(f"--input={source}: no such directory; {remedy}")
     with local_copy(source) as local:
         try:
             return _import(source, local, path, tokenizer)
@@ -139,10 +135,8 @@ def check_tied(stored: dict[str, Stored], params: dict) -> None:
     for start in range(0, len(embedding), 1024):  # some rows at a time, since float32 copies are compared
         rows = slice(start, min(start + 1024, len(embedding)))  # safetensors takes no slice past the end
         if output.values[rows].astype(np.float32).tobytes() != embedding[rows].tobytes():
-            raise UsageError(
-                f"{output.file}: {_TIED} differs from {_EMBEDDING}; this decoder has one matrix for both, as "
-                "Gemma 1 has: import a checkpoint with tied embeddings"
-            )
+            one = "this decoder has one matrix for both, as Gemma 1 has: import a checkpoint with tied embeddings"
+            raise UsageError(f"{output.file}: {_TIED} differs from {_EMBEDDING}; {one}")
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from safetensors.numpy import save_file
 
 from prope.errors import UsageError
 from prope.hf import gemma
+from prope.workdir.run import check_disk
 
 _MAX_SHARD = 2 * 10**9  # bytes; as much is in memory, since the library writes a file at once
 
@@ -31,10 +31,8 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
     if whole.is_file():
         return _open_file(whole)
     if not index.is_file():
-        raise UsageError(
-            f"--input={source}: has neither {whole.name} nor {index.name}; other formats are not read: load them with "
-            "transformers and call save_pretrained"
-        )
+        remedy = "other formats are not read: load them with transformers and call save_pretrained"
+        raise UsageError(f"--input={source}: has neither {whole.name} nor {index.name}; {remedy}")
     shards = gemma.read_json(index).get("weight_map")
     if not isinstance(shards, dict):
         raise UsageError(f"{index}: has no weight_map, which names every tensor's shard; download it again")
@@ -45,10 +43,8 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
         tensors = _open_file(source / shard)
         named = {name for name, file in shards.items() if file == shard}
         if tensors.keys() != named:
-            raise UsageError(
-                f"{source / shard}: {index.name} says that its tensors are others: {some(tensors.keys() ^ named)}; "
-                "download both again"
-            )
+            others = f"{index.name} says that its tensors are others: {some(tensors.keys() ^ named)}"
+            raise UsageError(f"{source / shard}: {others}; download both again")
         stored |= tensors
     return stored
 
@@ -62,15 +58,12 @@ def _open_file(path: epath.Path) -> dict[str, Stored]:
 
 
 def write_tensors(
-    directory: epath.Path,
-    tensors: list[gemma.Tensor],
-    read: Callable[[tuple[str, ...], int | None], np.ndarray],
-    dtype: str,
+    directory: epath.Path, tensors: list[gemma.Tensor], read: Callable[..., np.ndarray], dtype: str
 ) -> None:
     """Writes model.safetensors, or, if it would be larger than 2 GB, shards and their index.
 
-    `read` returns the parameter with a path, or one layer of it; it is called in the order of `tensors`. Raises
-    UsageError where the disk has no room for them.
+    `read(path, layer)` returns the parameter with a path, or one layer of it, and is called in the order of `tensors`.
+    Raises UsageError where the disk has no room for them.
     """
     shards: list[list[gemma.Tensor]] = [[]]
     sizes = {tensor.name: math.prod(tensor.shape) * jnp.dtype(dtype).itemsize for tensor in tensors}
@@ -79,11 +72,7 @@ def write_tensors(
             shards.append([])
         shards[-1].append(tensor)
     total = sum(sizes.values())
-    if (free := shutil.disk_usage(directory).free) < total:
-        raise UsageError(
-            f"{directory}: the disk is full: the tensors need {total / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free; "
-            "free some space and run the same command again, or choose another --output"
-        )
+    check_disk(directory, total, "the tensors need", "output")
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = gemma.WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
