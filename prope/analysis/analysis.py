@@ -32,9 +32,7 @@ _PRINTED = (
 def analyse(workdir: epath.Path, options) -> dict:
     """Analyses a run; returns the content of its analysis.json, which is reused if it has the same options.
 
-    Args:
-      workdir: of the run.
-      options: the flags of `prope.analyze`.
+    `options` are the flags of `prope.analyze`.
     """
     asked = {name: getattr(options, name) for name in _OPTIONS}
     asked |= {"text_hash": None, "format": 2}  # older analyses are repeated
@@ -106,17 +104,13 @@ def analyse_all(workdir: epath.Path, options) -> dict:
 def measure_layers(walk: Walk, layers: list[int], count: int) -> dict:
     """Runs the model layer by layer and measures the chosen layers.
 
-    Args:
-      walk: the model and the sequences.
-      layers: numbers of the layers to measure.
-      count: how many channels to remove in turn; 0 saves the layers above the measured ones, and the loss.
+    `count` channels are removed in turn; 0 saves the layers above the measured ones, and the loss. Returns:
 
-    Returns:
-      layers      for each measured layer: `layer`, `turned` (rotated pairs), and norms by head and pair
-      heads       scores of all their heads, from the census
-      openings    by layer: `measures.Opening`
-      channels    the strongest `count` of all these layers, with the loss without them
-      loss        {"loss", "stderr"} over the sequences; None without channels
+    layers      for each measured layer: `layer`, `turned` (rotated pairs), and norms by head and pair
+    heads       scores of all their heads, from the census
+    openings    by layer: `measures.Opening`
+    channels    the strongest `count` of all these layers, with the loss without them
+    loss        {"loss", "stderr"} over the sequences; None without channels
     """
     config, T = walk.config, walk.tokens.shape[1]
     result = {"layers": [], "heads": [], "openings": {}, "channels": [], "loss": None}

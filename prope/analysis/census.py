@@ -84,9 +84,8 @@ def strongest(heads: list[dict]) -> list[tuple[int, int, str]]:
 def bounds_table(opening: Opening, head: int, head_dim: int, tokens: list[str]) -> dict:
     """Compares logits of the first tokens with their bounds |q_i| |k_j| / sqrt(H) (Tables 3 to 5, for one head).
 
-    Returns:
-      For every token i: `upper_bound` of the logit to itself, that logit (`diagonal`), and the same of the token
-      before, `previous_upper_bound` and `previous_token`, which the first token does not have.
+    Returns for every token i: `upper_bound` of the logit to itself, that logit (`diagonal`), and the same of the token
+    before, `previous_upper_bound` and `previous_token`, which the first token does not have.
     """
     count = min(TABLE, opening.logits.shape[-1])
     logits = np.asarray(opening.logits[head, :count, :count], np.float64)

@@ -53,7 +53,7 @@ def row(p: str, group: list[dict]) -> dict:
     rank_correlation                    `census.rank_correlation` of the heads of all runs together
     removed, stopped                    the greatest rise of the loss by a channel, mean over runs; nats per token
     """
-    heads = heads_of(group)
+    heads = [head for analysis in group for head in analysis["heads"]]
     losses = [analysis["loss"]["loss"] for analysis in group if analysis["loss"]]
     rises = {
         name: [[c[name]["difference"] for c in analysis["channels"] if c[name]] for analysis in group]
@@ -69,11 +69,6 @@ def row(p: str, group: list[dict]) -> dict:
         "rank_correlation": rank_correlation([(a["heads"], sharing(a["layers"])) for a in group]),
         **{name: statistics.fmean(map(max, by_run)) if all(by_run) else None for name, by_run in rises.items()},
     }  # fmt: skip
-
-
-def heads_of(group: list[dict]) -> list[dict]:
-    """Lists the heads of all analyses of a group."""
-    return [head for analysis in group for head in analysis["heads"]]
 
 
 def usage(groups: Groups) -> Picture:
@@ -112,7 +107,7 @@ def plot_by_p(axes, values: dict[str, list[float]], title: str, errors: dict[str
 
 def scores(groups: Groups) -> Picture:
     """Draws every head of every run, by p."""
-    heads = {p: heads_of(group) for p, group in groups.items()}
+    heads = {p: [head for analysis in group for head in analysis["heads"]] for p, group in groups.items()}
 
     def draw(figure) -> None:
         *of_scores, last = panels(figure, 4, width_ratios=[1, 1, 1, 1.4])[0]

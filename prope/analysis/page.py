@@ -144,10 +144,9 @@ def census(analysis: dict) -> Picture:
     greatest = "; ".join(f"{words}: {best[s][s]:.2f}, of head {name_of(best[s])}" for s, words in SCORES.items())
     caption = "Mean weight of every head, over queries from the third token on."
     if correlation:
-        caption += (
-            f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "
-            f"{correlation['p_value']:.1g}, by permuting the heads of each key together)."
-        )
+        rho, p_value = f"{correlation['rho']:.2f}", f"{correlation['p_value']:.1g}"
+        caption += f" Spearman's rank correlation in the scatter plot: {rho} (p-value {p_value}, by permuting the heads"
+        caption += " of each key together)."
     alt = f"Greatest mean weight on {greatest}."
     return Picture("census", "Where the heads look", alt, caption, draw, (12, 3.6))
 

@@ -1,7 +1,6 @@
 """Reads the sequences of an analysis: the beginnings of documents, or a text."""
 
 import numpy as np
-from etils import epath
 
 from prope.analysis.measures import FROM
 from prope.config import override_dataset
@@ -9,6 +8,7 @@ from prope.data.mixture import open_text
 from prope.data.synthetic import Synthetic, text_of
 from prope.data.tokenizer import BOS, load_tokenizer, token_name
 from prope.errors import UsageError, log
+from prope.runtime.files import read_text
 from prope.runtime.validate import validate
 from prope.workdir.run import Run
 
@@ -17,20 +17,18 @@ LEAST = FROM + 1  # tokens of a sequence
 
 
 def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
-    """Reads the sequences to analyse.
+    """Reads the sequences to analyse, by the flags `text, dataset, data_dir, split, seq_len, sequences`.
 
-    Args:
-      run: whose data it is.
-      options: flags `text, dataset, data_dir, split, seq_len, sequences`.
-
-    Returns:
-      Ids [B, T], the first sequence's tokens by name, and {"source": dataset or file, "split": of a dataset}.
+    Returns ids [B, T], the first sequence's tokens by name, and {"source": dataset or file, "split": of a dataset}.
     """
     config = run.config
     generated = config.data.dataset.startswith("synthetic/")
     if options.text is not None:
         tokenizer = load_tokenizer(config.data.tokenizer)
-        tokens = read_text(options.text, tokenizer)[None, : options.seq_len or config.data.seq_len]
+        ids = tokenizer.encode(read_text("text", options.text, "give a text file").encode())
+        if len(ids) < LEAST - 1:
+            raise UsageError(f"--text={options.text}: has {len(ids)} tokens; two at least are needed")
+        tokens = np.append(BOS, ids)[None, : options.seq_len or config.data.seq_len]
         source, split = options.text, None
     else:
         config = config.copy_and_resolve_references()
@@ -54,16 +52,3 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")
     names = [text_of([t]) if generated and tokenizer is None else token_name(tokenizer, t) for t in tokens[0, :SHOWN]]
     return tokens.astype(np.int32), names, {"source": source, "split": split}
-
-
-def read_text(path: str, tokenizer) -> np.ndarray:
-    """Reads a text file as ids, with <bos> before them."""
-    try:
-        text = epath.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"--text={path}: cannot be read: {reason}; give a text file") from None
-    ids = tokenizer.encode(text.encode())
-    if len(ids) < LEAST - 1:
-        raise UsageError(f"--text={path}: has {len(ids)} tokens; two at least are needed")
-    return np.concatenate([[BOS], ids]).astype(np.int32)

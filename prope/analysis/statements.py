@@ -16,9 +16,8 @@ SIGMAS = 4.5  # a standard normal is further out once in 150 000 times; the curv
 def statements() -> list[dict]:
     """Tries all statements, in a few seconds.
 
-    Returns:
-      Dictionaries of `statement` (its number), `says` (one sentence), `numbers` (computed results by name) and `holds`
-      (whether these numbers confirm it).
+    Returns dictionaries of `statement` (its number), `says` (one sentence), `numbers` (computed results by name) and
+    `holds` (whether these numbers confirm it).
     """
     names = ("statement", "says", "numbers", "holds")
     tests = (maximal, gaussian, repeated, positional, semantic, randomised)

@@ -17,8 +17,7 @@ PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
 def write(folder: str | epath.Path) -> dict:
     """Writes index.html, theory.json and the figures as PNG files into a folder that it makes.
 
-    Returns:
-      `output`, the path of the page, and `statements`, as `statements.statements` returns them.
+    Returns `output`, the path of the page, and `statements`, as `statements.statements` returns them.
     """
     folder, tried = epath.Path(folder), statements()
     (picture_2, curves_2), (picture_8, curves_8) = figure_2(), figure_8()

@@ -22,21 +22,14 @@ _EMBEDDING = ("embedder", "input_embedding")
 
 
 class Walk:
-    """A checkpoint's model, and the sequences that it reads.
-
-    Attributes:
-      config: of the model; in float32 whatever it was trained in, so that the weights are measured.
-      tokens: ids [B, T].
-      frequencies: of every layer, [L, P].
-      pairs: number of rotated pairs of every layer, [L].
-    """
+    """A checkpoint's model, and the sequences that it reads: ids [B, T]."""
 
     def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
-        changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
-        self.config = ConfigDict(config.to_dict() | changes)
+        # In float32 whatever it was trained in, so that the weights are measured.
+        self.config = ConfigDict(config.to_dict() | {"dtype": "float32", "attention": "auto", "remat": "none"})
         self.tokens = tokens
-        self.frequencies = layer_frequencies(config)
-        self.pairs = rotated_pairs_by_layer(config)
+        self.frequencies = layer_frequencies(config)  # [L, P]
+        self.pairs = rotated_pairs_by_layer(config)  # how many every layer rotates, [L]
         self._read = run.checkpoint.read
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         self._table = functools.cache(lambda freqs: rotation_table(positions, freqs))
@@ -55,12 +48,9 @@ class Walk:
     def layer(
         self, number: int, x: np.ndarray, kind: Callable | None = None, head: int = 0, pair: int = 0
     ) -> Iterator[tuple[np.ndarray, model.Captured]]:
-        """Runs a layer; yields (residual stream after it, arrays of its attention) batch by batch.
+        """Runs a layer on the residual stream x [B, T, D]; yields (x after it, arrays of its attention) by batches.
 
-        Args:
-          number: of the layer.
-          x: [B, T, D], the residual stream before it.
-          kind: `channels.stopped` or `channels.removed`, applied to a `head` and a `pair`; None changes nothing.
+        `kind`, `channels.stopped` or `channels.removed`, is applied to a `head` and a `pair`; None changes nothing.
         """
         params, table = self._params(number), self._table(tuple(self.frequencies[number].tolist()))
         for batch in self._batches(x):

@@ -11,13 +11,9 @@ from prope.html.drawing import Picture, palette
 
 
 def write(folder: epath.Path, template: str, pictures: Iterable[Picture], **data) -> epath.Path:
-    """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
+    """Writes index.html and its pictures as PNG files into a folder, made if missing; returns the page's path.
 
-    Args:
-      folder: created if missing.
-      template: name of a template in `prope/html/`; it gets `pictures`, by name, and `data`.
-      pictures: in the order of the page.
-      data: what the template shows; text is escaped.
+    The template of this name in `prope/html/` gets `pictures`, by name, and `data`, whose text is escaped.
     """
     import jinja2
 

@@ -5,7 +5,6 @@ Evaluations that a run's eval.jsonl already has are not computed again.
 
 import dataclasses
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.windows import Windows
 from prope.encodings import SCALINGS, can_rescale, describe, rotated_pairs
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 from prope.inference.losses import Selection, make_evaluation, select
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl
@@ -25,8 +24,6 @@ from prope.runtime.validate import validate
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
-
-log = logging.getLogger("prope")
 
 # Fields that a cached record needs to be reused.
 _FIELDS = {"loss", "loss_stderr", "by_position", "tokens", "perplexity", "bits_per_byte", "unigram_bits_per_byte"}
@@ -64,19 +61,15 @@ def _parse_lengths(options: Options, trained: int) -> list[int]:
     for entry in ("1x" if options.seq_len is None else options.seq_len).split(","):
         match = re.fullmatch(r"\s*([0-9]+)(x?)\s*", entry)
         if match is None or int(match[1]) == 0:
-            raise UsageError(
-                f"--seq_len={options.seq_len}: {entry!r} is neither a number of tokens nor a multiple of the training's"
-                " length; give a list such as 512 or 1x,2x,8x"
-            )
+            neither = "is neither a number of tokens nor a multiple of the training's length"
+            raise UsageError(f"--seq_len={options.seq_len}: {entry!r} {neither}; give a list such as 512 or 1x,2x,8x")
         lengths.append(int(match[1]) * (trained if match[2] else 1))
     longest = max(lengths)
     if options.max_tokens is not None and options.max_tokens < longest:
         raise UsageError(f"--max_tokens={options.max_tokens}: must be at least a window, here of {longest} tokens")
     if options.max_tokens is not None and (others := [T for T in lengths if longest % T]):
-        raise UsageError(
-            f"--seq_len={options.seq_len}: with --max_tokens every length must divide the longest, {longest}, so that "
-            f"all read the same tokens; {others[0]} does not"
-        )
+        divide = f"with --max_tokens every length must divide the longest, {longest}, so that all read the same tokens"
+        raise UsageError(f"--seq_len={options.seq_len}: {divide}; {others[0]} does not")
     return list(dict.fromkeys(lengths))
 
 
@@ -94,10 +87,8 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
     """Opens the windows of each length, once for all runs that differ only in their seed."""
     state = run.checkpoint.read_json("data")
     if "imported_from" in state and options.dataset is None:
-        raise UsageError(
-            f"--workdir={run.workdir}: was imported, so it has no dataset of its own; give one, such as "
-            "--dataset=python_docs, or --dataset=files --data_dir=DIR"
-        )
+        remedy = "give one, such as --dataset=python_docs, or --dataset=files --data_dir=DIR"
+        raise UsageError(f"--workdir={run.workdir}: was imported, so it has no dataset of its own; {remedy}")
     config = run.config.copy_and_resolve_references()
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     config.eval.max_windows = options.max_windows
@@ -122,10 +113,8 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
             windows = open_text(data, own.model.vocab_size, options.split, run.config.data, state)
             size = max(source.length for source in windows.sources)
             if max(trained, size) < T:
-                raise UsageError(
-                    f"--seq_len={T}: longer than split {windows.split} of {config.data.dataset}, {size:,} tokens; give "
-                    "a shorter window, or more text"
-                )
+                split = f"split {windows.split} of {config.data.dataset}, {size:,} tokens"
+                raise UsageError(f"--seq_len={T}: longer than {split}; give a shorter window, or more text")
             opened[key] = own, windows, select(windows, options.max_windows, options.max_tokens, max(lengths))
         keys.append(key)
     return [opened[key] for key in keys]
@@ -145,9 +134,8 @@ def evaluations(options: Options) -> Iterator[dict]:
         for step in list_steps(workdir) if options.step == "all" else [options.step]:
             run = open_run(workdir, None if step is None else int(step))
             if len(runs) > 1 and not can_rescale(run.config.model.rope_type, options.encoding):
-                log.info(
-                    "%s: left out, for rope_type %s has no wavelength to scale", workdir, run.config.model.rope_type
-                )
+                rope_type = run.config.model.rope_type
+                log.info("%s: left out, for rope_type %s has no wavelength to scale", workdir, rope_type)
                 continue
             with processes.raise_on_all():
                 plan.append((run, _open_lengths(run, options, opened)))

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
@@ -27,6 +26,7 @@ from prope.data.tokenizer import BOS, EOS, PAD, load_tokenizer
 from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
+from prope.runtime.files import read_text
 from prope.workdir.run import Run, open_run
 
 
@@ -71,8 +71,6 @@ def prefill(
 
     Args:
       config: a run's `config.model`, frozen.
-      sampling: how many tokens are generated, and how they are sampled.
-      params: parameters of the model.
       prompts: tokens from <bos> on, with any padding on the right; see `pad_prompts`.
       lengths: tokens of each prompt, at least 1.
       keys: a random key per row [B]. The token at position m of a row is drawn with fold_in(its key, m).
@@ -168,12 +166,8 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     """Returns the prompts, followed by the non-empty lines of a file; raises UsageError if there are none."""
     texts = list(prompts)
     if path is not None:
-        try:
-            texts += [line for line in epath.Path(path).read_text(encoding="utf-8").split("\n") if line]
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", "it is not UTF-8")
-            message = f"--prompts={path}: cannot be read: {reason}; give a text file with one prompt per line"
-            raise UsageError(message) from None
+        text = read_text("prompts", path, "give a text file with one prompt per line")
+        texts += [line for line in text.split("\n") if line]
     for text in prompts:
         if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for other bytes
             raise UsageError(f"--prompt={text!r}: is not UTF-8; give it in UTF-8")

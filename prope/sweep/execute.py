@@ -68,16 +68,12 @@ def locked(directory: epath.Path) -> Iterator[int]:
 
 
 class ChildProcesses:
-    """Runs one child process at a time and forwards SIGTERM and SIGINT to it.
-
-    Attributes:
-      stop_signal: the signal that the sweep received; None so far.
-    """
+    """Runs one child process at a time and forwards SIGTERM and SIGINT to it."""
 
     def __init__(self, lock: int):
         self._lock = lock
         self._child: subprocess.Popen | None = None
-        self.stop_signal: int | None = None
+        self.stop_signal: int | None = None  # that the sweep has received
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
 

@@ -128,9 +128,8 @@ def lead(rows: list[dict]) -> str:
 def equality(runs: list[Run]) -> dict:
     """Compares configs and logged hashes.
 
-    Returns:
-      {"error": why runs may not be compared, "fields": those that differ though they are not swept, "proofs": (name,
-      number of runs whose hashes were compared, result)}.
+    Returns {"error": why runs may not be compared, "fields": those that differ though they are not swept, "proofs":
+    (name, number of runs whose hashes were compared, result)}.
     """
     try:
         equal = check_equal(runs)

@@ -128,12 +128,8 @@ def read_sweep(directory: epath.Path) -> list[Run]:
 def check_equal(runs: Iterable[Run]) -> dict:
     """Compares the logged hashes of initial weights, and of the batch of every step that two runs logged.
 
-    Returns:
-      {"init": runs whose initial weights were compared with another's, "batches": the same for batches, "steps": the
-      last step whose batches were compared}.
-
-    Raises:
-      RunFailed: two runs differ in initial weights or in a batch that should be equal.
+    Returns {"init": runs whose initial weights were compared with another's, "batches": the same for batches, "steps":
+    the last step whose batches were compared}. Raises RunFailed where weights or batches that should be equal are not.
     """
     first: dict[tuple, tuple[Run, str]] = {}
     compared, last = {"init": set(), "batch": set()}, 0
@@ -196,9 +192,8 @@ def reference(values: dict, names: Container[str]) -> str | None:
 def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference | None, str]:
     """Computes a group's validation loss minus RoPE's, seed by seed: equal initial weights, batches and windows.
 
-    Returns:
-      (difference, what its standard error is over): "3 seeds"; with one seed "documents", or "" if a run has kept no
-      sums and there is no standard error. The difference is None without finished runs of a common seed.
+    Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or "" if a run has kept
+    no sums and there is no standard error. The difference is None without finished runs of a common seed.
     """
     by_seed = {run.values.get(SEED): run for run in others if run.state == "finished"}
     pairs = []
