@@ -1,5 +1,7 @@
 """Semantic channels: what is chosen, and the loss without it, against the whole forward pass of a changed model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +72,7 @@ def test_only_the_head_that_is_stopped_changes():
     x = model.embed(config, model.embedding(params), tokens)
     table = rotation_table(positions, frequencies(config.head_dim, config.max_wavelength))
     run = lambda turn: model.layer(config, at_layer(params, 0), x, table, turn)[1]  # noqa: E731
-    plain, changed = run(None), run(channels.stopped(2, 3))
+    plain, changed = run(None), run(functools.partial(channels.stopped, 2, 3))
     own = np.repeat(np.asarray(plain.rotated_key), 2, axis=2)
     lanes = [3, 19]
     for name, before in (("rotated_query", np.asarray(plain.rotated_query)), ("rotated_key", own)):

@@ -37,21 +37,17 @@ def strongest_channels(
     strength = strengths(measures, 2 * P)
     slow = min(P // 2, rotated)
     key_norms = np.repeat(measures.key_norms, len(strength) // len(measures.key_norms), axis=0)
+    share = strength / np.maximum(strength.sum(axis=1, keepdims=True), 1e-30)
+    of_pairs = {"strength": strength, "share": share, "query_norm": measures.query_norms, "key_norm": key_norms}
+    of_pairs |= {"to_first": measures.to_first, "to_others": measures.to_others}
     records = []
     for index in np.argsort(-strength[:, slow:], axis=None)[:count]:
         head, pair = divmod(int(index), P - slow)
         pair += slow
         frequency = float(frequencies[pair]) if pair < rotated else 0.0
-        records.append({
-            "layer": layer, "head": head, "pair": pair, "frequency": frequency,
-            "largest_rotation": frequency * (seq_len - 1),
-            "strength": float(strength[head, pair]),
-            "share": float(strength[head, pair] / max(strength[head].sum(), 1e-30)),
-            "query_norm": float(measures.query_norms[head, pair]),
-            "key_norm": float(key_norms[head, pair]),
-            "to_first": float(measures.to_first[head, pair]),
-            "to_others": float(measures.to_others[head, pair]),
-        })  # fmt: skip
+        record = {"layer": layer, "head": head, "pair": pair, "frequency": frequency}
+        record["largest_rotation"] = frequency * (seq_len - 1)
+        records.append(record | {name: float(values[head, pair]) for name, values in of_pairs.items()})
     return records
 
 
@@ -72,8 +68,7 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
                     changed = np.concatenate([output for output, _ in outputs])
                     after = walk.losses(walk.through(layer + 1, changed))
                     difference, stderr = float((after - losses).mean()), standard_error(after - losses)
-                    changes = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
-                    channel[kind.__name__] = changes
+                    channel[kind.__name__] = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
         x = np.concatenate([output for output, _ in walk.layer(layer, x)])
 
 
@@ -82,24 +77,16 @@ def standard_error(values: np.ndarray) -> float | None:
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
-def stopped(head, pair):
-    """Builds a `rotate_fn` for `model.layer` that leaves one pair of one query head, and its keys, unrotated."""
-
-    def rotate_fn(query, key, value, table):
-        channel, key, value = _separate(query, key, value, head, pair)
-        return jnp.where(channel, query, rotate(query, table)), jnp.where(channel, key, rotate(key, table)), value
-
-    return rotate_fn
+def stopped(head, pair, query, key, value, table):
+    """Rotates all but one pair of one query head, and its keys: with a head and a pair, `model.layer`'s `rotate_fn`."""
+    channel, key, value = _separate(query, key, value, head, pair)
+    return jnp.where(channel, query, rotate(query, table)), jnp.where(channel, key, rotate(key, table)), value
 
 
-def removed(head, pair):
-    """Builds a `rotate_fn` for `model.layer` by which one pair of one query head adds nothing to logits."""
-
-    def rotate_fn(query, key, value, table):
-        channel, key, value = _separate(query, key, value, head, pair)
-        return jnp.where(channel, 0, rotate(query, table)), rotate(key, table), value
-
-    return rotate_fn
+def removed(head, pair, query, key, value, table):
+    """Rotates likewise, and one pair of one query head adds nothing to logits."""
+    channel, key, value = _separate(query, key, value, head, pair)
+    return jnp.where(channel, 0, rotate(query, table)), rotate(key, table), value
 
 
 def _separate(query, key, value, head, pair):

@@ -147,8 +147,7 @@ def census(analysis: dict) -> Picture:
         rho, p_value = f"{correlation['rho']:.2f}", f"{correlation['p_value']:.1g}"
         caption += f" Spearman's rank correlation in the scatter plot: {rho} (p-value {p_value}, by permuting the heads"
         caption += " of each key together)."
-    alt = f"Greatest mean weight on {greatest}."
-    return Picture("census", "Where the heads look", alt, caption, draw, (12, 3.6))
+    return Picture("census", "Where the heads look", f"Greatest mean weight on {greatest}.", caption, draw, (12, 3.6))
 
 
 def heads(analysis: dict) -> Picture:

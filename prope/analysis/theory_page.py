@@ -33,14 +33,12 @@ def figure_2() -> tuple[Picture, dict]:
     distances, freqs = np.arange(LENGTH), {p: frequencies(HEAD_DIM, rope_percentage=p) for p in PERCENTAGES}
     ones = {p: theory.all_ones_curve(distances, freqs[p]) for p in PERCENTAGES}
     gaussian = theory.gaussian_curve(distances, freqs[1.0])
-    alt = (
-        f"Logits at distances 0 to {LENGTH - 1}. Of ones they fall, at the right end to "
-        + ", ".join(f"{curve[-1]:.3f} for p = {p:g}" for p, curve in ones.items())
-        + f"; the mean of Gaussian ones stays within {np.abs(gaussian[0]).max():.3f} of 0."
-    )
+    ends = ", ".join(f"{curve[-1]:.3f} for p = {p:g}" for p, curve in ones.items())
+    alt = f"Logits at distances 0 to {LENGTH - 1}. Of ones they fall, at the right end to {ends}; the mean of Gaussian"
+    alt += f" ones stays within {np.abs(gaussian[0]).max():.3f} of 0."
     caption = "Vectors of ones decay with distance (a), the less the fewer pairs rotate; Gaussian ones do not (b: 4000"
-    band = "the band is the standard error of their mean"
-    caption += f" draws, the same at every distance, of standard deviation 1; {band})."
+    caption += " draws, the same at every distance, of standard deviation 1; the band is the standard error of their"
+    caption += " mean)."
     curves = {"ones": {f"p = {p:g}": (curve, None) for p, curve in ones.items()}, "gaussian": {"p = 1": gaussian}}
     title = "Figure 2: does RoPE decay with distance?"
     picture = curves_picture("figure_2", title, alt, caption, curves, "distance (tokens)", "")

@@ -72,7 +72,7 @@ class Walk:
         return np.concatenate([np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses])
 
     def _layer(self, params, x, table, kind, head, pair):
-        return model.layer(self.config, params, x, table, kind and kind(head, pair))
+        return model.layer(self.config, params, x, table, kind and functools.partial(kind, head, pair))
 
     def _batches(self, x: np.ndarray) -> list[np.ndarray]:
         return [x[start : start + self._batch_size] for start in range(0, len(x), self._batch_size)]

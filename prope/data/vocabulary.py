@@ -39,8 +39,7 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
         raise UsageError(f"--output={output}: there is no folder {path.parent}")
     if vocab_size <= _RESERVED_IDS:
         least = f"must be more than {_RESERVED_IDS}, the special tokens and the bytes"
-        default = "it is config.model.vocab_size where it is not given"
-        raise UsageError(f"--vocab_size={vocab_size}: {least}; {default}")
+        raise UsageError(f"--vocab_size={vocab_size}: {least}; it is config.model.vocab_size where it is not given")
     sentences, total = [], 0
     for weight, data in weighted_sources(config.data):
         documents = _train_documents(find_source(data), data.validation_fraction)

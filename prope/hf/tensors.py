@@ -57,9 +57,7 @@ def _open_file(path: epath.Path) -> dict[str, Stored]:
     return {name: Stored(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
-def write_tensors(
-    directory: epath.Path, tensors: list[gemma.Tensor], read: Callable[..., np.ndarray], dtype: str
-) -> None:
+def write_tensors(folder: epath.Path, tensors: list[gemma.Tensor], read: Callable[..., np.ndarray], dtype: str) -> None:
     """Writes model.safetensors, or, if it would be larger than 2 GB, shards and their index.
 
     `read(path, layer)` returns the parameter with a path, or one layer of it, and is called in the order of `tensors`.
@@ -72,17 +70,17 @@ def write_tensors(
             shards.append([])
         shards[-1].append(tensor)
     total = sum(sizes.values())
-    check_disk(directory, total, "the tensors need", "output")
+    check_disk(folder, total, "the tensors need", "output")
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = gemma.WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         values = {tensor.name: tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype)) for tensor in shard}
-        save_file(values, directory / file, {"format": "pt"})  # transformers requires this entry
+        save_file(values, folder / file, {"format": "pt"})  # transformers requires this entry
         del values  # before the next shard is read
         weight_map |= {tensor.name: file for tensor in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / gemma.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / gemma.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def some(names: Iterable[str]) -> str:

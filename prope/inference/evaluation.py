@@ -150,8 +150,7 @@ def evaluations(options: Options) -> Iterator[dict]:
             record = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
             rescaled = {"encoding": options.encoding, "factor": options.encoding and config.model.rope_scaling_factor}
             same = record | {"fingerprint": selection.fingerprint, "windows": count} | rescaled
-            p = config.model.rope_percentage
-            record |= {"split": windows.split, "rope_percentage": p, "rotated_pairs": pairs}
+            record |= {"split": windows.split, "rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
             record |= rescaled if options.encoding else {}
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
             needed = _FIELDS | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size

@@ -21,10 +21,7 @@ from prope.runtime.watchdog import Watchdog
 
 @contextlib.contextmanager
 def open_session(config: ConfigDict) -> Iterator["Session"]:
-    """Opens a session of the run; waits at the end, unless an error ends it, for the run's other processes.
-
-    Raises what `processes.joined` raises.
-    """
+    """Opens a session of the run within `processes.joined`, which raises errors of its own and waits at the end."""
     with contextlib.ExitStack() as stack:
         session = Session(config, stack)
         session.enter(processes.joined())
@@ -65,10 +62,7 @@ class Session:
             append_jsonl(self._starts, record)
 
     def poll(self, progress: str) -> bool:
-        """Reports progress to the watchdog; returns False once the run is asked to stop.
-
-        All processes must call it at the same places.
-        """
+        """Reports progress to the watchdog, in all processes at the same places; False once a stop is asked for."""
         self.watchdog.alive(progress)
         return self.interrupts.poll() <= Request.SAVE
 

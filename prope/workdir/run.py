@@ -105,10 +105,7 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
 
 
 def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
-    """Finds the run in a directory, or all runs below it, sorted by path: folders with a config.json.
-
-    Raises UsageError where there is none.
-    """
+    """Finds the run in a directory, or all below it, by path: folders with a config.json; UsageError if none has."""
 
     def find(folder: epath.Path) -> Iterator[epath.Path]:
         if (folder / "config.json").exists():

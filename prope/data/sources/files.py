@@ -40,8 +40,7 @@ def files(folder: epath.Path, rule: TextRule, hash_cache: pathlib.Path) -> Sourc
     texts = [p for p in paths if not p.name.endswith(_JSON_LINES)]
     if rule.template and texts:
         raise UsageError(f"{texts[0]}: has no fields for config.data.template to name; keep it in another folder")
-    hashes = _hash_files(paths, hash_cache)
-    listing = [(p.relative_to(folder).as_posix(), hashes[p]) for p in paths]
+    listing = [(p.relative_to(folder).as_posix(), sha256) for p, sha256 in _hash_files(paths, hash_cache).items()]
     return Source("files", {"dataset": "files", "files": listing, **rule.identity}, tuple(_chunks(folder, paths, rule)))
 
 

@@ -20,19 +20,16 @@ _EXCLUDED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo
 
 def python_docs() -> Source:
     """Returns the documentation of this Python as a source of one chunk."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(_python_files(root))
+    root, files = pathlib.Path(sysconfig.get_paths()["stdlib"]), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _EXCLUDED  # site-packages may hold 50,000 files, which would take a second
+        files += [pathlib.Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
     listing = [(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]
     digest = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
     identity = {"dataset": "python_docs", "python": platform.python_version(), "files": digest}
     chunk = Chunk("python_docs", 2_100_000, functools.partial(_read, tuple(files)))
     return Source("python_docs", identity, (chunk,))
-
-
-def _python_files(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - _EXCLUDED  # site-packages may hold 50,000 files, which would take a second
-        yield from (pathlib.Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _read(files: tuple[pathlib.Path, ...]) -> Iterator[Document]:
