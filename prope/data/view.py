@@ -89,7 +89,9 @@ def describe(row: Batch, tokenizer) -> Iterator[str]:
         for span, is_predicted in _by_weight(row, start, stop):
             indent = "    " if is_predicted else "    prompt, no loss | "
             for line in tokenizer.decode(row["tokens"][span]).splitlines():
-                wrapped = textwrap.wrap(_printable(line), _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent)
+                # Without what would move the cursor or colour the terminal.
+                line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in line)
+                wrapped = textwrap.wrap(line, _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent)
                 yield from wrapped or [indent.rstrip()]
     yield "  place  position  segment  token                     target                    weight"
     shown = {place for border in [*borders, T] for place in range(border - _CONTEXT, border + _CONTEXT)}
@@ -162,8 +164,3 @@ def _id_and_text(tokenizer, token: int) -> str:
     """Formats id and text of a token in 24 columns."""
     text = token_name(tokenizer, token)
     return f"{token:6d} {text if len(text) <= 17 else text[:16] + '…':17s}"
-
-
-def _printable(text: str) -> str:
-    """Replaces what would move the cursor or colour the terminal."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -5,7 +5,6 @@ import json
 import math
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from prope.data.tokenizer import UNKNOWN, load_tokenizer
 from prope.encodings import describe, rotated_pairs
@@ -24,8 +23,16 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     target = as_path("output", output)
     check_new("output", target)
     run = open_run(workdir, step)
-    config = run.config
-    texts = json_files(config, dtype)
+    config, tokenizer = run.config, load_tokenizer(run.config.data.tokenizer)
+    texts = {"config.json": gemma.to_hf(config, dtype), "generation_config.json": gemma.SPECIAL_IDS}
+    if config.data.tokenizer == "byte":
+        log.info("transformers has no byte tokenizer: the ids of a text are 2, then 4 more than each of its bytes")
+    else:
+        ids = gemma.SPECIAL_IDS | {"unk_token_id": UNKNOWN}
+        pieces = {name.removesuffix("_id"): tokenizer.processor.id_to_piece(number) for name, number in ids.items()}
+        # Without these, transformers takes Gemma's names of the pieces and leaves <bos> out.
+        form = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
+        texts["tokenizer_config.json"] = form | pieces | {"clean_up_tokenization_spaces": False}
     tensors = gemma.tensors(config.model)
 
     def write(run: Run) -> None:
@@ -38,8 +45,6 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
             # The last array is kept: neighbours such as gate_proj and up_proj are cut from the same one.
             write_tensors(directory, tensors, functools.lru_cache(1)(run.checkpoint.read), dtype)
 
-    if config.data.tokenizer == "byte":
-        log.info("transformers has no byte tokenizer: the ids of a text are 2, then 4 more than each of its bytes")
     run, _ = run.first_undamaged(write)
     return {
         "output": str(target),
@@ -51,16 +56,3 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         "rotated_pairs": rotated_pairs(config.model),
         "workdir": str(workdir),
     }
-
-
-def json_files(config: ConfigDict, dtype: str) -> dict[str, dict]:
-    """Returns the contents of the JSON files beside the tensors, by name."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    files = {"config.json": gemma.to_hf(config, dtype), "generation_config.json": gemma.SPECIAL_IDS}
-    if config.data.tokenizer != "byte":
-        ids = gemma.SPECIAL_IDS | {"unk_token_id": UNKNOWN}
-        pieces = {name.removesuffix("_id"): tokenizer.processor.id_to_piece(number) for name, number in ids.items()}
-        # Without these, transformers takes Gemma's names of the pieces and leaves <bos> out.
-        form = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
-        files["tokenizer_config.json"] = form | pieces | {"clean_up_tokenization_spaces": False}
-    return files

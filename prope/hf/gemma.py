@@ -97,21 +97,17 @@ def tensors(config: ConfigDict) -> list[Tensor]:
     # for which the final norm takes the factor back.
     scales = {} if gemma else {"embed_tokens": config.embed_dim**0.5, "norm": config.embed_dim**-0.5}
 
-    def tensor(name, parameter, layer, index, here, there):
+    def tensor(name: str, parameter: str, layer: int | None, index: tuple[int, ...], here: str, there: str) -> Tensor:
         shape = tuple(math.prod(sizes[axis] for axis in axes) for axes in there.split())
         order = tuple(here.index(axis) for axis in there.replace(" ", ""))
         path, offset = tuple(parameter.split("/")), float(not gemma and parameter.endswith("scale"))
         return Tensor(f"model.{name}.weight", shape, path, layer, index, order, scales.get(name, 1.0), offset)
 
-    result = [
-        tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D"),
-        tensor("norm", "final_norm/scale", None, (), "D", "D"),
-        *(
-            tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, *axes)
-            for layer in range(config.num_layers)
-            for name, parameter, *axes in (_LAYER if config.use_qk_norm else _LAYER[:-2])
-        ),
-    ]
+    result = [tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D")]
+    result += [tensor("norm", "final_norm/scale", None, (), "D", "D")]
+    for name, parameter, *axes in _LAYER if config.use_qk_norm else _LAYER[:-2]:
+        for layer in range(config.num_layers):
+            result.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, *axes))
     return sorted(result, key=lambda tensor: tensor.name)
 
 

@@ -134,7 +134,7 @@ def make_evaluation(
             for row, index in enumerate(indices):
                 source = source_of[start + row]
                 sums.add(index, source, **{name: values[row] for name, values in scores.items()})
-        losses, tokens, source = sums.by_document()
+        (losses, tokens), source = np.concatenate(sums.of_windows, axis=1), np.array(sums.sources)  # [C, Q]; [C]
         totals, counts = losses.sum(axis=1), tokens.sum(axis=1)
         loss, stderr = paired.mean_and_stderr(totals, counts, source, windows.shares)
         split, stores = windows.split, [source.store for source in windows.sources]
@@ -192,8 +192,8 @@ class _DocumentSums:
     def __init__(self, T: int, bucket_width: int):
         self.edges = np.append(np.arange(0, T, bucket_width), T)  # [Q + 1]; edges[q] is the first position of bucket q
         self._bucket = np.arange(T) // bucket_width
-        self._sums: list[np.ndarray] = []  # [2, documents, Q] of a window: losses and tokens
-        self._sources: list[int] = []  # of every document
+        self.of_windows: list[np.ndarray] = []  # [2, documents, Q] of a window: losses and tokens
+        self.sources: list[int] = []  # of every document
         self._last = -2  # index of the previous window
 
     def add(self, index: int, source: int, losses, weights, segment_ids, starts_document) -> None:
@@ -203,14 +203,9 @@ class _DocumentSums:
         summands = (losses.astype(np.float64) * weights, weights)
         sums = np.stack([np.bincount(cell, values, documents * Q).reshape(documents, Q) for values in summands])
         if index == self._last + 1 and not starts_document:
-            self._sums[-1][:, -1] += sums[:, 0]
+            self.of_windows[-1][:, -1] += sums[:, 0]
             sums = sums[:, 1:]
         if sums.shape[1]:
-            self._sums.append(sums)
-            self._sources += [source] * sums.shape[1]
+            self.of_windows.append(sums)
+            self.sources += [source] * sums.shape[1]
         self._last = index
-
-    def by_document(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (losses, tokens), both [C, Q], and the source of every document, [C]."""
-        losses, tokens = np.concatenate(self._sums, axis=1)
-        return losses, tokens, np.array(self._sources)

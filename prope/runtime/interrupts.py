@@ -92,20 +92,16 @@ class Interrupts(contextlib.AbstractContextManager):
                 if not training:
                     _exit("SIGTERM before the first step, so nothing was lost", PREEMPTED)
                 self._signalled = Request.STOP
-                _print("SIGTERM: saving, then stopping")
+                print("SIGTERM: saving, then stopping", file=sys.stderr, flush=True)
             if number == signal.SIGINT and training:
                 self._presses += 1
                 if self._presses > 1:
                     _exit("Ctrl-C twice", INTERRUPTED)
                 self._signalled = max(self._signalled, Request.INTERRUPT)
-                _print("Ctrl-C: saving, then stopping; once more leaves at once")
+                print("Ctrl-C: saving, then stopping; once more leaves at once", file=sys.stderr, flush=True)
         os.close(self._read)
 
 
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _exit(why: str, code: int) -> None:
-    _print(f"stopped: {why}; the same command goes on from the last checkpoint")
+    print(f"stopped: {why}; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
     os._exit(code)

@@ -61,7 +61,7 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
         lead=lead(rows),
         config=runs[0].config,
         parameters=num_parameters(shapes),
-        swept=swept(runs),
+        swept=list(dict.fromkeys(name for run in runs for name in run.values)),  # a run may lack those of another grid
         by_p=P in runs[0].values,
         rows=rows,
         errors_over=sorted({row["over"] for row in rows} - {""}),
@@ -72,11 +72,6 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
         training_time=duration(sum(map(training_seconds, runs))),
         settings={k: v for k, v in fields[0].items() if all(other[k] == v for other in fields)},
     )
-
-
-def swept(runs: list[Run]) -> list[str]:
-    """Lists the swept fields, of which a run may lack those of another grid."""
-    return list(dict.fromkeys(name for run in runs for name in run.values))
 
 
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:
@@ -141,7 +136,8 @@ def equality(runs: list[Run]) -> dict:
         ("Initial weights", equal["init"], "hash to the same value in all runs of a seed"),
         ("Batches", equal["batches"], f"hash to the same values at every logged step, up to {equal['steps']:,}"),
     )
-    fields = [name for name in differing if not {name, name.rpartition(".")[2]} & set(swept(runs))]
+    swept = {name for run in runs for name in run.values}
+    fields = [name for name in differing if not {name, name.rpartition(".")[2]} & swept]
     return {"error": None, "fields": fields, "proofs": proofs}
 
 
