@@ -3,7 +3,6 @@
 Axes: L layers, N heads, P pairs, R runs with the same p.
 """
 
-import collections
 import json
 import os
 import statistics
@@ -36,11 +35,11 @@ def write(folder: epath.Path, analyses: list[dict]) -> dict:
 
 def by_p(analyses: list[dict]) -> Groups:
     """Groups analyses by p, the mean of p first to last; layers that differ in p are listed."""
-    groups = collections.defaultdict(list)
+    groups: Groups = {}
     for analysis in sorted(analyses, key=lambda a: np.mean(a["rope_percentage"])):
         name = ", ".join(f"{p:g}" for p in np.atleast_1d(analysis["rope_percentage"]))
-        groups[f"p = {name}"].append(analysis)
-    return dict(groups)
+        groups.setdefault(f"p = {name}", []).append(analysis)
+    return groups
 
 
 def row(p: str, group: list[dict]) -> dict:

@@ -5,7 +5,6 @@ All are means over sequences; arrays of T x T exist for a block of queries at a 
 Axes: B sequences, T length, N query heads, K key/value heads, G = N / K, H head_dim, P = H / 2 pairs.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -94,7 +93,7 @@ def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Arr
     return tuple(sum(jnp.split(lanes.mean(axis=0), 2, axis=-1)) for lanes in products)
 
 
-@functools.partial(jax.jit, static_argnames="length")
+@jax.jit(static_argnames="length")
 def opening(captured: Captured, length: int) -> Opening:
     """Computes attention among the first `length` tokens of the first sequence."""
     query, key = (x[0, :length] for x in (captured.rotated_query, captured.rotated_key))

@@ -3,8 +3,6 @@
 Axes: L layers, N query heads, K key/value heads, P pairs.
 """
 
-import collections
-
 import numpy as np
 from etils import epath
 
@@ -28,8 +26,8 @@ def write(folder: epath.Path, analysis: dict) -> epath.Path:
 
 def lead(analysis: dict) -> str:
     """Sums up the census in two sentences."""
-    counts = collections.Counter(head["kind"] for head in analysis["heads"])
-    named = [f"{counts[kind]} {words}" for kind, words in KINDS.items() if kind and counts[kind]]
+    kinds = [head["kind"] for head in analysis["heads"]]
+    named = [f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind and kind in kinds]
     text = f"Of {len(analysis['heads'])} heads: {', '.join(named) or 'none of a kind that the census names'}."
     correlation = analysis["rank_correlation"]
     if correlation is None:

@@ -11,7 +11,6 @@ Axes: T queries, S keys, D embed_dim, H head_dim, P = H / 2 pairs, M distances.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -231,7 +230,7 @@ def defeating_swaps(query: Array, keys: Array, frequency: float, target: int, ep
     raise ValueError(too_short)
 
 
-def swapped(length: int, swaps: Sequence[tuple[int, int]]) -> Array:
+def swapped(length: int, swaps: list[tuple[int, int]]) -> Array:
     """Computes the order of tokens [S] after swaps of positions: `keys[swapped(S, swaps)]` are their keys."""
     order = np.arange(length)
     for a, b in swaps:

@@ -4,11 +4,10 @@ XLA's own cost analysis counts a loop's body once and a Pallas kernel as 0. Here
 what cannot be counted is an error. No device is touched.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,8 +18,7 @@ from ml_collections import ConfigDict
 from prope.encodings import layer_windows
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """A chip's peaks: bf16 FLOP/s, bytes of HBM, bytes/s to HBM, bytes/s that all its links together receive."""
 
     device_kinds: tuple[str, ...]  # values of jax.Device.device_kind
@@ -74,7 +72,7 @@ def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str
     return {"step": max(filter(None, bounds.values()), default=0.0)} | bounds
 
 
-def num_parameters(params: Any) -> int:
+def num_parameters(params) -> int:
     """Counts the scalars in a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import math
 import operator
-from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -118,7 +117,7 @@ def find_tokenizer(source: epath.Path, flag: str | None, config: ConfigDict, val
     return None if name in (None, "byte") else epath.Path(name)
 
 
-def read_params(config: ConfigDict, stored: dict[str, Stored], expected: Iterable[gemma.Tensor]) -> dict:
+def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> dict:
     """Reads the parameters as float32, one tensor at a time into arrays for all."""
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)

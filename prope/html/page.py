@@ -2,7 +2,6 @@
 
 import math
 import pathlib
-from collections.abc import Iterable
 
 from etils import epath
 from markupsafe import Markup
@@ -10,7 +9,7 @@ from markupsafe import Markup
 from prope.html.drawing import Picture, palette
 
 
-def write(folder: epath.Path, template: str, pictures: Iterable[Picture], **data) -> epath.Path:
+def write(folder: epath.Path, template: str, pictures: list[Picture], **data) -> epath.Path:
     """Writes index.html and its pictures as PNG files into a folder, made if missing; returns the page's path.
 
     The template of this name in `prope/html/` gets `pictures`, by name, and `data`, whose text is escaped.

@@ -8,11 +8,9 @@ Axes: B rows, T prompt length, V vocab.
 """
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +56,7 @@ class Sampling:
                 raise UsageError(f"{name}={getattr(self, name)}: {allowed}")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def prefill(
     config: FrozenConfigDict,
     sampling: Sampling,
@@ -81,7 +79,7 @@ def prefill(
     return sample_tokens(sampling, model.logits(params, hidden[jnp.arange(B), lengths - 1]), keys, lengths), cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="cache")
+@jax.jit(static_argnums=(0, 1), donate_argnames="cache")
 def decode(
     config: FrozenConfigDict,
     sampling: Sampling,
@@ -234,7 +232,7 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     }
 
 
-def _timed(function: Callable[[], Any]) -> tuple:
+def _timed(function: Callable) -> tuple:
     """Calls a function; returns its result and the seconds that took."""
     start = time.perf_counter()
     return jax.block_until_ready(function()), time.perf_counter() - start

@@ -13,7 +13,6 @@ Axes: C documents, in the order of the windows, Q buckets of positions, S source
 """
 
 import io
-import os
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -91,8 +90,8 @@ def _mean_of_source(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float 
 
 
 def paired_difference(
-    workdir_a: str | os.PathLike,
-    workdir_b: str | os.PathLike,
+    workdir_a: epath.PathLike,
+    workdir_b: epath.PathLike,
     about: dict | None = None,
     positions: tuple[int, int] | None = None,
 ) -> Difference:
@@ -140,7 +139,7 @@ def _path(folder: epath.Path, record: dict) -> epath.Path:
     return folder / ("-".join(str(record.get(name)) for name in SAME_WINDOWS) + ".npz")
 
 
-def _read_sums(workdir: str | os.PathLike, record: dict) -> tuple[np.ndarray, ...]:
+def _read_sums(workdir: epath.PathLike, record: dict) -> tuple[np.ndarray, ...]:
     """Reads (loss, tokens, edges, source, shares)."""
     path = _path(epath.Path(workdir) / "eval" / str(record["step"]), record)
     try:

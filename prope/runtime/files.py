@@ -33,12 +33,12 @@ for _scheme in ("gcs", *_SCHEMES):  # other hosts write to a bucket, too: what i
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
 
 
-def is_url(place: str | os.PathLike) -> bool:
+def is_url(place: epath.PathLike) -> bool:
     """Tells whether a place is a URL; otherwise it is a local path."""
     return "://" in str(place)
 
 
-def as_path(flag: str, place: str | os.PathLike) -> epath.Path:
+def as_path(flag: str, place: epath.PathLike) -> epath.Path:
     """Returns a place as a path; raises UsageError where it is a URL of a kind that cannot be written."""
     scheme, separator, _ = str(place).partition("://")
     if separator and scheme not in _SCHEMES:
@@ -46,7 +46,7 @@ def as_path(flag: str, place: str | os.PathLike) -> epath.Path:
     return epath.Path(place)
 
 
-def absolute(path: str | os.PathLike) -> epath.Path:
+def absolute(path: epath.PathLike) -> epath.Path:
     """Returns a place from which it is found in any directory."""
     return epath.Path(path) if is_url(path) else epath.Path(path).resolve()
 
@@ -56,7 +56,7 @@ def local_cache() -> pathlib.Path:
     return pathlib.Path(os.environ.get("PROPE_CACHE") or pathlib.Path.home() / ".cache" / "prope")
 
 
-def kvstore(folder: str | os.PathLike) -> ts.KvStore:
+def kvstore(folder: epath.PathLike) -> ts.KvStore:
     """Opens a folder or URL as a key-value store of the files below it."""
     path = f"{str(folder if is_url(folder) else absolute(folder)).rstrip('/')}/"
     return ts.KvStore.open(path if is_url(folder) else {"driver": "file", "path": path}, context=CONTEXT).result()
@@ -115,7 +115,7 @@ def _remedy(path: epath.Path) -> str:
     return f"log in with gcloud auth application-default login, and see whether gcloud storage ls {bucket} answers"
 
 
-def check_writable(setting: str, path: os.PathLike) -> None:
+def check_writable(setting: str, path: epath.PathLike) -> None:
     """Creates a directory; raises UsageError, which begins with `setting`, where nothing can be written there."""
     path = epath.Path(path)
     try:

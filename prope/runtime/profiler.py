@@ -1,6 +1,5 @@
 """Traces a range of training steps with jax.profiler, for xprof and Perfetto."""
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ class Profiler(AbstractContextManager):
     no run.
     """
 
-    def __init__(self, steps: Sequence[int], workdir: os.PathLike, pause: Callable[[], AbstractContextManager]):
+    def __init__(self, steps: Sequence[int], workdir: epath.PathLike, pause: Callable[[], AbstractContextManager]):
         """`steps` is config.profile; `pause` excludes what is done within it from the time of training."""
         self._steps = range(steps[0], steps[1] + 1) if steps and processes.is_first() else range(0)
         self._target, self._pause = epath.Path(workdir) / "profile", pause

@@ -1,9 +1,9 @@
 """The grid of a sweep: config fields, their values, and the run of each combination of values."""
 
-import dataclasses
 import itertools
 import pathlib
 import runpy
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -15,8 +15,7 @@ P = "model.rope_percentage"
 CONFIG = "config"  # swept like a field; its values are config files
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A run of the grid; `arguments` are those of prope.train without --workdir."""
 
     name: str

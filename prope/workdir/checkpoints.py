@@ -28,7 +28,7 @@ _MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a 
 _FILE = 2**26  # bytes that an import collects before it writes them
 
 
-def list_steps(workdir: str | os.PathLike) -> list[int]:
+def list_steps(workdir: epath.PathLike) -> list[int]:
     """Lists the steps of a run's finished checkpoints, damaged ones included, oldest first.
 
     Several processes take the first one's list: another host may see the directory as it was.
@@ -74,7 +74,7 @@ def newest_undamaged(
 class Checkpoints(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of a run that trains."""
 
-    def __init__(self, workdir: str | os.PathLike, keep: ConfigDict | None = None):
+    def __init__(self, workdir: epath.PathLike, keep: ConfigDict | None = None):
         """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all checkpoints are kept."""
         self.directory = absolute(workdir) / "checkpoints"
         self._saving, self._unchecked = 0, False  # the last step saved; whether it may have failed in the background

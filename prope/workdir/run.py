@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ class Run:
         return self.checkpoint.restore(params=abstract)["params"]
 
 
-def open_run(workdir: str | os.PathLike, step: int | None = None) -> Run:
+def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
     """Opens the run in a directory at a checkpoint, by default the newest one whose files are whole.
 
     Raises UsageError where there is no run, no checkpoint, or not that step; it is damaged; or config.json disagrees.
@@ -104,7 +103,7 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
         raise
 
 
-def find_runs(workdir: str | os.PathLike) -> list[epath.Path]:
+def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
     """Finds the run in a directory, or all below it, by path: folders with a config.json; UsageError if none has."""
 
     def find(folder: epath.Path) -> Iterator[epath.Path]:

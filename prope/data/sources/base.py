@@ -3,7 +3,6 @@
 Chunks depend on the source alone, not on the number of processes that share them.
 """
 
-import dataclasses
 import string
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -20,8 +19,7 @@ class Document(NamedTuple):
     prompt_bytes: int = 0  # length of its beginning that is not predicted, such as an instruction
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Consecutive documents of a source."""
 
     key: str  # identifies the chunk within its source, and names it in messages
@@ -30,8 +28,7 @@ class Chunk:
     shard: str = ""  # URL of the file that must be copied here first; one worker reads its chunks one after the other
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A collection of documents."""
 
     name: str  # as in config.data.dataset
@@ -57,8 +54,7 @@ def chunk_bytes(total: int) -> int:
     return min(max(total // 256, 2**18), 2**23)
 
 
-@dataclasses.dataclass(frozen=True)
-class TextRule:
+class TextRule(NamedTuple):
     """How a record becomes a document: one feature, or a template such as "Q: {inputs}\\nA: {targets}".
 
     With loss_on "targets" all text before the template's last field is the prompt.
