@@ -214,8 +214,11 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
 
 def files_below(folder: epath.Path) -> dict[str, int]:
     """Lists all files below a folder, sorted by their path in it, with their sizes in bytes."""
-    system, root = fsspec.core.url_to_fs(str(folder))
-    return {os.path.relpath(path, root): about["size"] for path, about in system.find(root, detail=True).items()}
+    if is_url(folder):
+        system, root = fsspec.core.url_to_fs(str(folder))
+        return {os.path.relpath(path, root): about["size"] for path, about in system.find(root, detail=True).items()}
+    paths = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]  # fsspec would hide errors
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 
 def upload(folder: epath.Path, target: epath.Path) -> None:
