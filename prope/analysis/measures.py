@@ -57,8 +57,7 @@ def weights(query: jax.Array, key: jax.Array, rows: jax.Array) -> jax.Array:
 @jax.jit
 def measure(captured: Captured) -> Measures:
     """Measures a layer, from arrays [B, T, ., H] with T >= 3."""
-    by_sequence = jax.lax.map(_measure_sequence, captured)
-    return jax.tree.map(lambda values: values.mean(axis=0), by_sequence)
+    return jax.tree.map(lambda values: values.mean(axis=0), jax.lax.map(_measure_sequence, captured))
 
 
 def _measure_sequence(captured: Captured) -> Measures:

@@ -116,8 +116,7 @@ def semantic() -> tuple[str, str, dict, bool]:
     """Tries Theorem 6.1, for the slowest pair of RoPE, and beside it a pair that p-RoPE does not rotate."""
     slow, length = float(frequencies(HEAD_DIM)[-1]), 8192
     head = theory.semantic_head(EPSILON, length, slow)
-    positions = range(0, length, 512)
-    within = min(weight_of(head.query, keys_with_target(head, length, at), slow, at) for at in positions)
+    within = min(weight_of(head.query, keys_with_target(head, length, at), slow, at) for at in range(0, length, 512))
 
     # The keys of all other tokens are 0: one swap is enough.
     long = 4 * head.longest

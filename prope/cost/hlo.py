@@ -36,8 +36,7 @@ def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[
 
     Raises ValueError, which names the loop, for one whose length the text does not give.
     """
-    count = functools.partial(_collectives_in, chips_per_node=chips_per_node)
-    counts = _total(_read(text), "ENTRY", count)
+    counts = _total(_read(text), "ENTRY", functools.partial(_collectives_in, chips_per_node=chips_per_node))
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {key: counts[kind, key] for key in ("count", "bytes", "async")} for kind in kinds}
 
@@ -63,8 +62,7 @@ def kernels(text: str) -> dict[str, int]:
 
 def array_shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
     """Lists (dtype, dims) of all arrays of a compiled module, those inside fusions included."""
-    computations = _read(text).values()
-    return {(a.dtype, a.dims) for c in computations for x in c.instructions.values() for a in x.arrays}
+    return {(a.dtype, a.dims) for c in _read(text).values() for x in c.instructions.values() for a in x.arrays}
 
 
 class _Array(NamedTuple):

@@ -145,8 +145,7 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
 
 def write_array(path: str, split: str, dtype: np.dtype, size: int, arrays: Iterable[np.ndarray]) -> None:
     """Writes a split of a new store: arrays of `dtype` one after the other, `size` elements together."""
-    spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
-    store = ts.open(spec, context=CONTEXT, create=True).result()
+    store = ts.open(_spec(path, split) | {"metadata": _metadata(dtype, size)}, context=CONTEXT, create=True).result()
     shard, start, filled, writing = np.empty(SHARD, dtype), 0, 0, None
     for array in arrays:
         while len(array):

@@ -71,8 +71,7 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
 
 def is_validation(document: bytes, fraction: float) -> bool:
     """Whether a document is held out: decided by a hash of its text, so it depends on nothing else."""
-    digest = hashlib.blake2b(document, digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
+    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest()) < fraction * 2**64
 
 
 def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype) -> np.ndarray | None:
