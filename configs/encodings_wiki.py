@@ -86,10 +86,10 @@ def get_config(argument: str = "full"):
     method, size = parse(argument, LEARNING_RATES, SIZES)
     config = wiki_sample["get_config"]()
     config.optimizer.learning_rate = LEARNING_RATES[method]
+    config.num_steps = config.eval_every = 300 if size == "rates" else 800
+    config.eval.max_windows = 256
     if size == "long":
-        config.data.seq_len, config.batch_size = 1024, 2
-    if size == "rates":
-        config.num_steps = 300
+        config.data.seq_len, config.batch_size, config.eval.max_windows = 1024, 2, 128
     config.model.rope_percentage = 1.0
     config.model.update(encoding(method, config.model, config.data.seq_len))
     return sized(config, "tiny" if size == "tiny" else "full")
