@@ -51,8 +51,9 @@ from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, resolve_attention
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
-from prope.workdir.reader import CheckpointReader, hash_arrays
+from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
 
 _LESS_MEMORY = (  # remedy

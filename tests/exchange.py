@@ -10,7 +10,7 @@ from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.runtime.validate import validate
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.reader import hash_arrays
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import write_config
 
 SIZES = {

@@ -19,7 +19,7 @@ from prope.config import default_config, set_layer_percentages
 from prope.encodings import layer_frequencies
 from prope.rope import frequencies, rotation_table
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.reader import hash_arrays
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import write_config
 
 H = 32

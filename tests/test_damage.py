@@ -29,7 +29,7 @@ from prope.step import init_state
 from prope.train import data_state, start_or_resume
 from prope.workdir import reader as readers
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.reader import array_hashes, hash_arrays, hash_on_host
+from prope.workdir.hashes import array_hashes, hash_arrays, hash_on_host
 from prope.workdir.run import Run, open_run, read_config, write_config
 
 ITEMS = {

@@ -14,7 +14,7 @@ from prope.config import default_config
 from prope.optimizer import learning_rate, make_optimizer
 from prope.step import init_state, make_train_step
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.reader import hash_arrays
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run
 
 SKIP = ("--config.on_nonfinite=skip", "--config.log_every=1")

@@ -22,7 +22,7 @@ from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, make_train_step
-from prope.workdir.reader import hash_arrays
+from prope.workdir.hashes import hash_arrays
 
 MESHES = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)]  # data, fsdp, tensor
 

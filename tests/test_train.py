@@ -18,7 +18,8 @@ from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference.losses import make_evaluation
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.reader import CheckpointReader, hash_arrays
+from prope.workdir.hashes import hash_arrays
+from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, open_run
 
 EVERY_STEP = "--config.log_every=1"

@@ -19,7 +19,6 @@ from prope.workdir.run import Run
 
 _TOKENS = 8192  # per batch
 _EMBEDDING = ("embedder", "input_embedding")
-_losses = jax.jit(lambda norm, embedding, x, targets: token_losses(model.final_norm(norm, x), embedding, targets))
 
 
 class Walk:
@@ -36,6 +35,7 @@ class Walk:
         self._table = functools.cache(lambda freqs: rotation_table(positions, freqs))
         self._batch_size = max(_TOKENS // tokens.shape[1], 1)
         self._jitted = jax.jit(self._layer, static_argnames="kind")
+        self._losses = jax.jit(lambda norm, embedding, x, ids: token_losses(model.final_norm(norm, x), embedding, ids))
         size = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes["layers"]))
         cached = config.num_layers if size < 2**30 else 1
         self._params = functools.lru_cache(cached)(lambda number: jax.device_put(self._read(("layers",), number)))
@@ -69,7 +69,7 @@ class Walk:
         embedding, norm = jax.device_put((self._read(_EMBEDDING), self._read(("final_norm",))))
         targets = np.roll(self.tokens, -1, axis=1)  # the last token predicts nothing
         batches = zip(self._batches(x), self._batches(targets), strict=True)
-        losses = [_losses(norm, embedding, batch, jnp.asarray(target)) for batch, target in batches]
+        losses = [self._losses(norm, embedding, batch, jnp.asarray(target)) for batch, target in batches]
         return np.concatenate([np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses])
 
     def _layer(self, params, x, table, kind, head, pair):

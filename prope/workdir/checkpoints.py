@@ -21,7 +21,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full, log
 from prope.runtime import processes
 from prope.runtime.files import NO_FILE, absolute, is_url, retry_reads
-from prope.workdir.reader import FILES, Damaged, array_hashes, find_damage, list_files
+from prope.workdir.hashes import array_hashes
+from prope.workdir.reader import FILES, Damaged, find_damage, list_files
 
 _CHUNK = 2**24  # bytes of an array that are compressed, and read, together
 _MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
