@@ -23,6 +23,7 @@ from prope.encodings import rotated_pairs
 from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
+from prope.hf import tensors as tensor_files
 from prope.workdir.run import open_run
 
 # --- Beside transformers ----------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def test_shards_are_read(tmp_path, exported, dtype):
 def test_an_export_in_shards_is_read_back(tmp_path, monkeypatch, exported):
     """And by transformers, where it is installed."""
     whole = stored(exported)
-    monkeypatch.setattr(gemma_hf, "_MAX_SHARD", 100_000)
+    monkeypatch.setattr(tensor_files, "_MAX_SHARD", 100_000)
     export_hf.export(tmp_path / "run", tmp_path / "shards")
     files = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) == len(set(files)) > 2
@@ -270,8 +271,8 @@ def test_one_shard_or_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch, dtype
         parameter = functools.reduce(operator.getitem, path, params)
         return parameter if layer is None else parameter[layer]
 
-    monkeypatch.setattr(gemma_hf, "_MAX_SHARD", 2 * largest)
-    assert peak(lambda: gemma_hf.write_tensors(tmp_path, expected, read, dtype)) < 3.1 * largest
+    monkeypatch.setattr(tensor_files, "_MAX_SHARD", 2 * largest)
+    assert peak(lambda: tensor_files.write_tensors(tmp_path, expected, read, dtype)) < 3.1 * largest
     assert len(list(tmp_path.glob("*.safetensors"))) > 5
-    found = gemma_hf.open_tensors(tmp_path)
+    found = tensor_files.open_tensors(tmp_path)
     assert peak(lambda: import_hf.read_params(config, found, expected)) < whole + 1.1 * largest

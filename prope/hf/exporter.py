@@ -10,6 +10,7 @@ from prope.data.tokenizer import UNKNOWN, load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import log
 from prope.hf import gemma
+from prope.hf.tensors import write_tensors
 from prope.runtime.files import as_path, check_new, new_directory
 from prope.workdir.run import Run, open_run
 
@@ -42,7 +43,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
             if config.data.tokenizer != "byte":
                 epath.Path(config.data.tokenizer).copy(directory / gemma.TOKENIZER)
             # The last array is kept: neighbours such as gate_proj and up_proj are cut from the same one.
-            gemma.write_tensors(directory, tensors, functools.lru_cache(1)(run.checkpoint.read), dtype)
+            write_tensors(directory, tensors, functools.lru_cache(1)(run.checkpoint.read), dtype)
 
     run, _ = run.first_undamaged(write)
     return {

@@ -16,6 +16,7 @@ from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log
 from prope.hf import gemma
+from prope.hf.tensors import Stored, open_tensors, some
 from prope.runtime.files import absolute, as_path, check_new, local_copy, new_directory
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.run import check_disk, write_config
@@ -47,7 +48,7 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
 def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: str | None) -> dict:
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
     config, values = gemma.from_hf(local / "config.json")
-    stored, expected = gemma.open_tensors(local), gemma.tensors(config.model)
+    stored, expected = open_tensors(local), gemma.tensors(config.model)
     check_tensors(local, stored, expected)
     tokenizer_file = find_tokenizer(local, tokenizer, config, values)
 
@@ -80,11 +81,11 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     }
 
 
-def check_tensors(source: epath.Path, stored: dict[str, gemma.Stored], expected: list[gemma.Tensor]) -> None:
+def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> None:
     """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
     differing = {"missing": shapes.keys() - stored.keys(), "unknown": stored.keys() - shapes.keys() - {_TIED}}
-    if what := [f"{word} tensors: {gemma.some(names)}" for word, names in differing.items() if names]:
+    if what := [f"{word} tensors: {some(names)}" for word, names in differing.items() if names]:
         raise UsageError(f"--input={source}: {'; '.join(what)}; only the tensors of a plain Gemma 1 can be imported")
     for name, (file, values) in stored.items():
         expected_shape, shape = shapes.get(name, shapes[_EMBEDDING]), tuple(values.get_shape())
@@ -116,7 +117,7 @@ def find_tokenizer(source: epath.Path, flag: str | None, config: ConfigDict, val
     return None if name in (None, "byte") else epath.Path(name)
 
 
-def read_params(config: ConfigDict, stored: dict[str, gemma.Stored], expected: list[gemma.Tensor]) -> dict:
+def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> dict:
     """Reads the parameters as float32, one tensor at a time into arrays for all."""
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
@@ -125,7 +126,7 @@ def read_params(config: ConfigDict, stored: dict[str, gemma.Stored], expected: l
     return params
 
 
-def check_tied(stored: dict[str, gemma.Stored], params: dict) -> None:
+def check_tied(stored: dict[str, Stored], params: dict) -> None:
     """Raises UsageError where the checkpoint has an output matrix that is not its embedding."""
     if _TIED not in stored:
         return
