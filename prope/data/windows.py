@@ -11,8 +11,10 @@ draw and compares runs that differ in R. (The paper, appendix B.2, speaks of tra
 Axes: B batch, T seq_len.
 """
 
+import collections
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent import futures
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -144,7 +146,7 @@ def randomise_positions(positions: np.ndarray, limit: int, seed: int, example: i
 
 def shuffled_index(example: int, count: int, seed: int) -> int:
     """Returns the window at entry `example` of the endless list: every epoch of `count` is a new permutation."""
-    import grain
+    import grain  # takes half a second
 
     epoch, entry = divmod(example, count)
     if count == 1:
@@ -158,7 +160,12 @@ def prefetch(function: Callable[[int], Batch], start: int, stop: int, depth: int
 
     Several at a time, because a batch from a bucket takes long to arrive but does not keep a core busy.
     """
-    import grain  # takes half a second
-
-    options = grain.ReadOptions(num_threads=depth, prefetch_buffer_size=depth)
-    return iter(grain.MapDataset.range(start, stop).map(function).to_iter_dataset(options))
+    pool, steps = futures.ThreadPoolExecutor(depth, "batches"), iter(range(start, stop))
+    pending = collections.deque(pool.submit(function, step) for step in itertools.islice(steps, depth))
+    try:
+        while pending:
+            batch = pending.popleft().result()
+            pending.extend(pool.submit(function, step) for step in itertools.islice(steps, 1))
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)
