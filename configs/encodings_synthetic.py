@@ -45,22 +45,17 @@ from prope.config import sized
 synthetic, wiki = (
     runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py"))) for name in ("synthetic", "encodings_wiki")
 )
-LEARNING_RATES = {  # at the peak; 3e-3, synthetic.py's, until they are measured
-    "rope": 3e-3, "nope": 3e-3, "p_rope_0.25": 3e-3, "p_rope_0.5": 3e-3, "p_rope_0.75": 3e-3,
-    "partial_0.25": 3e-3, "partial_0.5": 3e-3, "partial_0.75": 3e-3, "cutoff_1": 3e-3, "cutoff_0.5": 3e-3,
-    "cope": 3e-3, "rope_id": 3e-3, "base_length": 3e-3, "base_bound": 3e-3,
-}  # fmt: skip
+METHODS = tuple(method for method in wiki["METHODS"] if method != "rnope_swa")
 SIZES = ("full", "tiny", "rates")
 
 
 def get_config(argument: str = "full"):
-    method, size = wiki["parse"](argument, LEARNING_RATES, SIZES)
+    method, size = wiki["parse"](argument, METHODS, SIZES)
     config = synthetic["get_config"]()
-    config.optimizer.learning_rate = LEARNING_RATES[method]
     config.model.rope_percentage = 1.0
     config.model.update(wiki["encoding"](method, config.model, config.data.seq_len))
     return sized(config, "tiny" if size == "tiny" else "full")
 
 
 def get_sweep(argument: str = "full"):
-    return wiki["sweep"](__file__, argument, LEARNING_RATES, SIZES)
+    return wiki["sweep"](__file__, argument, METHODS, SIZES)
