@@ -231,13 +231,13 @@ def leave(code: int) -> None:
 def _end_together() -> None:
     """Lets the first process leave last: JAX's runtime, which it hosts, aborts those that still wait for an answer."""
     global _ending
-    _ending, store = True, distributed.global_state.client
+    _ending, store, key = True, distributed.global_state.client, f"prope-{next(_waits)}"
     if not is_first():
-        store.key_value_set(f"prope-ending-{_index}", "")
+        store.key_value_set(f"{key}-{_index}", "")
         return
     for process in range(1, _count):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has come to another end
-            store.blocking_key_value_get(f"prope-ending-{process}", 10_000)
+            store.blocking_key_value_get(f"{key}-{process}", 10_000)
 
 
 def _join(environ: Mapping[str, str], expected: int | None) -> None:
