@@ -36,7 +36,7 @@ from jax._src import distributed  # of which only the key-value store has no pub
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
-from prope.errors import LOST, RunFailed, Stopped, UsageError, as_ending, first_line, log
+from prope.errors import INTERRUPTED, LOST, RunFailed, Stopped, UsageError, as_ending, first_line, log
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ _PEER_LOST = re.compile(f"{_STATUSES}|heartbeat|Connection (closed|reset)|Gloo .
 _RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
 _LOG_SECONDS = 60  # between lines of a process that waits
 _index, _count = 0, 1
-_ending = False  # whether all processes are about to leave because of an error that all know
+_leaving: int | None = None  # the exit code with which this process is about to leave
 _waits = itertools.count()
 
 
@@ -144,7 +144,6 @@ def call_on_first(function: Callable[[], T]) -> T:
             log.warning("waiting for process 0, whose log says what it does, since %d s", logged - start)
     answer = json.loads(text)
     if "error" in answer:
-        _end_together()
         raise (UsageError if answer["code"] == UsageError.code else RunFailed)(answer["error"])
     return answer["value"]
 
@@ -172,7 +171,6 @@ def raise_on_all() -> Iterator[None]:
     own = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES), np.uint8)
     for process, row in enumerate(np.asarray(multihost_utils.process_allgather(own))):
         if text := row.tobytes().decode(errors="ignore").strip():
-            _end_together()
             raise UsageError(message or f"process {process}: {text}")
 
 
@@ -220,24 +218,28 @@ def peer_loss_as_stopped() -> Iterator[None]:
 
 
 def leave(code: int) -> None:
-    """Exits; among several processes without waiting for the others, which may never come."""
+    """Exits. Among several processes the first leaves last, but does not wait long: the others may never come."""
+    global _leaving
     if _count == 1:
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
+    if code not in (LOST, INTERRUPTED):  # errors that the others have too, and may not have met yet
+        _leaving = code
+        _leave_last()
     os._exit(code)
 
 
-def _end_together() -> None:
-    """Lets the first process leave last: JAX's runtime, which it hosts, aborts those that still wait for an answer."""
-    global _ending
-    _ending, store, key = True, distributed.global_state.client, f"prope-{next(_waits)}"
-    if not is_first():
-        store.key_value_set(f"{key}-{_index}", "")
-        return
-    for process in range(1, _count):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has come to another end
-            store.blocking_key_value_get(f"{key}-{process}", 10_000)
+def _leave_last() -> None:
+    """Lets the first process leave last: JAX's runtime, which it hosts, aborts the others once it is gone."""
+    store = distributed.global_state.client
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has come to another end
+        if is_first():
+            for process in range(1, _count):
+                store.blocking_key_value_get(f"prope-leaves-{process}", 10_000)
+        else:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the runtime would say that the first one is gone
+            store.key_value_set(f"prope-leaves-{_index}", "")
 
 
 def _join(environ: Mapping[str, str], expected: int | None) -> None:
@@ -299,8 +301,8 @@ def _set_abort_message(line: str, joining: bool = False) -> None:
     """
 
     def on_abort(_number: int) -> None:
-        if _ending:
-            time.sleep(60)  # in a thread of the runtime, while this process leaves with its own error
+        if _leaving is not None:
+            os._exit(_leaving)  # the first one has left before it answered that it knows that this one leaves
         if joining or threading.get_native_id() not in [thread.native_id for thread in threading.enumerate()]:
             os.write(2, f"\nstopped: {line}\n".encode())
             os._exit(LOST)
