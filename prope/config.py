@@ -73,7 +73,8 @@ def default_config() -> ConfigDict:
     model.remat = "none"
 
     config.data = data = ConfigDict()
-    # python_docs | files | a TFDS name such as wikipedia/20230601.en | mixture | synthetic/ and copy, recall or mix
+    # python_docs | files | a TFDS name such as wikipedia/20230601.en | mixture | synthetic/ and copy, recall or mix |
+    # longcontext/ and a task of prope/longcontext or mix
     data.dataset = "python_docs"
     data.data_dir = ""  # folder or gs:// URL of the TFDS data or of the files
     data.text_feature = "text"  # feature of a TFDS record, or key of a JSON line, that holds the text
@@ -149,7 +150,7 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         "optimizer.warmup_steps": 2, "eval.batch_size": 8, "eval.max_windows": 8,
     })  # fmt: skip
     data = config.data
-    if data.dataset != "python_docs" and not data.dataset.startswith("synthetic/"):
+    if data.dataset != "python_docs" and not is_generated(data.dataset):
         log.info("tiny: python_docs replaces %s; --config.data.dataset and .data_dir choose another", data.dataset)
         override_dataset(data, "python_docs", None)
     if data.tokenizer != "byte":
@@ -199,6 +200,11 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
         for name, value in ours.items()
         if value != theirs[name] and not name.startswith(MAY_CHANGE)
     ]
+
+
+def is_generated(dataset: str) -> bool:
+    """Tells whether a dataset is tasks with known answers, generated while it is read."""
+    return dataset.startswith(("synthetic/", "longcontext/"))
 
 
 def override_dataset(data: ConfigDict, dataset: str | None, data_dir: str | None) -> None:

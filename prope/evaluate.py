@@ -2,6 +2,7 @@
 
     python -m prope.evaluate --workdir=runs/quickstart
     python -m prope.evaluate --workdir=runs --step=all --seq_len=1x,2x,8x
+    python -m prope.evaluate --workdir=runs --tasks=all --seq_len=0.5x,1x,2x,4x,8x
 
 The config is stored in the run directory. Every token of every validation document is predicted once, and losses are
 summed in float64, so the batch size does not change the result. Records are added to W/eval.jsonl, and reused.
@@ -18,6 +19,7 @@ from prope import command
 from prope.errors import log
 
 _SHORT = ("workdir", "step", "rope_percentage", "seq_len", "tokens", "loss", "loss_stderr", "bits_per_byte")
+_SHORT += ("task", "rank_accuracy", "exact", "chance")
 
 
 def define_flags() -> None:
@@ -38,7 +40,17 @@ def define_flags() -> None:
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     split = "documents to read; by default validation, and all of a text that the run was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
-    flags.DEFINE_boolean("again", False, "recompute what eval.jsonl has")
+    flags.DEFINE_boolean("again", False, "recompute what eval.jsonl, or longcontext.jsonl, has")
+    tasks = "ask for what stands far back: all, or some, as in passkey,niah-16; prope/longcontext/README.md has them"
+    flags.DEFINE_string("tasks", None, tasks)
+    form = "of tasks: compact, or prose for models of text; by default prose where the tokenizer is not byte"
+    flags.DEFINE_enum("form", None, ["compact", "prose"], form)
+    depths = "of tasks: where the evidence stands, in fractions of the prompt such as 0,0.5,1; by default eighths"
+    flags.DEFINE_string("depths", None, depths)
+    flags.DEFINE_integer("trials", 32, "of tasks: prompts of each depth", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "of tasks: from which prompts are drawn", lower_bound=0)
+    control = "of tasks: evidence removed, which must give chance, or near, 32 tokens before the question"
+    flags.DEFINE_enum("control", None, ["removed", "near"], control)
     flags.mark_flags_as_required(["workdir"])
 
 
@@ -50,8 +62,10 @@ def main() -> dict:
     records = list(evaluations(options))
     if len(records) == 1:
         return records[0]
-    log.info("%s", table(records))
-    return records[-1] | {"evaluations": [{name: record[name] for name in _SHORT} for record in records]}
+    if options.tasks is None:
+        log.info("%s", table(records))
+    short = [{name: record[name] for name in _SHORT if name in record} for record in records]
+    return records[-1] | {"evaluations": short}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m prope.report --workdir=runs/quickstart
     python -m prope.report --sweep=runs/sweep
 
-The first writes W/loss.png, the second DIR/report/index.html, which needs no network, and its pictures as PNG.
+The first writes W/loss.png, and W/longcontext/ where tasks were evaluated; the second DIR/report/index.html, which
+needs no network, and its pictures as PNG.
 """
 
 from absl import flags
@@ -26,6 +27,7 @@ def main() -> dict:
         raise UsageError("give either --workdir, the directory of a run, or --sweep, the directory of a sweep")
     import jax
 
+    from prope.sweep.maps import draw_tasks
     from prope.sweep.page import report_sweep
     from prope.sweep.pictures import draw_loss
 
@@ -35,7 +37,9 @@ def main() -> dict:
     workdir = epath.Path(FLAGS.workdir)
     if (workdir / "sweep.json").exists():
         raise UsageError(f"--workdir={workdir}: holds a sweep, not a run; give --sweep={workdir}")
-    return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}
+    tasks = draw_tasks(workdir)
+    output = str(draw_loss(workdir)) if not tasks or (workdir / "metrics.jsonl").exists() else tasks[0]  # imported
+    return {"output": output, "tasks": tasks, "runs": [str(workdir)]}
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ TESTS = {
     "runtime": "processes runtime config nonfinite train faults pod", "runtime/validate.py": "config train",
     "runtime/files.py": "damage reading places faults", "runtime/memory.py": "runtime evaluate_text",
     "inference": "evaluate evaluate_text sample", "inference/generation.py": "sample",
+    "inference/longcontext.py": "longcontext_scores", "longcontext": "longcontext longcontext_scores",
     "hf": "exchange exchange_refusals", "analysis": "analyze analyze_input channels theory",
     "analysis/theory.py": "theory", "analysis/statements.py": "theory", "analysis/theory_page.py": "theory",
     "cost": "cost hlo bench plan",
-    "sweep": "grid report sweep records",
+    "sweep": "grid report sweep records", "sweep/maps.py": "longcontext_report",
     "html": "report analyze theory",
 }  # fmt: skip
 

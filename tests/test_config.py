@@ -76,7 +76,7 @@ def test_every_config_trains_at_a_small_size_with_nothing_brought_along(path, ru
     trained = run_command("prope.train", f"--config={path}:tiny", f"--workdir={tmp_path}/run")
     assert trained.code == 0 and trained.result["step"] == 20, trained.stderr
     replaced = "tiny: python_docs replaces " in trained.stderr
-    assert replaced == (load(path).data.dataset not in ("python_docs", "synthetic/mix"))
+    assert replaced == (load(path).data.dataset not in ("python_docs", "synthetic/mix", "longcontext/mix"))
 
 
 # Rotated pairs of every method, by hand from the periods 2 pi b^(2k/d).
@@ -91,7 +91,12 @@ OF_TASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "pairs"), [("encodings_wiki", WIKI), ("encodings_synthetic", OF_TASKS)])
+LONGER = OF_TASKS | {"cutoff_1": 13, "cutoff_0.5": 11, "rnope_swa": [16, 16, 16, 0]}  # windows of 256 tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"), [("encodings_wiki", WIKI), ("encodings_synthetic", OF_TASKS), ("longcontext", LONGER)]
+)
 def test_the_encodings_of_a_page_differ_in_nothing_else(name, pairs):
     page = module_of(name)
     configs = {method: page["get_config"](method) for method in page["METHODS"]}

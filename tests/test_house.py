@@ -12,7 +12,7 @@ PACKAGE = ROOT / "prope"
 # Rooms (a folder, or a file at the top of prope/), low to high: each imports only from lines above its own.
 LAYERS = [
     ["errors", "rope"],
-    ["encodings"],
+    ["encodings", "longcontext"],
     ["config"],
     ["sharding"],
     ["kernels"],
@@ -31,6 +31,7 @@ LAYERS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 FOLDERS = {"analysis", "cost", "data", "golden", "hf", "html", "inference", "kernels", "runtime", "sweep", "workdir"}
+FOLDERS |= {"longcontext"}
 CORE = ("rope", "attention", "model", "loss", "optimizer", "step", "train", "config", "sharding")
 
 Imports = dict[str, set[str]]  # of every module of prope, by its name within the package: what it imports

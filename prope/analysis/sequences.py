@@ -5,7 +5,7 @@ import numpy as np
 from prope.analysis.measures import FROM
 from prope.config import override_dataset
 from prope.data.mixture import open_text
-from prope.data.synthetic import Synthetic, text_of
+from prope.data.synthetic import text_of
 from prope.data.tokenizer import BOS, load_tokenizer, token_name
 from prope.errors import UsageError, log
 from prope.runtime.files import read_text
@@ -46,7 +46,7 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
         tokens = np.stack([document for document in documents if len(document) == longest])
         if len(tokens) < options.sequences or longest < data.seq_len:
             log.info("found %d documents of %d tokens in split %s", len(tokens), longest, windows.split)
-        tokenizer = None if isinstance(windows, Synthetic) else load_tokenizer(data.tokenizer)
+        tokenizer = None if data.dataset.startswith("synthetic/") else load_tokenizer(data.tokenizer)
         source, split = data.dataset, windows.split
     if tokens.max() >= config.model.vocab_size:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")

@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope.config import is_generated
 from prope.data.batch import Batch, padding
 from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store, integer_shares, mixture_fingerprint
@@ -19,7 +20,7 @@ from prope.errors import UsageError
 
 def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture | Synthetic":
     """Returns the windows that a run's `config.data` names: of one source, of a mixture, or generated."""
-    if data.dataset.startswith("synthetic/"):
+    if is_generated(data.dataset):
         return Synthetic(data, vocab_size, split)
     return (Mixture if data.dataset == "mixture" else Windows)(data, vocab_size, split)
 
@@ -32,7 +33,7 @@ def open_text(data: ConfigDict, vocab_size: int, split: str | None, run_data: Co
     item. An imported run has none.
     """
     texts = [] if "imported_from" in state else [run_data, *(source for _, source in weighted_sources(run_data))]
-    if data.dataset.startswith("synthetic/"):
+    if is_generated(data.dataset):
         if split not in (None, "validation"):
             raise UsageError(f"--split={split}: {data.dataset} is generated, without end: only validation is finite")
     elif split is None and (data.dataset, data.data_dir) not in [(text.dataset, text.data_dir) for text in texts]:

@@ -5,11 +5,12 @@ synthetic/copy    positional: repeat the letter k tokens before. `copy-2` asks f
 synthetic/recall  semantic: after a fact such as `k7=v3`, at any distance, `k7?` asks for its value. Key and value are
                   one token, so that finding it needs no position. Every key is asked for once.
 synthetic/mix     half of the slots for each.
+longcontext/NAME  a task of prope/longcontext in compact form, as bytes; longcontext/mix draws the task of every window.
 
-A window is <bos> and random letters, with slots of two tokens four to eight letters apart: `copy-k` and its answer, a
-question and its answer, or a fact and a letter. Only answers have a weight. Letters and values are uniform, so guessing
-is right in 1/8 of cases. The distance of a fact and its question is drawn first, uniformly on a logarithmic scale, as
-far as free slots allow.
+A window of synthetic/ is <bos> and random letters, with slots of two tokens four to eight letters apart: `copy-k` and
+its answer, a question and its answer, or a fact and a letter. Only answers have a weight. Letters and values are
+uniform, so guessing is right in 1/8 of cases. The distance of a fact and its question is drawn first, uniformly on a
+logarithmic scale, as far as free slots allow.
 
 Nothing is stored. A training window is a function of (task, seq_len, seed, entry of the endless list), a validation
 window of (task, seq_len, number). A hash of its tokens decides which split a window may be in, so none is in both.
@@ -27,8 +28,10 @@ from ml_collections import ConfigDict
 
 from prope.data.batch import Batch, padding
 from prope.data.store.arrays import SPLITS, Store, fingerprint_of
-from prope.data.tokenizer import BOS
+from prope.data.tokenizer import BOS, ByteTokenizer
 from prope.errors import UsageError
+from prope.longcontext import tasks as longcontext
+from prope.longcontext.draws import Draw
 from prope.runtime.validate import SYNTHETIC as TASKS
 
 OFFSETS = (1, 2, 3, 4)  # k of copy
@@ -66,13 +69,14 @@ class Synthetic:
     """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
-        self.task = data.dataset.removeprefix("synthetic/")
-        self.seq_len, self.position_range = data.seq_len, data.position_range
-        if vocab_size < VOCABULARY:
-            remedy = f"set config.model.vocab_size to {VOCABULARY} or more"
-            raise UsageError(f"config.model.vocab_size={vocab_size}: synthetic data has {VOCABULARY} ids; {remedy}")
-        if self.seq_len < _MIN_TOKENS[self.task]:
-            least = f"windows of {data.dataset} need at least {_MIN_TOKENS[self.task]} tokens"
+        family, self.task = data.dataset.split("/")
+        self.seq_len, self.position_range, self._bytes = data.seq_len, data.position_range, family == "longcontext"
+        self.tasks, ids = (tuple(longcontext.TASKS), 260) if self._bytes else (TASKS, VOCABULARY)
+        if vocab_size < ids:
+            remedy = f"set config.model.vocab_size to {ids} or more"
+            raise UsageError(f"config.model.vocab_size={vocab_size}: {family} data has {ids} ids; {remedy}")
+        if self.seq_len < (shortest := _MIN_TOKENS.get(self.task, 64)):
+            least = f"windows of {data.dataset} need at least {shortest} tokens"
             raise UsageError(f"seq_len={self.seq_len}: {least}; raise config.data.seq_len")
         self.name, self.split, self.sources, self.weights, self.shares = data.dataset, split, [self], [1.0], [1.0]
         self._validation = split == "validation"
@@ -90,13 +94,30 @@ class Synthetic:
     def _generate(self, index: int) -> Window:
         """Draws the window of this index until it may be in this split."""
         for number in itertools.count():
-            key = (2, TASKS.index(self.task), self.seq_len, self._validation, number)
-            sequence = np.random.SeedSequence(int(index), spawn_key=key)
-            window = draw(self.task, self.seq_len, np.random.Generator(np.random.PCG64(sequence)))
+            key = (self.seq_len, self._validation, number)
+            window = self._draw_bytes(int(index), key) if self._bytes else self._draw(int(index), key)
             is_held_out = zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
             if is_held_out == self._validation:
                 break
         return window
+
+    def _draw(self, index: int, key: tuple[int, ...]) -> Window:
+        sequence = np.random.SeedSequence(index, spawn_key=(2, TASKS.index(self.task), *key))
+        return draw(self.task, self.seq_len, np.random.Generator(np.random.PCG64(sequence)))
+
+    def _draw_bytes(self, index: int, key: tuple[int, ...]) -> Window:
+        """Draws a window of a task of prope/longcontext; the task itself, too, if it is mix."""
+        name, _, option = self.task.partition("-")
+        if name == "mix":
+            name = self.tasks[Draw(index, (3, *key)).stream().integers(len(self.tasks))]
+        number, kind = self.tasks.index(name), longcontext.TASKS[name]
+        option = int(option or kind.options[0])
+        text, answers = kind.window(Draw(index, (4, number, option, *key), option=option), self.seq_len)
+        stream = np.append(np.int32(BOS), ByteTokenizer().encode(text[: self.seq_len].encode()))
+        task, distance = np.full(self.seq_len, -1, np.int8), np.zeros(self.seq_len, np.int32)
+        for start, size, back in answers:  # <bos> comes first, so a character is the target of its own index
+            task[start : start + size], distance[start : start + size] = number, back - 1
+        return Window(stream, task, distance)
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does; weights are 1 at answers."""
@@ -124,13 +145,17 @@ class Synthetic:
         for number in np.unique(task[task >= 0]).tolist():
             start = 1
             while start <= distance[task == number].max():
-                stop = start + 1 if TASKS[number] == "copy" else 2 * start
+                stop = start + 1 if self.tasks[number] == "copy" else 2 * start
                 selected = correct[(task == number) & (start <= distance) & (distance < stop)]
                 if selected.size:
                     counts = {"accuracy": float(selected.mean()), "answers": selected.size}
-                    by_distance.append({"task": TASKS[number], "from": start, "to": stop} | counts)
+                    by_distance.append({"task": self.tasks[number], "from": start, "to": stop} | counts)
                 start = stop
         return {"accuracy": float(correct[task >= 0].mean()), "accuracy_by_distance": by_distance}
+
+    def text_of(self, ids) -> str:
+        """Returns tokens as text."""
+        return ByteTokenizer().decode(ids) if self._bytes else text_of(ids)
 
 
 def draw(task: str, T: int, generator: np.random.Generator) -> Window:
@@ -170,12 +195,12 @@ def text_of(ids) -> str:
     return " ".join(names[i] for i in map(int, ids))
 
 
-def describe(window: Window) -> Iterator[str]:
+def describe(windows: Synthetic, window: Window) -> Iterator[str]:
     """Yields lines that show a window: its text, then every answer."""
-    yield from textwrap.wrap(text_of(window.stream), 110, initial_indent="    ", subsequent_indent="    ")
-    yield "  place  task    token    target  weight  distance  the answer is in"
+    yield from textwrap.wrap(windows.text_of(window.stream), 110, initial_indent="    ", subsequent_indent="    ")
+    yield "  place  task       token    target  weight  distance  the answer is in"
     for place in np.flatnonzero(window.task >= 0):
-        token, target = (text_of([window.stream[place + n]]) for n in (0, 1))
-        source, name = place - window.distance[place], TASKS[window.task[place]]
-        words = f"{text_of([window.stream[source]])} at {source}"
-        yield f"  {place:5d}  {name:6s}  {token:7s}  {target:6s}  {1:6d}  {window.distance[place]:8d}  {words}"
+        token, target = (windows.text_of([window.stream[place + n]]) for n in (0, 1))
+        source, name = place - window.distance[place], windows.tasks[window.task[place]]
+        words = f"{windows.text_of([window.stream[source]])} at {source}"
+        yield f"  {place:5d}  {name:9s}  {token:7s}  {target:6s}  {1:6d}  {window.distance[place]:8d}  {words}"

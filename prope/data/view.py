@@ -9,6 +9,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from prope.config import is_generated
 from prope.data import synthetic
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
@@ -31,7 +32,7 @@ _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
     """Prints `rows` rows of a batch, and draws document lengths into `plot`; returns what the command prints last."""
     validate(config)
-    if plot and config.data.dataset.startswith("synthetic/"):
+    if plot and is_generated(config.data.dataset):
         none = f"{config.data.dataset} has no documents whose lengths could be drawn"
         raise UsageError(f"--plot={plot}: {none}; remove it")
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -42,7 +43,7 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         window = windows.at(step * config.batch_size + row, config.seed)
         print(f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ===")
         of_row = {name: values[row] for name, values in batch.items()}
-        lines = synthetic.describe(windows.window(window)) if generated else describe(of_row, tokenizer)
+        lines = synthetic.describe(windows, windows.window(window)) if generated else describe(of_row, tokenizer)
         print("\n".join(lines), end="\n\n")
     sources, lengths = [], {}
     for weight, source in [] if generated else zip(windows.weights, windows.sources, strict=True):

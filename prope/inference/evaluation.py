@@ -1,9 +1,10 @@
-"""Evaluates checkpoints on documents; the room behind python -m prope.evaluate.
+"""Evaluates checkpoints on documents, or on long-context tasks; the room behind python -m prope.evaluate.
 
-Evaluations that a run's eval.jsonl already has are not computed again.
+Evaluations that a run's eval.jsonl or longcontext.jsonl already has are not computed again.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,9 @@ from prope.data.mixture import open_text
 from prope.data.windows import Windows
 from prope.encodings import SCALINGS, can_rescale, describe, rotated_pairs
 from prope.errors import UsageError, log
+from prope.inference.longcontext import RECORDS, evaluate_prompts, open_prompts
 from prope.inference.losses import Selection, make_evaluation, select
+from prope.longcontext.tasks import parse_tasks
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl
 from prope.runtime.validate import validate
@@ -25,6 +28,8 @@ from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
 
+_OF_TASKS = ("form", "depths", "trials", "seed", "control")
+_OF_WINDOWS = ("max_windows", "max_tokens", "dataset", "split")
 # Fields that a cached record needs to be reused.
 _FIELDS = {"loss", "loss_stderr", "by_position", "tokens", "perplexity", "bits_per_byte", "unigram_bits_per_byte"}
 
@@ -45,6 +50,12 @@ class Options:
     factor: float | None = None
     split: str | None = None
     again: bool = False
+    tasks: str | None = None
+    form: str | None = None
+    depths: str | None = None
+    trials: int = 32
+    seed: int = 0
+    control: str | None = None
 
     def __post_init__(self):
         if self.step not in (None, "all") and not self.step.isdecimal():
@@ -53,17 +64,21 @@ class Options:
             raise UsageError(f"--max_windows={self.max_windows} and --max_tokens={self.max_tokens}: give one of them")
         if self.factor is not None and self.encoding is None:
             raise UsageError(f"--factor={self.factor}: goes with --encoding, such as yarn")
+        for name in _OF_TASKS if self.tasks is None else _OF_WINDOWS:
+            if (value := getattr(self, name)) != getattr(Options, name):
+                combined = "without --tasks" if self.tasks is None else "with --tasks"
+                raise UsageError(f"--{name}={value}: has no effect {combined}; remove it")
 
 
 def _parse_lengths(options: Options, trained: int) -> list[int]:
-    """Parses --seq_len: "512,2x,8x" are 512 tokens and two and eight times the length of training."""
+    """Parses --seq_len: "512,0.5x,8x" are 512 tokens, and half and eight times the length of training."""
     lengths = []
     for entry in ("1x" if options.seq_len is None else options.seq_len).split(","):
-        match = re.fullmatch(r"\s*([0-9]+)(x?)\s*", entry)
-        if match is None or int(match[1]) == 0:
+        match = re.fullmatch(r"\s*([0-9]+|[0-9]*\.[0-9]+(?=x))(x?)\s*", entry)
+        if match is None or (length := int(float(match[1]) * (trained if match[2] else 1))) == 0:
             neither = "is neither a number of tokens nor a multiple of the training's length"
             raise UsageError(f"--seq_len={options.seq_len}: {entry!r} {neither}; give a list such as 512 or 1x,2x,8x")
-        lengths.append(int(match[1]) * (trained if match[2] else 1))
+        lengths.append(length)
     longest = max(lengths)
     if options.max_tokens is not None and options.max_tokens < longest:
         raise UsageError(f"--max_tokens={options.max_tokens}: must be at least a window, here of {longest} tokens")
@@ -86,7 +101,7 @@ def rescale(config: ConfigDict, encoding: str | None) -> None:
 def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[ConfigDict, Windows, Selection]]:
     """Opens the windows of each length, once for all runs that differ only in their seed."""
     state = run.checkpoint.read_json("data")
-    if "imported_from" in state and options.dataset is None:
+    if "imported_from" in state and options.dataset is None and options.tasks is None:
         remedy = "give one, such as --dataset=python_docs, or --dataset=files --data_dir=DIR"
         raise UsageError(f"--workdir={run.workdir}: was imported, so it has no dataset of its own; {remedy}")
     config = run.config.copy_and_resolve_references()
@@ -97,7 +112,8 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
     validate(config)
     keys, trained = [], config.data.seq_len
     lengths = _parse_lengths(options, trained)
-    for T in lengths:
+    tasks = [None] if options.tasks is None else parse_tasks(options.tasks)
+    for task, T in itertools.product(tasks, lengths):
         own = config.copy_and_resolve_references()
         if options.encoding is not None:
             growth = max(T / (config.model.original_seq_len or trained), 1.0)
@@ -108,8 +124,11 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
         data = own.data.copy_and_resolve_references()
         data.seq_len = T
         parts = (own.model, own.data, own.eval, run.config.data)
-        key = json.dumps([*(part.to_dict() for part in parts), T, state.get("fingerprint")])
-        if key not in opened:
+        key = json.dumps([*(part.to_dict() for part in parts), T, task, state.get("fingerprint")])
+        if key not in opened and task is not None:
+            own.data.dataset = f"longcontext/{task}"
+            opened[key] = own, *open_prompts(task, T, own, options)
+        elif key not in opened:
             windows = open_text(data, own.model.vocab_size, options.split, run.config.data, state)
             size = max(source.length for source in windows.sources)
             if max(trained, size) < T:
@@ -153,10 +172,13 @@ def evaluations(options: Options) -> Iterator[dict]:
             record |= {"split": windows.split, "rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
             record |= rescaled if options.encoding else {}
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
-            needed = _FIELDS | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size
-            reusable = [r for r in read_jsonl(workdir / "eval.jsonl") if r.keys() >= needed and not options.again]
+            file, make, needed = "eval.jsonl", make_evaluation, _FIELDS
+            if options.tasks is not None:
+                file, make, needed = RECORDS, evaluate_prompts, {"cells"}
+            needed = needed | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size
+            reusable = [r for r in read_jsonl(workdir / file) if r.keys() >= needed and not options.again]
             if cached := processes.broadcast_from_first(find_evaluation(reusable, **same)):
-                log.info("step %d of %s on %d tokens a window: is in eval.jsonl", step, workdir, windows.seq_len)
+                log.info("step %d of %s on %d tokens a window: is in %s", step, workdir, windows.seq_len, file)
                 yield record | cached | identity
                 continue
             log.info(
@@ -167,11 +189,11 @@ def evaluations(options: Options) -> Iterator[dict]:
                 run, params = run.first_undamaged(Run.params)
                 record["step"] = step = run.step
             if windows not in functions:
-                functions[windows] = make_evaluation(config, windows, sharding.make_mesh(), selection)
+                functions[windows] = make(config, windows, sharding.make_mesh(), selection)
             result = functions[windows](params, workdir / "eval" / str(step))
             record |= {"max_windows": options.max_windows, "max_tokens": options.max_tokens, **result, **identity}
             if processes.is_first():
-                append_jsonl(workdir / "eval.jsonl", record)
+                append_jsonl(workdir / file, record)
             yield record
 
 

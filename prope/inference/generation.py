@@ -175,16 +175,21 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     return texts
 
 
+def check_vocabulary(tokenizer, config: ConfigDict, workdir: str) -> None:
+    """Raises UsageError where a run's model cannot say all that its tokenizer encodes."""
+    if tokenizer.vocab_size > config.model.vocab_size:
+        sizes = f"has {tokenizer.vocab_size} ids, and the model of {workdir} {config.model.vocab_size}"
+        remedy = "put back the tokenizer that the run was trained with"
+        raise UsageError(f"config.data.tokenizer={config.data.tokenizer}: {sizes}; {remedy}")
+
+
 def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling: Sampling, seed: int) -> dict:
     """Continues `texts` with a checkpoint of the run in `workdir`; returns the command's JSON object."""
     run = open_run(workdir, step)
     config = run.config
     with processes.raise_on_all():
         tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        sizes = f"has {tokenizer.vocab_size} ids, and the model of {workdir} {config.model.vocab_size}"
-        remedy = "put back the tokenizer that the run was trained with"
-        raise UsageError(f"config.data.tokenizer={config.data.tokenizer}: {sizes}; {remedy}")
+    check_vocabulary(tokenizer, config, workdir)
     prompts, lengths = pad_prompts([[BOS, *map(int, tokenizer.encode(text.encode()))] for text in texts])
     if config.model.rope_scaling_type == "dynamic":
         cached = "config.model.rope_scaling_type=dynamic: keys in a cache would need another rotation as the text grows"

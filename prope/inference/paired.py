@@ -94,6 +94,7 @@ def paired_difference(
     workdir_b: epath.PathLike,
     about: dict | None = None,
     positions: tuple[int, int] | None = None,
+    file: str = "eval.jsonl",
 ) -> Difference:
     """Computes the difference of two runs' losses on the same windows, with its standard error over documents.
 
@@ -105,9 +106,10 @@ def paired_difference(
       workdir_b: another, evaluated on the same data at the same length.
       about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}.
       positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
+      file: of the records, in a run's directory.
     """
     workdirs, fields = (workdir_a, workdir_b), {"split": "validation"} | (about or {})
-    records, others = (read_jsonl(epath.Path(workdir) / "eval.jsonl") for workdir in workdirs)
+    records, others = (read_jsonl(epath.Path(workdir) / file) for workdir in workdirs)
     pair = find_pair(records, others, **fields)
     if pair is None:
         workdir = workdir_a

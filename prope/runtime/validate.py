@@ -9,8 +9,9 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import encodings, sharding
-from prope.config import DTYPES, REMAT, flat
+from prope.config import DTYPES, REMAT, flat, is_generated
 from prope.errors import UsageError, nearest
+from prope.longcontext.tasks import VARIANTS
 
 # (what a value must satisfy, the error, the fields)
 _RANGES = (
@@ -31,6 +32,7 @@ _CHOICES = {
     "model.remat": REMAT, "data.loss_on": LOSS_ON, "on_nonfinite": ("stop", "skip"),
 }  # fmt: skip
 SYNTHETIC = ("copy", "recall", "mix")  # the tasks of prope/data/synthetic.py
+GENERATED = {"synthetic": SYNTHETIC, "longcontext": ("mix", *VARIANTS)}
 # of a source in a mixture
 MIXTURE_FIELDS = ("weight", "dataset", "data_dir", "text_feature", "template", "loss_on", "store")
 _OPTIONAL = {"eval.max_windows": "all", "mesh.data": "one per slice or node", "checkpoint.keep_every": "none of them"}
@@ -83,8 +85,9 @@ def validate(config: ConfigDict) -> None:
     limit, seq_len = fields["data.position_range"], fields["data.seq_len"]
     allowed = f"must be from data.seq_len={seq_len} to {2**31}, or None for ordinary positions"
     require("data.position_range", limit is None or seq_len <= limit <= 2**31, allowed)
-    if fields["data.dataset"].startswith("synthetic/"):
-        require("data.tokenizer", fields["data.tokenizer"] == "byte", "has no effect with synthetic data; remove it")
+    if is_generated(fields["data.dataset"]):
+        unused = f"has no effect with {fields['data.dataset'].split('/')[0]} data; remove it"
+        require("data.tokenizer", fields["data.tokenizer"] == "byte", unused)
     mixed = fields["data.dataset"] == "mixture"
     require("data.mixture", mixed == bool(fields["data.mixture"]), "goes with data.dataset=mixture, and that with it")
     common = {name: fields[f"data.{name}"] for name in MIXTURE_FIELDS[1:]}
@@ -99,7 +102,7 @@ def validate(config: ConfigDict) -> None:
                 raise UsageError(f"config.{where}: has no field {name}{hint}; it takes {MIXTURE_FIELDS}")
         weight, kind = entry.get("weight"), entry.get("dataset", "mixture").split("/")[0]
         positive = isinstance(weight, int | float) and 0 < weight < math.inf
-        if not positive or kind in ("mixture", "synthetic"):
+        if not positive or kind in ("mixture", *GENERATED):
             raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
         _check_source(common | {"data_dir": "", "store": ""} | dict(entry), f"{where}.")
 
@@ -150,9 +153,10 @@ def _check_source(source: dict, prefix: str) -> None:
     """Checks the fields of one source, named with `prefix` in an error."""
     require = functools.partial(_require, source, prefix)
     dataset, template, targets = source["dataset"], source["template"], source["loss_on"] == "targets"
-    generated = dataset.split("/")[0] == "synthetic"
+    family = dataset.split("/")[0]
+    generated = family in GENERATED
     if generated:
-        known = [f"synthetic/{task}" for task in SYNTHETIC]
+        known = [f"{family}/{task}" for task in GENERATED[family]]
         hint = nearest(dataset, known)
         require("dataset", dataset in known, f"there is no such task{hint}; there are {', '.join(known)}")
     if generated or dataset == "python_docs":

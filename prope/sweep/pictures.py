@@ -15,6 +15,7 @@ from etils import epath
 from prope.errors import UsageError
 from prope.html.drawing import TEXT, Picture, legend, line, panels, styles
 from prope.inference.paired import Difference, average_seeds
+from prope.sweep.maps import maps, read_tasks
 from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
 from prope.workdir.run import read_config
@@ -70,7 +71,7 @@ def pictures(runs: list[Run]) -> list[Picture]:
         curves_picture("length", "Loss by context length", "tokens in a window", nats, lengths, base, log=True),
         accuracy_picture(of_task),
     )
-    return [picture for picture in drawn if picture]
+    return [picture for picture in drawn if picture] + maps(runs)
 
 
 def curves(runs: list[Run], of: Callable[[Run], dict[float, float]]) -> Curves:
@@ -96,10 +97,19 @@ def by_length(run: Run) -> dict[float, float]:
 
 
 def accuracies(run: Run) -> list[dict]:
-    """Reads accuracy by distance of the last step, from the fullest evaluation in the longest windows."""
+    """Reads accuracy by distance of the last step: of tasks, and of the fullest evaluation in the longest windows."""
     records = [r for r in run.evaluations if r["step"] == run.config.num_steps and r.get("accuracy_by_distance")]
     fullest = find_evaluation(records, seq_len=max((r["seq_len"] for r in records), default=0))
-    return fullest["accuracy_by_distance"] if fullest else []
+    entries = [] if fullest is None else fullest["accuracy_by_distance"]
+    for task, by_length in read_tasks(run).items():
+        octaves: dict[int, list[float]] = {}
+        for cell in (cell for record in by_length.values() for cell in record["cells"]):
+            octaves.setdefault(2 ** int(math.log2(cell["distance"])), []).append(cell["rank_accuracy"])
+        means = ((start, statistics.fmean(shares)) for start, shares in sorted(octaves.items()))
+        entries += [
+            {"task": f"{task} prompts", "from": start, "to": 2 * start, "accuracy": mean} for start, mean in means
+        ]
+    return entries
 
 
 def mean(seeds: dict[int | None, dict[float, float]]) -> dict[float, tuple[float, float | None]]:
@@ -227,10 +237,14 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
     if not of_task:
         return None
     means = {task: {group: mean(seeds) for group, seeds in by_group.items()} for task, by_group in of_task.items()}
+    columns, rows = min(len(means), 3), -(-len(means) // 3)
 
     def draw(figure) -> None:
         style = styles(sorted({group for by_group in means.values() for group in by_group}))
-        for axes, (task, by_group) in zip(panels(figure, len(means), sharey=True)[0], means.items(), strict=True):
+        every = panels(figure, columns, rows, sharey=True).flatten()
+        for unused in every[len(means) :]:
+            unused.set_visible(False)
+        for axes, (task, by_group) in zip(every, means.items(), strict=False):
             for group, points in by_group.items():
                 line(axes, points, style[group], group)
             axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", xscale="log", ylim=(-0.03, 1.03))
@@ -245,4 +259,4 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
     )
     alt = f"Accuracy by the distance at which the answer stands. At the greatest distance: {ends}."
     caption = "By the number of tokens between a question and its answer. Bands: standard errors over seeds."
-    return Picture("accuracy", "Accuracy by distance", alt, caption, draw, (max(4.8 * len(means), 7.2), 3.9))
+    return Picture("accuracy", "Accuracy by distance", alt, caption, draw, (max(4.8 * columns, 7.2), 3.9 * rows))

@@ -5,12 +5,13 @@ files        a folder of .txt (one document each) and .jsonl (one document per l
 NAME         a TFDS dataset such as wikipedia/20230601.en, as ArrayRecord or TFRecord
 mixture      several of these by weight, each with its own store: `weighted_sources`
 
-synthetic/TASK has no documents: prope/data/synthetic.py generates its windows.
+synthetic/TASK and longcontext/TASK have no documents: prope/data/synthetic.py and longcontext.py generate windows.
 """
 
 from etils import epath
 from ml_collections import ConfigDict
 
+from prope.config import is_generated
 from prope.data.sources.base import MissingText, Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
@@ -23,7 +24,7 @@ def find_source(data: ConfigDict) -> Source:
     """Returns the source that `config.data` names; where it is missing, a UsageError says how to download it."""
     if data.dataset == "python_docs":
         return python_docs()
-    if data.dataset.startswith("synthetic/"):
+    if is_generated(data.dataset):
         raise UsageError(f"config.data.dataset={data.dataset}: is generated while it is read, and has no text")
     folder, rule = epath.Path(data.data_dir), TextRule(data.text_feature, data.template, data.loss_on)
 

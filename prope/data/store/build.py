@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 from ml_collections import ConfigDict
 
+from prope.config import is_generated
 from prope.data.sources.base import MissingText, Source
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store import arrays, pack, workers
@@ -183,7 +184,7 @@ def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path
 def prepare(config: ConfigDict) -> dict:
     """Prepares every source of a run's config.data; returns what the command prints."""
     data, vocab_size = config.data, config.model.vocab_size
-    if data.dataset.startswith("synthetic/"):
+    if is_generated(data.dataset):
         log.info("%s is generated while it is read: there is nothing to prepare", data.dataset)
         fingerprint = Synthetic(data, vocab_size, "train").store.fingerprint
         return {"store": None, "tokens": 0, "documents": 0, "fingerprint": fingerprint, "prepared": False}

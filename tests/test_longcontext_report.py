@@ -1,0 +1,110 @@
+"""The maps of the long-context tasks: what they show is in the runs' records."""
+
+import json
+import pathlib
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+from prope.config import default_config
+from prope.inference.longcontext import RECORDS
+from prope.sweep import maps, pictures, runs
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import write_config
+
+LENGTHS, ROWS, TRAINED = (128, 256, 512), (0.0, 0.5, 1.0), 256
+
+
+def share(p, seed, length, row) -> float:
+    """Full marks up to a distance of 256 for p = 1, everywhere for p = 0.25, whose second seed is a little worse."""
+    right = (1 - row) * length <= TRAINED or p == 0.25
+    return (0.96 if right else 0.2) - 0.02 * seed
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    directory, entries = tmp_path_factory.mktemp("sweep"), []
+    for p in (0.25, 1.0):
+        for seed in (0, 1):
+            values = {"rope_percentage": p, "seed": seed}
+            workdir = directory / f"rope_percentage={p:g},seed={seed}"
+            workdir.mkdir()
+            config = default_config()
+            config.update_from_flattened_dict({"model.rope_percentage": p, "seed": seed, "num_steps": 10})
+            config.data.seq_len = TRAINED
+            write_config(workdir, config)
+            with Checkpoints(workdir) as checkpoints:
+                identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
+                checkpoints.save(10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0})
+            records = []
+            for length in LENGTHS:
+                cells = [
+                    {"row": row, "rank_accuracy": share(p, seed, length, row), "distance": max((1 - row) * length, 4)}
+                    for row in ROWS
+                ]
+                record = {"step": 10, "task": "niah", "form": "compact", "seq_len": length, "cells": cells}
+                mean = float(np.mean([cell["rank_accuracy"] for cell in cells]))
+                records.append(record | {"control": None, "chance": 0.125, "rank_accuracy": mean})
+            others = [{"control": "removed"}, {"encoding": "yarn"}, {"step": 5}]  # not drawn
+            wrong = [records[0] | other | {"rank_accuracy": 0.0, "cells": []} for other in others]
+            lines = [json.dumps(record) + "\n" for record in [*records, *wrong]]
+            (workdir / RECORDS).write_text("".join(lines))
+            entries.append({"name": workdir.name, "values": values})
+    (directory / "sweep.json").write_text(json.dumps({"runs": entries}))
+    return directory
+
+
+def test_a_map_shows_the_means_over_seeds(sweep):
+    (picture,) = maps.maps(runs.read_sweep(sweep))
+    figure = matplotlib.figure.Figure(figsize=picture.size)
+    picture.draw(figure)
+    assert [axes.get_title() for axes in figure.axes] == ["p = 0.25", "p = 1"]
+    for axes, p in zip(figure.axes, (0.25, 1.0), strict=True):
+        shown = {(round(text.get_position()[0]), round(text.get_position()[1])): text.get_text() for text in axes.texts}
+        assert shown == {
+            (x, y): f"{100 * (share(p, 0, length, row) - 0.01):.0f}"
+            for x, length in enumerate(LENGTHS) for y, row in enumerate(ROWS)
+        }  # fmt: skip
+        (image,) = axes.images
+        assert image.get_clim() == (0.125, 1)
+        np.testing.assert_allclose(image.get_array()[0, 2], share(p, 0, 512, 0.0) - 0.01)
+        dashed, training, _ = axes.lines
+        assert dashed.get_xdata()[0] == 1  # the training length is the second one
+        x, y = training.get_data()  # depth 0 at 256 tokens, 0.5 at 512: rows 0 and 1
+        assert np.isnan(y[x < 0.99]).all() and abs(y[-1] - 1) < 0.01
+        assert axes.get_ylim()[0] > axes.get_ylim()[1], "depth 0 is on top"
+
+
+def test_the_effective_length_ends_before_the_first_failure(sweep):
+    (picture,) = maps.maps(runs.read_sweep(sweep))
+    assert "p = 0.25: 512, 512; p = 1: 256, 256." in picture.alt
+    of = {length: {"rank_accuracy": a} for length, a in ((128, 0.1), (256, 0.9), (512, 0.85), (1024, 0.8), (2048, 1.0))}
+    assert maps.effective_length(256, of) == 512
+    assert maps.effective_length(300, of) is None, "the training length was not evaluated"
+    assert maps.effective_length(128, of) is None, "a run that fails there"
+    assert maps.effective_length(256, {}) is None
+
+
+def test_accuracy_by_distance_is_in_octaves(sweep):
+    (run, *_) = [run for run in runs.read_sweep(sweep) if run.name == "rope_percentage=1,seed=0"]
+    found = {entry["from"]: entry["accuracy"] for entry in pictures.accuracies(run)}
+    assert found == {4: 0.96, 64: 0.96, 128: 0.96, 256: np.mean([0.96, 0.96]), 512: 0.2}
+    assert {(entry["task"], entry["to"] / entry["from"]) for entry in pictures.accuracies(run)} == {("niah prompts", 2)}
+
+
+def test_many_tasks_are_drawn_three_in_a_row():
+    points = {"p = 1": {0: {4.0: 0.5, 8.0: 0.75}}}
+    picture = pictures.accuracy_picture({f"task {i}": points for i in range(7)})
+    figure = matplotlib.figure.Figure(figsize=picture.size)
+    picture.draw(figure)
+    assert picture.size[0] < 15 and [axes.get_visible() for axes in figure.axes] == [True] * 7 + [False] * 2
+    assert [axes.get_title() for axes in figure.axes[:7]] == [f"Accuracy: task {i}" for i in range(7)]
+
+
+def test_a_run_of_its_own_gets_its_maps(sweep):
+    (path,) = maps.draw_tasks(sweep / "rope_percentage=1,seed=1")
+    assert path.endswith("rope_percentage=1,seed=1/longcontext/task-niah.png")
+    assert pathlib.Path(path).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    (sweep / "none").mkdir()
+    assert maps.draw_tasks(sweep / "none") == []
