@@ -33,19 +33,16 @@ SIZES = ("full", "tiny", "rates")
 def get_config(argument: str = "full"):
     method, size = wiki["parse"](argument, METHODS, SIZES)
     config = synthetic["get_config"]()
-    config.num_steps = 2000
-    config.batch_size = 16  # sequences, so 4096 tokens
-    config.log_every = 100
+    config.num_steps = 4000
     config.eval_every = 1000
     config.checkpoint_every = 1000
 
     config.model.num_layers = 4  # a chain takes about 2 + log2 of its links
     config.model.vocab_size = 260  # bytes and 4 special tokens
+    config.model.use_qk_norm = True  # without it none learns to match names in as many steps
     config.model.rope_percentage = 1.0
 
     config.data.dataset = "longcontext/mix"
-    config.data.seq_len = 256
-
     config.model.update(wiki["encoding"](method, config.model, config.data.seq_len))
     return sized(config, "tiny" if size == "tiny" else "full")
 

@@ -37,9 +37,9 @@ def main() -> dict:
     workdir = epath.Path(FLAGS.workdir)
     if (workdir / "sweep.json").exists():
         raise UsageError(f"--workdir={workdir}: holds a sweep, not a run; give --sweep={workdir}")
-    tasks = draw_tasks(workdir)
+    tasks, effective = draw_tasks(workdir)
     output = str(draw_loss(workdir)) if not tasks or (workdir / "metrics.jsonl").exists() else tasks[0]  # imported
-    return {"output": output, "tasks": tasks, "runs": [str(workdir)]}
+    return {"output": output, "tasks": tasks, "effective_lengths": effective, "runs": [str(workdir)]}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import matplotlib.figure
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from prope.config import default_config
 from prope.inference.longcontext import RECORDS
 from prope.sweep import maps, pictures, runs
+from prope.sweep.page import report_sweep
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import write_config
 
@@ -103,8 +105,16 @@ def test_many_tasks_are_drawn_three_in_a_row():
 
 
 def test_a_run_of_its_own_gets_its_maps(sweep):
-    (path,) = maps.draw_tasks(sweep / "rope_percentage=1,seed=1")
+    (path,), effective = maps.draw_tasks(sweep / "rope_percentage=1,seed=1")
+    assert effective == {"niah": "256"}
     assert path.endswith("rope_percentage=1,seed=1/longcontext/task-niah.png")
     assert pathlib.Path(path).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     (sweep / "none").mkdir()
-    assert maps.draw_tasks(sweep / "none") == []
+    assert maps.draw_tasks(sweep / "none") == ([], {})
+
+
+def test_the_page_has_effective_lengths_by_task(sweep):
+    page = pathlib.Path(report_sweep(sweep)["output"]).read_text()
+    table = re.search(r"<h2[^>]*>Tasks</h2>.*?</table>", page, re.DOTALL)[0]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
+    assert rows == [["run", "niah"], ["p = 0.25", "512, 512"], ["p = 1", "256, 256"]]

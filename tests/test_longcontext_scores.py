@@ -13,6 +13,7 @@ from ml_collections import FrozenConfigDict
 from prope import model, sharding
 from prope.data.tokenizer import BOS, ByteTokenizer, load_tokenizer
 from prope.errors import UsageError
+from prope.hf.exporter import export
 from prope.inference import generation, longcontext
 from prope.inference.evaluation import Options, evaluations
 from prope.longcontext.tasks import TASKS, make_prompt
@@ -63,6 +64,9 @@ def lively(base):
     return run.config, params
 
 
+LENGTHS = {"passkey": 6}  # tokens of an answer; of other tasks one
+
+
 # --- Scores -----------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +98,9 @@ def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T):
         assert exact.tolist() == greedy
 
 
-@pytest.mark.parametrize(("task", "prose", "length"), [("passkey", False, 6), ("niah", False, 1), ("index", True, 6)])
+@pytest.mark.parametrize(
+    ("task", "prose", "length"), [("index", True, 6), *[(t, False, LENGTHS.get(t, 1)) for t in TASKS]]
+)
 def test_exact_is_what_greedy_decoding_says(base, task, prose, length):
     """20 prompts: what prope.sample says at temperature 0 is exact; what differs from it in one token is not."""
     config, params = lively(base)
@@ -114,6 +120,26 @@ def test_exact_is_what_greedy_decoding_says(base, task, prose, length):
         ]
         _, exact = score(config, params, 320, asked)
         assert exact.all() if place is None else not exact.any()
+
+
+@pytest.mark.parametrize("task", ["passkey", "niah"])
+def test_transformers_ranks_answers_the_same(base, tmp_path, task):
+    """20 prompts through the exported model, every candidate by a forward pass of its own."""
+    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    export(base / "a", tmp_path / "hf")
+    theirs = transformers.GemmaForCausalLM.from_pretrained(tmp_path / "hf")
+    run, trials, expected = open_run(base / "a"), make_trials(task, 20, 96), []
+    for trial in trials:
+        C, A = trial.candidates.shape
+        rows = np.concatenate([np.broadcast_to(trial.tokens, (C, len(trial.tokens))), trial.candidates], axis=1)
+        with torch.no_grad():
+            logits = theirs(torch.tensor(rows)).logits[:, -A - 1 : -1].double().log_softmax(-1).numpy()
+        expected.append(np.take_along_axis(logits, trial.candidates[..., None], axis=-1).sum(axis=(1, 2)))
+    logprobs, _ = score(run.config, run.params(), 96, trials)
+    ranks = [[sum(row > row[0]) for row in rows] for rows in (expected, logprobs)]
+    assert ranks[0] == ranks[1] and len({*ranks[0]}) > 2
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-3)
 
 
 def test_answers_of_several_lengths_are_scored_together(base):

@@ -95,8 +95,9 @@ def of_facts(draw_episodes: Episodes, count: int = 0, draw_filler: Callable = Dr
 
     def window(draw: Draw, T: int) -> tuple[str, Answers]:
         """Scatters facts over filler, and asks for them at distances that are uniform on a logarithmic scale."""
-        number, rng, items, asked = 1 if count == 1 else T // 16, draw.stream(), [], []
-        dense = not (count or draw.option)
+        rng, items, asked, dense = draw.stream(), [], [], not (count or draw.option)
+        most = 1 if count == 1 else T // 16
+        number = most if dense else int(np.exp(rng.uniform(0, math.log(most + 1))))
         episodes, _ = draw_episodes(draw, number + dense * T // 3)
         units = [line for facts, _ in episodes[number:] for line in facts] if dense else draw_filler(draw, T)
         size = sum(len("".join([*facts, *sum(questions, ())])) for facts, questions in episodes[:number])

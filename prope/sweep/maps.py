@@ -35,32 +35,44 @@ def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
     return passed[-1] if passed and passed[0] == trained else None
 
 
-def draw_tasks(workdir: epath.Path) -> list[str]:
-    """Draws the tasks that a run was asked, into W/longcontext/; returns the files."""
+def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
+    """Lists the effective lengths of every group's runs, by group and task."""
+    tasks = {run.name: read_tasks(run) for run in runs}
+    names = dict.fromkeys(task for of_run in tasks.values() for task in of_run)
+
+    def of(group: list[Run], task: str) -> str:
+        found = (effective_length(run.config.data.seq_len, tasks[run.name].get(task, {})) for run in group)
+        return ", ".join(str(length or "none") for length in found)
+
+    return {name: {task: of(group, task) for task in names} for name, group in groups(runs).items()}
+
+
+def draw_tasks(workdir: epath.Path) -> tuple[list[str], dict[str, str]]:
+    """Draws the tasks that a run was asked, into W/longcontext/; returns the files, and effective lengths by task."""
     config, paths = read_config(workdir), []
     if config is None or not (workdir / RECORDS).exists():
-        return paths
-    for picture in maps([read_run(workdir, {P: config.model.rope_percentage}, config)]):
+        return paths, {}
+    runs = [read_run(workdir, {P: config.model.rope_percentage}, config)]
+    for picture in maps(runs):
         (workdir / "longcontext").mkdir(exist_ok=True)
         paths.append(workdir / "longcontext" / f"{picture.name}.png")
         paths[-1].write_bytes(picture.render()[0])
-    return list(map(str, paths))
+    (effective,) = effective_lengths(runs).values()
+    return list(map(str, paths)), effective
 
 
 def maps(runs: list[Run]) -> list[Picture]:
     """Makes a picture of every task, with a map for each group of runs."""
-    tasks, drawn = {run.name: read_tasks(run) for run in runs}, []
+    tasks, drawn, effective = {run.name: read_tasks(run) for run in runs}, [], effective_lengths(runs)
     for task in dict.fromkeys(task for of_run in tasks.values() for task in of_run):
         by_group = groups(run for run in runs if task in tasks[run.name])
-        drawn.append(_picture(task, by_group, {name: of_run[task] for name, of_run in tasks.items() if task in of_run}))
+        said = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
+        drawn.append(_picture(task, by_group, {name: of_run.get(task) for name, of_run in tasks.items()}, said))
     return drawn
 
 
-def _picture(task: str, by_group: dict[str, list[Run]], records: dict[str, dict[int, dict]]) -> Picture:
-    columns, said = min(len(by_group), _COLUMNS), []
-    for group, runs in by_group.items():
-        lengths = (effective_length(run.config.data.seq_len, records[run.name]) for run in runs)
-        said.append(f"{group}: {', '.join(str(length or 'none') for length in lengths)}")
+def _picture(task: str, by_group: dict[str, list[Run]], records: dict[str, dict[int, dict]], said: str) -> Picture:
+    columns = min(len(by_group), _COLUMNS)
 
     def draw(figure) -> None:
         axes = list(panels(figure, columns, -(-len(by_group) // columns)).flat)
@@ -70,7 +82,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], records: dict[str, dict[
         for unused in axes:
             unused.set_visible(False)
 
-    effective = f"Effective length of each run, with {_PASSED:.0%} or more: {'; '.join(said)}."
+    effective = f"Effective length of each run, with {_PASSED:.0%} or more: {said}."
     caption = (
         "Prompts whose right answer is likelier than all foils, in %, means over seeds. Dashed: the training length."
     )

@@ -15,6 +15,7 @@ from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
+from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
 from prope.sweep.runs import P, Run, against_reference, check_equal, groups, read_sweep, reference, table
 from prope.workdir.records import read_jsonl
@@ -67,6 +68,7 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
         errors_over=sorted({row["over"] for row in rows} - {""}),
         windows=sorted({run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}),
         paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
+        effective_lengths=effective_lengths(runs),
         equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
