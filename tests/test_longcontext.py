@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from prope.config import default_config
-from prope.data.mixture import open_windows
+from prope.data.mixture import open_text, open_windows
+from prope.data.store.build import prepare
 from prope.data.tokenizer import BOS, ByteTokenizer
 from prope.errors import UsageError
 from prope.longcontext.draws import LETTERS, Draw
@@ -278,11 +279,15 @@ def test_filler_has_no_sentence_twice_and_no_word_of_a_question():
 # --- Training windows ------------------------------------------------------------------------------------------------
 
 
-def windows(task, T=256, split="train", **fields):
+def data_of(task, T=256, **fields):
     config = default_config()
     config.data.update({"dataset": f"longcontext/{task}", "seq_len": T} | fields)
     validate(config)
-    return open_windows(config.data, 260, split)
+    return config.data
+
+
+def windows(task, T=256, split="train", **fields):
+    return open_windows(data_of(task, T, **fields), 260, split)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -356,6 +361,38 @@ def test_splits_share_no_window_and_seeds_differ():
     assert train.store.fingerprint != windows("niah").store.fingerprint
 
 
+def test_a_mixture_with_text(tmp_path):
+    """Each generated source has the windows that it has alone, whatever the seed; shares are those of the loss."""
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{i} the rain falls on the hills. " * 20)
+    parts = [(0.5, "files"), (0.25, "longcontext/niah"), (0.25, "longcontext/chain")]
+    mixture = tuple({"weight": weight, "dataset": name} for weight, name in parts)
+    mixture[0]["data_dir"] = str(tmp_path / "text")
+    data = data_of("", 128, dataset="mixture", mixture=mixture, cache_dir=str(tmp_path / "cache"))
+    mixed = open_windows(data, 260, "train")
+    alone = [windows(task, 128) for task in ("niah", "chain")]
+    for seed in (0, 3):
+        batch = mixed.read([mixed.at(i, seed) for i in range(8)])
+        found = [row.tobytes() for row in batch["tokens"]]
+        for of in alone:
+            for i in range(2):
+                row = found.index(of.window(of.at(i, seed)).stream[:-1].tobytes())
+                assert batch["weights"][row].tolist() == (of.window(of.at(i, seed)).task >= 0).tolist()
+        assert sum("rain" in ByteTokenizer().decode(row) for row in batch["tokens"]) == 4
+    answers = [of.read(range(100))["weights"].mean() for of in alone]
+    expected = np.array([0.5, 0.25 * answers[0], 0.25 * answers[1]])
+    np.testing.assert_allclose(mixed.shares, expected / expected.sum(), rtol=0.2)
+    config = default_config()
+    config.data = data
+    assert prepare(config)["fingerprint"] == mixed.store.fingerprint
+    held_out = open_windows(data, 260, "validation")
+    assert held_out.count == 1024 + held_out.sources[0].count
+    assert held_out.read([held_out.count - 1])["weights"].sum() > 0
+    with pytest.raises(UsageError, match="--split=train: mixture is generated, without end: only validation"):
+        open_text(data, 260, "train", data, {})
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -365,6 +402,10 @@ def test_splits_share_no_window_and_seeds_differ():
         ),
         ({"dataset": "longcontext/niah-5"}, "there is no such task.*there are longcontext/mix, longcontext/passkey"),
         ({"tokenizer": "a.model"}, "data.tokenizer=a.model: has no effect with longcontext data"),
+        (
+            {"tokenizer": "a.model", "dataset": "mixture", "mixture": ({"weight": 1, "dataset": "longcontext/niah"},)},
+            "data.tokenizer=a.model: must be byte, of which longcontext/niah is made",
+        ),
         ({"data_dir": "x"}, "data.data_dir=x: has no effect with data.dataset=longcontext/niah"),
     ],
 )

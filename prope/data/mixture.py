@@ -17,6 +17,8 @@ from prope.data.synthetic import Synthetic
 from prope.data.windows import Windows
 from prope.errors import UsageError
 
+_ENDLESS = 2**58  # indices of a generated source: windows of 2**26 seeds
+
 
 def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture | Synthetic":
     """Returns the windows that a run's `config.data` names: of one source, of a mixture, or generated."""
@@ -33,7 +35,7 @@ def open_text(data: ConfigDict, vocab_size: int, split: str | None, run_data: Co
     item. An imported run has none.
     """
     texts = [] if "imported_from" in state else [run_data, *(source for _, source in weighted_sources(run_data))]
-    if is_generated(data.dataset):
+    if any(is_generated(source.dataset) for _, source in weighted_sources(data)):
         if split not in (None, "validation"):
             raise UsageError(f"--split={split}: {data.dataset} is generated, without end: only validation is finite")
     elif split is None and (data.dataset, data.data_dir) not in [(text.dataset, text.data_dir) for text in texts]:
@@ -53,13 +55,15 @@ class Mixture:
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
         self.weights, sources = zip(*weighted_sources(data), strict=True)
         self.split, self.seq_len, self.position_range = split, data.seq_len, data.position_range
-        self.sources = [Windows(source, vocab_size, split) for source in sources]
+        self.sources = [open_windows(source, vocab_size, split) for source in sources]
         self._parts = integer_shares(self.weights)
         self._order, self._ranks = interleave_sources(self._parts)
-        self._offsets = np.cumsum([0] + [windows.count for windows in self.sources])
+        endless = [isinstance(windows, Synthetic) and split == "train" for windows in self.sources]
+        counts = [_ENDLESS if e else windows.count for e, windows in zip(endless, self.sources, strict=True)]
+        self._offsets = np.cumsum([0, *counts])
         self.count = int(self._offsets[-1])
         stores = [windows.store for windows in self.sources]
-        predicted = [store.targets("train") / max(store.count("tokens", "train"), 1) for store in stores]
+        predicted = [_predicted_share(source, vocab_size, store) for source, store in zip(sources, stores, strict=True)]
         self.shares = np.multiply(self.weights, predicted) / np.dot(self.weights, predicted)
         self.store = Store("", mixture_fingerprint(self.weights, stores), {})
 
@@ -86,6 +90,13 @@ class Mixture:
         counts = [len(range(source, count, len(self.sources))) for source in range(len(self.sources))]
         starts = (windows.document_starts(n) for windows, n in zip(self.sources, counts, strict=True) if n)
         return list(itertools.chain.from_iterable(starts))
+
+
+def _predicted_share(data: ConfigDict, vocab_size: int, store: Store) -> float:
+    """Computes which share of a source's tokens is predicted; of generated windows, in 64 of them."""
+    if is_generated(data.dataset):
+        return float(Synthetic(data, vocab_size, "validation").read(range(64))["weights"].mean())
+    return store.targets("train") / max(store.count("tokens", "train"), 1)
 
 
 def interleave_sources(shares: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,9 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         lines = synthetic.describe(windows, windows.window(window)) if generated else describe(of_row, tokenizer)
         print("\n".join(lines), end="\n\n")
     sources, lengths = [], {}
-    for weight, source in [] if generated else zip(windows.weights, windows.sources, strict=True):
+    for weight, source in zip(windows.weights, windows.sources, strict=True):
+        if isinstance(source, Synthetic):
+            continue
         lengths[source.name] = measured = document_lengths(source.store)
         values = np.quantile(measured, list(_QUANTILES.values()), method="nearest").tolist()
         quantiles, longer = dict(zip(_QUANTILES, values, strict=True)), float((measured > config.data.seq_len).mean())

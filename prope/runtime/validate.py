@@ -102,8 +102,11 @@ def validate(config: ConfigDict) -> None:
                 raise UsageError(f"config.{where}: has no field {name}{hint}; it takes {MIXTURE_FIELDS}")
         weight, kind = entry.get("weight"), entry.get("dataset", "mixture").split("/")[0]
         positive = isinstance(weight, int | float) and 0 < weight < math.inf
-        if not positive or kind in ("mixture", *GENERATED):
-            raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text")
+        if not positive or kind in ("mixture", "synthetic"):
+            raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text or longcontext")
+        if kind == "longcontext":
+            of_bytes = fields["data.tokenizer"] == "byte"
+            require("data.tokenizer", of_bytes, f"must be byte, of which {entry['dataset']} is made")
         _check_source(common | {"data_dir": "", "store": ""} | dict(entry), f"{where}.")
 
 

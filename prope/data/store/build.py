@@ -184,13 +184,15 @@ def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path
 def prepare(config: ConfigDict) -> dict:
     """Prepares every source of a run's config.data; returns what the command prints."""
     data, vocab_size = config.data, config.model.vocab_size
-    if is_generated(data.dataset):
-        log.info("%s is generated while it is read: there is nothing to prepare", data.dataset)
-        fingerprint = Synthetic(data, vocab_size, "train").store.fingerprint
-        return {"store": None, "tokens": 0, "documents": 0, "fingerprint": fingerprint, "prepared": False}
     results, stores, sources = [], [], weighted_sources(data)
     for _, source in sources:
         start, stats = time.perf_counter(), {}
+        if is_generated(source.dataset):
+            log.info("%s is generated while it is read: there is nothing to prepare", source.dataset)
+            stores.append(Synthetic(source, vocab_size, "train").store)
+            empty = dict.fromkeys(("tokens", "documents", "bytes", "seconds"), 0)
+            results.append({"store": None} | empty | {"fingerprint": stores[-1].fingerprint, "prepared": False})
+            continue
         stores.append(open_store(source, vocab_size, stats))
         for split in SPLITS:
             check_split(stores[-1], source, split)
