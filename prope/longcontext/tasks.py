@@ -131,7 +131,7 @@ def offset(draw: Draw, n: int, k: float) -> Prompt:
         lists = [f"List: {' '.join(words)}{question}{draw.complete(words[-k])}" for words in (*examples, units)]
         text = "".join(lists).removesuffix(draw.complete(units[-k]))
         source = len(text) - len(" ".join(units[-k:]) + question)
-    return draw.prompt(text, answer, source, {"neighbour": near, "unused": symbols + unused})
+    return draw.prompt(text, answer, source, {"neighbour": near, "filler": symbols, "unused": unused})
 
 
 def offset_window(draw: Draw, T: int) -> tuple[str, Answers]:
