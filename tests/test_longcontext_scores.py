@@ -142,6 +142,25 @@ def test_transformers_ranks_answers_the_same(base, tmp_path, task):
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-3)
 
 
+def test_memory_grows_with_the_cache_alone(base):
+    config, mesh, B = open_run(base / "a").config, sharding.make_mesh(), 4
+    static = FrozenConfigDict(config.model)
+
+    def sizes(T):
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, T), (B,), (B, 8, 6))]
+        params = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+        with sharding.use(mesh):
+            compiled = longcontext._make_score(static, mesh).lower(params, *shapes).compile()
+        cache = jax.eval_shape(lambda: generation.empty_cache(config.model, B, T))
+        return compiled.memory_analysis().temp_size_in_bytes, sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)
+        )
+
+    (short, of_short), (long, of_long) = sizes(512), sizes(8192)
+    scores = 4 * B * config.model.num_heads * longcontext._CHUNK * (8192 - 512)  # of a chunk, float32
+    assert long - short < 3 * (of_long - of_short) + 2 * scores
+
+
 def test_answers_of_several_lengths_are_scored_together(base):
     config, params = lively(base)
     mixed = [trial for task in ("niah", "passkey") for trial in make_trials(task, 2, 96)]

@@ -38,6 +38,7 @@ from prope.runtime import processes
 
 RECORDS = "longcontext.jsonl"
 _FOILS = 7
+_CHUNK = 256  # tokens of a prompt read at a time: but for the cache, memory then does not grow with the length
 _NEAR = 32  # tokens from the evidence to the question, as a control
 
 
@@ -80,14 +81,23 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
 
     def score(params, tokens, lengths, candidates):
         B, T = tokens.shape
-        hidden, cache = model.prefill(config, params, tokens, empty_cache(config, B, T))
-        hidden = hidden[jnp.arange(B), lengths - 1][:, None]  # predicts the first token of all candidates
-        layers = split_layers(config, params)
+        layers, chunk = split_layers(config, params), min(T, _CHUNK)
+
+        def read(carry, first):
+            cache, last = carry
+            part = jax.lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
+            hidden, cache = model.decode(config, layers, part, cache, jnp.full(B, first))
+            place = (lengths - 1 - first)[:, None, None]
+            found = jnp.take_along_axis(hidden, jnp.clip(place, 0, chunk - 1), axis=1)
+            return (cache, jnp.where((place >= 0) & (place < chunk), found, last)), None
+
+        last = jnp.zeros((B, 1, config.embed_dim), config.dtype)  # predicts the first token of all candidates
+        (cache, last), _ = jax.lax.scan(read, (empty_cache(config, B, T), last), jnp.arange(0, T, chunk))
 
         def score_candidate(answer):  # [B, A]
             rest = answer[:, :-1]
             after = [model.decode(config, layers, rest, cache, lengths)[0]] if rest.shape[1] else []
-            logits, padding = model.logits(params, jnp.concatenate([hidden, *after], axis=1)), answer == PAD
+            logits, padding = model.logits(params, jnp.concatenate([last, *after], axis=1)), answer == PAD
             logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), answer[..., None], axis=-1)[..., 0]
             return (logprobs * ~padding).sum(axis=-1), ((logits.argmax(axis=-1) == answer) | padding).all(axis=-1)
 
@@ -100,6 +110,7 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
 def score_trials(config: ConfigDict, params: model.Params, T: int, trials: list[Trial], mesh: Mesh):
     """Scores trials, padded to T tokens, in batches: (log-probabilities [R, C], exact [R])."""
     R, A = len(trials), max(trial.candidates.shape[1] for trial in trials)
+    T += -T % min(T, _CHUNK)
     batch_size = -(-min(config.eval.batch_size, R) // mesh.devices.size) * mesh.devices.size
     score, scores = _make_score(FrozenConfigDict(config.model), mesh), []
     for start in range(0, R, batch_size):
