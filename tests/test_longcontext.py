@@ -142,6 +142,7 @@ def test_without_the_evidence_guessing_is_at_chance(task):
     name, prompts = parse_task(task)[0], []
     for seed in range(1000):
         prompt = draw_prompt(task, seed=seed, removed=True)
+        assert "+" not in prompt.text, "no write is left"
         prompts.append((prompt.text, sorted(candidates(prompt)), prompt.answer))
     for guess, function in GUESSES.items():
         right = sum(function(text, of) == answer for text, of, answer in prompts)
@@ -169,6 +170,8 @@ def test_foils_are_other_answers_of_the_same_form(task, prose):
         assert {len(text) for text in of} == {len(prompt.answer)}
         if name in ("niah", "chain", "lookup"):
             assert all(value.strip() in prompt.text for value in prompt.foils["value"])
+            others = [value for value in dict.fromkeys(prompt.foils["value"]) if value != prompt.answer]
+            assert of[1 : 1 + len(others)] == others[:7] and (others or task == "niah-1"), "they come first"
         if name == "offset" and not prose:
             place = len(prompt.text) - 2 - 2 ** int(prompt.text[-1])
             assert {*prompt.foils["neighbour"]} == {*prompt.text[:-2][max(place - 4, 0) : place + 5]} - (
@@ -190,7 +193,8 @@ def test_evidence_is_exactly_at_its_depth(task, depth):
         if name == "lookup":
             assert len(before) == 3 * k
         elif name == "flipflop":
-            assert len(before) == 2 * min(k, UNITS - 1)
+            writes = re.findall(r"\+(\d)", prompt.text)
+            assert len(before) == 2 * min(k, UNITS - 1) and writes[-2:] in (["0", "1"], ["1", "0"], writes[-1:])
         elif name == "duplicate":
             assert len(before) == 1 + min(k, UNITS - 1) and prompt.text.endswith(")" + before[1:])
         else:
@@ -223,7 +227,7 @@ def test_prompts_are_as_long_as_fits_and_never_longer(task, prose):
         row = TASKS[parse_task(task)[0]].rows[-2]
         prompt = make_prompt(task, prose, length, row, 3, 0, False, size)
         used = size(prompt.text + prompt.answer + prompt.rest)
-        unit = 50 if prose else 3
+        unit = 50 if prose else {"lookup": 3, "flipflop": 2, "duplicate": 2}.get(parse_task(task)[0], 1)
         assert length - unit < used <= length
     with pytest.raises(UsageError, match=f"seq_len=6: {task} needs at least \\d+ tokens"):
         make_prompt(task, prose, 6, row, 0, 0, False, size)
@@ -332,26 +336,17 @@ def test_distances_are_log_uniform_and_keys_are_asked_once(task):
         assert 20 < sum(number < 3 for number in numbers) < 100
 
 
-def test_distances_are_those_of_the_text():
-    for task, mark in (
-        ("niah", "="),
-        ("chain", ""),
-        ("index", "@"),
-        ("passkey", "#"),
-        ("offset", ""),
-        ("flipflop", "+"),
-    ):
-        window = windows(task).window(5)
-        text = ByteTokenizer().decode(window.stream)
-        for place in np.flatnonzero(window.task >= 0):
-            if task == "passkey" and text[place - 1] != "#":
-                continue
-            evidence = text[place - 1 - window.distance[place] :]  # from the question's last token
-            assert evidence.startswith(mark)
-            if task == "niah":
-                assert evidence[:3] == f"={text[place - 1]}{text[place]}"
-            if task == "offset":
-                assert evidence[0] == text[place]
+@pytest.mark.parametrize("task", TASKS)
+def test_distances_are_those_of_the_text(task):
+    window = windows(task).window(5)
+    text = ByteTokenizer().decode(window.stream)
+    for place in np.flatnonzero(window.task >= 0):
+        evidence = text[place - 1 - window.distance[place] : place]  # from the question's last token
+        at = {"passkey": 1, "niah": 2, "lookup": 2, "chain": 2, "index": text[place - 1], "flipflop": 1}.get(task, 0)
+        assert evidence[int(at)] == text[place]
+        key = {"niah": "=" + text[place - 1], "lookup": text[place - 2 : place], "index": "@", "flipflop": "+"}
+        assert evidence.startswith(key.get(task, "")) and (evidence[1] == ":" or task != "chain")
+        assert "+" not in evidence[1:], "of writes the latest"
 
 
 def test_splits_share_no_window_and_seeds_differ():
