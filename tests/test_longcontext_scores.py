@@ -262,6 +262,46 @@ def test_controls(run):
     assert removed["control"] == "removed" and removed["fingerprint"] != asked["fingerprint"]
 
 
+def open_prompts(base, task="niah", T=600, **flags):
+    return longcontext.open_prompts(task, T, open_run(base / "a").config, Options(str(base / "a"), tasks=task, **flags))
+
+
+def test_prompts_of_an_evaluation_fit_and_lose_their_evidence_as_a_control(base):
+    for control in (None, "removed"):
+        prompts, _ = open_prompts(base, T=128, control=control)
+        for number, row in enumerate(prompts.about["rows"]):
+            trial = prompts.trial(row, number)
+            text = ByteTokenizer().decode(trial.tokens)
+            assert (f"={text[-1]}" in text) == (control is None)
+            assert len(trial.tokens) + trial.candidates.shape[1] == 128
+
+
+def test_what_changes_prompts_changes_their_fingerprint(base, monkeypatch):
+    flags = {"form": "prose"}, {"depths": "1"}, {"trials": 3}, {"seed": 1}, {"control": "removed"}, {"control": "near"}
+    found = [open_prompts(base, **f)[1].fingerprint for f in ({}, *flags, {"task": "niah-1"}, {"T": 601})]
+    assert open_prompts(base)[1].fingerprint == found[0]
+    assert open_prompts(base, depths="1,1.0")[1].fingerprint == found[2], "the same prompts are not counted twice"
+    for owner, name in ((longcontext, "FORMAT"), (ByteTokenizer, "fingerprint")):
+        monkeypatch.setattr(owner, name, "another")
+        found.append(open_prompts(base)[1].fingerprint)
+    assert len({*found}) == len(found)
+
+
+def test_a_trial_does_not_depend_on_what_else_is_asked(run, monkeypatch):
+    asked = []
+
+    def score(config, params, T, trials, mesh):
+        asked.append([trial.tokens.tobytes() for trial in trials])
+        return np.zeros((len(trials), 8)), np.zeros(len(trials), bool)
+
+    monkeypatch.setattr(longcontext, "score_trials", score)
+    for flags in ({}, {"depths": "0.5"}, {"trials": 3}, {"seed": 1}):
+        ask(run, **flags)
+    both, deep, more, seeded = asked
+    assert both[2:] == deep and both == more[:2] + more[3:5]
+    assert len({*more, *seeded}) == 6 + 4
+
+
 def test_runs_are_compared_on_the_same_trials(tmp_path, monkeypatch):
     """McNemar: 3 trials that only the first answers, 1 that only the second does, of 8."""
     answered = {"a": [1, 1, 1, 1, 1, 0, 0, 0], "b": [1, 1, 0, 0, 0, 1, 0, 0]}
@@ -315,6 +355,7 @@ def test_the_number_of_devices_changes_nothing(whole, run_command, tmp_path):
         ({"tasks": "lookup", "seq_len": "9000"}, "facts need different names, of 2,704 that there are"),
         ({"split": "train"}, "--split=train: has no effect with --tasks; remove it"),
         ({"max_tokens": 512}, "--max_tokens=512: has no effect with --tasks; remove it"),
+        ({"control": "near"}, "--depths=0,0.5: has no effect with --control=near; remove it"),
         ({"tasks": None}, "--depths=0,0.5: has no effect without --tasks; remove it"),
         ({"encoding": "dynamic"}, "--tasks keeps keys, which dynamic would rotate anew"),
     ],
@@ -332,17 +373,18 @@ def test_a_model_that_cannot_say_the_answers(tmp_path):
 
 
 class Joining(ByteTokenizer):
-    """Two bytes a token, from the start."""
+    """Four bytes a token, from the start."""
 
     def encode(self, text):
-        return np.array([4 + sum(text[i : i + 2]) % 250 for i in range(0, len(text), 2)], np.int32)
+        return np.array([4 + sum(text[i : i + 4]) % 250 for i in range(0, len(text), 4)], np.int32)
 
 
-def test_a_tokenizer_that_joins_prompt_and_answer():
-    with pytest.raises(
-        UsageError, match="--tasks=niah: the tokenizer joins the end of a prompt, '.*', and its answer, '"
-    ):
-        make_trials("niah", 9, 128, tokenizer=Joining())
+@pytest.mark.parametrize("task", ["niah", "passkey"])
+def test_a_tokenizer_that_joins_prompt_and_answer(task):
+    """An answer that adds no token, and one that adds some and changes the prompt's last one."""
+    joins = f"--tasks={task}: the tokenizer joins the end of a prompt, '.*', and its answer, '"
+    with pytest.raises(UsageError, match=joins):
+        make_trials(task, 9, 128, tokenizer=Joining())
 
 
 class Uneven(ByteTokenizer):

@@ -64,6 +64,8 @@ class Options:
             raise UsageError(f"--max_windows={self.max_windows} and --max_tokens={self.max_tokens}: give one of them")
         if self.factor is not None and self.encoding is None:
             raise UsageError(f"--factor={self.factor}: goes with --encoding, such as yarn")
+        if self.control == "near" and self.depths is not None:
+            raise UsageError(f"--depths={self.depths}: has no effect with --control=near; remove it")
         for name in _OF_TASKS if self.tasks is None else _OF_WINDOWS:
             if (value := getattr(self, name)) != getattr(Options, name):
                 combined = "without --tasks" if self.tasks is None else "with --tasks"

@@ -161,7 +161,7 @@ class Prompts:
         elif depths is not None and rows is DEPTHS:
             if not all(re.fullmatch(r"0|1([.]0*)?|0?[.][0-9]+", depth) for depth in depths.split(",")):
                 raise UsageError(f"--depths={depths}: must be fractions of the prompt in [0, 1], such as 0,0.5,1")
-            rows = tuple(map(float, depths.split(",")))
+            rows = tuple(dict.fromkeys(map(float, depths.split(","))))  # the same prompts count once
         form = options.form or ("compact" if config.data.tokenizer == "byte" else "prose")
         self.about = {name: getattr(options, name) for name in ("control", "trials", "seed")}
         self.about |= {"task": task, "form": form, "rows": list(rows), "format": FORMAT}
