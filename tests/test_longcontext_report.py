@@ -41,8 +41,9 @@ def sweep(tmp_path_factory):
                 checkpoints.save(10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0})
             records = []
             for length in LENGTHS:
+                right = {row: share(p, seed, length, row) for row in ROWS}
                 cells = [
-                    {"row": row, "rank_accuracy": share(p, seed, length, row), "distance": max((1 - row) * length, 4)}
+                    {"row": row, "rank_accuracy": right[row], "distance": 1.4 * max((1 - row) * length, 4)}
                     for row in ROWS
                 ]
                 record = {"step": 10, "task": "niah", "form": "compact", "seq_len": length, "cells": cells}
@@ -71,10 +72,12 @@ def test_a_map_shows_the_means_over_seeds(sweep):
         (image,) = axes.images
         assert image.get_clim() == (0.125, 1)
         np.testing.assert_allclose(image.get_array()[0, 2], share(p, 0, 512, 0.0) - 0.01)
-        dashed, training, _ = axes.lines
+        dashed, training, period = axes.lines
         assert dashed.get_xdata()[0] == 1  # the training length is the second one
         x, y = training.get_data()  # depth 0 at 256 tokens, 0.5 at 512: rows 0 and 1
         assert np.isnan(y[x < 0.99]).all() and abs(y[-1] - 1) < 0.01
+        turn = 2 * np.pi * 10_000 ** (2 * (int(32 * p) - 1) / 64)  # tokens in which the slowest pair comes round
+        np.testing.assert_allclose(period.get_ydata()[-1], 2 * (1 - turn / 512) if turn < 512 else np.nan)
         assert axes.get_ylim()[0] > axes.get_ylim()[1], "depth 0 is on top"
 
 
