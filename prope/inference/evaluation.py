@@ -18,7 +18,7 @@ from prope.data.mixture import open_text
 from prope.data.windows import Windows
 from prope.encodings import SCALINGS, can_rescale, describe, rotated_pairs
 from prope.errors import UsageError, log
-from prope.inference.longcontext import RECORDS, evaluate_prompts, open_prompts
+from prope.inference.longcontext import RECORDS, Prompts, evaluate_prompts
 from prope.inference.losses import Selection, make_evaluation, select
 from prope.longcontext.tasks import parse_tasks
 from prope.runtime import processes
@@ -114,8 +114,7 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
     validate(config)
     keys, trained = [], config.data.seq_len
     lengths = _parse_lengths(options, trained)
-    tasks = [None] if options.tasks is None else parse_tasks(options.tasks)
-    for task, T in itertools.product(tasks, lengths):
+    for task, T in itertools.product([None] if options.tasks is None else parse_tasks(options.tasks), lengths):
         own = config.copy_and_resolve_references()
         if options.encoding is not None:
             growth = max(T / (config.model.original_seq_len or trained), 1.0)
@@ -129,7 +128,8 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
         key = json.dumps([*(part.to_dict() for part in parts), T, task, state.get("fingerprint")])
         if key not in opened and task is not None:
             own.data.dataset = f"longcontext/{task}"
-            opened[key] = own, *open_prompts(task, T, own, options)
+            prompts = Prompts(task, T, own, options)
+            opened[key] = own, prompts, prompts.selection
         elif key not in opened:
             windows = open_text(data, own.model.vocab_size, options.split, run.config.data, state)
             size = max(source.length for source in windows.sources)

@@ -167,23 +167,15 @@ class Prompts:
         self.about |= {"task": task, "form": form, "rows": list(rows), "format": FORMAT}
         self.about["tokenizer"] = self._tokenizer.fingerprint
         self.seq_len, self.count = T, len(rows) * options.trials
+        self.selection = Selection([*range(self.count)], fingerprint_of({"seq_len": T} | self.about))
         self.trial(rows[0], 0)  # raises where it cannot be asked
 
     def trial(self, row: float, number: int) -> Trial:
         """Makes a prompt of a row."""
-
-        def size(text: str) -> int:
-            return 1 + len(self._tokenizer.encode(text.encode()))
-
-        a, T = self.about, self.seq_len
-        asked = a["task"], a["form"] == "prose", T, row, number, a["seed"], a["control"] == "removed"
-        return encode(self._tokenizer, a["task"], make_prompt(*asked, size))
-
-
-def open_prompts(*arguments) -> tuple[Prompts, Selection]:
-    """Returns a task's prompts, and what identifies them."""
-    prompts = Prompts(*arguments)
-    return prompts, Selection([*range(prompts.count)], fingerprint_of({"seq_len": prompts.seq_len} | prompts.about))
+        a = self.about
+        asked = a["task"], a["form"] == "prose", self.seq_len, row, number, a["seed"], a["control"] == "removed"
+        prompt = make_prompt(*asked, lambda text: 1 + len(self._tokenizer.encode(text.encode())))
+        return encode(self._tokenizer, a["task"], prompt)
 
 
 def evaluate_prompts(config: ConfigDict, prompts: Prompts, mesh: Mesh, selection: Selection) -> Callable[..., dict]:

@@ -23,8 +23,7 @@ def read_tasks(run: Run) -> dict[str, dict[int, dict]]:
     """Reads the newest record of the last step, by task and length; in prose a task is another one."""
     tasks: dict[str, dict[int, dict]] = {}
     for record in find_evaluations(read_jsonl(run.workdir / RECORDS), control=None, step=run.step):
-        name = record["task"] + "-in-prose" * (record["form"] == "prose")
-        tasks.setdefault(name, {})[record["seq_len"]] = record
+        tasks.setdefault(record["task"] + "-in-prose" * (record["form"] == "prose"), {})[record["seq_len"]] = record
     return tasks
 
 
@@ -63,33 +62,29 @@ def draw_tasks(workdir: epath.Path) -> tuple[list[str], dict[str, str]]:
 
 def maps(runs: list[Run]) -> list[Picture]:
     """Makes a picture of every task, with a map for each group of runs."""
-    tasks, drawn, effective = {run.name: read_tasks(run) for run in runs}, [], effective_lengths(runs)
-    for task in dict.fromkeys(task for of_run in tasks.values() for task in of_run):
-        by_group = groups(run for run in runs if task in tasks[run.name])
-        said = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
-        drawn.append(_picture(task, by_group, {name: of_run.get(task) for name, of_run in tasks.items()}, said))
-    return drawn
+    tasks, effective = {run.name: read_tasks(run) for run in runs}, effective_lengths(runs)
+    names = dict.fromkeys(task for of_run in tasks.values() for task in of_run)
+    return [_picture(task, groups(run for run in runs if task in tasks[run.name]), tasks, effective) for task in names]
 
 
-def _picture(task: str, by_group: dict[str, list[Run]], records: dict[str, dict[int, dict]], said: str) -> Picture:
+def _picture(task: str, by_group: dict[str, list[Run]], tasks: dict[str, dict], effective: dict) -> Picture:
     columns = min(len(by_group), _COLUMNS)
 
     def draw(figure) -> None:
         axes = list(panels(figure, columns, -(-len(by_group) // columns)).flat)
         for group, runs in by_group.items():
-            _draw_map(axes[0], [r for run in runs for r in records[run.name].values()], runs[0].config)
+            _draw_map(axes[0], [r for run in runs for r in tasks[run.name][task].values()], runs[0].config)
             axes.pop(0).set_title(group)
         for unused in axes:
             unused.set_visible(False)
 
-    effective = f"Effective length of each run, with {_PASSED:.0%} or more: {said}."
-    caption = (
-        "Prompts whose right answer is likelier than all foils, in %, means over seeds. Dashed: the training length."
-    )
+    said = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
+    caption = "Prompts whose right answer is likelier than all foils, mean % over seeds. Dashed: the training length."
     caption += " Evidence on the line is as far back as that, on the dotted one as the period of the slowest pair."
     size = (max(2.4 * columns, 4.8), 0.4 + 3 * -(-len(by_group) // columns))
-    alt = f"Right answers to {task} by length and depth. {effective}"
-    return Picture(f"task-{task}", f"Task {task}", alt, f"{caption} {effective}", draw, size)
+    said = f"Effective length of each run, with {_PASSED:.0%} or more: {said}."
+    alt = f"Right answers to {task} by length and depth. {said}"
+    return Picture(f"task-{task}", f"Task {task}", alt, f"{caption} {said}", draw, size)
 
 
 def _draw_map(axes, records: list[dict], config) -> None:
