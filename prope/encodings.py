@@ -18,11 +18,9 @@ def partial_frequencies(head_dim: int, max_wavelength: float, rope_percentage: f
     num_rotated_pairs(head_dim, rope_percentage)  # checks both
     lanes = int(rope_percentage * head_dim)
     if lanes % 2:
-        raise ValueError(
-            f"rope_percentage={rope_percentage}: partial rotates {lanes} of {head_dim} lanes; must be even"
-        )
-    rotated = frequencies(lanes, max_wavelength) if lanes else np.empty(0)
-    return np.pad(rotated, (0, (head_dim - lanes) // 2))
+        odd = f"partial rotates {lanes} of {head_dim} lanes; must be even"
+        raise ValueError(f"rope_percentage={rope_percentage}: {odd}")
+    return np.pad(frequencies(lanes, max_wavelength) if lanes else np.empty(0), (0, (head_dim - lanes) // 2))
 
 
 def reversed_frequencies(head_dim: int, max_wavelength: float, rope_percentage: float) -> np.ndarray:
@@ -59,11 +57,9 @@ def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
     """Half of the pairs, from a turn in 32 tokens to two in `length` (RoPE-ID, 2603.18017), geometrically."""
     rotated, rest = divmod(head_dim // 2, 2)
     if rotated < 2 or rest or length <= 64:
-        raise ValueError(
-            f"original_seq_len={length}, head_dim={head_dim}: rope_id needs > 64 and a multiple of 4, >= 8"
-        )
-    freqs = 2 * math.pi / 32 * (64 / length) ** (np.arange(rotated) / (rotated - 1))
-    return np.pad(freqs, (0, rotated))
+        needs = "rope_id needs > 64 and a multiple of 4, >= 8"
+        raise ValueError(f"original_seq_len={length}, head_dim={head_dim}: {needs}")
+    return np.pad(2 * math.pi / 32 * (64 / length) ** (np.arange(rotated) / (rotated - 1)), (0, rotated))
 
 
 def least_wavelength(head_dim: int, length: int) -> float:
@@ -118,18 +114,14 @@ TYPES = {
 }
 # Of each rope_scaling_type and logit_scale: the fields of config.model that it takes.
 SCALINGS = {
-    "none": (),
-    "linear": ("rope_scaling_factor",),
-    "ntk": ("rope_scaling_factor",),
+    "none": (), "linear": ("rope_scaling_factor",), "ntk": ("rope_scaling_factor",),
     "dynamic": ("rope_scaling_factor", "original_seq_len"),
     "yarn": ("rope_scaling_factor", "original_seq_len", "beta_fast", "beta_slow"),
     "llama3": ("rope_scaling_factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
-}
+}  # fmt: skip
 LOGIT_SCALES = {
-    "none": (),
-    "yarn": ("rope_scaling_factor",),
-    "drope": ("rope_scaling_factor", "logit_scale_coefficient"),
-}
+    "none": (), "yarn": ("rope_scaling_factor",), "drope": ("rope_scaling_factor", "logit_scale_coefficient"),
+}  # fmt: skip
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # All fields of the encoding in config.model.
 FIELDS = {

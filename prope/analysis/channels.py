@@ -65,8 +65,7 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
                 channel[kind.__name__] = None
                 if kind is removed or channel["frequency"]:
                     outputs = walk.layer(layer, x, kind, channel["head"], channel["pair"])
-                    changed = np.concatenate([output for output, _ in outputs])
-                    after = walk.losses(walk.through(layer + 1, changed))
+                    after = walk.losses(walk.through(layer + 1, np.concatenate([output for output, _ in outputs])))
                     difference, stderr = float((after - losses).mean()), standard_error(after - losses)
                     channel[kind.__name__] = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
         x = np.concatenate([output for output, _ in walk.layer(layer, x)])

@@ -38,8 +38,7 @@ def maximal() -> tuple[str, str, dict, bool]:
         margins[f"least margin of the logit, p = {p:g}"] = least
     numbers = {"distances asked for": list(distances), "distances found": argmax[: len(distances)], **margins}
     says = "Given any query and any distance, there is a key whose softmax weight is largest at that distance."
-    holds = argmax == list(distances) * len(PERCENTAGES) and min(margins.values()) > 0
-    return "Proposition 3.1", says, numbers, holds
+    return "Proposition 3.1", says, numbers, argmax == list(distances) * len(PERCENTAGES) and min(margins.values()) > 0
 
 
 def gaussian() -> tuple[str, str, dict, bool]:
@@ -49,12 +48,11 @@ def gaussian() -> tuple[str, str, dict, bool]:
     spread = error * np.sqrt(draws)
     ones = theory.all_ones_curve(distances, freqs)
     numbers = {
-        "draws": draws,
-        "largest |mean| of the logit": float(np.abs(mean).max()),
+        "draws": draws, "largest |mean| of the logit": float(np.abs(mean).max()),
         "in standard errors": float(np.abs(mean / error).max()),
         "standard deviation, least and largest": [float(spread.min()), float(spread.max())],
         "ones, at distance 1, 10, 100, 1000": [float(ones[m]) for m in (1, 10, 100, 1000)],
-    }
+    }  # fmt: skip
     says = "Gaussian queries and keys have expected logit 0 at every distance: nothing decays, as vectors of ones do."
     holds = numbers["in standard errors"] < SIGMAS and np.allclose(spread, 1, atol=0.1) and ones[1000] < ones[1] / 2
     return "Proposition 3.2", says, numbers, bool(holds)
@@ -152,11 +150,8 @@ def randomised() -> tuple[str, str, dict, bool]:
         half.append(int(np.argmax(curves["ones"][0] < 0.5)))
         mean, error = curves["gaussian"]
         sigmas.append(float(np.abs(mean / error).max()))
-    numbers = {
-        "upper bounds": list(BOUNDS),
-        "tokens after which ones fall below 1/2": half,
-        "largest |mean| of Gaussian logits, in standard errors": sigmas,
-    }
+    numbers = {"upper bounds": list(BOUNDS), "tokens after which ones fall below 1/2": half}
+    numbers |= {"largest |mean| of Gaussian logits, in standard errors": sigmas}
     says = "Random positions with a higher upper bound make vectors of ones decay sooner, and Gaussian ones still not."
     return "Appendix B.2", says, numbers, half == sorted(set(half), reverse=True) and max(sigmas) < SIGMAS
 

@@ -32,8 +32,7 @@ def paper_listing(inputs, positions, head_dim, max_wavelength=10_000, rope_perce
     angle = (positions[..., None] / timescale[None, None])[..., None, :]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     first, second = jnp.split(inputs, 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(inputs.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(inputs.dtype)
 
 
 def medians(programs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

@@ -83,8 +83,7 @@ def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
     folder, end = epath.Path(output), time.monotonic() + 60 * minutes
     check_writable("--output", folder)
     file, machine = folder / "suite.jsonl", describe_machine()
-    lines = read_jsonl(file)
-    if not lines:
+    if not (lines := read_jsonl(file)):
         lines = [{"machine": machine}]
         append_jsonl(file, *lines)
     if lines[0]["machine"] != machine:
@@ -219,8 +218,7 @@ def decode_rate(config: ConfigDict, batch: int, prompt: int = 128, length: int =
     keys = jax.random.split(jax.random.key(0), batch)
 
     def generate():
-        cache = empty_cache(c, batch, prompt + length - 1)
-        return decode(c, sampling, params, first, cache, lengths, keys)
+        return decode(c, sampling, params, first, empty_cache(c, batch, prompt + length - 1), lengths, keys)
 
     seconds = medians({"decode": generate}, _ROUNDS)["decode"] / (length - 1)
     width = jnp.dtype(c.dtype).itemsize
@@ -252,8 +250,7 @@ def pictures(rows: list[dict]) -> list[Picture]:
     }
     drawn = []
     for group, caption in captions.items():
-        measured = [row for row in rows if row["group"] == group and "value" in row]
-        if measured:
+        if measured := [row for row in rows if row["group"] == group and "value" in row]:
             alt, draw = f"{caption} The table has its numbers.", functools.partial(draw_curves, measured)
             drawn.append(Picture(group, _GROUPS[group], alt, caption, draw))
     return drawn

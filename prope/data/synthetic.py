@@ -93,13 +93,10 @@ class Synthetic:
 
     def _generate(self, index: int) -> Window:
         """Draws the window of this index until it may be in this split."""
-        for number in itertools.count():
-            key = (self.seq_len, self._validation, number)
-            window = self._draw_bytes(int(index), key) if self._bytes else self._draw(int(index), key)
-            is_held_out = zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
-            if is_held_out == self._validation:
-                break
-        return window
+        make = self._draw_bytes if self._bytes else self._draw
+        windows = (make(int(index), (self.seq_len, self._validation, number)) for number in itertools.count())
+        hashed = ((window, zlib.crc32(window.stream.astype("<i4").tobytes())) for window in windows)
+        return next(window for window, crc in hashed if (crc % _HELD_OUT == 0) == self._validation)
 
     def _draw(self, index: int, key: tuple[int, ...]) -> Window:
         sequence = np.random.SeedSequence(index, spawn_key=(2, TASKS.index(self.task), *key))
@@ -146,8 +143,7 @@ class Synthetic:
             start = 1
             while start <= distance[task == number].max():
                 stop = start + 1 if self.tasks[number] == "copy" else 2 * start
-                selected = correct[(task == number) & (start <= distance) & (distance < stop)]
-                if selected.size:
+                if (selected := correct[(task == number) & (start <= distance) & (distance < stop)]).size:
                     counts = {"accuracy": float(selected.mean()), "answers": selected.size}
                     by_distance.append({"task": self.tasks[number], "from": start, "to": stop} | counts)
                 start = stop

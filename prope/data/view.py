@@ -158,8 +158,7 @@ def _by_weight(row: Batch, start: int, stop: int) -> Iterator[tuple[slice, bool]
     """Yields runs of a document's tokens that are predicted or not; a window's first token counts as the next one."""
     predicted = np.append([True], row["weights"][:-1] > 0)[start:stop]  # a token's weight stands where it is a target
     predicted[0] = predicted[min(1, len(predicted) - 1)]
-    cuts = [0, *(np.flatnonzero(np.diff(predicted)) + 1), stop - start]
-    for begin, end in itertools.pairwise(cuts):
+    for begin, end in itertools.pairwise([0, *(np.flatnonzero(np.diff(predicted)) + 1), stop - start]):
         yield slice(start + begin, start + end), bool(predicted[begin])
 
 

@@ -42,8 +42,7 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
         raise UsageError(f"--vocab_size={vocab_size}: {least}; it is config.model.vocab_size where it is not given")
     sentences, total = [], 0
     for weight, data in weighted_sources(config.data):
-        documents = _train_documents(find_source(data), data.validation_fraction)
-        lines, size = sample(documents, int(sample_bytes * weight))
+        lines, size = sample(_train_documents(find_source(data), data.validation_fraction), int(sample_bytes * weight))
         sentences, total = sentences + lines, total + size
     size = sum(map(len, sentences))
     log.info("learning from %s of %s bytes of text, %s lines", f"{size:,}", f"{total:,}", f"{len(sentences):,}")

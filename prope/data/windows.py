@@ -69,12 +69,10 @@ class Windows:
         index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(reads), T))
         first = np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1) if self._mask_documents else 0
         return {
-            "tokens": stream[:, :-1],
-            "targets": stream[:, 1:],
-            "weights": (real & ~is_bos & ~is_prompt)[:, 1:].astype(np.float32),
-            "positions": np.asarray(index - first, np.int32),
+            "tokens": stream[:, :-1], "targets": stream[:, 1:], "positions": np.asarray(index - first, np.int32),
             "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
-        }
+            "weights": (real & ~is_bos & ~is_prompt)[:, 1:].astype(np.float32),
+        }  # fmt: skip
 
     def document_starts(self, count: int) -> list[np.ndarray]:
         """Returns the beginnings of up to `count` documents: int32, T tokens each, or fewer of a shorter document.
@@ -90,10 +88,8 @@ class Windows:
         best = np.zeros(0, np.int32)
         for first in range(start, stop, _SCAN_TOKENS):
             last = min(first + _SCAN_TOKENS, stop)
-            elements = self._tokens[first : min(last + self.seq_len, self.length)].read().result()
-            tokens, _ = self.store.decode(elements)
-            borders = np.flatnonzero(tokens == BOS)
-            for begin, end in itertools.pairwise([*borders, len(tokens)]):
+            tokens, _ = self.store.decode(self._tokens[first : min(last + self.seq_len, self.length)].read().result())
+            for begin, end in itertools.pairwise([*np.flatnonzero(tokens == BOS), len(tokens)]):
                 if begin < last - first and min(end - begin, self.seq_len) > len(best):
                     best = tokens[begin:end][: self.seq_len]
                 if len(best) == self.seq_len:
@@ -108,8 +104,7 @@ def _open_on_all(data: ConfigDict, vocab_size: int) -> Store:
     first = processes.call_on_first(lambda: vars(open_store(data, vocab_size)))
     path, fingerprint = first["path"], first["fingerprint"]
     with processes.raise_on_all():
-        store = find_store(path, fingerprint)
-        if store is None:
+        if (store := find_store(path, fingerprint)) is None:
             log.warning("%s is not seen here: made again; config.data.cache_dir may be a place that hosts share", path)
             store = open_store(data, vocab_size)
         if store.fingerprint != fingerprint:

@@ -104,8 +104,7 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
     x, y = list(points), [value for value, _ in points.values()]
     apart = max(len(x) // 8, 1)  # points between markers, which start where those of other lines do not
     axes.plot(x, y, label=label, markevery=(len(axes.lines) % apart, apart), **style)
-    errors = [error for _, error in points.values()]
-    if None not in errors:
+    if None not in (errors := [error for _, error in points.values()]):
         low, high = ([v + sign * e for v, e in zip(y, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
 

@@ -141,8 +141,7 @@ def filter_logits(sampling: Sampling, logits: Float[Array, "B V"]) -> Float[Arra
     best, ids = jax.lax.top_k(logits, min(sampling.top_k or V, V))
     if sampling.top_p < 1:
         probs = jax.nn.softmax(best, axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs
-        best = jnp.where(before < sampling.top_p, best, -jnp.inf)
+        best = jnp.where(jnp.cumsum(probs, axis=-1) - probs < sampling.top_p, best, -jnp.inf)
     return jnp.put_along_axis(jnp.full_like(logits, -jnp.inf), ids, best, axis=-1, inplace=False)
 
 

@@ -110,8 +110,7 @@ def paired_difference(
     """
     workdirs, fields = (workdir_a, workdir_b), {"split": "validation"} | (about or {})
     records, others = (read_jsonl(epath.Path(workdir) / file) for workdir in workdirs)
-    pair = find_pair(records, others, **fields)
-    if pair is None:
+    if (pair := find_pair(records, others, **fields)) is None:
         workdir = workdir_a
         if unmatched := find_evaluation(records, **fields):
             workdir, fields = workdir_b, fields | {name: unmatched.get(name) for name in SAME_WINDOWS}

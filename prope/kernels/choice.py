@@ -46,9 +46,7 @@ def choose_implementation(requested: str, device, T: int, H: int, dtype: str, se
     native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(device.platform)
     if native is None:
         return "xla", f"there is no kernel for a {device.platform}"
-    if native in refusals:
-        return "xla", refusals[native]
-    return native, f"the fastest on a {device.platform}"
+    return ("xla", refusals[native]) if native in refusals else (native, f"the fastest on a {device.platform}")
 
 
 def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:

@@ -28,8 +28,7 @@ _VMEM_FLAG = "xla_tpu_scoped_vmem_limit_kib"  # launch/run.sh sets it
 
 def choose_blocks(device_kind: str, head_dim: int) -> Blocks:
     """Chooses the blocks for a chip; small ones where its flags leave it the default VMEM."""
-    raised = _VMEM_FLAG in os.environ.get("LIBTPU_INIT_ARGS", "")
-    fitting = _BLOCKS.get(device_kind, {}) if raised else {}
+    fitting = _BLOCKS.get(device_kind, {}) if _VMEM_FLAG in os.environ.get("LIBTPU_INIT_ARGS", "") else {}
     return next((blocks for largest, blocks in fitting.items() if head_dim <= largest), _SMALL)
 
 

@@ -101,8 +101,7 @@ def validate(config: ConfigDict) -> None:
                 hint = nearest(name, MIXTURE_FIELDS)
                 raise UsageError(f"config.{where}: has no field {name}{hint}; it takes {MIXTURE_FIELDS}")
         weight, kind = entry.get("weight"), entry.get("dataset", "mixture").split("/")[0]
-        positive = isinstance(weight, int | float) and 0 < weight < math.inf
-        if not positive or kind in ("mixture", "synthetic"):
+        if not (isinstance(weight, int | float) and 0 < weight < math.inf) or kind in ("mixture", "synthetic"):
             raise UsageError(f"config.{where}={entry}: needs a weight above 0 and a dataset of text or longcontext")
         if kind == "longcontext":
             of_bytes = fields["data.tokenizer"] == "byte"

@@ -33,8 +33,7 @@ def record_sweep(directory: epath.Path, runs: list[Planned], grids: list[dict], 
     """Returns the content of sweep.json; compared with an existing one, runs may only be added."""
     if (directory / "config.json").exists():
         raise UsageError(f"--workdir={directory}: holds a run, not a sweep; choose another --workdir")
-    saved = read_json(directory / "sweep.json", DAMAGED_SWEEP)
-    if saved is not None:
+    if (saved := read_json(directory / "sweep.json", DAMAGED_SWEEP)) is not None:
         remedy = "; choose another --workdir, or the arguments that it was started with"
         message = f"--workdir={directory}: holds a sweep"
         planned = {run.name for run in runs}

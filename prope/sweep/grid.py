@@ -41,8 +41,7 @@ def read_grids(texts: list[str], percentages: str | None, file: str, base: Confi
     grids = [grid]
     if not grid:
         where = f"get_sweep() of {file.partition(':')[0]}:"
-        swept = _call(file, "get_sweep")
-        if swept is None:
+        if (swept := _call(file, "get_sweep")) is None:
             examples = "--rope_percentage=0,0.25,0.5,0.75,1 or --grid=FIELD=VALUE,VALUE"
             raise UsageError(f"--config={file}: has no get_sweep(), so say what to sweep: {examples}")
         grids = [dict(grid) for grid in ([swept] if isinstance(swept, dict) else swept)]

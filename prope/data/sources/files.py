@@ -34,8 +34,7 @@ def files(folder: epath.Path, rule: TextRule, hash_cache: pathlib.Path) -> Sourc
     `hash_cache` is a file that keeps the hashes of large files, so that they are not read at every start. Raises
     UsageError where there is no such file, or the rule does not apply to it.
     """
-    paths = _list(folder)
-    if not paths:
+    if not (paths := _list(folder)):
         raise UsageError(f"config.data.data_dir={folder}: no .txt or .jsonl file (.gz or not) in it or below it")
     texts = [p for p in paths if not p.name.endswith(_JSON_LINES)]
     if rule.template and texts:

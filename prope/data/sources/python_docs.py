@@ -28,8 +28,7 @@ def python_docs() -> Source:
     listing = [(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]
     digest = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
     identity = {"dataset": "python_docs", "python": platform.python_version(), "files": digest}
-    chunk = Chunk("python_docs", 2_100_000, functools.partial(_read, tuple(files)))
-    return Source("python_docs", identity, (chunk,))
+    return Source("python_docs", identity, (Chunk("python_docs", 2_100_000, functools.partial(_read, tuple(files))),))
 
 
 def _read(files: tuple[pathlib.Path, ...]) -> Iterator[Document]:

@@ -40,8 +40,7 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     split = info.splits["train"]
     shards = [epath.Path(path) for path in split.filepaths]
     present = {path.name for path in folder.iterdir()}  # where is_file is false, storage may have failed
-    missing = [shard.name for shard in shards if shard.name not in present]
-    if missing:
+    if missing := [shard.name for shard in shards if shard.name not in present]:
         raise incomplete(name, data_dir, f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
     if info.file_format.value not in _READERS:
         raise UsageError(f"{folder}: is in {info.file_format.value} format; array_record and tfrecord can be read")
@@ -205,8 +204,7 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
         raise MissingText(f"config.data.data_dir={data_dir}: no dataset {name} in it{hint}") from None
     if folder / "dataset_info.json" in entries:
         return folder
-    versions = [p for p in entries if p.match("*.*.*") and (p / "dataset_info.json").is_file()]
-    if versions:
+    if versions := [p for p in entries if p.match("*.*.*") and (p / "dataset_info.json").is_file()]:
         return max(versions, key=lambda p: [int(n) if n.isdigit() else 0 for n in p.name.split(".")])
     raise incomplete(name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it")
 

@@ -100,8 +100,7 @@ def integer_shares(weights: list[float]) -> list[int]:
     if min(shares) < 1:
         allowed = f"1/{_SHARE_UNIT} of the sum"
         raise UsageError(f"config.data.mixture: a weight is less than {allowed}; remove it, or make it more")
-    divisor = math.gcd(*shares)
-    return [share // divisor for share in shares]
+    return [share // math.gcd(*shares) for share in shares]
 
 
 def child_url(path: str, name: str) -> str:

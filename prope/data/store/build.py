@@ -56,8 +56,7 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     fingerprint = arrays.fingerprint_of(rule)
     name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
     path = child_url(cache, name)
-    store = find_store(path, fingerprint)
-    if store is None:
+    if (store := find_store(path, fingerprint)) is None:
         with _named_errors(cache), write_lock(cache, name, lambda: find_store(path, fingerprint)) as is_writer:
             if is_writer:
                 _write_store(source, data, rule, path, {} if stats is None else stats)
@@ -69,8 +68,7 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
 
 def _open_at(path: str, data: ConfigDict, tokenizer: str) -> Store:
     """Opens a store by its place; raises UsageError where it was made with other settings or another tokenizer."""
-    store = find_store(path)
-    if store is None:
+    if (store := find_store(path)) is None:
         raise UsageError(f"config.data.store={path}: is no token store; give what prope.data.prepare prints as store")
     rule, source = store.index["rule"], store.index["rule"]["source"]
     if rule["format"] != arrays.FORMAT:
@@ -166,8 +164,7 @@ def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path
 
     def read(split: str) -> Iterator[np.ndarray]:
         for number, record in enumerate(records):
-            elements = pack.read_elements(chunks, number, split, record, dtype)
-            if elements is None:
+            if (elements := pack.read_elements(chunks, number, split, record, dtype)) is None:
                 (chunks / f"{number}.json").unlink(missing_ok=True)
                 raise RunFailed(f"{chunks}: chunk {number} is damaged and was dropped; run the same command again")
             counts[split] += np.bincount(elements[elements < vocab_size], minlength=vocab_size)  # not the prompts
