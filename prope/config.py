@@ -163,10 +163,7 @@ def flat(config: ConfigDict) -> dict:
     """Flattens the config to its fields by dotted name, {"model.num_layers": 4, ...}."""
     fields = {}
     for name, value in config.to_dict().items():
-        if isinstance(value, dict):
-            fields |= {f"{name}.{inner}": v for inner, v in value.items()}
-        else:
-            fields[name] = value
+        fields |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     return fields
 
 
@@ -195,11 +192,8 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
     for fields in (ours, theirs):  # what may change in config.data may do so in a mixture
         mixture = [{k: v for k, v in e.items() if f"data.{k}" not in MAY_CHANGE} for e in fields["data.mixture"]]
         fields["data.mixture"] = mixture
-    return [
-        f"{name}: {theirs[name]}, not {value}"
-        for name, value in ours.items()
-        if value != theirs[name] and not name.startswith(MAY_CHANGE)
-    ]
+    differing = (name for name in ours if ours[name] != theirs[name] and not name.startswith(MAY_CHANGE))
+    return [f"{name}: {theirs[name]}, not {ours[name]}" for name in differing]
 
 
 def is_generated(dataset: str) -> bool:

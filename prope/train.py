@@ -42,14 +42,13 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
 from prope.errors import UsageError, log
 from prope.inference.losses import make_evaluation
-from prope.optimizer import make_optimizer
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.profiler import Profiler
 from prope.runtime.session import open_session
 from prope.runtime.validate import validate, validate_devices
-from prope.step import compile_step, init_state, resolve_attention
+from prope.step import compile_step, init_state, prepare
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
@@ -88,11 +87,8 @@ def train(
             check_count()
             validate_devices(config, jax.devices())
             check_activations(config, _LESS_MEMORY)
-            local_config = resolve_attention(config, jax.devices()[0])
-        mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor)
+            local_config, mesh, optimizer, state = prepare(config, jax.devices())
         session.attach(path, mesh)
-        optimizer = make_optimizer(config)
-        state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))  # of a checkpoint, in bytes
         with raise_on_all():
             check_disk(path, size)

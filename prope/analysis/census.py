@@ -92,9 +92,7 @@ def bounds_table(opening: Opening, head: int, head_dim: int, tokens: list[str]) 
     query, key = (np.asarray(norms[head, :count], np.float64) for norms in (opening.query_norms, opening.key_norms))
     query *= head_dim**-0.5
     return {
-        "tokens": tokens[:count],
-        "upper_bound": (query * key).tolist(),
-        "diagonal": logits.diagonal().tolist(),
+        "tokens": tokens[:count], "upper_bound": (query * key).tolist(), "diagonal": logits.diagonal().tolist(),
         "previous_upper_bound": [None, *(query[1:] * key[:-1]).tolist()],
         "previous_token": [None, *logits.diagonal(-1).tolist()],
-    }
+    }  # fmt: skip

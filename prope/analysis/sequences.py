@@ -22,7 +22,6 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
     Returns ids [B, T], the first sequence's tokens by name, and {"source": dataset or file, "split": of a dataset}.
     """
     config = run.config
-    generated = config.data.dataset.startswith("synthetic/")
     if options.text is not None:
         tokenizer = load_tokenizer(config.data.tokenizer)
         ids = tokenizer.encode(read_text("text", options.text, "give a text file").encode())
@@ -39,8 +38,7 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
         state = run.checkpoint.read_json("data")
         windows = open_text(data, config.model.vocab_size, options.split, run.config.data, state)
         documents = windows.document_starts(options.sequences)
-        longest = max(map(len, documents), default=0)
-        if longest < LEAST:
+        if (longest := max(map(len, documents), default=0)) < LEAST:
             none = f"no document of split {windows.split} has {LEAST} tokens"
             raise UsageError(f"config.data.dataset={data.dataset}: {none}; give a --text=FILE")
         tokens = np.stack([document for document in documents if len(document) == longest])
@@ -50,5 +48,5 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
         source, split = data.dataset, windows.split
     if tokens.max() >= config.model.vocab_size:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")
-    names = [text_of([t]) if generated and tokenizer is None else token_name(tokenizer, t) for t in tokens[0, :SHOWN]]
+    names = [token_name(tokenizer, t) if tokenizer else text_of([t]) for t in tokens[0, :SHOWN]]
     return tokens.astype(np.int32), names, {"source": source, "split": split}

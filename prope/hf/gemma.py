@@ -106,8 +106,7 @@ def tensors(config: ConfigDict) -> list[Tensor]:
     result = [tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D")]
     result += [tensor("norm", "final_norm/scale", None, (), "D", "D")]
     for name, parameter, *axes in _LAYER if config.use_qk_norm else _LAYER[:-2]:
-        for layer in range(config.num_layers):
-            result.append(tensor(f"layers.{layer}.{name}", f"layers/{parameter}", layer, *axes))
+        result += [tensor(f"layers.{i}.{name}", f"layers/{parameter}", i, *axes) for i in range(config.num_layers)]
     return sorted(result, key=lambda tensor: tensor.name)
 
 

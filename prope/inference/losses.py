@@ -154,10 +154,8 @@ def make_evaluation(
             "bits_per_byte": loss * bits_per_byte,
             "unigram_bits_per_byte": unigram * bits_per_byte,
             "by_position": [
-                {
-                    "from": int(start), "to": int(stop), "tokens": int(tokens[:, q].sum()),
-                    "loss": paired.mean_and_stderr(losses[:, q], tokens[:, q], source, windows.shares)[0],
-                }
+                {"from": int(start), "to": int(stop), "tokens": int(tokens[:, q].sum()),
+                 "loss": paired.mean_and_stderr(losses[:, q], tokens[:, q], source, windows.shares)[0]}
                 for q, (start, stop) in enumerate(itertools.pairwise(sums.edges))
                 if tokens[:, q].any()
             ],

@@ -55,9 +55,8 @@ class Draw:
     def distinct(self, high: int, count: int) -> list[int]:
         """Draws distinct numbers below `high`."""
         if count > high:
-            raise UsageError(
-                f"{count:,} facts need different names, of {high:,} that there are: take a shorter seq_len"
-            )
+            few = f"{count:,} facts need different names, of {high:,} that there are"
+            raise UsageError(f"{few}: take a shorter seq_len")
         rng, numbers = self.stream(), {}
         while len(numbers) < count:
             numbers |= dict.fromkeys(rng.integers(high, size=256).tolist())

@@ -100,15 +100,14 @@ def accuracies(run: Run) -> list[dict]:
     """Reads accuracy by distance of the last step: of tasks, and of the fullest evaluation in the longest windows."""
     records = [r for r in run.evaluations if r["step"] == run.config.num_steps and r.get("accuracy_by_distance")]
     fullest = find_evaluation(records, seq_len=max((r["seq_len"] for r in records), default=0))
-    entries = [] if fullest is None else fullest["accuracy_by_distance"]
+    entries = [] if fullest is None else list(fullest["accuracy_by_distance"])
     for task, by_length in read_tasks(run).items():
         octaves: dict[int, list[float]] = {}
         for cell in (cell for record in by_length.values() for cell in record["cells"]):
             octaves.setdefault(2 ** int(math.log2(cell["distance"])), []).append(cell["rank_accuracy"])
-        means = ((start, statistics.fmean(shares)) for start, shares in sorted(octaves.items()))
-        entries += [
-            {"task": f"{task} prompts", "from": start, "to": 2 * start, "accuracy": mean} for start, mean in means
-        ]
+        for low, shares in sorted(octaves.items()):
+            accuracy = statistics.fmean(shares)
+            entries.append({"task": f"{task} prompts", "from": low, "to": 2 * low, "accuracy": accuracy})
     return entries
 
 
@@ -196,8 +195,7 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
                 axes.plot([x] * len(values), values, ls="", marker="o", ms=4, mfc="none", mec=style["color"], alpha=0.8)
                 if len(values) > 1:
                     axes.errorbar(x, centres[-1], statistics.stdev(values), color=style["color"], capsize=5, lw=1.6)
-                errors = [record["loss_stderr"] for record in evaluations if record.get("loss_stderr")]
-                if errors:
+                if errors := [record["loss_stderr"] for record in evaluations if record.get("loss_stderr")]:
                     error = centres[-1] * statistics.fmean(errors)  # of an exponential, to first order
                     axes.errorbar(x, centres[-1], error, color=TEXT, alpha=0.35, lw=5, zorder=1)
             axes.plot(list(points), centres, **style | {"ms": 7} | ({} if swept else {"ls": ""}), label=name)
@@ -216,12 +214,10 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             beside.yaxis.set_major_formatter("{x:g}")
             beside.set(ylabel="difference (nats per token)", title="loss minus that of RoPE")
         for each in figure.axes:
-            if not swept:
-                each.tick_params(axis="x", labelrotation=90, labelbottom=True)
-                continue
-            each.set_xticks(sorted({x for points in lines.values() for x in points}))
-            each.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
-            each.tick_params(labelbottom=True)
+            each.tick_params(axis="x", labelbottom=True, labelrotation=0 if swept else 90)
+            if swept:
+                each.set_xticks(sorted({x for points in lines.values() for x in points}))
+                each.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
         if len(lines) > 1:
             legend(axes)
 
@@ -252,11 +248,8 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
         figure.axes[0].set_ylabel("share of correct answers")
         legend(figure.axes[0])
 
-    ends = "; ".join(
-        f"{task}, {group}: {list(points.values())[-1][0]:.3f}"
-        for task, by_group in means.items()
-        for group, points in by_group.items()
-    )
+    last = {f"{task}, {group}": list(points.values())[-1] for task, of in means.items() for group, points in of.items()}
+    ends = "; ".join(f"{name}: {mean:.3f}" for name, (mean, _) in last.items())
     alt = f"Accuracy by the distance at which the answer stands. At the greatest distance: {ends}."
     caption = "By the number of tokens between a question and its answer. Bands: standard errors over seeds."
     return Picture("accuracy", "Accuracy by distance", alt, caption, draw, (max(4.8 * columns, 7.2), 3.9 * rows))

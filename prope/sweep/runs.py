@@ -114,8 +114,7 @@ def on_common_windows(runs: Iterable[Run]) -> list[Run]:
 
 def read_sweep(directory: epath.Path) -> list[Run]:
     """Reads the runs of a sweep that have started, in the order of its grid."""
-    sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
-    if sweep is None:
+    if (sweep := read_json(directory / "sweep.json", DAMAGED_SWEEP)) is None:
         raise UsageError(f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py")
     entries = [(directory / entry["name"], entry["values"]) for entry in sweep["runs"]]
     configs = {workdir: run_dir.read_config(workdir) for workdir, _ in entries}
@@ -201,8 +200,7 @@ def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference |
         other = by_seed.get(run.values.get(SEED))
         if other and run.state == "finished" and (records := find_pair(run.last_evaluations, other.last_evaluations)):
             pairs.append((run, other, *records))
-    losses = [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
-    if not losses:
+    if not (losses := [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]):
         return None, ""
     if len(losses) > 1:
         return average_seeds(losses), f"{len(losses)} seeds"

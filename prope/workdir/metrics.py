@@ -198,13 +198,11 @@ class MetricWriter(contextlib.ExitStack):
 def _describe_speed(record: dict) -> str:
     """Formats the figures of a logged step for a terminal; what is not known is left out."""
     figures = {
-        "{:,.0f} tokens/s": record["tokens_per_second"],
-        "{:.3g} s/step": record["step_seconds"],
-        "{:.3g} TFLOP/s/device": record["model_tflops_per_second_per_device"],
-        "MFU {:.1%}": record["mfu"],
+        "{:,.0f} tokens/s": record["tokens_per_second"], "{:.3g} s/step": record["step_seconds"],
+        "{:.3g} TFLOP/s/device": record["model_tflops_per_second_per_device"], "MFU {:.1%}": record["mfu"],
         "{:.2f} GB": record["memory_bytes"] and record["memory_bytes"] / 1e9,
         "data wait {:.1f} ms": record["data_wait_ms"],
-    }
+    }  # fmt: skip
     return ", ".join(text.format(value) for text, value in figures.items() if value is not None)
 
 

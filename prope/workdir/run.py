@@ -60,8 +60,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
     """
     path = as_path("workdir", workdir)
     with processes.raise_on_all():
-        config = read_config(path)
-        if config is None:
+        if (config := read_config(path)) is None:
             raise UsageError(f"--workdir={workdir}: no run there (no config.json); {_REMEDY}")
     if not (steps := list_steps(path)):
         raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")
@@ -82,8 +81,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
 def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
     """Creates the directory, unless it holds another run; removes it where the run is refused before its first step."""
     path = epath.Path(path)
-    existing = read_config(path)
-    if existing is not None:
+    if (existing := read_config(path)) is not None:
         error = f"--workdir={path}: holds a run of another config"
         remedy = "; choose another --workdir, or the config that it was started with"
         if config.num_steps > existing.num_steps:  # which the learning rate depends on
@@ -139,8 +137,7 @@ def check_disk(directory: epath.Path, num_bytes: int, what="a checkpoint needs",
     """Raises UsageError where the disk has no room for what is to be written there."""
     if is_url(directory):
         return
-    free = shutil.disk_usage(directory).free
-    if free < num_bytes:
+    if (free := shutil.disk_usage(directory).free) < num_bytes:
         sizes = f"{what} {num_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free"
         remedy = f"free some space and run the same command again, or choose another --{flag}"
         raise UsageError(f"{directory}: the disk is full: {sizes}; {remedy}")
