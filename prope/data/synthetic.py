@@ -93,10 +93,13 @@ class Synthetic:
 
     def _generate(self, index: int) -> Window:
         """Draws the window of this index until it may be in this split."""
-        make = self._draw_bytes if self._bytes else self._draw
-        windows = (make(int(index), (self.seq_len, self._validation, number)) for number in itertools.count())
-        hashed = ((window, zlib.crc32(window.stream.astype("<i4").tobytes())) for window in windows)
-        return next(window for window, crc in hashed if (crc % _HELD_OUT == 0) == self._validation)
+        draw_window = self._draw_bytes if self._bytes else self._draw
+        for number in itertools.count():
+            window = draw_window(int(index), (self.seq_len, self._validation, number))
+            is_held_out = zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
+            if is_held_out == self._validation:
+                break
+        return window
 
     def _draw(self, index: int, key: tuple[int, ...]) -> Window:
         sequence = np.random.SeedSequence(index, spawn_key=(2, TASKS.index(self.task), *key))

@@ -243,7 +243,8 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
         for axes, (task, by_group) in zip(every, means.items(), strict=False):
             for group, points in by_group.items():
                 line(axes, points, style[group], group)
-            axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", xscale="log", ylim=(-0.03, 1.03))
+            axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", ylim=(-0.03, 1.03))
+            axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
         figure.axes[0].set_ylabel("share of correct answers")
         legend(figure.axes[0])
