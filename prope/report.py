@@ -39,7 +39,8 @@ def main() -> dict:
         raise UsageError(f"--workdir={workdir}: holds a sweep, not a run; give --sweep={workdir}")
     tasks, effective = draw_tasks(workdir)
     output = str(draw_loss(workdir)) if not tasks or (workdir / "metrics.jsonl").exists() else tasks[0]  # imported
-    return {"output": output, "tasks": tasks, "effective_lengths": effective, "runs": [str(workdir)]}
+    result = {"output": output, "runs": [str(workdir)]}
+    return result | ({"tasks": tasks, "effective_lengths": effective} if tasks else {})
 
 
 if __name__ == "__main__":

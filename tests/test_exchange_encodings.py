@@ -111,7 +111,7 @@ def encoding(p=1.0, **fields):
 
 OTHER_CLASSES = {
     "gemma2_like": "SmolLM3", "rnope_swa": "SmolLM3", "smollm3_like": "SmolLM3", "gemma3_like": "Mellum",
-    "gemma4_like": "Mellum",
+    "gemma4_like": "Mellum", "longcontext": "Mellum",
 }  # fmt: skip
 
 

@@ -263,12 +263,12 @@ def test_controls(run):
 
 
 def open_prompts(base, task="niah", T=600, **flags):
-    return longcontext.open_prompts(task, T, open_run(base / "a").config, Options(str(base / "a"), tasks=task, **flags))
+    return longcontext.Prompts(task, T, open_run(base / "a").config, Options(str(base / "a"), tasks=task, **flags))
 
 
 def test_prompts_of_an_evaluation_fit_and_lose_their_evidence_as_a_control(base):
     for control in (None, "removed"):
-        prompts, _ = open_prompts(base, T=128, control=control)
+        prompts = open_prompts(base, T=128, control=control)
         for number, row in enumerate(prompts.about["rows"]):
             trial = prompts.trial(row, number)
             text = ByteTokenizer().decode(trial.tokens)
@@ -278,12 +278,14 @@ def test_prompts_of_an_evaluation_fit_and_lose_their_evidence_as_a_control(base)
 
 def test_what_changes_prompts_changes_their_fingerprint(base, monkeypatch):
     flags = {"form": "prose"}, {"depths": "1"}, {"trials": 3}, {"seed": 1}, {"control": "removed"}, {"control": "near"}
-    found = [open_prompts(base, **f)[1].fingerprint for f in ({}, *flags, {"task": "niah-1"}, {"T": 601})]
-    assert open_prompts(base)[1].fingerprint == found[0]
-    assert open_prompts(base, depths="1,1.0")[1].fingerprint == found[2], "the same prompts are not counted twice"
+    found = [open_prompts(base, **f).selection.fingerprint for f in ({}, *flags, {"task": "niah-1"}, {"T": 601})]
+    assert open_prompts(base).selection.fingerprint == found[0]
+    assert open_prompts(base, depths="1,1.0").selection.fingerprint == found[2], (
+        "prompts are not counted twice"
+    )
     for owner, name in ((longcontext, "FORMAT"), (ByteTokenizer, "fingerprint")):
         monkeypatch.setattr(owner, name, "another")
-        found.append(open_prompts(base)[1].fingerprint)
+        found.append(open_prompts(base).selection.fingerprint)
     assert len({*found}) == len(found)
 
 
