@@ -280,9 +280,7 @@ def test_what_changes_prompts_changes_their_fingerprint(base, monkeypatch):
     flags = {"form": "prose"}, {"depths": "1"}, {"trials": 3}, {"seed": 1}, {"control": "removed"}, {"control": "near"}
     found = [open_prompts(base, **f).selection.fingerprint for f in ({}, *flags, {"task": "niah-1"}, {"T": 601})]
     assert open_prompts(base).selection.fingerprint == found[0]
-    assert open_prompts(base, depths="1,1.0").selection.fingerprint == found[2], (
-        "prompts are not counted twice"
-    )
+    assert open_prompts(base, depths="1,1.0").selection.fingerprint == found[2], "prompts are not counted twice"
     for owner, name in ((longcontext, "FORMAT"), (ByteTokenizer, "fingerprint")):
         monkeypatch.setattr(owner, name, "another")
         found.append(open_prompts(base).selection.fingerprint)
