@@ -160,6 +160,8 @@ def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
 def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, killed):
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=5", PROPE_HEARTBEAT_TIMEOUT="10")
     pod[0].wait_for("step 10/")
+    while not Checkpoints(tmp_path).steps():  # they are written while training goes on
+        time.sleep(0.1)
     pod[killed].kill()
     start = time.monotonic()
     other = finish(pod[1 - killed])
