@@ -157,7 +157,7 @@ def test_memory_grows_with_the_cache_alone(base):
         )
 
     (short, of_short), (long, of_long) = sizes(512), sizes(8192)
-    scores = 4 * B * config.model.num_heads * longcontext._CHUNK * (8192 - 512)  # of a chunk, float32
+    scores = 4 * B * config.model.num_heads * 256 * (8192 - 512)  # of 256 tokens, float32
     assert long - short < 3 * (of_long - of_short) + 2 * scores
 
 
