@@ -5,7 +5,7 @@ files        a folder of .txt (one document each) and .jsonl (one document per l
 NAME         a TFDS dataset such as wikipedia/20230601.en, as ArrayRecord or TFRecord
 mixture      several of these by weight, each with its own store: `weighted_sources`
 
-synthetic/TASK and longcontext/TASK have no documents: prope/data/synthetic.py and longcontext.py generate windows.
+synthetic/TASK and longcontext/TASK have no documents: prope/data/synthetic.py generates their windows.
 """
 
 from etils import epath

@@ -100,7 +100,8 @@ def integer_shares(weights: list[float]) -> list[int]:
     if min(shares) < 1:
         allowed = f"1/{_SHARE_UNIT} of the sum"
         raise UsageError(f"config.data.mixture: a weight is less than {allowed}; remove it, or make it more")
-    return [share // math.gcd(*shares) for share in shares]
+    divisor = math.gcd(*shares)
+    return [share // divisor for share in shares]
 
 
 def child_url(path: str, name: str) -> str:
