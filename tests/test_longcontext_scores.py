@@ -122,13 +122,20 @@ def test_exact_is_what_greedy_decoding_says(base, task, prose, length):
         assert exact.all() if place is None else not exact.any()
 
 
-@pytest.mark.parametrize("task", ["passkey", "niah"])
-def test_transformers_ranks_answers_the_same(base, tmp_path, task):
-    """20 prompts through the exported model, every candidate by a forward pass of its own."""
-    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
+@pytest.fixture(scope="module")
+def theirs(base):
+    """The run as a model of transformers."""
+    pytest.importorskip("torch", reason="the hf extra is not installed")
     transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
-    export(base / "a", tmp_path / "hf")
-    theirs = transformers.GemmaForCausalLM.from_pretrained(tmp_path / "hf")
+    export(base / "a", base / "hf")
+    return transformers.GemmaForCausalLM.from_pretrained(base / "hf")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_transformers_ranks_answers_the_same(base, theirs, task):
+    """20 prompts through the exported model, every candidate by a forward pass of its own."""
+    import torch
+
     run, trials, expected = open_run(base / "a"), make_trials(task, 20, 96), []
     for trial in trials:
         C, A = trial.candidates.shape
@@ -138,8 +145,8 @@ def test_transformers_ranks_answers_the_same(base, tmp_path, task):
         expected.append(np.take_along_axis(logits, trial.candidates[..., None], axis=-1).sum(axis=(1, 2)))
     logprobs, _ = score(run.config, run.params(), 96, trials)
     ranks = [[sum(row > row[0]) for row in rows] for rows in (expected, logprobs)]
-    assert ranks[0] == ranks[1] and len({*ranks[0]}) > 2
-    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-3)
+    assert ranks[0] == ranks[1] and len({*ranks[0]}) > min(2, C - 1), "20 of 20 equal, and of several ranks"
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-4)
 
 
 def test_memory_grows_with_the_cache_alone(base):
