@@ -326,19 +326,25 @@ def test_runs_are_compared_on_the_same_trials(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_number_of_devices_changes_nothing(whole, run_command, tmp_path):
+    """27 prompts in batches of 12, for eight devices 16: several rows a device, and a last batch that is not full."""
     import shutil
 
-    records = []
+    tasks, records, trials = ["passkey", "niah", "duplicate"], [], []
     for devices in (1, 8):
         run = shutil.copytree(whole[0], tmp_path / str(devices))
-        asked = ("--tasks=passkey,niah,duplicate", "--seq_len=1x", "--trials=3", f"--workdir={run}")
+        asked = (f"--tasks={','.join(tasks)}", "--seq_len=1x", "--trials=3", "--batch_size=12", f"--workdir={run}")
         outcome = run_command("prope.evaluate", *asked, devices=devices)
         assert outcome.code == 0, outcome.stderr
-        assert [short["task"] for short in outcome.result["evaluations"]] == ["passkey", "niah", "duplicate"]
+        assert [short["task"] for short in outcome.result["evaluations"]] == tasks
         records.append([json.loads(line) for line in (run / "longcontext.jsonl").read_text().splitlines()])
+        files = [run / "eval" / "20" / f"{r['fingerprint']}-{r['seq_len']}-{r['windows']}.npz" for r in records[-1]]
+        trials.append([np.load(file) for file in files])
     for one, eight in zip(*records, strict=True):
         assert one["fingerprint"] == eight["fingerprint"] and one["wrong"] == eight["wrong"]
-        assert math.isclose(one["logprob"], eight["logprob"], rel_tol=1e-5)
+        assert [cell["wrong"] for cell in one["cells"]] == [cell["wrong"] for cell in eight["cells"]]
+    for one, eight in zip(*trials, strict=True):
+        assert one["logprobs"].shape[0] == 27 and (one["loss"] == eight["loss"]).all(), "which are right, and exact"
+        np.testing.assert_allclose(one["logprobs"], eight["logprobs"], rtol=1e-5)
 
 
 # --- Bad input ----------------------------------------------------------------------------------------------------
