@@ -133,7 +133,7 @@ def made_run(name, hashes, init="aa", loss=1.0, **fields):
     data = {"dataset": config.data.dataset, "seq_len": config.data.seq_len, "max_windows": None}
     evaluations = [{"step": 2, "loss": loss, "perplexity": 2 * loss, "bits_per_byte": 3 * loss, **data}]
     values = {"rope_percentage": config.model.rope_percentage, "seed": config.seed}
-    return Run(name, pathlib.Path(name), values, config, True, 2, init, metrics, evaluations)
+    return Run(name, pathlib.Path(name), values, config, True, 2, init, metrics, evaluations, [])
 
 
 def test_equality_is_read_from_the_hashes():

@@ -13,16 +13,16 @@ from prope.encodings import layer_frequencies
 from prope.html.drawing import BORDER, GRID, Picture, panels
 from prope.inference.longcontext import RECORDS
 from prope.sweep.runs import P, Run, groups, read_run
-from prope.workdir.records import find_evaluations, read_jsonl
+from prope.workdir.records import find_evaluations
 from prope.workdir.run import read_config
 
 _PASSED, _COLUMNS = 0.85, 5  # share of right answers up to the effective length; panels in a row
 
 
-def read_tasks(run: Run) -> dict[str, dict[int, dict]]:
-    """Reads the newest record of the last step, by task and length; in prose a task is another one."""
+def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
+    """Selects the newest record of the last step, by task and length; in prose a task is another one."""
     tasks: dict[str, dict[int, dict]] = {}
-    for record in find_evaluations(read_jsonl(run.workdir / RECORDS), control=None, step=run.step):
+    for record in find_evaluations(run.answers, control=None, step=run.step):
         tasks.setdefault(record["task"] + "-in-prose" * (record["form"] == "prose"), {})[record["seq_len"]] = record
     return tasks
 
@@ -36,11 +36,10 @@ def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
 
 def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
     """Lists the effective lengths of every group's runs, by group and task."""
-    tasks = {run.name: read_tasks(run) for run in runs}
-    names = dict.fromkeys(task for of_run in tasks.values() for task in of_run)
+    names = dict.fromkeys(task for run in runs for task in answers_by_task(run))
 
     def of(group: list[Run], task: str) -> str:
-        found = (effective_length(run.config.data.seq_len, tasks[run.name].get(task, {})) for run in group)
+        found = (effective_length(run.config.data.seq_len, answers_by_task(run).get(task, {})) for run in group)
         return ", ".join(str(length or "none") for length in found)
 
     return {name: {task: of(group, task) for task in names} for name, group in groups(runs).items()}
@@ -62,18 +61,18 @@ def draw_tasks(workdir: epath.Path) -> tuple[list[str], dict[str, str]]:
 
 def maps(runs: list[Run]) -> list[Picture]:
     """Makes a picture of every task, with a map for each group of runs."""
-    tasks, effective = {run.name: read_tasks(run) for run in runs}, effective_lengths(runs)
-    names = dict.fromkeys(task for of_run in tasks.values() for task in of_run)
-    return [_picture(task, groups(run for run in runs if task in tasks[run.name]), tasks, effective) for task in names]
+    effective = effective_lengths(runs)
+    names = next(iter(effective.values()))
+    return [_picture(task, groups(run for run in runs if task in answers_by_task(run)), effective) for task in names]
 
 
-def _picture(task: str, by_group: dict[str, list[Run]], tasks: dict[str, dict], effective: dict) -> Picture:
+def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Picture:
     columns = min(len(by_group), _COLUMNS)
 
     def draw(figure) -> None:
         axes = list(panels(figure, columns, -(-len(by_group) // columns)).flat)
         for group, runs in by_group.items():
-            _draw_map(axes[0], [r for run in runs for r in tasks[run.name][task].values()], runs[0].config)
+            _draw_map(axes[0], [r for run in runs for r in answers_by_task(run)[task].values()], runs[0].config)
             axes.pop(0).set_title(group)
         for unused in axes:
             unused.set_visible(False)

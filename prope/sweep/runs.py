@@ -47,6 +47,7 @@ class Run:
     init_hash: str | None
     metrics: list[dict]
     evaluations: list[dict]
+    answers: list[dict]  # records of longcontext.jsonl
 
     @property
     def last_evaluations(self) -> list[dict]:
@@ -92,8 +93,8 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
         if list_steps(workdir):
             opened = run_dir.open_run(workdir)
             step, init_hash = opened.step, opened.init_hash
-    metrics, evaluations = (read_jsonl(workdir / name) for name in ("metrics.jsonl", "eval.jsonl"))
-    return Run(workdir.name, workdir, values, config, saved is not None, step, init_hash, metrics, evaluations)
+    records = (read_jsonl(workdir / f"{name}.jsonl") for name in ("metrics", "eval", "longcontext"))
+    return Run(workdir.name, workdir, values, config, saved is not None, step, init_hash, *records)
 
 
 def on_common_windows(runs: Iterable[Run]) -> list[Run]:
