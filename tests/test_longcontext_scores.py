@@ -335,6 +335,7 @@ def test_the_number_of_devices_changes_nothing(whole, run_command, tmp_path):
         asked = (f"--tasks={','.join(tasks)}", "--seq_len=1x", "--trials=3", "--batch_size=12", f"--workdir={run}")
         outcome = run_command("prope.evaluate", *asked, devices=devices)
         assert outcome.code == 0, outcome.stderr
+        assert "on 27 prompts of 64 tokens of longcontext/niah; " in outcome.stderr
         assert [short["task"] for short in outcome.result["evaluations"]] == tasks
         records.append([json.loads(line) for line in (run / "longcontext.jsonl").read_text().splitlines()])
         files = [run / "eval" / "20" / f"{r['fingerprint']}-{r['seq_len']}-{r['windows']}.npz" for r in records[-1]]

@@ -168,25 +168,25 @@ def evaluations(options: Options) -> Iterator[dict]:
         workdir, step, params = run.workdir, run.step, None
         for config, windows, selection in lengths:
             count, pairs = len(selection.indices), rotated_pairs(config.model)
-            record = {"step": step, "dataset": config.data.dataset, "seq_len": windows.seq_len}
+            dataset, T = config.data.dataset, windows.seq_len
+            record = {"step": step, "dataset": dataset, "seq_len": T}
             rescaled = {"encoding": options.encoding, "factor": options.encoding and config.model.rope_scaling_factor}
             same = record | {"fingerprint": selection.fingerprint, "windows": count} | rescaled
             record |= {"split": windows.split, "rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
             record |= rescaled if options.encoding else {}
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
             file, make, needed = "eval.jsonl", make_evaluation, _FIELDS
+            asked = f"{count} of {windows.count} windows of {T} tokens of {dataset}, split {windows.split}"
             if options.tasks is not None:
                 file, make, needed = RECORDS, evaluate_prompts, {"cells"}
+                asked = f"{count} prompts of {T} tokens of {dataset}"
             needed = needed | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size
             reusable = [r for r in read_jsonl(workdir / file) if r.keys() >= needed and not options.again]
             if cached := processes.broadcast_from_first(find_evaluation(reusable, **same)):
-                log.info("step %d of %s on %d tokens a window: is in %s", step, workdir, windows.seq_len, file)
+                log.info("step %d of %s on %s: is in %s", step, workdir, asked, file)
                 yield record | cached | identity
                 continue
-            log.info(
-                "evaluating step %d of %s on %d of %d windows of %d tokens of %s, split %s; %s", step, workdir, count,
-                windows.count, windows.seq_len, config.data.dataset, windows.split, describe(config.model),
-            )  # fmt: skip
+            log.info("evaluating step %d of %s on %s; %s", step, workdir, asked, describe(config.model))
             if params is None:  # without --step, of the newest undamaged checkpoint
                 run, params = run.first_undamaged(Run.params)
                 record["step"] = step = run.step
