@@ -116,8 +116,11 @@ def test_a_run_of_its_own_gets_its_maps(sweep):
     assert maps.draw_tasks(sweep / "none") == ([], {})
 
 
-def test_the_page_has_effective_lengths_by_task(sweep):
+def test_the_page_has_effective_lengths_by_task_and_reads_records_once(sweep, monkeypatch):
+    reads = []
+    monkeypatch.setattr("prope.workdir.records.retry_reads", lambda path, read: reads.append(path.name) or read())
     page = pathlib.Path(report_sweep(sweep)["output"]).read_text()
     table = re.search(r"<h2[^>]*>Tasks</h2>.*?</table>", page, re.DOTALL)[0]
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
     assert rows == [["run", "niah"], ["p = 0.25", "512, 512"], ["p = 1", "256, 256"]]
+    assert reads.count(RECORDS) == 4, "runs"
