@@ -161,7 +161,6 @@ class SemanticHead(NamedTuple):
     query: Array  # [2]; includes the temperature
     target: Array  # [2], the key of the target token
     other: Array  # [2], the key of every other token: 0
-    temperature: float
     longest: float  # the longest sequence for which any temperature suffices
 
 
@@ -177,7 +176,7 @@ def semantic_head(epsilon: float, length: int, frequency: float) -> SemanticHead
     if length > longest:
         raise ValueError(f"a pair of frequency {frequency:g} serves at most {longest} tokens, not {length}")
     temperature = math.sqrt(2) * math.log((length - 1) / epsilon) / math.cos(frequency * (length - 1))
-    return SemanticHead(np.array([temperature, 0]), np.array([1.0, 0]), np.zeros(2), temperature, longest)
+    return SemanticHead(np.array([temperature, 0]), np.array([1.0, 0]), np.zeros(2), longest)
 
 
 def defeating_swaps(query: Array, keys: Array, frequency: float, target: int, epsilon: float) -> list[tuple[int, int]]:

@@ -93,17 +93,13 @@ class Synthetic:
 
     def _generate(self, index: int) -> Window:
         """Draws the window of this index until it may be in this split."""
-        draw_window = self._draw_bytes if self._bytes else self._draw
+        draw_window = self._draw_bytes if self._bytes else functools.partial(draw, self.task, self.seq_len)
         for number in itertools.count():
             window = draw_window(int(index), (self.seq_len, self._validation, number))
             is_held_out = zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
             if is_held_out == self._validation:
                 break
         return window
-
-    def _draw(self, index: int, key: tuple[int, ...]) -> Window:
-        sequence = np.random.SeedSequence(index, spawn_key=(2, TASKS.index(self.task), *key))
-        return draw(self.task, self.seq_len, np.random.Generator(np.random.PCG64(sequence)))
 
     def _draw_bytes(self, index: int, key: tuple[int, ...]) -> Window:
         """Draws a window of a task of prope/longcontext; the task itself, too, if it is mix."""
@@ -157,8 +153,10 @@ class Synthetic:
         return ByteTokenizer().decode(ids) if self._bytes else text_of(ids)
 
 
-def draw(task: str, T: int, generator: np.random.Generator) -> Window:
-    """Draws a random window of T tokens."""
+def draw(task: str, T: int, index: int, key: tuple[int, ...]) -> Window:
+    """Draws a window of T tokens, a function of the arguments."""
+    sequence = np.random.SeedSequence(index, spawn_key=(2, TASKS.index(task), *key))
+    generator = np.random.Generator(np.random.PCG64(sequence))
     stream = generator.integers(_LETTER, _LETTER + LETTERS, T + 1, dtype=np.int32)
     stream[0] = BOS
     kind, distance = np.full(T, -1, np.int8), np.zeros(T, np.int32)

@@ -18,7 +18,7 @@ from prope.data.mixture import open_text
 from prope.data.windows import Windows
 from prope.encodings import SCALINGS, can_rescale, describe, rotated_pairs
 from prope.errors import UsageError, log
-from prope.inference.longcontext import RECORDS, Prompts, evaluate_prompts
+from prope.inference.longcontext import RECORDS, Prompts
 from prope.inference.losses import Selection, make_evaluation, select
 from prope.longcontext.tasks import parse_tasks
 from prope.runtime import processes
@@ -30,7 +30,7 @@ from prope.workdir.run import Run, find_runs, open_run
 
 _OF_TASKS = ("form", "depths", "trials", "seed", "control")
 _OF_WINDOWS = ("max_windows", "max_tokens", "dataset", "split")
-# Fields that a cached record needs to be reused.
+# Fields that a cached record needs to be reused; of a mixture also "sources", for older ones weigh by size.
 _FIELDS = {"loss", "loss_stderr", "by_position", "tokens", "perplexity", "bits_per_byte", "unigram_bits_per_byte"}
 
 
@@ -175,12 +175,12 @@ def evaluations(options: Options) -> Iterator[dict]:
             record |= {"split": windows.split, "rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
             record |= rescaled if options.encoding else {}
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
-            file, make, needed = "eval.jsonl", make_evaluation, _FIELDS
-            asked = f"{count} of {windows.count} windows of {T} tokens of {dataset}, split {windows.split}"
-            if options.tasks is not None:
-                file, make, needed = RECORDS, evaluate_prompts, {"cells"}
+            if options.tasks is None:
+                file, needed = "eval.jsonl", _FIELDS | ({"sources"} if len(windows.sources) > 1 else set())
+                asked = f"{count} of {windows.count} windows of {T} tokens of {dataset}, split {windows.split}"
+            else:
+                file, needed, functions[windows] = RECORDS, {"cells"}, windows.evaluate
                 asked = f"{count} prompts of {T} tokens of {dataset}"
-            needed = needed | ({"sources"} if len(windows.sources) > 1 else set())  # older ones weigh by size
             reusable = [r for r in read_jsonl(workdir / file) if r.keys() >= needed and not options.again]
             if cached := processes.broadcast_from_first(find_evaluation(reusable, **same)):
                 log.info("step %d of %s on %s: is in %s", step, workdir, asked, file)
@@ -191,7 +191,7 @@ def evaluations(options: Options) -> Iterator[dict]:
                 run, params = run.first_undamaged(Run.params)
                 record["step"] = step = run.step
             if windows not in functions:
-                functions[windows] = make(config, windows, sharding.make_mesh(), selection)
+                functions[windows] = make_evaluation(config, windows, sharding.make_mesh(), selection)
             result = functions[windows](params, workdir / "eval" / str(step))
             record |= {"max_windows": options.max_windows, "max_tokens": options.max_tokens, **result, **identity}
             if processes.is_first():

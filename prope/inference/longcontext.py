@@ -14,7 +14,6 @@ Axes: B prompts, T length, C candidates, A tokens of an answer, R trials.
 import functools
 import os
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -142,18 +141,18 @@ def _summarize(trials: list[Trial], logprobs: np.ndarray, exact: np.ndarray, ran
 
 
 class Prompts:
-    """The prompts of a task as an evaluation reads windows, by the flags of prope.evaluate, `options`.
+    """The prompts of a task that the flags of prope.evaluate, `options`, ask for.
 
     Raises:
       UsageError: the run cannot be asked.
     """
 
-    split, sources = "prompts", (None,)
+    split = "prompts"
 
     def __init__(self, task: str, T: int, config: ConfigDict, options):
         if config.model.rope_scaling_type == "dynamic":
             raise UsageError(f"--workdir={options.workdir}: --tasks keeps keys, which dynamic would rotate anew")
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self._config, self._tokenizer = config, load_tokenizer(config.data.tokenizer)
         check_vocabulary(self._tokenizer, config, options.workdir)
         rows, depths = TASKS[task.partition("-")[0]].rows, options.depths
         if options.control == "near" and rows is DEPTHS:
@@ -166,8 +165,8 @@ class Prompts:
         self.about = {name: getattr(options, name) for name in ("control", "trials", "seed")}
         self.about |= {"task": task, "form": form, "rows": list(rows), "format": FORMAT}
         self.about["tokenizer"] = self._tokenizer.fingerprint
-        self.seq_len, self.count = T, len(rows) * options.trials
-        self.selection = Selection([*range(self.count)], fingerprint_of({"seq_len": T} | self.about))
+        self.seq_len, count = T, len(rows) * options.trials
+        self.selection = Selection([*range(count)], fingerprint_of({"seq_len": T} | self.about))
         self.trial(rows[0], 0)  # raises where it cannot be asked
 
     def trial(self, row: float, number: int) -> Trial:
@@ -177,29 +176,24 @@ class Prompts:
         prompt = make_prompt(*asked, lambda text: 1 + len(self._tokenizer.encode(text.encode())))
         return encode(self._tokenizer, a["task"], prompt)
 
-
-def evaluate_prompts(config: ConfigDict, prompts: Prompts, mesh: Mesh, selection: Selection) -> Callable[..., dict]:
-    """Makes a function of parameters and a folder for the trials that returns the record of an evaluation."""
-
-    def evaluate(params: model.Params, folder: epath.Path) -> dict:
-        rows, number = prompts.about["rows"], prompts.about["trials"]
-        trials = [prompts.trial(row, trial) for row in rows for trial in range(number)]
-        logprobs, exact = score_trials(config, params, prompts.seq_len, trials, mesh)
+    def evaluate(self, params: model.Params, folder: epath.Path) -> dict:
+        """Asks all prompts; writes their trials into `folder`, W/eval/STEP, and returns the record."""
+        rows, number = self.about["rows"], self.about["trials"]
+        trials = [self.trial(row, trial) for row in rows for trial in range(number)]
+        logprobs, exact = score_trials(self._config, params, self.seq_len, trials, sharding.make_mesh())
         foils, right = logprobs[:, 1:], logprobs[:, :1]
         rank = 1 + (~(foils <= right)).sum(axis=1) + (foils == right).sum(axis=1) / 2  # nan is the worst
         scored, cells = (trials, logprobs, exact, rank), []
         for i, row in enumerate(rows):
             cells.append({"row": row} | _summarize(*(values[i * number : (i + 1) * number] for values in scored)))
-        record = prompts.about | {"cells": cells, "chance": 1 / logprobs.shape[1], **_summarize(*scored)}
-        record |= {"fingerprint": selection.fingerprint, "seq_len": prompts.seq_len, "windows": len(trials)}
+        record = self.about | {"cells": cells, "chance": 1 / logprobs.shape[1], **_summarize(*scored)}
+        record |= {"fingerprint": self.selection.fingerprint, "seq_len": self.seq_len, "windows": len(trials)}
         log.info("rank 1: %.3f, exact: %.3f, chance: %.3f", *(record[k] for k in ("rank_accuracy", "exact", "chance")))
         if processes.is_first():
             failed = 1.0 - np.stack([rank == 1, exact], axis=1)
             kept = {"source": np.zeros(len(trials), int), "shares": [1.0], "rank": rank, "logprobs": logprobs}
             paired.write_sums(folder, record, failed, np.ones_like(failed), edges=np.arange(3), **kept)
         return record
-
-    return evaluate
 
 
 def paired_answers(

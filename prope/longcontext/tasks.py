@@ -21,7 +21,6 @@ class Kind(NamedTuple):
     window: Callable[[Draw, int], tuple[str, Answers]]  # of so many characters or more, in compact form
     options: tuple[int, ...] = (0,)  # N of NAME-N, the default first
     rows: tuple[float, ...] = DEPTHS
-    least: int = 2  # units of the shortest prompt
 
 
 # --- Tasks of facts in filler ---------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ TASKS = {
     "niah": of_facts(_NIAH, options=(4, 1, 16)),
     "lookup": of_facts(_LOOKUP, options=(0, 16)),
     "chain": of_facts(_CHAIN, count=2, options=(2, 1, 4)),
-    "offset": Kind(offset, offset_window, rows=(1, 2, 4, 8, 16, 32), least=32),
+    "offset": Kind(offset, offset_window, rows=(1, 2, 4, 8, 16, 32)),
     "index": of_facts(marked, count=1),
     "flipflop": Kind(flipflop, flipflop_window, options=(80, 10, 98)),
     "duplicate": Kind(duplicate, duplicate_window),
@@ -241,7 +240,7 @@ def make_prompt(
         prompt = make(n)
         return size(prompt.text + prompt.answer + prompt.rest)
 
-    least = TASKS[name].least
+    least = int(max(2, *TASKS[name].rows))  # units of the shortest prompt: an offset reaches back over so many
     low, high, shortest, n = least, 16 * length, measure(least), least + 1  # `low` units fit, and `high` do not
     if shortest > length:
         raise UsageError(f"--seq_len={length}: {task} needs at least {shortest} tokens; take longer ones")
