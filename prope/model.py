@@ -68,23 +68,12 @@ def hidden_states(
     return _run(config, params, tokens, positions, segment_ids)[0]
 
 
-def prefill(
-    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache
-) -> tuple[Float[Array, "B T D"], Cache]:
-    """Returns `hidden_states` of the first T tokens of each sequence, and the cache with their keys and values.
-
-    Rows may be padded on the right: no token sees later ones, and `decode` overwrites the padding's slots.
-    """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return _run(config, params, tokens, positions, cache=cache)
-
-
 def decode(
     config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache, first: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Returns `hidden_states` of T more tokens, from position `first` of each row on, and the cache with them.
 
-    A token sees the slots up to its own position; later slots may hold anything. `params` has "layers" as a tuple.
+    A token sees the slots up to its own position; later slots may hold anything. `params` may have "layers" as a tuple.
     """
     positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     return _run(config, params, tokens, positions, cache=cache, first=first)
@@ -255,21 +244,13 @@ class Attention(nn.Module):
         value = checkpoint_name(constrain(value, "BTKH"), "value")
         if cache is not None:
             new = {"key": key, "value": value}
-            cache = {name: _write_cache(cache[name], new[name], layer, first_query) for name in cache}
-            if first_query is not None:
-                key, value = (cache[name][layer].swapaxes(1, 2) for name in ("key", "value"))
+            rows, slots = jnp.arange(len(x))[:, None], first_query[:, None] + jnp.arange(x.shape[1])[None]
+            cache = {name: cache[name].at[layer, rows, :, slots].set(new[name]) for name in cache}
+            key, value = (cache[name][layer].swapaxes(1, 2) for name in ("key", "value"))
         options = {"first_query": first_query, "window": self.window, "implementation": cfg.attention}
         out = attention(query, key, value, segment_ids=segment_ids, **options)
         out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), cache
-
-
-def _write_cache(cache, new, layer, first):
-    """Writes a layer's keys or values [B, T, K, H] into a cache [L, B, K, S, H], from slot `first` [B] or 0 on."""
-    B, T = new.shape[:2]
-    if first is None:
-        return cache.at[layer, :, :, :T].set(new.swapaxes(1, 2))
-    return cache.at[layer, jnp.arange(B)[:, None], :, first[:, None] + jnp.arange(T)[None]].set(new)
 
 
 class MLP(nn.Module):

@@ -3,7 +3,7 @@
     python -m prope.sample --workdir=runs/quickstart --prompt="Return a new list that"
     python -m prope.sample --workdir=runs/quickstart --prompts=FILE --temperature=0
 
-One pass reads all prompts and fills the KV cache; one compiled loop then samples a token for every row at a time.
+The prompts are read in chunks, which fill the KV cache; one compiled loop then samples a token for every row at a time.
 A row's continuation does not depend on the other rows, up to rounding. Row i draws with fold_in(key(seed), i).
 Started on every host of a pod as training is, it uses all their devices; process 0 reads the prompts and prints.
 """

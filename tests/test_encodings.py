@@ -217,7 +217,7 @@ def test_a_cache_gives_what_the_whole_text_gives(fields):
     params, tokens, positions = draw(config, T=11)
     whole = model.hidden_states(config, params, tokens, positions)
     cache = empty_cache(config, 2, 11)
-    hidden, cache = model.prefill(config, params, tokens[:, :6], cache)
+    hidden, cache = model.decode(config, params, tokens[:, :6], cache, jnp.zeros(2, jnp.int32))
     np.testing.assert_allclose(hidden, whole[:, :6], rtol=0, atol=1e-5)
     layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(6)]  # noqa: B023
     for t in range(6, 11):

@@ -96,11 +96,9 @@ def test_logits_equal_those_of_the_full_forward(fields):
     more = jnp.asarray(np.random.default_rng(4).integers(0, config.vocab_size, (len(lengths), 7)), jnp.int32)
     rows = [np.concatenate([prompts[b, :n], more[b]]) for b, n in enumerate(lengths)]
     expected = full_forward(config, params, rows)
-    hidden, cache = jax.jit(functools.partial(model.prefill, config))(
-        params, prompts, empty_cache(config, len(lengths), 16)
-    )
-    read = np.asarray(model.logits(params, hidden))
     layers, decode = sample.split_layers(config, params), jax.jit(functools.partial(model.decode, config))
+    hidden, cache = decode(params, prompts, empty_cache(config, len(lengths), 16), jnp.zeros(len(lengths), jnp.int32))
+    read = np.asarray(model.logits(params, hidden))
     parts, at = [], 0
     for size in (1, 1, 3, 1, 1):
         hidden, cache = decode(layers, more[:, at : at + size], cache, lengths + at)
@@ -113,6 +111,38 @@ def test_logits_equal_those_of_the_full_forward(fields):
         np.testing.assert_allclose(found, expected[b, : n + 7], rtol=0, atol=1e-5 * expected.std())
     exact = reference(config, params, rows[1][None], np.arange(16)[None])[0]
     np.testing.assert_allclose(np.concatenate([read[1], written[1]]), exact, rtol=0, atol=2e-5 * exact.std())
+
+
+@pytest.mark.parametrize("most", [1, 4, 6])
+def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most):
+    """Chunks of 1, 4 and 5 tokens; rows that end within one, with one, and in the first."""
+    config = some_config((1.0, 0.25, 0.0), num_kv_heads=2)
+    params = lively(config)
+    prompts, lengths = prompts_of(params, (4, 10, 1, 8, 5))
+    expected = full_forward(config, params, np.asarray(prompts))
+    whole = jnp.zeros(5, jnp.int32)
+    _, cache = model.decode(config, params, prompts, empty_cache(config, 5, 10), whole)
+    monkeypatch.setattr(sample, "_CHUNK", most)
+    last, found = jax.jit(functools.partial(sample.fill_cache, config))(params, prompts, lengths)
+    rows = np.arange(5), np.asarray(lengths) - 1
+    np.testing.assert_allclose(model.logits(params, last[:, 0]), expected[rows], rtol=0, atol=1e-5 * expected.std())
+    for name in cache:
+        np.testing.assert_allclose(found[name], cache[name], rtol=0, atol=1e-5 * float(cache[name].std()))
+
+
+def test_memory_of_a_prompt_grows_with_the_cache_and_a_row_of_scores_alone():
+    config, sampling = FrozenConfigDict(small(hidden_dim=2048, num_heads=2, num_kv_heads=1)), Sampling(100)
+    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+
+    def sizes(T):
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, T), (2,))]
+        arguments = (config, sampling, params, *shapes, jax.eval_shape(lambda: sample.row_keys(0, 2)))
+        memory = sample.prefill.lower(*arguments).compile().memory_analysis()
+        return np.array([memory.temp_size_in_bytes, memory.output_size_in_bytes])  # the cache is put out
+
+    temporary, cache = sizes(8192) - sizes(1024)
+    scores = 4 * 2 * config.num_heads * 256 * (8192 - 1024)  # of 256 tokens, float32
+    assert 0 < temporary < 2 * cache + 2 * scores < 4 * 2 * (8192 - 1024) * config.hidden_dim
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

@@ -1,8 +1,8 @@
 """Continues prompts with a checkpoint; the room behind python -m prope.sample.
 
-One pass over the prompts fills the KV cache, then one compiled loop generates a token for every row at a time. Prompts
-of different lengths are padded on the right. Positions, attention and random numbers of a row do not depend on the
-other rows: but for rounding, it becomes what it would be alone.
+The prompts are read in chunks, which fill the KV cache; then one compiled loop generates a token for every row at a
+time. Prompts of different lengths are padded on the right. Positions, attention and random numbers of a row do not
+depend on the other rows: but for rounding, it becomes what it would be alone.
 
 Axes: B rows, T prompt length, V vocab.
 """
@@ -26,6 +26,8 @@ from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
 from prope.runtime.files import read_text
 from prope.workdir.run import Run, open_run
+
+_CHUNK = 256  # most tokens of a prompt that are read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +75,34 @@ def prefill(
       lengths: tokens of each prompt, at least 1.
       keys: a random key per row [B]. The token at position m of a row is drawn with fold_in(its key, m).
     """
+    last, cache = fill_cache(config, params, prompts, lengths)
+    more = [(0, 0)] * 3 + [(0, sampling.length - 1), (0, 0)]  # slots; the last generated token is never read
+    cache = {name: jnp.pad(x, more) for name, x in cache.items()}
+    return sample_tokens(sampling, model.logits(params, last[:, 0]), keys, lengths), cache
+
+
+def fill_cache(
+    config: ConfigDict, params: model.Params, prompts: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 D"], model.Cache]:
+    """Returns `hidden_states` of each prompt's last token, and a cache of T slots with the prompts' keys and values.
+
+    Equal chunks of the prompts are read one after the other: but for the cache, memory grows with T by a row of scores
+    for each query of a chunk.
+    """
     B, T = prompts.shape
-    cache = empty_cache(config, B, T + sampling.length - 1)  # the last generated token is never read
-    hidden, cache = model.prefill(config, params, prompts, cache)
-    return sample_tokens(sampling, model.logits(params, hidden[jnp.arange(B), lengths - 1]), keys, lengths), cache
+    chunk = -(-T // -(-T // _CHUNK))
+    prompts = jnp.pad(prompts, ((0, 0), (0, -T % chunk)))  # of this padding, nothing is written: it has no slots
+
+    def read(carry, first):
+        last, cache = carry
+        tokens = jax.lax.dynamic_slice_in_dim(prompts, first, chunk, axis=1)
+        hidden, cache = model.decode(config, params, tokens, cache, jnp.full(B, first))
+        place = (lengths - 1 - first)[:, None, None]
+        found = jnp.take_along_axis(hidden, jnp.clip(place, 0, chunk - 1), axis=1)
+        return (jnp.where((place >= 0) & (place < chunk), found, last), cache), None
+
+    start = jnp.zeros((B, 1, config.embed_dim), config.dtype), empty_cache(config, B, T)
+    return jax.lax.scan(read, start, jnp.arange(0, T, chunk, dtype=jnp.int32))[0]
 
 
 @jax.jit(static_argnums=(0, 1), donate_argnames="cache")

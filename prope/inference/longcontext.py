@@ -28,7 +28,7 @@ from prope.data.store.arrays import fingerprint_of
 from prope.data.tokenizer import BOS, PAD, load_tokenizer
 from prope.errors import UsageError, log
 from prope.inference import paired
-from prope.inference.generation import check_vocabulary, empty_cache, split_layers
+from prope.inference.generation import check_vocabulary, fill_cache, split_layers
 from prope.inference.losses import Selection
 from prope.kernels.choice import matmul_precision
 from prope.longcontext.draws import Prompt
@@ -37,7 +37,6 @@ from prope.runtime import processes
 
 RECORDS = "longcontext.jsonl"
 _FOILS = 7
-_CHUNK = 256  # tokens of a prompt read at a time: but for the cache, memory then does not grow with the length
 _NEAR = 32  # tokens from the evidence to the question, as a control
 
 
@@ -79,19 +78,8 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
     """Makes the function that scores a batch: (log-probabilities [B, C], whether the first candidate is exact [B])."""
 
     def score(params, tokens, lengths, candidates):
-        B, T = tokens.shape
-        layers, chunk = split_layers(config, params), min(T, _CHUNK)
-
-        def read(carry, first):
-            cache, last = carry
-            part = jax.lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
-            hidden, cache = model.decode(config, layers, part, cache, jnp.full(B, first))
-            place = (lengths - 1 - first)[:, None, None]
-            found = jnp.take_along_axis(hidden, jnp.clip(place, 0, chunk - 1), axis=1)
-            return (cache, jnp.where((place >= 0) & (place < chunk), found, last)), None
-
-        last = jnp.zeros((B, 1, config.embed_dim), config.dtype)  # predicts the first token of all candidates
-        (cache, last), _ = jax.lax.scan(read, (empty_cache(config, B, T), last), jnp.arange(0, T, chunk))
+        layers = split_layers(config, params)
+        last, cache = fill_cache(config, layers, tokens, lengths)  # last predicts all first tokens
 
         def score_candidate(answer):  # [B, A]
             rest = answer[:, :-1]
@@ -109,7 +97,6 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
 def score_trials(config: ConfigDict, params: model.Params, T: int, trials: list[Trial], mesh: Mesh):
     """Scores trials, padded to T tokens, in batches: (log-probabilities [R, C], exact [R])."""
     R, A = len(trials), max(trial.candidates.shape[1] for trial in trials)
-    T += -T % min(T, _CHUNK)
     batch_size = -(-min(config.eval.batch_size, R) // mesh.devices.size) * mesh.devices.size
     score, scores = _make_score(FrozenConfigDict(config.model), mesh), []
     for start in range(0, R, batch_size):
