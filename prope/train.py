@@ -35,7 +35,7 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
 import jax
 
 from prope import sharding
-from prope.config import differences
+from prope.config import MAY_CHANGE, flat
 from prope.cost.flops import model_flops_per_token, num_parameters, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
@@ -196,11 +196,13 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
 
     if init_from is not None:
         run = open_run(init_from)
-        differing = [line for line in differences(config, run.config) if line.startswith("model.")]
-        encoding = [line for line in differing if line.removeprefix("model.").split(":")[0] in FIELDS]
-        if others := [line for line in differing if line not in encoding]:
+        ours, theirs = flat(config), flat(run.config)
+        changed = [name for name in ours if name.startswith(("model.", "data.")) and ours[name] != theirs[name]]
+        allowed = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
+        if others := [f"{name}: {theirs[name]}, not {ours[name]}" for name in changed if not name.startswith(allowed)]:
             raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(others)})")
-        log.info("what changes of the encoding: %s", "; ".join(encoding) or "nothing")
+        changed = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
+        log.info("other than in %s: %s", init_from, "; ".join(changed) or "nothing")
         _, initial = run.first_undamaged(lambda run: run.params(state[0]))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()

@@ -1,6 +1,7 @@
 """The commands as a user runs them: processes, files, exit codes and the one line that bad input gets."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, logged, losses
+from test_damage import start
 from test_data import NAME, articles, write_tfds
 
 from prope import command, sharding
@@ -204,14 +206,41 @@ def test_a_trained_model_goes_on_with_another_encoding(whole, train, tmp_path):
     workdir, _ = whole
     dropped = train(tmp_path / "run", f"--init_from={workdir}", "--config.model.rope_percentage=0", "--stop_at_step=1")
     assert dropped.result["init_hash"] == hash_arrays(open_run(workdir).params())
-    assert "what changes of the encoding: model.rope_percentage: 0.75, not 0.0" in dropped.stderr
+    assert f"other than in {workdir}: model.rope_percentage: 0.75 -> 0.0\n" in dropped.stderr
     yarn = ("rope_scaling_type=yarn", "rope_scaling_factor=4", "original_seq_len=64", "logit_scale=yarn")
     flags = [f"--config.model.{flag}" for flag in yarn]
     longer = train(
         tmp_path / "longer", f"--init_from={workdir}", "--config.data.seq_len=128", *flags, "--stop_at_step=1"
     )
     assert longer.code == 0 and longer.result["init_hash"] == dropped.result["init_hash"]
-    assert "model.rope_scaling_type: none, not yarn" in longer.stderr
+    assert "model.rope_scaling_type: none -> yarn" in longer.stderr
+
+
+STAGE = {
+    "data.seq_len": 128, "data.position_range": 256, "model.rope_percentage": 0.5, "model.max_wavelength": 500_000.0,
+    "model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 16,
+    "model.local_max_wavelength": 100.0, "model.remat": "full",
+}  # fmt: skip
+
+
+def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, caplog):
+    """What differs in model and data is logged; the parameters, and the refusals, are those of the earlier stage."""
+    with caplog.at_level(logging.INFO, "prope"):
+        config = open_run(trained[0]).config
+        config.update_from_flattened_dict(STAGE | {"num_steps": 30, "batch_size": 4, "seed": 9})
+        step, params, _ = start(config, tmp_path / "a", trained[0])
+    assert (step, params) == (0, hash_arrays(open_run(trained[0]).params()))
+    before = {"data.seq_len": 64, "model.rope_percentage": 0.75, "model.max_wavelength": 10_000.0}
+    before |= {"model.layer_types": (), "model.remat": "none"}
+    (line,) = [line for line in caplog.messages if line.startswith(f"other than in {trained[0]}: ")]
+    found = line.partition(": ")[2].split("; ")
+    assert sorted(found) == sorted(f"{name}: {before.get(name)} -> {value}" for name, value in STAGE.items())
+    for name, value in (("num_heads", 4), ("dtype", "bfloat16"), ("use_qk_norm", True), ("vocab_size", 300)):
+        config = open_run(trained[0]).config
+        config.model.max_wavelength = 500_000.0
+        theirs, config.model[name] = config.model[name], value
+        with pytest.raises(UsageError, match=rf"=\S+: is another model \(model.{name}: {theirs}, not {value}\)$"):
+            start(config, tmp_path / "b", trained[0])
 
 
 @pytest.mark.slow
