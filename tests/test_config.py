@@ -23,7 +23,7 @@ from prope.step import batch_shapes, init_state, make_train_step, resolve_attent
 FILES = sorted((ROOT / "configs").glob("*.py"))
 # Those whose tiny model no other page has, then those of them whose tiny run is like no other's.
 STEPPED = [path for path in FILES if not path.stem.startswith("encodings_")]
-LIKE = ("gemma2_like", "gemma3_like", "rnope_swa", "smollm3_like")
+LIKE = ("gemma_2b_1m", "gemma2_like", "gemma3_like", "rnope_swa", "smollm3_like")
 TRAINED = [path for path in STEPPED if path.stem not in LIKE]
 
 
@@ -44,7 +44,8 @@ def test_every_config_is_whole_and_builds_at_full_size(path):
     assert flat(config).keys() == flat(default_config()).keys()
     validate(config)
     params = jax.eval_shape(lambda: init_state(config, make_optimizer(config))[0])
-    sizes = {"gemma_2b_flan": 2_506_434_560, "gemma_2b_wiki": 2_506_434_560, "gemma_300m_wiki": 298_175_232}
+    sizes = {f"gemma_2b_{page}": 2_506_434_560 for page in ("128k", "1m", "flan", "wiki")}
+    sizes["gemma_300m_wiki"] = 298_175_232
     assert num_parameters(params) == sizes.get(path.stem, num_parameters(params))
     assert path.stem in sizes or not path.stem.startswith("gemma_")
     page = importlib.util.spec_from_file_location(path.stem, path).loader.get_source(path.stem)
@@ -130,6 +131,19 @@ def test_the_encodings_go_by_the_length():
     assert rotated_pairs(long["cutoff_1"]) == 18 and rotated_pairs(long["p_rope_0.5"]) == 16
     np.testing.assert_array_equal(layer_frequencies(short["cutoff_1"]), layer_frequencies(short["p_rope_0.5"]))
     assert long["rope_id"].original_seq_len == 1024
+
+
+def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
+    pages = [load(ROOT / "configs" / f"gemma_2b_{page}.py") for page in ("wiki", "128k", "1m")]
+    for config, period in zip(pages, (5847, 106_631, 985_127), strict=True):
+        freqs = layer_frequencies(config.model)
+        assert round(2 * math.pi / freqs[freqs > 0].min()) == period <= config.data.seq_len
+        assert config.batch_size * config.data.seq_len == 2**22 and config.model.rope_percentage == 0.75
+    changed = [{line.partition(":")[0] for line in differences(pages[0], page)} for page in pages[1:]]
+    assert all(
+        {n for n in names if n.startswith(("model.", "data."))} == {"model.max_wavelength", "data.seq_len"}
+        for names in changed
+    )
 
 
 def test_a_small_size_says_what_it_replaces(caplog):

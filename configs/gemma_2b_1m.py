@@ -1,0 +1,40 @@
+"""Gemma 2B at 1,048,576 tokens: the run of gemma_2b_128k.py, trained further on 8 times longer windows.
+
+What       A third stage. Wavelength 10,000,000 and p = 0.75, by the rule of gemma_2b_128k.py, whose page has the
+           practice of the field: the slowest pair that rotates turns once in 985,127 tokens. Qwen2.5-1M (2501.15383)
+           has this wavelength too, with RoPE, trained on 256K tokens; LWM (2402.08268) trained from 4K to 1M in stages.
+Command    python -m prope.train --config=configs/gemma_2b_1m.py --workdir=W --init_from=W128K \
+               --config.data.data_dir=gs://tfds-data/datasets \
+               --config.data.tokenizer=gs://gemma-data/tokenizers/tokenizer_gemma2.model
+           W128K is the workdir of gemma_2b_128k.py. To try the plumbing on a laptop: configs/gemma_2b_1m.py:tiny
+Data       Wikipedia, as before, so that length alone differs; see gemma_2b_128k.py.
+Hardware   A slice of 64 TPU v5p. 32 chips share a sequence (config.mesh.context): 32,768 tokens a chip and part.
+           python -m prope.plan --config=configs/gemma_2b_1m.py --topology=v5p:4x4x4
+           FILL: GB of 103, compiled, not run; 64 H100, 256 v5e.
+Hours      1.05 billion tokens, about 2.6e20 FLOPs, 94 % of them attention: 4.5 hours on 64 v5p at 55 % of their peak.
+           Computed, not measured.
+Expected   Not yet run. The steps and the learning rate are ours.
+"""
+
+import pathlib
+import runpy
+
+from prope.config import sized
+
+shorter = runpy.run_path(str(pathlib.Path(__file__).with_name("gemma_2b_128k.py")))
+
+
+def get_config(size: str = "full"):
+    config = shorter["get_config"]()
+    config.num_steps = 250
+    config.batch_size = 4  # sequences, so 4.2 M tokens as before
+    config.eval_every = 50
+    config.checkpoint_every = 50
+
+    config.model.max_wavelength = 10_000_000.0
+    config.data.seq_len = 1_048_576
+    config.mesh.context = 32  # devices that share a sequence
+
+    config.eval.batch_size = 2
+    config.eval.max_windows = 8  # 8.4 M tokens
+    return sized(config, size)
