@@ -1,7 +1,13 @@
 """Causal attention by plain XLA, the TPU's splash kernel or cuDNN.
 
 No implementation holds a T x S array of scores. Plain XLA computes them for one block of queries at a time, against
-the keys up to the block's last query.
+the keys up to the block's last query; in a long sequence, or one that is split over devices, for one block of keys too.
+
+Of a sequence that is split into C parts (prope/sharding.py), a device computes the queries of one part and all-gathers
+keys and values, in bfloat16 4 K H bytes a token: 1 KB for Gemma. Against the 2 N H T^2 / C FLOPs of its scores these
+4 K H T bytes take less time from T = 2 C K / N x (FLOP/s) / (bytes/s) on: with C = 4 on v5p from some 2,500 tokens on.
+A ring would pass as many bytes, beside the scores of the part before; it wins for shorter sequences, or where a
+sequence's keys and values, 1 GB a layer at 2^20 tokens, do not fit.
 
 Axes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K, H head_dim.
 """
@@ -15,9 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from prope.kernels.choice import choose_implementation
+from prope.kernels.pairs import attend_pairs, list_pairs
 from prope.kernels.splash import splash
-from prope.sharding import shard_mapped
+from prope.sharding import gather_parts, join_heads, num_parts, part_index, part_positions, shard_mapped, split_heads
 
+_LONG = 8192  # tokens up to which plain XLA has a program for every block of queries, the faster way
+_SMALLEST_BLOCK = 64  # of a long sequence whose length hardly divides
 _MASKED_SCORE = float(jnp.finfo(jnp.float32).min)
 
 
@@ -51,19 +60,35 @@ def attention(
     if first_query is not None:
         return _attend_to_cache(query, key, value, first_query, window)
     if implementation == "auto":
-        T, _, H = query.shape[1:]
-        implementation, _ = choose_implementation(
-            "auto", jax.devices()[0], T, H, query.dtype.name, segment_ids is not None
-        )
-    window = None if window is None or window >= query.shape[1] else window
+        (T, N, H), K, segmented = query.shape[1:], key.shape[2], segment_ids is not None
+        by_heads = N % num_parts() == 0 and (K == 1 or K % num_parts() == 0)
+        device = jax.devices()[0]
+        implementation, _ = choose_implementation("auto", device, T, H, query.dtype.name, segmented, by_heads)
+    window = None if window is None or window >= num_parts() * query.shape[1] else window
     function = functools.partial({"xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation], window)
     arrays = [query, key, value] if segment_ids is None else [query, key, value, segment_ids]
     return shard_mapped(function, ["BTNH", "BSKH", "BSKH", "BS"][: len(arrays)])(*arrays)
 
 
 def _xla(window, query, key, value, segment_ids=None):
-    """Attends by blocks of queries in plain XLA, for any device."""
-    return _heads_last(_attend(window, *_heads_first(query, key, value), segment_ids))
+    """Attends by blocks in plain XLA, for any device."""
+    positions = _positions(query)
+    block, pairs = list_pairs(positions, window)
+    if (positions.size <= _LONG and len(positions) == 1) or block < _SMALLEST_BLOCK:
+        return _heads_last(_attend(window, *_heads_first(query, key, value), segment_ids))
+    own = (jnp.asarray(array)[part_index()] for array in (positions, pairs))
+    arrays = _heads_first(query, gather_parts(key), gather_parts(value))
+    return _heads_last(attend_pairs(block, window, *arrays, *own, _gather_segments(segment_ids)))
+
+
+def _positions(query):
+    """Returns the indices in their sequence of the queries of every part, [C, T]."""
+    return part_positions(num_parts(), num_parts() * query.shape[1])
+
+
+def _gather_segments(segment_ids):
+    """Returns the segment ids of the queries and of the keys."""
+    return None if segment_ids is None else (segment_ids, gather_parts(segment_ids))
 
 
 def _heads_first(query, key, value):
@@ -183,15 +208,19 @@ def _attend_to_cache(query, key, value, first_query, window):
 
 def _splash(window, query, key, value, segment_ids=None):
     """Attends by the TPU's kernel."""
-    return _heads_last(splash(*_heads_first(query, key, value), segment_ids, window))
+    arrays = _heads_first(query, gather_parts(key), gather_parts(value))
+    of_part = _positions(query), part_index(), _gather_segments(segment_ids)
+    return _heads_last(splash(*arrays, *of_part, window))
 
 
 def _cudnn(window, query, key, value):
-    """Attends by NVIDIA's flash attention, causal without a mask array."""
+    """Attends by NVIDIA's flash attention, causal without a mask array; of a split sequence, by heads."""
     local = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
+    query, key, value = split_heads(query), split_heads(key), split_heads(value)
+    output = jax.nn.dot_product_attention(
         query, key, value, is_causal=True, local_window_size=local, implementation="cudnn"
     )
+    return join_heads(output)
 
 
 def save_policy(names: Sequence[str]) -> Callable[..., bool]:

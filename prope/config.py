@@ -105,6 +105,7 @@ def default_config() -> ConfigDict:
     # Replicas of the parameters, within which FSDP shards them; None: one per TPU slice or GPU node. A replica may span
     # GPU nodes, but not slices.
     mesh.data = placeholder(int)
+    mesh.context = 1  # C, devices over which every sequence is split; its keys and values are all-gathered
     mesh.tensor = 1  # devices over which heads, hidden units and vocabulary are split
 
     config.checkpoint = checkpoint = ConfigDict()
@@ -147,7 +148,7 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         "batch_size": 8, "accumulation": 1, "num_steps": 20, "log_every": 5, "eval_every": 10, "checkpoint_every": 10,
         "model.num_layers": 2, "model.embed_dim": 64, "model.num_heads": min(groups, 4), "model.num_kv_heads": 1,
         "model.head_dim": 32, "model.hidden_dim": 128, "data.seq_len": 64,
-        "optimizer.warmup_steps": 2, "eval.batch_size": 8, "eval.max_windows": 8,
+        "mesh.context": 1, "optimizer.warmup_steps": 2, "eval.batch_size": 8, "eval.max_windows": 8,
     })  # fmt: skip
     data = config.data
     if data.dataset != "python_docs" and not is_generated(data.dataset):

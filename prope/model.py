@@ -22,7 +22,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope.attention import attention, save_policy
 from prope.encodings import layer_frequencies, layer_windows, logit_scale
 from prope.rope import rotate, rotation_table
-from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup
+from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup, num_parts
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
@@ -129,7 +129,7 @@ def embedding(params: Params) -> Float[Array, "V D"]:
 
 def _run(config, params, tokens, positions, segment_ids=None, cache=None, first=None):
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the cache)."""
-    freqs, encoding = np.unique(layer_frequencies(config, tokens.shape[1]), axis=0, return_inverse=True)
+    freqs, encoding = np.unique(layer_frequencies(config, num_parts() * tokens.shape[1]), axis=0, return_inverse=True)
     tables = [rotation_table(positions, own) for own in freqs]  # once a step; layers of one encoding share one
     windows, carry = layer_windows(config), (embed(config, embedding(params), tokens), cache)
 

@@ -26,8 +26,10 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     """
     c = config.model
     try:
-        seq_len, masked = config.data.seq_len, config.data.mask_documents
-        name, reason = choose_implementation(c.attention, device, seq_len, c.head_dim, c.dtype, masked)
+        seq_len, masked, parts = config.data.seq_len, config.data.mask_documents, config.mesh.context
+        heads, kv_heads = c.num_heads // config.mesh.tensor, c.num_kv_heads // config.mesh.tensor
+        divide = heads % parts == 0 and (kv_heads <= 1 or kv_heads % parts == 0)
+        name, reason = choose_implementation(c.attention, device, seq_len, c.head_dim, c.dtype, masked, divide)
     except ValueError as error:
         raise UsageError(f"config.model.{error}") from None
     log.info("attention: %s (%s)", name, reason)
@@ -45,15 +47,16 @@ def init_state(config: ConfigDict, optimizer: optax.GradientTransformation) -> t
 def prepare(config: ConfigDict, devices: Sequence) -> tuple:
     """Returns (config with its attention resolved, mesh, optimizer, state as shapes with shardings) for devices."""
     config = resolve_attention(config, devices[0])
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices, config.mesh.context)
     optimizer = make_optimizer(config)
     shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
     return config, mesh, optimizer, sharding.with_shardings(shapes, mesh)
 
 
 def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes [B, T], dtypes and shardings of a training batch."""
-    shape, rows = (config.batch_size, config.data.seq_len), sharding.batch_sharding(mesh)
+    """Returns shapes, dtypes and shardings of a training batch."""
+    shape = sharding.batch_shape(mesh, config.batch_size, config.data.seq_len)
+    rows = sharding.batch_sharding(mesh)
     names = ("tokens", "targets", "positions", "segment_ids")
     batch = dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows))
     return batch | {"weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)}

@@ -179,8 +179,8 @@ def test_softmax_is_float32_for_bfloat16_inputs():
 @pytest.fixture
 def interpreted(monkeypatch):
     """The TPU's kernel, run by the CPU from its source."""
-    make = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa_single_device", make)
+    make = functools.partial(splash_attention_kernel.make_splash_mqa, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa", make)
 
 
 @pytest.mark.parametrize(

@@ -328,8 +328,8 @@ def of_long_windows():
     ],
 )
 def test_the_kernel_of_tpus_changes_nothing(monkeypatch, remat, scan_layers):
-    run = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa_single_device", run)
+    run = functools.partial(splash_attention_kernel.make_splash_mqa, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa", run)
     arguments, (expected_loss, expected) = of_long_windows()
     config = small(**LONG, attention="splash", remat=remat, scan_layers=scan_layers)
     loss, gradient = gradient_of(config, *arguments)

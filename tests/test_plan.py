@@ -46,7 +46,7 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan):
     found = plan(*arguments).result
     assert found["fits"] is True and found["chips"] == 4 and found["batch_size"] == 8
     assert found["attention"] == "splash"
-    assert found["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert found["mesh"] == {"data": 1, "fsdp": 4, "context": 1, "tensor": 1}
     size = found["bytes_per_chip"]
     # float32, in quarters but for the norms, which are small and kept whole
     assert found["parameters"] <= size["parameters"] < found["parameters"] * 1.01
@@ -90,7 +90,7 @@ def test_several_slices_hold_a_replica_each(plan):
     options = ("--topology=v5p:2x2x1", "--slices=2", "--config.mesh.tensor=2", "--sequences_per_chip=0.5")
     found = plan(*SMALL, *options).result
     assert found["fits"] and found["chips"] == 8 and found["batch_size"] == 4
-    assert found["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert found["mesh"] == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
     # A chip's quarter of the gradients goes to the other slice: the layers' in bfloat16; those of the embedding as a
     # table and as the head are summed after, in float32.
     head, between = 25_600 * 256, found["collectives"]["all-reduce between slices"]["bytes"]
@@ -122,7 +122,7 @@ def test_a_plan_of_one_gpu_takes_its_kernels_and_the_share_of_its_memory_that_ja
 def test_each_node_of_gpus_holds_a_replica(plan):
     options = ("--topology=a100:2x2", "--sequences_per_chip=2", "--config.model.remat=save_qkv")
     found = plan(*SMALL, *options).result
-    assert found["mesh"] == {"data": 2, "fsdp": 2, "tensor": 1} and (found["chips"], found["slices"]) == (4, 2)
+    assert found["mesh"] == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1} and (found["chips"], found["slices"]) == (4, 2)
     # What the GPUs of a node gather does not leave it; between nodes a GPU's half of the gradients is summed: the
     # layers' in bfloat16; the embedding's in float32, apart or together as a table and as the head.
     head, traffic = 25_600 * 256, found["collectives"]

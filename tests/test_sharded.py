@@ -85,8 +85,9 @@ def params_of(config):
 
 def run(config, shape):
     """(loss, gradient) of one training step on a mesh."""
-    mesh = sharding.make_mesh(shape[0], shape[2], jax.devices()[: np.prod(shape)])
-    assert mesh.devices.shape == shape
+    C = config.mesh.context
+    mesh = sharding.make_mesh(shape[0], shape[2], jax.devices()[: C * np.prod(shape)], C)
+    assert mesh.devices.shape == (*shape[:2], C, shape[2])
     shapes = jax.eval_shape(functools.partial(init_state, config, keep_gradient()))
     state = sharding.with_shardings(shapes, mesh)
     params = params_of(config)
@@ -94,6 +95,7 @@ def run(config, shape):
     placed = jax.device_put((params, jax.tree.map(np.zeros_like, params)), places)
     batch = sharding.global_batch(mesh, draw(config), config.batch_size)
     _, gradient, values = compile_step(config, keep_gradient(), mesh, state)(*placed, batch)
+    assert values["batch_hash"] == sharding.hash_batch(draw(config)), "of another mesh"
     gradient = jax.tree.map(np.asarray, gradient)
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
     np.testing.assert_allclose(values["grad_norm"], norm, rtol=1e-5)
@@ -128,6 +130,8 @@ MQA, GQA, MHA = ({"model__num_kv_heads": heads} for heads in (1, 2, 4))
 MASKED, TWICE, ODD = {"data__mask_documents": True}, {"accumulation": 2}, {"model__embed_dim": 12}
 LONG = {"model__head_dim": 128, "data__seq_len": 128, "batch_size": 8}  # as the TPU's kernel wants it
 NARROW = {"model__dtype": "bfloat16"}
+SPLIT = {"data__seq_len": 1024, "batch_size": 4}
+WINDOWS = {"model__layer_types": ("sliding_attention", "full_attention"), "model__sliding_window": 100}
 # The model and its data, the mesh, remat, whether layers are scanned, and what else changes nothing.
 CASES = [
     (MQA, (1, 8, 1), "none", True, {}),
@@ -146,6 +150,14 @@ CASES = [
     (MQA | LONG, (1, 8, 1), "minimal", True, {"model__attention": "splash"}),
     (GQA | LONG | MASKED, (2, 4, 1), "full", True, {"model__attention": "splash"}),
     (MQA | LONG, (2, 2, 2), "save_qkv", True, {"model__attention": "splash"}),
+    (MQA | SPLIT, (1, 1, 1), "none", True, {"mesh__context": 2}),
+    (MHA | SPLIT, (2, 1, 1), "save_qkv", False, {"mesh__context": 4}),
+    (MHA | SPLIT | MASKED, (1, 2, 2), "minimal", True, {"mesh__context": 2}),
+    (MQA | SPLIT | MASKED, (1, 2, 1), "full", True, TWICE | {"mesh__context": 2}),
+    (GQA | SPLIT | WINDOWS, (1, 2, 1), "minimal", True, {"mesh__context": 4}),
+    (MQA | LONG | SPLIT, (1, 2, 1), "minimal", True, {"mesh__context": 4, "model__attention": "splash"}),
+    (GQA | LONG | SPLIT | MASKED, (1, 2, 2), "full", True, {"mesh__context": 2, "model__attention": "splash"}),
+    (MQA | LONG | SPLIT | WINDOWS, (1, 2, 1), "full", True, {"mesh__context": 2, "model__attention": "splash"}),
 ]
 
 
@@ -153,8 +165,8 @@ def steps():
     """What `test_a_step_is_the_same_on_every_mesh` has eight devices do."""
     sharding._MIN_SHARD_SIZE = 0  # or nothing of a model this small would be split
     loss._MAX_LOGITS_WHOLE = 1  # several chunks of the vocabulary
-    make = functools.partial(splash_attention_kernel.make_splash_mqa_single_device, interpret=True)
-    splash_attention_kernel.make_splash_mqa_single_device = make
+    make = functools.partial(splash_attention_kernel.make_splash_mqa, interpret=True)
+    splash_attention_kernel.make_splash_mqa = make
     alone = functools.cache(lambda fields: run(small(**dict(fields), model__scan_layers=False), (1, 1, 1)))
     for number, case in enumerate(CASES):
         fields, shape, remat, scan, others = case
@@ -245,7 +257,7 @@ def on_each(mesh_shape, **leaves):
         functools.reduce(lambda at, part: at.setdefault(part, {}), folders, tree)[last] = jax.ShapeDtypeStruct(
             shape, np.float32
         )
-    places = sharding.state_shardings(tree, AbstractMesh(mesh_shape, ("data", "fsdp", "tensor")))
+    places = sharding.state_shardings(tree, AbstractMesh((*mesh_shape[:2], 1, mesh_shape[2]), sharding._AXES))
     return jax.tree.map(lambda leaf, place: place.shard_shape(leaf.shape), tree, places)
 
 
@@ -321,7 +333,7 @@ def test_only_replicas_are_on_different_slices(slices, options, shape):
     devices = [Device(number, slices) for number in range(8)]
     assert sharding.num_slices(devices) == slices
     mesh = sharding.make_mesh(devices=devices, **options)
-    assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.devices.shape == shape
+    assert mesh.axis_names == sharding._AXES and mesh.devices[:, :, 0].shape == shape
     assert {device.id for device in mesh.devices.ravel()} == set(range(8))
     of_replicas = [{device.slice_index for device in replica.ravel()} for replica in mesh.devices]
     assert all(len(found) == 1 for found in of_replicas)
@@ -341,7 +353,7 @@ def test_fsdp_may_cross_nodes_of_gpus(options, shape, nodes):
     config.batch_size, config.mesh.data, config.mesh.tensor = 16, options.get("replicas"), options.get("tensor", 1)
     validate_devices(config, devices)
     mesh = sharding.make_mesh(devices=devices, **options)
-    assert mesh.devices.shape == shape
+    assert mesh.devices[:, :, 0].shape == shape
     assert {device.id for device in mesh.devices.ravel()} == set(range(16))
     assert {len({device.slice_index for device in replica.ravel()}) for replica in mesh.devices} == {nodes}
     for group in mesh.devices.reshape(-1, shape[2]):  # heads and hidden units are split within a node
@@ -358,4 +370,4 @@ def test_only_tpu_slices_are_a_border():
 
 def test_devices_that_are_not_of_a_slice_are_of_one():
     assert sharding.num_slices(jax.devices()) == 1
-    assert dict(sharding.make_mesh().shape) == {"data": 1, "fsdp": len(jax.devices()), "tensor": 1}
+    assert dict(sharding.make_mesh().shape) == {"data": 1, "fsdp": len(jax.devices()), "context": 1, "tensor": 1}

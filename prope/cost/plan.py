@@ -107,7 +107,7 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
         log.info("remat=%s, %d sequences on %d chips: %s", remat, candidate.batch_size, len(devices), size)
         return result
 
-    groups = len(devices) // config.mesh.tensor
+    groups = len(devices) // (config.mesh.tensor * config.mesh.context)
     for remat in REMAT:
         rows, too_many, sizes = 1, math.inf, [(0, 0)]  # sizes: (rows, bytes) of the batches that fit
         while sizes[-1][0] < rows < too_many:

@@ -90,7 +90,7 @@ def make_evaluation(
     chosen, fingerprint = selection or select(windows, config.eval.max_windows)
     count = len(chosen)
     source_of = np.repeat(np.arange(len(windows.sources)), [source.count for source in windows.sources])[chosen]
-    shards = mesh.devices.size // mesh.shape["tensor"]
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
     batch_size = -(-min(config.eval.batch_size, count) // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
     synthetic = isinstance(windows, Synthetic)
@@ -104,12 +104,12 @@ def make_evaluation(
     def score(params, batch):
         hidden = batch_hidden(config, params, batch)
         scores = {name: batch[name] for name in ("weights", "segment_ids")}
-        scores["starts_document"] = batch["tokens"][:, 0] == BOS
         scores["losses"] = token_losses(hidden, model.embedding(params), batch["targets"])
         if synthetic:  # one sequence at a time, so that the logits of a batch never exist whole
             predictions = jax.lax.map(lambda row: model.logits(params, row).argmax(axis=-1), hidden)
             scores["correct"] = predictions == batch["targets"]
-        return scores
+        scores, tokens = jax.tree.map(sharding.whole_sequences, (scores, batch["tokens"]))
+        return scores | {"starts_document": tokens[:, 0] == BOS}
 
     step = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
     compiled = None

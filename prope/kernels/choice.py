@@ -5,7 +5,9 @@ import contextlib
 import jax
 
 
-def choose_implementation(requested: str, device, T: int, H: int, dtype: str, segmented: bool) -> tuple[str, str]:
+def choose_implementation(
+    requested: str, device, T: int, H: int, dtype: str, segmented: bool, heads_divide: bool = True
+) -> tuple[str, str]:
     """Returns the implementation for a device, and the reason: "auto" takes the fastest that can run.
 
     Args:
@@ -15,6 +17,7 @@ def choose_implementation(requested: str, device, T: int, H: int, dtype: str, se
       H: head_dim.
       dtype: of the queries, by name.
       segmented: whether `segment_ids` are passed.
+      heads_divide: whether mesh.context divides the heads of a device, those of the keys too unless that is one.
 
     Raises:
       ValueError: the requested implementation cannot run there; names every obstacle.
@@ -38,6 +41,9 @@ def choose_implementation(requested: str, device, T: int, H: int, dtype: str, se
     require("cudnn", fits, f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}")
     require("cudnn", dtype == "bfloat16", f"dtype must be bfloat16; got {dtype}")
     require("cudnn", not segmented, "it needs a dense mask to keep documents apart (data.mask_documents)")
+    require(
+        "cudnn", heads_divide, "mesh.context must divide a device's heads, and its key/value heads unless there is one"
+    )
     refusals = {name: f"{name} cannot be used: {'; '.join(found)}" for name, found in obstacles.items() if found}
     if requested != "auto":
         if requested in refusals:

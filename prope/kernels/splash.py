@@ -23,6 +23,7 @@ _LARGE = Blocks(2048, 2048, 2048, 2048, True)
 # v6e, Gemma 2-9B (256) on v6e. On v5p it has 2048 with a backward pass in two kernels, 7 matmuls instead of 5.
 _V5, _V6 = {256: _LARGE}, {128: _LARGE, 256: Blocks(2048, 512, 512, 512, False)}
 _BLOCKS = {"TPU v5 lite": _V5, "TPU v5e": _V5, "TPU v5": _V5, "TPU v5p": _V5, "TPU v6 lite": _V6, "TPU v6e": _V6}
+_MOST_FUSED = 8  # blocks of keys up to which one kernel computes all gradients: it holds the queries' once for each
 _VMEM_FLAG = "xla_tpu_scoped_vmem_limit_kib"  # launch/run.sh sets it
 
 
@@ -32,28 +33,39 @@ def choose_blocks(device_kind: str, head_dim: int) -> Blocks:
     return next((blocks for largest, blocks in fitting.items() if head_dim <= largest), _SMALL)
 
 
-def splash(query, key, value, segment_ids=None, window: int | None = None, blocks: Blocks | None = None):
-    """Attends causally, [B, K, G, T, H] to [B, K, T, H]; with segment_ids [B, T], within a segment only.
+def splash(query, key, value, positions, part, segments=None, window: int | None = None, blocks: Blocks | None = None):
+    """Attends causally, [B, K, G, T, H] to [B, K, S, H]; with segment ids of queries and keys, within a segment only.
 
-    With a window a query sees that many keys, its own included.
+    With a window a query sees that many keys, its own included. `positions` [C, T] are those of the queries of every
+    part of the sequence, of which this one is `part`.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    G, T, H = query.shape[2:]
+    (G, T, H), S, C = query.shape[2:], key.shape[2], len(positions)
     kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
     *sizes, fused = blocks or choose_blocks(kind, H)
     # Larger blocks than the window would skip few of the keys that it hides.
-    largest = T if window is None else 1 << max(9, (window - 1).bit_length())
-    queries, keys, at_once, at_once_backward = (math.gcd(min(size, largest), T) for size in sizes)  # powers of two
+    largest = S if window is None else 1 << max(9, (window - 1).bit_length())
+    chunk = T if C == 1 else T // 2
+    queries, keys, at_once, at_once_backward = (math.gcd(min(size, largest), chunk) for size in sizes)  # powers of two
+    fused = fused and S // keys <= _MOST_FUSED
     block_sizes = kernel.BlockSizes(
         block_q=queries, block_kv=keys, block_kv_compute=at_once,
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once_backward,
         block_q_dq=None if fused else queries, block_kv_dq=None if fused else keys, use_fused_bwd_kernel=fused,
     )  # fmt: skip
-    own = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
-    mask = masks.MultiHeadMask([own] * G)
-    run = kernel.make_splash_mqa_single_device(mask, block_sizes=block_sizes, residual_checkpoint_name="attention_out")
-    segments = None if segment_ids is None else kernel.SegmentIds(segment_ids, segment_ids)
+    own = masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
+    own.q_sequence = positions.reshape(-1).astype("int32")
+    options = {"block_sizes": block_sizes, "residual_checkpoint_name": "attention_out"}
+    run = kernel.make_splash_mqa(masks.MultiHeadMask([own] * G), head_shards=1, q_seq_shards=C, **options)
+    if C > 1:  # the blocks that this part visits, of arrays [heads, blocks of queries, ..]
+
+        def of_part(array):
+            axis = min(array.ndim - 1, 1)
+            size = array.shape[axis] // C
+            return jax.lax.dynamic_slice_in_dim(array, part * size, size, axis)
+
+        run = jax.tree.map(of_part, run)
     over_kv_heads = jax.vmap(run, in_axes=(0, 0, 0, None))
-    return jax.vmap(over_kv_heads)(query, key, value, segments)
+    return jax.vmap(over_kv_heads)(query, key, value, segments and kernel.SegmentIds(*segments))

@@ -17,7 +17,7 @@ from prope.longcontext.tasks import VARIANTS
 _RANGES = (
     (lambda x: x >= 1, "must be at least 1", """batch_size accumulation num_steps log_every eval_every checkpoint_every
         model.num_layers model.embed_dim model.num_heads model.num_kv_heads model.head_dim model.hidden_dim
-        model.vocab_size data.seq_len eval.batch_size mesh.tensor checkpoint.max_to_keep"""),
+        model.vocab_size data.seq_len eval.batch_size mesh.context mesh.tensor checkpoint.max_to_keep"""),
     (lambda x: x >= 0, "must not be negative", """seed data.num_workers optimizer.warmup_steps optimizer.weight_decay
         watchdog_minutes checkpoint.every_minutes"""),
     (lambda x: x > 0, "must be positive", "optimizer.learning_rate optimizer.eps optimizer.clip_norm"),
@@ -74,6 +74,9 @@ def validate(config: ConfigDict) -> None:
     kv_heads, tensor = fields["model.num_kv_heads"], fields["mesh.tensor"]
     allowed = f"must be 1, which every device keeps, or a multiple of mesh.tensor={tensor}"
     require("model.num_kv_heads", kv_heads == 1 or kv_heads % tensor == 0, allowed)
+    parts, seq_len = fields["mesh.context"], fields["data.seq_len"]
+    allowed = f"must be a multiple of 2 x 128 x mesh.context={parts}: each of its parts is two chunks of whole blocks"
+    require("data.seq_len", parts == 1 or seq_len % (256 * parts) == 0, allowed)
     steps, peak = fields["num_steps"], fields["optimizer.learning_rate"]
     require("optimizer.warmup_steps", fields["optimizer.warmup_steps"] < steps, f"must be less than num_steps={steps}")
     traced = fields["profile"]
@@ -82,7 +85,7 @@ def validate(config: ConfigDict) -> None:
     require("profile", not traced or (two and 1 <= traced[0] <= traced[1] <= steps), allowed)
     final = fields["optimizer.final_learning_rate"]
     require("optimizer.final_learning_rate", 0 <= final <= peak, f"must be in [0, optimizer.learning_rate={peak}]")
-    limit, seq_len = fields["data.position_range"], fields["data.seq_len"]
+    limit = fields["data.position_range"]
     allowed = f"must be from data.seq_len={seq_len} to {2**31}, or None for ordinary positions"
     require("data.position_range", limit is None or seq_len <= limit <= 2**31, allowed)
     if is_generated(fields["data.dataset"]):
@@ -184,17 +187,19 @@ def _check_source(source: dict, prefix: str) -> None:
 
 def validate_devices(config: ConfigDict, all_devices: Sequence) -> None:
     """Raises UsageError where the devices, or their slices, cannot divide the batch, or cannot form the mesh."""
-    devices, slices = len(all_devices), sharding.num_slices(all_devices)
-    replicas, tensor, parts = config.mesh.data or slices, config.mesh.tensor, config.accumulation
+    devices, slices, mesh = len(all_devices), sharding.num_slices(all_devices), config.mesh
+    replicas, parts = mesh.data or slices, config.accumulation
     if all_devices[0].platform == "tpu" and replicas % slices:
         raise UsageError(f"config.mesh.data={replicas}: must be a multiple of the number of slices, {slices}")
-    if devices % tensor:
-        raise UsageError(f"config.mesh.tensor={tensor}: must divide the number of devices, {devices}")
-    if devices // tensor % replicas:
-        over = f" over mesh.tensor={tensor}" if tensor > 1 else ""
-        raise UsageError(f"config.mesh.data={replicas}: must divide the number of devices, {devices}{over}")
-    rows = devices // tensor
+    per_sequence, over = 1, ""
+    for name, size in (("tensor", mesh.tensor), ("context", mesh.context), ("data", replicas)):
+        if devices // per_sequence % size:
+            raise UsageError(f"config.mesh.{name}={size}: must divide the number of devices, {devices}{over}")
+        if name != "data" and size > 1:
+            per_sequence *= size
+            over += f"{' and ' if over else ' over '}mesh.{name}={size}"
+    rows = devices // per_sequence
     if config.batch_size % (parts * rows):
-        groups = "devices" if tensor == 1 else f"groups of {tensor} devices"
+        groups = "devices" if per_sequence == 1 else f"groups of {per_sequence} devices"
         multiple = f"{parts * rows} (accumulation={parts} x {rows} {groups})"
         raise UsageError(f"config.batch_size={config.batch_size}: must be a multiple of {multiple}")
