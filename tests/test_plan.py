@@ -122,7 +122,10 @@ def test_a_plan_of_one_gpu_takes_its_kernels_and_the_share_of_its_memory_that_ja
 def test_each_node_of_gpus_holds_a_replica(plan):
     options = ("--topology=a100:2x2", "--sequences_per_chip=2", "--config.model.remat=save_qkv")
     found = plan(*SMALL, *options).result
-    assert found["mesh"] == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1} and (found["chips"], found["slices"]) == (4, 2)
+    assert found["mesh"] == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1} and (found["chips"], found["slices"]) == (
+        4,
+        2,
+    )
     # What the GPUs of a node gather does not leave it; between nodes a GPU's half of the gradients is summed: the
     # layers' in bfloat16; the embedding's in float32, apart or together as a table and as the head.
     head, traffic = 25_600 * 256, found["collectives"]

@@ -16,6 +16,7 @@ from jax.interpreters import partial_eval
 from ml_collections import ConfigDict
 
 from prope.encodings import layer_windows
+from prope.sharding import part_positions
 
 
 class Chip(NamedTuple):
@@ -100,6 +101,14 @@ _OPAQUE = re.compile(
 
 # Of cuDNN's attention by JAX's primitive: the backward pass computes the scores again.
 CUDNN_MATMULS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+
+
+def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
+    """Computes the FLOPs of the part of a sequence split over C devices that has most, over the parts' mean."""
+    tokens = part_positions(C, seq_len)
+    keys = sum(np.minimum(tokens + 1, window or seq_len).sum(axis=1) for window in layer_windows(model))
+    mean = model_flops_per_token(model, seq_len) * seq_len / C
+    return float(1 + 12.0 * model.num_heads * model.head_dim * (keys.max() - keys.mean()) / mean)
 
 
 def count_flops(jaxpr: ClosedJaxpr | Jaxpr, kernels: Mapping[str, float] | None = None) -> float:

@@ -40,6 +40,8 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "hbm_bytes_per_chip": limit,
         "xla_flags": flags,
     }
+    if (parts := config.mesh.context) > 1:
+        result["busiest_part"] = flops.busiest_part(config.model, config.data.seq_len, parts)
     # Tuning a GPU's kernels would need the GPU.
     options = flags | ({"xla_gpu_autotune_level": 0} if gpu else {})
     start = time.perf_counter()
