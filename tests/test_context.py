@@ -146,7 +146,7 @@ def test_the_busiest_part_has_its_share_of_the_work():
 
 LONGER = (
     "--config.data.seq_len=1024", "--config.batch_size=4", "--config.log_every=1", "--config.num_steps=12",
-    "--config.eval_every=4", "--config.eval.max_windows=3", "--config.model.embed_dim=256",
+    "--config.eval_every=3", "--config.eval.max_windows=3", "--config.model.embed_dim=256",
 )  # fmt: skip
 MASKED = "--config.data.mask_documents=True"
 

@@ -15,7 +15,7 @@ from prope.runtime import xla_flags
 
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):  # noqa: F811
-    monkeypatch.setattr(splash, "choose_blocks", lambda *_: splash.Blocks(256, 128, 128, 128, fused))
+    monkeypatch.setattr(splash, "choose_blocks", lambda *_: splash.Blocks(256, 128, 128, 128, 2**30 * fused))
     q, k, v = draw(256, 256, 2, 1, H=128)
     expected = reference(q, k, v, causal(256), cotangent_of(q))
     assert_close(with_gradients(q, k, v, cotangent_of(q), implementation="splash"), expected, 5e-6)

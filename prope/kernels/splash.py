@@ -8,22 +8,26 @@ import jax
 
 
 class Blocks(NamedTuple):
-    """Sizes in tokens of the kernels' blocks, and whether one kernel computes all gradients."""
+    """Sizes in tokens of the kernels' blocks, and how much memory one kernel that computes all gradients may take.
+
+    With it attention is 7 matmuls of T S, in two kernels 9. But it writes a gradient of the queries for every block of
+    keys.
+    """
 
     queries: int
     keys: int
     keys_at_once: int  # of a block, in one matmul of the forward pass
     keys_at_once_backward: int
-    fused_backward: bool
+    fused_bytes: int  # of these gradients; 0: never
 
 
-_SMALL = Blocks(1024, 1024, 512, 256, True)  # within the VMEM that every chip gives without a flag
-_LARGE = Blocks(2048, 2048, 2048, 2048, True)
+_SMALL = Blocks(1024, 1024, 512, 256, 2**30)  # within the VMEM that every chip gives without a flag
+_LARGE = Blocks(2048, 2048, 2048, 2048, 2**30)
 # By jax.Device.device_kind: the blocks up to each head_dim. Source: maxtext, Llama-3.1-8B (head_dim 128) on v5e and
 # v6e, Gemma 2-9B (256) on v6e. On v5p it has 2048 with a backward pass in two kernels, 7 matmuls instead of 5.
-_V5, _V6 = {256: _LARGE}, {128: _LARGE, 256: Blocks(2048, 512, 512, 512, False)}
-_BLOCKS = {"TPU v5 lite": _V5, "TPU v5e": _V5, "TPU v5": _V5, "TPU v5p": _V5, "TPU v6 lite": _V6, "TPU v6e": _V6}
-_MOST_FUSED = 8  # blocks of keys up to which one kernel computes all gradients: it holds the queries' once for each
+_V5, _V6 = {256: _LARGE}, {128: _LARGE, 256: Blocks(2048, 512, 512, 512, 0)}
+_V5P = {256: _LARGE._replace(fused_bytes=2**34)}
+_BLOCKS = {"TPU v5 lite": _V5, "TPU v5e": _V5, "TPU v5": _V5P, "TPU v5p": _V5P, "TPU v6 lite": _V6, "TPU v6e": _V6}
 _VMEM_FLAG = "xla_tpu_scoped_vmem_limit_kib"  # launch/run.sh sets it
 
 
@@ -44,12 +48,12 @@ def splash(query, key, value, positions, part, segments=None, window: int | None
 
     (G, T, H), S, C = query.shape[2:], key.shape[2], len(positions)
     kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
-    *sizes, fused = blocks or choose_blocks(kind, H)
+    *sizes, fused_bytes = blocks or choose_blocks(kind, H)
     # Larger blocks than the window would skip few of the keys that it hides.
     largest = S if window is None else 1 << max(9, (window - 1).bit_length())
     chunk = T if C == 1 else T // 2
     queries, keys, at_once, at_once_backward = (math.gcd(min(size, largest), chunk) for size in sizes)  # powers of two
-    fused = fused and S // keys <= _MOST_FUSED
+    fused = query.size * query.dtype.itemsize * (S // keys) <= fused_bytes
     block_sizes = kernel.BlockSizes(
         block_q=queries, block_kv=keys, block_kv_compute=at_once,
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once_backward,
