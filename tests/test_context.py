@@ -38,8 +38,7 @@ def test_parts_hold_every_token_once_and_as_much_causal_work(C):
 
 @pytest.mark.parametrize("C", [1, 4])
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 700])
-def test_pairs_are_those_in_which_a_query_sees_a_key(C, window, monkeypatch):
-    monkeypatch.setattr(pairs, "_BLOCK", 64)
+def test_pairs_are_those_in_which_a_query_sees_a_key(C, window):
     T = 1024
     positions = sharding.part_positions(C, T)
     block, listed = pairs.list_pairs(positions, window)
@@ -53,14 +52,14 @@ def test_pairs_are_those_in_which_a_query_sees_a_key(C, window, monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("T", "heads", "kv_heads", "window"), [(384, 4, 1, None), (384, 4, 4, 100), (576, 6, 2, 300)])
-def test_pairs_of_blocks_and_their_gradients_equal_the_formula(T, heads, kv_heads, window, masked, monkeypatch):
-    monkeypatch.setattr(attention, "_LONG", 0)
-    monkeypatch.setattr(pairs, "_BLOCK", 96)
+@pytest.mark.parametrize("most", [0, 100])
+@pytest.mark.parametrize(("T", "heads", "kv_heads", "window"), [(384, 4, 1, None), (384, 4, 4, 100), (577, 6, 2, 300)])
+def test_loops_over_pairs_and_their_gradients_equal_the_formula(T, heads, kv_heads, window, masked, most, monkeypatch):
+    monkeypatch.setattr(pairs, "_MOST_UNROLLED", most)
     q, k, v = draw(T, T, heads, kv_heads, H=8)
     segments = documents(len(q), T) if masked else None
     expected = reference(q, k, v, causal(T, segments, window), cotangent_of(q))
-    jax.clear_caches()
+    with_gradients.clear_cache()
     assert_close(with_gradients(q, k, v, cotangent_of(q), segments, window=window), expected, 5e-6)
 
 
