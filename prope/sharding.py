@@ -198,11 +198,9 @@ def num_parts() -> int:
     return 1 if mesh.empty else mesh.shape["context"]
 
 
-def join_parts(rows: jax.Array, sequences_per_device: int) -> jax.Array:
+def _join_parts(rows: jax.Array, sequences_per_device: int) -> jax.Array:
     """Joins the rows of a batch, [.., T / C, ..] on axis 1, to whole sequences [B, T, ..] in the order of the text."""
     C, (_, length, *rest) = num_parts(), rows.shape
-    if C == 1:
-        return rows
     chunks = rows.reshape(-1, C, sequences_per_device, 2, length // 2, *rest)
     early, late = chunks[:, :, :, 0], chunks[:, ::-1, :, 1]
     return jnp.concatenate([early, late], axis=1).swapaxes(1, 2).reshape(-1, C * length, *rest)
@@ -210,12 +208,10 @@ def join_parts(rows: jax.Array, sequences_per_device: int) -> jax.Array:
 
 def whole_sequences(rows: jax.Array) -> jax.Array:
     """Returns the rows of a whole batch as its sequences, [B, T, ..], in the order of the text."""
-    sequences = join_parts(rows, len(rows) // num_shards("B"))
-    return (
-        sequences
-        if num_parts() == 1
-        else jax.lax.with_sharding_constraint(sequences, PartitionSpec(_MESH_AXES["B"][:2]))
-    )
+    if num_parts() == 1:
+        return rows
+    sequences = _join_parts(rows, len(rows) // num_shards("B"))
+    return jax.lax.with_sharding_constraint(sequences, PartitionSpec(("data", "fsdp")))
 
 
 def gather_parts(rows: jax.Array) -> jax.Array:
@@ -223,7 +219,7 @@ def gather_parts(rows: jax.Array) -> jax.Array:
     if num_parts() == 1:
         return rows
     with jax.named_scope("gather_parts"):
-        return join_parts(jax.lax.all_gather(rows, "context", tiled=True), len(rows))
+        return _join_parts(jax.lax.all_gather(rows, "context", tiled=True), len(rows))
 
 
 def part_index() -> jax.Array | int:
@@ -236,8 +232,7 @@ def split_heads(rows: jax.Array) -> jax.Array:
     C = num_parts()
     if C == 1 or rows.shape[2] == 1:
         return gather_parts(rows)
-    exchanged = jax.lax.all_to_all(rows, "context", split_axis=2, concat_axis=0, tiled=True)
-    return join_parts(exchanged, len(rows))
+    return _join_parts(jax.lax.all_to_all(rows, "context", split_axis=2, concat_axis=0, tiled=True), len(rows))
 
 
 def join_heads(x: jax.Array) -> jax.Array:

@@ -158,6 +158,8 @@ CASES = [
     (MQA | LONG | SPLIT, (1, 2, 1), "minimal", True, {"mesh__context": 4, "model__attention": "splash"}),
     (GQA | LONG | SPLIT | MASKED, (1, 2, 2), "full", True, {"mesh__context": 2, "model__attention": "splash"}),
     (MQA | LONG | SPLIT | WINDOWS, (1, 2, 1), "full", True, {"mesh__context": 2, "model__attention": "splash"}),
+    (MHA | SPLIT, (1, 2, 1), "none", True, {"mesh__context": 4, "model__attention": "cudnn"}),
+    (MQA | SPLIT | WINDOWS, (1, 2, 2), "minimal", True, TWICE | {"mesh__context": 2, "model__attention": "cudnn"}),
 ]
 
 
@@ -167,6 +169,8 @@ def steps():
     loss._MAX_LOGITS_WHOLE = 1  # several chunks of the vocabulary
     make = functools.partial(splash_attention_kernel.make_splash_mqa, interpret=True)
     splash_attention_kernel.make_splash_mqa = make
+    plain = jax.nn.dot_product_attention  # without a GPU, what cuDNN is asked for
+    jax.nn.dot_product_attention = lambda *arrays, implementation, **options: plain(*arrays, **options)
     alone = functools.cache(lambda fields: run(small(**dict(fields), model__scan_layers=False), (1, 1, 1)))
     for number, case in enumerate(CASES):
         fields, shape, remat, scan, others = case
