@@ -30,7 +30,8 @@ def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[
     "bytes" is the larger of operand and result on one chip, doubled for an all-reduce: the traffic of each chip of a
     ring of n, without the factor (n - 1) / n; for an all-to-all, an upper bound. A start and its done count once.
     "async" counts those that the compiler has started apart, so that computation can run beside them.
-    What passes between slices has kinds of its own, "all-reduce between slices", with that factor. libtpu compiles a
+    Those of a split sequence have kinds of their own, "all-gather of keys and values", where the compiler keeps them
+    apart. What passes between slices has too, "all-reduce between slices", with that factor. libtpu compiles a
     slice's module alone, in which hosts send and receive for their chips. With `chips_per_node`, of GPUs, nodes are
     the slices: a collective over several counts the bytes that pass the network card of one chip.
 
@@ -60,9 +61,12 @@ def kernels(text: str) -> dict[str, int]:
     return dict(sorted(_total(_read(text), "ENTRY", count).items()))
 
 
-def array_shapes(text: str) -> set[tuple[str, tuple[int, ...]]]:
-    """Lists (dtype, dims) of all arrays of a compiled module, those inside fusions included."""
-    return {(a.dtype, a.dims) for c in _read(text).values() for x in c.instructions.values() for a in x.arrays}
+def array_shapes(text: str, in_fusions: bool = True) -> set[tuple[str, tuple[int, ...]]]:
+    """Lists (dtype, dims) of the arrays of a compiled module; those inside fusions, in no memory, may be left out."""
+    module = _read(text)
+    fusions = {x.attribute("calls") for c in module.values() for x in c.instructions.values() if x.opcode == "fusion"}
+    kept = [c for name, c in module.items() if in_fusions or name not in fusions]
+    return {(a.dtype, a.dims) for c in kept for x in c.instructions.values() for a in x.arrays}
 
 
 class _Array(NamedTuple):
@@ -219,11 +223,12 @@ def _collectives_in(module: dict, computation: _Computation, chips_per_node: int
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
                 size *= 2 if kind == "all-reduce" else 1
-                apart = x.opcode != kind and _SYNC not in computation.instructions[x.operands[0]].attributes
+                kind += " of keys and values" if "/gather_parts/" in x.attributes else ""
+                apart = x.opcode.endswith("-done") and _SYNC not in computation.instructions[x.operands[0]].attributes
                 group = _first_group(computation, x) if chips_per_node else [0]
                 nodes = len({chip // (chips_per_node or 1) for chip in group})
                 if nodes > 1:  # those of a node share the traffic of a gather or a sum, not of a permutation
-                    shared = 1 if kind.endswith(("to-all", "permute")) else len(group) // nodes
+                    shared = 1 if "to-all" in kind or "permute" in kind else len(group) // nodes
                     kind, size = f"{kind} between slices", size * (nodes - 1) // nodes // shared
                 counts.update({(kind, "count"): 1, (kind, "bytes"): size, (kind, "async"): int(starts or apart)})
         elif x.opcode == "recv" and (match := re.search(_BETWEEN_SLICES, x.attributes)):
