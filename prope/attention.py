@@ -2,11 +2,12 @@
 
 No implementation holds a T x S array of scores: they compute those of a block of queries and keys at a time.
 
-Of a sequence that is split into C parts (prope/sharding.py), a device computes the queries of one part and all-gathers
-keys and values, in bfloat16 4 K H bytes a token: 1 KB for Gemma. Against the 2 N H T^2 / C FLOPs of its scores these
-4 K H T bytes take less time from T = 2 C K / N x (FLOP/s) / (bytes/s) on: with C = 4 on v5p from some 2,500 tokens on.
-A ring would pass as many bytes, beside the scores of the part before; it wins for shorter sequences, or where a
-sequence's keys and values, 1 GB a layer at 2^20 tokens, do not fit.
+Of a sequence that is split into C parts (prope/sharding.py), a device computes the queries of one part, and all-gathers
+keys and values: in bfloat16 4 K H bytes a token, 1 KB for Gemma. These 4 K H T bytes take less time than the
+2 N H T^2 / C FLOPs of its scores from T = 2 C K / N x (FLOP/s) / (bytes/s) on: with C = 4 on v5p from some 2,500 tokens
+on. A ring would pass as many bytes, beside the scores of the part before: it wins for shorter sequences, or where the
+keys and values of a sequence, 1 GB a layer at 2^20 tokens, do not fit. cuDNN has no mask for parts, so it exchanges
+them for heads: of every sequence a device computes N / C heads.
 
 Axes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K, H head_dim.
 """
@@ -61,8 +62,8 @@ def attention(
         device = jax.devices()[0]
         implementation, _ = choose_implementation("auto", device, T, H, query.dtype.name, segmented, by_heads)
     window = None if window is None or window >= num_parts() * query.shape[1] else window
-    by_blocks = {"xla": attend_pairs, "splash": splash}
-    function = functools.partial(_by_blocks, by_blocks[implementation]) if implementation in by_blocks else _cudnn
+    by_pairs, by_splash = (functools.partial(_by_blocks, run) for run in (attend_pairs, splash))
+    function = {"xla": by_pairs, "splash": by_splash, "cudnn": _cudnn}[implementation]
     function = functools.partial(function, window)
     arrays = [query, key, value] if segment_ids is None else [query, key, value, segment_ids]
     return shard_mapped(function, ["BTNH", "BSKH", "BSKH", "BS"][: len(arrays)])(*arrays)
