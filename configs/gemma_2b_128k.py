@@ -46,7 +46,6 @@ def get_config(size: str = "full"):
     config.checkpoint_every = 100
 
     config.model.max_wavelength = 500_000.0
-    config.model.remat = "save_qkv"
     config.data.seq_len = 131_072
     config.mesh.context = 4  # devices that share a sequence
 

@@ -1,10 +1,12 @@
 """Splash attention, JAX's flash attention for TPUs, with blocks for each chip."""
 
+import functools
 import math
 import os
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 
 class Blocks(NamedTuple):
@@ -37,6 +39,23 @@ def choose_blocks(device_kind: str, head_dim: int) -> Blocks:
     return next((blocks for largest, blocks in fitting.items() if head_dim <= largest), _SMALL)
 
 
+@functools.cache
+def _mask_of_blocks(kind: type) -> type:
+    """Makes a kind of mask that computes only blocks on its border: of 2^20 tokens there are 2^18 blocks."""
+
+    class Mask(kind):
+        def __getitem__(self, index):
+            first, last = self.q_sequence[index[0]][[0, -1]]
+            keys, left = index[1], getattr(self, "window_size", (math.inf,))[0]
+            if keys.start > last or keys.stop - 1 < first - left:
+                return np.zeros((1, 1), bool)
+            if keys.stop - 1 <= first and keys.start >= last - left:
+                return np.ones((1, 1), bool)
+            return super().__getitem__(index)
+
+    return Mask
+
+
 def splash(query, key, value, positions, part, segments=None, window: int | None = None, blocks: Blocks | None = None):
     """Attends causally, [B, K, G, T, H] to [B, K, S, H]; with segment ids of queries and keys, within a segment only.
 
@@ -59,7 +78,8 @@ def splash(query, key, value, positions, part, segments=None, window: int | None
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once_backward,
         block_q_dq=None if fused else queries, block_kv_dq=None if fused else keys, use_fused_bwd_kernel=fused,
     )  # fmt: skip
-    own = masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
+    arguments = (masks.CausalMask,) if window is None else (masks.LocalMask, (window - 1, 0), 0)
+    own = _mask_of_blocks(arguments[0])((S, S), *arguments[1:])
     own.q_sequence = positions.reshape(-1).astype("int32")
     options = {"block_sizes": block_sizes, "residual_checkpoint_name": "attention_out"}
     run = kernel.make_splash_mqa(masks.MultiHeadMask([own] * G), head_shards=1, q_seq_shards=C, **options)
