@@ -250,11 +250,11 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
     source = (made / "report" / "index.html").read_text()
     assert re.findall(r"url\((?!#)", source) == [] and "@import" not in source and "default-src 'none'" in source
     texts = [attributes["aria-label"] for _, attributes in page.tags if attributes.get("role") == "img"]
-    assert len(texts) == sum(tag == "svg" for tag, _ in page.tags) / 2 == 5 and min(map(len, texts)) > 40
+    assert len(texts) == sum(tag == "svg" for tag, _ in page.tags) / 2 == 6 and min(map(len, texts)) > 40
     assert ("html", {"lang": "en"}) in page.tags and sum(tag == "h1" for tag, _ in page.tags) == 1
     assert "'<b>.model'" not in source and "&lt;b&gt;.model" in source
     files = sorted(path.name for path in (made / "report").iterdir())
-    names = ("accuracy", "index", "length", "loss", "perplexity", "position")
+    names = ("accuracy", "far", "index", "length", "loss", "perplexity", "position")
     assert files == [f"{name}.{'html' if name == 'index' else 'png'}" for name in names]
     assert (made / "report" / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -283,7 +283,7 @@ def lines_of(picture):
 
 def test_the_pictures_show_what_the_files_say(made):
     drawn = {picture.name: picture for picture in pictures.pictures(runs.read_sweep(made))}
-    assert list(drawn) == ["perplexity", "loss", "position", "length", "accuracy"]
+    assert list(drawn) == ["perplexity", "loss", "position", "length", "far", "accuracy"]
 
     def logged(p, seed):
         return [r["loss"] for r in read_lines(made / f"rope_percentage={p:g},seed={seed}" / "metrics.jsonl")]
@@ -302,6 +302,10 @@ def test_the_pictures_show_what_the_files_say(made):
     left, _ = lines_of(drawn["length"])
     assert left[0][0] == [256, 512]
     np.testing.assert_allclose(left[0][1][0], np.mean([final(made, 0, seed)["loss"] for seed in SEEDS]))
+    left, _ = lines_of(drawn["far"])
+    buckets = [final(made, 0, seed, 512)["by_position"] for seed in SEEDS]
+    assert left[0][0] == [(b["from"] + b["to"]) / 2 for b in buckets[0]]
+    np.testing.assert_allclose(left[0][1], np.mean([[b["loss"] for b in of_seed] for of_seed in buckets], axis=0))
     copy, recall = lines_of(drawn["accuracy"])
     assert copy[0][0] == recall[0][0] == [12, 24]
     found = [final(made, 0, seed, 512)["accuracy_by_distance"] for seed in SEEDS]

@@ -58,17 +58,20 @@ def pictures(runs: list[Run]) -> list[Picture]:
     base = {name: reference(group[0].values, by_name) for name, group in by_name.items()}
     steps = curves(runs, lambda run: {r["step"]: r["loss"] for r in run.metrics})
     positions = curves(runs, lambda run: by_middle((run.evaluation or {}).get("by_position", []), "loss"))
+    longest = curves(runs, lambda run: by_middle(longer_than_training(run), "loss"))
     answers = {run.name: accuracies(run) for run in runs}
     of_task = {
         task: curves(runs, lambda r, t=task: by_middle([e for e in answers[r.name] if e["task"] == t], "accuracy"))
         for task in sorted({entry["task"] for entries in answers.values() for entry in entries})
     }
     nats, lengths = "validation loss (nats per token)", curves(runs, by_length)
+    far = "Loss by position in the longest windows"
     drawn = (
         perplexity_picture(runs),
         curves_picture("loss", "Training loss", "step", "loss (nats per token)", steps, base, robust=True),
         curves_picture("position", "Loss by position in the window", "position (tokens)", nats, positions, base),
         curves_picture("length", "Loss by context length", "tokens in a window", nats, lengths, base, log=True),
+        curves_picture("far", far, "position (tokens)", nats, longest, base, log=True),
         accuracy_picture(of_task),
     )
     return [picture for picture in drawn if picture] + maps(runs)
@@ -94,6 +97,13 @@ def by_length(run: Run) -> dict[float, float]:
         by_text.setdefault(key, {})[record["seq_len"]] = record["loss"]
     lengths = [(key[0], len(losses), losses) for key, losses in by_text.items() if len(losses) > 1]
     return max(lengths, key=lambda entry: entry[:2], default=(0, 0, {}))[2]
+
+
+def longer_than_training(run: Run) -> list[dict]:
+    """Reads the losses by position of the last step in the longest windows; [] if those of training are as long."""
+    records = find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset)
+    longer = [r for r in records if r["seq_len"] > run.config.data.seq_len and r.get("by_position")]
+    return max(longer, key=lambda record: record["seq_len"], default={"by_position": []})["by_position"]
 
 
 def accuracies(run: Run) -> list[dict]:
