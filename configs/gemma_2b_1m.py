@@ -8,10 +8,11 @@ Command    python -m prope.train --config=configs/gemma_2b_1m.py --workdir=W --i
                --config.data.tokenizer=gs://gemma-data/tokenizers/tokenizer_gemma2.model
            W128K is the workdir of gemma_2b_128k.py. To try the plumbing on a laptop: configs/gemma_2b_1m.py:tiny
 Data       Wikipedia, as before, so that length alone differs; see gemma_2b_128k.py.
-Hardware   A slice of 64 TPU v5p. 32 chips share a sequence (config.mesh.context): 32,768 tokens a chip and part.
-           python -m prope.plan --config=configs/gemma_2b_1m.py --topology=v5p:4x4x4
-           FILL: GB of 103, compiled, not run; 64 H100, 256 v5e.
-Hours      1.05 billion tokens, about 2.6e20 FLOPs, 94 % of them attention: 4.5 hours on 64 v5p at 55 % of their peak.
+Hardware   A slice of 512 TPU v5p. 128 chips share a sequence (config.mesh.context): 8,192 tokens a chip.
+           python -m prope.plan --config=configs/gemma_2b_1m.py --topology=v5p:8x8x8
+           46 GB of 103 (compiled, not run); on 64 H200 give --config.mesh.context=8 --config.batch_size=8
+           --config.model.remat=save_qkv: 75 GB of 139.
+Hours      1.05 billion tokens, about 2.6e20 FLOPs, 94 % of them attention: 0.6 hours on 512 v5p at 55 % of their peak.
            Computed, not measured.
 Expected   Not yet run. The steps and the learning rate are ours.
 """
@@ -28,12 +29,13 @@ def get_config(size: str = "full"):
     config = shorter["get_config"]()
     config.num_steps = 250
     config.batch_size = 4  # sequences, so 4.2 M tokens as before
+    config.accumulation = 1
     config.eval_every = 50
     config.checkpoint_every = 50
 
     config.model.max_wavelength = 10_000_000.0
     config.data.seq_len = 1_048_576
-    config.mesh.context = 32  # devices that share a sequence
+    config.mesh.context = 128  # devices that share a sequence
 
     config.eval.batch_size = 2
     config.eval.max_windows = 8  # 8.4 M tokens
