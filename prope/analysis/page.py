@@ -13,6 +13,7 @@ KINDS = {
     "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",
     "semantic": "semantic", "": "none of these",
 }  # fmt: skip
+NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
 SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
 
 
@@ -68,10 +69,9 @@ def heat(axes, values: np.ndarray, title: str, rows: str, labels: list, rotated:
 
 
 def usage(analysis: dict) -> Picture:
-    """Draws Figures 3 and 4: norms by layer and pair, means over heads."""
+    """Draws Figure 3: norms by layer and pair, means over heads."""
     layers = analysis["layers"]
-    kinds = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
-    means = {kind: norms(analysis, name).mean(axis=1) for kind, name in kinds.items()}
+    means = {kind: norms(analysis, name).mean(axis=1) for kind, name in NORMS.items()}
     rotated = [layer["turned"] for layer in layers]
 
     def draw(figure) -> None:
@@ -86,27 +86,27 @@ def usage(analysis: dict) -> Picture:
         f"{values[:, -quarter:].mean():.2f} in the slowest"
         for kind, values in means.items()
     )
-    caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads (the paper's Figures 3 and 4)."
+    caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads (the paper's Figure 3)."
     if min(rotated) < analysis["head_dim"] // 2:
         caption += " Pairs right of the red line are not rotated."
     return Picture("usage", "Frequency usage by layer", f"Mean norms by pair. {ends}.", caption, draw, (12, 3.4))
 
 
 def usage_by_head(analysis: dict) -> Picture:
-    """Draws Figures 6 and 11: norms of every head."""
+    """Draws Figures 4 and 11: norms of every head, of its values too."""
 
     def draw(figure) -> None:
-        kinds = {"queries": "query_norms", "keys": "key_norms"}
-        for axes, (kind, name) in zip(panels(figure, 2)[0], kinds.items(), strict=True):
+        for axes, (kind, name) in zip(panels(figure, 3)[0], NORMS.items(), strict=True):
             values = norms(analysis, name)
             count = values.shape[1]
             labels = [f"{layer['layer']}.{head}" for layer in analysis["layers"] for head in range(count)]
             rotated = np.repeat([layer["turned"] for layer in analysis["layers"]], count)
-            heat(axes, values.reshape(-1, values.shape[2]), kind, "layer.head", labels, rotated)
+            ends = None if "values" in kind else rotated
+            heat(axes, values.reshape(-1, values.shape[2]), kind, "layer.head", labels, ends)
 
     count = len(analysis["heads"])
-    alt = f"Mean norms by pair, of the queries of {count} heads and of their keys."
-    caption = "The same for every head; a key head may serve several query heads."
+    alt = f"Mean norms by pair, of the queries of {count} heads, and of their keys and values."
+    caption = "The same for every head; a head of keys and values may serve several query heads."
     return Picture("usage_by_head", "Frequency usage by head", alt, caption, draw, (12, min(3 + 0.07 * count, 14)))
 
 
