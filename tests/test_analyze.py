@@ -27,7 +27,7 @@ H = 32
 
 def asked(**flags) -> types.SimpleNamespace:
     names = {"sequences": 3, "channels": 2, "again": False} | dict.fromkeys(
-        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads")
+        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "window")
     )
     return types.SimpleNamespace(**names | flags)
 
@@ -156,27 +156,28 @@ def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
 
 
 @pytest.mark.slow
-def test_an_opening_is_the_start_of_the_whole(monkeypatch):
+def test_a_view_is_part_of_the_whole():
     config = small(head_dim=H)
     params, tokens, positions = draw(config)
     (_, captured), *_ = layers_of(config, params, tokens, positions)
-    opening = measures.opening(captured, 7)
+    chosen = [0, 2, 5, 6, 11]
+    view = jax.device_get(measures.view(captured, np.array(chosen)))
     whole = measures.weights(captured.rotated_query[0], captured.rotated_key[0], jnp.arange(12))
-    np.testing.assert_allclose(opening.weights, whole[:, :7, :7], atol=1e-6)
-    names = [f"t{i}" for i in range(7)]
+    np.testing.assert_allclose(view.weights, whole[:, chosen][:, :, chosen], atol=1e-6)
+    names = [f"t{i}" for i in range(12)]
     for head in range(4):
-        table = census.bounds_table(opening, head, H, names)
+        shown = census.show_head(view, head, [2, 5, 11], [0, 6], names)
+        table = shown["table"]
+        np.testing.assert_array_equal(shown["map"], view.weights[head][[1, 2, 4]][:, [1, 2, 4]])
         q = np.asarray(captured.query[0, :, head], np.float64)
         k = np.asarray(captured.key[0, :, head // 2], np.float64)
-        bounds = [np.linalg.norm(q[i]) * np.linalg.norm(k[i]) / H**0.5 for i in range(7)]
+        bounds = [np.linalg.norm(q[i]) * np.linalg.norm(k[i]) / H**0.5 for i in (0, 6)]
         np.testing.assert_allclose(table["upper_bound"], bounds, rtol=1e-5)
-        before = [np.linalg.norm(q[i]) * np.linalg.norm(k[i - 1]) / H**0.5 for i in range(1, 7)]
-        np.testing.assert_allclose(table["previous_upper_bound"][1:], before, rtol=1e-5)
-        logits = np.log(np.asarray(whole[head], np.float64)[range(1, 7), range(1, 7)])
-        logits -= np.log(np.asarray(whole[head], np.float64)[range(1, 7), range(6)])
-        apart = np.subtract(table["diagonal"][1:], table["previous_token"][1:])
-        np.testing.assert_allclose(apart, logits, atol=1e-4)
-        assert table["previous_token"][0] is None and table["tokens"] == names
+        before = np.linalg.norm(q[6]) * np.linalg.norm(k[5]) / H**0.5
+        assert table["previous_upper_bound"] == [None, pytest.approx(before)]
+        apart = np.log(float(whole[head, 6, 6])) - np.log(float(whole[head, 6, 5]))
+        assert table["diagonal"][1] - table["previous_token"][1] == pytest.approx(apart, abs=1e-4)
+        assert table["previous_token"][0] is None and table["tokens"] == ["t0", "t6"]
 
 
 def test_the_rank_correlation_is_spearmans():

@@ -66,7 +66,7 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
     assert [(head["layer"], head["head"], head["why"]) for head in saved["shown"]] == [(1, 0, "asked for")]
     assert saved["shown"][0]["table"]["tokens"][0] == "<bos>"
     pictures = {path.stem for path in folder.glob("*.png")}
-    assert pictures == {"usage", "usage_by_head", "census", "heads", "channels"}
+    assert pictures == {"usage", "usage_by_head", "census", "heads", "head_1_0", "channels"}
     for value in (saved["loss"]["loss"], *(c["removed"]["difference"] for c in saved["channels"])):
         assert np.isfinite(value)
 
@@ -81,13 +81,21 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
         ({"layers": "x"}, "--layers=x: 'x' is not a layer"),
         ({"heads": "1.4"}, "--heads=1.4: '1.4' is not LAYER.HEAD of this model, whose heads are 0 to 3"),
         ({"heads": "1.0", "layers": "0"}, "of which these layers are measured: 0"),
+        (
+            {"window": "9"},
+            "--window=9: is not START:STOP of the 64 tokens read, with 1 to 128 tokens; give another one",
+        ),
+        ({"window": "8:8"}, "--window=8:8: is not START:STOP of the 64"),
+        ({"window": "60:65"}, "--window=60:65: is not START:STOP of the 64 tokens read.*read more with --seq_len"),
         ({"step": 3}, "--step=3: .* has no such checkpoint; it has 7"),
         ({"text": "none.txt"}, "--text=none.txt: cannot be read: No such file"),
     ],
 )
-def test_what_is_not_there_is_answered_in_one_line(run_and_export, flags, says):
+def test_what_is_not_there_is_answered_in_one_line(run_and_export, tmp_path, monkeypatch, flags, says):
+    (tmp_path / "a.txt").write_text("word " * 40)
+    monkeypatch.setattr(analyze, "Walk", None)  # nothing is put on a device
     with pytest.raises(UsageError, match=says) as error:
-        analyze.analyse(run_and_export / "run", asked(**flags))
+        analyze.analyse(run_and_export / "run", asked(**{"text": str(tmp_path / "a.txt"), "seq_len": 64} | flags))
     assert "\n" not in str(error.value)
 
 

@@ -3,16 +3,15 @@
 import contextlib
 import hashlib
 import json
-import re
 import time
 
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from prope.analysis import census, channels, compare, measures, page
-from prope.analysis.sequences import SHOWN, read_sequences
+from prope.analysis.choices import parse_heads, parse_layers, parse_window
+from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
@@ -22,7 +21,7 @@ from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 
 # Flags that change the result, and fields of analysis.json that the command prints.
-_OPTIONS = ("sequences", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "channels")
+_OPTIONS = ("sequences", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "channels", "window")
 _PRINTED = (
     "source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage",
     "step", "workdir",
@@ -51,17 +50,20 @@ def analyse(workdir: epath.Path, options) -> dict:
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, run.step)
         return saved
     start = time.monotonic()
-    tokens, token_names, text = read_sequences(run, options)
+    tokens, names, text = read_sequences(run, options)
     B, T = tokens.shape
+    window = parse_window(options.window, T)
+    table, window = window[: census.TABLE], sorted({0, *window})
+    positions = sorted({0, *window, *table, *(i - 1 for i in table if i)})
 
     def measure(run: Run) -> tuple[Walk, dict]:
         walk = Walk(config, run, tokens)
         log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, text["source"])
         with matmul_precision(walk.config.dtype):
-            return walk, measure_layers(walk, layers, options.channels)
+            return walk, measure_layers(walk, layers, options.channels, positions)
 
     run, (walk, measured) = run.first_undamaged(measure)
-    heads, openings = measured.pop("heads"), measured.pop("openings")
+    heads, views = measured.pop("heads"), measured.pop("views")
     chosen = [(*head, "asked for") for head in chosen] or census.strongest(heads)
     result = {
         "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
@@ -70,9 +72,9 @@ def analyse(workdir: epath.Path, options) -> dict:
         **text, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,
         "frequencies": frequencies(config.head_dim, config.max_wavelength).tolist(),
         "heads": heads, "rank_correlation": census.rank_correlation([(heads, census.sharing(measured["layers"]))]),
+        "window": {"positions": window, "tokens": [names[i] for i in window]},
         "shown": [
-            {"layer": layer, "head": head, "why": why, "map": openings[layer].weights[head].tolist(),
-             "table": census.bounds_table(openings[layer], head, config.head_dim, token_names)}
+            {"layer": layer, "head": head, "why": why} | census.show_head(views[layer], head, window, table, names)
             for layer, head, why in chosen
         ],
         **measured,
@@ -101,19 +103,19 @@ def analyse_all(workdir: epath.Path, options) -> dict:
     return compare.write(workdir / "analysis", analyses)
 
 
-def measure_layers(walk: Walk, layers: list[int], count: int) -> dict:
+def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[int]) -> dict:
     """Runs the model layer by layer and measures the chosen layers.
 
     `count` channels are removed in turn; 0 saves the layers above the measured ones, and the loss. Returns:
 
     layers      for each measured layer: `layer`, `turned` (rotated pairs), and norms by head and pair
     heads       scores of all their heads, from the census
-    openings    by layer: `measures.Opening`
+    views       by layer: `measures.View` of the positions
     channels    the strongest `count` of all these layers, with the loss without them
     loss        {"loss", "stderr"} over the sequences; None without channels
     """
     config, T = walk.config, walk.tokens.shape[1]
-    result = {"layers": [], "heads": [], "openings": {}, "channels": [], "loss": None}
+    result = {"layers": [], "heads": [], "views": {}, "channels": [], "loss": None}
     x = walk.enter()
     for layer in range(config.num_layers if count else max(layers) + 1):
         outputs, means = [], []
@@ -121,8 +123,8 @@ def measure_layers(walk: Walk, layers: list[int], count: int) -> dict:
             outputs.append(output)
             if layer in layers:
                 means.append(jax.device_get(measures.measure(captured)))
-                if layer not in result["openings"]:
-                    result["openings"][layer] = jax.device_get(measures.opening(captured, min(SHOWN, T)))
+                if layer not in result["views"]:
+                    result["views"][layer] = jax.device_get(measures.view(captured, np.array(positions)))
             del captured
         x = np.concatenate(outputs)
         if means:
@@ -141,27 +143,3 @@ def measure_layers(walk: Walk, layers: list[int], count: int) -> dict:
         log.info("loss %.4f; now without each of %d channels", losses.mean(), len(result["channels"]))
         channels.ablate(walk, result["channels"], losses)
     return result
-
-
-def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
-    """Parses --layers, such as 0,3; all layers by default."""
-    if text is None:
-        return list(range(config.num_layers))
-    allowed = f"a layer of this model, which has 0 to {config.num_layers - 1}"
-    for entry in text.split(","):
-        if not entry.strip().isdecimal() or int(entry) >= config.num_layers:
-            raise UsageError(f"--layers={text}: {entry!r} is not {allowed}")
-    return sorted(set(map(int, text.split(","))))
-
-
-def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list[tuple[int, int]]:
-    """Parses --heads, such as 0.2,3.1, as (layer, head); none by default."""
-    heads = {}
-    for entry in text.split(",") if text is not None else []:
-        match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", entry)
-        if match is None or int(match[1]) not in layers or int(match[2]) >= config.num_heads:
-            measured = f"of which these layers are measured: {', '.join(map(str, layers))}"
-            allowed = f"LAYER.HEAD of this model, whose heads are 0 to {config.num_heads - 1} and {measured}"
-            raise UsageError(f"--heads={text}: {entry!r} is not {allowed}")
-        heads[int(match[1]), int(match[2])] = None
-    return list(heads)

@@ -6,7 +6,7 @@ Axes: N query heads, K key/value heads, P pairs.
 import numpy as np
 
 from prope.analysis.channels import strengths
-from prope.analysis.measures import Measures, Opening
+from prope.analysis.measures import Measures, View
 
 MOSTLY = 0.5  # of the weight, for a head to be named by where it attends
 SHARP = 0.5  # of the largest entropy: less, for a head to be named semantic
@@ -81,18 +81,38 @@ def strongest(heads: list[dict]) -> list[tuple[int, int, str]]:
     return [(*head, score) for head, score in chosen.items()]
 
 
-def bounds_table(opening: Opening, head: int, head_dim: int, tokens: list[str]) -> dict:
-    """Compares logits of the first tokens with their bounds |q_i| |k_j| / sqrt(H) (Tables 3 to 5, for one head).
+def show_head(view: View, head: int, window: list[int], table: list[int], names: list[str]) -> dict:
+    """Collects what the page shows of a head, among the positions `window` and `table`, which the view has.
 
-    Returns for every token i: `upper_bound` of the logit to itself, that logit (`diagonal`), and the same of the token
-    before, `previous_upper_bound` and `previous_token`, which the first token does not have.
+    map         weights [t, t] of the window's queries on its keys (Figures 5, 12, 13)
+    logits      the same before the softmax (Figure 9)
+    table       `bounds_table`
     """
-    count = min(TABLE, opening.logits.shape[-1])
-    logits = np.asarray(opening.logits[head, :count, :count], np.float64)
-    query, key = (np.asarray(norms[head, :count], np.float64) for norms in (opening.query_norms, opening.key_norms))
-    query *= head_dim**-0.5
+    at = np.searchsorted(view.positions, window)
+    maps = {"map": view.weights, "logits": view.logits}
+    shown = {name: values[head][np.ix_(at, at)].tolist() for name, values in maps.items()}
+    return shown | {"table": bounds_table(view, head, table, names)}
+
+
+def bounds_table(view: View, head: int, table: list[int], names: list[str]) -> dict:
+    """Compares logits of tokens with their bounds |q_i| |k_j| / sqrt(H) (Tables 3 to 5, for one head).
+
+    Returns for every token i of the positions `table`: `upper_bound` of the logit to itself, that logit (`diagonal`),
+    and the same of the token before, `previous_upper_bound` and `previous_token`, which the first token does not have.
+    `names` are those of all tokens of the sequence.
+    """
+    logits = np.asarray(view.logits[head], np.float64)
+    query, key = (
+        np.linalg.norm(norms[head].astype(np.float64), axis=-1) for norms in (view.query_norms, view.key_norms)
+    )
+    bounds = np.outer(query, key) / (2 * view.query_norms.shape[-1]) ** 0.5
+
+    def column(values: np.ndarray, back: int) -> list[float | None]:
+        at = np.searchsorted(view.positions, [table, np.maximum(np.subtract(table, back), 0)])
+        return [None if i < back else float(value) for i, value in zip(table, values[tuple(at)], strict=True)]
+
     return {
-        "tokens": tokens[:count], "upper_bound": (query * key).tolist(), "diagonal": logits.diagonal().tolist(),
-        "previous_upper_bound": [None, *(query[1:] * key[:-1]).tolist()],
-        "previous_token": [None, *logits.diagonal(-1).tolist()],
+        "positions": list(table), "tokens": [names[i] for i in table],
+        "upper_bound": column(bounds, 0), "diagonal": column(logits, 0),
+        "previous_upper_bound": column(bounds, 1), "previous_token": column(logits, 1),
     }  # fmt: skip

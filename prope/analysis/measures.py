@@ -19,7 +19,7 @@ FROM = 2  # the first query that counts: it, the token before it and the first o
 class Measures(NamedTuple):
     """Means of one layer over sequences and tokens; of weights, over queries from the third token on."""
 
-    query_norms: jax.Array  # [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 6, 11)
+    query_norms: jax.Array  # [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 11)
     key_norms: jax.Array  # [K, P]
     value_norms: jax.Array  # [K, P], of lanes that would be pairs: values are not rotated, so this is the control
     diagonal: jax.Array  # [N], weight on the token itself
@@ -32,13 +32,14 @@ class Measures(NamedTuple):
     to_others: jax.Array  # [N, P], its mean contribution to the logits of all visible tokens after the first
 
 
-class Opening(NamedTuple):
-    """Attention among the first t tokens of the first sequence, as tables and maps show it."""
+class View(NamedTuple):
+    """Attention among t chosen tokens of the first sequence, as tables and maps show it."""
 
-    logits: jax.Array  # [N, t, t], before the softmax; unmasked
-    weights: jax.Array  # [N, t, t]
-    query_norms: jax.Array  # [N, t]
-    key_norms: jax.Array  # [N, t], of the key head that the query head attends to
+    positions: jax.Array  # [t], ascending
+    logits: jax.Array  # [N, t, t], before the softmax; unmasked (Figure 9)
+    weights: jax.Array  # [N, t, t], of a softmax over all visible tokens (Figures 5, 7, 12, 13)
+    query_norms: jax.Array  # [N, t, P], of every pair
+    key_norms: jax.Array  # [N, t, P], of the key head that the query head attends to
 
 
 def logits(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -78,8 +79,7 @@ def _measure_sequence(captured: Captured) -> Measures:
         return jnp.stack([jnp.where(counted, values, 0).sum(axis=-1) for values in measured])
 
     means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
-    by_pair = (jnp.hypot(*jnp.split(x, 2, axis=-1)) for x in (captured.query, captured.key, captured.value))
-    norms = (values.mean(axis=0) for values in by_pair)
+    norms = (_pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
     return Measures(*norms, *means, *_contributions(captured.rotated_query, captured.rotated_key))
 
 
@@ -92,10 +92,15 @@ def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Arr
     return tuple(sum(jnp.split(lanes.mean(axis=0), 2, axis=-1)) for lanes in products)
 
 
-@jax.jit(static_argnames="length")
-def opening(captured: Captured, length: int) -> Opening:
-    """Computes attention among the first `length` tokens of the first sequence."""
-    query, key = (x[0, :length] for x in (captured.rotated_query, captured.rotated_key))
-    keys = jnp.repeat(key, query.shape[1] // key.shape[1], axis=1)
-    norms = (jnp.linalg.norm(x, axis=-1).T for x in (query, keys))
-    return Opening(logits(query, key), weights(query, key, jnp.arange(len(query))), *norms)
+@jax.jit
+def view(captured: Captured, positions: jax.Array) -> View:
+    """Computes attention among the tokens at `positions` [t] of the first sequence."""
+    query, key = captured.rotated_query[0, positions], captured.rotated_key[0]
+    to_chosen = weights(query, key, positions)[:, :, positions]
+    keys = jnp.repeat(key[positions], query.shape[1] // key.shape[1], axis=1)
+    return View(positions, logits(query, keys), to_chosen, *(_pair_norms(x).swapaxes(0, 1) for x in (query, keys)))
+
+
+def _pair_norms(x: jax.Array) -> jax.Array:
+    """Computes the 2-norms of the pairs of lanes, [..., P]."""
+    return jnp.hypot(*jnp.split(x, 2, axis=-1))

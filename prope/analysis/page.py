@@ -6,21 +6,22 @@ Axes: L layers, N query heads, K key/value heads, P pairs.
 import numpy as np
 from etils import epath
 
+from prope.analysis.maps import SCORES, heads, maps, name_of
 from prope.html import page
-from prope.html.drawing import BORDER, TEXT, Picture, panels, styles
+from prope.html.drawing import TEXT, Picture, heat, panels, show_image, styles
 
 KINDS = {
     "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",
     "semantic": "semantic", "": "none of these",
 }  # fmt: skip
 NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
-SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
 
 
 def write(folder: epath.Path, analysis: dict) -> epath.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
     pictures = [usage(analysis), usage_by_head(analysis), census(analysis), heads(analysis)]
+    pictures += [picture for head in analysis["shown"] if head["why"] not in SCORES for picture in maps(analysis, head)]
     pictures += [channels(analysis)] if analysis["channels"] else []
     return page.write(folder, "analysis", pictures, run=run, lead=lead(analysis), a=analysis, kinds=KINDS)
 
@@ -43,29 +44,6 @@ def lead(analysis: dict) -> str:
 def norms(analysis: dict, name: str) -> np.ndarray:
     """Stacks one kind of norms of all measured layers: [L, N or K, P]."""
     return np.array([layer[name] for layer in analysis["layers"]])
-
-
-def name_of(head: dict) -> str:
-    """Formats layer and head as --heads takes them."""
-    return f"{head['layer']}.{head['head']}"
-
-
-def show_image(axes, values: np.ndarray, **limits):
-    """Shows values [rows, columns] as colours; returns the image."""
-    axes.grid(False)
-    return axes.imshow(values, cmap="viridis", vmin=0, interpolation="none", **limits)
-
-
-def heat(axes, values: np.ndarray, title: str, rows: str, labels: list, rotated: list[int] | None) -> None:
-    """Draws a map of [rows, P] with its scale, and a line where every row's rotated pairs end."""
-    axes.figure.colorbar(show_image(axes, values, aspect="auto"), ax=axes, pad=0.02)
-    axes.set(xlabel="pair, fastest first", ylabel=rows, title=title)
-    axes.locator_params(axis="x", integer=True)
-    step = max(len(labels) // 12, 1)
-    axes.set_yticks(range(0, len(labels), step), labels[::step])
-    if rotated is not None and min(rotated) < values.shape[1]:
-        edges = np.arange(len(rotated) + 1) - 0.5
-        axes.stairs(np.array(rotated) - 0.5, edges, orientation="horizontal", color=BORDER, lw=2, baseline=None)
 
 
 def usage(analysis: dict) -> Picture:
@@ -111,7 +89,7 @@ def usage_by_head(analysis: dict) -> Picture:
 
 
 def census(analysis: dict) -> Picture:
-    """Draws Figures 5, 12, 13 in short: where heads look, and whether positional ones use fast pairs."""
+    """Draws where the heads look, and whether positional ones use fast pairs."""
     records = analysis["heads"]
     layers = [layer["layer"] for layer in analysis["layers"]]
     shape = len(layers), len(records) // len(layers)
@@ -146,42 +124,6 @@ def census(analysis: dict) -> Picture:
         caption += f" Spearman's rank correlation in the scatter plot: {rho} (p-value {p_value}, by permuting the heads"
         caption += " of each key together)."
     return Picture("census", "Where the heads look", f"Greatest mean weight on {greatest}.", caption, draw, (12, 3.6))
-
-
-def heads(analysis: dict) -> Picture:
-    """Draws Figures 5, 12, 13: the chosen heads' maps, above the frequencies that they use."""
-    shown = analysis["shown"]
-    layers = {layer["layer"]: layer for layer in analysis["layers"]}
-    records = {name_of(head): head for head in analysis["heads"]}
-
-    def draw(figure) -> None:
-        both = panels(figure, len(shown), rows=2, height_ratios=[1.25, 1])
-        style = styles(["query", "key"])
-        for (top, below), head in zip(both.T, shown, strict=True):
-            layer = layers[head["layer"]]
-            query, keys = layer["query_norms"], layer["key_norms"]
-            show_image(top, np.array(head["map"]) ** 0.5, vmax=1)
-            score = head["why"] if head["why"] in SCORES else "positional"
-            top.set(title=f"{name_of(head)}: {score} {records[name_of(head)][score]:.2f}", xlabel="key", ylabel="query")
-            own = keys[head["head"] * len(keys) // len(query)]
-            for name, values in (("query", query[head["head"]]), ("key", own)):
-                below.plot(values, label=name, **style[name] | {"marker": None})
-            if layer["turned"] < len(own):
-                below.axvline(layer["turned"] - 0.5, color=BORDER, lw=1.5)
-            below.set(xlabel="pair, fastest first", ylabel="mean norm", ylim=(0, None))
-            for axis in (top.xaxis, top.yaxis, below.xaxis):
-                axis.get_major_locator().set_params(integer=True)
-            top.label_outer()
-        both[1, 0].legend(loc="best")
-
-    scores = "; ".join(
-        f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
-        for head in shown
-    )
-    caption = f"Above: weights among the first {len(shown[0]['map'])} tokens of the first sequence, as square roots,"
-    caption += " so that small ones are seen. Below: which pairs the head uses."
-    caption += " Chosen are the strongest by their means over all sequences."
-    return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (2.55 * len(shown), 5.0))
 
 
 def channels(analysis: dict) -> Picture:

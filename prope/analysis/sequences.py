@@ -12,7 +12,6 @@ from prope.runtime.files import read_text
 from prope.runtime.validate import validate
 from prope.workdir.run import Run
 
-SHOWN = 48  # tokens of a map
 LEAST = FROM + 1  # tokens of a sequence
 
 
@@ -48,5 +47,5 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, list[str], dict]:
         source, split = data.dataset, windows.split
     if tokens.max() >= config.model.vocab_size:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")
-    names = [token_name(tokenizer, t) if tokenizer else text_of([t]) for t in tokens[0, :SHOWN]]
+    names = [token_name(tokenizer, t) if tokenizer else text_of([t]) for t in tokens[0]]
     return tokens.astype(np.int32), names, {"source": source, "split": split}

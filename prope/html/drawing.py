@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import re
 from collections.abc import Callable
 
@@ -107,6 +108,32 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
     if None not in (errors := [error for _, error in points.values()]):
         low, high = ([v + sign * e for v, e in zip(y, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
+
+
+def show_image(axes, values, **limits):
+    """Shows values [rows, columns] as colours, from 0 by default; returns the image."""
+    axes.grid(False)
+    return axes.imshow(values, cmap="viridis", interpolation="none", **{"vmin": 0} | limits)
+
+
+def label_ticks(axis, labels: list, **options) -> None:
+    """Labels the rows or the columns of an image, as many as have room."""
+    grid, figure = axis.axes.get_gridspec(), axis.axes.figure
+    inches = figure.get_figheight() / grid.nrows if axis.axis_name == "y" else figure.get_figwidth() / grid.ncols
+    step = max(math.ceil(0.155 * len(labels) / inches), 1)
+    axis.set_ticks(range(0, len(labels), step), [str(label).replace("$", r"\$") for label in labels[::step]], **options)
+
+
+def heat(axes, values, title: str, rows: str, labels: list, rotated: list[int] | None) -> None:
+    """Draws a map of [rows, P] with its scale, and a line where every row's rotated pairs end."""
+    axes.figure.colorbar(show_image(axes, values, aspect="auto"), ax=axes, pad=0.02)
+    axes.set(xlabel="pair, fastest first", ylabel=rows, title=title)
+    axes.locator_params(axis="x", integer=True)
+    label_ticks(axes.yaxis, labels)
+    if rotated is not None and min(rotated) < values.shape[1]:
+        edges = [row - 0.5 for row in range(len(rotated) + 1)]
+        ends = [end - 0.5 for end in rotated]
+        axes.stairs(ends, edges, orientation="horizontal", color=BORDER, lw=2, baseline=None)
 
 
 def legend(axes) -> None:

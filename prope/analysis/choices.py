@@ -1,0 +1,46 @@
+"""Parses the flags that choose layers, heads and tokens; what is wrong is a UsageError before a device is touched."""
+
+import re
+
+from ml_collections import ConfigDict
+
+from prope.errors import UsageError
+
+SHOWN = 48  # tokens of a map
+MOST = 128  # tokens that a map can show
+
+
+def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
+    """Parses --layers, such as 0,3; all layers by default."""
+    if text is None:
+        return list(range(config.num_layers))
+    allowed = f"a layer of this model, which has 0 to {config.num_layers - 1}"
+    for entry in text.split(","):
+        if not entry.strip().isdecimal() or int(entry) >= config.num_layers:
+            raise UsageError(f"--layers={text}: {entry!r} is not {allowed}")
+    return sorted(set(map(int, text.split(","))))
+
+
+def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list[tuple[int, int]]:
+    """Parses --heads, such as 0.2,3.1, as (layer, head); none by default."""
+    heads = {}
+    for entry in text.split(",") if text is not None else []:
+        match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", entry)
+        if match is None or int(match[1]) not in layers or int(match[2]) >= config.num_heads:
+            measured = f"of which these layers are measured: {', '.join(map(str, layers))}"
+            allowed = f"LAYER.HEAD of this model, whose heads are 0 to {config.num_heads - 1} and {measured}"
+            raise UsageError(f"--heads={text}: {entry!r} is not {allowed}")
+        heads[int(match[1]), int(match[2])] = None
+    return list(heads)
+
+
+def parse_window(text: str | None, length: int) -> range:
+    """Parses --window, such as 100:148, as positions among `length` tokens; the first 48 by default."""
+    if text is None:
+        return range(min(SHOWN, length))
+    match = re.fullmatch(r"\s*(\d+):(\d+)\s*", text)
+    window = range(int(match[1]), int(match[2])) if match else range(0)
+    if not 0 < len(window) <= MOST or window.stop > length:
+        allowed = f"START:STOP of the {length} tokens read, with 1 to {MOST} tokens"
+        raise UsageError(f"--window={text}: is not {allowed}; give another one, or read more with --seq_len")
+    return window

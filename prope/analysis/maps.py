@@ -1,0 +1,79 @@
+"""Draws chosen heads: their attention, token by token, and the frequencies that they use.
+
+Axes: t tokens of the window, P pairs.
+"""
+
+import numpy as np
+
+from prope.html.drawing import BORDER, Picture, label_ticks, panels, show_image, styles
+
+SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
+
+
+def name_of(head: dict) -> str:
+    """Formats layer and head as --heads takes them."""
+    return f"{head['layer']}.{head['head']}"
+
+
+def heads(analysis: dict) -> Picture:
+    """Draws Figures 5, 12, 13: the chosen heads' maps, above the frequencies that they use."""
+    shown, positions = analysis["shown"], analysis["window"]["positions"]
+    layers = {layer["layer"]: layer for layer in analysis["layers"]}
+    records = {name_of(head): head for head in analysis["heads"]}
+
+    def draw(figure) -> None:
+        both = panels(figure, len(shown), rows=2, height_ratios=[1.25, 1])
+        style = styles(["query", "key"])
+        for (top, below), head in zip(both.T, shown, strict=True):
+            layer = layers[head["layer"]]
+            query, keys = layer["query_norms"], layer["key_norms"]
+            show_image(top, np.array(head["map"]) ** 0.5, vmax=1)
+            label_ticks(top.xaxis, positions, rotation=90)
+            label_ticks(top.yaxis, positions)
+            score = head["why"] if head["why"] in SCORES else "positional"
+            top.set(title=f"{name_of(head)}: {score} {records[name_of(head)][score]:.2f}", xlabel="key", ylabel="query")
+            own = keys[head["head"] * len(keys) // len(query)]
+            for name, values in (("query", query[head["head"]]), ("key", own)):
+                below.plot(values, label=name, **style[name] | {"marker": None})
+            if layer["turned"] < len(own):
+                below.axvline(layer["turned"] - 0.5, color=BORDER, lw=1.5)
+            below.set(xlabel="pair, fastest first", ylabel="mean norm", ylim=(0, None))
+            below.locator_params(axis="x", integer=True)
+            top.label_outer()
+        both[1, 0].legend(loc="best")
+
+    scores = "; ".join(
+        f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
+        for head in shown
+    )
+    caption = (
+        f"Above: weights among the first token and those up to {positions[-1]} of the first sequence, as square roots,"
+    )
+    caption += " so that small ones are seen. Below: which pairs the head uses."
+    caption += " Chosen are the strongest by their means over all sequences."
+    return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (2.55 * len(shown), 5.0))
+
+
+def maps(analysis: dict, head: dict) -> list[Picture]:
+    """Draws Figures 5, 7, 9, 12, 13: a head's weights and logits with the tokens of the window on both axes."""
+    name, window = name_of(head), analysis["window"]
+    tokens = [f"{i} {token}" for i, token in zip(window["positions"], window["tokens"], strict=True)]
+    weights, logits = (np.where(np.tri(len(tokens)), head[kind], np.nan) for kind in ("map", "logits"))
+
+    def draw(figure) -> None:
+        both = {"weights, as square roots": (weights**0.5, 0, 1), "logits": (logits, np.nanmin(logits), None)}
+        for axes, (title, (values, low, high)) in zip(panels(figure, 2, sharey=True)[0], both.items(), strict=True):
+            figure.colorbar(show_image(axes, values, aspect="auto", vmin=low, vmax=high), ax=axes, pad=0.02)
+            axes.set(title=title, xlabel="key", ylabel="query")
+            label_ticks(axes.xaxis, tokens, rotation=90)
+            label_ticks(axes.yaxis, tokens)
+
+    alt = f"Of head {name}, among {len(tokens)} tokens: mean weight on the first one {weights[:, 0].mean():.2f}; logits"
+    alt += f" of the first one {logits[:, 0].mean():.1f} on average, of all {np.nanmin(logits):.1f} to"
+    alt += f" {np.nanmax(logits):.1f}."
+    caption = (
+        "Of the first token and of --window in the first sequence. Weights are shares of all tokens before, shown or"
+    )
+    caption += " not; logits are before the softmax (Figure 9)."
+    size = (12, min(1.6 + 0.125 * len(tokens), 14))
+    return [Picture(f"head_{head['layer']}_{head['head']}", f"Head {name} by token", alt, caption, draw, size)]
