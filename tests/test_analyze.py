@@ -237,10 +237,11 @@ def text() -> str:
     return "".join(letters)
 
 
-def constructed(workdir, p, written_for=0.75):
+def constructed(workdir, p, written_for=0.75, alter=None):
     """A layer with a diagonal, a previous-token, a semantic and an even head; weights for p = `written_for`.
 
-    The residual stream has a constant in lane 0, and in lane 1 whether the token is a q.
+    The residual stream has a constant in lane 0, and in lane 1 whether the token is a q. `alter` may change the rows of
+    the embedding, and the weights of queries and keys.
     """
     config = default_config()
     D = 64
@@ -262,6 +263,8 @@ def constructed(workdir, p, written_for=0.75):
     query[1], key[1] = theory.head_weights(1, 0.1, 257, turns, D)
     still = np.flatnonzero(turns == 0)[:2]
     query[2, 0, still], key[2, 1, still] = 10.0, 10.0  # 2 * 100 / sqrt(32) for a q, as much less for another
+    if alter:
+        alter(rows, query, key, turns)
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     params["embedder"]["input_embedding"][:] = rows / np.sqrt(D)

@@ -7,6 +7,7 @@ from test_analyze import H, asked, constructed, text
 
 from prope.analysis import analysis as analyze
 from prope.analysis import maps, page
+from prope.data.tokenizer import BOS
 
 
 def drawn(picture) -> matplotlib.figure.Figure:
@@ -36,6 +37,38 @@ def test_values_stand_beside_queries_and_keys_of_every_head():
     assert [len(axes.patches) for axes in (queries, keys, values)] == [1, 1, 0], "values are not rotated"
 
 
+def mark_bos(rows: np.ndarray) -> None:
+    """Writes into lane 2 of the residual stream whether the token is the first one."""
+    rows[:, 2] = 0
+    rows[:, 3:] *= np.sqrt((64 - 2) / (rows[:, 3:] ** 2).sum(axis=1))[:, None]
+    rows[BOS, 3:] *= np.sqrt(61 / 62)
+    rows[BOS, 2] = 1
+    np.testing.assert_allclose((rows**2).mean(axis=1), 1)
+
+
+def after_q_else_first(rows, query, key, turns):
+    """Makes head 3 attend to the token before where that is a q, else to the first one."""
+    mark_bos(rows)
+    query[3], key[3, 0] = 3 * query[1], key[1, 0] / 2
+    key[3, 1] = key[1, 0] / 2  # so that a q has the key of head 1, and the others 0
+    before = np.vdot(query[3, 0], rotate_back(key[1, 0], turns)) / H**0.5
+    query[3, 0, 12], key[3, 2, 12] = before - 12, H**0.5
+
+
+def rotate_back(key, turns):
+    cos, sin = np.cos(turns), np.sin(turns)
+    return np.concatenate([key[:16] * cos + key[16:] * sin, key[16:] * cos - key[:16] * sin])
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """A run whose head 3 is `after_q_else_first`."""
+    base = tmp_path_factory.mktemp("altered")
+    (base / "text.txt").write_text(text())
+    constructed(base / "run", 0.75, alter=after_q_else_first)
+    return base
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A diagonal, a previous-token, a semantic head that looks for q, and an even one; see `constructed`."""
@@ -58,7 +91,7 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
     positions, letters = [0, *range(120, 150)], text()
     assert found["window"]["positions"] == positions
     previous, semantic, even = (maps.maps(found, head)[0] for head in found["shown"])
-    assert (previous.name, semantic.title) == ("head_0_1", "Head 0.2 by token")
+    assert (previous.name, semantic.title) == ("head_0_1", "Head 0.2: weights and logits")
     weights = images(previous)["weights, as square roots"] ** 2
     assert weights[2:].diagonal(1).min() > 0.9, "on the token before"
     assert np.isnan(weights[0, 1]) and np.isnan(weights[29, 30])
@@ -85,5 +118,29 @@ def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):
 def test_a_page_is_written_with_the_heads_that_were_asked_for(run, tmp_path):
     found = analysed(run, heads="0.1", window="100:148")
     page.write(tmp_path, found)
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"usage", "usage_by_head", "census", "heads", "head_0_1"}
-    assert "Head 0.1 by token" in (tmp_path / "index.html").read_text()
+    assert {path.stem for path in tmp_path.glob("*.png")} == {
+        "usage",
+        "usage_by_head",
+        "census",
+        "heads",
+        "head_0_1",
+        "norms_0_1",
+    }
+    assert "Head 0.1: norms by token" in (tmp_path / "index.html").read_text()
+
+
+def test_norms_by_token_and_pair_are_those_of_the_construction(known):
+    found = analysed(known, heads="0.3", window="100:130")
+    picture = maps.maps(found, found["shown"][0])[1]
+    shown, positions = images(picture), [0, *range(100, 130)]
+    is_q = np.array([i > 0 and text()[i - 1] == "q" for i in positions])
+    keys = np.zeros((31, 16))
+    keys[is_q, :12] = 1  # pairs that are rotated
+    keys[0, 12] = H**0.5
+    np.testing.assert_allclose(shown["norms of the key"], keys, atol=1e-4)
+    queries = shown["norms of the query"]
+    np.testing.assert_allclose(queries, np.broadcast_to(queries[0], queries.shape), rtol=1e-5)
+    assert queries[0, :12].min() > 100 and queries[0, 13:].max() == 0
+    axes = drawn(picture).axes[0]
+    assert labels(axes.yaxis)[:2] == ["0 <bos>", f"100 {text()[99]!r}"]
+    assert len(axes.patches) == 1, "where the rotated pairs end"

@@ -66,7 +66,7 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
     assert [(head["layer"], head["head"], head["why"]) for head in saved["shown"]] == [(1, 0, "asked for")]
     assert saved["shown"][0]["table"]["tokens"][0] == "<bos>"
     pictures = {path.stem for path in folder.glob("*.png")}
-    assert pictures == {"usage", "usage_by_head", "census", "heads", "head_1_0", "channels"}
+    assert pictures == {"usage", "usage_by_head", "census", "heads", "head_1_0", "norms_1_0", "channels"}
     for value in (saved["loss"]["loss"], *(c["removed"]["difference"] for c in saved["channels"])):
         assert np.isfinite(value)
 

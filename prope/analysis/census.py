@@ -86,11 +86,13 @@ def show_head(view: View, head: int, window: list[int], table: list[int], names:
 
     map         weights [t, t] of the window's queries on its keys (Figures 5, 12, 13)
     logits      the same before the softmax (Figure 9)
+    query_norms, key_norms      of every pair, by token [t, P] (Figures 6, 7)
     table       `bounds_table`
     """
     at = np.searchsorted(view.positions, window)
     maps = {"map": view.weights, "logits": view.logits}
     shown = {name: values[head][np.ix_(at, at)].tolist() for name, values in maps.items()}
+    shown |= {name: getattr(view, name)[head][at].tolist() for name in ("query_norms", "key_norms")}
     return shown | {"table": bounds_table(view, head, table, names)}
 
 

@@ -5,7 +5,7 @@ Axes: t tokens of the window, P pairs.
 
 import numpy as np
 
-from prope.html.drawing import BORDER, Picture, label_ticks, panels, show_image, styles
+from prope.html.drawing import BORDER, Picture, heat, label_ticks, panels, show_image, styles
 
 SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
 
@@ -46,34 +46,38 @@ def heads(analysis: dict) -> Picture:
         f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
         for head in shown
     )
-    caption = (
-        f"Above: weights among the first token and those up to {positions[-1]} of the first sequence, as square roots,"
-    )
-    caption += " so that small ones are seen. Below: which pairs the head uses."
+    caption = "Above: weights in --window of the first sequence, as square roots. Below: which pairs the head uses."
     caption += " Chosen are the strongest by their means over all sequences."
     return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (2.55 * len(shown), 5.0))
 
 
 def maps(analysis: dict, head: dict) -> list[Picture]:
-    """Draws Figures 5, 7, 9, 12, 13: a head's weights and logits with the tokens of the window on both axes."""
+    """Draws Figures 5, 9, 12, 13, a head's weights and logits by token, and Figures 6, 7: norms by token and pair."""
     name, window = name_of(head), analysis["window"]
+    (turned,) = (layer["turned"] for layer in analysis["layers"] if layer["layer"] == head["layer"])
     tokens = [f"{i} {token}" for i, token in zip(window["positions"], window["tokens"], strict=True)]
     weights, logits = (np.where(np.tri(len(tokens)), head[kind], np.nan) for kind in ("map", "logits"))
+    norms = {kind: np.array(head[f"{kind}_norms"]) for kind in ("query", "key")}
+    least, most = np.nanmin(logits), np.nanmax(logits)
 
-    def draw(figure) -> None:
-        both = {"weights, as square roots": (weights**0.5, 0, 1), "logits": (logits, np.nanmin(logits), None)}
+    def draw_attention(figure) -> None:
+        both = {"weights, as square roots": (weights**0.5, 0, 1), "logits": (logits, least, most)}
         for axes, (title, (values, low, high)) in zip(panels(figure, 2, sharey=True)[0], both.items(), strict=True):
             figure.colorbar(show_image(axes, values, aspect="auto", vmin=low, vmax=high), ax=axes, pad=0.02)
             axes.set(title=title, xlabel="key", ylabel="query")
             label_ticks(axes.xaxis, tokens, rotation=90)
             label_ticks(axes.yaxis, tokens)
 
-    alt = f"Of head {name}, among {len(tokens)} tokens: mean weight on the first one {weights[:, 0].mean():.2f}; logits"
-    alt += f" of the first one {logits[:, 0].mean():.1f} on average, of all {np.nanmin(logits):.1f} to"
-    alt += f" {np.nanmax(logits):.1f}."
-    caption = (
-        "Of the first token and of --window in the first sequence. Weights are shares of all tokens before, shown or"
-    )
-    caption += " not; logits are before the softmax (Figure 9)."
-    size = (12, min(1.6 + 0.125 * len(tokens), 14))
-    return [Picture(f"head_{head['layer']}_{head['head']}", f"Head {name} by token", alt, caption, draw, size)]
+    def draw_norms(figure) -> None:
+        for axes, (kind, values) in zip(panels(figure, 2, sharey=True)[0], norms.items(), strict=True):
+            heat(axes, values, f"norms of the {kind}", "token", tokens, [turned] * len(tokens))
+
+    alt = f"Mean weight on the first token {weights[:, 0].mean():.2f}; logits from {least:.1f} to {most:.1f}."
+    caption = "The first token and those of --window, of the first sequence. Weights are shares of all tokens before."
+    greatest = "; ".join(f"of the {kind}, pair {values.mean(axis=0).argmax()}" for kind, values in norms.items())
+    of, size = f"{head['layer']}_{head['head']}", (12, min(1.6 + 0.125 * len(tokens), 14))
+    longest = f"Longest on average: {greatest}."
+    return [
+        Picture(f"head_{of}", f"Head {name}: weights and logits", alt, caption, draw_attention, size),
+        Picture(f"norms_{of}", f"Head {name}: norms by token", longest, longest, draw_norms, size),
+    ]
