@@ -27,7 +27,7 @@ H = 32
 
 def asked(**flags) -> types.SimpleNamespace:
     names = {"sequences": 3, "channels": 2, "again": False} | dict.fromkeys(
-        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "window")
+        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "window", "tokens")
     )
     return types.SimpleNamespace(**names | flags)
 

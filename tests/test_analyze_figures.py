@@ -144,3 +144,20 @@ def test_norms_by_token_and_pair_are_those_of_the_construction(known):
     axes = drawn(picture).axes[0]
     assert labels(axes.yaxis)[:2] == ["0 <bos>", f"100 {text()[99]!r}"]
     assert len(axes.patches) == 1, "where the rotated pairs end"
+
+
+def test_tables_are_of_any_tokens(run, tmp_path):
+    """In the constructed heads the logit to the token itself, or before, is its upper bound."""
+    found = analysed(run, heads="0.0,0.1", tokens="200,0,31")
+    diagonal, previous = (head["table"] for head in found["shown"])
+    letters = text()
+    assert diagonal["positions"] == [0, 31, 200] and diagonal["tokens"] == [
+        "<bos>",
+        repr(letters[30]),
+        repr(letters[199]),
+    ]
+    np.testing.assert_allclose(diagonal["diagonal"], diagonal["upper_bound"], rtol=1e-4)
+    np.testing.assert_allclose(previous["previous_token"][1:], previous["previous_upper_bound"][1:], rtol=1e-4)
+    assert previous["previous_token"][0] is None and previous["diagonal"][1] < 0.99 * previous["upper_bound"][1]
+    page.write(tmp_path, found)
+    assert "for tokens 0, 31, 200." in (tmp_path / "index.html").read_text()

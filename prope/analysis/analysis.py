@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from prope.analysis import census, channels, compare, measures, page
-from prope.analysis.choices import parse_heads, parse_layers, parse_window
+from prope.analysis.choices import parse_heads, parse_layers, parse_tokens, parse_window
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError, log
@@ -21,7 +21,19 @@ from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 
 # Flags that change the result, and fields of analysis.json that the command prints.
-_OPTIONS = ("sequences", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "channels", "window")
+_OPTIONS = (
+    "sequences",
+    "seq_len",
+    "text",
+    "dataset",
+    "data_dir",
+    "split",
+    "layers",
+    "heads",
+    "channels",
+    "window",
+    "tokens",
+)
 _PRINTED = (
     "source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage",
     "step", "workdir",
@@ -53,7 +65,7 @@ def analyse(workdir: epath.Path, options) -> dict:
     tokens, names, text = read_sequences(run, options)
     B, T = tokens.shape
     window = parse_window(options.window, T)
-    table, window = window[: census.TABLE], sorted({0, *window})
+    table, window = parse_tokens(options.tokens, window, T), sorted({0, *window})
     positions = sorted({0, *window, *table, *(i - 1 for i in table if i)})
 
     def measure(run: Run) -> tuple[Walk, dict]:

@@ -10,7 +10,6 @@ from prope.analysis.measures import Measures, View
 
 MOSTLY = 0.5  # of the weight, for a head to be named by where it attends
 SHARP = 0.5  # of the largest entropy: less, for a head to be named semantic
-TABLE = 8  # tokens in a table: the first one and seven more, as in the paper's
 SCORES = ("diagonal", "previous_token", "first_token", "entropy", "distance", "unturned_overlap")
 
 

@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from prope.errors import UsageError
 
+TABLE = 8  # tokens in a table: the first one and seven more, as in the paper's
 SHOWN = 48  # tokens of a map
 MOST = 128  # tokens that a map can show
 
@@ -44,3 +45,15 @@ def parse_window(text: str | None, length: int) -> range:
         allowed = f"START:STOP of the {length} tokens read, with 1 to {MOST} tokens"
         raise UsageError(f"--window={text}: is not {allowed}; give another one, or read more with --seq_len")
     return window
+
+
+def parse_tokens(text: str | None, window: range, length: int) -> list[int]:
+    """Parses --tokens, such as 0,17,41, as positions among `length` tokens; the first 8 of the window by default."""
+    if text is None:
+        return list(window[:TABLE])
+    for entry in (entries := text.split(",")):
+        if not entry.strip().isdecimal() or int(entry) >= length or len(entries) > SHOWN:
+            raise UsageError(
+                f"--tokens={text}: {entry!r} is not one of at most {SHOWN} positions from 0 to {length - 1}"
+            )
+    return sorted(set(map(int, entries)))
