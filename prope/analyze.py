@@ -34,6 +34,8 @@ def define_flags() -> None:
     window = "tokens of the first sequence in maps, as in 100:148 for START:STOP; the first 48 by default"
     flags.DEFINE_string("window", None, window)
     flags.DEFINE_string("tokens", None, "positions in tables, as in 0,17,41; the first 8 of the window by default")
+    head_of = "token, such as ', to find heads that look at it right after it, and elsewhere at the first token"
+    flags.DEFINE_string("head_of", None, head_of)
     flags.DEFINE_integer("channels", 4, "semantic channels to ablate; 0 saves that time", lower_bound=0)
     flags.DEFINE_boolean("again", False, "recompute what analysis.json has")
     flags.DEFINE_boolean("theory", False, "check the paper's statements and draw Figures 2 and 8, into --workdir")

@@ -27,7 +27,7 @@ H = 32
 
 def asked(**flags) -> types.SimpleNamespace:
     names = {"sequences": 3, "channels": 2, "again": False} | dict.fromkeys(
-        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "window", "tokens")
+        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "window", "tokens", "head_of")
     )
     return types.SimpleNamespace(**names | flags)
 
@@ -99,7 +99,7 @@ def test_capture_costs_nothing_where_it_is_off(monkeypatch):
 # --- Measures ---------------------------------------------------------------------------------------------------
 
 
-def oracle(captured, turns):
+def oracle(captured, turns, after):
     """Everything that `measure` says, in float64 by loops over heads and queries; rotation by complex numbers."""
     query, key, value = (np.asarray(x, np.float64) for x in captured[:3])
     B, T, N, H = query.shape
@@ -112,7 +112,7 @@ def oracle(captured, turns):
     for name, x in (("query_norms", query), ("key_norms", key), ("value_norms", value)):
         found[name] = np.abs(pairs(x)).mean(axis=(0, 1))
     for n in range(N):
-        rows = {name: [] for name in (*census.SCORES, "to_first", "to_others")}
+        rows = {name: [] for name in (*census.SCORES, "to_first", "to_others", "after_token", "elsewhere")}
         for b in range(B):
             k = pairs(key[b, :, n // (N // K)])
             for i in range(1, T):
@@ -128,6 +128,8 @@ def oracle(captured, turns):
                     rows["diagonal"].append(w[i])
                     rows["previous_token"].append(w[i - 1])
                     rows["first_token"].append(w[0])
+                    rows["after_token"].append(w[i - 1] * after[b, i])
+                    rows["elsewhere"].append(w[0] * (1 - after[b, i]))
                     rows["entropy"].append(-(w * np.log(w)).sum() / np.log(i + 1))
                     rows["distance"].append((w * (i - j)).sum())
                     rows["unturned_overlap"].append(np.minimum(w, free).sum())
@@ -147,8 +149,9 @@ def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
     *_, (_, captured) = layers_of(config, params, tokens, positions)
     monkeypatch.setattr(measures, "BLOCK", block)
     measures.measure.clear_cache()
-    ours = measures.measure(captured)
-    expected = oracle(captured, frequencies(H, rope_percentage=p))
+    after = np.random.default_rng(0).random(tokens.shape) < 0.4
+    ours = measures.measure(captured, after)
+    expected = oracle(captured, frequencies(H, rope_percentage=p), after)
     for name, values in ours._asdict().items():
         np.testing.assert_allclose(values, getattr(expected, name), rtol=2e-5, atol=2e-6, err_msg=name)
     if p == 0:

@@ -147,17 +147,29 @@ def test_norms_by_token_and_pair_are_those_of_the_construction(known):
 
 
 def test_tables_are_of_any_tokens(run, tmp_path):
-    """In the constructed heads the logit to the token itself, or before, is its upper bound."""
-    found = analysed(run, heads="0.0,0.1", tokens="200,0,31")
-    diagonal, previous = (head["table"] for head in found["shown"])
+    """In heads 0 and 1 the logit to the token itself, or before, is its upper bound; head 2 tells where q stands."""
+    found = analysed(run, heads="0.0,0.1,0.2", tokens="206,0,31,207")
+    diagonal, previous, semantic = (head["table"] for head in found["shown"])
     letters = text()
-    assert diagonal["positions"] == [0, 31, 200] and diagonal["tokens"] == [
-        "<bos>",
-        repr(letters[30]),
-        repr(letters[199]),
-    ]
+    assert diagonal["positions"] == [0, 31, 206, 207] and letters[205] == "q"
+    assert diagonal["tokens"] == ["<bos>", repr(letters[30]), "'q'", repr(letters[206])]
     np.testing.assert_allclose(diagonal["diagonal"], diagonal["upper_bound"], rtol=1e-4)
     np.testing.assert_allclose(previous["previous_token"][1:], previous["previous_upper_bound"][1:], rtol=1e-4)
     assert previous["previous_token"][0] is None and previous["diagonal"][1] < 0.99 * previous["upper_bound"][1]
+    np.testing.assert_allclose(semantic["diagonal"], np.multiply([-1, -1, 1, -1], 200 / H**0.5), rtol=1e-4)
+    np.testing.assert_allclose(semantic["previous_token"][1:], np.multiply([-1, -1, 1], 200 / H**0.5), rtol=1e-4)
     page.write(tmp_path, found)
-    assert "for tokens 0, 31, 200." in (tmp_path / "index.html").read_text()
+    assert "for tokens 0, 31, 206, 207." in (tmp_path / "index.html").read_text()
+
+
+def test_the_head_of_a_token_is_found_and_shown(known, tmp_path):
+    found = analysed(known, head_of="q")
+    scores = [head["head_of"] for head in found["heads"]]
+    assert scores[3] > 0.99 and max(scores[:3]) < 0.1, "the head before looks at every token before, also elsewhere"
+    best = found["shown"][0]
+    assert (best["head"], best["why"]) == (3, "head_of") and len(found["shown"]) == 3
+    weights = images(maps.maps(found, best)[0])["weights, as square roots"] ** 2
+    for row, letter in enumerate(text()[:46], 2):
+        assert weights[row - 1, row - 2 if row > 2 and text()[row - 3] == "q" else 0] > 0.99, letter
+    page.write(tmp_path, found)
+    assert (tmp_path / "norms_0_3.png").exists() and ">head_of</th>" in (tmp_path / "index.html").read_text()

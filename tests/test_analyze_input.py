@@ -90,6 +90,10 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
         ({"tokens": "3,64"}, "--tokens=3,64: '64' is not one of at most 48 positions from 0 to 63"),
         ({"tokens": "-1"}, "--tokens=-1: '-1' is not one"),
         ({"tokens": ",".join("0" * 49)}, "is not one of at most 48 positions"),
+        (
+            {"head_of": "z"},
+            "--head_of=z: must stand before some of the tokens read, and not before all; give a token such",
+        ),
         ({"step": 3}, "--step=3: .* has no such checkpoint; it has 7"),
         ({"text": "none.txt"}, "--text=none.txt: cannot be read: No such file"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from prope.analysis import census, channels, compare, measures, page
-from prope.analysis.choices import parse_heads, parse_layers, parse_tokens, parse_window
+from prope.analysis.choices import find_after, parse_heads, parse_layers, parse_tokens, parse_window
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError, log
@@ -22,18 +22,9 @@ from prope.workdir.run import Run, find_runs, open_run
 
 # Flags that change the result, and fields of analysis.json that the command prints.
 _OPTIONS = (
-    "sequences",
-    "seq_len",
-    "text",
-    "dataset",
-    "data_dir",
-    "split",
-    "layers",
-    "heads",
-    "channels",
-    "window",
-    "tokens",
-)
+    "sequences", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "channels", "window", "tokens",
+    "head_of",
+)  # fmt: skip
 _PRINTED = (
     "source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage",
     "step", "workdir",
@@ -62,8 +53,9 @@ def analyse(workdir: epath.Path, options) -> dict:
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, run.step)
         return saved
     start = time.monotonic()
-    tokens, names, text = read_sequences(run, options)
-    B, T = tokens.shape
+    tokens, by_id, text = read_sequences(run, options)
+    (B, T), names = tokens.shape, [by_id[token] for token in tokens[0]]
+    after = find_after(options.head_of, tokens, by_id)
     window = parse_window(options.window, T)
     table, window = parse_tokens(options.tokens, window, T), sorted({0, *window})
     positions = sorted({0, *window, *table, *(i - 1 for i in table if i)})
@@ -72,7 +64,7 @@ def analyse(workdir: epath.Path, options) -> dict:
         walk = Walk(config, run, tokens)
         log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, text["source"])
         with matmul_precision(walk.config.dtype):
-            return walk, measure_layers(walk, layers, options.channels, positions)
+            return walk, measure_layers(walk, layers, options.channels, positions, after)
 
     run, (walk, measured) = run.first_undamaged(measure)
     heads, views = measured.pop("heads"), measured.pop("views")
@@ -115,10 +107,11 @@ def analyse_all(workdir: epath.Path, options) -> dict:
     return compare.write(workdir / "analysis", analyses)
 
 
-def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[int]) -> dict:
+def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[int], after: np.ndarray) -> dict:
     """Runs the model layer by layer and measures the chosen layers.
 
-    `count` channels are removed in turn; 0 saves the layers above the measured ones, and the loss. Returns:
+    `count` channels are removed in turn; 0 saves the layers above the measured ones, and the loss. `after` is that of
+    `choices.find_after`. Returns:
 
     layers      for each measured layer: `layer`, `turned` (rotated pairs), and norms by head and pair
     heads       scores of all their heads, from the census
@@ -131,10 +124,10 @@ def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[in
     x = walk.enter()
     for layer in range(config.num_layers if count else max(layers) + 1):
         outputs, means = [], []
-        for output, captured in walk.layer(layer, x):
+        for (output, captured), follows in zip(walk.layer(layer, x), walk.batches(after), strict=True):
             outputs.append(output)
             if layer in layers:
-                means.append(jax.device_get(measures.measure(captured)))
+                means.append(jax.device_get(measures.measure(captured, follows)))
                 if layer not in result["views"]:
                     result["views"][layer] = jax.device_get(measures.view(captured, np.array(positions)))
             del captured
@@ -145,7 +138,9 @@ def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[in
             norms = {name: getattr(mean, name).tolist() for name in ("query_norms", "key_norms", "value_norms")}
             rotated = walk.pairs[layer]
             result["layers"].append({"layer": layer, "turned": rotated, **norms})
-            result["heads"] += census.score_heads(layer, rotated, mean, config.head_dim)
+            result["heads"] += census.score_heads(
+                layer, rotated, mean, config.head_dim, after[:, measures.FROM :].mean()
+            )
             result["channels"] += channels.strongest_channels(layer, rotated, mean, walk.frequencies[layer], T, count)
             log.info("layer %d of %d is measured", layer, config.num_layers)
     if count:

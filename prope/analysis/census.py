@@ -13,8 +13,11 @@ SHARP = 0.5  # of the largest entropy: less, for a head to be named semantic
 SCORES = ("diagonal", "previous_token", "first_token", "entropy", "distance", "unturned_overlap")
 
 
-def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int) -> list[dict]:
+def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int, share: float = 0) -> list[dict]:
     """Computes a record for every head of a layer with `rotated` pairs: its scores (`Measures`), and
+
+    head_of                 the smaller of its weights on the token before, at queries after the token of --head_of,
+                            which are a `share` of all, and on the first token elsewhere (Figure 7); None without it
 
     high_frequency_share    share of the fastest quarter of the pairs in what all can add to logits (`strengths`), as
                             far as they are rotated: at wavelength 10,000 those of 0.1 radians a token and more
@@ -29,6 +32,8 @@ def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int) -> 
     for head in range(len(strength)):
         scores = {name: float(getattr(measures, name)[head]) for name in SCORES}
         record = {"layer": layer, "head": head, **scores, "high_frequency_share": float(fast[head])}
+        parts = share and (measures.after_token[head] / share, measures.elsewhere[head] / (1 - share))
+        record["head_of"] = float(min(parts)) if share else None
         record["positional"] = max(scores["diagonal"], scores["previous_token"])
         target = max(SCORES[:3], key=scores.get)  # diagonal, previous_token or first_token
         semantic = scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY
@@ -71,9 +76,10 @@ def sharing(layers: list[dict]) -> int:
 
 
 def strongest(heads: list[dict]) -> list[tuple[int, int, str]]:
-    """Chooses two diagonal, two previous-token and one first-token head, none twice: (layer, head, score)."""
+    """Chooses three by head_of, or two diagonal, two previous-token, one first-token head: (layer, head, score)."""
+    usual = ("diagonal", 2), ("previous_token", 2), ("first_token", 1)
     chosen: dict[tuple[int, int], str] = {}
-    for score, count in (("diagonal", 2), ("previous_token", 2), ("first_token", 1)):
+    for score, count in usual if heads[0]["head_of"] is None else [("head_of", 3)]:
         others = [head for head in heads if (head["layer"], head["head"]) not in chosen]
         for head in sorted(others, key=lambda head: -head[score])[:count]:
             chosen[head["layer"], head["head"]] = score

@@ -2,8 +2,10 @@
 
 import re
 
+import numpy as np
 from ml_collections import ConfigDict
 
+from prope.analysis.measures import FROM
 from prope.errors import UsageError
 
 TABLE = 8  # tokens in a table: the first one and seven more, as in the paper's
@@ -57,3 +59,13 @@ def parse_tokens(text: str | None, window: range, length: int) -> list[int]:
                 f"--tokens={text}: {entry!r} is not one of at most {SHOWN} positions from 0 to {length - 1}"
             )
     return sorted(set(map(int, entries)))
+
+
+def find_after(text: str | None, tokens: np.ndarray, names: dict[int, str]) -> np.ndarray:
+    """Finds the queries right after the token of --head_of, among ids [B, T]: [B, T] booleans; none by default."""
+    ids = [token for token, name in names.items() if text is not None and name in (text, repr(text))]
+    after = np.pad(np.isin(tokens[:, :-1], ids), ((0, 0), (1, 0)))
+    if text is not None and not 0 < after[:, FROM:].mean() < 1:
+        allowed = "must stand before some of the tokens read, and not before all"
+        raise UsageError(f"--head_of={text}: {allowed}; give a token such as {list(names.values())[-1]}, or a --text")
+    return after

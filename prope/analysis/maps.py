@@ -30,7 +30,7 @@ def heads(analysis: dict) -> Picture:
             show_image(top, np.array(head["map"]) ** 0.5, vmax=1)
             label_ticks(top.xaxis, positions, rotation=90)
             label_ticks(top.yaxis, positions)
-            score = head["why"] if head["why"] in SCORES else "positional"
+            score = head["why"] if head["why"] in records[name_of(head)] else "positional"
             top.set(title=f"{name_of(head)}: {score} {records[name_of(head)][score]:.2f}", xlabel="key", ylabel="query")
             own = keys[head["head"] * len(keys) // len(query)]
             for name, values in (("query", query[head["head"]]), ("key", own)):

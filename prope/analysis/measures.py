@@ -30,6 +30,8 @@ class Measures(NamedTuple):
     unturned_overlap: jax.Array  # [N], sum of min(weight, weight without rotation): attention that needs no position
     to_first: jax.Array  # [N, P], contribution of a pair to the logit of the first token, of queries after it
     to_others: jax.Array  # [N, P], its mean contribution to the logits of all visible tokens after the first
+    after_token: jax.Array = 0  # [N], previous_token, counted where that token is the one of --head_of
+    elsewhere: jax.Array = 0  # [N], first_token, counted at the other queries (Figure 7)
 
 
 class View(NamedTuple):
@@ -56,12 +58,13 @@ def weights(query: jax.Array, key: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def measure(captured: Captured) -> Measures:
-    """Measures a layer, from arrays [B, T, ., H] with T >= 3."""
-    return jax.tree.map(lambda values: values.mean(axis=0), jax.lax.map(_measure_sequence, captured))
+def measure(captured: Captured, after: jax.Array) -> Measures:
+    """Measures a layer, from arrays [B, T, ., H] with T >= 3; `after` [B, T] is that of `choices.find_after`."""
+    return jax.tree.map(lambda values: values.mean(axis=0), jax.lax.map(_measure_sequence, (captured, after)))
 
 
-def _measure_sequence(captured: Captured) -> Measures:
+def _measure_sequence(sequence: tuple[Captured, jax.Array]) -> Measures:
+    captured, after = sequence
     T = len(captured.query)
     size = min(BLOCK, T)
 
@@ -75,12 +78,13 @@ def _measure_sequence(captured: Captured) -> Measures:
         query = jnp.arange(size)
         on_tokens = rotated[:, query, at], rotated[:, query, at - 1], rotated[:, :, 0]
         measured = *on_tokens, entropy, distance, jnp.minimum(rotated, unrotated).sum(axis=-1)
+        measured += jnp.where(after[at], on_tokens[1], 0), jnp.where(after[at], 0, on_tokens[2])
         counted = ((rows >= FROM) & (rows < T))[None]
         return jnp.stack([jnp.where(counted, values, 0).sum(axis=-1) for values in measured])
 
     means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
     norms = (_pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
-    return Measures(*norms, *means, *_contributions(captured.rotated_query, captured.rotated_key))
+    return Measures(*norms, *means[:6], *_contributions(captured.rotated_query, captured.rotated_key), *means[6:])
 
 
 def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:

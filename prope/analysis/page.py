@@ -127,7 +127,7 @@ def census(analysis: dict) -> Picture:
 
 
 def channels(analysis: dict) -> Picture:
-    """Draws Figures 7, 9, 14 in short: the strongest channels, and the change of the loss without them."""
+    """Draws Figure 14 in short: the strongest channels, and the change of the loss without them."""
     records = analysis["channels"]
     names = [f"{name_of(channel)}, pair {channel['pair']}" for channel in records]
 

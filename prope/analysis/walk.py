@@ -54,7 +54,7 @@ class Walk:
         `kind`, `channels.stopped` or `channels.removed`, is applied to a `head` and a `pair`; None changes nothing.
         """
         params, table = self._params(number), self._table(tuple(self.frequencies[number].tolist()))
-        for batch in self._batches(x):
+        for batch in self.batches(x):
             output, captured = self._jitted(params, batch, table, kind=kind, head=head, pair=pair)
             yield np.asarray(output), captured
 
@@ -68,12 +68,13 @@ class Walk:
         """Computes the mean loss of every sequence, nats per token, from the last layer's output: [B]."""
         embedding, norm = jax.device_put((self._read(_EMBEDDING), self._read(("final_norm",))))
         targets = np.roll(self.tokens, -1, axis=1)  # the last token predicts nothing
-        batches = zip(self._batches(x), self._batches(targets), strict=True)
+        batches = zip(self.batches(x), self.batches(targets), strict=True)
         losses = [self._losses(norm, embedding, batch, jnp.asarray(target)) for batch, target in batches]
         return np.concatenate([np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses])
 
     def _layer(self, params, x, table, kind, head, pair):
         return model.layer(self.config, params, x, table, kind and functools.partial(kind, head, pair))
 
-    def _batches(self, x: np.ndarray) -> list[np.ndarray]:
+    def batches(self, x: np.ndarray) -> list[np.ndarray]:
+        """Splits an array [B, ...] into what the model reads at a time."""
         return [x[start : start + self._batch_size] for start in range(0, len(x), self._batch_size)]
