@@ -4,7 +4,7 @@
 
 DIR is what transformers saves and Google publishes: config.json, model.safetensors, in one file or in shards, and
 tokenizer.model. The run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read.
-Tensors are copied one at a time.
+Tensors are copied one at a time. Gemma 2 and 3 are rejected: they have post-norms and soft caps, and this decoder none.
 """
 
 from absl import flags

@@ -1,4 +1,4 @@
-"""A run to be exported, and the forms of Gemma 1 that are imported."""
+"""A run to be exported, the forms of Gemma 1 that are imported, and those of Gemma 2 and 3 that are rejected."""
 
 import json
 
@@ -32,6 +32,36 @@ GEMMA_2B = RELEASED | {
 GEMMA_7B = RELEASED | {
     "hidden_size": 3072, "intermediate_size": 24576, "num_attention_heads": 16, "num_hidden_layers": 28,
     "num_key_value_heads": 16,
+}  # fmt: skip
+# google/gemma-2-2b, google/gemma-3-1b-pt and google/gemma-3-12b-it, a model of text and images.
+GEMMA_2_2B = {name: value for name, value in RELEASED.items() if name != "rope_scaling"} | {
+    "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304, "intermediate_size": 9216, "model_type": "gemma2", "num_attention_heads": 8,
+    "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "torch_dtype": "float32", "transformers_version": "4.42.4",
+}  # fmt: skip
+GEMMA_3_1B = {name: value for name, value in RELEASED.items() if name != "hidden_act"} | {
+    "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+    "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+    "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000,
+    "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "transformers_version": "4.50.0.dev0",
+    "vocab_size": 262144,
+}  # fmt: skip
+GEMMA_3_12B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 3840, "intermediate_size": 15360, "model_type": "gemma3_text", "num_attention_heads": 16,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
 }  # fmt: skip
 
 

@@ -1,13 +1,19 @@
 """What neither export nor import does, and what it says: one line, and nothing is left behind."""
 
+import dataclasses
+import functools
 import json
+import operator
 import re
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange import edit, save, stored
+from conftest import ROOT
+from exchange import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, make_run, save, stored
 
+from prope import model
 from prope.errors import UsageError
 from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
@@ -30,7 +36,10 @@ def rope(**fields):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model_type": "gemma2"}, 'model_type="gemma2": only "gemma" can be imported'),
+        ({"model_type": "llama"}, 'model_type="llama": only "gemma" can be imported'),
+        ({"model_type": ["gemma"]}, r'model_type=\["gemma"\]: only "gemma" can be imported'),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: only null can be imported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: only null can be imported"),
         ({"model_type": None}, "model_type=null: only"),
         ({"hidden_act": "silu"}, 'hidden_act="silu": only "gelu_pytorch_tanh"'),
         ({"hidden_activation": "gelu"}, 'hidden_activation="gelu": only null or "gelu_pytorch_tanh"'),
@@ -68,11 +77,103 @@ def test_a_config_that_would_be_loaded_wrongly(tmp_path, exported, fields, says)
     refused(tmp_path, re.escape(str(exported)) + ".*" + says)
 
 
+NORMED = ", which normalises attention's and the MLP's output (post_attention_layernorm, post_feedforward_layernorm)"
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (
+            GEMMA_2_2B,
+            f'model_type="gemma2"{NORMED}: only "gemma"; attn_logit_softcapping=50.0: only null; '
+            "final_logit_softcapping=30.0: only null",
+        ),
+        (GEMMA_3_1B, f'model_type="gemma3_text"{NORMED}: only "gemma"'),
+        (  # of EmbeddingGemma, and of a Gemma 3 with a cap
+            GEMMA_3_1B | {"use_bidirectional_attention": True, "final_logit_softcapping": 30.0},
+            f'model_type="gemma3_text"{NORMED}: only "gemma"; use_bidirectional_attention=true: only null or false; '
+            "final_logit_softcapping=30.0: only null",
+        ),
+        (
+            GEMMA_3_12B,
+            'model_type="gemma3", which reads images (vision_config): only "gemma"; '
+            f'text_config.model_type="gemma3_text"{NORMED}: only "gemma"',
+        ),
+    ],
+)
+def test_a_later_gemma_is_told_all_that_is_lacking(tmp_path, values, names):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
+    first = " can be imported, as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf writes it"
+    like = ("configs/gemma2_like.py", "configs/gemma3_like.py")
+    assert all((ROOT / page).is_file() for page in like)
+    like = f"{like[0]} and {like[1]} train models with such windows from scratch"
+    line = f"{tmp_path}/hf/config.json: {names}{first}; {like}"
+    refused(tmp_path, f"^{re.escape(line)}$")
+
+
+LATER = {
+    "Gemma2Config": ({}, {"rope_type": "default", "rope_theta": 1e4}),
+    "Gemma3TextConfig": (
+        {
+            "use_qk_norm": True, "local_max_wavelength": 500.0, "rope_scaling_type": "linear",
+            "rope_scaling_factor": 8.0,
+        },
+        {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_later_gemma_without_post_norms_would_be_computed(tmp_path, name):
+    """Without soft caps too, and with query_pre_attn_scalar in a weight. Post-norms of weight 0 change the logits."""
+    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    fields, rope = LATER[name]
+    kinds = ["sliding_attention", "full_attention"]
+    config, params = make_run(tmp_path / "run", 1, layer_types=tuple(kinds), sliding_window=17, **fields)
+    sizes = {theirs: config.model[ours] for theirs, ours in gemma_hf._SIZES.items()}
+    config_class = getattr(transformers, name)(
+        **sizes, layer_types=kinds, sliding_window=17, rope_parameters=rope, query_pre_attn_scalar=144,
+        attn_logit_softcapping=None, final_logit_softcapping=None,
+    )  # fmt: skip
+    theirs = transformers.AutoModelForCausalLM.from_config(config_class, attn_implementation="eager").eval()
+    weights, scale = {}, (144 / 64) ** 0.5
+    for tensor in gemma_hf.tensors(config.model):
+        parameter = functools.reduce(operator.getitem, tensor.path, params)
+        parameter = np.asarray(parameter if tensor.layer is None else parameter[tensor.layer])
+        value = dataclasses.replace(tensor, scale=1.0, offset=0.0).read(parameter, np.float32)
+        if "q_norm" in tensor.name:
+            value = scale * (1 + value) - 1
+        elif "q_proj" in tensor.name and not config.model.use_qk_norm:
+            value = scale * value
+        weights[tensor.name.replace("post_attention", "pre_feedforward")] = torch.tensor(value)
+    report = theirs.load_state_dict(weights, strict=False)
+    posts = [f"model.layers.{i}.post_{part}_layernorm.weight" for i in (0, 1) for part in ("attention", "feedforward")]
+    assert (sorted(report.missing_keys), report.unexpected_keys) == (["lm_head.weight", *posts], [])
+    tokens = np.random.default_rng(1).integers(0, config.model.vocab_size, (1, 128))
+
+    def logits():
+        with torch.no_grad():
+            return theirs(torch.tensor(tokens)).logits.numpy()
+
+    ours = model.hidden_states(config.model, params, jnp.asarray(tokens), jnp.arange(128)[None])
+    ours = np.asarray(model.logits(params, ours))
+    assert np.abs(logits() - ours).max() > 1
+    for layer in theirs.model.layers:
+        layer.post_attention_layernorm = layer.post_feedforward_layernorm = torch.nn.Identity()
+    np.testing.assert_allclose(ours, logits(), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"model.norm.weight": None}, "missing tensors: model.norm.weight;"),
         ({"model.layers.0.self_attn.q_proj.bias": np.zeros(256)}, "unknown tensors: .*q_proj.bias;"),
+        ({"model.layers.1.pre_feedforward_layernorm.weight": np.zeros(48)}, "unknown tensors: .*1.pre_feedforward_"),
         ({"lm_head.weight": np.zeros((300, 48), np.float32)}, "lm_head.weight differs from model.embed_tokens.weight"),
         ({"lm_head.weight": np.zeros((48, 300), np.float32)}, r"lm_head.weight has shape \(48, 300\)"),
         ({"model.norm.weight": np.zeros(47, np.float32)}, r"norm.weight has shape \(47,\); .* leads to \(48,\)"),

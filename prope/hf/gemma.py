@@ -56,7 +56,12 @@ _FIXED = {
     "tie_word_embeddings": (True,),
     "use_bidirectional_attention": (None, False),
     "quantization_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
 }
+_POST_NORMS = "which normalises attention's and the MLP's output (post_attention_layernorm, post_feedforward_layernorm)"
+# What this decoder lacks of the later model types, whose windows, wavelengths and QK-norm it has.
+_LACKS = {"gemma2": _POST_NORMS, "gemma3_text": _POST_NORMS, "gemma3": "which reads images (vision_config)"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +149,11 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     Raises UsageError where the file cannot be read, or describes something that this decoder does not compute.
     """
     values = read_json(path)
-    for name, allowed in _FIXED.items():
-        value = values.get(name, None if name == "model_type" else allowed[0])
-        if value not in allowed:
-            only = f"only {' or '.join(map(json.dumps, allowed))} can be imported"
-            where = "as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf writes it"
-            raise UsageError(f"{path}: {name}={json.dumps(value)}: {only}, {where}")
+    if rejected := _rejected(values):
+        remedy = "can be imported, as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf writes it"
+        if str(values.get("model_type")) in _LACKS:
+            remedy += "; configs/gemma2_like.py and configs/gemma3_like.py train models with such windows from scratch"
+        raise UsageError(f"{path}: {'; '.join(rejected)} {remedy}")
 
     def size(name: str, default: int | None = None) -> int:
         value = values.get(name, default)
@@ -171,6 +175,18 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     except (TypeError, UsageError) as error:
         raise UsageError(f"{path}: {error}") from None
     return config, values
+
+
+def _rejected(values: dict, prefix: str = "") -> list[str]:
+    """Names all fields of config.json that this decoder does not compute, with their values and what is allowed."""
+    rejected = []
+    for name, allowed in _FIXED.items():
+        value = values.get(name, None if name == "model_type" else allowed[0])
+        if value not in allowed:
+            lacks = f", {_LACKS[value]}" if str(value) in _LACKS else ""
+            rejected += [f"{prefix}{name}={json.dumps(value)}{lacks}: only {' or '.join(map(json.dumps, allowed))}"]
+    text = values.get("text_config")  # of a model that reads images too
+    return rejected + (_rejected(text, "text_config.") if isinstance(text, dict) else [])
 
 
 def read_json(path: epath.Path) -> dict:
