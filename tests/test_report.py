@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import matplotlib.figure
 import numpy as np
@@ -315,6 +316,21 @@ def test_the_pictures_show_what_the_files_say(made):
     assert all(f"p = {p:g}: {mean:.4f}" in drawn["perplexity"].alt for p, mean in zip(PERCENTAGES, means, strict=True))
     axes, _ = lines_of(drawn["perplexity"])
     assert any(x == list(PERCENTAGES) and np.allclose(y, means) for x, y in axes)
+
+
+def test_positions_in_long_windows_are_put_together_by_octaves():
+    config = default_config()
+    config.num_steps, config.data.seq_len = 10, 256
+    record = {"step": 10, "dataset": "python_docs", "seq_len": 8192}
+    buckets = [{"from": a, "to": a + 1024, "tokens": 1 + a // 1024, "loss": float(a)} for a in range(0, 8192, 1024)]
+    others = [record | {"seq_len": 16_384}, record | {"seq_len": 256, "by_position": buckets[:1]}]
+    run = SimpleNamespace(config=config, evaluations=[record | {"by_position": buckets}, *others])
+    shares = [(0, 0, 512), (1, 1, 1536), (2, 3, 3072), (4, 7, 6144)]  # first and last bucket of an octave, its middle
+    expected = {
+        x: 1024 * sum(k * (1 + k) for k in range(a, b + 1)) / sum(1 + k for k in range(a, b + 1)) for a, b, x in shares
+    }
+    assert pictures.by_octave(run) == pytest.approx(expected)
+    assert pictures.by_octave(SimpleNamespace(config=config, evaluations=others)) == {}
 
 
 def test_what_is_missing_is_left_out(made):

@@ -58,7 +58,7 @@ def pictures(runs: list[Run]) -> list[Picture]:
     base = {name: reference(group[0].values, by_name) for name, group in by_name.items()}
     steps = curves(runs, lambda run: {r["step"]: r["loss"] for r in run.metrics})
     positions = curves(runs, lambda run: by_middle((run.evaluation or {}).get("by_position", []), "loss"))
-    longest = curves(runs, lambda run: by_middle(longer_than_training(run), "loss"))
+    longest = curves(runs, by_octave)
     answers = {run.name: accuracies(run) for run in runs}
     of_task = {
         task: curves(runs, lambda r, t=task: by_middle([e for e in answers[r.name] if e["task"] == t], "accuracy"))
@@ -99,11 +99,19 @@ def by_length(run: Run) -> dict[float, float]:
     return max(lengths, key=lambda entry: entry[:2], default=(0, 0, {}))[2]
 
 
-def longer_than_training(run: Run) -> list[dict]:
-    """Reads the losses by position of the last step in the longest windows; [] if those of training are as long."""
+def by_octave(run: Run) -> dict[float, float]:
+    """Reads the last step's loss by octave of positions in the longest windows; {} if training's are as long."""
     records = find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset)
     longer = [r for r in records if r["seq_len"] > run.config.data.seq_len and r.get("by_position")]
-    return max(longer, key=lambda record: record["seq_len"], default={"by_position": []})["by_position"]
+    octaves: dict[int, list[dict]] = {}
+    for bucket in max(longer, key=lambda record: record["seq_len"], default={"by_position": []})["by_position"]:
+        octaves.setdefault(bucket["from"].bit_length(), []).append(bucket)
+    losses = {}
+    for octave in octaves.values():
+        tokens = [bucket["tokens"] for bucket in octave]
+        middle = (octave[0]["from"] + octave[-1]["to"]) / 2
+        losses[middle] = statistics.fmean([bucket["loss"] for bucket in octave], tokens)
+    return losses
 
 
 def accuracies(run: Run) -> list[dict]:
