@@ -12,11 +12,12 @@ import pytest
 from scipy import stats
 from test_model import draw, small
 
-from prope import attention, model
+from prope import model
 from prope.analysis import analysis as analyze
 from prope.analysis import census, compare, measures, page, theory
 from prope.config import default_config, set_layer_percentages
 from prope.encodings import layer_frequencies
+from prope.kernels import pairs
 from prope.rope import frequencies, rotation_table
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
@@ -56,16 +57,17 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     set_layer_percentages(whole, p if isinstance(p, tuple) else (p, p, p))
     config = whole.model
     params, tokens, positions = draw(config)
-    seen, original = [], attention._scores
+    seen, original = [], pairs._dot
 
-    def record(query, key, *mask):
-        jax.debug.callback(lambda scores: seen.append(np.asarray(scores)), original(query, key))
-        return original(query, key, *mask)
+    def record(equation, x, y):
+        if equation == "BKRH,BKSH->BKRS":
+            jax.debug.callback(lambda scores: seen.append(np.asarray(scores)), original(equation, x, y))
+        return original(equation, x, y)
 
-    monkeypatch.setattr(attention, "_scores", record)
+    monkeypatch.setattr(pairs, "_dot", record)
     hidden = jax.block_until_ready(model.hidden_states(config, params, tokens, positions))
     jax.effects_barrier()
-    monkeypatch.setattr(attention, "_scores", original)
+    monkeypatch.setattr(pairs, "_dot", original)
     made = list(layers_of(config, params, tokens, positions))
     assert len(seen) == len(made) == 3
     T = tokens.shape[1]

@@ -324,7 +324,8 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
     record = {"step": 10, "dataset": "python_docs", "seq_len": 8192}
     buckets = [{"from": a, "to": a + 1024, "tokens": 1 + a // 1024, "loss": float(a)} for a in range(0, 8192, 1024)]
     others = [record | {"seq_len": 16_384}, record | {"seq_len": 256, "by_position": buckets[:1]}]
-    run = SimpleNamespace(config=config, evaluations=[record | {"by_position": buckets}, *others])
+    shorter = record | {"seq_len": 512, "by_position": buckets[1:2]}
+    run = SimpleNamespace(config=config, evaluations=[shorter, record | {"by_position": buckets}, *others])
     shares = [(0, 0, 512), (1, 1, 1536), (2, 3, 3072), (4, 7, 6144)]  # first and last bucket of an octave, its middle
     expected = {
         x: 1024 * sum(k * (1 + k) for k in range(a, b + 1)) / sum(1 + k for k in range(a, b + 1)) for a, b, x in shares
