@@ -22,7 +22,7 @@ Data       Wikipedia, as in the first stage, so that length alone differs. A win
 Hardware   A slice of 64 TPU v5p. Four chips share a sequence (config.mesh.context): 32,768 tokens a chip and part.
            python -m prope.plan --config=configs/gemma_2b_128k.py --topology=v5p:4x4x4
            76 GB of 103 (compiled, not run); on 64 H100 or H200 give --config.mesh.context=8 --config.accumulation=4: 39
-           GB of 78; on 256 v5e --config.mesh.context=8 --config.accumulation=1 --config.model.remat=save_qkv: 11 GB of 17.
+           GB of 78; on 256 v5e --config.mesh.context=8 --config.accumulation=1 --config.model.remat=save_qkv: 11 of 17.
 Hours      4.2 billion tokens, about 1.85e20 FLOPs, two thirds of them attention: 3.2 hours on 64 v5p at 55 % of their
            peak. Computed, not measured.
 Expected   Not yet run. Then: the loss by position (prope.evaluate --seq_len), the tasks of prope/longcontext by length.
