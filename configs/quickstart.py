@@ -9,7 +9,7 @@ Expected   Validation loss 1.45 nats per byte, 2.09 bits per byte (token frequen
            differ in their documentation, so a second digit differs between them.
 Length     Of four values of p, one seed each, read on to 131,072 bytes, 512 times the length of training:
                python -m prope.evaluate --workdir=W --seq_len=131072 --split=all --max_windows=1
-           5 minutes of a core and 3.0 GB a run (2026-11-23). Loss in nats per byte by position; most text was trained on:
+           5 minutes of a core and 3.0 GB a run (2026-11-23). Loss in nats per byte by position, mostly of known text:
                         up to 1k   to 2k   4k to 8k   16k to 32k   64k to 128k
                p = 0        2.50    2.56       2.53         2.53          2.57
                p = 0.5      1.37    1.88       2.81         3.38          3.66
