@@ -57,10 +57,8 @@ def attention(
     if first_query is not None:
         return _attend_to_cache(query, key, value, first_query, window)
     if implementation == "auto":
-        (T, N, H), K, segmented = query.shape[1:], key.shape[2], segment_ids is not None
-        by_heads = N % num_parts() == 0 and (K == 1 or K % num_parts() == 0)
-        device = jax.devices()[0]
-        implementation, _ = choose_implementation("auto", device, T, H, query.dtype.name, segmented, by_heads)
+        (T, _, H), device, segmented = query.shape[1:], jax.devices()[0], segment_ids is not None
+        implementation, _ = choose_implementation("auto", device, T, H, query.dtype.name, segmented)
     window = None if window is None or window >= num_parts() * query.shape[1] else window
     by_pairs, by_splash = (functools.partial(_by_blocks, run) for run in (attend_pairs, splash))
     function = {"xla": by_pairs, "splash": by_splash, "cudnn": _cudnn}[implementation]

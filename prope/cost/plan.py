@@ -37,11 +37,10 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     result |= {
         "sequences_per_chip": config.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
+        "busiest_part": flops.busiest_part(config.model, config.data.seq_len, config.mesh.context),
         "hbm_bytes_per_chip": limit,
         "xla_flags": flags,
     }
-    if (parts := config.mesh.context) > 1:
-        result["busiest_part"] = flops.busiest_part(config.model, config.data.seq_len, parts)
     # Tuning a GPU's kernels would need the GPU.
     options = flags | ({"xla_gpu_autotune_level": 0} if gpu else {})
     start = time.perf_counter()

@@ -43,8 +43,7 @@ def check_activations(config: ConfigDict, remedy: str) -> None:
     wide matmuls. Attention keeps more.
     """
     model, tensor = config.model, config.mesh.tensor
-    batch = config.batch_size // config.accumulation * config.data.seq_len
-    tokens = batch // (jax.device_count() // tensor)
+    tokens = config.batch_size // config.accumulation * config.data.seq_len // (jax.device_count() // tensor)
     width = model.embed_dim + (2 * model.hidden_dim // tensor if model.remat in ("none", "minimal") else 0)
     _check(model.num_layers * tokens * width * jnp.dtype(model.dtype).itemsize, remedy)
 
