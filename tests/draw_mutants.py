@@ -20,9 +20,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 # By the path in prope/, the longest that fits; names of test files without "test_".
 TESTS = {
     "": "house help train nonfinite faults",
-    "rope.py": "rope model", "attention.py": "attention model", "model.py": "model sample sharded precision",
+    "rope.py": "rope model", "attention.py": "attention context model", "model.py": "model sample sharded precision",
     "loss.py": "loss sharded evaluate", "optimizer.py": "optimizer nonfinite parity",
-    "step.py": "sharded nonfinite optimizer precision train", "sharding.py": "sharded rope_sharded pod",
+    "step.py": "sharded nonfinite optimizer precision train", "sharding.py": "sharded context rope_sharded pod",
     "config.py": "config train", "sample.py": "sample", "evaluate.py": "evaluate", "analyze.py": "analyze",
     "report.py": "report", "plan.py": "plan", "bench.py": "bench", "export_hf.py": "exchange",
     "import_hf.py": "exchange exchange_refusals", "check_port.py": "check_port", "golden": "check_port",
@@ -33,9 +33,9 @@ TESTS = {
     "runtime/files.py": "damage reading places faults", "runtime/memory.py": "runtime evaluate_text",
     "inference": "evaluate evaluate_text sample", "inference/generation.py": "sample",
     "inference/longcontext.py": "longcontext_scores", "longcontext": "longcontext longcontext_scores",
-    "hf": "exchange exchange_refusals", "analysis": "analyze analyze_input channels theory",
+    "hf": "exchange exchange_refusals", "analysis": "analyze analyze_input analyze_figures channels theory",
     "analysis/theory.py": "theory", "analysis/statements.py": "theory", "analysis/theory_page.py": "theory",
-    "cost": "cost hlo bench plan",
+    "cost": "cost hlo bench plan", "kernels": "attention context kernels",
     "sweep": "grid report sweep records", "sweep/maps.py": "longcontext_report",
     "html": "report analyze theory",
 }  # fmt: skip
