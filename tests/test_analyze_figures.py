@@ -115,6 +115,7 @@ def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):
     assert labels(axes.xaxis)[0] == r"0 '\$\$'"
 
 
+@pytest.mark.slow
 def test_a_page_is_written_with_the_heads_that_were_asked_for(run, tmp_path):
     found = analysed(run, heads="0.1", window="100:148")
     page.write(tmp_path, found)
@@ -146,6 +147,7 @@ def test_norms_by_token_and_pair_are_those_of_the_construction(known):
     assert len(axes.patches) == 1, "where the rotated pairs end"
 
 
+@pytest.mark.slow
 def test_tables_are_of_any_tokens(run, tmp_path):
     """In heads 0 and 1 the logit to the token itself, or before, is its upper bound; head 2 tells where q stands."""
     found = analysed(run, heads="0.0,0.1,0.2", tokens="206,0,31,207")

@@ -52,7 +52,7 @@ def test_pairs_are_those_in_which_a_query_sees_a_key(C, window):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("most", [0, 100])
+@pytest.mark.parametrize("most", [0, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("T", "heads", "kv_heads", "window"), [(384, 4, 1, None), (384, 4, 4, 100), (577, 6, 2, 300)])
 def test_loops_over_pairs_and_their_gradients_equal_the_formula(T, heads, kv_heads, window, masked, most, monkeypatch):
     monkeypatch.setattr(pairs, "_MOST_UNROLLED", most)
