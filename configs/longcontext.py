@@ -34,7 +34,7 @@ Expected   Right answers in %, at the length of training, twice and eight times;
              <bos>, which does for the others at 1x. It does not learn to match one of four names (niah, lookup).
            - duplicate holds for p > 0. Not found: at 2x p = 0.5 holds (89 to 96), p = 1 is at chance.
            - p = 0.25 fades on offset before p = 0.5, whose far places look less alike. Found with two seeds of p = 0.5
-             (92 and 96 at 4x, against 38 and 51), not with the third (32).
+             (92 and 96 at 4x, against 35 to 51), not with the third (32).
            - flipflop breaks at writes further back than half the period of the slowest pair. Not found: p = 0.25 is
              the best. p <= 0.5 finds a write by its place from <bos>, up to the places that it was trained on;
              p = 1 loses all at 2x.
