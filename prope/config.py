@@ -51,8 +51,10 @@ def default_config() -> ConfigDict:
     model.rope_type = "proportional"
     model.rope_cutoff = placeholder(float)  # of cutoff: pairs rotate whose period is at most this x original_seq_len
     model.clip_low_n = placeholder(int)  # of hard_clip and cope: how many of the slowest pairs are clipped
-    model.rope_scaling_type = "none"  # of layers without a window: none | linear | ntk | dynamic | yarn | llama3
+    # of layers without a window: none | linear | ntk | dynamic | yarn | llama3 | of a band: stop | remove | interpolate
+    model.rope_scaling_type = "none"
     model.rope_scaling_factor = 1.0  # s, by how much the length grows
+    model.scaled_pairs = ()  # of stop, remove and interpolate: first and last pair of the band
     model.original_seq_len = placeholder(int)  # length of training that types and scalings go by
     model.beta_fast = 32.0  # yarn: pairs of more turns in original_seq_len keep their frequency
     model.beta_slow = 1.0  # yarn: pairs of fewer turns are slowed down by s

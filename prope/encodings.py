@@ -118,10 +118,12 @@ SCALINGS = {
     "dynamic": ("rope_scaling_factor", "original_seq_len"),
     "yarn": ("rope_scaling_factor", "original_seq_len", "beta_fast", "beta_slow"),
     "llama3": ("rope_scaling_factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
+    "stop": ("scaled_pairs",), "remove": ("scaled_pairs",), "interpolate": ("scaled_pairs", "rope_scaling_factor"),
 }  # fmt: skip
 LOGIT_SCALES = {
     "none": (), "yarn": ("rope_scaling_factor",), "drope": ("rope_scaling_factor", "logit_scale_coefficient"),
 }  # fmt: skip
+INTERVENTIONS = ("stop", "remove", "interpolate")  # scalings of a band of pairs, whose part they show
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # All fields of the encoding in config.model.
 FIELDS = {
@@ -184,7 +186,15 @@ def _frequencies(model, p: float, local: bool, seq_len: int | None) -> np.ndarra
         return yarn_frequencies(freqs, lanes, wavelength, factor, length, model.beta_fast, model.beta_slow)
     if scaling == "llama3":
         return llama3_frequencies(freqs, factor, length, model.low_freq_factor, model.high_freq_factor)
-    return freqs
+    divisor = {"stop": math.inf, "interpolate": factor}.get(scaling, 1.0)
+    return np.where(in_band(model), freqs / divisor, freqs)
+
+
+def in_band(model) -> np.ndarray:
+    """Tells of every pair whether it is one of `scaled_pairs`, (first, last), [P]; none by default."""
+    first, last = model.scaled_pairs or (0, -1)
+    pairs = np.arange(model.head_dim // 2)
+    return (first <= pairs) & (pairs <= last)
 
 
 def rotated_pairs_by_layer(model) -> list[int]:
@@ -206,12 +216,13 @@ def describe(model) -> str:
     return f"{name.get(model.rope_type, model.rope_type)} rotates {pairs}{scaled}"
 
 
-def logit_scale(model) -> float:
+def logit_scale(model) -> float | np.ndarray:
     """Returns the factor on the logits of layers without a window, by the scaling factor s = rope_scaling_factor.
 
-    yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s (2512.12167).
+    yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s (2512.12167). With the
+    scaling "remove" it is that of every lane of the queries, [1, 1, 1, H]: 0 where the pair adds nothing.
     """
     log = math.log(model.rope_scaling_factor)
-    if model.logit_scale == "yarn":
-        return (0.1 * log + 1) ** 2
-    return 1 + model.logit_scale_coefficient * log if model.logit_scale == "drope" else 1.0
+    scale = {"yarn": (0.1 * log + 1) ** 2, "drope": 1 + (model.logit_scale_coefficient or 0) * log}
+    scale = scale.get(model.logit_scale, 1.0)
+    return np.where(np.tile(in_band(model), (1, 1, 1, 2)), 0.0, scale) if model.rope_scaling_type == "remove" else scale

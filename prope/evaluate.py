@@ -2,6 +2,7 @@
 
     python -m prope.evaluate --workdir=runs/quickstart
     python -m prope.evaluate --workdir=runs --step=all --seq_len=1x,2x,8x
+    python -m prope.evaluate --workdir=runs --seq_len=1x,8x --max_tokens=65536 --intervene=stop,interpolate:16-31
     python -m prope.evaluate --workdir=runs --tasks=all --seq_len=0.5x,1x,2x,4x,8x
 
 The config is stored in the run directory. Every token of every validation document is predicted once, and losses are
@@ -36,7 +37,9 @@ def define_flags() -> None:
     flags.DEFINE_string("data_dir", None, "folder of the dataset, as in config.data.data_dir")
     scaling = "rescale the encoding without training, for text longer than the training's; yarn scales the logits too"
     flags.DEFINE_enum("encoding", None, ["linear", "ntk", "dynamic", "yarn", "llama3"], scaling)
-    factor = "with --encoding: by how much longer; by default each --seq_len over the training's, of dynamic 1"
+    bands = "test a band of pairs: stop its rotation, remove it, or interpolate it, as in stop:16-19; without a band, "
+    flags.DEFINE_string("intervene", None, bands + "every eighth of the pairs in turn")
+    factor = "by how much longer they make it; by default each --seq_len over the training's, of dynamic 1"
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     split = "documents to read; by default validation, and all of a text that the run was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)

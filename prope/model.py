@@ -233,7 +233,7 @@ class Attention(nn.Module):
         key, value = jnp.unstack(Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->BTCKH", x), axis=2)
         if cfg.use_qk_norm:
             query, key = RMSNorm(name="query_norm")(query), RMSNorm(name="key_norm")(key)
-        if self.window is None and (scale := logit_scale(cfg)) != 1:
+        if self.window is None and np.any((scale := logit_scale(cfg)) != 1):
             query = (query.astype(jnp.float32) * scale).astype(query.dtype)
         captured = {"query": query, "key": key, "value": value}
         query, key, value = self.rotate_fn(query, key, value, table)

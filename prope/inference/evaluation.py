@@ -10,16 +10,18 @@ import os
 import re
 from collections.abc import Iterator
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from prope import sharding
 from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.windows import Windows
-from prope.encodings import SCALINGS, can_rescale, describe, rotated_pairs
+from prope.encodings import INTERVENTIONS, SCALINGS, can_rescale, describe, layer_frequencies, rotated_pairs
 from prope.errors import UsageError, log
 from prope.inference.longcontext import RECORDS, Prompts
 from prope.inference.losses import Selection, make_evaluation, select
+from prope.inference.paired import sums_folder
 from prope.longcontext.tasks import parse_tasks
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl
@@ -47,6 +49,7 @@ class Options:
     dataset: str | None = None
     data_dir: str | None = None
     encoding: str | None = None
+    intervene: str | None = None
     factor: float | None = None
     split: str | None = None
     again: bool = False
@@ -62,8 +65,10 @@ class Options:
             raise UsageError(f"--step={self.step}: must be the number of a checkpoint, or all")
         if self.max_windows and self.max_tokens:
             raise UsageError(f"--max_windows={self.max_windows} and --max_tokens={self.max_tokens}: give one of them")
-        if self.factor is not None and self.encoding is None:
-            raise UsageError(f"--factor={self.factor}: goes with --encoding, such as yarn")
+        if self.encoding and self.intervene:
+            raise UsageError(f"--encoding={self.encoding} and --intervene={self.intervene}: give one of them")
+        if self.factor is not None and self.encoding is None and "interpolate" not in (self.intervene or ""):
+            raise UsageError(f"--factor={self.factor}: goes with --encoding, such as yarn, or --intervene=interpolate")
         if self.control == "near" and self.depths is not None:
             raise UsageError(f"--depths={self.depths}: has no effect with --control=near; remove it")
         for name in _OF_TASKS if self.tasks is None else _OF_WINDOWS:
@@ -90,17 +95,48 @@ def _parse_lengths(options: Options, trained: int) -> list[int]:
     return list(dict.fromkeys(lengths))
 
 
+def parse_interventions(text: str | None, model: ConfigDict) -> list[str]:
+    """Parses --intervene, such as stop:16-19,remove, as ["stop:16-19", "remove:0-3", ..]: every eighth of the pairs."""
+    P, found = model.head_dim // 2, []
+    for entry in text.split(",") if text is not None else []:
+        match, step = re.fullmatch(rf"({'|'.join(INTERVENTIONS)})(?::(\d+)(?:-(\d+))?)?", entry.strip()), -(-P // 8)
+        bands = [(start, min(start + step, P) - 1) for start in range(0, P, step)]
+        if match and match[2]:
+            bands = [(int(match[2]), int(match[3] or match[2]))]
+        if match is None or not bands[0][0] <= bands[0][1] < P:
+            allowed = f"is not {', '.join(INTERVENTIONS)}, alone or with a band of pairs 0 to {P - 1}, as in stop:0-1"
+            raise UsageError(f"--intervene={text}: {entry!r} {allowed}")
+        found += [f"{match[1]}:{first}-{last}" for first, last in bands]
+    return list(dict.fromkeys(found))
+
+
+def changes_rotation(config: ConfigDict, encoding: str) -> bool:
+    """Tells whether an intervention does anything: to stop or interpolate pairs that a run does not rotate does not."""
+    changed = config.copy_and_resolve_references()
+    rescale(changed, encoding)
+    changed.model.rope_scaling_factor = 2.0
+    same = np.array_equal(layer_frequencies(changed.model), layer_frequencies(config.model))
+    return not same or encoding.startswith("remove")
+
+
 def rescale(config: ConfigDict, encoding: str | None) -> None:
-    """Sets the scaling of a run's config that --encoding names, for the length that the run was trained at."""
+    """Sets the scaling of a run's config that --encoding or --intervene names, for the length of its training."""
     if encoding is None:
         return
+    encoding, _, band = encoding.partition(":")
     taken, model = SCALINGS[encoding], config.model
+    if band:
+        if model.rope_scaling_type != "none":
+            raise UsageError(f"--intervene={encoding}: the run has rope_scaling_type={model.rope_scaling_type} already")
+        model.scaled_pairs = tuple(map(int, band.split("-")))
     model.rope_scaling_type, model.logit_scale = encoding, "yarn" if encoding == "yarn" else model.logit_scale
     if "original_seq_len" in taken and model.original_seq_len is None:
         model.original_seq_len = config.data.position_range or config.data.seq_len
 
 
-def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[ConfigDict, Windows, Selection]]:
+def _open_lengths(
+    run: Run, options: Options, encoding: str | None, opened: dict
+) -> list[tuple[str | None, ConfigDict, Windows, Selection]]:
     """Opens the windows of each length, once for all runs that differ only in their seed."""
     state = run.checkpoint.read_json("data")
     if "imported_from" in state and options.dataset is None and options.tasks is None:
@@ -110,16 +146,16 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
     config.model.attention = "auto"  # of this machine, which need not be the one that trained
     config.eval.max_windows = options.max_windows
     override_dataset(config.data, options.dataset, options.data_dir)
-    rescale(config, options.encoding)
+    rescale(config, encoding)
     validate(config)
     keys, trained = [], config.data.seq_len
     lengths = _parse_lengths(options, trained)
     for task, T in itertools.product([None] if options.tasks is None else parse_tasks(options.tasks), lengths):
         own = config.copy_and_resolve_references()
-        if options.encoding is not None:
+        if "rope_scaling_factor" in SCALINGS[(encoding or "none").partition(":")[0]]:
             growth = max(T / (config.model.original_seq_len or trained), 1.0)
             # dynamic has the length in its formula
-            own.model.rope_scaling_factor = options.factor or (1.0 if options.encoding == "dynamic" else growth)
+            own.model.rope_scaling_factor = options.factor or (1.0 if encoding == "dynamic" else growth)
         # Longer windows, fewer at a time: as many tokens as at the training's length, so that memory suffices.
         own.eval.batch_size = options.batch_size or max(config.eval.batch_size * trained // max(T, trained), 1)
         data = own.data.copy_and_resolve_references()
@@ -129,14 +165,14 @@ def _open_lengths(run: Run, options: Options, opened: dict) -> list[tuple[Config
         if key not in opened and task is not None:
             own.data.dataset = f"longcontext/{task}"
             prompts = Prompts(task, T, own, options)
-            opened[key] = own, prompts, prompts.selection
+            opened[key] = encoding, own, prompts, prompts.selection
         elif key not in opened:
             windows = open_text(data, own.model.vocab_size, options.split, run.config.data, state)
             size = max(source.length for source in windows.sources)
             if max(trained, size) < T:
                 split = f"split {windows.split} of {config.data.dataset}, {size:,} tokens"
                 raise UsageError(f"--seq_len={T}: longer than {split}; give a shorter window, or more text")
-            opened[key] = own, windows, select(windows, options.max_windows, options.max_tokens, max(lengths))
+            opened[key] = encoding, own, windows, select(windows, options.max_windows, options.max_tokens, max(lengths))
         keys.append(key)
     return [opened[key] for key in keys]
 
@@ -159,21 +195,31 @@ def evaluations(options: Options) -> Iterator[dict]:
                 log.info("%s: left out, for rope_type %s has no wavelength to scale", workdir, rope_type)
                 continue
             with processes.raise_on_all():
-                plan.append((run, _open_lengths(run, options, opened)))
+                asked, lengths = parse_interventions(options.intervene, run.config.model), []
+                for encoding in asked or [options.encoding]:
+                    if not asked or changes_rotation(run.config, encoding):
+                        lengths += _open_lengths(run, options, encoding, opened)
+                    else:
+                        log.info("%s: %s is left out, for the run rotates none of these pairs", workdir, encoding)
+                plan.append((run, lengths))
+    if options.intervene and not any(lengths for _, lengths in plan):
+        raise UsageError(
+            f"--intervene={options.intervene}: no run there rotates these pairs; give faster ones, or remove"
+        )
     if options.max_windows and any(len(lengths) > 1 for _, lengths in plan):
         log.warning("--max_windows: longer windows hold more text; --max_tokens reads the same text at every length")
     if not plan:
         raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
     for run, lengths in plan:
         workdir, step, params = run.workdir, run.step, None
-        for config, windows, selection in lengths:
+        for encoding, config, windows, selection in lengths:
             count, pairs = len(selection.indices), rotated_pairs(config.model)
             dataset, T = config.data.dataset, windows.seq_len
             record = {"step": step, "dataset": dataset, "seq_len": T}
-            rescaled = {"encoding": options.encoding, "factor": options.encoding and config.model.rope_scaling_factor}
+            rescaled = {"encoding": encoding, "factor": encoding and config.model.rope_scaling_factor}
             same = record | {"fingerprint": selection.fingerprint, "windows": count} | rescaled
             record |= {"split": windows.split, "rope_percentage": config.model.rope_percentage, "rotated_pairs": pairs}
-            record |= rescaled if options.encoding else {}
+            record |= rescaled if encoding else {}
             identity = {"init_hash": run.init_hash, "workdir": str(workdir)}
             if options.tasks is None:
                 file, needed = "eval.jsonl", _FIELDS | ({"sources"} if len(windows.sources) > 1 else set())
@@ -192,7 +238,7 @@ def evaluations(options: Options) -> Iterator[dict]:
                 record["step"] = step = run.step
             if windows not in functions:
                 functions[windows] = make_evaluation(config, windows, sharding.make_mesh(), selection)
-            result = functions[windows](params, workdir / "eval" / str(step))
+            result = functions[windows](params, sums_folder(workdir, record))
             record |= {"max_windows": options.max_windows, "max_tokens": options.max_tokens, **result, **identity}
             if processes.is_first():
                 append_jsonl(workdir / file, record)

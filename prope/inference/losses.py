@@ -66,7 +66,7 @@ def make_evaluation(
 ) -> Callable[..., dict | None]:
     """Makes a function that evaluates parameters on a selection of `windows`, by default config.eval.max_windows.
 
-    Its arguments are the parameters; a folder for the sums by document, W/eval/STEP, or None; and a callback before
+    Its arguments are the parameters; a folder for the sums by document or None; and a callback before
     every batch, in all processes alike, which stops the evaluation (result None) by returning False. It returns:
 
     fingerprint, seq_len    of the selected text; tokens in a window

@@ -2,7 +2,7 @@
 
 Tokens of a document are correlated, so documents, not tokens, are the independent samples. Two runs evaluated on the
 same windows find the same documents hard, so their difference by document is much more precise than either loss.
-W/eval/STEP/FINGERPRINT-SEQ_LEN-WINDOWS.npz therefore holds, for an evaluation of W:
+FINGERPRINT-SEQ_LEN-WINDOWS.npz in `sums_folder` therefore holds, for an evaluation of W:
 
 loss    float32 [C, Q]: sums of the loss in nats, by document and by bucket of positions in the window
 tokens  int32 [C, Q]: numbers of tokens
@@ -95,6 +95,7 @@ def paired_difference(
     about: dict | None = None,
     positions: tuple[int, int] | None = None,
     file: str = "eval.jsonl",
+    but: dict | None = None,
 ) -> Difference:
     """Computes the difference of two runs' losses on the same windows, with its standard error over documents.
 
@@ -107,13 +108,14 @@ def paired_difference(
       about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}.
       positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
       file: of the records, in a run's directory.
+      but: values of the second run's record that differ, such as {"encoding": "stop:16-19"}; both may be one run.
     """
     workdirs, fields = (workdir_a, workdir_b), {"split": "validation"} | (about or {})
     records, others = (read_jsonl(epath.Path(workdir) / file) for workdir in workdirs)
-    if (pair := find_pair(records, others, **fields)) is None:
+    if (pair := find_pair(records, others, but, **fields)) is None:
         workdir = workdir_a
         if unmatched := find_evaluation(records, **fields):
-            workdir, fields = workdir_b, fields | {name: unmatched.get(name) for name in SAME_WINDOWS}
+            workdir, fields = workdir_b, fields | {name: unmatched.get(name) for name in SAME_WINDOWS} | (but or {})
         remedy = f"run python -m prope.evaluate --workdir={workdir} with the flags of the other run's"
         raise UsageError(f"{workdir}: has no evaluation with {fields}; {remedy}")
     (loss, tokens, edges, *sources), (loss_b, tokens_b, *_) = map(_read_sums, workdirs, pair)
@@ -128,8 +130,15 @@ def paired_difference(
     return Difference(*mean_and_stderr(differences.sum(axis=1), counts, *sources), int((counts > 0).sum()))
 
 
+def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
+    """Returns the folder of an evaluation's sums: W/eval/STEP, or a folder in it of an encoding that was rescaled."""
+    folder = epath.Path(workdir) / "eval" / str(record["step"])
+    encoding = record.get("encoding")
+    return folder / f"{encoding.replace(':', '-')}-{record['factor']}" if encoding else folder
+
+
 def write_sums(folder: epath.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, **others) -> None:
-    """Writes the sums of an evaluation, and `edges, source, shares`, into the folder of its step, W/eval/STEP."""
+    """Writes the sums of an evaluation, and `edges, source, shares`, into its `sums_folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = io.BytesIO()
     np.savez_compressed(arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), **others)
@@ -142,7 +151,7 @@ def _path(folder: epath.Path, record: dict) -> epath.Path:
 
 def _read_sums(workdir: epath.PathLike, record: dict) -> tuple[np.ndarray, ...]:
     """Reads (loss, tokens, edges, source, shares)."""
-    path = _path(epath.Path(workdir) / "eval" / str(record["step"]), record)
+    path = _path(sums_folder(workdir, record), record)
     try:
         with np.load(io.BytesIO(path.read_bytes())) as saved:
             return tuple(saved[name] for name in ("loss", "tokens", "edges", "source", "shares"))

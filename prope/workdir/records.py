@@ -52,9 +52,12 @@ def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     return max(newest_first, key=lambda record: record.get("windows") or 0, default=None)
 
 
-def find_pair(records: Iterable[dict], others: Iterable[dict], **fields) -> tuple[dict, dict] | None:
-    """Returns the fullest evaluations with these values that two runs made on the same windows."""
-    of_windows = {tuple(map(other.get, SAME_WINDOWS)): other for other in find_evaluations(others, **fields)}
+def find_pair(
+    records: Iterable[dict], others: Iterable[dict], but: dict | None = None, **fields
+) -> tuple[dict, dict] | None:
+    """Returns the fullest evaluations with these values, `but` those of others, that were made on the same windows."""
+    matching = find_evaluations(others, **fields | (but or {}))
+    of_windows = {tuple(map(other.get, SAME_WINDOWS)): other for other in matching}
     shared = [record for record in records if tuple(map(record.get, SAME_WINDOWS)) in of_windows]
     record = find_evaluation(shared, **fields)
     return record and (record, of_windows[tuple(map(record.get, SAME_WINDOWS))])

@@ -1,0 +1,130 @@
+"""Bands of pairs that are stopped, removed or interpolated for an evaluation: other models that must be the same."""
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+from test_evaluate import T, ask, base, edit, runs  # noqa: F401
+
+from prope.config import default_config
+from prope.encodings import in_band, layer_frequencies
+from prope.errors import UsageError
+from prope.hf.rotation import choose_class
+from prope.inference.evaluation import parse_interventions
+from prope.inference.paired import paired_difference
+from prope.runtime.validate import validate
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.records import find_evaluation, read_jsonl
+from prope.workdir.run import open_run
+
+
+def losses(workdir, intervene=None, **flags) -> list[float]:
+    return [record["loss"] for record in ask(workdir, **({"intervene": intervene} | flags if intervene else flags))]
+
+
+def test_all_pairs_stopped_are_nope_and_removed_are_the_mean_of_all_values(runs):  # noqa: F811
+    last = open_run(runs / "rope").config.model.head_dim // 2 - 1
+    (nope,), (rope,) = losses(runs / "nope"), losses(runs / "rope")
+    (stopped,) = losses(runs / "rope", f"stop:0-{last}")
+    assert stopped == pytest.approx(nope, rel=1e-6) != rope
+    removed = [losses(runs / name, f"remove:0-{last}")[0] for name in ("rope", "nope")]
+    assert removed[0] == pytest.approx(removed[1], rel=1e-6), "without logits it does not matter what rotates"
+    assert abs(removed[0] - nope) > 1e-4
+
+
+def test_slow_pairs_stopped_are_p_rope_and_interpolated_ones_are_slower(runs, base):  # noqa: F811
+    P = open_run(runs / "rope").config.model.head_dim // 2
+    shutil.copytree(runs / "rope", runs / "half")
+    edit(runs / "half", base, **{"model.rope_percentage": 0.5})
+    (stopped,) = losses(runs / "rope", f"stop:{P // 2}-{P - 1}")
+    assert stopped == losses(runs / "half", step="7")[0]  # the weights of step 9 before
+    (interpolated,) = losses(runs / "rope", f"interpolate:0-{P - 1}", seq_len="2x")
+    assert interpolated == losses(runs / "rope", seq_len="2x", encoding="linear")[0]
+    assert interpolated != losses(runs / "rope", seq_len="2x")[0]
+
+
+def test_a_removed_band_adds_nothing_to_logits(runs):  # noqa: F811
+    """As if the queries' weights of its lanes were 0."""
+    run = open_run(runs / "rope", 7)
+    params, P = run.params(), run.config.model.head_dim // 2
+    lanes = np.isin(np.arange(2 * P) % P, (1, 2))
+    w = np.array(params["layers"]["attn"]["q_einsum"]["w"])
+    w[..., lanes] = 0
+    params["layers"]["attn"]["q_einsum"]["w"] = w
+    (removed,), (plain,) = losses(runs / "rope", "remove:1-2", step="7"), losses(runs / "rope", step="7")
+    shutil.copytree(runs / "rope", runs / "zeros")
+    shutil.rmtree(runs / "zeros" / "checkpoints")
+    (runs / "zeros" / "eval.jsonl").unlink()
+    with Checkpoints(runs / "zeros") as checkpoints:
+        identity = {"config": run.config.to_dict(), "init_hash": ""}
+        checkpoints.save(7, params, {"count": np.zeros(())}, identity, {"examples": 0})
+    assert removed == pytest.approx(losses(runs / "zeros")[0], rel=1e-7) != plain
+
+
+def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(runs):  # noqa: F811
+    (plain,), (stopped,) = ask(runs / "rope"), ask(runs / "rope", intervene="stop:0-1")
+    ask(runs / "rope", encoding="yarn", factor=4.0)
+    for but, other in (({"encoding": "stop:0-1"}, stopped), ({}, plain)):
+        found = paired_difference(runs / "rope", runs / "rope", {"step": 9}, but=but)
+        assert found.difference == pytest.approx(plain["loss"] - other["loss"], abs=1e-7)
+    assert paired_difference(runs / "rope", runs / "nope" if losses(runs / "nope") else "", {"step": 9}).samples > 1
+    records = read_jsonl(runs / "rope" / "eval.jsonl")
+    assert find_evaluation(records, step=9, seq_len=T) == plain, "others do not count as the run's own"
+    assert json.dumps(ask(runs / "rope", intervene="stop:0-1")) == json.dumps([stopped]), "computed once"
+
+
+def test_bands_are_parsed():
+    model = default_config().model
+    eighths = [f"{kind}:{start}-{start + 3}" for kind in ("stop", "remove") for start in range(0, 32, 4)]
+    assert parse_interventions("stop,remove", model) == eighths
+    assert parse_interventions("stop:3, remove:18-20,stop:3-3", model) == ["stop:3-3", "remove:18-20"]
+    assert parse_interventions(None, model) == []
+    for bad in ("halt:1-2", "stop:20-18", "stop:31-32", "", "stop:", "stop:-1", "stop,"):
+        with pytest.raises(
+            UsageError, match="--intervene=.*: .* is not stop, remove, interpolate, alone or with a band"
+        ):
+            parse_interventions(bad, model)
+
+
+def test_what_cannot_be_asked_for(runs):  # noqa: F811
+    for flags, says in (
+        ({"intervene": "stop:0-1", "encoding": "yarn"}, "--encoding=yarn and --intervene=stop:0-1: give one of them"),
+        (
+            {"intervene": "stop:0-1", "factor": 2.0},
+            "--factor=2.0: goes with --encoding, such as yarn, or --intervene=int",
+        ),
+    ):
+        with pytest.raises(UsageError, match=says):
+            ask(runs, **flags)
+    with pytest.raises(UsageError, match="--intervene=stop:0-1: no run there rotates these pairs"):
+        ask(runs / "nope", intervene="stop:0-1")
+    assert [r["workdir"] for r in ask(runs, intervene="stop:0-1")] == [str(runs / "rope")], "the other one is left out"
+
+
+def test_the_config_takes_a_band_of_its_pairs():
+    config = default_config()
+    config.model.rope_scaling_type = "stop"
+    for band in ((), (1,), (3, 2), (0, 32), (-1, 2), (0, 1.5)):
+        config.model.scaled_pairs = band
+        with pytest.raises(UsageError, match="config.model.scaled_pairs=.*: must be two pairs of 0 to 31"):
+            validate(config)
+    for kind, band in itertools.product(("stop", "interpolate"), ((0, 3), (30, 31), (7, 7))):
+        config.model.update({"rope_scaling_type": kind, "scaled_pairs": band})
+        config.model.rope_scaling_factor = 4.0 if kind == "interpolate" else 1.0
+        validate(config)
+        expected = 10_000.0 ** (-np.arange(32) / 32)
+        expected[band[0] : band[1] + 1] /= 4 if kind == "interpolate" else np.inf
+        np.testing.assert_allclose(layer_frequencies(config.model), np.tile(expected, (4, 1)), rtol=1e-14)
+        assert in_band(config.model).sum() == band[1] - band[0] + 1
+    config.model.update({"rope_scaling_type": "none", "rope_scaling_factor": 1.0})
+    with pytest.raises(UsageError, match="config.model.scaled_pairs=.*: has no effect with rope_type=proportional"):
+        validate(config)
+
+
+def test_transformers_has_no_class_with_removed_pairs():
+    config = default_config()
+    config.model.update({"rope_scaling_type": "remove", "scaled_pairs": (0, 3)})
+    with pytest.raises(UsageError, match="rope_scaling_type=remove: no class of transformers removes pairs"):
+        choose_class(config.model)
