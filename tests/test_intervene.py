@@ -4,17 +4,25 @@ import itertools
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
 import numpy as np
 import pytest
-from test_evaluate import T, ask, base, edit, runs  # noqa: F401
+from scipy import stats
+from test_evaluate import ask, base, edit, runs  # noqa: F401
 
+from prope import model
 from prope.config import default_config
 from prope.encodings import in_band, layer_frequencies
 from prope.errors import UsageError
 from prope.hf.rotation import choose_class
 from prope.inference.evaluation import parse_interventions
 from prope.inference.paired import paired_difference
+from prope.loss import token_losses
 from prope.runtime.validate import validate
+from prope.sweep import interventions
+from prope.sweep.runs import Run
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import open_run
@@ -71,21 +79,21 @@ def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(
         assert found.difference == pytest.approx(plain["loss"] - other["loss"], abs=1e-7)
     assert paired_difference(runs / "rope", runs / "nope" if losses(runs / "nope") else "", {"step": 9}).samples > 1
     records = read_jsonl(runs / "rope" / "eval.jsonl")
-    assert find_evaluation(records, step=9, seq_len=T) == plain, "others do not count as the run's own"
+    assert find_evaluation(records, step=9, seq_len=plain["seq_len"]) == plain, "others do not count as the run's own"
     assert json.dumps(ask(runs / "rope", intervene="stop:0-1")) == json.dumps([stopped]), "computed once"
 
 
 def test_bands_are_parsed():
-    model = default_config().model
+    config = default_config().model
     eighths = [f"{kind}:{start}-{start + 3}" for kind in ("stop", "remove") for start in range(0, 32, 4)]
-    assert parse_interventions("stop,remove", model) == eighths
-    assert parse_interventions("stop:3, remove:18-20,stop:3-3", model) == ["stop:3-3", "remove:18-20"]
-    assert parse_interventions(None, model) == []
+    assert parse_interventions("stop,remove", config) == eighths
+    assert parse_interventions("stop:3, remove:18-20,stop:3-3", config) == ["stop:3-3", "remove:18-20"]
+    assert parse_interventions(None, config) == []
     for bad in ("halt:1-2", "stop:20-18", "stop:31-32", "", "stop:", "stop:-1", "stop,"):
         with pytest.raises(
             UsageError, match="--intervene=.*: .* is not stop, remove, interpolate, alone or with a band"
         ):
-            parse_interventions(bad, model)
+            parse_interventions(bad, config)
 
 
 def test_what_cannot_be_asked_for(runs):  # noqa: F811
@@ -128,3 +136,89 @@ def test_transformers_has_no_class_with_removed_pairs():
     config.model.update({"rope_scaling_type": "remove", "scaled_pairs": (0, 3)})
     with pytest.raises(UsageError, match="rope_scaling_type=remove: no class of transformers removes pairs"):
         choose_class(config.model)
+
+
+def planted(seed: int) -> tuple[dict, int]:
+    """Parameters of a layer that copies the first token's letter through one slow pair; and that pair."""
+    rng, config = np.random.default_rng(seed), breaking("none")
+    pair, shapes = int(rng.integers(4, 8)), jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: 0.01 * rng.standard_normal(leaf.shape, np.float32), shapes)
+    params["embedder"]["input_embedding"][:3] += np.eye(3, 16)  # a filler, and two letters
+    attention = params["layers"]["attn"]
+    attention["q_einsum"]["w"][0, 0, 0, pair] += 6
+    attention["kv_einsum"]["w"][0, 0, 0, [0, 1, 2], pair] += [-2, 2, 2]
+    attention["kv_einsum"]["w"][0, 1, 0, [1, 2], [0, 1]] += 1
+    attention["attn_vec_einsum"]["w"][0, 0, [0, 1], [1, 2]] += 3
+    return params, pair
+
+
+def breaking(kind: str, pair: int = 0):
+    config = default_config().model
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 1, "head_dim": 16, "hidden_dim": 8, "vocab_size": 4}
+    band = {"scaled_pairs": (pair, pair)} if kind != "none" else {}
+    factor = 32.0 if kind == "interpolate" else 1.0
+    config.update(sizes | band | {"max_wavelength": 100.0, "rope_scaling_type": kind, "rope_scaling_factor": factor})
+    return config
+
+
+def test_the_band_that_breaks_is_found_in_20_of_20_draws():
+    """The planted pair works in windows of 8 tokens, and passes a quarter turn in windows of 256."""
+
+    def loss_of(kind: str, pair: int = 0):
+        @jax.jit
+        def loss(params, tokens):
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            hidden = model.hidden_states(breaking(kind, pair), params, tokens, positions)
+            targets = jnp.broadcast_to(tokens[:, :1], tokens.shape)
+            return token_losses(hidden, model.embedding(params), targets)[:, -1].mean()
+
+        return loss
+
+    texts = {T: jnp.zeros((2, T), jnp.int32).at[:, 0].set(jnp.array([1, 2])) for T in (8, 256)}
+    plain, kinds = loss_of("none"), ("stop", "interpolate", "remove")
+    changed = {kind: [loss_of(kind, pair) for pair in range(8)] for kind in kinds}
+    for seed in range(20):
+        params, pair = planted(seed)
+        short, long = (float(plain(params, texts[T])) for T in (8, 256))
+        assert short < 0.2 < 1 < long, "it breaks"
+        for kind in ("stop", "interpolate"):
+            losses = [float(loss(params, texts[256])) for loss in changed[kind]]
+            assert np.argmin(losses) == pair and losses[pair] < 0.2, f"{kind} mends it"
+            assert min(np.delete(losses, pair)) > long - 0.3, "and no other band does"
+        assert np.argmax([float(loss(params, texts[8])) for loss in changed["remove"]]) == pair
+
+
+def test_the_report_shows_the_changes_of_every_band(tmp_path):
+    """Means and Student's t intervals over seeds; plain evaluations on other windows do not count."""
+    rng, group = np.random.default_rng(0), []
+    plain, changed = rng.random((2, 3, 2)), rng.random((2, 3, 2, 2, 3))  # group, seed, length; and kind, band
+    for g, s in itertools.product(range(2), range(3)):
+        config, records = default_config(), []
+        common = {"step": config.num_steps, "dataset": "python_docs", "split": "validation", "windows": 3}
+        for t, T in enumerate((256, 2048)):
+            record = common | {"seq_len": T, "fingerprint": "same"}
+            records += [record | {"loss": plain[g, s, t]}, record | {"fingerprint": "other", "loss": 9.0, "windows": 9}]
+            for (k, kind), (b, band) in itertools.product(
+                enumerate(("stop", "remove")), enumerate(("0-3", "4-7", "8-11"))
+            ):
+                loss = plain[g, s, t] + changed[g, s, t, k, b]
+                records.append(record | {"encoding": f"{kind}:{band}", "factor": 1.0, "loss": loss})
+        records.append(common | {"seq_len": 256, "fingerprint": "same", "encoding": "yarn", "factor": 2.0, "loss": 7.0})
+        values = {"rope_percentage": (0.5, 1.0)[g], "seed": s}
+        group.append(Run(f"{g}{s}", tmp_path, values, config, True, config.num_steps, None, [], records, []))
+    found = interventions.changes(group)
+    assert len(found) == 2 * 2 * 2 * 3
+    for change in found:
+        at = ("p = 0.5", "p = 1").index(change.group), slice(None), (256, 2048).index(change.seq_len)
+        values = changed[at][:, ("stop", "remove").index(change.kind), change.band[0] // 4]
+        expected = stats.ttest_1samp(values, 0).confidence_interval()
+        assert change.difference.difference == pytest.approx(values.mean())
+        assert change.difference.interval() == pytest.approx(tuple(expected))
+    stop, remove = interventions.pictures(group)
+    assert (stop.name, remove.name) == ("stop", "remove")
+    figure = matplotlib.figure.Figure(figsize=stop.size, layout="constrained")
+    stop.draw(figure)
+    means = changed.mean(axis=1)[:, :, 0].swapaxes(1, 2)  # group, band, length
+    for axes, values in zip(figure.axes, means, strict=True):
+        np.testing.assert_allclose(axes.images[0].get_array(), values)
+        assert [text.get_text() for text in axes.texts] == [f"{value:+.2f}" for value in values.ravel()]

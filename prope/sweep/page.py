@@ -15,6 +15,7 @@ from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
+from prope.sweep import interventions
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
 from prope.sweep.runs import P, Run, against_reference, check_equal, groups, read_sweep, reference, table
@@ -46,7 +47,10 @@ def report_sweep(directory: epath.Path) -> dict:
         found = full["difference"]
         apart = found and {"loss": found.difference, "interval": found.interval(), "over": full["over"]}
         rows.append(row | {"minus_rope": apart})
-    return {"output": str(output), "runs": [run.record() for run in runs], "table": rows}
+    changes = [change._asdict() | {"difference": change.difference.difference, "interval": change.difference.interval()}
+               for change in interventions.changes(runs)]  # fmt: skip
+    result = {"output": str(output), "runs": [run.record() for run in runs], "table": rows}
+    return result | ({"interventions": changes} if changes else {})
 
 
 def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> epath.Path:
@@ -69,6 +73,7 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
         windows=sorted({run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}),
         paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
         effective_lengths=effective_lengths(runs),
+        changes=interventions.changes(runs),
         equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),

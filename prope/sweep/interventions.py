@@ -1,0 +1,95 @@
+"""Shows which frequencies break: the loss with a band of pairs stopped, removed or interpolated, minus that without.
+
+What is read are the records of `prope.evaluate --intervene`, on the same tokens as a plain evaluation of the run.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import numpy as np
+
+from prope.encodings import INTERVENTIONS
+from prope.errors import UsageError
+from prope.html.drawing import Picture, label_ticks, panels, show_image
+from prope.inference.paired import Difference, average_seeds, paired_difference
+from prope.sweep.runs import Run, groups
+from prope.workdir.records import find_pair
+
+
+class Change(NamedTuple):
+    """The change of a group's loss by an intervention, nats per token, over seeds; of a single run, over documents."""
+
+    group: str
+    kind: str
+    band: tuple[int, int]  # first and last pair
+    seq_len: int
+    difference: Difference
+
+
+def changes(runs: list[Run]) -> list[Change]:
+    """Computes the changes of the last step's loss by kind, group, band and length, in this order."""
+    found = []
+    for group, members in groups(runs).items():
+        by_case: dict[tuple, list[tuple[Run, dict, float]]] = {}
+        for run in members:
+            about = {"step": run.config.num_steps, "dataset": run.config.data.dataset}
+            cases = {
+                (r.get("encoding"), r["factor"], r["seq_len"])
+                for r in run.evaluations
+                if ":" in (r.get("encoding") or "")
+            }
+            for encoding, factor, T in cases:
+                fields = about | {"seq_len": T, "encoding": encoding, "factor": factor}
+                if pair := find_pair(run.evaluations, run.evaluations, {"encoding": None, "factor": None}, **fields):
+                    case = by_case.setdefault((encoding, T), [])
+                    case.append((run, fields, pair[0]["loss"] - pair[1]["loss"]))
+        for (encoding, T), of_runs in by_case.items():
+            difference = average_seeds([loss for *_, loss in of_runs])
+            if len(of_runs) == 1:
+                run, fields, _ = of_runs[0]
+                with contextlib.suppress(UsageError):  # a run without sums
+                    difference = paired_difference(
+                        run.workdir, run.workdir, fields, but={"encoding": None, "factor": None}
+                    )
+            kind, _, band = encoding.partition(":")
+            found.append(Change(group, kind, tuple(map(int, band.split("-"))), T, difference))
+    order = list(groups(runs))
+    return sorted(found, key=lambda c: (INTERVENTIONS.index(c.kind), order.index(c.group), c.band, c.seq_len))
+
+
+def pictures(runs: list[Run]) -> list[Picture]:
+    """Makes a picture of every kind of intervention: for each group of runs a map of the change by band and length."""
+    found = changes(runs)
+    return [_picture(kind, of_kind) for kind in INTERVENTIONS if (of_kind := [c for c in found if c.kind == kind])]
+
+
+def _picture(kind: str, found: list[Change]) -> Picture:
+    names, bands = list(dict.fromkeys(c.group for c in found)), sorted({c.band for c in found})
+    lengths = sorted({c.seq_len for c in found})
+    values = np.full((len(names), len(bands), len(lengths)), np.nan)
+    for c in found:
+        values[names.index(c.group), bands.index(c.band), lengths.index(c.seq_len)] = c.difference.difference
+    labels, reach = [f"{first}-{last}" for first, last in bands], np.nanmax(np.abs(values))
+
+    def draw(figure) -> None:
+        for axes, name, of_group in zip(panels(figure, len(names), sharey=True)[0], names, values, strict=True):
+            show_image(axes, of_group, vmin=-reach, vmax=reach, aspect="auto")
+            for (row, column), value in np.ndenumerate(of_group):
+                if np.isfinite(value):
+                    colour = "black" if value > 0.3 * reach else "white"
+                    axes.text(column, row, f"{value:+.2f}", ha="center", va="center", color=colour, fontsize="small")
+            axes.set(title=name, xlabel="tokens in a window")
+            label_ticks(axes.xaxis, [f"{T:,}" for T in lengths])
+            label_ticks(axes.yaxis, labels)
+        figure.axes[0].set_ylabel("pairs, fastest first")
+
+    words = {"stop": "no longer rotated", "remove": "removed from logits", "interpolate": "rotated more slowly"}[kind]
+    longest = [c for c in found if c.seq_len == lengths[-1]]
+    least, most = (choose(longest, key=lambda c: c.difference.difference) for choose in (min, max))
+    ends = "; ".join(
+        f"{c.difference.difference:+.3f} in {c.group} for pairs {c.band[0]}-{c.band[1]}" for c in (least, most)
+    )
+    caption = f"Loss with a band {words}, minus the loss as it is, nats per token, without training. Means over seeds."
+    alt = f"Least and greatest change at {lengths[-1]} tokens: {ends}."
+    title = {"stop": "Bands stopped", "remove": "Bands removed", "interpolate": "Bands interpolated"}[kind]
+    return Picture(kind, title, alt, caption, draw, (min(2.4 * len(names) + 0.6, 13), 1.2 + 0.3 * len(bands)))
