@@ -86,6 +86,7 @@ def default_config() -> ConfigDict:
     data.tokenizer = "byte"  # byte | path or gs:// URL of a SentencePiece .model
     data.seq_len = 256  # T, tokens in a window
     data.mask_documents = False  # True: positions restart and attention stops at document borders
+    data.bos_every_window = False  # True: every window begins with <bos>, which replaces its first token
     data.position_range = placeholder(int)  # R: training positions are drawn from 0 .. R-1; None: they are 0 .. T-1
     data.validation_fraction = 0.05  # share of documents held out, chosen by a hash of their text
     data.cache_dir = ""  # folder or gs:// URL of token stores; empty: $PROPE_CACHE, else ~/.cache/prope

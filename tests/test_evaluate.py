@@ -367,6 +367,14 @@ def test_an_encoding_is_rescaled_for_the_evaluation_alone(runs, base, encoding, 
     assert (runs / "rope" / "eval.jsonl").read_text() == lines, "both were computed before"
 
 
+def test_documents_are_the_same_when_every_window_begins_with_bos(runs, base):
+    (plain,) = ask(runs / "rope")
+    edit(runs / "rope", base, **{"data.bos_every_window": True})
+    (record,) = ask(runs / "rope", step="7")  # the weights of step 9 before
+    assert (record["documents"], record["tokens"]) == (plain["documents"], plain["tokens"])
+    assert record["documents"] < record["windows"] and record["loss"] != plain["loss"]
+
+
 def test_runs_that_cannot_be_rescaled_are_left_out(runs, base):
     edit(
         runs / "nope",

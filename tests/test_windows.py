@@ -58,6 +58,16 @@ def windows(folder):
     return of
 
 
+def test_every_window_may_begin_with_bos(windows, expected):
+    """It replaces the first token that is read, and nothing that is predicted."""
+    plain, changed = (windows(bos_every_window=value).read(range(40)) for value in (False, True))
+    assert (changed["tokens"][:, 0] == BOS).all() and (plain["tokens"][:, 0] == BOS).mean() < 0.2
+    np.testing.assert_array_equal(changed["tokens"][:, 1:], plain["tokens"][:, 1:])
+    np.testing.assert_array_equal(changed["targets"].ravel(), expected[1 : 40 * T + 1])
+    for name in ("targets", "positions", "segment_ids", "weights"):
+        np.testing.assert_array_equal(changed[name], plain[name])
+
+
 def digest(batch, row):
     return hashlib.sha256(b"".join(batch[name][row].tobytes() for name in sorted(batch))).hexdigest()[:8]
 

@@ -42,7 +42,7 @@ class Windows:
         self.split, self.sources, self.weights, self.shares = split, [self], [1.0], [1.0]
         self.seq_len = data.seq_len  # T
         self.position_range = data.position_range  # R, from which `train_batch` draws positions; None: 0 .. T-1
-        self._mask_documents = data.mask_documents
+        self._mask_documents, self._bos_every_window = data.mask_documents, data.bos_every_window
         self._tokens = self.store.tokens(split)
         self.length = self._tokens.shape[0]
         self.count = -(-(self.length - 1) // self.seq_len)  # of windows; the last one may be padded
@@ -67,9 +67,12 @@ class Windows:
         is_bos = stream == BOS
         segment_ids = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
         index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(reads), T))
+        tokens = stream[:, :-1].copy()
+        if self._bos_every_window:
+            tokens[:, 0] = BOS
         first = np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1) if self._mask_documents else 0
         return {
-            "tokens": stream[:, :-1], "targets": stream[:, 1:], "positions": np.asarray(index - first, np.int32),
+            "tokens": tokens, "targets": stream[:, 1:], "positions": np.asarray(index - first, np.int32),
             "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
             "weights": (real & ~is_bos & ~is_prompt)[:, 1:].astype(np.float32),
         }  # fmt: skip

@@ -108,8 +108,8 @@ def make_evaluation(
         if synthetic:  # one sequence at a time, so that the logits of a batch never exist whole
             predictions = jax.lax.map(lambda row: model.logits(params, row).argmax(axis=-1), hidden)
             scores["correct"] = predictions == batch["targets"]
-        scores, tokens = jax.tree.map(sharding.whole_sequences, (scores, batch["tokens"]))
-        return scores | {"starts_document": tokens[:, 0] == BOS}
+        scores, targets = jax.tree.map(sharding.whole_sequences, (scores, batch["targets"]))
+        return scores | {"ends_document": targets[:, -1] == BOS}
 
     step = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
     compiled = None
@@ -192,18 +192,18 @@ class _DocumentSums:
         self._bucket = np.arange(T) // bucket_width
         self.of_windows: list[np.ndarray] = []  # [2, documents, Q] of a window: losses and tokens
         self.sources: list[int] = []  # of every document
-        self._last = -2  # index of the previous window
+        self._last, self._ended = -2, True  # index of the previous window, and whether its document ended with it
 
-    def add(self, index: int, source: int, losses, weights, segment_ids, starts_document) -> None:
+    def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
         """Adds the window with this index, arrays [T]; a document may go on from the window before."""
         documents, Q = max(int(segment_ids.max()), 1), len(self.edges) - 1
         cell = np.maximum(segment_ids - 1, 0) * Q + self._bucket  # padding has weight 0, so its cell does not matter
         summands = (losses.astype(np.float64) * weights, weights)
         sums = np.stack([np.bincount(cell, values, documents * Q).reshape(documents, Q) for values in summands])
-        if index == self._last + 1 and not starts_document:
+        if index == self._last + 1 and not self._ended:
             self.of_windows[-1][:, -1] += sums[:, 0]
             sums = sums[:, 1:]
         if sums.shape[1]:
             self.of_windows.append(sums)
             self.sources += [source] * sums.shape[1]
-        self._last = index
+        self._last, self._ended = index, ends_document
