@@ -82,6 +82,7 @@ METHODS = (
     "rope", "nope", "p_rope_0.25", "p_rope_0.5", "p_rope_0.75", "partial_0.25", "partial_0.5", "partial_0.75",
     "cutoff_1", "cutoff_0.5", "cope", "rope_id", "base_length", "base_bound", "rnope_swa",
 )  # fmt: skip
+CUTOFFS = ("cutoff_0.25", "cutoff_2", "cutoff_4")  # not in the grid: about the rule that --intervene suggests
 SIZES = ("full", "tiny", "long", "rates")
 
 wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
@@ -109,8 +110,8 @@ def encoding(method, model, length):
         "partial_0.25": {"rope_type": "partial", "rope_percentage": 0.25},
         "partial_0.5": {"rope_type": "partial", "rope_percentage": 0.5},
         "partial_0.75": {"rope_type": "partial", "rope_percentage": 0.75},
-        "cutoff_1": {"rope_type": "cutoff", "rope_cutoff": 1.0, "original_seq_len": length},
-        "cutoff_0.5": {"rope_type": "cutoff", "rope_cutoff": 0.5, "original_seq_len": length},
+        **{f"cutoff_{c:g}": {"rope_type": "cutoff", "rope_cutoff": c, "original_seq_len": length}
+           for c in (0.25, 0.5, 1.0, 2.0, 4.0)},
         "cope": {"rope_type": "cope", "clip_low_n": max(round(0.69 * (model.head_dim // 2 - complete)), 2)},
         "rope_id": {"rope_type": "rope_id", "original_seq_len": length, "max_wavelength": 10_000.0},  # which it ignores
         "base_length": {"max_wavelength": float(length)},
@@ -123,7 +124,7 @@ def encoding(method, model, length):
 
 
 def get_config(argument: str = "full"):
-    method, size = parse(argument, METHODS, SIZES)
+    method, size = parse(argument, METHODS + CUTOFFS, SIZES)
     config = wiki_sample["get_config"]()
     config.optimizer.learning_rate = 6e-3  # of :rates, the best of every method or within 0.005
     config.num_steps = config.eval_every = {"rates": 300, "long": 500}.get(size, 700)
@@ -146,4 +147,4 @@ def sweep(file, argument, methods, sizes):
 
 
 def get_sweep(argument: str = "full"):
-    return sweep(__file__, argument, METHODS, SIZES)
+    return sweep(__file__, argument, METHODS if argument in SIZES else METHODS + CUTOFFS, SIZES)

@@ -67,12 +67,11 @@ class Windows:
         is_bos = stream == BOS
         segment_ids = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
         index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(reads), T))
-        tokens = stream[:, :-1].copy()
         if self._bos_every_window:
-            tokens[:, 0] = BOS
+            stream[:, 0] = BOS
         first = np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1) if self._mask_documents else 0
         return {
-            "tokens": tokens, "targets": stream[:, 1:], "positions": np.asarray(index - first, np.int32),
+            "tokens": stream[:, :-1], "targets": stream[:, 1:], "positions": np.asarray(index - first, np.int32),
             "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
             "weights": (real & ~is_bos & ~is_prompt)[:, 1:].astype(np.float32),
         }  # fmt: skip
