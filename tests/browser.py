@@ -1,15 +1,20 @@
 """Looks at a page of prope in headless Chromium."""
 
+import base64
 import html
+import itertools
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
+import time
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-# The page's own policy forbids scripts, so a page around it measures it, in a frame of the wanted width and scheme.
+# The page's own policy forbids scripts but its own, so a page around it measures it, in a frame of the wanted width and
+# scheme.
 AROUND = """<!DOCTYPE html><body style="margin: 0"><iframe srcdoc="{page}" style="width: {width}px; height: 3000px;
 border: 0; color-scheme: {scheme}"></iframe><pre></pre><script>
 const frame = document.querySelector("iframe");
@@ -17,7 +22,8 @@ frame.addEventListener("load", () => {{
   const page = frame.contentDocument, view = frame.contentWindow, width = page.documentElement.clientWidth;
   const shown = element => element.getClientRects().length > 0;
   const name = element => element.textContent.trim().slice(0, 60);
-  const found = {{wider: page.documentElement.scrollWidth - width, scrolled: [], cut: [], fonts: [], outside: []}};
+  const found = {{wider: page.documentElement.scrollWidth - width, scrolled: [], cut: [], fonts: [], outside: [],
+    overlapping: [], faint: []}};
   for (const box of page.querySelectorAll(".scroll"))
     if (box.scrollWidth > box.clientWidth + 1) found.scrolled.push(name(box));
   for (const text of page.querySelectorAll("h1, h2, p, figcaption, summary"))
@@ -33,8 +39,42 @@ frame.addEventListener("load", () => {{
         found.outside.push(name(text));
     }}
   }}
+  for (const svg of page.querySelectorAll("svg")) {{
+    const labels = [...svg.querySelectorAll("text")].filter(text => shown(text) && name(text)).map(text => {{
+      const at = text.getBoundingClientRect();
+      const ink = Math.min(at.width, at.height) * 0.12;  // boxes are higher than letters
+      return [name(text), at.left + ink, at.right - ink, at.top + ink, at.bottom - ink];
+    }});
+    labels.forEach((a, i) => labels.slice(i + 1).forEach(b => {{
+      if (a[1] < b[2] && b[1] < a[2] && a[3] < b[4] && b[3] < a[4]) found.overlapping.push(a[0] + " | " + b[0]);
+    }}));
+  }}
+  const pen = document.createElement("canvas").getContext("2d", {{willReadFrequently: true}});
+  const colour = text => {{
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = text;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data];
+  }};
+  const luminance = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {{
+    const c = rgb[i] / 255;
+    return sum + weight * (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  }}, 0);
+  const texts = "h1, h2, p, a, code, small, output, summary, figcaption, span, li, td, th, text";
+  for (const text of page.querySelectorAll(texts)) {{
+    const style = view.getComputedStyle(text), drawn = text.closest("svg");
+    if (!shown(text) || !name(text)) continue;
+    if (/fill: #/.test(text.getAttribute("style"))) continue;  // on a map, by whose colours it is chosen
+    let ground = text;
+    while (colour(view.getComputedStyle(ground).backgroundColor)[3] < 255) ground = ground.parentElement;
+    const both = [drawn ? style.fill : style.color, view.getComputedStyle(ground).backgroundColor];
+    const [low, high] = both.map(colour).map(luminance).sort((a, b) => a - b), ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < 4.5) found.faint.push(name(text) + " " + ratio.toFixed(2));
+  }}
+  const ids = [...page.querySelectorAll("[id]")].map(element => element.id);
+  found.repeated = ids.filter((id, i) => ids.indexOf(id) < i);
   found.ground = view.getComputedStyle(page.body).backgroundColor;
-  found.links = [...page.querySelectorAll("a")].map(link => link.getAttribute("href"));
+  found.links = [...page.querySelectorAll("a[href]")].map(link => link.getAttribute("href"));
   document.querySelector("pre").textContent = JSON.stringify(found);
 }});
 </script>"""
@@ -55,6 +95,9 @@ def look(page: pathlib.Path, folder: pathlib.Path, width: int, scheme: str) -> d
       cut       texts outside of such boxes that leave the window
       fonts     sizes of the labels of pictures, in pixels
       outside   labels that leave their picture
+      overlapping  pairs of labels of a picture that lie on one another
+      faint     texts whose contrast is below 4.5
+      repeated  ids that more than one element has
       ground    the background's colour
       links     the targets of links
       errors    what the console says
@@ -65,3 +108,90 @@ def look(page: pathlib.Path, folder: pathlib.Path, width: int, scheme: str) -> d
     done = run(*options, "--dump-dom", around.as_uri())
     found = json.loads(html.unescape(re.search("<pre>(.*?)</pre>", done.stdout, re.DOTALL)[1]))
     return found | {"errors": [line for line in done.stderr.splitlines() if "CONSOLE" in line]}
+
+
+class Tab:
+    """A page open in Chromium, with the reader's mouse and keyboard, by the DevTools protocol over a pipe."""
+
+    def __init__(self, folder: pathlib.Path):
+        (read, commands), (self.events, write) = os.pipe(), os.pipe()
+        options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}")
+        shell = f'exec "$0" "$@" 3<&{read} 4>&{write}'  # where the protocol wants the pipe's ends
+        command = ["bash", "-c", shell, CHROMIUM, *options, "--remote-debugging-pipe", "about:blank"]
+        self.process = subprocess.Popen(command, pass_fds=(read, write), stderr=subprocess.DEVNULL)
+        os.close(read)
+        os.close(write)
+        self.commands, self.ids, self.session, self.buffer, self.errors = commands, itertools.count(1), None, b"", []
+        (page,) = (t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+        self.session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params) -> dict:
+        """Sends a command and waits for its answer; what the console says meanwhile goes to `errors`."""
+        message = {"id": next(self.ids), "method": method, "params": params}
+        os.write(
+            self.commands, json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
+        )
+        while True:
+            while b"\0" not in self.buffer:
+                part = os.read(self.events, 1 << 20)
+                assert part, "Chromium ended"
+                self.buffer += part
+            text, self.buffer = self.buffer.split(b"\0", 1)
+            answer = json.loads(text)
+            if answer.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+                self.errors.append(text.decode())
+            if answer.get("id") == message["id"]:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def open(self, page: pathlib.Path, width: int, scheme: str = "light", target: str = "") -> None:
+        """Opens a page at a width in CSS pixels, at 900 high, "light" or "dark"."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
+        )
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call("Page.navigate", url="about:blank")
+        self.errors.clear()
+        self.call("Page.navigate", url=page.as_uri() + target)
+        limit = time.monotonic() + 60
+        while self.ask("document.readyState + location.protocol") != "completefile:":
+            assert time.monotonic() < limit, "the page does not load"
+            time.sleep(0.05)
+
+    def ask(self, expression: str):
+        """Returns the value of a JavaScript expression on the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def press(self, *keys: str) -> None:
+        """Presses keys such as Tab or ArrowRight."""
+        codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        for key in keys:
+            for kind in ("rawKeyDown", "keyUp"):
+                self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+
+    def move(self, x: float, y: float) -> None:
+        """Moves the mouse, in pixels of the window."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def tap(self, x: float, y: float) -> None:
+        """Taps the screen with a finger."""
+        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def screenshot(self, path: pathlib.Path) -> None:
+        """Writes a picture of the whole page as PNG."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1})
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self) -> None:
+        """Ends Chromium."""
+        self.process.terminate()
+        self.process.wait()
+        os.close(self.commands)
+        os.close(self.events)

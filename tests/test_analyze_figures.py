@@ -1,13 +1,20 @@
 """The paper's figures of chosen heads: what they show of decoders whose heads are known."""
 
+import base64
+import hashlib
+import pathlib
+import re
+
 import matplotlib.figure
 import numpy as np
 import pytest
 from test_analyze import H, asked, constructed, text
+from test_report import Page
 
 from prope.analysis import analysis as analyze
 from prope.analysis import maps, page
 from prope.data.tokenizer import BOS
+from prope.html import drawing
 
 
 def drawn(picture) -> matplotlib.figure.Figure:
@@ -92,10 +99,10 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
     assert found["window"]["positions"] == positions
     previous, semantic, even = (maps.maps(found, head)[0] for head in found["shown"])
     assert (previous.name, semantic.title) == ("head_0_1", "Head 0.2: weights and logits")
-    weights = images(previous)["weights, as square roots"] ** 2
+    weights = images(previous)["weights"]
     assert weights[2:].diagonal(1).min() > 0.9, "on the token before"
     assert np.isnan(weights[0, 1]) and np.isnan(weights[29, 30])
-    weights = images(even)["weights, as square roots"] ** 2  # over all tokens before, most of which are not shown
+    weights = images(even)["weights"]  # over all tokens before, most of which are not shown
     for row, position in enumerate(positions):
         np.testing.assert_allclose(weights[row, : row + 1], 1 / (position + 1), rtol=1e-4)
     signs = [1 if i and letters[i - 1] == "q" else -1 for i in positions]
@@ -111,8 +118,51 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
 def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):
     found = analysed(run, heads="0.0", window="0:120") | {"window": {"positions": range(120), "tokens": ["'$$'"] * 120}}
     axes = drawn(maps.maps(found, found["shown"][0])[0]).axes[0]
-    assert 20 < len(labels(axes.xaxis)) < len(labels(axes.yaxis)) < 121
+    assert len(labels(axes.xaxis)) == len(labels(axes.yaxis)) == 60, "every other one"
     assert labels(axes.xaxis)[0] == r"0 '\$\$'"
+
+
+def test_a_cell_is_read_out_with_its_names_and_its_weight(run):
+    found = analysed(run, heads="0.3", window="120:150")
+    picture = maps.maps(found, found["shown"][0])[0]
+    weights, logits = drawing.cells(drawn(picture))
+    assert weights["names"] == ("query", "key") and len(logits["values"]) == 31
+    letters, position = text(), found["window"]["positions"]
+    names = ["0 <bos>", *(f"{i} {letters[i - 1]!r}" for i in position[1:])]
+    assert weights["labels"] == [names, names], "of every token, also where labels have no room"
+    for row, values in enumerate(weights["values"]):  # even weights over all tokens before
+        assert values.split(" ") == [f"{1 / (position[row] + 1):.3g}"] * (row + 1), "nothing of later tokens"
+
+
+def test_cells_that_are_not_numbers_are_left_out_and_dollars_are_read_as_they_are():
+    figure = matplotlib.figure.Figure()
+    left, right = figure.subplots(1, 2)
+    for axes, values in ((left, [[np.nan, 1e-9, -2.5]]), (right, [[0, 123.456, np.nan]])):
+        drawing.show_image(axes, np.array(values), vmin=None)
+        axes.set(xlabel="pair, fastest first", ylabel="layer" if axes is left else "")
+        drawing.label_ticks(axes.yaxis, ["'$$'"])
+    cells = drawing.cells(figure)
+    assert [found["values"] for found in cells] == [[" 1e-09 -2.5"], ["0 123"]]
+    assert [found["names"] for found in cells] == [("layer", "pair")] * 2
+    assert cells[0]["labels"] == [["'$$'"], ["0", "1", "2"]]
+
+
+def test_the_page_allows_one_script_by_its_hash_and_nothing_else(run, tmp_path):
+    found = analysed(run, heads="0.1")
+    page.write(tmp_path, found)
+    source = (tmp_path / "index.html").read_text()
+    ((attributes, script),) = re.findall("<script(.*?)>(.*?)</script>", source, re.DOTALL)
+    assert attributes == "" and script == (pathlib.Path(drawing.__file__).parent / "cells.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="(.*?)">', source)
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    tags = Page(tmp_path / "index.html").tags
+    assert not any(
+        name.startswith("on") or "javascript:" in (value or "") for _, a in tags for name, value in a.items()
+    )
+    ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
+    assert len(ids) == len(set(ids)) and {"head-0.0", "head-0.1", "head_0_1", "norms_0_1", "logits-0.1"} < set(ids)
+    assert {a["href"] for tag, a in tags if tag == "a" and "href" in a} <= {f"#{name}" for name in ids}
 
 
 @pytest.mark.slow
@@ -170,7 +220,7 @@ def test_the_head_of_a_token_is_found_and_shown(known, tmp_path):
     assert scores[3] > 0.99 and max(scores[:3]) < 0.1, "the head before looks at every token before, also elsewhere"
     best = found["shown"][0]
     assert (best["head"], best["why"]) == (3, "head_of") and len(found["shown"]) == 3
-    weights = images(maps.maps(found, best)[0])["weights, as square roots"] ** 2
+    weights = images(maps.maps(found, best)[0])["weights"]
     for row, letter in enumerate(text()[:46], 2):
         assert weights[row - 1, row - 2 if row > 2 and text()[row - 3] == "q" else 0] > 0.99, letter
     page.write(tmp_path, found)

@@ -1,5 +1,6 @@
-"""The pages as headless Chromium lays them out, on a screen and on a phone, light and dark."""
+"""The pages as headless Chromium lays them out, on a screen and on a phone, light and dark; mouse, finger, keyboard."""
 
+import json
 import pathlib
 
 import browser
@@ -24,10 +25,10 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:  # noqa: F811
     """A page of each kind, by its template."""
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "a.txt"
-    text.write_text("What turns, and what does not. " * 8)
+    text.write_text("What turns,\nand what does not. " * 8)
     for p in (0.0, 0.75):
         make_run(folder / f"rope_percentage={p:g},seed=0,model.max_wavelength=10000", p)
-    compared = analysis.analyse_all(folder, asked(text=str(text)))
+    compared = analysis.analyse_all(folder, asked(text=str(text), heads="0.1,1.2", window="20:66"))
     rates = {"seconds": 0.123, "value": 1234.5, "unit": "GFLOP/s", "share": 0.42, "of": "matmul"}
     rows = [
         {"group": "machine", "name": "matmul"} | rates,
@@ -49,28 +50,175 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:  # noqa: F811
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("kind", ["benchmarks", "sweep", "comparison", "analysis", "without rotation", "theory"])
 def test_nothing_is_cut_off_and_labels_are_readable(pages, tmp_path, kind, width, scheme):
     found = browser.look(pages[kind], tmp_path, width, scheme)
     assert found["wider"] <= 0 and found["cut"] == found["outside"] == found["errors"] == []
+    assert found["overlapping"] == found["faint"] == found["repeated"] == []
     assert min(found["fonts"]) >= 11
     assert found["ground"] == GROUNDS[scheme]
     if width == 1200:
         assert found["scrolled"] == []
-    for link in found["links"]:
-        assert (pages[kind].parent / link).is_file(), link
-    assert len(found["links"]) == (2 if kind == "comparison" else 0)
+    files = [link for link in found["links"] if not link.startswith("#")]
+    assert all((pages[kind].parent / link).is_file() for link in files), files
+    assert len(files) == (2 if kind == "comparison" else 0)
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    tab = browser.Tab(tmp_path_factory.mktemp("profile"))
+    yield tab
+    tab.close()
+
+
+MAP = "document.querySelector('#head_0_1')"
+READ = f"{MAP}.querySelector('output').textContent"
+
+
+def cell(tab, row: int, column: int, number: int = 0) -> tuple[float, float]:
+    """Scrolls a cell of a map of head 0.1 into view: its middle in pixels of the window."""
+    return tab.ask(
+        f"""(() => {{
+        const images = [...{MAP}.querySelectorAll("image[transform^=matrix]")];
+        const image = images.filter(image => image.getClientRects().length)[{number}];
+        image.scrollIntoView();
+        const box = image.getBoundingClientRect();
+        const y = box.top + ({row} + 0.5) * box.height / 47;
+        scrollBy(0, y - 450);
+        return [box.left + ({column} + 0.5) * box.width / 47, image.getBoundingClientRect().top + y - box.top];
+        }})()"""
+    )
+
+
+def expected(page: pathlib.Path, row: int, column: int, kind: str = "map") -> str:
+    """What is to be read out of a cell of head 0.1: its tokens and its number, by analysis.json."""
+    found = json.loads(page.with_name("analysis.json").read_text())
+    (head,) = (head for head in found["shown"] if (head["layer"], head["head"], head["why"]) == (0, 1, "asked for"))
+    tokens = [f"{i} {name}" for i, name in zip(found["window"]["positions"], found["window"]["tokens"], strict=True)]
+    name = {"map": "weights", "logits": "logits"}[kind]
+    return f"query {tokens[row]}, key {tokens[column]}: {head[kind][row][column]:.3g} ({name})"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_map_names_every_token_and_reads_out_a_cell(pages, tab, width, scheme):
+    page = pages["analysis"]
+    tab.open(page, width, scheme)
+    labels = tab.ask(
+        f"[...{MAP}.querySelectorAll('svg.{'wide' if width == 1200 else 'narrow'} text')].map(t => t.textContent)"
+    )
+    found = json.loads(page.with_name("analysis.json").read_text())["window"]
+    names = [f"{i} {name}" for i, name in zip(found["positions"], found["tokens"], strict=True)]
+    assert "21 ' '" in names and "43 '\\n'" in names and len(names) == 47
+    count = [labels.count(name) for name in names]  # rows and columns of two maps
+    assert count == [4] * 47 if width == 1200 else min(count) == 2
+    tab.move(*cell(tab, 30, 11))
+    assert tab.ask(READ) == expected(page, 30, 11) and "query 49 '" in expected(page, 30, 11)
+    tab.move(*cell(tab, 11, 30))
+    assert tab.ask(READ) == expected(page, 30, 11), "nothing is there, of a later token"
+    tab.tap(*cell(tab, 46, 0, number=1))
+    assert tab.ask(READ) == expected(page, 46, 0, "logits")
+    box = tab.ask(
+        f"(({{left, top, bottom}}) => [left, top, bottom])({MAP}.querySelector('output').getBoundingClientRect())"
+    )
+    assert box[0] >= 0 and 0 <= box[1] < box[2] <= 900, "in view wherever the page is"
+    assert tab.errors == []
+
+
+def test_arrow_keys_move_over_the_cells_of_all_maps(pages, tab):
+    page = pages["analysis"]
+    tab.open(page, 1200)
+    tab.ask(f"{MAP}.querySelector('.scroll').focus()")
+    walk = {"ArrowRight": (0, 0), "ArrowDown": (1, 0), "ArrowUp": (0, 0), "ArrowLeft": (0, 0)}
+    for key, at in walk.items():
+        tab.press(key)
+        assert tab.ask(READ) == expected(page, *at), key
+    tab.press("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight")
+    assert tab.ask(READ) == expected(page, 2, 2)
+    tab.press("ArrowUp")
+    assert tab.ask(READ) == expected(page, 2, 2), "nothing above the diagonal"
+    tab.press("ArrowRight")
+    assert tab.ask(READ) == expected(page, 2, 0, "logits")
+    tab.press("ArrowLeft")
+    assert tab.ask(READ) == expected(page, 2, 2)
+    live = f"{MAP}.querySelector('output')"
+    assert tab.ask(f"{live}.localName") == "output"  # a live region by its role, status
+    inside = f"(r => r.top >= 0 && r.bottom <= innerHeight)({MAP}.querySelector('i').getBoundingClientRect())"
+    tab.press(*["ArrowDown"] * 44)
+    assert tab.ask(READ) == expected(page, 46, 2) and tab.ask(inside), "the page follows"
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_head_has_an_address_and_links_to_all_that_is_of_it(pages, tab, width):
+    page = pages["analysis"]
+    for head in ("0.3", "1.2"):
+        tab.open(page, width, "dark", f"#head-{head}")
+        row = "document.querySelector(':target')"
+        name, text = tab.ask(f"[{row}.id, {row}.cells[0].textContent.trim()]")
+        outline, top = tab.ask(f"[getComputedStyle({row}).outlineStyle, {row}.getBoundingClientRect().top]")
+        assert (name, text, outline) == (f"head-{head}", head, "solid") and 0 <= top < 900
+        assert tab.ask("scrollY") > 900
+    links = '[...document.querySelectorAll(\'a[href*="1.2"], a[href*="1_2"]\')]'
+    reached = set()
+    for number in range(tab.ask(f"{links}.length")):
+        target = tab.ask(f"(link => (link.click(), link.hash))({links}[{number}])")
+        top = tab.ask("document.querySelector(':target').getBoundingClientRect().top")
+        assert tab.ask("document.querySelector(':target').id") == target[1:] and -1 <= top < 900
+        reached.add(target)
+    assert reached == {"#head-1.2", "#logits-1.2", "#head_1_2", "#norms_1_2"}
+    assert tab.errors == []
+
+
+def test_a_head_in_a_closed_table_is_opened(pages, tab, tmp_path):
+    page = tmp_path / "index.html"
+    text = pages["analysis"].read_text()
+    page.write_text(
+        text.replace('<p class="soft" id="every', '<details><summary>All</summary><p class="soft" id="every', 1)
+    )
+    tab.open(page, 1200, target="#head-0.3")
+    assert tab.ask("document.querySelector('details').open && document.querySelector(':target').id") == "head-0.3"
+
+
+@pytest.mark.parametrize("kind", ["sweep", "comparison", "analysis"])
+def test_all_that_can_be_used_is_reached_by_keyboard_and_seen(pages, tab, kind):
+    tab.open(pages[kind], 390, "dark")
+    count = tab.ask("document.querySelectorAll('a[href], summary, .scroll').length")
+    count -= tab.ask("document.querySelectorAll('details:not([open]) > :not(summary):is(a[href], .scroll)').length")
+    seen = set()
+    focused = """(e => [[...document.querySelectorAll("*")].indexOf(e), getComputedStyle(e).outlineStyle,
+        parseFloat(getComputedStyle(e).outlineWidth)])(document.activeElement)"""
+    for _ in range(count):
+        tab.press("Tab")
+        element, style, width = tab.ask(focused)
+        assert style == "solid" and width >= 2
+        seen.add(element)
+    assert len(seen) == count > 5
+
+
+def test_no_other_script_runs(pages, tab, tmp_path):
+    page = tmp_path / "index.html"
+    text = pages["analysis"].read_text()
+    planted = "<img src='data:,' onerror='document.title = 1'><script>document.title = 2</script>"
+    page.write_text(text.replace("<main>", f"<main>{planted}").replace("let at = null", "let at =  null"))
+    tab.open(page, 1200)
+    assert tab.ask("document.title").startswith("What the heads do")
+    assert tab.ask("document.querySelector('output')") is None, "nor one that was changed"
+    assert sum("Content Security Policy" in error for error in tab.errors) == 3
 
 
 def test_the_look_finds_what_is_cut_off(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(
-        "<!DOCTYPE html><p style='width: 900px'>too wide</p><div class='scroll' style='overflow: auto'><div "
-        "style='width: 700px'>wide</div></div><svg viewBox='0 0 500 50' width='250'><text x='480' y='20' "
-        "style='font-size: 20px'>leaves</text></svg><a href='none.html'>a</a><script>console.error('no')</script>"
+        "<!DOCTYPE html><body style='background: #fff'><p style='width: 900px'>too wide</p>"
+        "<div class='scroll' style='overflow: auto'><div style='width: 700px'>wide</div></div>"
+        "<svg viewBox='0 0 500 50' width='250'><text x='480' y='20' style='font-size: 20px'>leaves</text>"
+        "<text x='9' y='20' fill='#888'>one</text>"
+        "<text x='12' y='24'>two</text></svg><i id='x'></i><i id='x'></i>"
+        "<a href='none.html'>a</a><script>console.error('no')</script>"
     )
     found = browser.look(page, tmp_path, 400, "light")
     assert found["wider"] > 400 and found["cut"] == ["too wide"] and found["scrolled"] == ["wide"]
-    assert found["fonts"] == [10] and found["outside"] == ["leaves"] and found["links"] == ["none.html"]
-    assert len(found["errors"]) == 1
+    assert found["fonts"][0] == 10 and found["outside"] == ["leaves"] and found["links"] == ["none.html"]
+    assert found["overlapping"] == ["one | two"] and found["repeated"] == ["x"]
+    assert found["faint"] == ["one 3.54"] and len(found["errors"]) == 1

@@ -5,7 +5,7 @@ Axes: t tokens of the window, P pairs.
 
 import numpy as np
 
-from prope.html.drawing import BORDER, Picture, heat, label_ticks, panels, show_image, styles
+from prope.html.drawing import BORDER, Picture, heat, height, label_ticks, panels, show_image, styles
 
 SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
 
@@ -27,7 +27,7 @@ def heads(analysis: dict) -> Picture:
         for (top, below), head in zip(both.T, shown, strict=True):
             layer = layers[head["layer"]]
             query, keys = layer["query_norms"], layer["key_norms"]
-            show_image(top, np.array(head["map"]) ** 0.5, vmax=1)
+            show_image(top, np.array(head["map"]), 0.5, vmax=1)
             label_ticks(top.xaxis, positions, rotation=90)
             label_ticks(top.yaxis, positions)
             score = head["why"] if head["why"] in records[name_of(head)] else "positional"
@@ -39,15 +39,14 @@ def heads(analysis: dict) -> Picture:
                 below.axvline(layer["turned"] - 0.5, color=BORDER, lw=1.5)
             below.set(xlabel="pair, fastest first", ylabel="mean norm", ylim=(0, None))
             below.locator_params(axis="x", integer=True)
-            top.label_outer()
         both[1, 0].legend(loc="best")
 
     scores = "; ".join(
         f"head {name_of(head)}: " + ", ".join(f"{words} {records[name_of(head)][s]:.2f}" for s, words in SCORES.items())
         for head in shown
     )
-    caption = "Above: weights in --window of the first sequence, as square roots. Below: which pairs the head uses."
-    caption += " Chosen are the strongest by their means over all sequences."
+    caption = "Above: weights in --window of the first sequence, coloured by square root. Below: which pairs the head"
+    caption += " uses. Chosen are the strongest by their means over all sequences."
     return Picture("heads", "Chosen heads", f"Attention maps. {scores}.", caption, draw, (2.55 * len(shown), 5.0))
 
 
@@ -58,26 +57,30 @@ def maps(analysis: dict, head: dict) -> list[Picture]:
     tokens = [f"{i} {token}" for i, token in zip(window["positions"], window["tokens"], strict=True)]
     weights, logits = (np.where(np.tri(len(tokens)), head[kind], np.nan) for kind in ("map", "logits"))
     norms = {kind: np.array(head[f"{kind}_norms"]) for kind in ("query", "key")}
+    stacked = len(tokens) > 30  # labels of columns that have room in half the width
     least, most = np.nanmin(logits), np.nanmax(logits)
 
     def draw_attention(figure) -> None:
-        both = {"weights, as square roots": (weights**0.5, 0, 1), "logits": (logits, least, most)}
-        for axes, (title, (values, low, high)) in zip(panels(figure, 2, sharey=True)[0], both.items(), strict=True):
-            figure.colorbar(show_image(axes, values, aspect="auto", vmin=low, vmax=high), ax=axes, pad=0.02)
+        both = {"weights": (weights, 0.5, 0, 1), "logits": (logits, 1, least, most)}
+        axes_of = panels(figure, 2, stacked=stacked, labels=len(tokens), sharey=True)
+        for axes, (title, limits) in zip(axes_of.flat, both.items(), strict=True):
+            figure.colorbar(show_image(axes, *limits, aspect="auto"), ax=axes, pad=0.02, fraction=0.06)
             axes.set(title=title, xlabel="key", ylabel="query")
             label_ticks(axes.xaxis, tokens, rotation=90)
             label_ticks(axes.yaxis, tokens)
 
     def draw_norms(figure) -> None:
-        for axes, (kind, values) in zip(panels(figure, 2, sharey=True)[0], norms.items(), strict=True):
+        axes_of = panels(figure, 2, labels=len(tokens), sharey=True)[0]
+        for axes, (kind, values) in zip(axes_of, norms.items(), strict=True):
             heat(axes, values, f"norms of the {kind}", "token", tokens, [turned] * len(tokens))
 
     alt = f"Mean weight on the first token {weights[:, 0].mean():.2f}; logits from {least:.1f} to {most:.1f}."
-    caption = "The first token and those of --window, of the first sequence. Weights are shares of all tokens before."
+    caption = "The first token and those of --window, of the first sequence. Weights are shares of all tokens before;"
+    caption += " their colours are by square root."
     greatest = "; ".join(f"of the {kind}, pair {values.mean(axis=0).argmax()}" for kind, values in norms.items())
-    of, size = f"{head['layer']}_{head['head']}", (12, min(1.6 + 0.125 * len(tokens), 14))
+    of, size = f"{head['layer']}_{head['head']}", (12, height(len(tokens)) * (1 + stacked))
     longest = f"Longest on average: {greatest}."
     return [
         Picture(f"head_{of}", f"Head {name}: weights and logits", alt, caption, draw_attention, size),
-        Picture(f"norms_{of}", f"Head {name}: norms by token", longest, longest, draw_norms, size),
+        Picture(f"norms_{of}", f"Head {name}: norms by token", longest, longest, draw_norms, (12, height(len(tokens)))),
     ]

@@ -8,7 +8,7 @@ from etils import epath
 
 from prope.analysis.maps import SCORES, heads, maps, name_of
 from prope.html import page
-from prope.html.drawing import TEXT, Picture, heat, panels, show_image, styles
+from prope.html.drawing import TEXT, Picture, heat, label_ticks, panels, show_image, styles
 
 KINDS = {
     "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",
@@ -107,12 +107,11 @@ def census(analysis: dict) -> Picture:
             axes.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before", ylim=(-0.03, 1.03))
             axes.set_title("Do positional heads use the fast pairs?")
             axes.legend(loc="best")
-        rows, columns = (max(size // 8, 1) for size in shape)
         for axes, (score, words) in zip((one, two, three), SCORES.items(), strict=True):
             image = show_image(axes, np.array([h[score] for h in records]).reshape(shape), vmax=1, aspect="auto")
             axes.set(xlabel="head", title=f"on {words}")
-            axes.set_yticks(range(0, shape[0], rows), layers[::rows])
-            axes.set_xticks(range(0, shape[1], columns))
+            label_ticks(axes.yaxis, layers)
+            label_ticks(axes.xaxis, range(shape[1]))
         one.set_ylabel("layer")
         figure.colorbar(image, ax=three, pad=0.04)
 

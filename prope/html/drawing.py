@@ -14,6 +14,7 @@ TEXT, GRID, GROUND = "#24292f", "#d8dee4", "#ffffff"
 BORDER = "#ff4d4d"  # seen on either ground and on viridis
 _STEPS = 16  # colours of groups
 _NARROW = 4.4  # inches, a phone's width at 72 pixels each
+_MARGIN = 1.4  # inches of a panel that its title, labels and scale take
 _SETTINGS = {
     "figure.facecolor": GROUND, "axes.facecolor": GROUND, "axes.edgecolor": GRID, "text.color": TEXT,
     "axes.labelcolor": TEXT, "axes.titlecolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT, "grid.color": GRID,
@@ -35,8 +36,8 @@ class Picture:
     draw: Callable  # of a matplotlib Figure
     size: tuple[float, float] = (9.6, 3.9)
 
-    def render(self) -> tuple[bytes, str]:
-        """Draws the picture: (a PNG file in light colours, <svg> elements for a page: one wide, one narrow)."""
+    def render(self) -> tuple[bytes, str, list[dict]]:
+        """Draws the picture: (a PNG file in light colours, <svg> elements: one wide, one narrow, `cells`)."""
         import matplotlib.figure
 
         png, elements = io.BytesIO(), ""
@@ -47,9 +48,10 @@ class Picture:
                 self.draw(figure)
                 if kind == "wide":
                     figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
+                    values = cells(figure)
                 figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
             elements += self._inline(svg.getvalue(), kind)
-        return png.getvalue(), elements
+        return png.getvalue(), elements, values
 
     def _inline(self, svg: str, kind: str) -> str:
         """Makes an SVG file part of a page: no header, ids of its own, colours as CSS variables."""
@@ -60,17 +62,19 @@ class Picture:
         content = content.replace("xlink:href=", "href=")
         content = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.name}-{kind}-", content)
         variables = {light: f"var(--{name})" for name, (light, _) in palette().items()}
-        least = round(1.11 * float(box.split()[2]))  # pixels at which its labels have 11
-        style = f' style="min-width: {least}px"' if kind == "wide" else ""
+        content = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", content)
+        least, most = (round(scale * float(box.split()[2])) for scale in (1.11, 1.6))  # labels of 11 to 16 pixels
+        style = f' style="min-width: {least}px; max-width: {most}px"' if kind == "wide" else ""
         content = re.sub(r"#[0-9a-f]{6}\b", lambda m: variables.get(m[0], m[0]), content)
         return f'<svg class="{kind}"{style} {box}>{content}'
 
 
-def panels(figure, columns: int, rows: int = 1, **options):
-    """Adds axes [rows, columns]; in the narrow figure for a phone, columns lie one below the other."""
-    if figure.get_figwidth() > _NARROW:
+def panels(figure, columns: int, rows: int = 1, stacked: bool = False, labels: int = 0, **options):
+    """Adds axes [rows, columns]; stacked, or on a phone, columns lie one below the other, with room for row labels."""
+    if (wide := figure.get_figwidth() > _NARROW) and not stacked:
         return figure.subplots(rows, columns, squeeze=False, **options)
-    figure.set_size_inches(_NARROW, 0.8 * _NARROW * columns / rows)
+    if not wide:
+        figure.set_size_inches(_NARROW, max(0.8 * _NARROW, 1.15 * height(labels)) * columns * (0.5 + 0.5 / rows))
     shared = {name: value for name, value in options.items() if name.startswith("share")}
     return figure.subplots(columns, rows, squeeze=False, **shared).T
 
@@ -110,23 +114,49 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
 
 
-def show_image(axes, values, **limits):
-    """Shows values [rows, columns] as colours, from 0 by default; returns the image."""
+def show_image(axes, values, power: float = 1, vmin: float | None = 0, vmax: float | None = None, **options):
+    """Shows values [rows, columns] as colours by their power, from 0 by default; returns the image."""
+    from matplotlib.colors import PowerNorm
+
     axes.grid(False)
-    return axes.imshow(values, cmap="viridis", interpolation="none", **{"vmin": 0} | limits)
+    options |= {"norm": PowerNorm(power, vmin, vmax), "cmap": "viridis", "interpolation": "none", "gid": "cells"}
+    return axes.imshow(values, **options)
+
+
+def cells(figure) -> list[dict]:
+    """Lists the maps of a drawing for `cells.js`, which reads out a cell; values in three digits."""
+    found, row = [], ""
+    for axes in figure.axes:
+        row = axes.get_ylabel() or row  # panels beside the first leave it out
+        for image in (image for image in axes.images if image.get_gid() == "cells"):
+            values, both = image.get_array().astype(float).filled(math.nan), (axes.yaxis, axes.xaxis)
+            counted = [(axis.get_major_formatter(), range(n)) for axis, n in zip(both, values.shape, strict=True)]
+            labels = [[text.replace(r"\$", "$") for text in form.format_ticks(n)] for form, n in counted]
+            rows = [" ".join("" if math.isnan(v) else f"{v:.3g}" for v in line).rstrip() for line in values.tolist()]
+            names = row, axes.get_xlabel().split(",")[0]
+            found.append({"title": axes.get_title("left"), "names": names, "labels": labels, "values": rows})
+    return found
+
+
+def height(rows: int) -> float:
+    """Returns the inches of a panel whose rows all have a label; of more than 64 rows, every other one has."""
+    return _MARGIN + 0.165 * min(rows, 64)
 
 
 def label_ticks(axis, labels: list, **options) -> None:
     """Labels the rows or the columns of an image, as many as have room."""
     grid, figure = axis.axes.get_gridspec(), axis.axes.figure
     inches = figure.get_figheight() / grid.nrows if axis.axis_name == "y" else figure.get_figwidth() / grid.ncols
-    step = max(math.ceil(0.155 * len(labels) / inches), 1)
-    axis.set_ticks(range(0, len(labels), step), [str(label).replace("$", r"\$") for label in labels[::step]], **options)
+    room = 72 * max(inches - _MARGIN, 1) / (1.15 * axis.label.get_size())  # for so many labels
+    texts = [str(label).replace("$", r"\$") for label in labels]
+    axis.set_ticks(range(0, len(labels), math.ceil(len(labels) / room)))
+    axis.set_major_formatter(lambda place, _: texts[round(place)])  # `cells` asks for all of them
+    axis.set_tick_params(**options)
 
 
 def heat(axes, values, title: str, rows: str, labels: list, rotated: list[int] | None) -> None:
     """Draws a map of [rows, P] with its scale, and a line where every row's rotated pairs end."""
-    axes.figure.colorbar(show_image(axes, values, aspect="auto"), ax=axes, pad=0.02)
+    axes.figure.colorbar(show_image(axes, values, aspect="auto"), ax=axes, pad=0.02, fraction=0.06)
     axes.set(xlabel="pair, fastest first", ylabel=rows, title=title)
     axes.locator_params(axis="x", integer=True)
     label_ticks(axes.yaxis, labels)

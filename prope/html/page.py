@@ -1,5 +1,7 @@
 """Writes HTML pages that hold all they show: readable without a network, in light and dark, in print and aloud."""
 
+import base64
+import hashlib
 import math
 import pathlib
 
@@ -19,13 +21,16 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for picture in pictures:
-        png, svg = picture.render()
+        png, svg, maps = picture.render()
         (folder / f"{picture.name}.png").write_bytes(png)
-        drawn[picture.name] = vars(picture) | {"svg": Markup(svg)}
+        drawn[picture.name] = vars(picture) | {"svg": Markup(svg), "maps": maps}
     loader = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["number"] = number
-    environment.globals["palette"] = palette()
+    script = pathlib.Path(__file__).with_name("cells.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = Markup(script) if any(picture["maps"] for picture in drawn.values()) else ""
+    environment.globals |= {"palette": palette(), "script": script, "digest": Markup(digest)}
     output = folder / "index.html"
     output.write_text(environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data))
     return output
