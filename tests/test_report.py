@@ -199,6 +199,15 @@ def test_a_long_legend_stands_below_the_panels():
         assert [text.get_text() for text in shown.get_texts()] == list(curves)
 
 
+def test_a_row_of_panels_wraps_and_stands_in_one_column_on_a_phone():
+    wide, narrow = matplotlib.figure.Figure(figsize=(12, 4)), matplotlib.figure.Figure(figsize=(4.4, 3.5))
+    (row,), (column,) = (drawing.panels(figure, 5, wrap=3) for figure in (wide, narrow))
+    assert [axes.get_subplotspec().colspan.start for axes in row] == [0, 1, 2, 0, 1]
+    assert [axes.get_visible() for axes in wide.axes] == [True] * 5 + [False] and list(row) == wide.axes[:5]
+    assert [axes.get_subplotspec().rowspan.start for axes in column] == [0, 1, 2, 3, 4] and len(narrow.axes) == 5
+    assert narrow.get_figheight() == pytest.approx(5 * 0.8 * 4.4)
+
+
 def test_the_page_shows_the_fullest_evaluation_everywhere(made):
     """Of one seed, after evaluations on a few windows, on other documents, and on more of one run only."""
     rng = np.random.default_rng(1)

@@ -69,10 +69,17 @@ class Picture:
         return f'<svg class="{kind}"{style} {box}>{content}'
 
 
-def panels(figure, columns: int, rows: int = 1, stacked: bool = False, labels: int = 0, **options):
-    """Adds axes [rows, columns]; stacked, or on a phone, columns lie one below the other, with room for row labels."""
+def panels(figure, columns: int, rows: int = 1, wrap=math.inf, stacked: bool = False, labels: int = 0, **options):
+    """Adds axes [rows, columns], or one row that wraps; stacked, or on a phone, columns lie one below the other.
+
+    On a phone the rows of an image have room for so many labels.
+    """
     if (wide := figure.get_figwidth() > _NARROW) and not stacked:
-        return figure.subplots(rows, columns, squeeze=False, **options)
+        across = min(columns, wrap)
+        axes = figure.subplots(rows * -(-columns // across), across, squeeze=False, **options)
+        for unused in axes.flat[rows * columns :]:
+            unused.set_visible(False)
+        return axes.reshape(rows, -1)[:, :columns]
     if not wide:
         figure.set_size_inches(_NARROW, max(0.8 * _NARROW, 1.15 * height(labels)) * columns * (0.5 + 0.5 / rows))
     shared = {name: value for name, value in options.items() if name.startswith("share")}

@@ -70,12 +70,9 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     columns = min(len(by_group), _COLUMNS)
 
     def draw(figure) -> None:
-        axes = list(panels(figure, columns, -(-len(by_group) // columns)).flat)
-        for group, runs in by_group.items():
-            _draw_map(axes[0], [r for run in runs for r in answers_by_task(run)[task].values()], runs[0].config)
-            axes.pop(0).set_title(group)
-        for unused in axes:
-            unused.set_visible(False)
+        for axes, (group, runs) in zip(panels(figure, len(by_group), wrap=columns)[0], by_group.items(), strict=True):
+            _draw_map(axes, [r for run in runs for r in answers_by_task(run)[task].values()], runs[0].config)
+            axes.set_title(group)
 
     said = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
     caption = "Prompts whose right answer is likelier than all foils, mean % over seeds. Dashed: the training length."

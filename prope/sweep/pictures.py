@@ -256,10 +256,8 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
 
     def draw(figure) -> None:
         style = styles(sorted({group for by_group in means.values() for group in by_group}))
-        every = panels(figure, columns, rows, sharey=True).flatten()
-        for unused in every[len(means) :]:
-            unused.set_visible(False)
-        for axes, (task, by_group) in zip(every, means.items(), strict=False):
+        every = panels(figure, len(means), wrap=columns, sharey=True)[0]
+        for axes, (task, by_group) in zip(every, means.items(), strict=True):
             for group, points in by_group.items():
                 line(axes, points, style[group], group)
             axes.set(xlabel="distance (tokens)", title=f"Accuracy: {task}", ylim=(-0.03, 1.03))
@@ -272,4 +270,4 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
     ends = "; ".join(f"{name}: {mean:.3f}" for name, (mean, _) in last.items())
     alt = f"Accuracy by the distance at which the answer stands. At the greatest distance: {ends}."
     caption = "By the number of tokens between a question and its answer. Bands: standard errors over seeds."
-    return Picture("accuracy", "Accuracy by distance", alt, caption, draw, (max(4.8 * columns, 7.2), 3.9 * rows))
+    return Picture("accuracy", "Accuracy by distance", alt, caption, draw, (max(4.4 * columns, 7.2), 3.9 * rows))
