@@ -70,10 +70,7 @@ class Picture:
 
 
 def panels(figure, columns: int, rows: int = 1, wrap=math.inf, stacked: bool = False, labels: int = 0, **options):
-    """Adds axes [rows, columns], or one row that wraps; stacked, or on a phone, columns lie one below the other.
-
-    On a phone the rows of an image have room for so many labels.
-    """
+    """Adds axes [rows, columns], or one row that wraps; stacked, or on a phone with room for labels, in one column."""
     if (wide := figure.get_figwidth() > _NARROW) and not stacked:
         across = min(columns, wrap)
         axes = figure.subplots(rows * -(-columns // across), across, squeeze=False, **options)
