@@ -6,8 +6,8 @@
 
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with every number.
 A directory of runs also gets a page that compares them. The model runs one layer at a time, in float32, over the
-beginnings of documents; on a pod, process 0 does that alone, on one device. --theory checks the paper's statements
-instead and draws Figures 2 and 8.
+beginnings of documents. Started on every host of a pod as training is, it uses all their devices; process 0 writes and
+prints. --theory checks the paper's statements instead and draws Figures 2 and 8.
 """
 
 from absl import flags
@@ -42,17 +42,12 @@ def define_flags() -> None:
 
 
 def main() -> dict:
-    """Analyses in the first process; returns the output page and a summary."""
-    from prope.runtime.processes import call_on_first
-
-    return call_on_first(_analyze)
-
-
-def _analyze() -> dict:
+    """Analyses; returns the output page and a summary."""
     if FLAGS.theory:
         from prope.analysis import theory_page
+        from prope.runtime.processes import call_on_first
 
-        result = theory_page.write(FLAGS.workdir or "runs/theory")
+        result = call_on_first(lambda: theory_page.write(FLAGS.workdir or "runs/theory"))
         for check in result["statements"]:
             log.info("%s %s: %s", check["statement"], "holds" if check["holds"] else "DOES NOT HOLD", check["numbers"])
         return result

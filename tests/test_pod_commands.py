@@ -12,6 +12,7 @@ import time
 import pytest
 from conftest import CONFIG, ROOT, finish
 from etils import epath
+from test_analyze_sharded import difference
 from test_pod import WIDE, free_port, line_of
 
 from prope.runtime.files import upload
@@ -126,10 +127,35 @@ def test_sample(run_command, start_pod, twice, tmp_path):
     assert_same(one.result, first.result)
 
 
-def test_analyze(run_command, start_pod, twice):
-    assert_same(*run_both(run_command, start_pod, "prope.analyze", twice, "--sequences=3", "--seq_len=48"))
-    assert_same(*(json.loads((w / "analysis" / "analysis.json").read_text()) for w in twice))
-    assert (twice[1] / "analysis" / "index.html").exists()
+def test_analyze(run_command, start_pod, twice, tmp_path):
+    arguments = ("--sequences=3", "--seq_len=48", "--channels=2")
+    one, two = run_both(run_command, start_pod, "prope.analyze", twice, *arguments)
+    assert difference(one, two) < 1e-5
+    assert difference(*(json.loads((w / "analysis" / "analysis.json").read_text()) for w in twice)) < 1e-5
+    again = [finish(command) for command in start_pod("prope.analyze", f"--workdir={twice[1]}", *arguments)]
+    assert "was analysed before" in again[0].stderr and again[0].result == two
+
+
+def test_the_first_process_alone_writes_an_analysis(twice):
+    """It also reads the text alone."""
+    script = (
+        "import json, os, sys, types; sys.path.insert(0, 'tests')\n"
+        "from etils import epath; from prope.runtime import processes as p; from prope.analysis import analysis\n"
+        f"written, workdir = set(), {str(twice[1])!r}\n"
+        "def note(event, found):\n"
+        "    if event == 'open' and str(found[0]).startswith(workdir) and set(found[1] or '') & set('wax+'):\n"
+        "        written.add(os.path.basename(str(found[0])))\n"
+        "sys.addaudithook(note)\n"
+        "text = 'README.md' if os.environ['PROPE_PROCESS'] == '0' else '/only/the/first/reads/it'\n"
+        "with p.joined():\n"
+        "    from test_analyze import asked\n"
+        "    made = analysis.analyse_all(epath.Path(workdir), asked(text=text, seq_len=40, channels=1))\n"
+        "print(json.dumps([sorted(written), made]))"
+    )
+    (first, wrote), (second, wrote_too) = ((code, json.loads(lines[-1])) for code, lines in run_script(script))
+    assert (first, second) == (0, 0) and wrote[1] == wrote_too[1]
+    assert any("analysis.json" in name for name in wrote[0]) and any("index.html" in name for name in wrote[0])
+    assert wrote_too[0] == []
 
 
 def test_export(run_command, start_pod, twice):
@@ -173,6 +199,19 @@ def test_an_error_of_one_process_ends_both_with_one_line(start_pod, wide, tmp_pa
         assert outcome.code == 2 and f"--workdir={none}: no run there" in line_of(outcome)
     for outcome in map(finish, start_pod(module, f"--workdir={wide}", "--step=3", *more)):
         assert outcome.code == 2 and "--step=3" in line_of(outcome) and "no such checkpoint" in line_of(outcome)
+
+
+def test_a_checkpoint_that_one_process_cannot_read_is_damaged_for_all():
+    """So that all take an older one."""
+    script = (
+        "import os; from prope.runtime import processes as p; from prope.workdir.reader import Damaged\n"
+        "with p.joined():\n"
+        "    try:\n"
+        "        with p.raise_on_all(Damaged):\n"
+        "            if os.environ['PROPE_PROCESS'] == '1': raise Damaged('of one')\n"
+        "    except Damaged as error: print(error)"
+    )
+    assert [lines[-1] for _, lines in run_script(script)] == [b"process 1: of one", b"of one"]
 
 
 def test_the_first_process_leaves_last_after_an_error_that_all_know():

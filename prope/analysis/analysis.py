@@ -14,8 +14,9 @@ from prope.analysis.choices import find_after, parse_heads, parse_layers, parse_
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError, log
-from prope.kernels.choice import matmul_precision
+from prope.model import Captured
 from prope.rope import frequencies
+from prope.runtime import processes
 from prope.runtime.files import read_json, write_atomic
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
@@ -34,7 +35,7 @@ _PRINTED = (
 def analyse(workdir: epath.Path, options) -> dict:
     """Analyses a run; returns the content of its analysis.json, which is reused if it has the same options.
 
-    `options` are the flags of `prope.analyze`.
+    `options` are the flags of `prope.analyze`. All processes call it; the first one reads the text, and writes.
     """
     asked = {name: getattr(options, name) for name in _OPTIONS}
     asked |= {"text_hash": None, "format": 2}  # older analyses are repeated
@@ -49,11 +50,18 @@ def analyse(workdir: epath.Path, options) -> dict:
     layers = parse_layers(options.layers, config)
     chosen = parse_heads(options.heads, layers, config)
     output = workdir / "analysis" / "analysis.json"
-    if not options.again and (saved := read_json(output)) and (saved["step"], saved["asked"]) == (run.step, asked):
+    asked, saved = processes.call_on_first(lambda: [asked, None if options.again else read_json(output)])
+    if saved and (saved["step"], saved["asked"]) == (run.step, asked):
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, run.step)
         return saved
     start = time.monotonic()
-    tokens, by_id, text = read_sequences(run, options)
+
+    def read() -> tuple[list, list, dict]:
+        tokens, by_id, text = read_sequences(run, options)
+        return tokens.tolist(), list(by_id.items()), text
+
+    tokens, by_id, text = processes.call_on_first(read)
+    tokens, by_id = np.array(tokens, np.int32), dict(by_id)
     (B, T), names = tokens.shape, [by_id[token] for token in tokens[0]]
     after = find_after(options.head_of, tokens, by_id)
     window = parse_window(options.window, T)
@@ -63,8 +71,7 @@ def analyse(workdir: epath.Path, options) -> dict:
     def measure(run: Run) -> tuple[Walk, dict]:
         walk = Walk(config, run, tokens)
         log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, text["source"])
-        with matmul_precision(walk.config.dtype):
-            return walk, measure_layers(walk, layers, options.channels, positions, after)
+        return walk, measure_layers(walk, layers, options.channels, positions, after)
 
     run, (walk, measured) = run.first_undamaged(measure)
     heads, views = measured.pop("heads"), measured.pop("views")
@@ -85,26 +92,27 @@ def analyse(workdir: epath.Path, options) -> dict:
         "seconds": time.monotonic() - start, "device": jax.devices()[0].device_kind,
     }  # fmt: skip
     result = json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.6g}"))  # as float32
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, json.dumps(result))
+    if processes.is_first():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(output, json.dumps(result))
     return result
 
 
 def analyse_all(workdir: epath.Path, options) -> dict:
     """Analyses the run in a directory, or all runs below it and compares them; returns what the command prints."""
-    runs = find_runs(workdir)
+    runs = [epath.Path(run) for run in processes.call_on_first(lambda: list(map(str, find_runs(workdir))))]
     runs = [run for run in runs if runs == [workdir] or list_steps(run)]
     if not runs:
         raise UsageError(f"--workdir={workdir}: no run there has a finished checkpoint; train one first")
     analyses = []
     for run in runs:
         analyses.append(analyse(run, options))
-        output = run / "analysis" / "index.html"
-        if not output.exists() or output.stat().mtime <= output.with_name("analysis.json").stat().mtime:
+        output, made = run / "analysis" / "index.html", run / "analysis" / "analysis.json"
+        if processes.is_first() and (not output.exists() or output.stat().mtime <= made.stat().mtime):
             page.write(output.parent, analyses[-1])
     if runs == [workdir]:
         return {"output": str(output)} | {name: analyses[0][name] for name in _PRINTED}
-    return compare.write(workdir / "analysis", analyses)
+    return processes.call_on_first(lambda: compare.write(workdir / "analysis", analyses))
 
 
 def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[int], after: np.ndarray) -> dict:
@@ -119,22 +127,21 @@ def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[in
     channels    the strongest `count` of all these layers, with the loss without them
     loss        {"loss", "stderr"} over the sequences; None without channels
     """
-    config, T = walk.config, walk.tokens.shape[1]
+    config, (B, T) = walk.config, walk.tokens.shape
     result = {"layers": [], "heads": [], "views": {}, "channels": [], "loss": None}
+    follows, measured = walk.batches(after), []
+
+    def look(layer: int, batch: int, captured: Captured) -> None:
+        measured.append(jax.device_get(walk.run(measures.measure, captured, follows[batch])))
+        if batch == 0:
+            result["views"][layer] = jax.device_get(walk.run(measures.view, captured, np.array(positions)))
+
     x = walk.enter()
     for layer in range(config.num_layers if count else max(layers) + 1):
-        outputs, means = [], []
-        for (output, captured), follows in zip(walk.layer(layer, x), walk.batches(after), strict=True):
-            outputs.append(output)
-            if layer in layers:
-                means.append(jax.device_get(measures.measure(captured, follows)))
-                if layer not in result["views"]:
-                    result["views"][layer] = jax.device_get(measures.view(captured, np.array(positions)))
-            del captured
-        x = np.concatenate(outputs)
-        if means:
-            sizes = list(map(len, outputs))
-            mean = jax.tree.map(lambda *values, sizes=sizes: np.average(values, axis=0, weights=sizes), *means)
+        measured.clear()
+        x = walk.layer(layer, x, look=look if layer in layers else None)
+        if measured:
+            mean = jax.tree.map(lambda *values: np.concatenate(values)[:B].mean(axis=0), *measured)
             norms = {name: getattr(mean, name).tolist() for name in ("query_norms", "key_norms", "value_norms")}
             rotated = walk.pairs[layer]
             result["layers"].append({"layer": layer, "turned": rotated, **norms})

@@ -64,11 +64,11 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
             for kind in (stopped, removed):
                 channel[kind.__name__] = None
                 if kind is removed or channel["frequency"]:
-                    outputs = walk.layer(layer, x, kind, channel["head"], channel["pair"])
-                    after = walk.losses(walk.through(layer + 1, np.concatenate([output for output, _ in outputs])))
+                    changed = walk.layer(layer, x, kind, channel["head"], channel["pair"])
+                    after = walk.losses(walk.through(layer + 1, changed))
                     difference, stderr = float((after - losses).mean()), standard_error(after - losses)
                     channel[kind.__name__] = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
-        x = np.concatenate([output for output, _ in walk.layer(layer, x)])
+        x = walk.layer(layer, x)
 
 
 def standard_error(values: np.ndarray) -> float | None:

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from prope.model import Captured
+from prope.sharding import constrain, shard_mapped
 
 BLOCK = 128  # queries whose weights exist at a time
 FROM = 2  # the first query that counts: it, the token before it and the first one are three tokens
 
 
 class Measures(NamedTuple):
-    """Means of one layer over sequences and tokens; of weights, over queries from the third token on."""
+    """Means of one layer over tokens, later over sequences too; of weights, over queries from the third token on."""
 
     query_norms: jax.Array  # [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 11)
     key_norms: jax.Array  # [K, P]
@@ -59,12 +60,15 @@ def weights(query: jax.Array, key: jax.Array, rows: jax.Array) -> jax.Array:
 
 @jax.jit
 def measure(captured: Captured, after: jax.Array) -> Measures:
-    """Measures a layer, from arrays [B, T, ., H] with T >= 3; `after` [B, T] is that of `choices.find_after`."""
-    return jax.tree.map(lambda values: values.mean(axis=0), jax.lax.map(_measure_sequence, (captured, after)))
+    """Measures every sequence, fields [B, ..], of arrays [B, T, ., H], T >= 3; `after` [B, T]: `choices.find_after`."""
+    axes = ["BTNH", "BTKH", "BTKH", "BTNH", "BTKH", "BT"]
+    results = ["BNH", "BKH", "BKH", *["BN"] * 6, "BNH", "BNH", "BN", "BN"]
+    own = shard_mapped(lambda *arrays: jax.lax.map(_measure_sequence, arrays), axes, results)(*captured, after)
+    return Measures(*(constrain(x, "T" * x.ndim) for x in own))  # whole on every device
 
 
-def _measure_sequence(sequence: tuple[Captured, jax.Array]) -> Measures:
-    captured, after = sequence
+def _measure_sequence(sequence: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    captured, after = Captured(*sequence[:-1]), sequence[-1]
     T = len(captured.query)
     size = min(BLOCK, T)
 
@@ -84,7 +88,7 @@ def _measure_sequence(sequence: tuple[Captured, jax.Array]) -> Measures:
 
     means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
     norms = (_pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
-    return Measures(*norms, *means[:6], *_contributions(captured.rotated_query, captured.rotated_key), *means[6:])
+    return *norms, *means[:6], *_contributions(captured.rotated_query, captured.rotated_key), *means[6:]
 
 
 def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +106,8 @@ def view(captured: Captured, positions: jax.Array) -> View:
     query, key = captured.rotated_query[0, positions], captured.rotated_key[0]
     to_chosen = weights(query, key, positions)[:, :, positions]
     keys = jnp.repeat(key[positions], query.shape[1] // key.shape[1], axis=1)
-    return View(positions, logits(query, keys), to_chosen, *(_pair_norms(x).swapaxes(0, 1) for x in (query, keys)))
+    own = View(positions, logits(query, keys), to_chosen, *(_pair_norms(x).swapaxes(0, 1) for x in (query, keys)))
+    return View(*(constrain(x, "T" * x.ndim) for x in own))
 
 
 def _pair_norms(x: jax.Array) -> jax.Array:

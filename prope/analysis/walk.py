@@ -1,80 +1,125 @@
-"""Runs a model layer by layer over sequences, with one layer's parameters and arrays in memory at a time.
+"""Runs a model layer by layer over sequences, on all devices of all processes.
 
-Axes: B sequences, T length, D embed_dim, L layers.
+On the devices are one layer's parameters at a time, or the embedding, sharded as in training, and the arrays of a batch
+of sequences, split over them. Between layers the residual stream is on the host: of every batch, the rows [b, T, D] of
+this process's devices.
+
+Axes: B sequences, T length, D embed_dim, L layers, P pairs.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope import model
+from prope import model, sharding
 from prope.encodings import layer_frequencies, rotated_pairs_by_layer
+from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.rope import rotation_table
+from prope.runtime import processes
+from prope.workdir.reader import Damaged
 from prope.workdir.run import Run
 
-_TOKENS = 8192  # per batch
-_EMBEDDING = ("embedder", "input_embedding")
+_TOKENS = 8192  # per device and batch
+_KEPT = 2**30  # bytes of parameters that all stay on the devices
+
+Stream = list[np.ndarray]  # a residual stream
 
 
 class Walk:
-    """A checkpoint's model, and the sequences that it reads: ids [B, T]."""
+    """A checkpoint's model, and the sequences that it reads: ids [B, T]. All processes call the same methods."""
 
     def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
+        processes.check_count()
         # In float32 whatever it was trained in, so that the weights are measured.
         self.config = ConfigDict(config.to_dict() | {"dtype": "float32", "attention": "auto", "remat": "none"})
         self.tokens = tokens
         self.frequencies = layer_frequencies(config)  # [L, P]
         self.pairs = rotated_pairs_by_layer(config)  # how many every layer rotates, [L]
-        self._read = run.checkpoint.read
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        self._table = functools.cache(lambda freqs: rotation_table(positions, freqs))
-        self._batch_size = max(_TOKENS // tokens.shape[1], 1)
-        self._jitted = jax.jit(self._layer, static_argnames="kind")
-        self._losses = jax.jit(lambda norm, embedding, x, ids: token_losses(model.final_norm(norm, x), embedding, ids))
-        size = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes["layers"]))
-        cached = config.num_layers if size < 2**30 else 1
-        self._params = functools.lru_cache(cached)(lambda number: jax.device_put(self._read(("layers",), number)))
+        self._mesh, (B, T) = sharding.make_mesh(), tokens.shape
+        shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
+        count = -(-B // (shards * max(_TOKENS // T, 1)))
+        self._batch_size = -(-B // (shards * count)) * shards
+        positions = np.arange(T, dtype=np.int32)[None]
+        self._table = functools.cache(lambda freqs: np.asarray(rotation_table(positions, freqs)))
+        self._layer = jax.jit(self._run_layer, static_argnames="kind")
+        self._losses = jax.jit(
+            lambda norm, table, x, ids: sharding.constrain(token_losses(model.final_norm(norm, x), table, ids), "TT")
+        )
+        self._checkpoint, self._placed = run.checkpoint, {}
+        self._keeps = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes)) < _KEPT
 
-    def enter(self) -> np.ndarray:
-        """Embeds the tokens: the residual stream [B, T, D] before the first layer."""
-        rows, indices = np.unique(self.tokens, return_inverse=True)
-        embedding = jnp.asarray(self._read(_EMBEDDING)[rows])
-        return np.asarray(model.embed(self.config, embedding, jnp.asarray(indices.reshape(self.tokens.shape))))
+    def run(self, function: Callable, *arguments, **options):
+        """Calls a jitted function so that it shards over all devices, and multiplies in float32 on each."""
+        with sharding.use(self._mesh), matmul_precision("float32"):
+            return function(*arguments, **options)
+
+    def batches(self, values: np.ndarray) -> list[np.ndarray]:
+        """Cuts an array [B, ...] into equal batches; the last sequence fills the last one, and is cut off later."""
+        rows = np.arange(0, len(values), self._batch_size)[:, None] + np.arange(self._batch_size)
+        return list(values[np.minimum(rows, len(values) - 1)])
+
+    def enter(self) -> Stream:
+        """Embeds the tokens: the residual stream before the first layer."""
+        embed, (table,) = jax.jit(functools.partial(model.embed, self.config)), self._params("embedder").values()
+        return [_own_rows(self.run(embed, table, batch)) for batch in self.batches(self.tokens)]
 
     def layer(
-        self, number: int, x: np.ndarray, kind: Callable | None = None, head: int = 0, pair: int = 0
-    ) -> Iterator[tuple[np.ndarray, model.Captured]]:
-        """Runs a layer on the residual stream x [B, T, D]; yields (x after it, arrays of its attention) by batches.
+        self, number: int, x: Stream, kind: Callable | None = None, head: int = 0, pair: int = 0, look=None
+    ) -> Stream:
+        """Runs a layer on a residual stream; returns that after it.
 
         `kind`, `channels.stopped` or `channels.removed`, is applied to a `head` and a `pair`; None changes nothing.
+        `look` is called with the numbers of the layer and of a batch, and the arrays of its attention.
         """
-        params, table = self._params(number), self._table(tuple(self.frequencies[number].tolist()))
-        for batch in self.batches(x):
-            output, captured = self._jitted(params, batch, table, kind=kind, head=head, pair=pair)
-            yield np.asarray(output), captured
+        params, table = self._params("layers", number), self._table(tuple(self.frequencies[number].tolist()))
+        outputs = []
+        for batch, rows in enumerate(x):
+            output, captured = self.run(self._layer, params, self._global(rows), table, kind=kind, head=head, pair=pair)
+            outputs.append(_own_rows(output))
+            if look:
+                look(number, batch, captured)
+            del output, captured  # before the next ones
+        return outputs
 
-    def through(self, first: int, x: np.ndarray) -> np.ndarray:
-        """Runs the layers from `first` to the last on a residual stream: [B, T, D]."""
+    def through(self, first: int, x: Stream) -> Stream:
+        """Runs the layers from `first` to the last on a residual stream."""
         for number in range(first, self.config.num_layers):
-            x = np.concatenate([output for output, _ in self.layer(number, x)])
+            x = self.layer(number, x)
         return x
 
-    def losses(self, x: np.ndarray) -> np.ndarray:
+    def losses(self, x: Stream) -> np.ndarray:
         """Computes the mean loss of every sequence, nats per token, from the last layer's output: [B]."""
-        embedding, norm = jax.device_put((self._read(_EMBEDDING), self._read(("final_norm",))))
-        targets = np.roll(self.tokens, -1, axis=1)  # the last token predicts nothing
-        batches = zip(self.batches(x), self.batches(targets), strict=True)
-        losses = [self._losses(norm, embedding, batch, jnp.asarray(target)) for batch, target in batches]
-        return np.concatenate([np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses])
+        params = self._params("final_norm"), *self._params("embedder").values()
+        batches = zip(x, self.batches(np.roll(self.tokens, -1, axis=1)), strict=True)
+        losses = [self.run(self._losses, *params, self._global(rows), targets) for rows, targets in batches]
+        means = [np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses]  # the last predicts nothing
+        return np.concatenate(means)[: len(self.tokens)]
 
-    def _layer(self, params, x, table, kind, head, pair):
-        return model.layer(self.config, params, x, table, kind and functools.partial(kind, head, pair))
+    def _run_layer(self, params, x, table, kind, head, pair):
+        x, captured = model.layer(self.config, params, x, table, kind and functools.partial(kind, head, pair))
+        return sharding.constrain(x, "BTD"), captured
 
-    def batches(self, x: np.ndarray) -> list[np.ndarray]:
-        """Splits an array [B, ...] into what the model reads at a time."""
-        return [x[start : start + self._batch_size] for start in range(0, len(x), self._batch_size)]
+    def _params(self, name: str, layer: int | None = None) -> model.Params:
+        """Reads parameters, each device its part, unless they are there; others of a large model leave them first."""
+        if (name, layer) not in self._placed:
+            if not self._keeps:
+                self._placed.clear()
+            with processes.raise_on_all(Damaged):
+                params = self._checkpoint.read((name,), layer)
+            shardings, make = sharding.state_shardings(params, self._mesh), jax.make_array_from_callback
+            arrays = jax.tree.map(lambda x, s: make(x.shape, s, x.__getitem__), params, shardings)
+            self._placed[name, layer] = arrays
+        return self._placed[name, layer]
+
+    def _global(self, rows: np.ndarray) -> jax.Array:
+        return sharding.global_batch(self._mesh, {"x": rows}, self._batch_size)["x"]
+
+
+def _own_rows(x: jax.Array) -> np.ndarray:
+    """Copies the rows that the devices of this process have to the host."""
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([shards[start] for start in sorted(shards)])

@@ -157,21 +157,21 @@ def any_process(condition: bool) -> bool:
 
 
 @contextlib.contextmanager
-def raise_on_all() -> Iterator[None]:
-    """Re-raises a UsageError of any process on every process, so that none waits for one that has ended."""
+def raise_on_all(kind: type[UsageError] = UsageError) -> Iterator[None]:
+    """Re-raises an error of any process on every process, so that none waits for one that has ended."""
     if _count == 1:
         yield
         return
     message = ""
     try:
         yield
-    except UsageError as error:
+    except kind as error:
         message = str(error)
     wait()
     own = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES), np.uint8)
     for process, row in enumerate(np.asarray(multihost_utils.process_allgather(own))):
         if text := row.tobytes().decode(errors="ignore").strip():
-            raise UsageError(message or f"process {process}: {text}")
+            raise kind(message or f"process {process}: {text}")
 
 
 def check_count() -> None:

@@ -101,18 +101,13 @@ class CheckpointReader:
         """Reads whole items onto devices: by name, arrays with the shapes, dtypes and shardings of `abstract`."""
         items = {}
         for name, like in abstract.items():
-            reason = None
 
             def read_sharded(path, leaf: jax.ShapeDtypeStruct, name=name) -> jax.Array:
                 read = functools.partial(self._read, name, _names(path), leaf)
                 return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
-            try:
+            with processes.raise_on_all(Damaged):  # before all hash together
                 items[name] = jax.tree_util.tree_map_with_path(read_sharded, like)
-            except Damaged as error:
-                reason = str(error)
-            if processes.any_process(reason is not None):  # before all hash together
-                raise Damaged(reason or f"{name}: another process cannot read it")
             for path, found in array_hashes(items[name]).items():
                 if self._hashes.get(name, {}).get(path) != found:
                     raise Damaged(f"{name}: {path} is not what was saved")
