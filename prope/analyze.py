@@ -7,7 +7,8 @@
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with every number.
 A directory of runs also gets a page that compares them. The model runs one layer at a time, in float32, over the
 beginnings of documents. Started on every host of a pod as training is, it uses all their devices; process 0 writes and
-prints. --theory checks the paper's statements instead and draws Figures 2 and 8.
+prints. --paper makes every figure and table of the paper for a checkpoint, in one run. --theory checks the paper's
+statements instead and draws Figures 2 and 8.
 """
 
 from absl import flags
@@ -36,13 +37,18 @@ def define_flags() -> None:
     flags.DEFINE_string("tokens", None, "positions in tables, as in 0,17,41; the first 8 of the window by default")
     head_of = "token, such as ', to find heads that look at it right after it, and elsewhere at the first token"
     flags.DEFINE_string("head_of", None, head_of)
+    flags.DEFINE_string("channel", None, "channels to show, as in 0.2.15 for LAYER.HEAD.PAIR; pair 0 is the fastest")
     flags.DEFINE_integer("channels", 4, "semantic channels to ablate; 0 saves that time", lower_bound=0)
     flags.DEFINE_boolean("again", False, "recompute what analysis.json has")
+    flags.DEFINE_boolean("paper", False, "make all figures and tables of the paper, of the heads that fit them best")
     flags.DEFINE_boolean("theory", False, "check the paper's statements and draw Figures 2 and 8, into --workdir")
 
 
 def main() -> dict:
     """Analyses; returns the output page and a summary."""
+    given = [name for name in ("heads", "head_of", "channel", "theory") if FLAGS[name].value]
+    if FLAGS.paper and (given := given + ["channels"] * (not FLAGS.channels)):
+        raise UsageError(f"--{given[0]}={FLAGS[given[0]].value}: --paper chooses that itself; leave out one of the two")
     if FLAGS.theory:
         from prope.analysis import theory_page
         from prope.runtime.processes import call_on_first

@@ -27,9 +27,7 @@ H = 32
 
 
 def asked(**flags) -> types.SimpleNamespace:
-    names = {"sequences": 3, "channels": 2, "again": False} | dict.fromkeys(
-        ("step", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "window", "tokens", "head_of")
-    )
+    names = dict.fromkeys(("step", *analyze._OPTIONS)) | {"sequences": 3, "channels": 2, "again": False, "paper": False}
     return types.SimpleNamespace(**names | flags)
 
 
@@ -270,13 +268,18 @@ def constructed(workdir, p, written_for=0.75, alter=None):
     query[2, 0, still], key[2, 1, still] = 10.0, 10.0  # 2 * 100 / sqrt(32) for a q, as much less for another
     if alter:
         alter(rows, query, key, turns)
+    value, out = rng.standard_normal((4, D, H)) / 8, rng.standard_normal((4, H, D)) / 8
+    write_decoder(workdir, config, rows, query[None], key[None], value[None], out[None])
+
+
+def write_decoder(workdir, config, rows, query, key, value, out=0):
+    """Saves a run that embeds tokens as `rows` [V, D], with these weights of attention, by layer; the MLPs are 0."""
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
-    params["embedder"]["input_embedding"][:] = rows / np.sqrt(D)
+    params["embedder"]["input_embedding"][:] = rows / np.sqrt(rows.shape[1])
     attn = params["layers"]["attn"]
-    attn["q_einsum"]["w"][0], attn["kv_einsum"]["w"][0, 0] = query, key
-    attn["kv_einsum"]["w"][0, 1] = rng.standard_normal((4, D, H)) / 8
-    attn["attn_vec_einsum"]["w"][0] = rng.standard_normal((4, H, D)) / 8
+    attn["q_einsum"]["w"][:], attn["kv_einsum"]["w"][:, 0], attn["kv_einsum"]["w"][:, 1] = query, key, value
+    attn["attn_vec_einsum"]["w"][:] = out
     save(workdir, config, params)
 
 

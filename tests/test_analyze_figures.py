@@ -225,3 +225,17 @@ def test_the_head_of_a_token_is_found_and_shown(known, tmp_path):
         assert weights[row - 1, row - 2 if row > 2 and text()[row - 3] == "q" else 0] > 0.99, letter
     page.write(tmp_path, found)
     assert (tmp_path / "norms_0_3.png").exists() and ">head_of</th>" in (tmp_path / "index.html").read_text()
+
+
+def test_the_paper_without_an_apostrophe_shows_the_rest(run, caplog):
+    caplog.set_level("INFO", "prope")
+    found = analysed(run, paper=True, channels=1)
+    assert "no apostrophe in these tokens" in caplog.text and "'" not in text()
+    assert {head["head_of"] for head in found["heads"]} == {None}
+    assert [head["why"] for head in found["shown"]] == ["diagonal", "diagonal", "previous_token", "previous_token"]
+    assert found["window"]["positions"] == list(range(48)), "and all four heads are shown"
+    (record,) = found["shown_channels"]
+    assert (record["head"], record["pair"]) == (2, 12)
+    # Few keys are of a q, so that the first one, which is not, has no advantage.
+    assert record["breaking_rotation"] is None and record["first_alignment"] == -1
+    assert "advantage is none" in maps.channel(record).caption

@@ -1,6 +1,7 @@
 """What the analysis reads, and what it refuses."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -49,8 +50,10 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dataset", ["python_docs", "synthetic/mix"])
-def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
+@pytest.mark.parametrize(
+    ("dataset", "paper"), [("python_docs", False), ("python_docs", True), ("synthetic/mix", False)]
+)
+def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset, paper):
     sizes = [
         "--config.num_steps=3",
         "--config.data.seq_len=64",
@@ -58,15 +61,27 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
         "--config.eval.max_windows=1",
     ]
     assert train(tmp_path / "run", f"--config.data.dataset={dataset}", *sizes).code == 0
-    done = run_command("prope.analyze", f"--workdir={tmp_path / 'run'}", "--sequences=2", "--layers=1", "--heads=1.0")
+    chosen = ["--paper"] if paper else ["--heads=1.0", "--channel=1.0.15"]
+    done = run_command("prope.analyze", f"--workdir={tmp_path / 'run'}", "--sequences=2", "--layers=1", *chosen)
     assert done.code == 0, done.stderr
     assert done.result["sequences"] == 2 and {head["layer"] for head in done.result["heads"]} == {1}
     folder = tmp_path / "run" / "analysis"
     saved = json.loads((folder / "analysis.json").read_text())
-    assert [(head["layer"], head["head"], head["why"]) for head in saved["shown"]] == [(1, 0, "asked for")]
+    heads, (channel,) = {(head["layer"], head["head"]): head["why"] for head in saved["shown"]}, saved["shown_channels"]
+    strongest = saved["channels"][0]
+    place = (strongest["head"], strongest["pair"]) if paper else (0, 15)
+    assert (channel["layer"], channel["head"], channel["pair"]) == (1, *place)
     assert saved["shown"][0]["table"]["tokens"][0] == "<bos>"
+    if paper:
+        assert set(heads) == {(1, 0), (1, 1)}, "both heads of the layer"
+        assert {path.name for path in (folder / "theory").glob("*.png")} == {"figure_2.png", "figure_8.png"}
+        assert (folder / re.search(r'href="(theory/[^"]*)"', (folder / "index.html").read_text())[1]).exists()
+    else:
+        assert heads == {(1, 0): "asked for"}
     pictures = {path.stem for path in folder.glob("*.png")}
-    assert pictures == {"usage", "usage_by_head", "census", "heads", "head_1_0", "norms_1_0", "channels"}
+    shown = {f"{kind}_{layer}_{head}" for layer, head in heads for kind in ("head", "norms")}
+    shown |= {f"channel_1_{channel['head']}_{channel['pair']}"}
+    assert pictures == {"usage", "usage_by_head", "census", "heads", "channels"} | shown
     for value in (saved["loss"]["loss"], *(c["removed"]["difference"] for c in saved["channels"])):
         assert np.isfinite(value)
 
@@ -81,6 +96,16 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset):
         ({"layers": "x"}, "--layers=x: 'x' is not a layer"),
         ({"heads": "1.4"}, "--heads=1.4: '1.4' is not LAYER.HEAD of this model, whose heads are 0 to 3"),
         ({"heads": "1.0", "layers": "0"}, "of which these layers are measured: 0"),
+        (
+            {"channel": "0.1"},
+            "--channel=0.1: '0.1' is not LAYER.HEAD.PAIR of this model, whose heads are 0 to 3 and pairs",
+        ),
+        (
+            {"channel": "0.1.31,0.1.32"},
+            "'0.1.32' is not .* pairs are 0 to 31 and of which these layers are measured: 0, 1",
+        ),
+        ({"channel": "0.4.0"}, "--channel=0.4.0: '0.4.0' is not"),
+        ({"channel": "0.0.0,1.0.0", "layers": "0"}, "'1.0.0' is not .* of which these layers are measured: 0"),
         (
             {"window": "9"},
             "--window=9: is not START:STOP of the 64 tokens read, with 1 to 128 tokens; give another one",
@@ -136,6 +161,12 @@ def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_comman
         "without a finished checkpoint; train it first" in run_command("prope.analyze", f"--workdir={tmp_path}").error
     )
     assert "--workdir: must be given" in run_command("prope.analyze").error
+
+
+@pytest.mark.parametrize("flag", ["--heads=0.1", "--head_of=q", "--channel=0.1.2", "--theory=True", "--channels=0"])
+def test_a_flag_that_contradicts_paper_is_answered_in_one_line(tmp_path, run_command, flag):
+    done = run_command("prope.analyze", f"--workdir={tmp_path}", "--paper", flag)
+    assert f"{flag}: --paper chooses that itself; leave out one of the two" in done.error and done.code == 2
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exchange import make_run
-from test_analyze import H, at_layer
+from test_analyze import H, at_layer, layers_of
 from test_model import draw, small
 
 from prope import model
@@ -98,3 +98,41 @@ def test_channels_are_slow_or_unturned_and_the_strongest():
             expected = freqs[c["pair"]] if c["pair"] < rotated else 0
             assert c["frequency"] == expected and c["largest_rotation"] == pytest.approx(99 * expected)
             assert c["key_norm"] == key[c["head"] // 2, c["pair"]]
+
+
+@pytest.mark.parametrize("at_once", [24, pytest.param(8192, marks=pytest.mark.slow)])
+def test_shown_channels_are_those_of_loops_over_all_sequences(tmp_path, monkeypatch, at_once):
+    config, params = make_run(tmp_path / "run", 0.75, num_kv_heads=2)
+    monkeypatch.setattr(walk, "_TOKENS", at_once)
+    made = make_walk(tmp_path / "run")
+    positions = np.broadcast_to(np.arange(24), (3, 24))
+    seen = [
+        captured for _, captured in layers_of(config.model, params, jnp.asarray(made.tokens), jnp.asarray(positions))
+    ]
+    chosen, window = [(1, 3, 20), (0, 1, 2), (1, 2, 30)], [0, 5, 6]
+    found = channels.show_channels(made, chosen, window)
+    for record, (layer, head, pair) in zip(found, chosen, strict=True):
+        assert (record["layer"], record["head"], record["pair"]) == (layer, head, pair)
+        turn = 1e4 ** (-2 * pair / 64) if pair < 24 else 0
+        assert record["frequency"] == pytest.approx(turn)
+        pairs = [np.asarray(x, np.float64) for x in seen[layer][:2]]
+        q, k = (x[:, :, n, pair] + 1j * x[:, :, n, pair + 32] for x, n in zip(pairs, (head, head // 2), strict=True))
+        np.testing.assert_allclose(record["queries"], [[q[0, i].real, q[0, i].imag] for i in window], atol=1e-5)
+        np.testing.assert_allclose(record["keys"], [[k[0, i].real, k[0, i].imag] for i in window], atol=1e-5)
+        first, others = ({m: [] for m in range(24)} for _ in range(2))
+        for b in range(3):
+            for i in range(1, 24):
+                for j in range(i + 1):
+                    part = (q[b, i].conj() * k[b, j] * np.exp(1j * (j - i) * turn)).real / 8
+                    (others if j else first)[i - j].append(part)
+        np.testing.assert_allclose(record["to_first"], [np.mean(first[m]) for m in range(1, 24)], atol=1e-5)
+        np.testing.assert_allclose(record["to_others"], [np.mean(others[m]) for m in range(23)], atol=1e-5)
+        mean, key, rest = q[:, 1:].mean(), k[:, 0].mean(), k[:, 1:].mean()
+        for name, z in (("first_alignment", key), ("others_alignment", rest)):
+            assert record[name] == pytest.approx((mean.conj() * z).real / abs(mean) / abs(z), abs=1e-4)
+        psi = np.angle(mean.conj() * (key - rest))
+        rotation = psi + np.pi / 2 if abs(psi) < np.pi / 2 else None
+        assert record["breaking_rotation"] == (rotation and pytest.approx(rotation, abs=1e-4))
+        distance = rotation / turn if rotation and turn else None
+        assert record["breaking_distance"] == (distance and pytest.approx(distance, rel=1e-3))
+    assert {record["breaking_rotation"] is None for record in found} == {True, False}

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from prope.analysis import census, channels, compare, measures, page
-from prope.analysis.choices import find_after, parse_heads, parse_layers, parse_tokens, parse_window
+from prope.analysis import census, channels, compare, measures, page, theory_page
+from prope.analysis.choices import find_after, parse_layers, parse_places, parse_tokens, parse_window
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
 from prope.errors import UsageError, log
@@ -24,7 +24,7 @@ from prope.workdir.run import Run, find_runs, open_run
 # Flags that change the result, and fields of analysis.json that the command prints.
 _OPTIONS = (
     "sequences", "seq_len", "text", "dataset", "data_dir", "split", "layers", "heads", "channels", "window", "tokens",
-    "head_of",
+    "head_of", "channel", "paper",
 )  # fmt: skip
 _PRINTED = (
     "source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels", "loss", "rope_percentage",
@@ -48,7 +48,8 @@ def analyse(workdir: epath.Path, options) -> dict:
         allowed = "only layers without windows, whose rotated pairs are the first, can be analysed"
         raise UsageError(f"--workdir={workdir}: {types}: {allowed}")
     layers = parse_layers(options.layers, config)
-    chosen = parse_heads(options.heads, layers, config)
+    chosen = parse_places("heads", options.heads, layers, HEAD=config.num_heads)
+    chosen_channels = parse_places("channel", options.channel, layers, HEAD=config.num_heads, PAIR=config.head_dim // 2)
     output = workdir / "analysis" / "analysis.json"
     asked, saved = processes.call_on_first(lambda: [asked, None if options.again else read_json(output)])
     if saved and (saved["step"], saved["asked"]) == (run.step, asked):
@@ -63,19 +64,24 @@ def analyse(workdir: epath.Path, options) -> dict:
     tokens, by_id, text = processes.call_on_first(read)
     tokens, by_id = np.array(tokens, np.int32), dict(by_id)
     (B, T), names = tokens.shape, [by_id[token] for token in tokens[0]]
-    after = find_after(options.head_of, tokens, by_id)
-    window = parse_window(options.window, T)
-    table, window = parse_tokens(options.tokens, window, T), sorted({0, *window})
+    after = find_after("'" if options.paper else options.head_of, tokens, by_id, options.paper)
+    if options.paper and not after.any():
+        log.info("%s: no apostrophe in these tokens; Figures 7 and 9 need a --text with some", workdir)
+    window = parse_window(options.window, T, int(after[0].argmax()) if options.paper else 0)
+    table, window = parse_tokens(options.tokens, range(T) if options.paper else window, T), sorted({0, *window})
     positions = sorted({0, *window, *table, *(i - 1 for i in table if i)})
 
     def measure(run: Run) -> tuple[Walk, dict]:
         walk = Walk(config, run, tokens)
         log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, text["source"])
-        return walk, measure_layers(walk, layers, options.channels, positions, after)
+        measured = measure_layers(walk, layers, options.channels, positions, after)
+        strongest = [(c["layer"], c["head"], c["pair"]) for c in measured["channels"][: int(options.paper)]]
+        measured["shown_channels"] = channels.show_channels(walk, chosen_channels or strongest, window)
+        return walk, measured
 
     run, (walk, measured) = run.first_undamaged(measure)
     heads, views = measured.pop("heads"), measured.pop("views")
-    chosen = [(*head, "asked for") for head in chosen] or census.strongest(heads)
+    chosen = [(*head, "asked for") for head in chosen] or census.strongest(heads, options.paper)
     result = {
         "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
         "rotated_pairs": walk.pairs if len(set(walk.pairs)) > 1 else walk.pairs[0],
@@ -110,6 +116,8 @@ def analyse_all(workdir: epath.Path, options) -> dict:
         output, made = run / "analysis" / "index.html", run / "analysis" / "analysis.json"
         if processes.is_first() and (not output.exists() or output.stat().mtime <= made.stat().mtime):
             page.write(output.parent, analyses[-1])
+            if options.paper:
+                theory_page.write(output.parent / "theory")
     if runs == [workdir]:
         return {"output": str(output)} | {name: analyses[0][name] for name in _PRINTED}
     return processes.call_on_first(lambda: compare.write(workdir / "analysis", analyses))

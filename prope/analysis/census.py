@@ -75,11 +75,12 @@ def sharing(layers: list[dict]) -> int:
     return len(layers[0]["query_norms"]) // len(layers[0]["key_norms"])
 
 
-def strongest(heads: list[dict]) -> list[tuple[int, int, str]]:
-    """Chooses three by head_of, or two diagonal, two previous-token, one first-token head: (layer, head, score)."""
-    usual = ("diagonal", 2), ("previous_token", 2), ("first_token", 1)
+def strongest(heads: list[dict], paper: bool = False) -> list[tuple[int, int, str]]:
+    """Chooses three by head_of, or five by position, or for the paper one and these: (layer, head, score)."""
+    usual = [("diagonal", 2), ("previous_token", 2), ("first_token", 1)]
+    of_token = [("head_of", 1 if paper else 3)] * (heads[0]["head_of"] is not None)
     chosen: dict[tuple[int, int], str] = {}
-    for score, count in usual if heads[0]["head_of"] is None else [("head_of", 3)]:
+    for score, count in of_token + usual if paper else of_token or usual:
         others = [head for head in heads if (head["layer"], head["head"]) not in chosen]
         for head in sorted(others, key=lambda head: -head[score])[:count]:
             chosen[head["layer"], head["head"]] = score

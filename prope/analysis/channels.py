@@ -7,12 +7,15 @@ query head in the slower half of the frequencies, or one that p-RoPE does not ro
 Axes: N query heads, K key/value heads, H head_dim, P = H / 2 pairs.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from prope.analysis.measures import Measures
 from prope.analysis.walk import Walk
+from prope.model import Captured
 from prope.rope import rotate
+from prope.sharding import constrain
 
 
 def strengths(measures: Measures, head_dim: int) -> np.ndarray:
@@ -69,6 +72,60 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
                     difference, stderr = float((after - losses).mean()), standard_error(after - losses)
                     channel[kind.__name__] = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
         x = walk.layer(layer, x)
+
+
+def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) -> list[dict]:
+    """Describes each (layer, head, pair), as Figure 14 and Appendix D.1: its place, its frequency, and
+
+    queries, keys           [t, 2] before rotation, of the positions `window` in the first sequence
+    to_first, to_others     contributions to the logits of the first key, at distances 1 .. T-1, and of the others, at
+                            distances 0 .. T-2: means over sequences and queries, of which the first one does not count
+    first_alignment, others_alignment   cosine of the mean query with the first key, and with the mean of the others
+    breaking_rotation       radians after which the first key's advantage over the mean of the others, at equal
+                            distances, is 0; None where there is no advantage at distance 0
+    breaking_distance       the same in tokens; None too where the pair does not rotate
+
+    As complex numbers, pairs are multiplied by exp(i m frequency) at position m, and the advantage after a rotation by
+    r is Re(conj(q) (k_first - k_others) exp(-i r)) of means, or |..| cos(psi - r): first 0 at r = psi + pi / 2.
+    """
+    from scipy.signal import correlate  # takes half a second
+
+    records, x, scale, (B, T) = {}, walk.enter() if chosen else None, walk.config.head_dim**-0.5, walk.tokens.shape
+
+    def look(layer: int, _: int, captured: Captured) -> None:
+        for place in chosen:
+            if place[0] == layer:
+                lanes[place].append(np.asarray(walk.run(_lanes, captured, *place[1:]), np.float64))
+
+    for layer in range(max((layer for layer, *_ in chosen), default=-1) + 1):
+        lanes = {place: [] for place in chosen if place[0] == layer}
+        x = walk.layer(layer, x, look=look)
+        for place, batches in lanes.items():
+            complex_lanes = np.concatenate(batches, axis=1)[:, :B].view(complex)[..., 0]
+            query, key, _, rotated_query, rotated_key = complex_lanes
+            mean, first, others = query[:, 1:].mean(), key[:, 0].mean(), key[:, 1:].mean()
+            cosines = [float((mean.conj() * k).real / max(abs(mean * k), 1e-30)) for k in (first, others)]
+            advantage, frequency = mean.conj() * (first - others), float(walk.frequencies[layer][place[2]])
+            end = float(np.angle(advantage) + np.pi / 2) if advantage.real > 0 else None
+            to_first = (rotated_query[:, 1:].conj() * rotated_key[:, :1]).real.mean(axis=0)
+            products = np.mean(list(map(correlate, rotated_query[:, 1:], rotated_key[:, 1:])), axis=0)
+            to_others = products.real[T - 2 :] / np.arange(T - 1, 0, -1)  # from distance 0 on
+            planes = [np.stack([z.real, z.imag], axis=1).tolist() for z in (query[0, window], key[0, window])]
+            records[place] = {
+                "layer": layer, "head": place[1], "pair": place[2], "frequency": frequency, "queries": planes[0],
+                "keys": planes[1], "first_alignment": cosines[0], "others_alignment": cosines[1],
+                "to_first": (scale * to_first).tolist(), "to_others": (scale * to_others).tolist(),
+                "breaking_rotation": end, "breaking_distance": end / frequency if end and frequency else None,
+            }  # fmt: skip
+    return [records[place] for place in chosen]
+
+
+@jax.jit
+def _lanes(captured: Captured, head: jax.Array, pair: jax.Array) -> jax.Array:
+    """Takes a pair of a query head and its key head, of all arrays: [5, B, T, 2]."""
+    N, P = captured.query.shape[2], captured.query.shape[3] // 2
+    own = [x[:, :, head * x.shape[2] // N][..., jnp.stack([pair, pair + P])] for x in captured]
+    return constrain(jnp.stack(own), "TTTT")  # whole in all processes
 
 
 def standard_error(values: np.ndarray) -> float | None:

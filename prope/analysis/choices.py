@@ -24,23 +24,27 @@ def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
     return sorted(set(map(int, text.split(","))))
 
 
-def parse_heads(text: str | None, layers: list[int], config: ConfigDict) -> list[tuple[int, int]]:
-    """Parses --heads, such as 0.2,3.1, as (layer, head); none by default."""
-    heads = {}
+def parse_places(flag: str, text: str | None, layers: list[int], **counts: int) -> list[tuple[int, ...]]:
+    """Parses --heads, such as 0.2,3.1, as (layer, head), and --channel with the pair too; none by default."""
+    places = {}
     for entry in text.split(",") if text is not None else []:
-        match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", entry)
-        if match is None or int(match[1]) not in layers or int(match[2]) >= config.num_heads:
-            measured = f"of which these layers are measured: {', '.join(map(str, layers))}"
-            allowed = f"LAYER.HEAD of this model, whose heads are 0 to {config.num_heads - 1} and {measured}"
-            raise UsageError(f"--heads={text}: {entry!r} is not {allowed}")
-        heads[int(match[1]), int(match[2])] = None
-    return list(heads)
+        match = re.fullmatch(r"\s*(\d+)" + r"\.(\d+)" * len(counts) + r"\s*", entry)
+        place = tuple(map(int, match.groups())) if match else (-1,)
+        if place[0] not in layers or any(i >= n for i, n in zip(place[1:], counts.values(), strict=True)):
+            ends = " and ".join(f"{name.lower()}s are 0 to {count - 1}" for name, count in counts.items())
+            allowed = (
+                f"{'.'.join(['LAYER', *counts])} of this model, whose {ends} and of which these layers are measured"
+            )
+            raise UsageError(f"--{flag}={text}: {entry!r} is not {allowed}: {', '.join(map(str, layers))}")
+        places[place] = None
+    return list(places)
 
 
-def parse_window(text: str | None, length: int) -> range:
-    """Parses --window, such as 100:148, as positions among `length` tokens; the first 48 by default."""
+def parse_window(text: str | None, length: int, around: int = 0) -> range:
+    """Parses --window, such as 100:148, as positions among `length` tokens; by default 48 `around` one."""
     if text is None:
-        return range(min(SHOWN, length))
+        start = max(min(around - SHOWN // 2, length - SHOWN), 0)
+        return range(start, min(start + SHOWN, length))
     match = re.fullmatch(r"\s*(\d+):(\d+)\s*", text)
     window = range(int(match[1]), int(match[2])) if match else range(0)
     if not 0 < len(window) <= MOST or window.stop > length:
@@ -61,11 +65,12 @@ def parse_tokens(text: str | None, window: range, length: int) -> list[int]:
     return sorted(set(map(int, entries)))
 
 
-def find_after(text: str | None, tokens: np.ndarray, names: dict[int, str]) -> np.ndarray:
+def find_after(text: str | None, tokens: np.ndarray, names: dict[int, str], optional: bool = False) -> np.ndarray:
     """Finds the queries right after the token of --head_of, among ids [B, T]: [B, T] booleans; none by default."""
     ids = [token for token, name in names.items() if text is not None and name in (text, repr(text))]
     after = np.pad(np.isin(tokens[:, :-1], ids), ((0, 0), (1, 0)))
-    if text is not None and not 0 < after[:, FROM:].mean() < 1:
+    usable = 0 < after[:, FROM:].mean() < 1
+    if text is not None and not optional and not usable:
         allowed = "must stand before some of the tokens read, and not before all"
         raise UsageError(f"--head_of={text}: {allowed}; give a token such as {list(names.values())[-1]}, or a --text")
-    return after
+    return after & usable

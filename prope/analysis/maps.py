@@ -5,7 +5,7 @@ Axes: t tokens of the window, P pairs.
 
 import numpy as np
 
-from prope.html.drawing import BORDER, Picture, heat, height, label_ticks, panels, show_image, styles
+from prope.html.drawing import BORDER, TEXT, Picture, heat, height, label_ticks, panels, show_image, styles
 
 SCORES = {"diagonal": "itself", "previous_token": "the token before", "first_token": "the first token"}
 
@@ -84,3 +84,30 @@ def maps(analysis: dict, head: dict) -> list[Picture]:
         Picture(f"head_{of}", f"Head {name}: weights and logits", alt, caption, draw_attention, size),
         Picture(f"norms_{of}", f"Head {name}: norms by token", longest, longest, draw_norms, (12, height(len(tokens)))),
     ]
+
+
+def channel(record: dict) -> Picture:
+    """Draws Figure 14 for a channel of `channels.show_channels`: what it adds to logits, its queries and keys."""
+    name, (first, others) = f"{name_of(record)}.{record['pair']}", styles(["first", "others"]).values()
+
+    def draw(figure) -> None:
+        added, *planes = panels(figure, 3)[0]
+        for key, start, style in (("to_first", 1, first), ("to_others", 0, others)):
+            distances = range(start, start + len(record[key]))
+            added.plot(distances, record[key], label=key.replace("_", " "), **style | {"marker": None})
+        added.set(title="added to the logit", xlabel="distance (tokens)")
+        for axes, kind in zip(planes, ("queries", "keys"), strict=True):
+            axes.plot(0, 0, "+", color=TEXT)
+            axes.plot(*np.transpose(record[kind][1:]), **others | {"ls": ""})
+            if kind == "keys":
+                axes.plot(*record[kind][0], **first | {"ls": "", "ms": 9})
+            axes.set(title=kind, xlabel=f"lanes of pair {record['pair']}", aspect="equal", adjustable="datalim")
+        added.legend(loc="best")
+
+    alt = f"Cosine of the mean query with the first key {record['first_alignment']:.2f}, with the mean of the others"
+    alt += f" {record['others_alignment']:.2f}. The first token's advantage "
+    rotation, distance = record["breaking_rotation"], record["breaking_distance"]
+    alt += f"ends after a rotation by {rotation:.2f} radians: " if rotation else "is none at distance 0."
+    alt += f"{distance:,.0f} tokens." if distance else "never, as the pair does not rotate." if rotation else ""
+    caption = f"{alt} Vectors, before rotation: --window of the first sequence; the large mark is the first key."
+    return Picture(f"channel_{name.replace('.', '_')}", f"Channel {name}", alt, caption, draw, (12, 3.9))

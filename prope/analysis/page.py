@@ -6,7 +6,7 @@ Axes: L layers, N query heads, K key/value heads, P pairs.
 import numpy as np
 from etils import epath
 
-from prope.analysis.maps import SCORES, heads, maps, name_of
+from prope.analysis.maps import SCORES, channel, heads, maps, name_of
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, heat, label_ticks, panels, show_image, styles
 
@@ -21,7 +21,9 @@ def write(folder: epath.Path, analysis: dict) -> epath.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
     pictures = [usage(analysis), usage_by_head(analysis), census(analysis), heads(analysis)]
-    pictures += [picture for head in analysis["shown"] if head["why"] not in SCORES for picture in maps(analysis, head)]
+    mapped = [head for head in analysis["shown"] if analysis["asked"]["paper"] or head["why"] not in SCORES]
+    pictures += [picture for head in mapped for picture in maps(analysis, head)]
+    pictures += map(channel, analysis["shown_channels"])
     pictures += [channels(analysis)] if analysis["channels"] else []
     return page.write(folder, "analysis", pictures, run=run, lead=lead(analysis), a=analysis, kinds=KINDS)
 
