@@ -12,7 +12,7 @@ from test_analyze import H, asked, constructed, text
 from test_report import Page
 
 from prope.analysis import analysis as analyze
-from prope.analysis import maps, page
+from prope.analysis import choices, maps, page
 from prope.data.tokenizer import BOS
 from prope.html import drawing
 
@@ -239,3 +239,10 @@ def test_the_paper_without_an_apostrophe_shows_the_rest(run, caplog):
     # Few keys are of a q, so that the first one, which is not, has no advantage.
     assert record["breaking_rotation"] is None and record["first_alignment"] == -1
     assert "advantage is none" in maps.channel(record).caption
+
+
+def test_the_papers_window_is_around_the_first_apostrophe():
+    assert choices.parse_window(None, 200, 150) == range(126, 174)
+    assert choices.parse_window(None, 200, 190) == range(152, 200)
+    assert choices.parse_window(None, 200) == choices.parse_window(None, 200, 7) == range(48)
+    assert choices.parse_window(None, 30, 20) == range(30)
