@@ -76,8 +76,8 @@ def _picture(kind: str, found: list[Change]) -> Picture:
             show_image(axes, of_group, vmin=-reach, vmax=reach, aspect="auto")
             for (row, column), value in np.ndenumerate(of_group):
                 if np.isfinite(value):
-                    colour = "black" if value > 0.3 * reach else "white"
-                    axes.text(column, row, f"{value:+.2f}", ha="center", va="center", color=colour, fontsize="small")
+                    text, colour = f"{round(value, 2) + 0:+.2f}", "black" if value > 0.3 * reach else "white"
+                    axes.text(column, row, text, ha="center", va="center", color=colour, fontsize="small")
             axes.set(title=name, xlabel="tokens in a window")
             label_ticks(axes.xaxis, [f"{T:,}" for T in lengths])
             label_ticks(axes.yaxis, labels)
