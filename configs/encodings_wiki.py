@@ -55,6 +55,20 @@ Expected   On the articles of wiki_sample.py; means of 3 seeds. Validation loss 
            p_rope_0.5, yarn       1.753   1.795   1.871        p_rope_0.5, ntk        1.750   1.778   1.809
            p_rope_0.75, yarn      1.744   1.758   1.806        p_rope_0.75, ntk       1.758   1.887   2.113
 
+           Which pairs are at fault (README.md beside this page): with --intervene=interpolate:16-31, the pairs that do
+           not turn once in 512 tokens, rope is at 1.796 at 4096 and p_rope_0.75 at 1.788, without training.
+           The rule that follows, tried with seed 0: only pairs of period <= c x 512. Other cutoffs than those of the
+           grid are cutoff_0.25, cutoff_2 and cutoff_4:
+
+                        c   pairs       512    1024    2048    4096
+                     0.25      11     1.760   1.762   1.787   1.897
+                     0.5       13     1.746   1.751   1.766   1.821
+                     1         16     1.749   1.754   1.811   1.878   (p_rope_0.5)
+                     2         18     1.743   1.826   1.928   2.121
+                     4         21     1.741   1.846   2.296   2.603
+                     9.2       24     1.742   1.992   2.570   2.930   (p_rope_0.75)
+                     all       32     1.738   1.966   2.577   2.991   (rope)
+
            What stands: a pair that does not turn once in training breaks longer windows, unless it is stopped or
            rescaled. Without such pairs (p = 0.25, 0.5, cutoff_0.5) 8x costs 0.9 to 1.0 nats less than rope and, with
            16 or 13 pairs, nothing at the length of training; with the 8 slowest of them (p = 0.75), tapered (cope) or
