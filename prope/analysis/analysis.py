@@ -137,7 +137,7 @@ def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[in
     """
     config, (B, T) = walk.config, walk.tokens.shape
     result = {"layers": [], "heads": [], "views": {}, "channels": [], "loss": None}
-    follows, measured = walk.batches(after), []
+    follows, share, measured = walk.batches(after), after[:, measures.FROM :].mean(), []
 
     def look(layer: int, batch: int, captured: Captured) -> None:
         measured.append(jax.device_get(walk.run(measures.measure, captured, follows[batch])))
@@ -153,9 +153,7 @@ def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[in
             norms = {name: getattr(mean, name).tolist() for name in ("query_norms", "key_norms", "value_norms")}
             rotated = walk.pairs[layer]
             result["layers"].append({"layer": layer, "turned": rotated, **norms})
-            result["heads"] += census.score_heads(
-                layer, rotated, mean, config.head_dim, after[:, measures.FROM :].mean()
-            )
+            result["heads"] += census.score_heads(layer, rotated, mean, config.head_dim, share)
             result["channels"] += channels.strongest_channels(layer, rotated, mean, walk.frequencies[layer], T, count)
             log.info("layer %d of %d is measured", layer, config.num_layers)
     if count:

@@ -46,11 +46,9 @@ def rank_correlation(runs: list[tuple[list[dict], int]], draws: int = 9999) -> d
 
     The paper says that positional heads are those that use the highest frequencies: then it is near 1. The heads of a
     run, and heads that share keys, are not independent, so the p-value is that of a permutation test that moves the
-    heads of a key together and within their run only.
+    heads of a key together and within their run only; with its `draws` it is at least 1 / (draws + 1).
 
-    Args:
-      runs: heads of each run in the order of their layers, and how many of them share a key head.
-      draws: random permutations; the p-value is at least 1 / (draws + 1).
+    `runs` are the heads of each run in the order of their layers, and how many of them share a key head.
     """
     from scipy import stats
 
@@ -110,9 +108,7 @@ def bounds_table(view: View, head: int, table: list[int], names: list[str]) -> d
     `names` are those of all tokens of the sequence.
     """
     logits = np.asarray(view.logits[head], np.float64)
-    query, key = (
-        np.linalg.norm(norms[head].astype(np.float64), axis=-1) for norms in (view.query_norms, view.key_norms)
-    )
+    query, key = (np.linalg.norm(x[head].astype(np.float64), axis=-1) for x in (view.query_norms, view.key_norms))
     bounds = np.outer(query, key) / (2 * view.query_norms.shape[-1]) ** 0.5
 
     def column(values: np.ndarray, back: int) -> list[float | None]:

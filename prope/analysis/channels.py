@@ -90,7 +90,8 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
     """
     from scipy.signal import correlate  # takes half a second
 
-    records, x, scale, (B, T) = {}, walk.enter() if chosen else None, walk.config.head_dim**-0.5, walk.tokens.shape
+    x, scale, (B, T) = walk.enter() if chosen else None, walk.config.head_dim**-0.5, walk.tokens.shape
+    lanes, records = {place: [] for place in chosen}, []
 
     def look(layer: int, _: int, captured: Captured) -> None:
         for place in chosen:
@@ -98,26 +99,24 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
                 lanes[place].append(np.asarray(walk.run(_lanes, captured, *place[1:]), np.float64))
 
     for layer in range(max((layer for layer, *_ in chosen), default=-1) + 1):
-        lanes = {place: [] for place in chosen if place[0] == layer}
         x = walk.layer(layer, x, look=look)
-        for place, batches in lanes.items():
-            complex_lanes = np.concatenate(batches, axis=1)[:, :B].view(complex)[..., 0]
-            query, key, _, rotated_query, rotated_key = complex_lanes
-            mean, first, others = query[:, 1:].mean(), key[:, 0].mean(), key[:, 1:].mean()
-            cosines = [float((mean.conj() * k).real / max(abs(mean * k), 1e-30)) for k in (first, others)]
-            advantage, frequency = mean.conj() * (first - others), float(walk.frequencies[layer][place[2]])
-            end = float(np.angle(advantage) + np.pi / 2) if advantage.real > 0 else None
-            to_first = (rotated_query[:, 1:].conj() * rotated_key[:, :1]).real.mean(axis=0)
-            products = np.mean(list(map(correlate, rotated_query[:, 1:], rotated_key[:, 1:])), axis=0)
-            to_others = products.real[T - 2 :] / np.arange(T - 1, 0, -1)  # from distance 0 on
-            planes = [np.stack([z.real, z.imag], axis=1).tolist() for z in (query[0, window], key[0, window])]
-            records[place] = {
-                "layer": layer, "head": place[1], "pair": place[2], "frequency": frequency, "queries": planes[0],
-                "keys": planes[1], "first_alignment": cosines[0], "others_alignment": cosines[1],
-                "to_first": (scale * to_first).tolist(), "to_others": (scale * to_others).tolist(),
-                "breaking_rotation": end, "breaking_distance": end / frequency if end and frequency else None,
-            }  # fmt: skip
-    return [records[place] for place in chosen]
+    for (layer, head, pair), batches in lanes.items():
+        query, key, _, rotated_query, rotated_key = np.concatenate(batches, axis=1)[:, :B].view(complex)[..., 0]
+        mean, first, others = query[:, 1:].mean(), key[:, 0].mean(), key[:, 1:].mean()
+        cosines = [float((mean.conj() * k).real / max(abs(mean * k), 1e-30)) for k in (first, others)]
+        advantage, frequency = mean.conj() * (first - others), float(walk.frequencies[layer][pair])
+        end = float(np.angle(advantage) + np.pi / 2) if advantage.real > 0 else None
+        to_first = (rotated_query[:, 1:].conj() * rotated_key[:, :1]).real.mean(axis=0)
+        products = np.mean(list(map(correlate, rotated_query[:, 1:], rotated_key[:, 1:])), axis=0)
+        to_others = products.real[T - 2 :] / np.arange(T - 1, 0, -1)  # from distance 0 on
+        planes = [np.stack([z.real, z.imag], axis=1).tolist() for z in (query[0, window], key[0, window])]
+        records.append({
+            "layer": layer, "head": head, "pair": pair, "frequency": frequency, "queries": planes[0],
+            "keys": planes[1], "first_alignment": cosines[0], "others_alignment": cosines[1],
+            "to_first": (scale * to_first).tolist(), "to_others": (scale * to_others).tolist(),
+            "breaking_rotation": end, "breaking_distance": end / frequency if end and frequency else None,
+        })  # fmt: skip
+    return records
 
 
 @jax.jit

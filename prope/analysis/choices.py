@@ -32,9 +32,8 @@ def parse_places(flag: str, text: str | None, layers: list[int], **counts: int) 
         place = tuple(map(int, match.groups())) if match else (-1,)
         if place[0] not in layers or any(i >= n for i, n in zip(place[1:], counts.values(), strict=True)):
             ends = " and ".join(f"{name.lower()}s are 0 to {count - 1}" for name, count in counts.items())
-            allowed = (
-                f"{'.'.join(['LAYER', *counts])} of this model, whose {ends} and of which these layers are measured"
-            )
+            form = ".".join(["LAYER", *counts])
+            allowed = f"{form} of this model, whose {ends} and of which these layers are measured"
             raise UsageError(f"--{flag}={text}: {entry!r} is not {allowed}: {', '.join(map(str, layers))}")
         places[place] = None
     return list(places)
@@ -59,9 +58,8 @@ def parse_tokens(text: str | None, window: range, length: int) -> list[int]:
         return list(window[:TABLE])
     for entry in (entries := text.split(",")):
         if not entry.strip().isdecimal() or int(entry) >= length or len(entries) > SHOWN:
-            raise UsageError(
-                f"--tokens={text}: {entry!r} is not one of at most {SHOWN} positions from 0 to {length - 1}"
-            )
+            allowed = f"one of at most {SHOWN} positions from 0 to {length - 1}"
+            raise UsageError(f"--tokens={text}: {entry!r} is not {allowed}")
     return sorted(set(map(int, entries)))
 
 

@@ -95,7 +95,6 @@ def census(analysis: dict) -> Picture:
     records = analysis["heads"]
     layers = [layer["layer"] for layer in analysis["layers"]]
     shape = len(layers), len(records) // len(layers)
-
     correlation = analysis["rank_correlation"]  # None where nothing rotates: then there is no scatter plot either
 
     def draw(figure) -> None:

@@ -99,13 +99,9 @@ def positional() -> tuple[str, str, dict, bool]:
     except ValueError:
         refused = True
     numbers = {
-        "tokens": LENGTH,
-        "epsilon": EPSILON,
-        "least weight wanted, diagonal": min(least[0::2]),
-        "least weight wanted, previous token": min(least[1::2]),
-        **temperatures,
-        "p = 0 refused": refused,
-    }
+        "tokens": LENGTH, "epsilon": EPSILON, "least weight wanted, diagonal": min(least[0::2]),
+        "least weight wanted, previous token": min(least[1::2]), **temperatures, "p = 0 refused": refused,
+    }  # fmt: skip
     says = "With rotation a head can be diagonal or previous-token to any precision, for any length."
     return "Theorem 5.3", says, numbers, min(least) > 1 - EPSILON and refused
 
@@ -128,15 +124,11 @@ def semantic() -> tuple[str, str, dict, bool]:
     still = theory.semantic_head(EPSILON, long, 0)
     kept = [weight_of(still.query, keys_with_target(still, long, at), 0, at) for at in (long - 2, 0)]
     numbers = {
-        "frequency": slow,
-        "a quarter turn, in tokens": head.longest,
-        f"least weight in {length} tokens": within,
-        f"weight in {long} tokens, before and after": one[:2],
-        "swapped": one[2],
-        "with the others opposed, before and after": two[:2],
-        "swapped then": two[2],
+        "frequency": slow, "a quarter turn, in tokens": head.longest, f"least weight in {length} tokens": within,
+        f"weight in {long} tokens, before and after": one[:2], "swapped": one[2],
+        "with the others opposed, before and after": two[:2], "swapped then": two[2],
         "unturned, the target moved from near to far": kept,
-    }
+    }  # fmt: skip
     says = "In a long sequence one or two swaps cost a head of one turning pair its target; an unturned pair keeps it."
     holds = min(within, one[0], two[0], *kept) > 1 - EPSILON and max(one[1], two[1]) < 0.5 and len(two[2]) == 2
     return "Theorem 6.1", says, numbers, holds and abs(kept[0] - kept[1]) < 1e-12

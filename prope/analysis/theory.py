@@ -17,6 +17,8 @@ import numpy as np
 import scipy.special
 from numpy import ndarray as Array
 
+Curve = tuple[Array, Array]  # mean and standard error over draws, by distance
+
 
 def rotate(vectors: Array, positions: Array, frequencies: Array) -> Array:
     """Computes R^position x: float64 [..., H], of vectors [..., H], positions [...] and frequencies [P]."""
@@ -73,11 +75,10 @@ def all_ones_curve(distances: Array, frequencies: Array) -> Array:
     return np.cos(np.outer(distances, frequencies)).mean(axis=-1)
 
 
-def gaussian_curve(distances: Array, frequencies: Array, draws: int = 4000, seed: int = 0) -> tuple[Array, Array]:
+def gaussian_curve(distances: Array, frequencies: Array, draws: int = 4000, seed: int = 0) -> Curve:
     """Proposition 3.2, Figure 2 (b): averages logits of independent standard Gaussian queries and keys.
 
-    Their expectation is 0 and their variance 1 at every distance. Returns mean and standard error over the draws, each
-    [M]; all distances see the same draws.
+    Their expectation is 0 and their variance 1 at every distance; all distances see the same draws.
     """
     vectors = np.random.default_rng(seed).standard_normal((2, draws, 2 * len(frequencies)))
     return _mean_and_error(by_distance(*vectors, distances, frequencies))
@@ -115,14 +116,8 @@ def positional_head(distance: int, epsilon: float, length: int, frequencies: Arr
     temperature sqrt(H) log((length - 1) / epsilon) / gap, all others together weigh at most epsilon times as much as
     the target, which is left with 1 / (1 + epsilon) > 1 - epsilon.
 
-    Args:
-      distance: from the query to its target, 0 <= distance < length.
-      epsilon: in (0, 1).
-      length: the longest sequence for which this must hold, at least 2. It holds for queries from `distance` on.
-      frequencies: [P], at least one of them not 0.
-
-    Raises:
-      ValueError: a value out of its range, or frequencies that cannot tell the target from another position.
+    It holds in sequences of up to `length` tokens, for queries from `distance` on. Values out of their range, and
+    frequencies that cannot tell the target from another position, are a ValueError.
     """
     _check(epsilon, length)
     if not 0 <= distance < length:
@@ -185,17 +180,10 @@ def defeating_swaps(query: Array, keys: Array, frequency: float, target: int, ep
     As in the proof: a target with a positive logit is moved to where it is negative; if it still leads, another token
     is moved to where its own logit is positive. Then the target is no longer the largest, and its weight below 1/2.
 
-    Args:
-      query, keys: [2] of the last token, [S, 2] of all.
-      frequency: of the pair, in (0, 1].
-      target: the token to attend to, before the last.
-      epsilon: in (0, 1/2]: above, a weight of more than 1 - epsilon need not be the largest (Lemma A.3).
-
-    Returns:
-      Pairs of positions to swap in this order (see `swapped`); none if the target's weight is not above 1 - epsilon.
-
-    Raises:
-      ValueError: a value out of its range, or a sequence so short that the pair does not rotate far enough.
+    Takes the query [2] of the last token, the keys [S, 2] of all, and the position of the target. Returns pairs of
+    positions to swap in this order (see `swapped`); none if the target's weight is not above 1 - epsilon. A sequence so
+    short that the pair does not rotate far enough, and values out of their range, are a ValueError; with an epsilon
+    above 1/2 a weight of more than 1 - epsilon need not be the largest (Lemma A.3).
     """
     S, last = len(keys), len(keys) - 1
     if not 0 < frequency <= 1:
@@ -244,13 +232,11 @@ def random_positions(length: int, bound: int, rng: np.random.Generator) -> Array
     return np.sort(rng.choice(bound, length, replace=False))
 
 
-def randomised_curves(
-    length: int, bound: int, frequencies: Array, draws: int = 256, seed: int = 0
-) -> dict[str, tuple[Array, Array]]:
+def randomised_curves(length: int, bound: int, frequencies: Array, draws: int = 256, seed: int = 0) -> dict[str, Curve]:
     """Figure 8: computes `all_ones_curve` and `gaussian_curve` under random positions below `bound`.
 
-    Every draw is a new set of positions, and for "gaussian" also a new query and key. Returns for "ones" and "gaussian"
-    mean and standard error over the draws, each [length], by the number of tokens from the key to the last token.
+    Every draw is a new set of positions, and for "gaussian" also a new query and key. The curves "ones" and "gaussian"
+    are by the number of tokens from the key to the last token, [length].
     """
     rng, every = np.random.default_rng(seed), np.arange(bound)
     positions = np.stack([random_positions(length, bound, rng) for _ in range(draws)])
@@ -267,6 +253,6 @@ def _check(epsilon: float, length: int) -> None:
         raise ValueError(f"length must be at least 2, or there is nothing else to attend to; got {length}")
 
 
-def _mean_and_error(draws: Array) -> tuple[Array, Array]:
+def _mean_and_error(draws: Array) -> Curve:
     """Computes mean and standard error over the first axis."""
     return draws.mean(axis=0), draws.std(axis=0, ddof=1) / math.sqrt(len(draws))

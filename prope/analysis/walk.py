@@ -67,9 +67,7 @@ class Walk:
         embed, (table,) = jax.jit(functools.partial(model.embed, self.config)), self._params("embedder").values()
         return [_own_rows(self.run(embed, table, batch)) for batch in self.batches(self.tokens)]
 
-    def layer(
-        self, number: int, x: Stream, kind: Callable | None = None, head: int = 0, pair: int = 0, look=None
-    ) -> Stream:
+    def layer(self, number: int, x: Stream, kind=None, head: int = 0, pair: int = 0, look=None) -> Stream:
         """Runs a layer on a residual stream; returns that after it.
 
         `kind`, `channels.stopped` or `channels.removed`, is applied to a `head` and a `pair`; None changes nothing.

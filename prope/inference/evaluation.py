@@ -203,9 +203,8 @@ def evaluations(options: Options) -> Iterator[dict]:
                         log.info("%s: %s is left out, for the run rotates none of these pairs", workdir, encoding)
                 plan.append((run, lengths))
     if options.intervene and not any(lengths for _, lengths in plan):
-        raise UsageError(
-            f"--intervene={options.intervene}: no run there rotates these pairs; give faster ones, or remove"
-        )
+        remedy = "give faster ones, or remove"
+        raise UsageError(f"--intervene={options.intervene}: no run there rotates these pairs; {remedy}")
     if options.max_windows and any(len(lengths) > 1 for _, lengths in plan):
         log.warning("--max_windows: longer windows hold more text; --max_tokens reads the same text at every length")
     if not plan:

@@ -136,22 +136,14 @@ def make_evaluation(
                 sums.add(index, source, **{name: values[row] for name, values in scores.items()})
         (losses, tokens), source = np.concatenate(sums.of_windows, axis=1), np.array(sums.sources)  # [C, Q]; [C]
         totals, counts = losses.sum(axis=1), tokens.sum(axis=1)
-        loss, stderr = paired.mean_and_stderr(totals, counts, source, windows.shares)
+        summary = _summarize(totals, counts, source, windows.shares)
         split, stores = windows.split, [source.store for source in windows.sources]
         bytes_per_token = np.dot(windows.shares, [s.count("bytes", split) / s.targets(split) for s in stores])
         unigram = float(np.dot(windows.shares, [store.unigram_loss(split) for store in stores]))
         bits_per_byte = 1 / float(bytes_per_token) / math.log(2)
         record = {
-            "fingerprint": fingerprint,
-            "seq_len": windows.seq_len,
-            "split": split,
-            "windows": count,
-            "documents": int((counts > 0).sum()),
-            "tokens": int(counts.sum()),
-            "loss": loss,
-            "loss_stderr": stderr,
-            "perplexity": math.exp(min(loss, 700.0)),
-            "bits_per_byte": loss * bits_per_byte,
+            "fingerprint": fingerprint, "seq_len": windows.seq_len, "split": split, "windows": count, **summary,
+            "perplexity": math.exp(min(summary["loss"], 700.0)), "bits_per_byte": summary["loss"] * bits_per_byte,
             "unigram_bits_per_byte": unigram * bits_per_byte,
             "by_position": [
                 {"from": int(start), "to": int(stop), "tokens": int(tokens[:, q].sum()),
@@ -165,7 +157,7 @@ def make_evaluation(
             parts = zip(windows.sources, windows.weights, windows.shares, strict=True)
             record["sources"] = [
                 {"dataset": part.name, "weight": weight, "share": float(share), "windows": windows_of[s]}
-                | _loss_of_source(totals[source == s], counts[source == s])
+                | _summarize(totals[source == s], counts[source == s])
                 for s, (part, weight, share) in enumerate(parts)
             ]
         if synthetic:
@@ -178,9 +170,9 @@ def make_evaluation(
     return evaluate
 
 
-def _loss_of_source(loss: np.ndarray, tokens: np.ndarray) -> dict:
-    """Returns the loss of one source, from sums by document; None where no token is predicted."""
-    mean, stderr = paired.mean_and_stderr(loss, tokens) if tokens.any() else (None, None)
+def _summarize(loss: np.ndarray, tokens: np.ndarray, *sources) -> dict:
+    """Computes the loss of a source, or of a mixture, from sums by document; None where no token is predicted."""
+    mean, stderr = paired.mean_and_stderr(loss, tokens, *sources) if tokens.any() else (None, None)
     return {"documents": int((tokens > 0).sum()), "tokens": int(tokens.sum()), "loss": mean, "loss_stderr": stderr}
 
 

@@ -32,13 +32,13 @@ class Difference(NamedTuple):
     stderr: float | None  # None: one sample
     samples: int  # documents or seeds
 
-    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Computes Student's t interval of the difference; None for one sample."""
+    def interval(self) -> tuple[float, float] | None:
+        """Computes Student's t interval of the difference, of 95 %; None for one sample."""
         from scipy import stats
 
         if self.stderr is None:
             return None
-        reach = float(stats.t.ppf((1 + level) / 2, self.samples - 1)) * self.stderr
+        reach = float(stats.t.ppf(0.975, self.samples - 1)) * self.stderr
         return self.difference - reach, self.difference + reach
 
     @property
@@ -90,24 +90,17 @@ def _mean_of_source(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float 
 
 
 def paired_difference(
-    workdir_a: epath.PathLike,
-    workdir_b: epath.PathLike,
-    about: dict | None = None,
-    positions: tuple[int, int] | None = None,
-    file: str = "eval.jsonl",
-    but: dict | None = None,
-) -> Difference:
+    workdir_a: epath.PathLike, workdir_b: epath.PathLike, about: dict | None = None,
+    positions: tuple[int, int] | None = None, file: str = "eval.jsonl", but: dict | None = None,
+) -> Difference:  # fmt: skip
     """Computes the difference of two runs' losses on the same windows, with its standard error over documents.
 
     The fullest evaluations that both runs have are compared, and of equally full ones the newest. Raises UsageError,
     which names the command that makes them, where an evaluation or its sums are missing.
 
     Args:
-      workdir_a: a run evaluated by training or prope.evaluate.
-      workdir_b: another, evaluated on the same data at the same length.
-      about: values that both records in eval.jsonl must have, such as {"step": 700, "seq_len": 512}.
+      about: values that both records in `file` must have, such as {"step": 700, "seq_len": 512}.
       positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
-      file: of the records, in a run's directory.
       but: values of the second run's record that differ, such as {"encoding": "stop:16-19"}; both may be one run.
     """
     workdirs, fields = (workdir_a, workdir_b), {"split": "validation"} | (about or {})

@@ -141,11 +141,10 @@ def _check_encoding(model: ConfigDict, require: Callable) -> None:
             require(f"model.{name}", False, f"has no effect with {chosen}; it takes {', '.join(sorted(taken))}")
     for name, least in (("rope_scaling_factor", 1), ("sliding_window", 1), ("original_seq_len", 1), ("clip_low_n", 0)):
         require(f"model.{name}", model[name] is None or model[name] >= least, f"must be at least {least}")
-    last, pairs = model.head_dim // 2 - 1, tuple(model.scaled_pairs)
-    if "scaled_pairs" not in taken:
-        pairs = (0, 0)
-    band = len(pairs) == 2 and all(type(pair) is int for pair in pairs) and 0 <= pairs[0] <= pairs[1] <= last
-    require("model.scaled_pairs", band, f"must be two pairs of 0 to {last}, the first and the last of a band")
+    if "scaled_pairs" in taken:
+        last, pairs = model.head_dim // 2 - 1, tuple(model.scaled_pairs)
+        band = len(pairs) == 2 and all(type(pair) is int for pair in pairs) and 0 <= pairs[0] <= pairs[1] <= last
+        require("model.scaled_pairs", band, f"must be two pairs of 0 to {last}, the first and the last of a band")
     wavelength = model.local_max_wavelength
     require("model.local_max_wavelength", wavelength is None or wavelength > 1, "must be greater than 1")
     try:

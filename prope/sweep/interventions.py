@@ -3,16 +3,14 @@
 What is read are the records of `prope.evaluate --intervene`, on the same tokens as a plain evaluation of the run.
 """
 
-import contextlib
 from typing import NamedTuple
 
 import numpy as np
 
 from prope.encodings import INTERVENTIONS
-from prope.errors import UsageError
 from prope.html.drawing import Picture, label_ticks, panels, show_image
-from prope.inference.paired import Difference, average_seeds, paired_difference
-from prope.sweep.runs import Run, groups
+from prope.inference.paired import Difference
+from prope.sweep.runs import Run, average, groups
 from prope.workdir.records import find_pair
 
 
@@ -28,31 +26,19 @@ class Change(NamedTuple):
 
 def changes(runs: list[Run]) -> list[Change]:
     """Computes the changes of the last step's loss by kind, group, band and length, in this order."""
-    found = []
+    found, plain = [], {"encoding": None, "factor": None}
     for group, members in groups(runs).items():
-        by_case: dict[tuple, list[tuple[Run, dict, float]]] = {}
+        by_case: dict[tuple, list[tuple[Run, Run, dict, dict]]] = {}
         for run in members:
             about = {"step": run.config.num_steps, "dataset": run.config.data.dataset}
-            cases = {
-                (r.get("encoding"), r["factor"], r["seq_len"])
-                for r in run.evaluations
-                if ":" in (r.get("encoding") or "")
-            }
-            for encoding, factor, T in cases:
+            changed = [record for record in run.evaluations if ":" in (record.get("encoding") or "")]
+            for encoding, factor, T in {(r["encoding"], r["factor"], r["seq_len"]) for r in changed}:
                 fields = about | {"seq_len": T, "encoding": encoding, "factor": factor}
-                if pair := find_pair(run.evaluations, run.evaluations, {"encoding": None, "factor": None}, **fields):
-                    case = by_case.setdefault((encoding, T), [])
-                    case.append((run, fields, pair[0]["loss"] - pair[1]["loss"]))
-        for (encoding, T), of_runs in by_case.items():
-            difference = average_seeds([loss for *_, loss in of_runs])
-            if len(of_runs) == 1:
-                run, fields, _ = of_runs[0]
-                with contextlib.suppress(UsageError):  # a run without sums
-                    difference = paired_difference(
-                        run.workdir, run.workdir, fields, but={"encoding": None, "factor": None}
-                    )
+                if pair := find_pair(run.evaluations, run.evaluations, plain, **fields):
+                    by_case.setdefault((encoding, T), []).append((run, run, *pair))
+        for (encoding, T), pairs in by_case.items():
             kind, _, band = encoding.partition(":")
-            found.append(Change(group, kind, tuple(map(int, band.split("-"))), T, difference))
+            found.append(Change(group, kind, tuple(map(int, band.split("-"))), T, average(pairs)[0]))
     order = list(groups(runs))
     return sorted(found, key=lambda c: (INTERVENTIONS.index(c.kind), order.index(c.group), c.band, c.seq_len))
 
@@ -83,13 +69,11 @@ def _picture(kind: str, found: list[Change]) -> Picture:
             label_ticks(axes.yaxis, labels)
         figure.axes[0].set_ylabel("pairs, fastest first")
 
-    words = {"stop": "no longer rotated", "remove": "removed from logits", "interpolate": "rotated more slowly"}[kind]
     longest = [c for c in found if c.seq_len == lengths[-1]]
     least, most = (choose(longest, key=lambda c: c.difference.difference) for choose in (min, max))
-    ends = "; ".join(
-        f"{c.difference.difference:+.3f} in {c.group} for pairs {c.band[0]}-{c.band[1]}" for c in (least, most)
-    )
-    caption = f"Loss with a band {words}, minus the loss as it is, nats per token, without training. Means over seeds."
-    alt = f"Least and greatest change at {lengths[-1]} tokens: {ends}."
+    ends = [f"{c.difference.difference:+.3f} in {c.group} for pairs {c.band[0]}-{c.band[1]}" for c in (least, most)]
     title = {"stop": "Bands stopped", "remove": "Bands removed", "interpolate": "Bands interpolated"}[kind]
+    words = {"stop": "no longer rotated", "remove": "removed from logits", "interpolate": "rotated more slowly"}[kind]
+    caption = f"Loss with a band {words}, minus the loss as it is, nats per token, without training. Means over seeds."
+    alt = f"Least and greatest change at {lengths[-1]} tokens: {'; '.join(ends)}."
     return Picture(kind, title, alt, caption, draw, (min(2.4 * len(names) + 0.6, 13), 1.2 + 0.3 * len(bands)))

@@ -59,26 +59,17 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
     fields = [flat(run.config) for run in runs]
     shapes = jax.eval_shape(lambda: model.init(runs[0].config.model, jax.random.key(0)))
     return page.write(
-        directory / "report",
-        "sweep",
-        pictures,
-        title=f"Sweep {directory.resolve().name}",
-        lead=lead(rows),
-        config=runs[0].config,
-        parameters=num_parameters(shapes),
+        directory / "report", "sweep", pictures, title=f"Sweep {directory.resolve().name}", lead=lead(rows),
+        config=runs[0].config, parameters=num_parameters(shapes), by_p=P in runs[0].values, rows=rows,
         swept=list(dict.fromkeys(name for run in runs for name in run.values)),  # a run may lack those of another grid
-        by_p=P in runs[0].values,
-        rows=rows,
         errors_over=sorted({row["over"] for row in rows} - {""}),
         windows=sorted({run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}),
         paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
-        effective_lengths=effective_lengths(runs),
-        changes=interventions.changes(runs),
-        equality=equality(runs),
+        effective_lengths=effective_lengths(runs), changes=interventions.changes(runs), equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={k: v for k, v in fields[0].items() if all(other[k] == v for other in fields)},
-    )
+    )  # fmt: skip
 
 
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:
@@ -156,13 +147,10 @@ def origin(run: Run) -> dict:
     tokens = run.metrics[-1]["step"] * run.config.batch_size * run.config.data.seq_len if seconds else 0
     return {
         "devices": f"{last['devices']} × {last['device_kind']}" if {"devices", "device_kind"} <= last.keys() else "–",
-        "machine": last.get("machine") or "–",
-        "jax": last.get("jax") or "–",
+        "machine": last.get("machine") or "–", "jax": last.get("jax") or "–", "starts": len(starts) or "–",
         "commit": commit[:10] + ("+changes" if commit.endswith("+changes") else ""),
-        "starts": len(starts) or "–",
-        "pace": tokens / seconds if seconds else None,
-        "training_time": duration(seconds) if seconds else "–",
-    }
+        "pace": tokens / seconds if seconds else None, "training_time": duration(seconds) if seconds else "–",
+    }  # fmt: skip
 
 
 def training_seconds(run: Run) -> float:

@@ -71,16 +71,11 @@ class Run:
         """Returns the run's entry in the sweep's result; None for numbers that are not there yet."""
         evaluation = self.evaluation or {}
         return {
-            "workdir": str(self.workdir),
-            "values": self.values,
-            "step": self.step,
-            "loss": self.metrics[-1]["loss"] if self.metrics else None,
-            "eval_loss": evaluation.get("loss"),
-            "perplexity": evaluation.get("perplexity"),
-            "bits_per_byte": evaluation.get("bits_per_byte"),
-            "init_hash": self.init_hash,
-            "state": self.state,
-        }
+            "workdir": str(self.workdir), "values": self.values, "step": self.step,
+            "loss": self.metrics[-1]["loss"] if self.metrics else None, "eval_loss": evaluation.get("loss"),
+            "perplexity": evaluation.get("perplexity"), "bits_per_byte": evaluation.get("bits_per_byte"),
+            "init_hash": self.init_hash, "state": self.state,
+        }  # fmt: skip
 
 
 def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
@@ -190,10 +185,9 @@ def reference(values: dict, names: Container[str]) -> str | None:
 
 
 def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference | None, str]:
-    """Computes a group's validation loss minus RoPE's, seed by seed: equal initial weights, batches and windows.
+    """Computes `average` of a group's validation loss minus RoPE's: equal initial weights, batches and windows.
 
-    Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or "" if a run has kept
-    no sums and there is no standard error. The difference is None without finished runs of a common seed.
+    The difference is None without finished runs of a common seed.
     """
     by_seed = {run.values.get(SEED): run for run in others if run.state == "finished"}
     pairs = []
@@ -201,14 +195,23 @@ def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference |
         other = by_seed.get(run.values.get(SEED))
         if other and run.state == "finished" and (records := find_pair(run.last_evaluations, other.last_evaluations)):
             pairs.append((run, other, *records))
-    if not (losses := [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]):
-        return None, ""
-    if len(losses) > 1:
-        return average_seeds(losses), f"{len(losses)} seeds"
-    run, other, record, _ = pairs[0]
-    fields = {name: record.get(name) for name in ("step", "dataset", *SAME_WINDOWS)}
+    return average(pairs)
+
+
+def average(pairs: list[tuple[Run, Run, dict, dict]]) -> tuple[Difference | None, str]:
+    """Averages the losses of runs minus those of others, by two records of the same windows for every seed.
+
+    Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or "" if a run has kept
+    no sums and there is no standard error.
+    """
+    losses = [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
+    if len(losses) != 1:
+        return (average_seeds(losses), f"{len(losses)} seeds") if losses else (None, "")
+    run, other, record, other_record = pairs[0]
+    fields = {name: record.get(name) for name in ("step", "dataset", "encoding", "factor", *SAME_WINDOWS)}
+    but = {name: other_record.get(name) for name in ("encoding", "factor")}
     with contextlib.suppress(UsageError):  # a run without sums
-        return paired_difference(run.workdir, other.workdir, fields), "documents"
+        return paired_difference(run.workdir, other.workdir, fields, but=but), "documents"
     return average_seeds(losses), ""
 
 

@@ -52,9 +52,7 @@ def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     return max(newest_first, key=lambda record: record.get("windows") or 0, default=None)
 
 
-def find_pair(
-    records: Iterable[dict], others: Iterable[dict], but: dict | None = None, **fields
-) -> tuple[dict, dict] | None:
+def find_pair(records: list[dict], others: list[dict], but: dict | None = None, **fields) -> tuple[dict, dict] | None:
     """Returns the fullest evaluations with these values, `but` those of others, that were made on the same windows."""
     matching = find_evaluations(others, **fields | (but or {}))
     of_windows = {tuple(map(other.get, SAME_WINDOWS)): other for other in matching}
