@@ -214,6 +214,7 @@ def test_tables_are_of_any_tokens(run, tmp_path):
     assert "for tokens 0, 31, 206, 207." in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_head_of_a_token_is_found_and_shown(known, tmp_path):
     found = analysed(known, head_of="q")
     scores = [head["head_of"] for head in found["heads"]]

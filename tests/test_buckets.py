@@ -60,6 +60,7 @@ def numbers(result):
     return {name: numbers(value) for name, value in result.items() if name not in OF_MACHINE and "second" not in name}
 
 
+@pytest.mark.slow
 def test_a_run_copied_to_a_bucket_is_found_read_and_kept(uploaded):
     url, local = uploaded
     assert find_runs(url.parent) == [url] and list_steps(url) == list_steps(local) == [10, 20]
@@ -70,6 +71,7 @@ def test_a_run_copied_to_a_bucket_is_found_read_and_kept(uploaded):
     assert list_steps(url) == [10, 20]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(uploaded, caplog):
     url, _ = uploaded
     (url / "checkpoints/20/params/manifest.ocdbt").unlink()
