@@ -39,7 +39,8 @@ def define_flags() -> None:
     flags.DEFINE_enum("encoding", None, ["linear", "ntk", "dynamic", "yarn", "llama3"], scaling)
     bands = "test a band of pairs: stop its rotation, remove it, or interpolate it, as in stop:16-19; without a band, "
     flags.DEFINE_string("intervene", None, bands + "every eighth of the pairs in turn")
-    factor = "by how much longer they make it; by default each --seq_len over the training's, of dynamic 1"
+    factor = "with --encoding or --intervene=interpolate: how many times longer the text is than in training; by "
+    factor += "default each --seq_len over the training's, of dynamic 1"
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     split = "documents to read; by default validation, and all of a text that the run was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)

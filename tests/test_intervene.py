@@ -96,7 +96,7 @@ def test_bands_are_parsed():
             parse_interventions(bad, config)
 
 
-def test_what_cannot_be_asked_for(runs):  # noqa: F811
+def test_what_cannot_be_asked_for(runs, base):  # noqa: F811
     for flags, says in (
         ({"intervene": "stop:0-1", "encoding": "yarn"}, "--encoding=yarn and --intervene=stop:0-1: give one of them"),
         (
@@ -106,6 +106,12 @@ def test_what_cannot_be_asked_for(runs):  # noqa: F811
     ):
         with pytest.raises(UsageError, match=says):
             ask(runs, **flags)
+    edit(runs / "nope", base, **{"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 2.0})
+    with pytest.raises(
+        UsageError, match="--intervene=remove:0-1: the run has rope_scaling_type=linear; only runs without"
+    ):
+        ask(runs / "nope", intervene="remove:0-1")
+    edit(runs / "nope", base, **{"model.rope_scaling_type": "none", "model.rope_scaling_factor": 1.0})
     with pytest.raises(UsageError, match="--intervene=stop:0-1: no run there rotates these pairs"):
         ask(runs / "nope", intervene="stop:0-1")
     assert [r["workdir"] for r in ask(runs, intervene="stop:0-1")] == [str(runs / "rope")], "the other one is left out"
@@ -214,7 +220,7 @@ def test_the_report_shows_the_changes_of_every_band(tmp_path):
         expected = stats.ttest_1samp(values, 0).confidence_interval()
         assert change.difference.difference == pytest.approx(values.mean())
         assert change.difference.interval() == pytest.approx(tuple(expected))
-    stop, remove = interventions.pictures(group)
+    stop, remove = interventions.pictures(found)
     assert (stop.name, remove.name) == ("stop", "remove")
     figure = matplotlib.figure.Figure(figsize=stop.size, layout="constrained")
     stop.draw(figure)

@@ -48,7 +48,7 @@ def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) ->
     head_dim, pairs = model.head_dim, int(np.count_nonzero(freqs))
     theta, scaling, scale = model.max_wavelength, model.rope_scaling_type, logit_scale(model)
     if scaling == "remove":
-        none = "no class of transformers removes pairs; it is for tests"
+        none = "no class of transformers removes pairs; export the run with another scaling"
         raise UsageError(f"config.model.rope_scaling_type=remove: {none}")
     if window is not None:
         theta, scaling, scale = model.local_max_wavelength or theta, "none", 1.0

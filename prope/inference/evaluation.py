@@ -127,7 +127,8 @@ def rescale(config: ConfigDict, encoding: str | None) -> None:
     taken, model = SCALINGS[encoding], config.model
     if band:
         if model.rope_scaling_type != "none":
-            raise UsageError(f"--intervene={encoding}: the run has rope_scaling_type={model.rope_scaling_type} already")
+            scaled = f"the run has rope_scaling_type={model.rope_scaling_type}; only runs without one can be tested"
+            raise UsageError(f"--intervene={encoding}:{band}: {scaled}")
         model.scaled_pairs = tuple(map(int, band.split("-")))
     model.rope_scaling_type, model.logit_scale = encoding, "yarn" if encoding == "yarn" else model.logit_scale
     if "original_seq_len" in taken and model.original_seq_len is None:

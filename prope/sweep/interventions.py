@@ -43,9 +43,8 @@ def changes(runs: list[Run]) -> list[Change]:
     return sorted(found, key=lambda c: (INTERVENTIONS.index(c.kind), order.index(c.group), c.band, c.seq_len))
 
 
-def pictures(runs: list[Run]) -> list[Picture]:
+def pictures(found: list[Change]) -> list[Picture]:
     """Makes a picture of every kind of intervention: for each group of runs a map of the change by band and length."""
-    found = changes(runs)
     return [_picture(kind, of_kind) for kind in INTERVENTIONS if (of_kind := [c for c in found if c.kind == kind])]
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import pathlib
+from collections.abc import Sequence
 
 import jax
 from etils import epath
@@ -42,18 +43,21 @@ FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as co
 def report_sweep(directory: epath.Path) -> dict:
     """Writes the page of a sweep and its pictures; returns what the command prints."""
     runs, rows = read_sweep(directory), []
-    output = write(directory, runs, pictures(runs))
+    changes = interventions.changes(runs)
+    output = write(directory, runs, pictures(runs) + interventions.pictures(changes), changes)
     for row, full in zip(table(runs), result_rows(runs), strict=True):
         found = full["difference"]
         apart = found and {"loss": found.difference, "interval": found.interval(), "over": full["over"]}
         rows.append(row | {"minus_rope": apart})
-    changes = [change._asdict() | {"difference": change.difference.difference, "interval": change.difference.interval()}
-               for change in interventions.changes(runs)]  # fmt: skip
+    listed = [change._asdict() | {"difference": change.difference.difference, "interval": change.difference.interval()}
+              for change in changes]  # fmt: skip
     result = {"output": str(output), "runs": [run.record() for run in runs], "table": rows}
-    return result | ({"interventions": changes} if changes else {})
+    return result | ({"interventions": listed} if listed else {})
 
 
-def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> epath.Path:
+def write(
+    directory: epath.Path, runs: list[Run], pictures: list[Picture], changes: Sequence[interventions.Change] = ()
+) -> epath.Path:
     """Writes DIR/report/index.html and the pictures as PNG files beside it; returns the page's path."""
     rows = result_rows(runs)
     fields = [flat(run.config) for run in runs]
@@ -65,7 +69,7 @@ def write(directory: epath.Path, runs: list[Run], pictures: list[Picture]) -> ep
         errors_over=sorted({row["over"] for row in rows} - {""}),
         windows=sorted({run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}),
         paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
-        effective_lengths=effective_lengths(runs), changes=interventions.changes(runs), equality=equality(runs),
+        effective_lengths=effective_lengths(runs), changes=changes, equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={k: v for k, v in fields[0].items() if all(other[k] == v for other in fields)},

@@ -15,7 +15,6 @@ from etils import epath
 from prope.errors import UsageError
 from prope.html.drawing import TEXT, Picture, legend, line, panels, styles
 from prope.inference.paired import Difference, average_seeds
-from prope.sweep import interventions
 from prope.sweep.maps import answers_by_task, maps
 from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
@@ -75,7 +74,7 @@ def pictures(runs: list[Run]) -> list[Picture]:
         curves_picture("far", far, "position (tokens)", nats, longest, base, log=True),
         accuracy_picture(of_task),
     )
-    return [picture for picture in drawn if picture] + interventions.pictures(runs) + maps(runs)
+    return [picture for picture in drawn if picture] + maps(runs)
 
 
 def curves(runs: list[Run], of: Callable[[Run], dict[float, float]]) -> Curves:
