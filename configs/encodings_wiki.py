@@ -114,7 +114,6 @@ def parse(argument, methods, sizes):
 def encoding(method, model, length):
     """Returns the fields of config.model that make a method of RoPE, in training at this length."""
     complete = int((cutoff_frequencies(model.head_dim, model.max_wavelength, length) > 0).sum())
-    bound = least_wavelength(model.head_dim, length) if method == "base_bound" else None  # takes half a second
     return {
         "rope": {},
         "nope": {"rope_percentage": 0.0},
@@ -129,7 +128,7 @@ def encoding(method, model, length):
         "cope": {"rope_type": "cope", "clip_low_n": max(round(0.69 * (model.head_dim // 2 - complete)), 2)},
         "rope_id": {"rope_type": "rope_id", "original_seq_len": length, "max_wavelength": 10_000.0},  # which it ignores
         "base_length": {"max_wavelength": float(length)},
-        "base_bound": {"max_wavelength": bound},
+        "base_bound": {"max_wavelength": least_wavelength(model.head_dim, length)},
         "rnope_swa": {
             "layer_types": ("sliding_attention",) * 3 + ("full_attention",), "sliding_window": length // 4,
             "rope_percentage": 0.0, "local_rope_percentage": 1.0,

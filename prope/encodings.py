@@ -64,9 +64,14 @@ def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
 
 def least_wavelength(head_dim: int, length: int) -> float:
     """The least base, in steps of 0.1 %, with sum_k cos(m f_k) >= 0 at every distance m < length (2405.14591)."""
-    wavelength, distances = float(length), np.arange(length)[:, None]
-    while np.cos(distances * frequencies(head_dim, wavelength)).sum(axis=1).min() < 0:
-        wavelength *= 1.001
+    wavelength, distances = float(length), np.arange(length)
+
+    def sums(at: np.ndarray) -> np.ndarray:
+        return np.cos(at[:, None] * frequencies(head_dim, wavelength)).sum(axis=1)
+
+    while (negative := distances[sums(distances) < 0]).size:
+        while sums(negative[-1:]).min() < 0:  # most steps fail at the distance where the one before did
+            wavelength *= 1.001
     return wavelength
 
 

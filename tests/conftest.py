@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The tests and the processes that they start inherit these settings of JAX.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# A script's `pytest &` ignores Ctrl-C, and so would the commands that the tests stop by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # One compilation cache for all workers, kept for the next run: its keys hold the program, the flags and the versions.
 PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"

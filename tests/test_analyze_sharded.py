@@ -84,6 +84,7 @@ def on_other_meshes():
     over_meshes(1, (2, 2, 1), (1, 8, 1), (2, 2, 2))
 
 
+@pytest.mark.slow
 def test_four_devices_find_what_one_does():
     on_eight_devices("test_analyze_sharded", "on_four_devices")
 

@@ -215,22 +215,24 @@ def test_layers_with_windows_and_encodings_equal_the_formula(scan_layers, remat,
 def test_a_cache_gives_what_the_whole_text_gives(fields):
     config = small(num_layers=6, use_qk_norm=True, **fields)
     params, tokens, positions = draw(config, T=11)
-    whole = model.hidden_states(config, params, tokens, positions)
-    cache = empty_cache(config, 2, 11)
-    hidden, cache = model.decode(config, params, tokens[:, :6], cache, jnp.zeros(2, jnp.int32))
+    whole = jax.jit(functools.partial(model.hidden_states, config))(params, tokens, positions)
+    decode, cache = jax.jit(functools.partial(model.decode, config)), empty_cache(config, 2, 11)
+    hidden, cache = decode(params, tokens[:, :6], cache, jnp.zeros(2, jnp.int32))
     np.testing.assert_allclose(hidden, whole[:, :6], rtol=0, atol=1e-5)
     layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(6)]  # noqa: B023
     for t in range(6, 11):
         first = jnp.full(2, t, jnp.int32)
-        hidden, cache = model.decode(config, params | {"layers": layers}, tokens[:, t : t + 1], cache, first)
+        hidden, cache = decode(params | {"layers": layers}, tokens[:, t : t + 1], cache, first)
         np.testing.assert_allclose(hidden[:, 0], whole[:, t], rtol=0, atol=1e-5)
 
 
 def test_the_initial_weights_do_not_depend_on_the_encoding():
-    plain = model.init(small(num_layers=6), jax.random.key(0))
-    other = model.init(small(num_layers=6, rope_type="rope_id", original_seq_len=512, **GEMMA), jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, plain, other)
-    with_norms = model.init(small(num_layers=6, use_qk_norm=True), jax.random.key(0))
+    def init(**fields):
+        return jax.jit(functools.partial(model.init, small(num_layers=6, **fields)))(jax.random.key(0))
+
+    plain = init()
+    jax.tree.map(np.testing.assert_array_equal, plain, init(rope_type="rope_id", original_seq_len=512, **GEMMA))
+    with_norms = init(use_qk_norm=True)
     assert with_norms["layers"]["attn"].keys() - plain["layers"]["attn"].keys() == {"query_norm", "key_norm"}
 
 
@@ -241,7 +243,7 @@ def test_the_gradient_of_periods_is_that_of_single_layers():
         config = small(num_layers=6, remat="minimal", **(GEMMA | {"layer_types": pattern}))
         params, tokens, positions = draw(config)
         run = functools.partial(model.hidden_states, config, tokens=tokens, positions=positions)
-        grads.append(jax.grad(lambda params, run=run: run(params).std())(params))
+        grads.append(jax.jit(jax.grad(lambda params, run=run: run(params).std()))(params))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), *grads)
 
 

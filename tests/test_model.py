@@ -104,7 +104,7 @@ def _forward(config, params, tokens, positions, segments):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.75, 1.0])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_the_formula(p, kv_heads):
     config = small(rope_percentage=p, num_kv_heads=kv_heads)
     params, tokens, positions = draw(config)
