@@ -202,9 +202,11 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
         ("report", [], "give either --workdir, the directory of a run, or --sweep"),
     ],
 )
-def test_a_wrong_flag_is_answered_with_the_right_one(run_command, module, arguments, says):
-    done = run_command(f"prope.{module}", *(a.format(c=ROOT / "configs/quickstart.py") for a in arguments))
-    assert done.code == 2 and says in done.error and done.stderr == f"{done.error}\n"
+def test_a_wrong_flag_is_answered_with_the_right_one(start_command, module, arguments, says):
+    command = start_command(f"prope.{module}", *(a.format(c=ROOT / "configs/quickstart.py") for a in arguments))
+    code, stdout, stderr = command.wait()
+    assert code == 2 and not stdout
+    assert re.fullmatch(r"error: [^\n]+\n", stderr) and says in stderr, stderr
 
 
 def test_training_imports_only_what_it_uses():

@@ -64,9 +64,6 @@ def lively(base):
     return run.config, params
 
 
-LENGTHS = {"passkey": 6}  # tokens of an answer; of other tasks one
-
-
 # --- Scores -----------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +114,8 @@ def test_exact_is_what_greedy_decoding_says(base, tasks, prose, length):
         changed = said.copy()
         if place is not None:
             changed[:, place] = 4 + changed[:, place] % 200
-        asked = [trial._replace(candidates=answer[None]) for trial, answer in zip(trials, changed, strict=True)]
+        both = [np.stack([answer, t.candidates[1]]) for answer, t in zip(changed, trials, strict=True)]
+        asked = [trial._replace(candidates=candidates) for trial, candidates in zip(trials, both, strict=True)]
         _, exact = score(config, params, 320, asked)
         assert exact.all() if place is None else not exact.any()
 
