@@ -61,19 +61,21 @@ def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
 )
 def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
     script = """
-import resource, jax, jax.numpy as jnp
+import resource, statistics, jax, jax.numpy as jnp
 from prope.runtime import memory
 memory.reuse_memory()
-run = jax.jit(lambda x: jnp.sin(x @ x.T).sum())  # x @ x.T takes 144 MB
-x = jnp.ones((6000, 4))
-for _ in range(4):
+run = jax.jit(lambda x: jnp.sin(x @ x.T).sum())  # x @ x.T takes 81 MB
+x = jnp.ones((4500, 4))
+faults = []
+for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     run(x).block_until_ready()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(int(statistics.median(faults[4:])))  # at times a small block takes a piece of the free 81 MB
 """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert int(done.stdout) < 1000, done.stderr  # 144 MB are 35,156 pages
+    assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
 @pytest.mark.parametrize("holds", [(False, False), (False, True), (True, False), (True, True)])
