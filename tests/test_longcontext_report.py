@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prope.config import default_config
+from prope.html import drawing
 from prope.inference.longcontext import RECORDS
 from prope.sweep import maps, pictures, runs
 from prope.sweep.page import report_sweep
@@ -48,7 +49,7 @@ def sweep(tmp_path_factory):
                 ]
                 record = {"step": 10, "task": "niah", "form": "compact", "seq_len": length, "cells": cells}
                 mean = float(np.mean([cell["rank_accuracy"] for cell in cells]))
-                records.append(record | {"control": None, "chance": 0.125, "rank_accuracy": mean})
+                records.append(record | {"control": None, "chance": 0.125, "trials": 50, "rank_accuracy": mean})
             others = [{"control": "removed"}, {"encoding": "yarn"}, {"step": 5}]  # not drawn
             wrong = [records[0] | other | {"rank_accuracy": 0.0, "cells": []} for other in others]
             lines = [json.dumps(record) + "\n" for record in [*records, *wrong]]
@@ -62,8 +63,8 @@ def test_a_map_shows_the_means_over_seeds(sweep):
     (picture,) = maps.maps(runs.read_sweep(sweep))
     figure = matplotlib.figure.Figure(figsize=picture.size)
     picture.draw(figure)
-    assert [axes.get_title() for axes in figure.axes] == ["p = 0.25", "p = 1"]
-    for axes, p in zip(figure.axes, (0.25, 1.0), strict=True):
+    assert [axes.get_title() for axes in figure.axes] == ["p = 0.25", "p = 1", "", ""]
+    for axes, p in zip(figure.axes, (0.25, 1.0), strict=False):
         shown = {(round(text.get_position()[0]), round(text.get_position()[1])): text.get_text() for text in axes.texts}
         assert shown == {
             (x, y): f"{100 * (share(p, 0, length, row) - 0.01):.0f}"
@@ -91,11 +92,33 @@ def test_the_effective_length_ends_before_the_first_failure(sweep):
     assert maps.effective_length(256, {}) is None
 
 
-def test_accuracy_by_distance_is_in_octaves(sweep):
-    (run, *_) = [run for run in runs.read_sweep(sweep) if run.name == "rope_percentage=1,seed=0"]
-    found = {entry["from"]: entry["accuracy"] for entry in pictures.accuracies(run)}
-    assert found == {4: 0.96, 64: 0.96, 128: 0.96, 256: np.mean([0.96, 0.96]), 512: 0.2}
-    assert {(entry["task"], entry["to"] / entry["from"]) for entry in pictures.accuracies(run)} == {("niah prompts", 2)}
+def test_accuracy_by_distance_is_in_octaves_with_intervals_over_prompts(sweep):
+    (picture,) = maps.maps(runs.read_sweep(sweep))
+    figure = matplotlib.figure.Figure(figsize=picture.size)
+    picture.draw(figure)
+    axes = figure.axes[3]  # p = 1, below its map
+    shares = {6: 0.95, 96: 0.95, 192: 0.95, 384: 0.95, 768: 0.19}  # middles of octaves; means of two seeds
+    curve, training = axes.lines  # the slowest pair comes round far beyond
+    assert dict(zip(*curve.get_data(), strict=True)) == pytest.approx(shares)
+    assert training.get_xdata()[0] == TRAINED
+    prompts = {6: 300, 96: 100, 192: 200, 384: 200, 768: 100}  # 50 of every cell
+    z, expected = 1.959963984540054, []
+    for middle, share_right in shares.items():
+        n = prompts[middle]
+        centre, reach = share_right + z * z / 2 / n, z * np.sqrt(share_right * (1 - share_right) / n + (z / 2 / n) ** 2)
+        expected += [(middle, (centre - reach) / (1 + z * z / n)), (middle, (centre + reach) / (1 + z * z / n))]
+    drawn = {(x, round(y, 6)) for x, y in axes.collections[0].get_paths()[0].vertices}
+    assert {(x, round(y, 6)) for x, y in expected} <= drawn
+
+
+def test_curves_stand_below_their_maps_where_maps_wrap():
+    figure = matplotlib.figure.Figure(figsize=(12, 12))
+    above, below = drawing.panels(figure, 7, rows=2, wrap=5, height_ratios=(3, 2) * 2)
+    figure.draw_without_rendering()
+    for one, other in zip(above, below, strict=True):
+        place, lower = one.get_position(), other.get_position()
+        assert place.x0 == lower.x0 and 0 < place.y0 - lower.y1 < place.height and place.height > lower.height
+    assert [axes.get_visible() for axes in figure.axes].count(False) == 6
 
 
 def test_many_tasks_are_drawn_three_in_a_row():

@@ -208,6 +208,17 @@ def test_a_row_of_panels_wraps_and_stands_in_one_column_on_a_phone():
     assert narrow.get_figheight() == pytest.approx(5 * 0.8 * 4.4)
 
 
+def test_labels_in_cells_keep_their_colour_on_a_dark_page():
+    def draw(figure) -> None:
+        axes, values = figure.subplots(), np.array([[0.1, 0.9, np.nan]])
+        drawing.show_image(axes, values, vmax=1)
+        drawing.label_cells(axes, values, "{:.1f} of it".format, bright=0.5)
+
+    svg = drawing.Picture("map", "", "", "", draw).render()[1]
+    fills = re.findall(r'fill: ([^;"]*)[^>]*>(0[.][19] of it)<', svg)
+    assert fills == [("#fdfdfd", "0.1 of it"), ("#020202", "0.9 of it")] * 2, "nan has no label"
+
+
 def test_the_page_shows_the_fullest_evaluation_everywhere(made):
     """Of one seed, after evaluations on a few windows, on other documents, and on more of one run only."""
     rng = np.random.default_rng(1)

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable
 
+import numpy as np
+
 MARKERS = "osD^vP*X"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))  # tell lines apart that lie on one another
 TEXT, GRID, GROUND = "#24292f", "#d8dee4", "#ffffff"
@@ -74,9 +76,10 @@ def panels(figure, columns: int, rows: int = 1, wrap=math.inf, stacked: bool = F
     if (wide := figure.get_figwidth() > _NARROW) and not stacked:
         across = min(columns, wrap)
         axes = figure.subplots(rows * -(-columns // across), across, squeeze=False, **options)
-        for unused in axes.flat[rows * columns :]:
+        axes = axes.reshape(-1, rows, across).swapaxes(0, 1).reshape(rows, -1)  # rows stand below each other
+        for unused in axes[:, columns:].flat:
             unused.set_visible(False)
-        return axes.reshape(rows, -1)[:, :columns]
+        return axes[:, :columns]
     if not wide:
         figure.set_size_inches(_NARROW, max(0.8 * _NARROW, 1.15 * height(labels)) * columns * (0.5 + 0.5 / rows))
     shared = {name: value for name, value in options.items() if name.startswith("share")}
@@ -125,6 +128,14 @@ def show_image(axes, values, power: float = 1, vmin: float | None = 0, vmax: flo
     axes.grid(False)
     options |= {"norm": PowerNorm(power, vmin, vmax), "cmap": "viridis", "interpolation": "none", "gid": "cells"}
     return axes.imshow(values, **options)
+
+
+def label_cells(axes, values, form: Callable[[float], str], bright: float, **options) -> None:
+    """Writes the values of an image, none where there is none, dark on the colours of values above `bright`."""
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            colour = "#020202" if value > bright else "#fdfdfd"  # on either ground: the page changes black and white
+            axes.text(column, row, form(value), ha="center", va="center", color=colour, **options)
 
 
 def cells(figure) -> list[dict]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prope.encodings import INTERVENTIONS
-from prope.html.drawing import Picture, label_ticks, panels, show_image
+from prope.html.drawing import Picture, label_cells, label_ticks, panels, show_image
 from prope.inference.paired import Difference
 from prope.sweep.runs import Run, average, groups
 from prope.workdir.records import find_pair
@@ -59,10 +59,7 @@ def _picture(kind: str, found: list[Change]) -> Picture:
     def draw(figure) -> None:
         for axes, name, of_group in zip(panels(figure, len(names), sharey=True)[0], names, values, strict=True):
             show_image(axes, of_group, vmin=-reach, vmax=reach, aspect="auto")
-            for (row, column), value in np.ndenumerate(of_group):
-                if np.isfinite(value):
-                    text, colour = f"{round(value, 2) + 0:+.2f}", "black" if value > 0.3 * reach else "white"
-                    axes.text(column, row, text, ha="center", va="center", color=colour, fontsize="small")
+            label_cells(axes, of_group, lambda change: f"{round(change, 2) + 0:+.2f}", bright=0.3 * reach, size="small")
             axes.set(title=name, xlabel="tokens in a window")
             label_ticks(axes.xaxis, [f"{T:,}" for T in lengths])
             label_ticks(axes.yaxis, labels)

@@ -1,4 +1,4 @@
-"""Draws the long-context tasks: of each a map of accuracy by length and depth, for every group of runs.
+"""Draws the long-context tasks: of each, for every group of runs, accuracy by length and depth, and by distance.
 
 What is drawn is W/longcontext.jsonl of the last step, without controls and rescaled encodings.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from prope.encodings import layer_frequencies
-from prope.html.drawing import BORDER, GRID, Picture, panels
+from prope.html.drawing import BORDER, GRID, TEXT, Picture, label_cells, label_ticks, panels, show_image
 from prope.inference.longcontext import RECORDS
 from prope.sweep.runs import P, Run, groups, read_run
 from prope.workdir.records import find_evaluations
@@ -68,43 +68,67 @@ def maps(runs: list[Run]) -> list[Picture]:
 
 def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Picture:
     columns = min(len(by_group), _COLUMNS)
+    blocks = -(-len(by_group) // columns)
 
     def draw(figure) -> None:
-        for axes, (group, runs) in zip(panels(figure, len(by_group), wrap=columns)[0], by_group.items(), strict=True):
-            _draw_map(axes, [r for run in runs for r in answers_by_task(run)[task].values()], runs[0].config)
+        above, below = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=(3, 2) * blocks)
+        for axes, curve, (group, runs) in zip(above, below, by_group.items(), strict=True):
+            config, records = runs[0].config, [r for run in runs for r in answers_by_task(run)[task].values()]
+            freqs = layer_frequencies(config.model)
+            period = 2 * math.pi / freqs[freqs > 0].min() if freqs.any() else math.inf
+            _draw_map(axes, records, config.data.seq_len, period)
+            _draw_distances(curve, records, config.data.seq_len, period)
             axes.set_title(group)
 
     said = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
     caption = "Prompts whose right answer is likelier than all foils, mean % over seeds. Dashed: the training length."
     caption += " Evidence on the line is as far back as that, on the dotted one as the period of the slowest pair."
-    size = (max(2.4 * columns, 4.8), 0.4 + 3 * -(-len(by_group) // columns))
+    caption += " Below: the share by distance to the evidence, in octaves, and its 95 % interval over prompts (Wilson)."
     said = f"Effective length of each run, with {_PASSED:.0%} or more: {said}."
     alt = f"Right answers to {task} by length and depth. {said}"
+    size = (max(2.4 * columns, 4.8), 0.4 + 5 * blocks)
     return Picture(f"task-{task}", f"Task {task}", alt, f"{caption} {said}", draw, size)
 
 
-def _draw_map(axes, records: list[dict], config) -> None:
+def _draw_map(axes, records: list[dict], trained: int, period: float) -> None:
     """Draws means by length, in equal steps, and by row, with curves of equal distance."""
     cells: dict[tuple[float, int], list[float]] = {}
     for record in records:
         for cell in record["cells"]:
             cells.setdefault((cell["row"], record["seq_len"]), []).append(cell["rank_accuracy"])
     rows, lengths = (sorted(set(values)) for values in zip(*cells, strict=True))
-    for (row, length), shares in cells.items():
-        colour = "#fdfdfd" if np.mean(shares) < 0.6 else "#020202"
-        place = {"x": lengths.index(length), "y": rows.index(row)}
-        axes.text(**place, s=f"{100 * np.mean(shares):.0f}", ha="center", va="center", color=colour)
-    values = [[np.mean(cells.get((row, length), np.nan)) for length in lengths] for row in rows]
-    axes.imshow(values, cmap="viridis", vmin=records[0]["chance"], vmax=1, aspect="auto", interpolation="none")
+    values = np.array([[np.mean(cells.get((row, length), np.nan)) for length in lengths] for row in rows])
+    show_image(axes, values, vmin=records[0]["chance"], vmax=1, aspect="auto")
+    label_cells(axes, values, lambda share: f"{100 * share:.0f}", bright=0.6)
     axes.patch.set(hatch="///", edgecolor=GRID)  # seen where nothing was run
-    trained, freqs, places = config.data.seq_len, layer_frequencies(config.model), range(len(lengths))
+    places = range(len(lengths))
     axes.axvline(np.interp(math.log2(trained), np.log2(lengths), places), color=BORDER, ls="--")
     x = np.linspace(0, len(lengths) - 1, 99)
-    for distance, dashes in ((trained, "-"), (2 * math.pi / freqs[freqs > 0].min() if freqs.any() else math.inf, ":")):
+    for distance, dashes in ((trained, "-"), (period, ":")):
         depths = 1 - distance / 2 ** np.interp(x, places, np.log2(lengths))
         if rows[-1] <= 1 < len(rows):
             axes.plot(x, np.interp(depths, rows, range(len(rows)), left=np.nan), color=BORDER, ls=dashes, lw=2)
-    axes.set_xticks(places, [f"{length:,}" for length in lengths], rotation=90)
-    axes.set_yticks(range(0, len(rows), 2), [f"{row:g}" for row in rows[::2]])
+    label_ticks(axes.xaxis, [f"{length:,}" for length in lengths], labelrotation=90)
+    label_ticks(axes.yaxis, [f"{row:g}" for row in rows])
     axes.set(xlabel="length (tokens)", ylabel="depth" if rows[-1] <= 1 else "places back")
-    axes.grid(False)
+
+
+def _draw_distances(axes, records: list[dict], trained: int, period: float) -> None:
+    """Draws the share of right answers by octave of distance, over all lengths and seeds."""
+    from scipy import stats
+
+    octaves: dict[int, list[tuple[float, int]]] = {}
+    for record in records:
+        for cell in record["cells"]:
+            hits = cell["rank_accuracy"] * record["trials"], record["trials"]
+            octaves.setdefault(2 ** int(math.log2(cell["distance"])), []).append(hits)
+    counts = {1.5 * low: np.sum(octaves[low], axis=0) for low in sorted(octaves)}
+    intervals = [stats.binomtest(round(k), round(n)).proportion_ci(method="wilson") for k, n in counts.values()]
+    axes.fill_between(list(counts), *zip(*intervals, strict=True), color=TEXT, alpha=0.2, lw=0)
+    axes.plot(list(counts), [k / n for k, n in counts.values()], color=TEXT, marker="o", ms=3)
+    for distance, dashes in ((trained, "-"), (period, ":")):
+        if distance <= 2 * max(octaves):
+            axes.axvline(distance, color=BORDER, ls=dashes, lw=2)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="distance (tokens)", ylabel="share right", ylim=(-0.03, 1.03))

@@ -15,7 +15,7 @@ from etils import epath
 from prope.errors import UsageError
 from prope.html.drawing import TEXT, Picture, legend, line, panels, styles
 from prope.inference.paired import Difference, average_seeds
-from prope.sweep.maps import answers_by_task, maps
+from prope.sweep.maps import maps
 from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
 from prope.workdir.run import read_config
@@ -115,18 +115,10 @@ def by_octave(run: Run) -> dict[float, float]:
 
 
 def accuracies(run: Run) -> list[dict]:
-    """Reads accuracy by distance of the last step: of tasks, and of the fullest evaluation in the longest windows."""
+    """Reads accuracy by distance of the last step, of the fullest evaluation in the longest windows."""
     records = [r for r in run.evaluations if r["step"] == run.config.num_steps and r.get("accuracy_by_distance")]
     fullest = find_evaluation(records, seq_len=max((r["seq_len"] for r in records), default=0))
-    entries = [] if fullest is None else list(fullest["accuracy_by_distance"])
-    for task, by_length in answers_by_task(run).items():
-        octaves: dict[int, list[float]] = {}
-        for cell in (cell for record in by_length.values() for cell in record["cells"]):
-            octaves.setdefault(2 ** int(math.log2(cell["distance"])), []).append(cell["rank_accuracy"])
-        for low, shares in sorted(octaves.items()):
-            accuracy = statistics.fmean(shares)
-            entries.append({"task": f"{task} prompts", "from": low, "to": 2 * low, "accuracy": accuracy})
-    return entries
+    return fullest["accuracy_by_distance"] if fullest else []
 
 
 def mean(seeds: dict[int | None, dict[float, float]]) -> dict[float, tuple[float, float | None]]:
