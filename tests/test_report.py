@@ -121,7 +121,7 @@ def page_of(directory):
     found = runs.read_sweep(directory)
     for picture in pictures.pictures(found):
         lines_of(picture)
-    return Page(sweep_page.write(directory, found, [])), [run.record() for run in found]
+    return Page(sweep_page.write(directory, found, sweep_page.result_rows(found), [])), [run.record() for run in found]
 
 
 def final(directory, p, seed, seq_len=256):

@@ -42,24 +42,24 @@ FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as co
 
 def report_sweep(directory: epath.Path) -> dict:
     """Writes the page of a sweep and its pictures; returns what the command prints."""
-    runs, rows = read_sweep(directory), []
-    changes = interventions.changes(runs)
-    output = write(directory, runs, pictures(runs) + interventions.pictures(changes), changes)
-    for row, full in zip(table(runs), result_rows(runs), strict=True):
+    runs, printed = read_sweep(directory), []
+    changes, rows = interventions.changes(runs), result_rows(runs)
+    output = write(directory, runs, rows, pictures(runs) + interventions.pictures(changes), changes)
+    for row, full in zip(table(runs), rows, strict=True):
         found = full["difference"]
         apart = found and {"loss": found.difference, "interval": found.interval(), "over": full["over"]}
-        rows.append(row | {"minus_rope": apart})
+        printed.append(row | {"minus_rope": apart})
     listed = [change._asdict() | {"difference": change.difference.difference, "interval": change.difference.interval()}
               for change in changes]  # fmt: skip
-    result = {"output": str(output), "runs": [run.record() for run in runs], "table": rows}
+    result = {"output": str(output), "runs": [run.record() for run in runs], "table": printed}
     return result | ({"interventions": listed} if listed else {})
 
 
 def write(
-    directory: epath.Path, runs: list[Run], pictures: list[Picture], changes: Sequence[interventions.Change] = ()
-) -> epath.Path:
+    directory: epath.Path, runs: list[Run], rows: list[dict], pictures: list[Picture],
+    changes: Sequence[interventions.Change] = (),
+) -> epath.Path:  # fmt: skip
     """Writes DIR/report/index.html and the pictures as PNG files beside it; returns the page's path."""
-    rows = result_rows(runs)
     fields = [flat(run.config) for run in runs]
     shapes = jax.eval_shape(lambda: model.init(runs[0].config.model, jax.random.key(0)))
     return page.write(
