@@ -384,6 +384,16 @@ def test_a_compressed_file_that_is_cut(tmp_path):
     refused(settings(tmp_path, "files", folder), "z.jsonl.gz: is damaged or cut short .*; copy it again")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_a_file_without_a_byte(tmp_path, name):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / name).write_bytes(b"")
+    refused(settings(tmp_path, "files", tmp_path / "text"), "files: has no document with text; add some")
+    (tmp_path / "text" / "b.txt").write_text("a text")
+    store = prepare.open_store(settings(tmp_path, "files", tmp_path / "text"), 260)
+    assert documents_of(store, "all") == ["a text"]
+
+
 # --- Alone ------------------------------------------------------------------------------------------------------
 
 ALONE = """

@@ -21,6 +21,7 @@ from prope.errors import UsageError, first_line
 from prope.runtime.files import CONTEXT, kvstore
 
 SPLITS = ("train", "validation")
+COUNTS = ("tokens", "documents", "bytes", "given")  # per split in index.json: see `Store`
 PARTS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # arrays of what can be read
 
 FORMAT = 2  # of the store; in its fingerprint

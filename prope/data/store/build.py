@@ -137,7 +137,7 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     chunks = pathlib.Path(local_cache() if is_url(path) else pathlib.Path(path).parent, f"{name}.chunks")
     workers.open_chunk_folder(chunks, source)
     records = workers.pack_chunks(source, data, rule["marked"], chunks, stats)
-    index = {split: {k: sum(r[split][k] for r in records) for k in records[0][split] if k != "crc"} for split in SPLITS}
+    index = {split: {name: sum(r[split][name] for r in records) for name in arrays.COUNTS} for split in SPLITS}
     index["empty"] = sum(record["empty"] for record in records)
     if index["empty"]:
         first = next(chunk.key for chunk, record in zip(source.chunks, records, strict=True) if record["empty"])

@@ -20,7 +20,7 @@ from multiprocessing.synchronize import Event
 import numpy as np
 
 from prope.data.sources.base import Chunk, Document
-from prope.data.store.arrays import SPLITS, element_dtype, prompt_bit
+from prope.data.store.arrays import COUNTS, SPLITS, element_dtype, prompt_bit
 from prope.data.tokenizer import BOS, EOS, load_tokenizer
 from prope.runtime.files import write_atomic
 
@@ -49,12 +49,11 @@ def pack_run(chunks: list[tuple[int, Chunk]], folder: pathlib.Path) -> list[tupl
 def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
     """Writes the files of a chunk; returns the content of its JSON file.
 
-    It holds, per split, `tokens, documents, bytes, given, crc`; `empty`, the documents left out; `read`, bytes of text;
-    `seconds` in all, and those of them in the tokenizer.
+    It holds, per split, `tokens, documents, bytes, given, crc`; `empty`, the documents left out; `seconds` in all, and
+    `tokenizer_seconds` of them.
     """
     start = time.perf_counter()
-    counts = {"tokens": 0, "documents": 0, "bytes": 0, "given": 0, "crc": 0}
-    record = {"empty": 0, "read": 0, "tokenizer_seconds": 0.0} | {split: dict(counts) for split in SPLITS}
+    record = {split: dict.fromkeys((*COUNTS, "crc"), 0) for split in SPLITS} | {"empty": 0, "tokenizer_seconds": 0.0}
     with contextlib.ExitStack() as stack:
         files = {split: stack.enter_context(_new_file(folder / f"{number}.{split}")) for split in SPLITS}
         for document in chunk.read():
@@ -62,7 +61,6 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
                 record["empty"] += 1
                 continue
             split = "validation" if is_validation(document.text, _validation_fraction) else "train"
-            record["read"] += len(document.text)
             record["tokenizer_seconds"] += _append(document, files[split], record[split])
     record["seconds"] = time.perf_counter() - start
     write_atomic(folder / f"{number}.json", json.dumps(record))
