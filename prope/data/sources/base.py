@@ -22,7 +22,7 @@ class Document(NamedTuple):
 class Chunk(NamedTuple):
     """Consecutive documents of a source."""
 
-    key: str  # identifies the chunk within its source, and names it in messages
+    key: str  # identifies its documents within the source, and names it in messages
     num_bytes: int  # approximate size of the text
     read: Callable[[], Iterator[Document]]  # in order; can be pickled; raises UsageError on damaged data
     shard: str = ""  # URL of the file that must be copied here first; one worker reads its chunks one after the other

@@ -71,7 +71,7 @@ def _chunks(folder: epath.Path, paths: dict[epath.Path, tuple], rule: TextRule) 
             for start in range(0, size, max(size, 1) if whole else limit):
                 stop = size if whole else min(start + limit, size)
                 read = functools.partial(_read_lines, path, rule, start, math.inf if whole else stop)
-                yield Chunk(f"{path.relative_to(folder)} from byte {start}", stop - start, read)
+                yield Chunk(f"{path.relative_to(folder)} from byte {start} to {stop}", stop - start, read)
 
 
 def _read_texts(paths: tuple[epath.Path, ...]) -> Iterator[Document]:

@@ -53,7 +53,7 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
         for start in range(0, max(length, 1), step):
             stop = min(start + step, length)
             read_chunk = functools.partial(read, shard, length, start, stop)
-            key, copied = f"{shard.name} from record {start}", str(shard) if is_url(shard) else ""
+            key, copied = f"{shard.name} from record {start} to {stop}", str(shard) if is_url(shard) else ""
             chunks.append(Chunk(key, (stop - start) * size // number, read_chunk, copied))
     # Not the file format: the same records in another container are the same documents.
     identity = {"dataset": name, "version": str(info.version), **rule.identity}

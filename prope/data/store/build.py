@@ -135,7 +135,6 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     """Writes the store; the caller holds its lock."""
     name = path.split("/")[-1]
     chunks = pathlib.Path(local_cache() if is_url(path) else pathlib.Path(path).parent, f"{name}.chunks")
-    workers.open_chunk_folder(chunks, source)
     records = workers.pack_chunks(source, data, rule["marked"], chunks, stats)
     index = {split: {name: sum(r[split][name] for r in records) for name in arrays.COUNTS} for split in SPLITS}
     index["empty"] = sum(record["empty"] for record in records)

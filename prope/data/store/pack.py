@@ -1,6 +1,7 @@
-"""What a worker does: tokenises a chunk of documents into files that are complete or absent.
+"""What a worker does: tokenises a chunk of documents into files.
 
-Files of chunk n: `n.train` and `n.validation`, elements as in the store, and then `n.json`.
+Files of chunk n: `n.train` and `n.validation`, elements as in the store, and then `n.json`, without which they do not
+count.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 
 import numpy as np
@@ -49,13 +49,14 @@ def pack_run(chunks: list[tuple[int, Chunk]], folder: pathlib.Path) -> list[tupl
 def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
     """Writes the files of a chunk; returns the content of its JSON file.
 
-    It holds, per split, `tokens, documents, bytes, given, crc`; `empty`, the documents left out; `seconds` in all, and
-    `tokenizer_seconds` of them.
+    It holds, per split, `tokens, documents, bytes, given, crc`; `chunk`, its key; `empty`, the documents left out;
+    `seconds` in all, and `tokenizer_seconds` of them.
     """
     start = time.perf_counter()
-    record = {split: dict.fromkeys((*COUNTS, "crc"), 0) for split in SPLITS} | {"empty": 0, "tokenizer_seconds": 0.0}
+    record: dict = {split: dict.fromkeys((*COUNTS, "crc"), 0) for split in SPLITS}
+    record |= {"chunk": chunk.key, "empty": 0, "tokenizer_seconds": 0.0}
     with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context(_new_file(folder / f"{number}.{split}")) for split in SPLITS}
+        files = {split: stack.enter_context((folder / f"{number}.{split}").open("wb", 2**20)) for split in SPLITS}
         for document in chunk.read():
             if not document.text[document.prompt_bytes :].strip():  # nothing to predict
                 record["empty"] += 1
@@ -79,18 +80,6 @@ def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, d
     except FileNotFoundError:
         return None
     return elements if zlib.crc32(elements) == record[split]["crc"] else None
-
-
-@contextlib.contextmanager
-def _new_file(path: pathlib.Path) -> Iterator[io.BufferedWriter]:
-    """Yields a file that gets its name when the context ends without an error."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb", buffering=2**20) as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:

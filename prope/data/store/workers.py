@@ -2,12 +2,10 @@
 
 import io
 import itertools
-import json
 import math
 import multiprocessing
 import os
 import pathlib
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -20,27 +18,18 @@ from prope.data.sources.base import Chunk, Source
 from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
 from prope.errors import log
-from prope.runtime.files import read_json, write_atomic
+from prope.runtime.files import read_json
 
 _ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
 _LOG_SECONDS = 30.0  # between lines where there is no terminal
 
 
-def open_chunk_folder(folder: pathlib.Path, source: Source) -> None:
-    """Creates the folder of the chunks' files; empties one whose chunks were cut by another rule."""
-    rule = [chunk.key for chunk in source.chunks]
-    if read_json(folder / "cut") != rule:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_atomic(folder / "cut", json.dumps(rule))
-    for temporary in folder.glob("*.*.*"):  # of killed workers: the name of a finished file has one dot
-        temporary.unlink(missing_ok=True)
-
-
 def pack_chunks(source: Source, data: ConfigDict, marked: bool, folder: pathlib.Path, stats: dict) -> list[dict]:
     """Packs every chunk that has no files yet; returns the records of all, in order, and fills `stats`."""
-    records = [read_json(folder / f"{number}.json") for number in range(len(source.chunks))]
-    missing = [(n, chunk) for n, (chunk, record) in enumerate(zip(source.chunks, records, strict=True)) if not record]
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [read_json(folder / f"{number}.json") or {} for number in range(len(source.chunks))]
+    # One with another key was cut by another rule.
+    missing = [(n, chunk) for n, chunk in enumerate(source.chunks) if records[n].get("chunk") != chunk.key]
     size = sum(chunk.num_bytes for _, chunk in missing)
     there = len(records) - len(missing)
     reused = f"; {there} of {len(records)} chunks are there already" if there else ""
