@@ -65,7 +65,7 @@ class Mixture:
         stores = [windows.store for windows in self.sources]
         predicted = [_predicted_share(source, vocab_size, store) for source, store in zip(sources, stores, strict=True)]
         self.shares = np.multiply(self.weights, predicted) / np.dot(self.weights, predicted)
-        self.store = Store("", mixture_fingerprint(self.weights, stores), {})
+        self.store = Store("", mixture_fingerprint(self.weights, [store.fingerprint for store in stores]), {})
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""

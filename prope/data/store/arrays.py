@@ -12,7 +12,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -86,13 +87,12 @@ def fingerprint_of(rule: dict) -> str:
     return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def mixture_fingerprint(weights: list[float], stores: list[Store]) -> str:
+def mixture_fingerprint(weights: Sequence[float], fingerprints: Sequence[str]) -> str:
     """Hashes the shares and fingerprints of a mixture."""
-    shares = zip(integer_shares(weights), stores, strict=True)
-    return fingerprint_of({"mixture": [[share, store.fingerprint] for share, store in shares]})
+    return fingerprint_of({"mixture": list(zip(integer_shares(weights), fingerprints, strict=True))})
 
 
-def integer_shares(weights: list[float]) -> list[int]:
+def integer_shares(weights: Sequence[float]) -> list[int]:
     """Returns the smallest integers in the ratio of the weights, which sum to 1 and are rounded to 1 / 10,000."""
     exact = [weight * _SHARE_UNIT for weight in weights]
     shares = [math.floor(value + 1e-9) for value in exact]
@@ -103,11 +103,6 @@ def integer_shares(weights: list[float]) -> list[int]:
         raise UsageError(f"config.data.mixture: a weight is less than {allowed}; remove it, or make it more")
     divisor = math.gcd(*shares)
     return [share // divisor for share in shares]
-
-
-def child_url(path: str, name: str) -> str:
-    """Appends a name to a path or URL."""
-    return f"{path.rstrip('/')}/{name}"
 
 
 def find_store(path: str, fingerprint: str | None = None) -> Store | None:
@@ -163,7 +158,7 @@ def write_array(path: str, split: str, dtype: np.dtype, size: int, arrays: Itera
 
 
 def _spec(path: str, split: str) -> dict:
-    return {"driver": "zarr3", "kvstore": kvstore(child_url(path, split)).spec().to_json()}
+    return {"driver": "zarr3", "kvstore": kvstore(os.path.join(path, split)).spec().to_json()}
 
 
 def _metadata(dtype: np.dtype, size: int) -> dict:

@@ -6,6 +6,7 @@ whose index is written last: without it, it is not a store. A killed process lea
 
 import contextlib
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -21,7 +22,7 @@ from prope.config import is_generated
 from prope.data.sources.base import MissingText, Source
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store import arrays, pack, workers
-from prope.data.store.arrays import SPLITS, Store, child_url, find_store
+from prope.data.store.arrays import COUNTS, SPLITS, Store, find_store
 from prope.data.store.lock import write_lock
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS, load_tokenizer
@@ -46,7 +47,7 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     try:
         source = find_source(data)
     except MissingText as error:
-        path = child_url(cache, _entry(cache, data, tokenizer.fingerprint) or "")
+        path = os.path.join(cache, _entry(cache, data, tokenizer.fingerprint) or "")
         if find_store(path) is None:
             raise
         log.warning("%s. Its store is used as it was made, %s", str(error).split(";")[0], path)
@@ -55,7 +56,7 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     rule |= {"validation_fraction": data.validation_fraction, "marked": data.loss_on == "targets"}
     fingerprint = arrays.fingerprint_of(rule)
     name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
-    path = child_url(cache, name)
+    path = os.path.join(cache, name)
     if (store := find_store(path, fingerprint)) is None:
         with _named_errors(cache), write_lock(cache, name, lambda: find_store(path, fingerprint)) as is_writer:
             if is_writer:
@@ -136,7 +137,7 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     name = path.split("/")[-1]
     chunks = pathlib.Path(local_cache() if is_url(path) else pathlib.Path(path).parent, f"{name}.chunks")
     records = workers.pack_chunks(source, data, rule["marked"], chunks, stats)
-    index = {split: {name: sum(r[split][name] for r in records) for name in arrays.COUNTS} for split in SPLITS}
+    index = {split: {name: sum(r[split][name] for r in records) for name in COUNTS} for split in SPLITS}
     index["empty"] = sum(record["empty"] for record in records)
     if index["empty"]:
         first = next(chunk.key for chunk, record in zip(source.chunks, records, strict=True) if record["empty"])
@@ -179,39 +180,37 @@ def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path
 
 def prepare(config: ConfigDict) -> dict:
     """Prepares every source of a run's config.data; returns what the command prints."""
-    data, vocab_size = config.data, config.model.vocab_size
-    results, stores, sources = [], [], weighted_sources(data)
-    for _, source in sources:
-        start, stats = time.perf_counter(), {}
-        if is_generated(source.dataset):
-            log.info("%s is generated while it is read: there is nothing to prepare", source.dataset)
-            stores.append(Synthetic(source, vocab_size, "train").store)
-            empty = dict.fromkeys(("tokens", "documents", "bytes", "seconds"), 0)
-            results.append({"store": None} | empty | {"fingerprint": stores[-1].fingerprint, "prepared": False})
-            continue
-        stores.append(open_store(source, vocab_size, stats))
-        for split in SPLITS:
-            check_split(stores[-1], source, split)
-        results.append(_summary(stores[-1], stats, time.perf_counter() - start))
-    if data.dataset != "mixture":
+    weights, sources = zip(*weighted_sources(config.data), strict=True)
+    results = [_prepare_source(source, config.model.vocab_size) for source in sources]
+    if config.data.dataset != "mixture":
         return results[0]
-    weights = [weight for weight, _ in sources]
     total = {name: sum(result[name] for result in results) for name in ("tokens", "documents", "bytes", "seconds")}
-    total |= {"fingerprint": arrays.mixture_fingerprint(weights, stores)}
+    total["fingerprint"] = arrays.mixture_fingerprint(weights, [result["fingerprint"] for result in results])
     parts = [{"weight": weight, **result} for weight, result in zip(weights, results, strict=True)]
     return {"store": [result["store"] for result in results]} | total | {"sources": parts}
 
 
-def _summary(store: Store, stats: dict, seconds: float) -> dict:
-    total = {name: sum(store.index[split][name] for split in SPLITS) for name in ("tokens", "documents", "bytes")}
-    speeds = {"tokens_per_second": None, "workers": 0}
+def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
+    """Prepares the store of one source's `config.data`; returns its part of what the command prints."""
+    if is_generated(data.dataset):
+        log.info("%s is generated while it is read: there is nothing to prepare", data.dataset)
+        empty = dict.fromkeys(("tokens", "documents", "bytes", "seconds"), 0)
+        fingerprint = Synthetic(data, vocab_size, "train").store.fingerprint
+        return {"store": None} | empty | {"fingerprint": fingerprint, "prepared": False}
+    start, stats = time.perf_counter(), {}
+    store = open_store(data, vocab_size, stats)
+    for split in SPLITS:
+        check_split(store, data, split)
+    seconds = time.perf_counter() - start
+    result = {"store": store.path} | {name: store.count(name, "all") for name in ("tokens", "documents", "bytes")}
+    result |= {"fingerprint": store.fingerprint, "prepared": bool(stats), "seconds": round(seconds, 3)}
+    result |= {"tokens_per_second": None, "workers": 0}
     if stats.get("tokens"):
-        speeds = {
+        result |= {
             "tokens_per_second": round(stats["tokens"] / seconds),
             "workers": stats["workers"],
             # In a worker, with everything around it; and of the tokenizer alone in the same minutes.
             "worker_tokens_per_second": round(stats["tokens"] / stats["worker_seconds"]),
             "tokenizer_tokens_per_second": round(stats["tokens"] / max(stats["tokenizer_seconds"], 1e-9)),
         }
-    made = {"fingerprint": store.fingerprint, "prepared": bool(stats), "seconds": round(seconds, 3)}
-    return {"store": str(store.path)} | total | made | speeds | {name: store.index[name] for name in (*SPLITS, "empty")}
+    return result | {name: store.index[name] for name in (*SPLITS, "empty")}
