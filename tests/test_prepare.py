@@ -174,7 +174,7 @@ def test_long_documents_are_tokenised_in_pieces_and_lose_nothing(tmp_path, monke
     whole = digest(prepare.open_store(settings(tmp_path, "files", folder), 260).path)
     for size in (7, 64, 1000):
         monkeypatch.setattr(pack, "_SEGMENT_BYTES", size)
-        pieces = [pack._segments(text.encode()) for text in texts]
+        pieces = [list(pack._segments(text.encode())) for text in texts]
         assert max(len(p) for ps in pieces for p in ps) <= size
         assert [b"".join(ps).decode() for ps in pieces] == texts and all(p.decode() for ps in pieces for p in ps)
         assert digest(prepare.open_store(settings(tmp_path / str(size), "files", folder), 260).path) == whole

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tracemalloc
 
 import numpy as np
@@ -125,6 +126,14 @@ def test_documents_are_cut_into_lines_without_a_loss():
         lines = list(_lines(text.encode()))
         assert b"".join(lines) == text.encode() and all(0 < len(line) <= 4096 for line in lines)
         assert all(line.decode() for line in lines), "no character is cut"
+
+
+def test_a_line_of_32_mb_is_cut_in_one_pass():
+    """A copy of the rest for every cut would move 130 GB, in about a minute."""
+    line = b"word of a rope " * 2_236_962
+    start = time.perf_counter()
+    assert sum(map(len, _lines(line))) == len(line)
+    assert time.perf_counter() - start < 15
 
 
 def test_the_sample_is_bounded_and_depends_on_the_text_alone():

@@ -3,10 +3,10 @@
 A hash chooses the lines that it learns from: bounded in memory, spread over the dataset, and the same every time.
 """
 
+import functools
 import hashlib
 import heapq
 import io
-import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from prope.data.sources.find import find_source, weighted_sources
-from prope.data.store.pack import is_validation
+from prope.data.store.pack import cut_text, is_validation
 from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
 from prope.errors import UsageError, first_line, is_storage_error, log
 from prope.runtime.files import is_url, write_atomic
@@ -67,9 +67,9 @@ def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int
 
     Returns lines of at most 4096 bytes, in the order of their hashes; and the size of all documents.
     """
-    heap: list[tuple[int, int, bytes]] = []  # (-hash, order, line): the largest hash is on top
+    heap: list[tuple[int, bytes]] = []  # (-hash, line): the largest hash is on top
     size = total = 0
-    limit, order = 2**64, itertools.count()  # hashes from the limit on are dropped for good, whatever the order
+    limit = 2**64  # hashes from here on are dropped for good, whatever the order
     for document in documents:
         total += len(document)
         document_hash = hashlib.blake2b(document, digest_size=16).digest()
@@ -77,26 +77,18 @@ def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int
             # Of document and index, so that a repeated line is sampled as often as it occurs.
             key = int.from_bytes(hashlib.blake2b(b"%b %d" % (document_hash, index), digest_size=8).digest())
             if key < limit:
-                heapq.heappush(heap, (-key, next(order), line))
+                heapq.heappush(heap, (-key, line))
                 size += len(line)
             while size > max_bytes:
-                negative, _, dropped = heapq.heappop(heap)
+                negative, dropped = heapq.heappop(heap)
                 size, limit = size - len(dropped), -negative
-    return [line for _, _, line in sorted(heap, key=lambda entry: (-entry[0], entry[1]))], total
+    return [line for _, line in sorted(heap, reverse=True)], total
 
 
 def _lines(document: bytes) -> Iterator[bytes]:
-    """Yields lines with their breaks; a long line is cut after a space, or between two characters."""
+    """Yields lines with their breaks; a long line is cut before a space, or between two characters."""
     for line in document.splitlines(keepends=True):
-        while len(line) > _SENTENCE_BYTES:
-            cut = line.rfind(b" ", 0, _SENTENCE_BYTES)
-            if cut <= 0:
-                cut = _SENTENCE_BYTES
-                while line[cut] & 0xC0 == 0x80:  # the middle of a character
-                    cut -= 1
-            yield line[:cut]
-            line = line[cut:]
-        yield line
+        yield from cut_text(line, _SENTENCE_BYTES, functools.partial(line.rfind, b" "))
 
 
 def _train_documents(source, validation_fraction: float) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 import zlib
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 
 import numpy as np
@@ -104,16 +105,21 @@ def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
     return seconds
 
 
-def _segments(text: bytes) -> list[bytes]:
-    """Cuts a long text into segments that end after a line or a space, or else between two characters."""
-    segments, start = [], 0
-    while len(text) - start > _SEGMENT_BYTES:
-        stop = start + _SEGMENT_BYTES
-        cut = max(text.rfind(b"\n", start, stop), text.rfind(b" ", start, stop)) + 1
+def _segments(text: bytes) -> Iterator[bytes]:
+    """Yields segments of a long text that end after a line or a space."""
+    return cut_text(text, _SEGMENT_BYTES, lambda *span: max(text.rfind(b"\n", *span), text.rfind(b" ", *span)) + 1)
+
+
+def cut_text(text: bytes, limit: int, find_cut: Callable[[int, int], int]) -> Iterator[bytes]:
+    """Yields segments of at most `limit` bytes, which end at `find_cut(start, latest end)`, or between characters."""
+    start = 0
+    while len(text) - start > limit:
+        cut = find_cut(start, start + limit)
         if cut <= start:
-            cut = stop
+            cut = start + limit
             while text[cut] & 0xC0 == 0x80:  # inside a character
                 cut -= 1
-        segments.append(text[start:cut])
+        yield text[start:cut]
         start = cut
-    return [*segments, text[start:]] if start < len(text) else segments
+    if start < len(text):
+        yield text[start:]
