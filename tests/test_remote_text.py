@@ -123,8 +123,8 @@ def test_text_and_tokenizer_in_a_bucket(tmp_path, bucket, local, sentencepiece_m
 
 def test_large_objects_are_hashed_once(tmp_path, bucket, local, monkeypatch):
     monkeypatch.setattr(files, "_ALWAYS_HASHED", 0)
-    real, hashed = files._sha256, []
-    monkeypatch.setattr(files, "_sha256", lambda path: hashed.append(path) or real(path))
+    real, hashed = files.hash_file, []
+    monkeypatch.setattr(files, "hash_file", lambda path: hashed.append(path) or real(path))
     _, here = write_both(tmp_path, bucket, "files", articles())
     first = find_source(here).identity
     assert find_source(here).identity == first and len(hashed) == 3

@@ -84,8 +84,8 @@ def test_large_files_are_hashed_once(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "kept"))
     monkeypatch.setattr(files, "_ALWAYS_HASHED", 0)
     monkeypatch.setattr(time, "time", lambda: 1e12)  # files are older than they were a moment ago
-    real, hashed = files._sha256, []
-    monkeypatch.setattr(files, "_sha256", lambda path: hashed.append(path) or real(path))
+    real, hashed = files.hash_file, []
+    monkeypatch.setattr(files, "hash_file", lambda path: hashed.append(path) or real(path))
     config = settings(tmp_path, "files", folder)
     first = find_source(config).identity
     assert len(hashed) == 12

@@ -5,6 +5,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import pathlib
@@ -101,6 +102,16 @@ def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
                 raise RunFailed(message) from error
         log.warning("%s; trying again in %d s", reason, pause)
         time.sleep(pause)
+
+
+def hash_file(path: epath.Path) -> str:
+    """Returns the sha256 of a file, with `retry_reads`."""
+
+    def read() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return retry_reads(path, read)
 
 
 def _reason(error: Exception) -> str:

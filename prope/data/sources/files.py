@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gzip
-import hashlib
 import io
 import itertools
 import json
@@ -20,7 +19,7 @@ from etils import epath
 
 from prope.data.sources.base import MAX_DOCUMENT, Chunk, Document, Source, TextRule, check_utf8, chunk_bytes, too_long
 from prope.errors import UsageError
-from prope.runtime.files import is_url, read_json, retry_reads, write_atomic
+from prope.runtime.files import hash_file, is_url, read_json, retry_reads, write_atomic
 
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
@@ -154,7 +153,7 @@ def _hash_files(paths: dict[epath.Path, tuple], cache: pathlib.Path) -> dict[epa
     known = (read_json(cache) if large else None) or {}
     new = [path for path in paths if keys[path] not in known]
     with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        hashes = {keys[path]: value for path, value in zip(new, pool.map(_sha256, new), strict=True)}
+        hashes = {keys[path]: value for path, value in zip(new, pool.map(hash_file, new), strict=True)}
     if large and new:
         # A file written this very moment could change again without its time showing it.
         settled = {p for p in new if paths[p][2] < time.time() - 2}
@@ -162,11 +161,3 @@ def _hash_files(paths: dict[epath.Path, tuple], cache: pathlib.Path) -> dict[epa
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(cache, json.dumps(known | {keys[p]: hashes[keys[p]] for p in settled}))
     return {path: (known | hashes)[keys[path]] for path in paths}
-
-
-def _sha256(path: epath.Path) -> str:
-    def read() -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    return retry_reads(path, read)

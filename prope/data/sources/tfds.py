@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import fsspec
@@ -15,20 +15,21 @@ from etils import epath
 
 from prope.data.sources.base import Chunk, Document, MissingText, Source, TextRule, chunk_bytes
 from prope.errors import RunFailed, UsageError, is_disk_full, nearest
-from prope.runtime.files import is_url, local_cache, retry_reads
+from prope.runtime.files import hash_file, is_url, local_cache, retry_reads
 
 
 def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     """Returns the `train` split of a prepared dataset; where it is incomplete, a UsageError says how to download it."""
     import tensorflow_datasets as tfds
 
-    folder = _version_folder(name, data_dir)
-    for file in ("dataset_info.json", "features.json"):
-        _check_readable(folder / file)
+    folder, fail = _version_folder(name, data_dir), functools.partial(incomplete, name, data_dir)
+    with contextlib.suppress(FileNotFoundError):
+        for file in ("dataset_info.json", "features.json"):
+            hash_file(folder / file)  # what TFDS raises would not tell a storage that fails
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:
-        raise incomplete(name, data_dir, f"its dataset_info.json or features.json cannot be read ({error})") from None
+        raise fail(f"its dataset_info.json or features.json cannot be read ({error})") from None
     texts = [feature for feature, kind in info.features.items() if isinstance(kind, tfds.features.Text)]
     has = f"splits {sorted(info.splits)}, text features {sorted(texts)}"
     if "train" not in info.splits:
@@ -41,11 +42,11 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     shards = [epath.Path(path) for path in split.filepaths]
     present = {path.name for path in folder.iterdir()}  # where is_file is false, storage may have failed
     if missing := [shard.name for shard in shards if shard.name not in present]:
-        raise incomplete(name, data_dir, f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
+        raise fail(f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
     if info.file_format.value not in _READERS:
         raise UsageError(f"{folder}: is in {info.file_format.value} format; array_record and tfrecord can be read")
 
-    read = functools.partial(_read, name, data_dir, folder, info.file_format.value, rule)
+    read = functools.partial(_read, fail, info.features, _READERS[info.file_format.value], rule)
     number, size = max(sum(split.shard_lengths), 1), int(split.num_bytes)
     step = max(1, chunk_bytes(size) * number // max(size, 1))  # records in a chunk
     chunks = []
@@ -70,10 +71,8 @@ def _copy(shard: epath.Path) -> str:
     The copy is a file without a name, so that nobody else reads it, and a killed process leaves nothing.
     """
     if str(shard) not in _copies:
-        for file in _copies.values():
-            file.close()
-        _copies.clear()
-        _record_offsets.cache_clear()  # the path may be the same one
+        while _copies:
+            _copies.popitem()[1].close()
         _copies[str(shard)] = retry_reads(shard, functools.partial(_download, shard))
     return f"/dev/fd/{_copies[str(shard)].fileno()}"
 
@@ -104,30 +103,22 @@ def _download(shard: epath.Path) -> BinaryIO:
     return file
 
 
-@functools.lru_cache(1)
-def _features(folder: epath.Path):
-    import tensorflow_datasets as tfds
-
-    return tfds.builder_from_directory(folder).info.features
-
-
 def _read(
-    name: str, data_dir: epath.Path, folder: epath.Path, file_format: str, rule: TextRule,
+    fail: Callable[[str], UsageError], features, read_records: Callable, rule: TextRule,
     shard: epath.Path, length: int, start: int, stop: int,
 ) -> Iterator[Document]:  # fmt: skip
     """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records.
 
     Where a record cannot be read, it is tried once more, if the storage permits the file to be read at all.
     """
-    features = _features(folder)
     try:
         path = _copy(shard) if is_url(shard) else str(shard)
     except FileNotFoundError:
-        raise incomplete(name, data_dir, f"{shard.name} is missing") from None
+        raise fail(f"{shard.name} is missing") from None
     position, failed = start, None
     while True:
         try:
-            for record in _READERS[file_format](path, position, None if stop == length else stop):
+            for record in read_records(path, position, None if stop == length else stop):
                 if position < stop:
                     yield rule.document(features.deserialize_example_np(record), f"{shard} record {position + 1}")
                 position += 1
@@ -135,14 +126,14 @@ def _read(
         except UsageError:
             raise
         except Exception as error:  # what the record readers raise has no common type
-            _check_readable(epath.Path(path))
+            with contextlib.suppress(FileNotFoundError):
+                hash_file(epath.Path(path))
             if failed == position:
                 reason = " ".join(str(error).split())[:200]  # one of them quotes the whole record
-                reason = f"{shard.name} is damaged after {position} records ({reason})"
-                raise incomplete(name, data_dir, reason) from None
+                raise fail(f"{shard.name} is damaged after {position} records ({reason})") from None
             failed = position
     if position != stop:
-        raise incomplete(name, data_dir, f"{shard.name} holds {position} of its {length} records")
+        raise fail(f"{shard.name} holds {position} of its {length} records")
 
 
 def array_record(path: str, start: int, stop: int | None) -> Iterator[bytes]:
@@ -160,35 +151,18 @@ def array_record(path: str, start: int, stop: int | None) -> Iterator[bytes]:
 
 def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
     """Yields records start .. stop - 1 of a TFRecord file; to its end if stop is None."""
-    import grain
-
-    offsets = _record_offsets(path)
-    records = iter(grain.experimental.TFRecordIterDataset(path))
-    records.set_state({"reader_offset": offsets[min(start, len(offsets) - 1)]})
-    return itertools.islice(records, None if stop is None else stop - start)
-
-
-@functools.lru_cache(1)  # a worker reads chunk after chunk of the same shard
-def _record_offsets(path: str) -> list[int]:
-    """Lists where the records of a TFRecord file begin: each is its length, 4 bytes, its data, 4 bytes."""
-    offsets = [0]
-    with open(path, "rb", buffering=0) as file:
-        while header := os.pread(file.fileno(), 8, offsets[-1]):
-            length = int.from_bytes(header, "little")
-            offsets.append(min(offsets[-1] + length + 16, 2**62))  # in a damaged file, far away
-    return offsets
-
-
-def _check_readable(path: epath.Path) -> None:
-    """Reads a whole file; raises RunFailed where the storage fails again and again, or does not permit it."""
-
-    def read() -> None:
-        with path.open("rb") as file:
-            while file.read(2**24):
-                pass
-
-    with contextlib.suppress(FileNotFoundError):
-        retry_reads(path, read)
+    with open(path, "rb") as file:
+        file.seek(0)  # on macOS, a path in /dev/fd shares the place with the descriptor
+        for number in itertools.count() if stop is None else range(stop):
+            if not (header := file.read(12)):  # its length, of 8 bytes, and 4 more
+                return
+            length = int.from_bytes(header[:8], "little")
+            if number < start:
+                file.seek(length + 4, os.SEEK_CUR)
+            elif len(record := file.read(length + 4)) == length + 4:
+                yield record[:-4]
+            else:
+                raise EOFError("cut short")
 
 
 _READERS = {"array_record": array_record, "tfrecord": tfrecord}
