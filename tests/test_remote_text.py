@@ -9,17 +9,19 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from etils import epath
 from test_data import NAME, articles, refused, settings, write_text, write_tfds
 from test_prepare import digest
 
+from prope.data import view
 from prope.data.sources import files, tfds
 from prope.data.sources.find import find_source
 from prope.data.store import build as prepare
 from prope.data.store import pack
-from prope.errors import RunFailed
+from prope.errors import RunFailed, UsageError
 from prope.runtime import files as places
 from prope.runtime.files import upload
 
@@ -218,6 +220,16 @@ def test_a_local_disk_that_is_full(tmp_path, bucket, local, monkeypatch):
 
     monkeypatch.setattr(pack, "write_atomic", no_space)
     refused(here, f"PROPE_CACHE={local}: the disk is full; .* Finished chunks are kept: free some space")
+
+
+def test_a_plot_that_cannot_be_written_to_a_bucket(bucket, storage):
+    def write(path):
+        view.draw_lengths({"a": np.arange(1, 300)}, 64, path)
+
+    with pytest.raises(UsageError, match="^--plot=gs://other/a.png: cannot be written: No such file or directory$"):
+        write("gs://other/a.png")
+    with storage.failing(403), pytest.raises(UsageError, match=f"^--plot={bucket}/a.png: cannot be written: Forbidden"):
+        write(f"{bucket}/a.png")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
 from prope.data.windows import train_batch
 from prope.errors import UsageError
-from prope.runtime.files import write_atomic
+from prope.runtime.files import write_output
 from prope.runtime.validate import validate
 
 _LINE_WIDTH = 110  # of text
@@ -148,10 +148,9 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
     image, kind = io.BytesIO(), epath.Path(path).suffix[1:] or "png"
     try:
         figure.savefig(image, format=kind, dpi=150, metadata={"Software": None})
-        write_atomic(epath.Path(path), image.getvalue())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"--plot={path}: cannot be written: {reason}") from error
+    except ValueError as error:
+        raise UsageError(f"--plot={path}: cannot be written: {error}") from error
+    write_output("plot", path, image.getvalue())
 
 
 def _by_weight(row: Batch, start: int, stop: int) -> Iterator[tuple[slice, bool]]:

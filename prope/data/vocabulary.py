@@ -18,8 +18,8 @@ from tqdm import tqdm
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store.pack import cut_text, is_validation
 from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
-from prope.errors import UsageError, first_line, is_storage_error, log
-from prope.runtime.files import is_url, write_atomic
+from prope.errors import UsageError, log
+from prope.runtime.files import is_url, write_output
 from prope.runtime.validate import validate
 
 _SENTENCE_BYTES = 4096  # SentencePiece leaves out lines above its limit
@@ -47,13 +47,7 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
     size = sum(map(len, sentences))
     log.info("learning from %s of %s bytes of text, %s lines", f"{size:,}", f"{total:,}", f"{len(sentences):,}")
     model = _learn(sentences, vocab_size, model_type)
-    try:
-        write_atomic(path, model)
-    except Exception as error:
-        if not is_storage_error(error):
-            raise
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"--output={output}: cannot be written: {reason}") from error
+    write_output("output", path, model)
     tokenizer = load_tokenizer(str(path))
     tokens = sum(len(tokenizer.encode(sentence)) for sentence in sentences[:10_000])
     trained = {"model": str(path), "vocab_size": tokenizer.vocab_size, "model_type": model_type}

@@ -150,6 +150,16 @@ def read_text(flag: str, path: str, remedy: str) -> str:
         raise UsageError(f"--{flag}={path}: cannot be read: {reason}; {remedy}") from None
 
 
+def write_output(flag: str, path: epath.PathLike, content: bytes) -> None:
+    """Writes the file that a flag names; raises UsageError where it cannot be written."""
+    try:
+        write_atomic(epath.Path(path), content)
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        raise UsageError(f"--{flag}={path}: cannot be written: {_reason(error)}") from error
+
+
 def read_json(path: epath.Path, remedy: str | None = None):
     """Reads a JSON file; None if there is none.
 
