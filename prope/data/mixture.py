@@ -58,8 +58,7 @@ class Mixture:
         self.sources = [open_windows(source, vocab_size, split) for source in sources]
         self._parts = integer_shares(self.weights)
         self._order, self._ranks = interleave_sources(self._parts)
-        endless = [isinstance(windows, Synthetic) and split == "train" for windows in self.sources]
-        counts = [_ENDLESS if e else windows.count for e, windows in zip(endless, self.sources, strict=True)]
+        counts = [_ENDLESS if isinstance(w, Synthetic) and split == "train" else w.count for w in self.sources]
         self._offsets = np.cumsum([0, *counts])
         self.count = int(self._offsets[-1])
         stores = [windows.store for windows in self.sources]

@@ -120,8 +120,7 @@ def document_lengths(store: Store) -> np.ndarray:
     lengths = []
     for start in starts:  # each document counts where it begins, so long ones are not missed
         later = itertools.chain.from_iterable(map(borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS)))
-        if len(inside := borders(start)):
-            lengths.append(np.diff(inside, append=next(later, total)))
+        lengths.append(np.diff(borders(start), append=next(later, total)))
     return np.concatenate(lengths)
 
 

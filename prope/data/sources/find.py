@@ -1,11 +1,7 @@
 """Finds the source that `config.data.dataset` names. To add one: a file beside this one, and a line in `find_source`.
 
-python_docs  Python's own documentation, about 2 MB, on every machine
-files        a folder of .txt (one document each) and .jsonl (one document per line), gzipped or not
-NAME         a TFDS dataset such as wikipedia/20230601.en, as ArrayRecord or TFRecord
-mixture      several of these by weight, each with its own store: `weighted_sources`
-
-synthetic/TASK and longcontext/TASK have no documents: prope/data/synthetic.py generates their windows.
+prope/data/README.md lists them. synthetic/TASK and longcontext/TASK have no documents: prope/data/synthetic.py
+generates their windows.
 """
 
 from etils import epath

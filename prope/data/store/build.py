@@ -29,6 +29,8 @@ from prope.data.tokenizer import BOS, load_tokenizer
 from prope.errors import RunFailed, UsageError, first_line, is_disk_full, log
 from prope.runtime.files import is_url, kvstore, local_cache
 
+_SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")  # that a store is made with
+
 
 def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> Store:
     """Returns the token store of one source's `config.data`, and prepares it first if it does not exist.
@@ -75,7 +77,7 @@ def _open_at(path: str, data: ConfigDict, tokenizer: str) -> Store:
     if rule["format"] != arrays.FORMAT:
         raise UsageError(f"the store {path}: has format {rule['format']}, not {arrays.FORMAT}; prepare it again")
     made_with = {"template": ""} | rule | source | {"loss_on": "targets" if rule["marked"] else "all"}
-    for name in ("dataset", "text_feature", "template", "loss_on", "validation_fraction"):
+    for name in _SETTINGS:
         if data[name] != (value := made_with.get(name, data[name])):
             raise UsageError(f"config.data.{name}={data[name]}: the store {path} was made with {value!r}; set that")
     if rule["tokenizer"] != tokenizer:
@@ -89,9 +91,8 @@ def _entry(cache: str, data: ConfigDict, tokenizer: str, name: str | None = None
 
     It is what finds the store when the text is gone: fingerprints are of the text.
     """
-    fields = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
     place = data.data_dir if is_url(data.data_dir) else str(pathlib.Path(data.data_dir).resolve())
-    entry = {field: data[field] for field in fields} | {"data_dir": place, "tokenizer": tokenizer}
+    entry = {field: data[field] for field in _SETTINGS} | {"data_dir": place, "tokenizer": tokenizer}
     key = f"by_config/{arrays.fingerprint_of(entry)}.json"
     with contextlib.suppress(ValueError):  # damaged, or in a cache of others, which may be read only
         entries = kvstore(cache)
