@@ -240,6 +240,22 @@ def test_a_mixture_is_evaluated_on_all_of_its_sources(tmp_path):
     assert open_windows(other, 260, "validation").store.fingerprint != mixed.store.fingerprint
 
 
+@pytest.mark.parametrize("seed", [2**26 - 1, 2**26, 2**31 + 5, 2**63])
+@pytest.mark.parametrize("first", ["files", "longcontext/passkey"])
+def test_a_generated_source_of_a_mixture_has_windows_for_every_seed(tmp_path, seed, first):
+    folder = str(write_text(tmp_path / "text", articles(60)))
+    parts = [{"weight": 1, "dataset": "longcontext/passkey"}, {"weight": 1, "dataset": "files", "data_dir": folder}]
+    parts = sorted(parts, key=lambda part: part["dataset"] != first)
+    batch = train_batch(
+        open_windows(settings(tmp_path, "mixture", mixture=tuple(parts), seq_len=64), 260, "train"), seed, 4, 0
+    )
+    for number, part in enumerate(parts):
+        data = settings(tmp_path, part["dataset"], part.get("data_dir", ""), seq_len=64)
+        expected = train_batch(open_windows(data, 260, "train"), seed, 2, 0)
+        for name, values in expected.items():
+            np.testing.assert_array_equal(batch[name][number::2], values)
+
+
 def mixture_of(tmp_path):
     return [{"dataset": "files", "data_dir": str(tmp_path / name)} for name in ("text", "other")]
 

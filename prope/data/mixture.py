@@ -4,6 +4,7 @@ Every source keeps its own store and order of windows. Sources are interleaved e
 n times a source's share, give or take two.
 """
 
+import bisect
 import itertools
 
 import numpy as np
@@ -17,7 +18,7 @@ from prope.data.synthetic import Synthetic
 from prope.data.windows import Windows
 from prope.errors import UsageError
 
-_ENDLESS = 2**58  # indices of a generated source: windows of 2**26 seeds
+_ENDLESS = 2**96  # indices of a generated source: windows of 2**64 seeds
 
 
 def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture | Synthetic":
@@ -59,8 +60,7 @@ class Mixture:
         self._parts = integer_shares(self.weights)
         self._order, self._ranks = interleave_sources(self._parts)
         counts = [_ENDLESS if isinstance(w, Synthetic) and split == "train" else w.count for w in self.sources]
-        self._offsets = np.cumsum([0, *counts])
-        self.count = int(self._offsets[-1])
+        *self._offsets, self.count = itertools.accumulate(counts, initial=0)
         stores = [windows.store for windows in self.sources]
         predicted = [_predicted_share(source, vocab_size, store) for source, store in zip(sources, stores, strict=True)]
         self.shares = np.multiply(self.weights, predicted) / np.dot(self.weights, predicted)
@@ -71,16 +71,16 @@ class Mixture:
         cycle, entry = divmod(example, len(self._order))
         source = self._order[entry]
         example_of_source = cycle * self._parts[source] + int(self._ranks[entry])
-        return int(self._offsets[source]) + self.sources[source].at(example_of_source, seed)
+        return self._offsets[source] + self.sources[source].at(example_of_source, seed)
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does."""
-        indices = np.asarray(indices, np.int64)
-        sources = np.searchsorted(self._offsets, indices, side="right") - 1
+        sources = [bisect.bisect(self._offsets, index) - 1 for index in indices]
         batch = padding(len(indices), self.seq_len)
-        for source in np.unique(sources):
-            rows = np.flatnonzero(sources == source)
-            for name, values in self.sources[source].read(indices[rows] - self._offsets[source]).items():
+        for source in set(sources):
+            rows = [row for row, of_row in enumerate(sources) if of_row == source]
+            of_source = self.sources[source].read([indices[row] - self._offsets[source] for row in rows])
+            for name, values in of_source.items():
                 batch[name][rows] = values
         return batch
 
