@@ -289,6 +289,15 @@ def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
     assert re.search(r"^    yes$", shown, re.M) and result["weight_share"] < 0.3
 
 
+def test_a_mixture_of_generated_windows_has_no_lengths(config):
+    mixed = config.copy_and_resolve_references()
+    parts = tuple({"weight": 1, "dataset": f"longcontext/{task}"} for task in ("passkey", "niah"))
+    mixed.data.update({"dataset": "mixture", "data_dir": "", "mixture": parts})
+    assert view.show_batch(mixed, 0, 1, None)["sources"] == []
+    with pytest.raises(UsageError, match="--plot=a.png: mixture has no documents whose lengths could be drawn; remove"):
+        view.show_batch(mixed, 0, 1, "a.png")
+
+
 def test_control_characters_do_not_reach_the_terminal():
     text = "red \x1b[31m bell \a tab \t end"
     ids = [byte + 4 for byte in text.encode()]

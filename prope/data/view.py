@@ -13,6 +13,7 @@ from prope.config import is_generated
 from prope.data import synthetic
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
+from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store
 from prope.data.synthetic import Synthetic
 from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
@@ -32,7 +33,7 @@ _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
     """Prints `rows` rows of a batch, and draws document lengths into `plot`; returns what the command prints last."""
     validate(config)
-    if plot and is_generated(config.data.dataset):
+    if plot and all(is_generated(source.dataset) for _, source in weighted_sources(config.data)):
         none = f"{config.data.dataset} has no documents whose lengths could be drawn"
         raise UsageError(f"--plot={plot}: {none}; remove it")
     tokenizer = load_tokenizer(config.data.tokenizer)
