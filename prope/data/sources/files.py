@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from etils import epath
 
 from prope.data.sources.base import MAX_DOCUMENT, Chunk, Document, Source, TextRule, check_utf8, chunk_bytes, too_long
 from prope.errors import UsageError
-from prope.runtime.files import hash_file, is_url, read_json, retry_reads, write_atomic
+from prope.runtime.files import hash_file, is_url, local_cache, read_json, retry_reads, write_atomic
 
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
@@ -27,18 +26,17 @@ _GZIP_RATIO = 3  # about how much gzip shrinks text
 _ALWAYS_HASHED = 2**26  # bytes of all files; up to here hashing again is faster than it is worth caching
 
 
-def files(folder: epath.Path, rule: TextRule, hash_cache: pathlib.Path) -> Source:
+def files(folder: epath.Path, rule: TextRule) -> Source:
     """Returns the files in a folder and below it, sorted by path, as a source.
 
-    `hash_cache` is a file that keeps the hashes of large files, so that they are not read at every start. Raises
-    UsageError where there is no such file, or the rule does not apply to it.
+    Raises UsageError where there is no such file, or the rule does not apply to it.
     """
     if not (paths := _list(folder)):
         raise UsageError(f"config.data.data_dir={folder}: no .txt or .jsonl file (.gz or not) in it or below it")
     texts = [p for p in paths if not p.name.endswith(_JSON_LINES)]
     if rule.template and texts:
         raise UsageError(f"{texts[0]}: has no fields for config.data.template to name; keep it in another folder")
-    listing = [(p.relative_to(folder).as_posix(), sha256) for p, sha256 in _hash_files(paths, hash_cache).items()]
+    listing = [(p.relative_to(folder).as_posix(), sha256) for p, sha256 in _hash_files(paths).items()]
     return Source("files", {"dataset": "files", "files": listing, **rule.identity}, tuple(_chunks(folder, paths, rule)))
 
 
@@ -146,8 +144,9 @@ def _retry(path: epath.Path, read: Callable):
     return retry_reads(path, checked)
 
 
-def _hash_files(paths: dict[epath.Path, tuple], cache: pathlib.Path) -> dict[epath.Path, str]:
-    """Returns the sha256 of every file; with many bytes, from the cache where size and version are the same."""
+def _hash_files(paths: dict[epath.Path, tuple]) -> dict[epath.Path, str]:
+    """Returns the sha256 of every file; with many bytes, from a cache where size and version are the same."""
+    cache = local_cache() / "hashes.json"
     large = sum(size for size, _, _ in paths.values()) >= _ALWAYS_HASHED
     keys = {p: f"{p if is_url(p) else os.path.abspath(p)} {size} {s}" for p, (size, s, _) in paths.items()}
     known = (read_json(cache) if large else None) or {}

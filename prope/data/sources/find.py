@@ -13,7 +13,7 @@ from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import UsageError
-from prope.runtime.files import is_url, local_cache, retry_reads
+from prope.runtime.files import is_url, retry_reads
 
 
 def find_source(data: ConfigDict) -> Source:
@@ -28,7 +28,7 @@ def find_source(data: ConfigDict) -> Source:
         if not data.data_dir or not (any(folder.iterdir()) if is_url(folder) else folder.is_dir()):
             raise FileNotFoundError
         if data.dataset == "files":
-            return files(folder, rule, local_cache() / "hashes.json")
+            return files(folder, rule)
         return tfds_source(data.dataset, folder, rule)
 
     try:

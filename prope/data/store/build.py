@@ -115,7 +115,7 @@ def _named_errors(cache: str):
     """Re-raises errors of the storage and of workers as one line that names them."""
     try:
         yield
-    except (UsageError, RunFailed, KeyboardInterrupt):
+    except (UsageError, RunFailed):
         raise
     except BrokenProcessPool:
         killed = "a worker was killed, most likely for want of memory: finished chunks are kept"
@@ -165,9 +165,7 @@ def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path
 
     def read(split: str) -> Iterator[np.ndarray]:
         for number, record in enumerate(records):
-            if (elements := pack.read_elements(chunks, number, split, record, dtype)) is None:
-                (chunks / f"{number}.json").unlink(missing_ok=True)
-                raise RunFailed(f"{chunks}: chunk {number} is damaged and was dropped; run the same command again")
+            elements = pack.read_elements(chunks, number, split, record, dtype)
             counts[split] += np.bincount(elements[elements < vocab_size], minlength=vocab_size)  # not the prompts
             yield elements
 

@@ -23,6 +23,7 @@ import numpy as np
 from prope.data.sources.base import Chunk, Document
 from prope.data.store.arrays import COUNTS, SPLITS, element_dtype, prompt_bit
 from prope.data.tokenizer import BOS, EOS, load_tokenizer
+from prope.errors import RunFailed
 from prope.runtime.files import write_atomic
 
 _SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound the memory
@@ -74,13 +75,14 @@ def is_validation(document: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest()) < fraction * 2**64
 
 
-def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype) -> np.ndarray | None:
-    """Returns the elements of a chunk; None if the file is not what was written, as after a power failure."""
-    try:
-        elements = np.fromfile(folder / f"{number}.{split}", dtype)
-    except FileNotFoundError:
-        return None
-    return elements if zlib.crc32(elements) == record[split]["crc"] else None
+def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype) -> np.ndarray:
+    """Returns the elements of a chunk; drops one whose file is not what was written, as after a power failure."""
+    path = folder / f"{number}.{split}"
+    elements = np.fromfile(path, dtype) if path.exists() else np.empty(0, dtype)
+    if zlib.crc32(elements) != record[split]["crc"]:
+        (folder / f"{number}.json").unlink(missing_ok=True)
+        raise RunFailed(f"{folder}: chunk {number} is damaged and was dropped; run the same command again")
+    return elements
 
 
 def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
