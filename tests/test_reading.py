@@ -1,4 +1,4 @@
-"""Reading documents: storage that fails is not damage, TFRecord headers are scanned once, what is missing is named."""
+"""Reading documents: storage that fails is not damage, a TFRecord file is read once, what is missing is named."""
 
 import errno
 import os
@@ -44,6 +44,10 @@ def broken(monkeypatch, name, code, times):
         def read(self, *size):
             self.fail()
             return self.file.read(*size)
+
+        def readinto(self, buffer):
+            self.fail()
+            return self.file.readinto(buffer)
 
         def readline(self, *size):
             self.fail()

@@ -46,7 +46,7 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     if info.file_format.value not in _READERS:
         raise UsageError(f"{folder}: is in {info.file_format.value} format; array_record and tfrecord can be read")
 
-    read = functools.partial(_read, fail, info.features, _READERS[info.file_format.value], rule)
+    read = functools.partial(_read, fail, info.features, info.file_format.value, rule)
     number, size = max(sum(split.shard_lengths), 1), int(split.num_bytes)
     step = max(1, chunk_bytes(size) * number // max(size, 1))  # records in a chunk
     chunks = []
@@ -104,7 +104,7 @@ def _download(shard: epath.Path) -> BinaryIO:
 
 
 def _read(
-    fail: Callable[[str], UsageError], features, read_records: Callable, rule: TextRule,
+    fail: Callable[[str], UsageError], features, file_format: str, rule: TextRule,
     shard: epath.Path, length: int, start: int, stop: int,
 ) -> Iterator[Document]:  # fmt: skip
     """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records.
@@ -118,7 +118,7 @@ def _read(
     position, failed = start, None
     while True:
         try:
-            for record in read_records(path, position, None if stop == length else stop):
+            for record in _READERS[file_format](path, position, None if stop == length else stop):
                 if position < stop:
                     yield rule.document(features.deserialize_example_np(record), f"{shard} record {position + 1}")
                 position += 1
@@ -151,7 +151,7 @@ def array_record(path: str, start: int, stop: int | None) -> Iterator[bytes]:
 
 def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
     """Yields records start .. stop - 1 of a TFRecord file; to its end if stop is None."""
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:  # of skipped records it reads the 12 bytes before them only
         file.seek(0)  # on macOS, a path in /dev/fd shares the place with the descriptor
         for number in itertools.count() if stop is None else range(stop):
             if not (header := file.read(12)):  # its length, of 8 bytes, and 4 more
