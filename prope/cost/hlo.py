@@ -97,10 +97,15 @@ class _Instruction(NamedTuple):
         return sum(array.bytes for array in self.arrays if array.space == 0)
 
     @property
+    def kind(self) -> str:
+        """The opcode; of the done of a start, that of both."""
+        return self.opcode.removesuffix("-done")
+
+    @property
     def free(self) -> bool:
         """Tells whether it moves no data by itself."""
         free_call = self.opcode == "custom-call" and any(name in self.attributes for name in _FREE_CALLS)
-        return free_call or self.opcode.removesuffix("-done") in _FREE
+        return free_call or self.kind in _FREE
 
     @property
     def chained(self) -> bool:
@@ -113,8 +118,8 @@ class _Computation:
     instructions: dict[str, _Instruction] = dataclasses.field(default_factory=dict)
     root: _Instruction | None = None
 
-    def users(self, name: str) -> list[_Instruction]:
-        return [x for x in self.instructions.values() if name in x.operands]
+    def uses(self, name: str) -> list[tuple[_Instruction, int]]:
+        return [(x, i) for x in self.instructions.values() for i, operand in enumerate(x.operands) if operand == name]
 
     def operands(self, x: _Instruction) -> list[_Instruction]:
         """Returns what x reads; for the done of a start, what the start reads."""
@@ -212,14 +217,14 @@ def _affine(module: dict, computation: _Computation, name: str, inputs=()) -> tu
 def _collectives_in(module: dict, computation: _Computation, chips_per_node: int | None) -> Counter:
     counts = Counter()
     for x in computation.instructions.values():
-        kind = x.opcode.removesuffix("-done")
+        kind = x.kind
         if x.opcode == "fusion":
             counts.update(_collectives_in(module, module[x.attribute("calls")], chips_per_node))
         elif x.opcode == "async-start" and _SYNC not in x.attributes:  # counted where they are wrapped
             wrapped = _collectives_in(module, module[x.attribute("calls")], chips_per_node)
             counts.update({(kind, "async"): n for (kind, key), n in wrapped.items() if key == "count"})
         elif kind in _COLLECTIVES:
-            starts = any("AsyncCollectiveStart" in user.attributes for user in computation.users(x.name))
+            starts = any("AsyncCollectiveStart" in user.attributes for user, _ in computation.uses(x.name))
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
                 size *= 2 if kind == "all-reduce" else 1
@@ -266,52 +271,40 @@ def _integers(text: str) -> list[int]:
 def _hbm_in(module: dict, computation: _Computation) -> Counter:
     total = 0
     for x in computation.instructions.values():
-        opcode, operands = x.opcode.removesuffix("-done"), computation.operands(x)
-        if opcode == "fusion":
-            body = module[x.attribute("calls")]
-            total += sum(_bytes_read(module, body, i, operand.hbm) for i, operand in enumerate(operands))
-            total += _bytes_written(module, body, body.root)
-        elif opcode in _SLICES:
-            total += (x.bytes if operands[0].hbm else 0) + x.hbm
-        elif opcode in _UPDATES:
-            update = operands[1 if opcode == "dynamic-update-slice" else -1]
-            total += update.hbm + (update.bytes if x.hbm else 0)
-        elif x.opcode in ("send", "recv"):
+        if x.opcode in ("send", "recv"):
             total += x.arrays[0].bytes
-        elif not (x.free or opcode.endswith(("-start", "-update"))):
-            scratch = [a for a in x.arrays if x.opcode == "custom-call" and a.dtype in ("s8", "u8")]  # of GPU libraries
-            total += sum(operand.hbm for operand in operands) + x.hbm - sum(array.bytes for array in scratch)
+        elif not (x.free or x.opcode.endswith(("-start", "-update"))):
+            sizes = [operand.hbm for operand in computation.operands(x)]
+            total += sum(_bytes_read(module, computation, x, i, size) for i, size in enumerate(sizes))
+            total += _bytes_written(module, computation, x)
     return Counter(bytes=total)
 
 
-def _bytes_read(module: dict, body: _Computation, i: int, size: int) -> int:
-    """Counts the bytes that a fusion reads of its operand i, which has `size` bytes in HBM."""
-    names = [x.name for x in body.instructions.values() if x.opcode == "parameter" and x.inside == str(i)]
-    total = 0
-    for name in names:  # the operand and its views
-        for x in body.users(name):
-            if x.opcode in _SLICES and x.operands[0] == name:
-                total += x.bytes
-            elif x.opcode == "bitcast":
-                names.append(x.name)
-            elif x.opcode == "fusion":
-                inner = module[x.attribute("calls")]
-                total += sum(_bytes_read(module, inner, j, size) for j, used in enumerate(x.operands) if used == name)
-            elif not (x.free or x.chained or (x.opcode in _UPDATES and x.operands.index(name) == 0)):
-                return size
-    return min(size, total)
-
-
-def _bytes_written(module: dict, body: _Computation, x: _Instruction) -> int:
-    """Counts the bytes of HBM that a fusion with the result x writes."""
-    operands = body.operands(x)
-    if x.opcode == "tuple":
-        return sum(_bytes_written(module, body, operand) for operand in operands)
+def _bytes_read(module: dict, computation: _Computation, x: _Instruction, i: int, size: int) -> int:
+    """Counts the bytes that x reads of its operand i, which has `size` bytes in HBM."""
+    if x.kind in _SLICES and i == 0:
+        return x.bytes if size else 0
+    body, views = computation, [x]
     if x.opcode == "fusion":
-        inner = module[x.attribute("calls")]
-        return _bytes_written(module, inner, inner.root)
+        body = module[x.attribute("calls")]
+        views = [p for p in body.instructions.values() if p.opcode == "parameter" and p.inside == str(i)]
+    elif x.opcode != "bitcast":
+        return 0 if x.free or x.chained or (x.kind in _UPDATES and i == 0) else size
+    uses = [use for view in views for use in body.uses(view.name)]
+    return min(size, sum(_bytes_read(module, body, *use, size) for use in uses))
+
+
+def _bytes_written(module: dict, computation: _Computation, x: _Instruction) -> int:
+    """Counts the bytes of HBM that x writes, in a fusion as its result."""
+    operands = computation.operands(x)
+    if x.opcode == "tuple":
+        return sum(_bytes_written(module, computation, operand) for operand in operands)
+    if x.opcode == "fusion":
+        body = module[x.attribute("calls")]
+        return _bytes_written(module, body, body.root)
     if x.opcode == "bitcast" and x.hbm:
-        return _bytes_written(module, body, operands[0])
-    if x.opcode in _UPDATES and x.hbm:
-        return operands[1 if x.opcode == "dynamic-update-slice" else -1].bytes
-    return 0 if x.free or x.chained else x.hbm
+        return _bytes_written(module, computation, operands[0])
+    if x.kind in _UPDATES and x.hbm:
+        return operands[1 if x.kind == "dynamic-update-slice" else -1].bytes
+    scratch = [a for a in x.arrays if x.opcode == "custom-call" and a.dtype in ("s8", "u8")]  # of GPU libraries
+    return 0 if x.free or x.chained else x.hbm - sum(array.bytes for array in scratch)
