@@ -59,13 +59,12 @@ def main() -> dict:
             raise UsageError("prope.bench needs --config=FILE to measure its training step, --rope or --suite")
         validate(FLAGS.config)
         return bench_step(FLAGS.config, FLAGS.steps)
-    try:
-        B, T, N, H = map(int, FLAGS.shape)
-    except ValueError:
-        raise UsageError(f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H") from None
+    shape = tuple(int(size) if size.isdecimal() else 0 for size in FLAGS.shape)
+    if len(shape) != 4 or 0 in shape or shape[-1] % 2:
+        raise UsageError(f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H from 1 on, the last one even")
     if FLAGS.attention:
-        return processes.call_on_first(lambda: bench_attention((B, T, N, H)))
-    return processes.call_on_first(lambda: bench_rope((B, T, N, H), FLAGS.dtype, FLAGS.rope_percentage))
+        return processes.call_on_first(lambda: bench_attention(shape))
+    return processes.call_on_first(lambda: bench_rope(shape, FLAGS.dtype, FLAGS.rope_percentage))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def test_the_command_prints_multiples_of_a_copy(run_command):
     figures = {"forward", "forward_backward", "output_and_gradient"}
     assert outcome.result["prope"].keys() == outcome.result["paper"].keys() == figures
     assert all(value > 0 for value in outcome.result["prope"].values())
-    assert "--shape=1,2: must be four numbers" in run_command("prope.bench", "--rope", "--shape=1,2").error
+    for shape in ("1,2", "1,64,2,63", "1,64,0,64", "-1,64,2,64", "1,64,2,x"):
+        error = run_command("prope.bench", "--rope", f"--shape={shape}").error
+        assert f"--shape={shape}: must be four numbers" in error
 
 
 def test_a_sweep_of_attention_ranks_the_blocks_that_compile(monkeypatch, run_command):
@@ -98,5 +100,7 @@ def test_what_cannot_be_measured_is_answered_in_one_line(run_command):
     assert "needs --config=FILE to measure its training step, --rope or --suite" in run_command("prope.bench").error
     error = run_command("prope.bench", CONFIG, "--config.model.attention=splash").error
     assert "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu" in error
+    error = run_command("prope.bench", "--suite", "--output=https://a/b").error
+    assert "--output=https://a/b: must be a local path, or a URL of gs or s3" in error
     error = run_command("prope.bench", CONFIG, "--config.batch_size=6", devices=4).error
     assert "config.batch_size=6: must be a multiple of 4" in error

@@ -29,7 +29,7 @@ from prope.kernels.choice import choose_implementation
 from prope.loss import weighted_loss
 from prope.optimizer import make_optimizer
 from prope.runtime import xla_flags
-from prope.runtime.files import append_jsonl, check_writable
+from prope.runtime.files import append_jsonl, as_path, check_writable
 from prope.runtime.validate import validate
 from prope.step import init_state
 from prope.workdir.checkpoints import Checkpoints
@@ -80,7 +80,7 @@ _GROUPS = {
 
 def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
     """Measures what `output` does not hold yet, as long as there is time; returns all rows, and how many are left."""
-    folder, end = epath.Path(output), time.monotonic() + 60 * minutes
+    folder, end = as_path("output", output), time.monotonic() + 60 * minutes
     check_writable("--output", folder)
     file, machine = folder / "suite.jsonl", describe_machine()
     if not (lines := read_jsonl(file)):
