@@ -46,7 +46,7 @@ def main() -> dict:
     import jax
 
     from prope.cost.plan import plan, search
-    from prope.cost.topology import find_devices, is_gpu
+    from prope.cost.topology import find_devices
     from prope.runtime.validate import validate
 
     config = FLAGS.config
@@ -61,7 +61,7 @@ def main() -> dict:
         if not rows >= 1 or rows % 1:  # also refuses nan and inf
             raise UsageError(f"--sequences_per_chip={FLAGS.sequences_per_chip}: is {rows} on {len(devices)} chips")
         config.batch_size, config.accumulation = int(rows), 1
-    if FLAGS.xla_flags and is_gpu(FLAGS.topology):
+    if FLAGS.xla_flags and chip not in xla_flags.TPU:
         options = xla_flags.GPU
         jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
     return (search if FLAGS.search else plan)(config, FLAGS.topology, devices, options)

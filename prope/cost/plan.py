@@ -11,7 +11,6 @@ from prope import sharding
 from prope.config import REMAT
 from prope.cost import flops, hlo
 from prope.cost.bench import describe
-from prope.cost.topology import is_gpu
 from prope.errors import log
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
@@ -21,7 +20,8 @@ from prope.step import prepare, trace_step
 
 def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Compiles the training step for these devices; returns what the command prints."""
-    chip, gpu = flops.CHIPS[topology.partition(":")[0]], is_gpu(topology)
+    name = topology.partition(":")[0]
+    chip, gpu = flops.CHIPS[name], name not in xla_flags.TPU
     # JAX tells the nodes of GPUs apart, as slices, only where they are attached.
     slices = len({device.process_index for device in devices}) if gpu else sharding.num_slices(devices)
     if config.mesh.data is None:

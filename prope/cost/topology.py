@@ -20,11 +20,6 @@ _FOR_ALL_GPUS = GPUS.pop("all")
 _LIBRARIES = {"dnn_version_info": {"major": 9, "minor": 28}, "runtime_version": {"major": 13}}
 
 
-def is_gpu(topology: str) -> bool:
-    """Tells whether a topology is one of GPUs."""
-    return topology.partition(":")[0] in GPUS
-
-
 def find_devices(topology: str, slices: int) -> list:
     """Describes the devices of TPU slices, or of nodes of GPUs."""
     name, _, shape = topology.partition(":")
