@@ -24,6 +24,7 @@ from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
 from prope.hf import tensors as tensor_files
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run
 
 # --- Beside transformers ----------------------------------------------------------------------------------------
@@ -122,6 +123,7 @@ def test_a_run_comes_back_from_its_export(tmp_path, p, sizes):
     p = 0.5 if isinstance(p, tuple) else p
     assert run.config.model.to_dict() == config.model.to_dict() | {"rope_percentage": p}
     assert (run.config.data.seq_len, run.config.data.tokenizer, run.step) == (128, "byte", 0)
+    assert run.init_hash == back["init_hash"] == hash_arrays(params), "of the same parameters, as training has it"
     assert same(run.params(), params)
     export_hf.export(tmp_path / "back", tmp_path / "again")
     names = sorted(path.name for path in (tmp_path / "hf").iterdir())

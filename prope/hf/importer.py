@@ -1,7 +1,6 @@
 """Reads a Gemma 1 checkpoint in the format of Hugging Face into a new run with a checkpoint of step 0."""
 
 import functools
-import hashlib
 import math
 import operator
 
@@ -19,6 +18,7 @@ from prope.hf import gemma
 from prope.hf.tensors import Stored, open_tensors, some
 from prope.runtime.files import absolute, as_path, check_new, local_copy, new_directory
 from prope.workdir.checkpoints import save_imported
+from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, write_config
 
 _DTYPES = ("F32", "BF16", "F16")  # whose values are all float32 values
@@ -59,10 +59,8 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
         if tokenizer_file is not None:
             epath.Path(tokenizer_file).copy(directory / gemma.TOKENIZER)
             config.data.tokenizer = str(absolute(path) / gemma.TOKENIZER)
-        digest = hashlib.sha256()
-        for leaf in jax.tree.leaves(params):
-            digest.update(leaf.reshape(-1).view(np.uint8))
-        init_hash = digest.hexdigest()[:16]
+        params = jax.device_put(params, may_alias=True)  # without a second copy
+        init_hash = hash_arrays(params)
         write_config(directory, config)
         identity = {"config": config.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
