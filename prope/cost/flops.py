@@ -92,8 +92,7 @@ def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
 
 
 # Primitives that run their one jaxpr once, with their operands as its arguments.
-_CALLS = ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call", "custom_jvp_call",
-          "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")  # fmt: skip
+_CALLS = ("jit", "checkpoint", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call", "shard_map")
 # Primitives whose work is in no jaxpr.
 _OPAQUE = re.compile(
     "pallas_call|ffi_call|custom_partitioning|dot_product_attention|ragged_dot|scaled_(dot|matmul)|.*wgmma"

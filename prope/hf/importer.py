@@ -10,7 +10,6 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope import model
-from prope.cost.flops import num_parameters
 from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log
@@ -52,8 +51,9 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     check_tensors(local, stored, expected)
     tokenizer_file = find_tokenizer(local, tokenizer, config, values)
 
+    parameters = sum(math.prod(tensor.shape) for tensor in expected)
     with new_directory("workdir", path) as directory:
-        check_disk(directory, sum(4 * math.prod(tensor.shape) for tensor in expected))
+        check_disk(directory, 4 * parameters)
         params = read_params(config, stored, expected)
         check_tied(stored, params)
         if tokenizer_file is not None:
@@ -64,13 +64,11 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
         write_config(directory, config)
         identity = {"config": config.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
-    log.info(
-        "%s parameters, computed in %s; %s; tokenizer %s",
-        f"{num_parameters(params):,}", config.model.dtype, describe(config.model), config.data.tokenizer,
-    )  # fmt: skip
+    computed = f"{parameters:,} parameters, computed in {config.model.dtype}"
+    log.info("%s; %s; tokenizer %s", computed, describe(config.model), config.data.tokenizer)
     return {
         "workdir": str(path),
-        "parameters": num_parameters(params),
+        "parameters": parameters,
         "step": 0,
         "rope_percentage": config.model.rope_percentage,
         "rotated_pairs": rotated_pairs(config.model),
@@ -126,14 +124,9 @@ def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[ge
 
 def check_tied(stored: dict[str, Stored], params: dict) -> None:
     """Raises UsageError where the checkpoint has an output matrix that is not its embedding."""
-    if _TIED not in stored:
-        return
-    output, embedding = stored[_TIED], params["embedder"]["input_embedding"]
-    for start in range(0, len(embedding), 1024):  # some rows at a time, since float32 copies are compared
-        rows = slice(start, min(start + 1024, len(embedding)))  # safetensors takes no slice past the end
-        if output.values[rows].astype(np.float32).tobytes() != embedding[rows].tobytes():
-            one = "this decoder has one matrix for both, as Gemma 1 has: import a checkpoint with tied embeddings"
-            raise UsageError(f"{output.file}: {_TIED} differs from {_EMBEDDING}; {one}")
+    if _TIED in stored and (stored[_TIED].values[:] != params["embedder"]["input_embedding"]).any():
+        one = "this decoder has one matrix for both, as Gemma 1 has: import a checkpoint with tied embeddings"
+        raise UsageError(f"{stored[_TIED].file}: {_TIED} differs from {_EMBEDDING}; {one}")
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
