@@ -6,7 +6,7 @@ what cannot be counted is an error. No device is touched.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -110,7 +110,7 @@ def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
     return float(1 + 12.0 * model.num_heads * model.head_dim * (keys.max() - keys.mean()) / mean)
 
 
-def count_flops(jaxpr: ClosedJaxpr | Jaxpr, kernels: Mapping[str, float] | None = None) -> float:
+def count_flops(jaxpr: ClosedJaxpr, kernels: Mapping[str, float] | None = None) -> float:
     """Counts the FLOPs of all matmuls and convolutions of a jaxpr, over all devices, with recomputation by remat.
 
     A scan counts its length times, a cond its costliest branch, a shard_map once per device. Work that the compiler
@@ -125,17 +125,15 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr, kernels: Mapping[str, float] | None 
       ValueError: matmuls in a loop of unknown length, or a kernel of unknown FLOPs; the text names it.
     """
     # Dead code is removed first: remat repeats whole layers, and the compiler drops what is not used.
-    body = getattr(jaxpr, "jaxpr", jaxpr)
-    needed, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
-    needed = ClosedJaxpr(needed, getattr(jaxpr, "consts", ()))
-    return _count(needed, [None] * len(body.invars), kernels or {})[0]
+    needed, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
+    return _count(ClosedJaxpr(needed, jaxpr.consts), kernels or {})[0]
 
 
-def _count(closed, arguments: list, kernels: Mapping[str, float]) -> tuple[float, list]:
-    """Returns the FLOPs, and the values of constant results; `arguments` that are not constants are None."""
+def _count(closed, kernels: Mapping[str, float], arguments: Sequence = ()) -> tuple[float, list]:
+    """Returns the FLOPs, and the values of constant results; arguments that are not constants are None or left out."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False))
-    known |= zip(jaxpr.invars, arguments, strict=True)
+    known |= zip(jaxpr.invars, arguments, strict=False)
 
     def value(atom):
         return atom.val if isinstance(atom, Literal) else known.get(atom)
@@ -157,18 +155,17 @@ def _count(closed, arguments: list, kernels: Mapping[str, float]) -> tuple[float
         elif _OPAQUE.match(name):
             total += _kernel_flops(eqn, operands, kernels)
         elif name in _CALLS and len(inner) == 1:
-            flops, results = _count(inner[0], operands, kernels)
+            flops, results = _count(inner[0], kernels, operands)
             known |= zip(eqn.outvars, results, strict=True)
             devices = [eqn.params["mesh"].shape[axis] for axis in eqn.params.get("newly_manual_axes", ())]
             total += flops * math.prod(devices)  # 1, except for a shard_map
         elif name == "scan":
             old = "num_consts" in eqn.params  # before JAX 0.11
             constants = operands[: eqn.params["num_consts"] if old else len(eqn.params["ft_in"].unpack()[0])]
-            varying = [None] * (len(operands) - len(constants))
-            total += eqn.params["length"] * _count(inner[0], constants + varying, kernels)[0]
+            total += eqn.params["length"] * _count(inner[0], kernels, constants)[0]
         elif name == "cond":
-            total += max(_count(branch, operands[1:], kernels)[0] for branch in inner)
-        elif any(_count(body, [None] * len(getattr(body, "jaxpr", body).invars), kernels)[0] for body in inner):
+            total += max(_count(branch, kernels, operands[1:])[0] for branch in inner)
+        elif any(_count(body, kernels)[0] for body in inner):
             raise ValueError(f"the matmuls in a {name} cannot be counted: how often it runs is not known")
     return total, [value(atom) for atom in jaxpr.outvars]
 
@@ -190,5 +187,4 @@ def _kernel_flops(eqn: JaxprEqn, operands: list, kernels: Mapping[str, float]) -
         if operands[1] is None:
             raise ValueError(f"the blocks that the kernel {name} visits are not known: its mask is no constant")
         share = float(np.count_nonzero(operands[1]) / operands[1].size)
-    body = eqn.params["jaxpr"]
-    return math.prod(grid.grid) * share * _count(body, [None] * len(body.invars), kernels)[0]
+    return math.prod(grid.grid) * share * _count(eqn.params["jaxpr"], kernels)[0]

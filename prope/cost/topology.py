@@ -28,7 +28,7 @@ def find_devices(topology: str, slices: int) -> list:
         tpu = f"a TPU ({', '.join(xla_flags.TPU)}) and the shape of a slice, such as v5p:4x4x4"
         gpu = f"a GPU ({', '.join(GPUS)}) and nodes x GPUs of a node, such as h100:8x8"
         raise UsageError(f"--topology={topology}: must be {tpu}, or {gpu}")
-    return _find_gpus(topology, sizes, slices) if name in GPUS else _find_tpus(topology, sizes, slices)
+    return _find_gpus(name, sizes, slices) if name in GPUS else _find_tpus(topology, sizes, slices)
 
 
 def _find_tpus(topology: str, sizes: list[str], slices: int) -> list:
@@ -46,8 +46,7 @@ def _find_tpus(topology: str, sizes: list[str], slices: int) -> list:
         raise UsageError(f"--topology={topology}: {str(error).splitlines()[0]}") from None
 
 
-def _find_gpus(topology: str, sizes: list[str], slices: int) -> list:
-    name = topology.partition(":")[0]
+def _find_gpus(name: str, sizes: list[str], slices: int) -> list:
     if slices > 1:
         raise UsageError(f"--slices={slices}: is of TPUs; nodes are part of the topology: {name}:{slices}x{sizes[-1]}")
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
