@@ -60,6 +60,7 @@ def rope(**fields):
         (rope(partial_rotary_factor="all"), 'partial_rotary_factor="all": must be a fraction'),
         (rope(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor=0.5: .* and 1 with default"),
         (rope(rope_theta=None), "rope_theta=null: must be a number"),
+        ({"rope_scaling": "linear"}, 'the rotation is "linear": must be an object'),
         (rope(rope_theta=1.0), "max_wavelength=1.0: must be greater than 1"),
         ({"rope_scaling": {"rope_type": "default"}}, "rope_scaling=.* and rope_parameters=.* differ"),
         ({"vocab_size": 200}, "vocab_size=200, but the tokenizer byte has 260 ids; give --tokenizer=PATH"),

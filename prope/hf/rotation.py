@@ -81,6 +81,8 @@ def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) ->
 def read_rotation(values: dict) -> dict:
     """Returns the fields of config.model for config.json's, as transformers reads them: rope_scaling, older, first."""
     fields = [values[name] for name in ("rope_scaling", "rope_parameters") if values.get(name)] or [{}]
+    if other := [rope for rope in fields if not isinstance(rope, dict)]:
+        raise UsageError(f"the rotation is {json.dumps(other[0])}: must be an object; restore the original file")
     # The releases have only rope_theta: every pair is rotated.
     theta, p = values.get("rope_theta", 1e4), values.get("partial_rotary_factor", 1)
     absent = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": p, "factor": 1}
