@@ -53,6 +53,14 @@ def test_removing_a_channel_is_zeroing_its_queries(tmp_path, monkeypatch, at_onc
         assert abs(apart.mean()) > 1e-4
 
 
+def test_dynamic_scaling_goes_by_the_length_that_is_read(tmp_path):
+    fields = {"rope_scaling_type": "dynamic", "rope_scaling_factor": 1.0, "original_seq_len": 8}
+    config, params = make_run(tmp_path / "run", 1.0, num_layers=1, **fields)
+    made = make_walk(tmp_path / "run")
+    losses = made.losses(made.through(0, made.enter()))
+    np.testing.assert_allclose(losses, plain_losses(config.model, params, made.tokens), atol=2e-5)
+
+
 @pytest.mark.slow
 def test_stopping_the_slowest_turned_pair_is_a_smaller_p(tmp_path):
     config, params = make_run(tmp_path / "run", 0.25, num_heads=1, num_layers=1)

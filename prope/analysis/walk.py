@@ -37,7 +37,7 @@ class Walk:
         # In float32 whatever it was trained in, so that the weights are measured.
         self.config = ConfigDict(config.to_dict() | {"dtype": "float32", "attention": "auto", "remat": "none"})
         self.tokens = tokens
-        self.frequencies = layer_frequencies(config)  # [L, P]
+        self.frequencies = layer_frequencies(config, tokens.shape[1])  # [L, P]
         self.pairs = rotated_pairs_by_layer(config)  # how many every layer rotates, [L]
         self._mesh, (B, T) = sharding.make_mesh(), tokens.shape
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
