@@ -131,6 +131,22 @@ def test_what_is_not_there_is_answered_in_one_line(run_and_export, tmp_path, mon
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}, "layer_types=.'sliding"),
+        ({"rope_type": "reversed"}, "rope_type=reversed"),
+        ({"rope_scaling_type": "stop", "scaled_pairs": (0, 3)}, "rope_scaling_type=stop"),
+    ],
+)
+def test_an_encoding_whose_rotated_pairs_are_not_the_first_is_refused(tmp_path, monkeypatch, fields, says):
+    make_run(tmp_path / "run", **fields)
+    (tmp_path / "a.txt").write_text("word " * 40)
+    monkeypatch.setattr(analyze, "Walk", None)
+    with pytest.raises(UsageError, match=f"{says}.*: only layers without windows, whose rotated pairs are the first"):
+        analyze.analyse(tmp_path / "run", asked(text=str(tmp_path / "a.txt")))
+
+
 @pytest.mark.parametrize(("content", "says"), [(b"", "has 0 tokens"), (b"x", "has 1 tokens"), (b"\xff\xfe", "UTF-8")])
 def test_a_text_has_two_tokens_at_least(run_and_export, tmp_path, content, says):
     (tmp_path / "a.txt").write_bytes(content)

@@ -13,6 +13,7 @@ from prope.analysis import census, channels, compare, measures, page, theory_pag
 from prope.analysis.choices import find_after, parse_layers, parse_places, parse_tokens, parse_window
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
+from prope.encodings import layer_frequencies
 from prope.errors import UsageError, log
 from prope.model import Captured
 from prope.rope import frequencies
@@ -43,8 +44,9 @@ def analyse(workdir: epath.Path, options) -> dict:
         asked["text_hash"] = options.text and hashlib.sha256(epath.Path(options.text).read_bytes()).hexdigest()[:16]
     run = open_run(workdir, options.step)
     config = run.config.model
-    if config.layer_types or config.rope_type == "reversed":
-        types = f"model.layer_types={config.layer_types}, model.rope_type={config.rope_type}"
+    rotates = layer_frequencies(config) > 0
+    if config.layer_types or (rotates[:, 1:] > rotates[:, :-1]).any():
+        types = ", ".join(f"model.{name}={config[name]}" for name in ("layer_types", "rope_type", "rope_scaling_type"))
         allowed = "only layers without windows, whose rotated pairs are the first, can be analysed"
         raise UsageError(f"--workdir={workdir}: {types}: {allowed}")
     layers = parse_layers(options.layers, config)
