@@ -1,16 +1,18 @@
 """What the analysis reads, and what it refuses."""
 
 import json
+import os
 import re
 
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from exchange import make_run
 from test_analyze import asked, at_layer
 
 from prope.analysis import analysis as analyze
-from prope.analysis import page, sequences
+from prope.analysis import page, sequences, theory_page
 from prope.config import default_config
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import BOS, EOS
@@ -183,6 +185,28 @@ def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_comman
 def test_a_flag_that_contradicts_paper_is_answered_in_one_line(tmp_path, run_command, flag):
     done = run_command("prope.analyze", f"--workdir={tmp_path}", "--paper", flag)
     assert f"{flag}: --paper chooses that itself; leave out one of the two" in done.error and done.code == 2
+
+
+def test_the_papers_statements_are_written_after_an_interrupt(tmp_path, monkeypatch):
+    write_config(tmp_path, default_config())
+    (folder := epath.Path(tmp_path) / "analysis").mkdir()
+    (folder / "analysis.json").write_text("{}")
+    os.utime(folder / "analysis.json", (0, 0))  # long before the page
+    monkeypatch.setattr(analyze, "analyse", lambda *_: dict.fromkeys(analyze._PRINTED))
+    monkeypatch.setattr(page, "write", lambda folder, _: (folder / "index.html").write_text(""))
+
+    def write(folder):
+        written.append(folder)
+        if len(written) == 1:
+            raise KeyboardInterrupt
+
+    written = []
+    monkeypatch.setattr(theory_page, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        analyze.analyse_all(epath.Path(tmp_path), asked(paper=True))
+    for _ in range(2):
+        analyze.analyse_all(epath.Path(tmp_path), asked(paper=True))
+    assert written == [folder / "theory"] * 2, "once more, and then no more"
 
 
 @pytest.mark.slow

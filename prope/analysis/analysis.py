@@ -117,9 +117,9 @@ def analyse_all(workdir: epath.Path, options) -> dict:
         analyses.append(analyse(run, options))
         output, made = run / "analysis" / "index.html", run / "analysis" / "analysis.json"
         if processes.is_first() and (not output.exists() or output.stat().mtime <= made.stat().mtime):
-            page.write(output.parent, analyses[-1])
             if options.paper:
                 theory_page.write(output.parent / "theory")
+            page.write(output.parent, analyses[-1])  # last: when it is there, all is
     if runs == [workdir]:
         return {"output": str(output)} | {name: analyses[0][name] for name in _PRINTED}
     return processes.call_on_first(lambda: compare.write(workdir / "analysis", analyses))
