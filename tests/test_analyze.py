@@ -224,7 +224,10 @@ def test_the_high_frequency_share_counts_turned_pairs_only():
     norms = np.ones((2, 16), np.float32)
     zeros = np.zeros(2)
     made = measures.Measures(norms, norms, norms, *[zeros] * 6, norms, norms)
-    shares = [census.score_heads(0, rotated, made, H)[0]["high_frequency_share"] for rotated in (0, 2, 4, 16)]
+    shares = [
+        census.score_heads(0, frequencies(H, rope_percentage=rotated / 16), made)[0]["high_frequency_share"]
+        for rotated in (0, 2, 4, 16)
+    ]
     assert shares == pytest.approx([0, 2 / 16, 4 / 16, 4 / 16])
 
 

@@ -37,7 +37,7 @@ def test_removing_a_channel_is_zeroing_its_queries(tmp_path, monkeypatch, at_onc
     config, params = make_run(tmp_path / "run", 0.75)
     monkeypatch.setattr(walk, "_TOKENS", at_once)
     made = make_walk(tmp_path / "run")
-    losses = made.losses(made.through(0, made.enter()))
+    losses = made.losses(made.enter(), 0)
     np.testing.assert_allclose(losses, plain_losses(config.model, params, made.tokens), atol=2e-5)
     for layer, head, pair in ((0, 3, 30), (1, 1, 20)):
         channel = {"layer": layer, "head": head, "pair": pair, "frequency": 0.0}
@@ -57,7 +57,7 @@ def test_dynamic_scaling_goes_by_the_length_that_is_read(tmp_path):
     fields = {"rope_scaling_type": "dynamic", "rope_scaling_factor": 1.0, "original_seq_len": 8}
     config, params = make_run(tmp_path / "run", 1.0, num_layers=1, **fields)
     made = make_walk(tmp_path / "run")
-    losses = made.losses(made.through(0, made.enter()))
+    losses = made.losses(made.enter(), 0)
     np.testing.assert_allclose(losses, plain_losses(config.model, params, made.tokens), atol=2e-5)
 
 
@@ -65,7 +65,7 @@ def test_dynamic_scaling_goes_by_the_length_that_is_read(tmp_path):
 def test_stopping_the_slowest_turned_pair_is_a_smaller_p(tmp_path):
     config, params = make_run(tmp_path / "run", 0.25, num_heads=1, num_layers=1)
     made = make_walk(tmp_path / "run")
-    losses = made.losses(made.through(0, made.enter()))
+    losses = made.losses(made.enter(), 0)
     channel = {"layer": 0, "head": 0, "pair": 7, "frequency": 1.0}  # the last of 8 that turn
     channels.ablate(made, [channel], losses)
     config.model.rope_percentage = 7 / 32
@@ -98,7 +98,7 @@ def test_channels_are_slow_or_unturned_and_the_strongest():
     made = measures.Measures(query, key, key, *rest, query, query)
     freqs = frequencies(H)
     for rotated, slow in ((16, 8), (4, 4), (0, 0)):
-        found = channels.strongest_channels(5, rotated, made, freqs, 100, 3)
+        found = channels.strongest_channels(5, np.where(np.arange(16) < rotated, freqs, 0), made, 100, 3)
         strength = query * np.repeat(key, 2, axis=0) / H**0.5
         order = sorted(((strength[n, k], n, k) for n in range(4) for k in range(slow, 16)), reverse=True)[:3]
         assert [(c["strength"], c["head"], c["pair"]) for c in found] == order

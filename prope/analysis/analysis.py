@@ -13,8 +13,9 @@ from prope.analysis import census, channels, compare, measures, page, theory_pag
 from prope.analysis.choices import find_after, parse_layers, parse_places, parse_tokens, parse_window
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
-from prope.encodings import layer_frequencies
+from prope.encodings import layer_frequencies, rotated_pairs
 from prope.errors import UsageError, log
+from prope.inference.paired import average_seeds
 from prope.model import Captured
 from prope.rope import frequencies
 from prope.runtime import processes
@@ -73,21 +74,21 @@ def analyse(workdir: epath.Path, options) -> dict:
     table, window = parse_tokens(options.tokens, range(T) if options.paper else window, T), sorted({0, *window})
     positions = sorted({0, *window, *table, *(i - 1 for i in table if i)})
 
-    def measure(run: Run) -> tuple[Walk, dict]:
+    def measure(run: Run) -> dict:
         walk = Walk(config, run, tokens)
         log.info("%s, step %d: %d sequences of %d tokens of %s", workdir, run.step, B, T, text["source"])
         measured = measure_layers(walk, layers, options.channels, positions, after)
         strongest = [(c["layer"], c["head"], c["pair"]) for c in measured["channels"][: int(options.paper)]]
         measured["shown_channels"] = channels.show_channels(walk, chosen_channels or strongest, window)
-        return walk, measured
+        return measured
 
-    run, (walk, measured) = run.first_undamaged(measure)
+    run, measured = run.first_undamaged(measure)
     heads, views = measured.pop("heads"), measured.pop("views")
     chosen = [(*head, "asked for") for head in chosen] or census.strongest(heads, options.paper)
     result = {
         "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
-        "rotated_pairs": walk.pairs if len(set(walk.pairs)) > 1 else walk.pairs[0],
-        "head_dim": config.head_dim, "max_wavelength": config.max_wavelength, "seed": run.config.seed,
+        "rotated_pairs": rotated_pairs(config), "head_dim": config.head_dim,
+        "max_wavelength": config.max_wavelength, "seed": run.config.seed,
         **text, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,
         "frequencies": frequencies(config.head_dim, config.max_wavelength).tolist(),
         "heads": heads, "rank_correlation": census.rank_correlation([(heads, census.sharing(measured["layers"]))]),
@@ -137,7 +138,7 @@ def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[in
     channels    the strongest `count` of all these layers, with the loss without them
     loss        {"loss", "stderr"} over the sequences; None without channels
     """
-    config, (B, T) = walk.config, walk.tokens.shape
+    B, T = walk.tokens.shape
     result = {"layers": [], "heads": [], "views": {}, "channels": [], "loss": None}
     follows, share, measured = walk.batches(after), after[:, measures.FROM :].mean(), []
 
@@ -147,21 +148,22 @@ def measure_layers(walk: Walk, layers: list[int], count: int, positions: list[in
             result["views"][layer] = jax.device_get(walk.run(measures.view, captured, np.array(positions)))
 
     x = walk.enter()
-    for layer in range(config.num_layers if count else max(layers) + 1):
+    for layer in range(max(layers) + 1):
         measured.clear()
         x = walk.layer(layer, x, look=look if layer in layers else None)
         if measured:
             mean = jax.tree.map(lambda *values: np.concatenate(values)[:B].mean(axis=0), *measured)
             norms = {name: getattr(mean, name).tolist() for name in ("query_norms", "key_norms", "value_norms")}
-            rotated = walk.pairs[layer]
-            result["layers"].append({"layer": layer, "turned": rotated, **norms})
-            result["heads"] += census.score_heads(layer, rotated, mean, config.head_dim, share)
-            result["channels"] += channels.strongest_channels(layer, rotated, mean, walk.frequencies[layer], T, count)
-            log.info("layer %d of %d is measured", layer, config.num_layers)
+            freqs = walk.frequencies[layer]
+            result["layers"].append({"layer": layer, "turned": int(np.count_nonzero(freqs)), **norms})
+            result["heads"] += census.score_heads(layer, freqs, mean, share)
+            result["channels"] += channels.strongest_channels(layer, freqs, mean, T, count)
+            log.info("layer %d of %d is measured", layer, walk.config.num_layers)
     if count:
-        losses = walk.losses(x)
-        result["loss"] = {"loss": losses.mean(), "stderr": channels.standard_error(losses)}
+        losses = walk.losses(x, max(layers) + 1)
+        loss, stderr, _ = average_seeds(losses.tolist())
+        result["loss"] = {"loss": loss, "stderr": stderr}
         result["channels"] = sorted(result["channels"], key=lambda channel: -channel["strength"])[:count]
-        log.info("loss %.4f; now without each of %d channels", losses.mean(), len(result["channels"]))
+        log.info("loss %.4f; now without each of %d channels", loss, len(result["channels"]))
         channels.ablate(walk, result["channels"], losses)
     return result

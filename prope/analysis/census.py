@@ -13,8 +13,8 @@ SHARP = 0.5  # of the largest entropy: less, for a head to be named semantic
 SCORES = ("diagonal", "previous_token", "first_token", "entropy", "distance", "unturned_overlap")
 
 
-def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int, share: float = 0) -> list[dict]:
-    """Computes a record for every head of a layer with `rotated` pairs: its scores (`Measures`), and
+def score_heads(layer: int, frequencies: np.ndarray, measures: Measures, share: float = 0) -> list[dict]:
+    """Computes a record for every head of a layer with these frequencies [P]: its scores (`Measures`), and
 
     head_of                 the smaller of its weights on the token before, at queries after the token of --head_of,
                             which are a `share` of all, and on the first token elsewhere (Figure 7); None without it
@@ -26,8 +26,8 @@ def score_heads(layer: int, rotated: int, measures: Measures, head_dim: int, sha
                             there; "semantic": none of these, but sharp, and more than half of the attention is the same
                             without any rotation, so that it depends on what tokens are; otherwise ""
     """
-    strength = strengths(measures, head_dim)
-    fast = strength[:, : min(strength.shape[1] // 4, rotated)].sum(axis=1) / np.maximum(strength.sum(axis=1), 1e-30)
+    strength, quarter = strengths(measures), len(frequencies) // 4
+    fast = strength[:, :quarter] @ (frequencies[:quarter] > 0) / np.maximum(strength.sum(axis=1), 1e-30)
     records = []
     for head in range(len(strength)):
         scores = {name: float(getattr(measures, name)[head]) for name in SCORES}

@@ -10,24 +10,24 @@ Axes: N query heads, K key/value heads, H head_dim, P = H / 2 pairs.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from prope.analysis.measures import Measures
 from prope.analysis.walk import Walk
-from prope.model import Captured
+from prope.inference.paired import average_seeds
+from prope.model import Captured, rotate_qkv
 from prope.rope import rotate
 from prope.sharding import constrain
 
 
-def strengths(measures: Measures, head_dim: int) -> np.ndarray:
+def strengths(measures: Measures) -> np.ndarray:
     """Computes what a pair can add to a logit, by Cauchy-Schwarz on mean norms, |q| |k| / sqrt(H): [N, P]."""
     query, key = np.asarray(measures.query_norms, np.float64), np.asarray(measures.key_norms, np.float64)
-    return query * np.repeat(key, len(query) // len(key), axis=0) / head_dim**0.5
+    return query * np.repeat(key, len(query) // len(key), axis=0) / (2 * query.shape[1]) ** 0.5
 
 
-def strongest_channels(
-    layer: int, rotated: int, measures: Measures, frequencies: np.ndarray, seq_len: int, count: int
-) -> list[dict]:
-    """Finds the strongest `count` channels of a layer with `rotated` pairs, strongest first, each with
+def strongest_channels(layer: int, frequencies: np.ndarray, measures: Measures, seq_len: int, count: int) -> list[dict]:
+    """Finds the strongest `count` channels of a layer with these frequencies [P], strongest first, each with
 
     layer, head, pair       the pair counts from the fastest, 0
     frequency               radians a token; 0 where the pair is not rotated
@@ -36,9 +36,8 @@ def strongest_channels(
     query_norm, key_norm    `Measures.query_norms` and `key_norms`
     to_first, to_others     contributions to the logit of the first token, and on average to those of the others
     """
-    P = len(frequencies)
-    strength = strengths(measures, 2 * P)
-    slow = min(P // 2, rotated)
+    P, strength = len(frequencies), strengths(measures)
+    slow = min(P // 2, int(np.count_nonzero(frequencies)))
     key_norms = np.repeat(measures.key_norms, len(strength) // len(measures.key_norms), axis=0)
     share = strength / np.maximum(strength.sum(axis=1, keepdims=True), 1e-30)
     of_pairs = {"strength": strength, "share": share, "query_norm": measures.query_norms, "key_norm": key_norms}
@@ -47,29 +46,28 @@ def strongest_channels(
     for index in np.argsort(-strength[:, slow:], axis=None)[:count]:
         head, pair = divmod(int(index), P - slow)
         pair += slow
-        frequency = float(frequencies[pair]) if pair < rotated else 0.0
-        record = {"layer": layer, "head": head, "pair": pair, "frequency": frequency}
-        record["largest_rotation"] = frequency * (seq_len - 1)
+        record = {"layer": layer, "head": head, "pair": pair, "frequency": float(frequencies[pair])}
+        record["largest_rotation"] = record["frequency"] * (seq_len - 1)
         records.append(record | {name: float(values[head, pair]) for name, values in of_pairs.items()})
     return records
 
 
 def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
-    """Adds the loss without it to every channel: `stopped`, without its rotation, and `removed`.
+    """Adds the loss without it to each of several channels: `stopped`, without its rotation, and `removed`.
 
     Each is {"loss", "difference", "stderr"}, nats per token: the mean over sequences, its difference from that of the
     model as it is, whose `losses` by sequence are passed, and the standard error of the difference over sequences.
     `stopped` is None where the pair is not rotated.
     """
-    x = walk.enter() if channels else None
-    for layer in range(max((channel["layer"] for channel in channels), default=-1) + 1):
+    x = walk.enter()
+    for layer in range(max(channel["layer"] for channel in channels) + 1):
         for channel in (channel for channel in channels if channel["layer"] == layer):
             for kind in (stopped, removed):
                 channel[kind.__name__] = None
                 if kind is removed or channel["frequency"]:
-                    changed = walk.layer(layer, x, kind, channel["head"], channel["pair"])
-                    after = walk.losses(walk.through(layer + 1, changed))
-                    difference, stderr = float((after - losses).mean()), standard_error(after - losses)
+                    changed = walk.layer(layer, x, Partial(kind, channel["head"], channel["pair"]))
+                    after = walk.losses(changed, layer + 1)
+                    difference, stderr, _ = average_seeds((after - losses).tolist())
                     channel[kind.__name__] = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
         x = walk.layer(layer, x)
 
@@ -127,27 +125,19 @@ def _lanes(captured: Captured, head: jax.Array, pair: jax.Array) -> jax.Array:
     return constrain(jnp.stack(own), "TTTT")  # whole in all processes
 
 
-def standard_error(values: np.ndarray) -> float | None:
-    """Computes the standard error of a mean; None for a single value."""
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-
-
 def stopped(head, pair, query, key, value, table):
     """Rotates all but one pair of one query head, and its keys: with a head and a pair, `model.layer`'s `rotate_fn`."""
-    channel, key, value = _separate(query, key, value, head, pair)
+    channel = _mask(query, head, pair)
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     return jnp.where(channel, query, rotate(query, table)), jnp.where(channel, key, rotate(key, table)), value
 
 
 def removed(head, pair, query, key, value, table):
     """Rotates likewise, and one pair of one query head adds nothing to logits."""
-    channel, key, value = _separate(query, key, value, head, pair)
-    return jnp.where(channel, 0, rotate(query, table)), rotate(key, table), value
+    return rotate_qkv(jnp.where(_mask(query, head, pair), 0, query), key, value, table)
 
 
-def _separate(query, key, value, head, pair):
-    """Masks the lanes of a head's pair, [1, 1, N, H]; repeats keys and values for every head."""
+def _mask(query, head, pair):
+    """Masks the lanes of a head's pair, [1, 1, N, H]."""
     N, H = query.shape[2:]
-    lanes = jnp.arange(H) % (H // 2) == pair
-    heads = jnp.arange(N) == head
-    own = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
-    return (heads[:, None] & lanes[None])[None, None], *own
+    return jnp.zeros((1, 1, N, H), bool).at[..., head, jnp.array([pair, pair + H // 2])].set(True)

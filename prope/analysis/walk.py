@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
 from prope import model, sharding
-from prope.encodings import layer_frequencies, rotated_pairs_by_layer
+from prope.encodings import layer_frequencies
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.rope import rotation_table
@@ -38,14 +39,11 @@ class Walk:
         self.config = ConfigDict(config.to_dict() | {"dtype": "float32", "attention": "auto", "remat": "none"})
         self.tokens = tokens
         self.frequencies = layer_frequencies(config, tokens.shape[1])  # [L, P]
-        self.pairs = rotated_pairs_by_layer(config)  # how many every layer rotates, [L]
         self._mesh, (B, T) = sharding.make_mesh(), tokens.shape
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
         count = -(-B // (shards * max(_TOKENS // T, 1)))
         self._batch_size = -(-B // (shards * count)) * shards
-        positions = np.arange(T, dtype=np.int32)[None]
-        self._table = functools.cache(lambda freqs: np.asarray(rotation_table(positions, freqs)))
-        self._layer = jax.jit(self._run_layer, static_argnames="kind")
+        self._layer = jax.jit(self._run_layer)
         self._losses = jax.jit(
             lambda norm, table, x, ids: sharding.constrain(token_losses(model.final_norm(norm, x), table, ids), "TT")
         )
@@ -67,38 +65,34 @@ class Walk:
         embed, (table,) = jax.jit(functools.partial(model.embed, self.config)), self._params("embedder").values()
         return [_own_rows(self.run(embed, table, batch)) for batch in self.batches(self.tokens)]
 
-    def layer(self, number: int, x: Stream, kind=None, head: int = 0, pair: int = 0, look=None) -> Stream:
+    def layer(self, number: int, x: Stream, rotate_fn: Partial | None = None, look: Callable | None = None) -> Stream:
         """Runs a layer on a residual stream; returns that after it.
 
-        `kind`, `channels.stopped` or `channels.removed`, is applied to a `head` and a `pair`; None changes nothing.
-        `look` is called with the numbers of the layer and of a batch, and the arrays of its attention.
+        `rotate_fn` is that of `model.layer`. `look` is called with the numbers of the layer and of a batch, and the
+        arrays of its attention.
         """
-        params, table = self._params("layers", number), self._table(tuple(self.frequencies[number].tolist()))
-        outputs = []
+        positions, outputs = np.arange(self.tokens.shape[1], dtype=np.int32)[None], []
+        params, table = self._params("layers", number), np.asarray(rotation_table(positions, self.frequencies[number]))
         for batch, rows in enumerate(x):
-            output, captured = self.run(self._layer, params, self._global(rows), table, kind=kind, head=head, pair=pair)
+            output, captured = self.run(self._layer, params, self._global(rows), table, rotate_fn)
             outputs.append(_own_rows(output))
             if look:
                 look(number, batch, captured)
             del output, captured  # before the next ones
         return outputs
 
-    def through(self, first: int, x: Stream) -> Stream:
-        """Runs the layers from `first` to the last on a residual stream."""
+    def losses(self, x: Stream, first: int) -> np.ndarray:
+        """Runs the layers from `first` on, and computes the mean loss of every sequence, nats per token: [B]."""
         for number in range(first, self.config.num_layers):
             x = self.layer(number, x)
-        return x
-
-    def losses(self, x: Stream) -> np.ndarray:
-        """Computes the mean loss of every sequence, nats per token, from the last layer's output: [B]."""
         params = self._params("final_norm"), *self._params("embedder").values()
         batches = zip(x, self.batches(np.roll(self.tokens, -1, axis=1)), strict=True)
         losses = [self.run(self._losses, *params, self._global(rows), targets) for rows, targets in batches]
         means = [np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses]  # the last predicts nothing
         return np.concatenate(means)[: len(self.tokens)]
 
-    def _run_layer(self, params, x, table, kind, head, pair):
-        x, captured = model.layer(self.config, params, x, table, kind and functools.partial(kind, head, pair))
+    def _run_layer(self, params, x, table, rotate_fn):
+        x, captured = model.layer(self.config, params, x, table, rotate_fn)
         return sharding.constrain(x, "BTD"), captured
 
     def _params(self, name: str, layer: int | None = None) -> model.Params:
