@@ -183,18 +183,24 @@ def test_a_view_is_part_of_the_whole():
         assert table["previous_token"][0] is None and table["tokens"] == ["t0", "t6"]
 
 
+def run_of(heads, sharing=1):
+    """What a rank correlation reads of an analysis in which `sharing` query heads share a key head."""
+    return {"heads": heads, "layers": [{"query_norms": [[1.0]] * sharing, "key_norms": [[1.0]]}]}
+
+
 def test_the_rank_correlation_is_spearmans():
     rng = np.random.default_rng(0)
     shares, scores = rng.random(20), rng.random(20)
     heads = [{"high_frequency_share": a, "positional": b} for a, b in zip(shares, scores, strict=True)]
     ranks = [np.argsort(np.argsort(x)) for x in (shares, scores)]
     expected = np.corrcoef(*ranks)[0, 1]
-    found = census.rank_correlation([(heads, 1)])
+    found = census.rank_correlation([run_of(heads)])
     assert found["rho"] == pytest.approx(expected) and found["heads"] == 20
     assert found["p_value"] == pytest.approx(stats.pearsonr(*ranks).pvalue, abs=0.02)
-    perfect = census.rank_correlation([([head | {"positional": head["high_frequency_share"]} for head in heads], 1)])
+    equal = [head | {"positional": head["high_frequency_share"]} for head in heads]
+    perfect = census.rank_correlation([run_of(equal)])
     assert (perfect["rho"], perfect["p_value"]) == (pytest.approx(1), pytest.approx(1e-4))  # never 0: 1 / (draws + 1)
-    assert census.rank_correlation([([head | {"high_frequency_share": 0.0} for head in heads], 1)]) is None
+    assert census.rank_correlation([run_of([head | {"high_frequency_share": 0.0} for head in heads])]) is None
 
 
 @pytest.mark.parametrize("sharing", [1, 2])
@@ -203,7 +209,7 @@ def test_heads_that_share_keys_or_a_run_are_no_independent_samples(sharing):
     rng = np.random.default_rng(1)
     shares, scores = rng.random((2, 2, 4 * sharing)) + np.array([[0.0], [5.0]])  # run 1 is above run 0 in both
     runs = [
-        ([{"high_frequency_share": a, "positional": b} for a, b in zip(*run, strict=True)], sharing)
+        run_of([{"high_frequency_share": a, "positional": b} for a, b in zip(*run, strict=True)], sharing)
         for run in zip(shares, scores, strict=True)
     ]
     found = census.rank_correlation(runs)

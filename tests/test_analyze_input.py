@@ -165,7 +165,7 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
     flags = {"dataset": "files", "data_dir": str(tmp_path / "text"), "split": "all"}
-    read = lambda **more: sequences.read_sequences(open_run(run_and_export / "run"), asked(**flags | more))[0].tolist()  # noqa: E731
+    read = lambda **more: sequences.read_sequences(open_run(run_and_export / "run"), asked(**flags | more))[0]  # noqa: E731
     documents = [[BOS, 4 + ord(letter), EOS] for letter in "xy"]
     assert read(seq_len=3, sequences=2) == documents and "found" not in caplog.text
     assert read(seq_len=64, sequences=2) == documents and "found 2 documents of 3 tokens in split all" in caplog.text

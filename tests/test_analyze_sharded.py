@@ -53,7 +53,7 @@ def over_meshes(kv_heads, *shapes):
     """Analyses a run on meshes (data, fsdp, tensor) of these shapes, with one sequence at a time on each device."""
     sharding._MIN_SHARD_SIZE, make_mesh = 1, sharding.make_mesh
     ids = np.random.default_rng(0).integers(3, 40, (B, T)).astype(np.int32)
-    names = {int(t): f"t{t}" for t in np.unique(ids)}
+    names = [[f"t{t}" for t in row] for row in ids]
     analysis.read_sequences = lambda run, options: (ids, names, {"source": "drawn", "split": None})
     whole = types.SimpleNamespace(dumps=json.dumps, loads=lambda text, parse_float: json.loads(text))
     analysis.json = whole  # not rounded

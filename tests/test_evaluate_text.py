@@ -137,7 +137,7 @@ def test_an_analysis_reads_the_same_split(run, base):
         flags = types.SimpleNamespace(**options | {"data_dir": folder})
         tokens, _, text = read_sequences(open_run(run), flags)
         assert text == {"source": "files", "split": split}
-        starts = {bytes(row[1:] - 4) for row in tokens.astype(np.uint8)}
+        starts = {bytes(row[1:] - 4) for row in np.array(tokens, np.uint8)}
         read = [text for text in documents(base / ("other" if folder else "own")) if text[:7] in starts]
         assert len(read) >= 20 and all(is_validation(text, 0.3) for text in read) == (split == "validation")
 

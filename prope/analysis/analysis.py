@@ -59,15 +59,9 @@ def analyse(workdir: epath.Path, options) -> dict:
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, run.step)
         return saved
     start = time.monotonic()
-
-    def read() -> tuple[list, list, dict]:
-        tokens, by_id, text = read_sequences(run, options)
-        return tokens.tolist(), list(by_id.items()), text
-
-    tokens, by_id, text = processes.call_on_first(read)
-    tokens, by_id = np.array(tokens, np.int32), dict(by_id)
-    (B, T), names = tokens.shape, [by_id[token] for token in tokens[0]]
-    after = find_after("'" if options.paper else options.head_of, tokens, by_id, options.paper)
+    ids, names, text = processes.call_on_first(lambda: read_sequences(run, options))
+    B, T = (tokens := np.array(ids, np.int32)).shape
+    after = find_after("'" if options.paper else options.head_of, np.array(names), options.paper)
     if options.paper and not after.any():
         log.info("%s: no apostrophe in these tokens; Figures 7 and 9 need a --text with some", workdir)
     window = parse_window(options.window, T, int(after[0].argmax()) if options.paper else 0)
@@ -83,18 +77,18 @@ def analyse(workdir: epath.Path, options) -> dict:
         return measured
 
     run, measured = run.first_undamaged(measure)
-    heads, views = measured.pop("heads"), measured.pop("views")
-    chosen = [(*head, "asked for") for head in chosen] or census.strongest(heads, options.paper)
+    views = measured.pop("views")
+    chosen = [(*head, "asked for") for head in chosen] or census.strongest(measured["heads"], options.paper)
     result = {
         "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
         "rotated_pairs": rotated_pairs(config), "head_dim": config.head_dim,
         "max_wavelength": config.max_wavelength, "seed": run.config.seed,
         **text, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,
         "frequencies": frequencies(config.head_dim, config.max_wavelength).tolist(),
-        "heads": heads, "rank_correlation": census.rank_correlation([(heads, census.sharing(measured["layers"]))]),
-        "window": {"positions": window, "tokens": [names[i] for i in window]},
+        "rank_correlation": census.rank_correlation([measured]),
+        "window": {"positions": window, "tokens": [names[0][i] for i in window]},
         "shown": [
-            {"layer": layer, "head": head, "why": why} | census.show_head(views[layer], head, window, table, names)
+            {"layer": layer, "head": head, "why": why} | census.show_head(views[layer], head, window, table, names[0])
             for layer, head, why in chosen
         ],
         **measured,

@@ -41,36 +41,31 @@ def score_heads(layer: int, frequencies: np.ndarray, measures: Measures, share: 
     return records
 
 
-def rank_correlation(runs: list[tuple[list[dict], int]], draws: int = 9999) -> dict | None:
+def rank_correlation(runs: list[dict], draws: int = 9999) -> dict | None:
     """Computes Spearman's correlation of high_frequency_share and positional; None where it is undefined.
 
     The paper says that positional heads are those that use the highest frequencies: then it is near 1. The heads of a
     run, and heads that share keys, are not independent, so the p-value is that of a permutation test that moves the
     heads of a key together and within their run only; with its `draws` it is at least 1 / (draws + 1).
 
-    `runs` are the heads of each run in the order of their layers, and how many of them share a key head.
+    `runs` are analyses, of which the heads, in the order of their layers, and the layers' norms are read.
     """
     from scipy import stats
 
-    heads = [head for of_run, _ in runs for head in of_run]
+    heads = [head for run in runs for head in run["heads"]]
     names = ("high_frequency_share", "positional")
     ranks = np.array([stats.rankdata([head[name] for head in heads]) for name in names])
     if len(heads) < 3 or (ranks.std(axis=1) == 0).any():
         return None
     shares, scores = stats.zscore(ranks, axis=1)
-    rng, moved, start = np.random.default_rng(0), [], 0
-    for of_run, sharing in runs:
-        blocks = shares[start : start + len(of_run)].reshape(-1, sharing)
+    rng, moved, ends = np.random.default_rng(0), [], np.cumsum([len(run["heads"]) for run in runs])
+    for run, own in zip(runs, np.split(shares, ends[:-1]), strict=True):
+        layer = run["layers"][0]
+        blocks = own.reshape(-1, len(layer["query_norms"]) // len(layer["key_norms"]))  # the heads of a key
         moved.append(blocks[rng.random((draws, len(blocks))).argsort(axis=1)].reshape(draws, -1))
-        start += len(of_run)
     rho, by_chance = float(shares @ scores / len(heads)), np.concatenate(moved, axis=1) @ scores / len(heads)
     extreme = (np.abs(by_chance) >= abs(rho) - 1e-9).sum()
     return {"rho": rho, "p_value": float((1 + extreme) / (1 + draws)), "heads": len(heads)}
-
-
-def sharing(layers: list[dict]) -> int:
-    """Counts the query heads that share a key head, from the measured `layers` of an analysis."""
-    return len(layers[0]["query_norms"]) // len(layers[0]["key_norms"])
 
 
 def strongest(heads: list[dict], paper: bool = False) -> list[tuple[int, int, str]]:

@@ -63,12 +63,12 @@ def parse_tokens(text: str | None, window: range, length: int) -> list[int]:
     return sorted(set(map(int, entries)))
 
 
-def find_after(text: str | None, tokens: np.ndarray, names: dict[int, str], optional: bool = False) -> np.ndarray:
-    """Finds the queries right after the token of --head_of, among ids [B, T]: [B, T] booleans; none by default."""
-    ids = [token for token, name in names.items() if text is not None and name in (text, repr(text))]
-    after = np.pad(np.isin(tokens[:, :-1], ids), ((0, 0), (1, 0)))
+def find_after(text: str | None, names: np.ndarray, optional: bool = False) -> np.ndarray:
+    """Finds the queries right after the token of --head_of, among names [B, T]: [B, T] booleans; none by default."""
+    wanted = [] if text is None else [text, repr(text)]
+    after = np.pad(np.isin(names[:, :-1], wanted), ((0, 0), (1, 0)))
     usable = 0 < after[:, FROM:].mean() < 1
     if text is not None and not optional and not usable:
         allowed = "must stand before some of the tokens read, and not before all"
-        raise UsageError(f"--head_of={text}: {allowed}; give a token such as {list(names.values())[-1]}, or a --text")
+        raise UsageError(f"--head_of={text}: {allowed}; give a token such as {names[0, 1]}, or a --text")
     return after & usable

@@ -10,7 +10,7 @@ import statistics
 import numpy as np
 from etils import epath
 
-from prope.analysis.census import rank_correlation, sharing
+from prope.analysis.census import rank_correlation
 from prope.analysis.page import KINDS, SCORES, norms
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, line, panels, styles
@@ -65,7 +65,7 @@ def row(p: str, group: list[dict]) -> dict:
         "kinds": {kind or "none": sum(head["kind"] == kind for head in heads) for kind in KINDS},
         **{name: statistics.fmean(max(head[name] for head in a["heads"]) for a in group) for name in SCORES},
         "high_frequency_share": statistics.fmean(head["high_frequency_share"] for head in heads),
-        "rank_correlation": rank_correlation([(a["heads"], sharing(a["layers"])) for a in group]),
+        "rank_correlation": rank_correlation(group),
         **{name: statistics.fmean(map(max, by_run)) if all(by_run) else None for name, by_run in rises.items()},
     }  # fmt: skip
 

@@ -15,10 +15,10 @@ from prope.workdir.run import Run
 LEAST = FROM + 1  # tokens of a sequence
 
 
-def read_sequences(run: Run, options) -> tuple[np.ndarray, dict[int, str], dict]:
+def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]], dict]:
     """Reads the sequences to analyse, by the flags `text, dataset, data_dir, split, seq_len, sequences`.
 
-    Returns ids [B, T], the names of these tokens by id, and {"source": dataset or file, "split": of a dataset}.
+    Returns ids [B, T], the names of these tokens [B, T], and {"source": dataset or file, "split": of a dataset}.
     """
     config = run.config
     if options.text is not None:
@@ -47,5 +47,6 @@ def read_sequences(run: Run, options) -> tuple[np.ndarray, dict[int, str], dict]
         source, split = data.dataset, windows.split
     if tokens.max() >= config.model.vocab_size:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")
-    names = {int(t): token_name(tokenizer, t) if tokenizer else text_of([t]) for t in np.unique(tokens)}
-    return tokens.astype(np.int32), names, {"source": source, "split": split}
+    names = {t: token_name(tokenizer, t) if tokenizer else text_of([t]) for t in np.unique(tokens).tolist()}
+    ids = tokens.tolist()
+    return ids, [[names[t] for t in row] for row in ids], {"source": source, "split": split}
