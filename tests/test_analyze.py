@@ -364,6 +364,8 @@ def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path)
     given = asked(text=str(tmp_path / "a.txt"), channels=0)
     first = analyze.analyse(run, given)
     assert analyze.analyse(run, given) == first  # with the time that it took
+    moved = shutil.copytree(run, tmp_path / "moved")
+    assert analyze.analyse(moved, given) == first | {"workdir": str(moved)}, "its page is linked from there"
     given.layers = "0"
     assert analyze.analyse(run, given)["asked"]["layers"] == "0"
     (tmp_path / "a.txt").write_text("What is read now")

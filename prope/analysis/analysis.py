@@ -57,7 +57,7 @@ def analyse(workdir: epath.Path, options) -> dict:
     asked, saved = processes.call_on_first(lambda: [asked, None if options.again else read_json(output)])
     if saved and (saved["step"], saved["asked"]) == (run.step, asked):
         log.info("%s: step %d was analysed before (--again does it anew)", workdir, run.step)
-        return saved
+        return saved | {"workdir": str(workdir)}  # which may have moved
     start = time.monotonic()
     ids, names, text = processes.call_on_first(lambda: read_sequences(run, options))
     B, T = (tokens := np.array(ids, np.int32)).shape
