@@ -84,7 +84,7 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
         return jnp.asarray(scale * rng.standard_normal(leaf.shape), jnp.float32)
 
     params = jax.tree_util.tree_map_with_path(draw, shapes)
-    workdir.mkdir()
+    workdir.mkdir(parents=True)
     write_config(workdir, config)
     with Checkpoints(workdir) as checkpoints:
         identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
+from exchange import make_run
 from scipy import stats
 from test_model import draw, small
 
@@ -372,6 +374,23 @@ def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path)
     assert analyze.analyse(run, given)["seq_len"] == first["seq_len"] + 4
 
 
+@pytest.mark.slow
+def test_runs_of_different_encodings_are_no_seeds_of_one_another(tmp_path):
+    (tmp_path / "a.txt").write_text("What turns, and what does not.")
+    shared = {"num_layers": 1, "max_wavelength": 500.0}
+    for name, p, fields in (
+        ("a", 0.5, {}), ("b", 1.0, {}), ("c", 0.5, {"rope_type": "partial"}),
+        ("d", 1.0, {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}),
+    ):  # fmt: skip
+        make_run(tmp_path / "runs" / name, p, **shared | fields)
+    given = asked(text=str(tmp_path / "a.txt"), channels=0)
+    rows = analyze.analyse_all(epath.Path(tmp_path) / "runs", given)["comparison"]
+    linear = "p = 1, rope_scaling_factor = 4.0, rope_scaling_type = linear"
+    assert [row["p"] for row in rows] == ["p = 0.5", "p = 0.5, rope_type = partial", "p = 1", linear]
+    assert [row["runs"] for row in rows] == [1] * 4
+    assert linear in (tmp_path / "runs/analysis/index.html").read_text()
+
+
 def test_pages_say_what_was_found():
     heads = [
         {"layer": 0, "head": n, "kind": kind, "positional": 0.1 * n, "high_frequency_share": 0.2 * n, "diagonal": 0.1,
@@ -383,7 +402,7 @@ def test_pages_say_what_was_found():
     assert "more it uses" in page.lead(found) and "correlation 1.00" in page.lead(found)
     chance = page.lead(found | {"rank_correlation": {"rho": 0.4, "p_value": 0.6, "heads": 4}})
     assert "No relation found" in chance and "0.4" not in chance and "0.6" not in chance
-    found |= {"layers": [{"query_norms": [[1.0]] * 4, "key_norms": [[1.0]]}]}
+    found |= {"layers": [{"query_norms": [[1.0]] * 4, "key_norms": [[1.0]]}], "encoding": {}}
     analysis = found | {"rope_percentage": 0.75, "rotated_pairs": 24, "loss": {"loss": 2.0}, "channels": []}
     (row,) = (
         compare.row(p, group) for p, group in compare.by_p([analysis, analysis | {"loss": {"loss": 3.0}}]).items()

@@ -13,7 +13,8 @@ from prope.analysis import census, channels, compare, measures, page, theory_pag
 from prope.analysis.choices import find_after, parse_layers, parse_places, parse_tokens, parse_window
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
-from prope.encodings import layer_frequencies, rotated_pairs
+from prope.config import default_config
+from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
 from prope.errors import UsageError, log
 from prope.inference.paired import average_seeds
 from prope.model import Captured
@@ -40,7 +41,7 @@ def analyse(workdir: epath.Path, options) -> dict:
     `options` are the flags of `prope.analyze`. All processes call it; the first one reads the text, and writes.
     """
     asked = {name: getattr(options, name) for name in _OPTIONS}
-    asked |= {"text_hash": None, "format": 2}  # older analyses are repeated
+    asked |= {"text_hash": None, "format": 3}  # older analyses are repeated
     with contextlib.suppress(OSError):  # which `read_sequences` reports
         asked["text_hash"] = options.text and hashlib.sha256(epath.Path(options.text).read_bytes()).hexdigest()[:16]
     run = open_run(workdir, options.step)
@@ -78,9 +79,11 @@ def analyse(workdir: epath.Path, options) -> dict:
 
     run, measured = run.first_undamaged(measure)
     views = measured.pop("views")
+    defaults, fields = default_config().model, sorted(FIELDS - {"rope_percentage"})
     chosen = [(*head, "asked for") for head in chosen] or census.strongest(measured["heads"], options.paper)
     result = {
         "workdir": str(workdir), "step": run.step, "asked": asked, "rope_percentage": config.rope_percentage,
+        "encoding": {name: config[name] for name in fields if config[name] != defaults[name]},
         "rotated_pairs": rotated_pairs(config), "head_dim": config.head_dim,
         "max_wavelength": config.max_wavelength, "seed": run.config.seed,
         **text, "sequences": B, "seq_len": T, "trained_on": run.config.data.seq_len,

@@ -5,6 +5,7 @@ Axes: L layers, N heads, P pairs, R runs with the same p.
 
 import json
 import os
+import re
 import statistics
 
 import numpy as np
@@ -34,12 +35,22 @@ def write(folder: epath.Path, analyses: list[dict]) -> dict:
 
 
 def by_p(analyses: list[dict]) -> Groups:
-    """Groups analyses by p, the mean of p first to last; layers that differ in p are listed."""
+    """Groups analyses by p, the mean of p first to last; layers that differ in p are listed.
+
+    Runs whose encodings differ in other fields of config.model are groups of their own, whose names list these.
+    """
     groups: Groups = {}
+    common = set.intersection(*({*map(str, a["encoding"].items())} for a in analyses))
     for analysis in sorted(analyses, key=lambda a: np.mean(a["rope_percentage"])):
         name = ", ".join(f"{p:g}" for p in np.atleast_1d(analysis["rope_percentage"]))
-        groups.setdefault(f"p = {name}", []).append(analysis)
+        others = [f"{field[0]} = {field[1]}" for field in analysis["encoding"].items() if str(field) not in common]
+        groups.setdefault(", ".join([f"p = {name}", *others]), []).append(analysis)
     return groups
+
+
+def label(p: str) -> str:
+    """Shortens the name of a group for a picture: "p = 0.25, rope_type = partial" to "p = 0.25, partial"."""
+    return re.sub(r", \w+ = ", ", ", p)
 
 
 def row(p: str, group: list[dict]) -> dict:
@@ -81,7 +92,7 @@ def usage(groups: Groups) -> Picture:
         style = styles(list(groups))
         for axes, (kind, lines) in zip(panels(figure, 2)[0], means.items(), strict=True):
             for p, values in lines.items():
-                line(axes, {pair: (value, None) for pair, value in enumerate(values)}, style[p], p)
+                line(axes, {pair: (value, None) for pair, value in enumerate(values)}, style[p], label(p))
                 rotated = np.unique(groups[p][0]["rotated_pairs"])
                 if len(rotated) == 1 and 0 < rotated[0] < len(values):
                     axes.axvline(rotated[0] - 0.5, color=style[p]["color"], lw=1, ls=":")
@@ -100,7 +111,8 @@ def plot_by_p(axes, values: dict[str, list[float]], title: str, errors: dict[str
         count = len(values[p])
         x = at + (np.linspace(-0.25, 0.25, count) if count > 1 else np.zeros(count))
         axes.errorbar(x, values[p], errors and errors[p], **style | {"ls": ""})
-    axes.set_xticks(range(len(values)), [p.removeprefix("p = ") for p in values])
+    names = [label(p).removeprefix("p = ") for p in values]
+    axes.set_xticks(range(len(values)), names, rotation=90 if max(map(len, names)) > 8 else 0)
     axes.set(xlabel="p", title=title)
 
 
@@ -115,7 +127,7 @@ def scores(groups: Groups) -> Picture:
         for p, style in styles(list(heads)).items():
             shares, positional = ([h[name] for h in heads[p]] for name in ("high_frequency_share", "positional"))
             if any(shares):  # nothing is fast where nothing rotates
-                last.plot(shares, positional, label=p, **style | {"ls": ""})
+                last.plot(shares, positional, label=label(p), **style | {"ls": ""})
         last.set(xlabel="high_frequency_share", title="positional by use of fast pairs")
         last.legend(loc="best")
         for axes in figure.axes:
