@@ -24,7 +24,7 @@ def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "directory of a run, or one with runs below it: all are analysed")
     flags.DEFINE_integer("step", None, "checkpoint to analyse; the newest by default", lower_bound=0)
     flags.DEFINE_integer("sequences", 8, "number of documents whose beginnings are read", lower_bound=1)
-    flags.DEFINE_integer("seq_len", None, "tokens of each; the training length by default", lower_bound=1)
+    flags.DEFINE_integer("seq_len", None, "tokens of each, at least 3; the training length by default", lower_bound=3)
     flags.DEFINE_string("text", None, "file to read instead of documents")
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
     flags.DEFINE_string("data_dir", None, "folder of the dataset, as in config.data.data_dir")
@@ -58,10 +58,7 @@ def main() -> dict:
             log.info("%s %s: %s", check["statement"], "holds" if check["holds"] else "DOES NOT HOLD", check["numbers"])
         return result
     from prope.analysis.analysis import analyse_all
-    from prope.analysis.sequences import LEAST
 
-    if FLAGS.seq_len is not None and FLAGS.seq_len < LEAST:
-        raise UsageError(f"--seq_len={FLAGS.seq_len}: must be at least {LEAST}")
     if FLAGS.workdir is None:
         raise UsageError("--workdir: must be given: the directory of a run, or one with runs below it; or --theory")
     return analyse_all(epath.Path(FLAGS.workdir), FLAGS)
