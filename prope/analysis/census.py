@@ -107,8 +107,8 @@ def bounds_table(view: View, head: int, table: list[int], names: list[str]) -> d
     bounds = np.outer(query, key) / (2 * view.query_norms.shape[-1]) ** 0.5
 
     def column(values: np.ndarray, back: int) -> list[float | None]:
-        at = np.searchsorted(view.positions, [table, np.maximum(np.subtract(table, back), 0)])
-        return [None if i < back else float(value) for i, value in zip(table, values[tuple(at)], strict=True)]
+        at = np.searchsorted(view.positions, table)  # the token before, which the view has too, is at one less
+        return [None if i < back else float(value) for i, value in zip(table, values[at, at - back], strict=True)]
 
     return {
         "positions": list(table), "tokens": [names[i] for i in table],

@@ -10,10 +10,7 @@ from prope.analysis.maps import SCORES, channel, heads, maps, name_of
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, heat, label_ticks, panels, show_image, styles
 
-KINDS = {
-    "diagonal": "mostly itself", "previous_token": "mostly the token before", "first_token": "mostly the first token",
-    "semantic": "semantic", "": "none of these",
-}  # fmt: skip
+KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()} | {"semantic": "semantic", "": "none of these"}
 NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
 
 

@@ -43,17 +43,18 @@ class Walk:
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
         count = -(-B // (shards * max(_TOKENS // T, 1)))
         self._batch_size = -(-B // (shards * count)) * shards
+        self._embed = jax.jit(functools.partial(model.embed, self.config))
         self._layer = jax.jit(self._run_layer)
         self._losses = jax.jit(
             lambda norm, table, x, ids: sharding.constrain(token_losses(model.final_norm(norm, x), table, ids), "TT")
         )
-        self._checkpoint, self._placed = run.checkpoint, {}
+        self._checkpoint, self._params = run.checkpoint, functools.cache(self._read_params)
         self._keeps = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes)) < _KEPT
 
-    def run(self, function: Callable, *arguments, **options):
+    def run(self, function: Callable, *arguments):
         """Calls a jitted function so that it shards over all devices, and multiplies in float32 on each."""
         with sharding.use(self._mesh), matmul_precision("float32"):
-            return function(*arguments, **options)
+            return function(*arguments)
 
     def batches(self, values: np.ndarray) -> list[np.ndarray]:
         """Cuts an array [B, ...] into equal batches; the last sequence fills the last one, and is cut off later."""
@@ -62,8 +63,8 @@ class Walk:
 
     def enter(self) -> Stream:
         """Embeds the tokens: the residual stream before the first layer."""
-        embed, (table,) = jax.jit(functools.partial(model.embed, self.config)), self._params("embedder").values()
-        return [_own_rows(self.run(embed, table, batch)) for batch in self.batches(self.tokens)]
+        (table,) = self._params("embedder").values()
+        return [_own_rows(self.run(self._embed, table, batch)) for batch in self.batches(self.tokens)]
 
     def layer(self, number: int, x: Stream, rotate_fn: Partial | None = None, look: Callable | None = None) -> Stream:
         """Runs a layer on a residual stream; returns that after it.
@@ -95,17 +96,14 @@ class Walk:
         x, captured = model.layer(self.config, params, x, table, rotate_fn)
         return sharding.constrain(x, "BTD"), captured
 
-    def _params(self, name: str, layer: int | None = None) -> model.Params:
-        """Reads parameters, each device its part, unless they are there; others of a large model leave them first."""
-        if (name, layer) not in self._placed:
-            if not self._keeps:
-                self._placed.clear()
-            with processes.raise_on_all(Damaged):
-                params = self._checkpoint.read((name,), layer)
-            shardings, make = sharding.state_shardings(params, self._mesh), jax.make_array_from_callback
-            arrays = jax.tree.map(lambda x, s: make(x.shape, s, x.__getitem__), params, shardings)
-            self._placed[name, layer] = arrays
-        return self._placed[name, layer]
+    def _read_params(self, name: str, layer: int | None = None) -> model.Params:
+        """Reads parameters, each device its part; those of a large model that were read before leave the devices."""
+        if not self._keeps:
+            self._params.cache_clear()
+        with processes.raise_on_all(Damaged):
+            params = self._checkpoint.read((name,), layer)
+        shardings, make = sharding.state_shardings(params, self._mesh), jax.make_array_from_callback
+        return jax.tree.map(lambda x, s: make(x.shape, s, x.__getitem__), params, shardings)
 
     def _global(self, rows: np.ndarray) -> jax.Array:
         return sharding.global_batch(self._mesh, {"x": rows}, self._batch_size)["x"]
