@@ -180,11 +180,11 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
                 raise UsageError(f"--workdir={checkpoints.directory.parent}: {imported}: {remedy}")
             reader = CheckpointReader(checkpoints.directory / str(step))
             check_same(config, reader.config, f"checkpoint {step} is of another config")
-            saved, expected = reader.read_json("data"), data_state(config, windows, step)
-            if saved != expected:
+            if reader.data != (expected := data_state(config, windows, step)):
                 changed = "the documents, the tokenizer or the split have changed"
                 remedy = f"{changed}; bring the old data back, or start in a new --workdir"
-                raise UsageError(f"checkpoint {step} was trained on other data ({saved}, now {expected}): {remedy}")
+                other = f"was trained on other data ({reader.data}, now {expected})"
+                raise UsageError(f"checkpoint {step} {other}: {remedy}")
             arrays = reader.restore(params=state[0], opt_state=state[1])
             return arrays["params"], arrays["opt_state"], reader.init_hash
 

@@ -214,6 +214,18 @@ def test_a_checkpoint_that_one_process_cannot_read_is_damaged_for_all():
     assert [lines[-1] for _, lines in run_script(script)] == [b"process 1: of one", b"of one"]
 
 
+@pytest.mark.parametrize("item", ["data", "params"])  # a file that every process checks; arrays, of which it has a part
+def test_a_checkpoint_that_is_damaged_on_one_host_is_passed_over_by_both(start_pod, twice, item):
+    """The second process reads a copy. One that took another step than the other would wait for it."""
+    for path in (twice[1] / "checkpoints" / "4" / item).rglob("*"):
+        if path.is_file() and (item == "data" or path.stat().st_size > 2**16):
+            path.write_bytes(bytes(path.stat().st_size))
+    first, second = map(finish, start_pod("prope.sample", [f"--workdir={w}" for w in twice], "--prompt=a"))
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert first.result["step"] == 2
+    assert "checkpoint 4 is damaged (" in first.stderr and f"checkpoint 4 is damaged ({item}" in second.stderr
+
+
 def test_the_first_process_leaves_last_after_an_error_that_all_know():
     """JAX's runtime ends the others where it leaves before they have read the error."""
     script = (

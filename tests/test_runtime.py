@@ -1,5 +1,6 @@
 """Timers, votes and start of a run, in this process, with a clock that the test sets; a device's memory."""
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from prope.errors import UsageError
 from prope.runtime import interrupts, memory, processes, startup, watchdog
 from prope.workdir import metrics
 
@@ -78,16 +80,22 @@ print(int(statistics.median(faults[4:])))  # at times a small block takes a piec
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
-@pytest.mark.parametrize("holds", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("fails", [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("own", [0, 1])
-def test_a_condition_of_one_process_counts(monkeypatch, holds, own):
-    def allgather(condition):
-        assert condition == holds[own]
-        return np.array(holds, np.int32)
+def test_an_error_of_one_process_counts(monkeypatch, fails, own):
+    errors = [f"bad input {process}" if fails[process] else "" for process in (0, 1)]
+
+    def allgather(error):
+        assert error.tobytes().decode().strip() == errors[own]
+        return np.array([np.frombuffer(text.encode().ljust(len(error)), np.uint8) for text in errors])
 
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes.multihost_utils, "process_allgather", allgather)
-    assert processes.any_process(holds[own]) == (holds != (False, False))
+    says = errors[own] or f"process {1 - own}: {errors[1 - own]}"
+    ends = pytest.raises(UsageError, match=f"^{says}$") if any(fails) else contextlib.nullcontext()
+    with ends, processes.raise_on_all():
+        if fails[own]:
+            raise UsageError(errors[own])
 
 
 def test_speed_leaves_out_pauses(clock, tmp_path):

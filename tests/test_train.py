@@ -97,7 +97,7 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
     ours, theirs = losses(tmp_path / "run"), losses(workdir)
     assert all(ours[step] != theirs[step] for step in theirs)
     assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
-    data = [CheckpointReader(w / "checkpoints" / "20").read_json("data") for w in (tmp_path / "run", workdir)]
+    data = [CheckpointReader(w / "checkpoints" / "20").data for w in (tmp_path / "run", workdir)]
     assert data[0] == data[1]
 
 

@@ -34,7 +34,7 @@ def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]],
         data.seq_len = options.seq_len or data.seq_len
         override_dataset(data, options.dataset, options.data_dir)
         validate(config)
-        state = run.checkpoint.read_json("data")
+        state = run.checkpoint.data
         windows = open_text(data, config.model.vocab_size, options.split, run.config.data, state)
         documents = windows.document_starts(options.sequences)
         if (longest := max(map(len, documents), default=0)) < LEAST:

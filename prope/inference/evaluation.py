@@ -139,7 +139,7 @@ def _open_lengths(
     run: Run, options: Options, encoding: str | None, opened: dict
 ) -> list[tuple[str | None, ConfigDict, Windows, Selection]]:
     """Opens the windows of each length, once for all runs that differ only in their seed."""
-    state = run.checkpoint.read_json("data")
+    state = run.checkpoint.data
     if "imported_from" in state and options.dataset is None and options.tasks is None:
         remedy = "give one, such as --dataset=python_docs, or --dataset=files --data_dir=DIR"
         raise UsageError(f"--workdir={run.workdir}: was imported, so it has no dataset of its own; {remedy}")

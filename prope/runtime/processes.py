@@ -148,14 +148,6 @@ def call_on_first(function: Callable[[], T]) -> T:
     return answer["value"]
 
 
-def any_process(condition: bool) -> bool:
-    """Returns whether a condition holds in any process; all must call this at the same place."""
-    if _count == 1:
-        return condition
-    wait()
-    return bool(multihost_utils.process_allgather(np.int32(condition)).any())
-
-
 @contextlib.contextmanager
 def raise_on_all(kind: type[UsageError] = UsageError) -> Iterator[None]:
     """Re-raises an error of any process on every process, so that none waits for one that has ended."""

@@ -22,7 +22,7 @@ from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_ful
 from prope.runtime import processes
 from prope.runtime.files import NO_FILE, absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes
-from prope.workdir.reader import FILES, Damaged, find_damage, list_files
+from prope.workdir.reader import FILES, Damaged, list_files
 
 _CHUNK = 2**24  # bytes of an array that are compressed, and read, together
 _MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
@@ -51,21 +51,16 @@ def list_steps(workdir: epath.PathLike) -> list[int]:
 def newest_undamaged(
     directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any], remedy: str | None = None
 ) -> tuple[int, Any]:
-    """Returns (step, read(step)) of the first of `steps` that does not raise Damaged; all processes take the same.
+    """Returns (step, read(step)) of the first of `steps` for which `read` does not raise Damaged, in all processes.
 
     Raises UsageError where all of them are damaged.
     """
     reasons = []
     for step in steps:
-        reason, value = find_damage(directory / str(step)), None
-        if not processes.any_process(reason is not None):  # else, reading would wait for processes that do not read
-            try:
-                value = read(step)
-            except Damaged as error:
-                reason = str(error)
-            if not processes.any_process(reason is not None):
-                return step, value
-        reasons.append(f"checkpoint {step} is damaged ({reason or 'another process found it so'})")
+        try:
+            return step, read(step)
+        except Damaged as error:
+            reasons.append(f"checkpoint {step} is damaged ({error})")
         if step != steps[-1]:
             log.warning("%s: %s: passed over", directory, reasons[-1])
     remedy = remedy or "bring a checkpoint back from a copy, or start in a new --workdir"

@@ -30,7 +30,7 @@ _SMALL = 2**16  # bytes; larger files hold arrays, which have hashes
 
 
 class Damaged(UsageError):
-    """A checkpoint is not what was saved; the text names the file or the array."""
+    """A checkpoint is not what was saved; the text names the file or the array. All processes raise it, or none."""
 
 
 def list_files(folder: epath.Path) -> None:
@@ -72,23 +72,25 @@ class CheckpointReader:
     """Reads the items of a checkpoint; raises Damaged for what is missing, or is not what was saved.
 
     A read that fails otherwise is tried again, then raises RunFailed: the checkpoint is not to blame. `config` and
-    `init_hash` are the run's.
+    `init_hash` are the run's, `data` its position in the data.
     """
 
     def __init__(self, folder: epath.Path):
-        """Opens the checkpoint in this folder, whose files `find_damage` has checked."""
+        """Opens the checkpoint in this folder, and checks its files."""
         self._folder = absolute(folder)
         self._stores: dict[tuple[str, tuple[str, ...]], ts.TensorStore] = {}
-        saved = self.read_json("config")
-        try:
-            self.config: ConfigDict = config_lib.from_dict(saved["config"])
-            self.init_hash: str = saved["init_hash"]
-            self._hashes: dict[str, dict[str, list[int]]] = saved["array_hashes"]
-        except KeyError as error:
-            raise Damaged(f"config/metadata has no {error}") from None
+        with processes.raise_on_all(Damaged):
+            if damage := find_damage(self._folder):
+                raise Damaged(damage)
+            saved, self.data = self._read_json("config"), self._read_json("data")
+            try:
+                self.config: ConfigDict = config_lib.from_dict(saved["config"])
+                self.init_hash: str = saved["init_hash"]
+                self._hashes: dict[str, dict[str, list[int]]] = saved["array_hashes"]
+            except KeyError as error:
+                raise Damaged(f"config/metadata has no {error}") from None
 
-    def read_json(self, item: str) -> dict:
-        """Reads a JSON item."""
+    def _read_json(self, item: str) -> dict:
         path = self._folder / item / "metadata"
         try:
             return json.loads(retry_reads(path, path.read_bytes))
