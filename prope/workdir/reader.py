@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
+from jax.tree_util import keystr
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
@@ -78,7 +79,7 @@ class CheckpointReader:
     def __init__(self, folder: epath.Path):
         """Opens the checkpoint in this folder, and checks its files."""
         self._folder = absolute(folder)
-        self._stores: dict[tuple[str, tuple[str, ...]], ts.TensorStore] = {}
+        self._stores: dict[tuple, ts.TensorStore] = {}  # by item and key path
         with processes.raise_on_all(Damaged):
             if damage := find_damage(self._folder):
                 raise Damaged(damage)
@@ -101,16 +102,15 @@ class CheckpointReader:
 
     def restore(self, **abstract) -> dict[str, Any]:
         """Reads whole items onto devices: by name, arrays with the shapes, dtypes and shardings of `abstract`."""
-        items = {}
-        for name, like in abstract.items():
 
-            def read_sharded(path, leaf: jax.ShapeDtypeStruct, name=name) -> jax.Array:
-                read = functools.partial(self._read, name, _names(path), leaf)
-                return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+        def read_sharded(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            read = functools.partial(self._read, path[0].key, path[1:], leaf)
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
-            with processes.raise_on_all(Damaged):  # before all hash together
-                items[name] = jax.tree_util.tree_map_with_path(read_sharded, like)
-            for path, found in array_hashes(items[name]).items():
+        with processes.raise_on_all(Damaged):  # before all hash together
+            items = jax.tree_util.tree_map_with_path(read_sharded, abstract)
+        for name, tree in items.items():
+            for path, found in array_hashes(tree).items():
                 if self._hashes.get(name, {}).get(path) != found:
                     raise Damaged(f"{name}: {path} is not what was saved")
         return items
@@ -125,26 +125,26 @@ class CheckpointReader:
         below = functools.reduce(operator.getitem, path, self.shapes)
 
         def verified(keys, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-            full_path = (*path, *_names(keys))
+            full_path = (*map(jax.tree_util.DictKey, path), *keys)
             array = self._read("params", full_path, leaf, slice(None) if layer is None else layer)
-            hashes = self._hashes["params"][_text(full_path)]
+            hashes = self._hashes["params"][keystr(full_path)]
             saved = sum(hashes) % 2**32 if layer is None else hashes[layer]
             if hash_on_host(array, (layer or 0) * array.size) != saved:
-                raise Damaged(f"params: {_text(full_path)} is not what was saved")
+                raise Damaged(f"params: {keystr(full_path)} is not what was saved")
             return array
 
         return jax.tree_util.tree_map_with_path(verified, below)
 
-    def _read(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, part=slice(None)) -> np.ndarray:
-        """Reads a part of the array of an item; `leaf` has its shape and dtype."""
+    def _read(self, item: str, path, leaf: jax.ShapeDtypeStruct, part=slice(None)) -> np.ndarray:
+        """Reads a part of the array at a key path in an item; `leaf` has its shape and dtype."""
         return retry_reads(self._folder / item, lambda: self._read_once(item, path, leaf, part))
 
-    def _read_once(self, item: str, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, part) -> np.ndarray:
+    def _read_once(self, item: str, path, leaf: jax.ShapeDtypeStruct, part) -> np.ndarray:
         try:
             if (item, path) not in self._stores:
                 # Orbax stores an item as Zarr arrays, named by path, in one key-value store.
                 base = f"{(self._folder / item).as_uri()}/"
-                kvstore = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
+                kvstore = {"driver": "ocdbt", "base": base, "path": keystr(path, simple=True, separator=".") + "/"}
                 spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
                 store = ts.open(spec, open=True, read=True).result()
                 if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
@@ -155,12 +155,4 @@ class CheckpointReader:
             failed = re.search(r"os_error_code='(\d+)'|^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)", str(error))
             if failed and failed[1] != str(errno.ENOENT):
                 raise OSError(int(failed[1] or errno.EIO), first_line(error)) from error
-            raise Damaged(f"{item}: {_text(path)} cannot be read: {first_line(error)}") from error
-
-
-def _names(path) -> tuple[str, ...]:
-    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)
-
-
-def _text(path: tuple[str, ...]) -> str:
-    return "".join(f"[{name!r}]" for name in path)  # as jax.tree_util.keystr
+            raise Damaged(f"{item}: {keystr(path)} cannot be read: {first_line(error)}") from error
