@@ -44,9 +44,9 @@ from prope.errors import UsageError, log
 from prope.inference.losses import make_evaluation
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
-from prope.runtime.processes import broadcast_from_first, check_count, is_first, leave, raise_on_all
+from prope.runtime.processes import broadcast_from_first, check_count, is_first, joined, leave, raise_on_all
 from prope.runtime.profiler import Profiler
-from prope.runtime.session import open_session
+from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, prepare
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
@@ -76,9 +76,11 @@ def train(
     """
     validate(config)
     path = as_path("workdir", workdir)
-    with open_session(config) as session:
+    with Session(config) as session:
+        session.enter_context(joined())  # which waits for all at the end
+        session.startup.mark("processes")
         with raise_on_all():
-            session.enter(open_workdir(path, config))
+            session.enter_context(open_workdir(path, config))
         with raise_on_all():  # apart: opening windows has processes wait for one another
             with session.watchdog.paused():  # text is tokenized on first use, maybe for an hour
                 windows = open_windows(config.data, config.model.vocab_size, "train")
@@ -95,7 +97,7 @@ def train(
         log_run(config, state[0], windows)
         session.startup.mark("devices")
 
-        checkpoints = session.enter(Checkpoints(path, config.checkpoint))
+        checkpoints = session.enter_context(Checkpoints(path, config.checkpoint))
         start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, windows)
         with raise_on_all():
             if is_first():
@@ -103,8 +105,8 @@ def train(
         session.startup.mark("restore" if start else "weights")
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
         costs = model_flops_per_token(config.model, config.data.seq_len), peak_flops(jax.devices()[0].device_kind)
-        writer = session.enter(MetricWriter(config, path, start, stop, *costs))
-        profiler = session.enter(Profiler(config.profile, path, writer.pause))
+        writer = session.enter_context(MetricWriter(config, path, start, stop, *costs))
+        profiler = session.enter_context(Profiler(config.profile, path, writer.pause))
         evaluation = make_evaluation(local_config, validation, mesh)
 
         def evaluate(step: int) -> None:

@@ -258,7 +258,7 @@ def test_the_gradient_of_periods_is_that_of_single_layers():
         ({"rope_cutoff": 1.0}, "rope_cutoff=1.0: has no effect with rope_type=proportional"),
         ({"rope_type": "cope"}, "clip_low_n=None: must have a value"),
         ({"rope_type": "cope", "clip_low_n": 1}, "clip_low_n=1: the taper needs two pairs"),
-        ({"rope_type": "cope", "clip_low_n": -1}, "clip_low_n=-1: must be at least 0"),
+        ({"rope_type": "cope", "clip_low_n": -1}, "clip_low_n=-1: must not be negative"),
         ({"rope_type": "cope", "clip_low_n": 4, "rope_percentage": 0.5}, "rope_percentage=0.5: has no effect with"),
         ({"rope_type": "rope_id", "original_seq_len": 64}, "original_seq_len=64, .*rope_id needs > 64"),
         ({"rope_type": "partial", "rope_percentage": 0.2}, "0.2: partial rotates 3 of 16 lanes; must be even"),

@@ -59,8 +59,7 @@ def local_cache() -> pathlib.Path:
 
 def kvstore(folder: epath.PathLike) -> ts.KvStore:
     """Opens a folder or URL as a key-value store of the files below it."""
-    path = f"{str(folder if is_url(folder) else absolute(folder)).rstrip('/')}/"
-    return ts.KvStore.open(path if is_url(folder) else {"driver": "file", "path": path}, context=CONTEXT).result()
+    return ts.KvStore.open(f"{absolute(folder).as_uri()}/", context=CONTEXT).result()
 
 
 def write_atomic(path: epath.Path, content: str | bytes) -> None:
@@ -225,9 +224,7 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
     try:
         yield temporary
         check_new(flag, path)
-        if path.exists():  # and is empty; epath renames to no directory that is there
-            path.rmdir()
-        temporary.rename(path)
+        os.rename(temporary, path)  # also where an empty directory is there
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,4 +1,4 @@
-"""Surrounds the training loop: joins processes, hears signals, watches for hangs, records the start.
+"""Surrounds the training loop: hears signals, watches for hangs, records the start.
 
 `train` opens one session and asks it, between steps, whether to save and whether to stop.
 """
@@ -19,24 +19,17 @@ from prope.runtime.startup import Startup
 from prope.runtime.watchdog import Watchdog
 
 
-@contextlib.contextmanager
-def open_session(config: ConfigDict) -> Iterator["Session"]:
-    """Opens a session of the run within `processes.joined`, which raises errors of its own and waits at the end."""
-    with contextlib.ExitStack() as stack:
-        session = Session(config, stack)
-        session.enter(processes.joined())
-        session.startup.mark("processes")
-        yield session
+class Session(contextlib.ExitStack):
+    """What a training run exchanges with its surroundings while it runs; its parts are explained in their files.
 
+    Contexts that are entered by `enter_context` are left, last first, before the session ends.
+    """
 
-class Session:
-    """What a training run exchanges with its surroundings while it runs; its parts are explained in their files."""
-
-    def __init__(self, config: ConfigDict, stack: contextlib.ExitStack):
+    def __init__(self, config: ConfigDict):
+        super().__init__()
         self.startup = Startup()
-        self.interrupts = stack.enter_context(Interrupts(config.checkpoint.every_minutes))
-        self.watchdog = stack.enter_context(Watchdog(config.watchdog_minutes))
-        self.enter = stack.enter_context  # of context managers that are left, last first, before the session ends
+        self.interrupts = self.enter_context(Interrupts(config.checkpoint.every_minutes))
+        self.watchdog = self.enter_context(Watchdog(config.watchdog_minutes))
         self._num_steps = config.num_steps
 
     def attach(self, workdir: epath.Path, mesh: Mesh) -> None:

@@ -13,17 +13,18 @@ from prope.config import DTYPES, REMAT, flat, is_generated
 from prope.errors import UsageError, nearest
 from prope.longcontext.tasks import VARIANTS
 
-# (what a value must satisfy, the error, the fields)
+# (what a value must satisfy unless it is None, the error, the fields)
 _RANGES = (
     (lambda x: x >= 1, "must be at least 1", """batch_size accumulation num_steps log_every eval_every checkpoint_every
         model.num_layers model.embed_dim model.num_heads model.num_kv_heads model.head_dim model.hidden_dim
-        model.vocab_size data.seq_len eval.batch_size mesh.context mesh.tensor checkpoint.max_to_keep"""),
+        model.vocab_size data.seq_len eval.batch_size mesh.context mesh.tensor checkpoint.max_to_keep
+        model.rope_scaling_factor model.sliding_window model.original_seq_len"""),
     (lambda x: x >= 0, "must not be negative", """seed data.num_workers optimizer.warmup_steps optimizer.weight_decay
-        watchdog_minutes checkpoint.every_minutes"""),
+        watchdog_minutes checkpoint.every_minutes model.clip_low_n"""),
     (lambda x: x > 0, "must be positive", "optimizer.learning_rate optimizer.eps optimizer.clip_norm"),
     (lambda x: 0 <= x < 1, "must be in [0, 1)", "optimizer.b1 optimizer.b2"),
     (lambda x: 0 < x < 1, "must be between 0 and 1", "data.validation_fraction"),
-    (lambda x: x > 1, "must be greater than 1", "model.max_wavelength"),
+    (lambda x: x > 1, "must be greater than 1", "model.max_wavelength model.local_max_wavelength"),
     (lambda x: x % 2 == 0, "must be even: RoPE rotates pairs of lanes", "model.head_dim"),
 )  # fmt: skip
 LOSS_ON = ("all", "targets")
@@ -63,7 +64,7 @@ def validate(config: ConfigDict) -> None:
             require(name, math.isfinite(value), "must be a finite number")
     for satisfies, allowed, names in _RANGES:
         for name in names.split():
-            require(name, satisfies(fields[name]), allowed)
+            require(name, fields[name] is None or satisfies(fields[name]), allowed)
     for name, choices in _CHOICES.items():
         require(name, fields[name] in choices, f"must be one of {', '.join(choices)}")
     for name, none in _OPTIONAL.items():
@@ -139,14 +140,10 @@ def _check_encoding(model: ConfigDict, require: Callable) -> None:
         elif model[name] != defaults[name]:
             chosen = ", ".join(f"{field}={model[field]}" for field in (*tables, "layer_types"))
             require(f"model.{name}", False, f"has no effect with {chosen}; it takes {', '.join(sorted(taken))}")
-    for name, least in (("rope_scaling_factor", 1), ("sliding_window", 1), ("original_seq_len", 1), ("clip_low_n", 0)):
-        require(f"model.{name}", model[name] is None or model[name] >= least, f"must be at least {least}")
     if "scaled_pairs" in taken:
         last, pairs = model.head_dim // 2 - 1, tuple(model.scaled_pairs)
         band = len(pairs) == 2 and all(type(pair) is int for pair in pairs) and 0 <= pairs[0] <= pairs[1] <= last
         require("model.scaled_pairs", band, f"must be two pairs of 0 to {last}, the first and the last of a band")
-    wavelength = model.local_max_wavelength
-    require("model.local_max_wavelength", wavelength is None or wavelength > 1, "must be greater than 1")
     try:
         encodings.layer_frequencies(model)
     except ValueError as error:
