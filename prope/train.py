@@ -134,9 +134,12 @@ def train(
         session.startup.mark("evaluation")
         for step, batch in enumerate(batches(config, windows, mesh, start, stop, writer), start + 1):
             if step == start + 1:  # invalid data has failed by now, before a long compilation
-                with writer.pause(), session.compiling():
+                session.startup.mark("first batch")
+                with writer.pause():
                     train_step = compile_step(local_config, optimizer, mesh, state)
                     check_memory(train_step, _LESS_MEMORY)
+                session.startup.mark("compile")
+                session.interrupts.training = True  # from now on a signal saves before it stops
             params, opt_state, metrics = profiler.run(step, train_step, params, opt_state, batch)
             writer.step(step, metrics)
             if step == start + 1:
@@ -144,7 +147,7 @@ def train(
             checkpoints.check()
             if session.poll(f"step {step}") and due(step, config.eval_every):
                 evaluate(step)
-            if due(step, config.checkpoint_every) or session.save_requested:
+            if due(step, config.checkpoint_every) or session.interrupts.request:  # any; to stop needs a save, too
                 save(step)
             session.stop_if_requested(step)
     return writer.summary(init_hash) if is_first() else None

@@ -11,6 +11,7 @@ import pytest
 from prope.config import default_config
 from prope.html import drawing
 from prope.inference.longcontext import RECORDS
+from prope.runtime import files
 from prope.sweep import maps, pictures, runs
 from prope.sweep.page import report_sweep
 from prope.workdir.checkpoints import Checkpoints
@@ -140,8 +141,10 @@ def test_a_run_of_its_own_gets_its_maps(sweep):
 
 
 def test_the_page_has_effective_lengths_by_task_and_reads_records_once(sweep, monkeypatch):
-    reads = []
-    monkeypatch.setattr("prope.workdir.records.retry_reads", lambda path, read: reads.append(path.name) or read())
+    reads, retry = [], files.retry_reads
+    monkeypatch.setattr(
+        "prope.workdir.records.retry_reads", lambda path, *more: reads.append(path.name) or retry(path, *more)
+    )
     page = pathlib.Path(report_sweep(sweep)["output"]).read_text()
     table = re.search(r"<h2[^>]*>Tasks</h2>.*?</table>", page, re.DOTALL)[0]
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]

@@ -23,7 +23,7 @@ from prope.errors import RunFailed, UsageError, first_line, is_storage_error, lo
 
 T = TypeVar("T")
 
-NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 
 # One for the process: its cache holds the indices of a token store's shards, and tokens that windows share.
@@ -76,19 +76,21 @@ def write_atomic(path: epath.Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def retry_reads(path: epath.Path, read: Callable[[], T]) -> T:
-    """Calls `read`, and calls it again with growing pauses while the storage fails; a missing file is an answer.
+def retry_reads(path: epath.Path, read: Callable[[], T], missing: T | None = None) -> T:
+    """Calls `read`, and calls it again with growing pauses while the storage fails; returns `missing` for no file.
 
     Raises:
-      FileNotFoundError, NotADirectoryError, IsADirectoryError: the file is missing.
+      FileNotFoundError, NotADirectoryError, IsADirectoryError: the file is missing, and `missing` is None.
       RunFailed: the storage failed every time, or does not permit it.
     """
     pauses = iter(_PAUSES)
     while True:
         try:
             return read()
-        except NO_FILE:
-            raise
+        except _NO_FILE:
+            if missing is None:
+                raise
+            return missing
         except Exception as error:
             if not is_storage_error(error):
                 raise
@@ -167,7 +169,7 @@ def read_json(path: epath.Path, remedy: str | None = None):
     """
     try:
         return json.loads(retry_reads(path, path.read_text) if remedy else path.read_text())
-    except NO_FILE:
+    except _NO_FILE:
         return None
     except (OSError, ValueError) as error:
         if remedy is None:

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-from collections.abc import Iterator
 
 import jax
 from etils import epath
@@ -39,14 +38,6 @@ class Session(contextlib.ExitStack):
         self.interrupts.vote_over(mesh)
         self._starts = workdir / "starts.jsonl"
 
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Measures the compilation of the training step; afterwards a signal saves before it stops."""
-        self.startup.mark("first batch")
-        yield
-        self.startup.mark("compile")
-        self.interrupts.training = True
-
     def first_step(self, step: int, metrics) -> None:
         """Waits for the first step and adds this start to starts.jsonl."""
         jax.block_until_ready(metrics)
@@ -58,11 +49,6 @@ class Session(contextlib.ExitStack):
         """Reports progress to the watchdog, in all processes at the same places; False once a stop is asked for."""
         self.watchdog.alive(progress)
         return self.interrupts.poll() <= Request.SAVE
-
-    @property
-    def save_requested(self) -> bool:
-        """Whether the last `poll` found a request to save, alone or before a stop."""
-        return self.interrupts.request > Request.NONE
 
     def stop_if_requested(self, step: int) -> None:
         """Raises Stopped where the last `poll` found SIGTERM or Ctrl-C; `step` is saved."""

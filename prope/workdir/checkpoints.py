@@ -20,7 +20,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full, log
 from prope.runtime import processes
-from prope.runtime.files import NO_FILE, absolute, is_url, retry_reads
+from prope.runtime.files import absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes
 from prope.workdir.reader import FILES, Damaged, list_files
 
@@ -41,11 +41,7 @@ def list_steps(workdir: epath.PathLike) -> list[int]:
         paths = [path for path in directory.iterdir() if path.name.isdecimal()]
         return [int(path.name) for path in paths if not is_url(path) or (path / FILES).exists()]
 
-    try:
-        steps = retry_reads(directory, finished)
-    except NO_FILE:
-        steps = []
-    return processes.broadcast_from_first(sorted(steps))
+    return processes.broadcast_from_first(sorted(retry_reads(directory, finished, [])))
 
 
 def newest_undamaged(

@@ -7,19 +7,15 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.errors import log
-from prope.runtime.files import NO_FILE, retry_reads
+from prope.runtime.files import retry_reads
 
 SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # evaluations equal in these predicted the same tokens
 
 
 def read_jsonl(path: epath.Path) -> list[dict]:
     """Reads a file of JSON lines, skipping with a warning those cut short; an empty list if there is no file."""
-    try:
-        lines = retry_reads(path, path.read_bytes).splitlines()
-    except NO_FILE:
-        return []
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(retry_reads(path, path.read_bytes, b"").splitlines(), 1):
         try:
             records.append(json.loads(line))
         except ValueError:
