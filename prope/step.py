@@ -76,7 +76,9 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
         return weighted_loss(hidden, model.embedding(params), batch["targets"], batch["weights"])
 
     def step(params, opt_state, batch):
-        loss, gradient = _accumulate(jax.value_and_grad(weighted_sum), params, batch, config.accumulation)
+        # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
+        rows = len(batch["tokens"]) // config.accumulation if config.accumulation > 1 else None
+        loss, gradient = optax.microbatch(jax.value_and_grad(weighted_sum), 1, rows)(params, batch)
         tokens = jnp.maximum(batch["weights"].sum(), 1)  # of the whole batch: microbatches may differ in weight
         loss, gradient = jax.tree.map(lambda total: total / tokens, (loss, gradient))
         values = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "batch_hash": hash_batch(batch)}
@@ -111,18 +113,3 @@ def compile_step(
     compiled = trace_step(config, optimizer, mesh, state).lower().compile()
     log.info("compiled in %.1f s", time.perf_counter() - start)
     return compiled
-
-
-def _accumulate(function, params, batch, num_microbatches: int):
-    """Sums function(params, microbatch) over the microbatches of a batch, one after the other."""
-    if num_microbatches == 1:
-        return function(params, batch)
-    # Microbatch i takes rows i, i + num_microbatches, ..: each device holds rows of every microbatch.
-    split = jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
-    shapes = jax.eval_shape(function, params, jax.tree.map(lambda x: x[0], split))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, function(params, microbatch)), None
-
-    return jax.lax.scan(add, zeros, split)[0]
