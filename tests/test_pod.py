@@ -273,8 +273,8 @@ def test_a_disk_that_is_full_on_one_host_ends_all(tmp_path, cache_dir):
 def test_all_processes_take_the_list_of_checkpoints_of_the_first_one(tmp_path, steps):
     """The second one's host sees the directory as it was."""
     script = (
-        "import sys; from prope.runtime import processes; processes.start()\n"
-        "from prope.workdir.checkpoints import list_steps; print(list_steps(sys.argv[1])); processes.end()"
+        "import sys; from prope.runtime import processes; from prope.workdir.checkpoints import list_steps\n"
+        "with processes.joined(): print(list_steps(sys.argv[1]))"
     )
     for folder in [
         *(f"0/checkpoints/{step}" for step in steps),
@@ -292,6 +292,7 @@ def test_all_processes_take_the_list_of_checkpoints_of_the_first_one(tmp_path, s
         for i in range(2)
     ]  # fmt: skip
     assert [process.communicate(timeout=300)[0].splitlines()[-1] for process in started] == [str(steps)] * 2
+    assert [process.returncode for process in started] == [0, 0]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from prope import command
 from prope.errors import RunFailed, Stopped, UsageError
 from prope.runtime import files, processes
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.reader import find_damage
+from prope.workdir.reader import CheckpointReader
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_only_other_hosts_see_is_not_damaged(tmp_path, monkeyp
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
     with pytest.raises(RunFailed, match="checkpoints/20: cannot be read: this host does not see it"):
-        find_damage(tmp_path / "checkpoints" / "20")
+        CheckpointReader(tmp_path / "checkpoints" / "20")
 
 
 LOST = [

@@ -96,8 +96,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._manager.reload()
 
     def save(self, step: int, params, opt_state, config: dict, data: dict) -> None:
-        """Starts saving; returns when the arrays are copied. A failure is raised by the next `check`, or at exit."""
-        self.check()
+        """Starts saving; returns when the arrays are copied. A failure is raised by the next call, or at exit."""
         if step in self.steps():
             return
         items = _json_items(config, data, {"params": params, "opt_state": opt_state})

@@ -45,10 +45,6 @@ def list_files(folder: epath.Path) -> None:
 
 def find_damage(folder: epath.Path) -> str | None:
     """Describes the first file of a checkpoint that differs from its files.json; None if none does."""
-    return retry_reads(folder, lambda: _find_damage(epath.Path(folder)))
-
-
-def _find_damage(folder: epath.Path) -> str | None:
     if processes.count() > 1 and not folder.is_dir():  # the first process has listed it
         raise OSError(errno.ESTALE, "this host does not see it, process 0 does")
     try:
@@ -81,7 +77,7 @@ class CheckpointReader:
         self._folder = absolute(folder)
         self._stores: dict[tuple, ts.TensorStore] = {}  # by item and key path
         with processes.raise_on_all(Damaged):
-            if damage := find_damage(self._folder):
+            if damage := retry_reads(self._folder, lambda: find_damage(self._folder)):
                 raise Damaged(damage)
             saved, self.data = self._read_json("config"), self._read_json("data")
             try:
