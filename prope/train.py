@@ -176,7 +176,7 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
     2. the parameters of the run that --init_from names, with a new optimizer, from step 0;
     3. from scratch.
     """
-    if checkpoints.steps():
+    if steps := checkpoints.steps():
 
         def read(step: int):
             if step == 0:
@@ -193,8 +193,8 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
             arrays = reader.restore(params=state[0], opt_state=state[1])
             return arrays["params"], arrays["opt_state"], reader.init_hash
 
-        step, resumed = newest_undamaged(checkpoints.directory, checkpoints.steps()[::-1], read)
-        for damaged in [other for other in checkpoints.steps() if other > step]:
+        step, resumed = newest_undamaged(checkpoints.directory, steps[::-1], read)
+        for damaged in [other for other in steps if other > step]:
             checkpoints.set_aside(damaged)
         log.info("resumed from step %d", step)
         return step, *resumed

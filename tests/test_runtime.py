@@ -90,6 +90,7 @@ def test_an_error_of_one_process_counts(monkeypatch, fails, own):
         return np.array([np.frombuffer(text.encode().ljust(len(error)), np.uint8) for text in errors])
 
     monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "wait", lambda: None)
     monkeypatch.setattr(processes.multihost_utils, "process_allgather", allgather)
     says = errors[own] or f"process {1 - own}: {errors[1 - own]}"
     ends = pytest.raises(UsageError, match=f"^{says}$") if any(fails) else contextlib.nullcontext()

@@ -32,9 +32,8 @@ from typing import TypeVar
 import jax
 import numpy as np
 from etils import epath
-from jax._src import distributed  # of which only the key-value store has no public name
+from jax._src import distributed  # whose key-value store and barriers have no public name
 from jax.experimental import multihost_utils
-from orbax.checkpoint import multihost
 
 from prope.errors import INTERRUPTED, LOST, RunFailed, Stopped, UsageError, as_ending, first_line, log
 
@@ -101,7 +100,7 @@ def is_first() -> bool:
 def wait() -> None:
     """Waits, up to a week, until all processes call this; a collective fails after 30 s on CPUs."""
     if _count > 1:
-        multihost.get_barrier_sync_fn()(key=f"prope-{next(_waits)}", timeout_ms=7 * 86_400_000)
+        distributed.global_state.client.wait_at_barrier(f"prope-{next(_waits)}", 7 * 86_400_000)
 
 
 def broadcast_from_first(value: T) -> T:

@@ -41,9 +41,8 @@ class Session(contextlib.ExitStack):
     def first_step(self, step: int, metrics) -> None:
         """Waits for the first step and adds this start to starts.jsonl."""
         jax.block_until_ready(metrics)
-        record = self.startup.record(step)
         if processes.is_first():
-            append_jsonl(self._starts, record)
+            append_jsonl(self._starts, self.startup.record(step))
 
     def poll(self, progress: str) -> bool:
         """Reports progress to the watchdog, in all processes at the same places; False once a stop is asked for."""

@@ -55,7 +55,7 @@ class Startup:
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
-            "commit": find_commit() if processes.is_first() else None,  # git may be slow on a shared file system
+            "commit": find_commit(),
             "processes": processes.count(),
             "devices": jax.device_count(),
             "device_kind": jax.devices()[0].device_kind,
