@@ -115,6 +115,10 @@ def test_what_cannot_be_asked_for(runs, base):  # noqa: F811
     with pytest.raises(UsageError, match="--intervene=stop:0-1: no run there rotates these pairs"):
         ask(runs / "nope", intervene="stop:0-1")
     assert [r["workdir"] for r in ask(runs, intervene="stop:0-1")] == [str(runs / "rope")], "the other one is left out"
+    for name in ("nope", "rope"):
+        shutil.rmtree(runs / name / "checkpoints")
+    with pytest.raises(UsageError, match="no run there has a finished checkpoint; train one first"):
+        ask(runs, intervene="stop:0-1")
 
 
 def test_the_config_takes_a_band_of_its_pairs():
@@ -229,3 +233,20 @@ def test_the_report_shows_the_changes_of_every_band(tmp_path):
     for axes, values in zip(figure.axes, means, strict=True):
         np.testing.assert_allclose(axes.images[0].get_array(), values)
         assert [text.get_text() for text in axes.texts] == [f"{value:+.2f}" for value in values.ravel()]
+
+
+def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
+    """Factors are no seeds: a run of one seed has no interval over seeds. Pairs 4 to 7 have one factor only."""
+    config, losses = default_config(), {("0-3", 4.0): 1.5, ("0-3", 2.0): 1.2, ("4-7", 2.0): 1.1}
+    record = {"step": config.num_steps, "dataset": "python_docs", "seq_len": 512, "fingerprint": "same", "windows": 3}
+    records = [record | {"loss": 1.0}]
+    records += [record | {"encoding": f"interpolate:{b}", "factor": f, "loss": loss} for (b, f), loss in losses.items()]
+    run = Run("a", tmp_path, {"rope_percentage": 1.0}, config, True, config.num_steps, None, [], records, [])
+    found = interventions.changes([run])
+    assert [(c.pairs, c.factor) for c in found] == [("0-3 by 2", 2.0), ("0-3 by 4", 4.0), ("4-7", 2.0)]
+    np.testing.assert_allclose([c.difference.difference for c in found], [0.2, 0.5, 0.1])
+    (picture,) = interventions.pictures(found)
+    figure = matplotlib.figure.Figure(figsize=picture.size, layout="constrained")
+    picture.draw(figure)
+    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.2], [0.5], [0.1]])
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == [c.pairs for c in found]

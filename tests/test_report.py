@@ -71,7 +71,8 @@ def template(tmp_path_factory):
                     "max_windows": None, "loss": loss, "loss_stderr": 0.01, "perplexity": math.exp(loss),
                     "bits_per_byte": loss / math.log(2), "by_position": positions, "accuracy_by_distance": distances,
                 })  # fmt: skip
-            write_lines(workdir / "eval.jsonl", [records[-1] | {"step": 5}, *records])
+            rescaled = {"seq_len": 2048, "encoding": "yarn", "factor": 8.0, "loss": 8.0}
+            write_lines(workdir / "eval.jsonl", [records[-1] | {"step": 5}, *records, records[-1] | rescaled])
             entries.append({"name": workdir.name, "values": values})
     started = {"devices": 8, "device_kind": "TPU v5p", "commit": "0123456789abcdef+changes", "jax": "0.10.2"}
     write_lines(directory / entries[0]["name"] / "starts.jsonl", [{"step": 0}, started])

@@ -203,13 +203,13 @@ def evaluations(options: Options) -> Iterator[dict]:
                     else:
                         log.info("%s: %s is left out, for the run rotates none of these pairs", workdir, encoding)
                 plan.append((run, lengths))
+    if not plan:
+        raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
     if options.intervene and not any(lengths for _, lengths in plan):
         remedy = "give faster ones, or remove"
         raise UsageError(f"--intervene={options.intervene}: no run there rotates these pairs; {remedy}")
     if options.max_windows and any(len(lengths) > 1 for _, lengths in plan):
         log.warning("--max_windows: longer windows hold more text; --max_tokens reads the same text at every length")
-    if not plan:
-        raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
     for run, lengths in plan:
         workdir, step, params = run.workdir, run.step, None
         for encoding, config, windows, selection in lengths:

@@ -20,12 +20,14 @@ class Change(NamedTuple):
     group: str
     kind: str
     band: tuple[int, int]  # first and last pair
+    factor: float  # of interpolate; 1 of the others
     seq_len: int
+    pairs: str  # the band, with the factor where the group has several at this length
     difference: Difference
 
 
 def changes(runs: list[Run]) -> list[Change]:
-    """Computes the changes of the last step's loss by kind, group, band and length, in this order."""
+    """Computes the changes of the last step's loss by kind, group, band, factor and length, in this order."""
     found, plain = [], {"encoding": None, "factor": None}
     for group, members in groups(runs).items():
         by_case: dict[tuple, list[tuple[Run, Run, dict, dict]]] = {}
@@ -35,12 +37,14 @@ def changes(runs: list[Run]) -> list[Change]:
             for encoding, factor, T in {(r["encoding"], r["factor"], r["seq_len"]) for r in changed}:
                 fields = about | {"seq_len": T, "encoding": encoding, "factor": factor}
                 if pair := find_pair(run.evaluations, run.evaluations, plain, **fields):
-                    by_case.setdefault((encoding, T), []).append((run, run, *pair))
-        for (encoding, T), pairs in by_case.items():
-            kind, _, band = encoding.partition(":")
-            found.append(Change(group, kind, tuple(map(int, band.split("-"))), T, average(pairs)[0]))
+                    by_case.setdefault((encoding, factor, T), []).append((run, run, *pair))
+        for (encoding, factor, T), of_seeds in by_case.items():
+            kind, _, pairs = encoding.partition(":")
+            band, several = tuple(map(int, pairs.split("-"))), sum((encoding, T) == case[::2] for case in by_case) > 1
+            pairs += f" by {factor:g}" * several
+            found.append(Change(group, kind, band, factor, T, pairs, average(of_seeds)[0]))
     order = list(groups(runs))
-    return sorted(found, key=lambda c: (INTERVENTIONS.index(c.kind), order.index(c.group), c.band, c.seq_len))
+    return sorted(found, key=lambda c: (INTERVENTIONS.index(c.kind), order.index(c.group), *c[2:5]))
 
 
 def pictures(found: list[Change]) -> list[Picture]:
@@ -49,12 +53,12 @@ def pictures(found: list[Change]) -> list[Picture]:
 
 
 def _picture(kind: str, found: list[Change]) -> Picture:
-    names, bands = list(dict.fromkeys(c.group for c in found)), sorted({c.band for c in found})
-    lengths = sorted({c.seq_len for c in found})
-    values = np.full((len(names), len(bands), len(lengths)), np.nan)
+    names, lengths = list(dict.fromkeys(c.group for c in found)), sorted({c.seq_len for c in found})
+    labels = list(dict.fromkeys(c.pairs for c in sorted(found, key=lambda c: (c.band, c.factor))))
+    values = np.full((len(names), len(labels), len(lengths)), np.nan)
     for c in found:
-        values[names.index(c.group), bands.index(c.band), lengths.index(c.seq_len)] = c.difference.difference
-    labels, reach = [f"{first}-{last}" for first, last in bands], np.nanmax(np.abs(values))
+        values[names.index(c.group), labels.index(c.pairs), lengths.index(c.seq_len)] = c.difference.difference
+    reach = np.nanmax(np.abs(values))
 
     def draw(figure) -> None:
         for axes, name, of_group in zip(panels(figure, len(names), sharey=True)[0], names, values, strict=True):
@@ -67,9 +71,9 @@ def _picture(kind: str, found: list[Change]) -> Picture:
 
     longest = [c for c in found if c.seq_len == lengths[-1]]
     least, most = (choose(longest, key=lambda c: c.difference.difference) for choose in (min, max))
-    ends = [f"{c.difference.difference:+.3f} in {c.group} for pairs {c.band[0]}-{c.band[1]}" for c in (least, most)]
+    ends = [f"{c.difference.difference:+.3f} in {c.group} for pairs {c.pairs}" for c in (least, most)]
     title = {"stop": "Bands stopped", "remove": "Bands removed", "interpolate": "Bands interpolated"}[kind]
     words = {"stop": "no longer rotated", "remove": "removed from logits", "interpolate": "rotated more slowly"}[kind]
     caption = f"Loss with a band {words}, minus the loss as it is, nats per token, without training. Means over seeds."
     alt = f"Least and greatest change at {lengths[-1]} tokens: {'; '.join(ends)}."
-    return Picture(kind, title, alt, caption, draw, (min(2.4 * len(names) + 0.6, 13), 1.2 + 0.3 * len(bands)))
+    return Picture(kind, title, alt, caption, draw, (min(2.4 * len(names) + 0.6, 13), 1.2 + 0.3 * len(labels)))

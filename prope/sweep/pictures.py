@@ -116,7 +116,8 @@ def by_octave(run: Run) -> dict[float, float]:
 
 def accuracies(run: Run) -> list[dict]:
     """Reads accuracy by distance of the last step, of the fullest evaluation in the longest windows."""
-    records = [r for r in run.evaluations if r["step"] == run.config.num_steps and r.get("accuracy_by_distance")]
+    records = find_evaluations(run.evaluations, step=run.config.num_steps)
+    records = [record for record in records if record.get("accuracy_by_distance")]
     fullest = find_evaluation(records, seq_len=max((r["seq_len"] for r in records), default=0))
     return fullest["accuracy_by_distance"] if fullest else []
 
