@@ -59,7 +59,8 @@ def local_cache() -> pathlib.Path:
 
 def kvstore(folder: epath.PathLike) -> ts.KvStore:
     """Opens a folder or URL as a key-value store of the files below it."""
-    return ts.KvStore.open(f"{absolute(folder).as_uri()}/", context=CONTEXT).result()
+    url = str(folder) if is_url(folder) else absolute(folder).as_uri()
+    return ts.KvStore.open(f"{url.rstrip('/')}/", context=CONTEXT).result()
 
 
 def write_atomic(path: epath.Path, content: str | bytes) -> None:
