@@ -192,6 +192,8 @@ def _parse_flags(argv: list[str], own: list[str]) -> None:
         raise UsageError(_flag_error(error, argv, own)) from None
     if len(rest) > 1:
         raise UsageError(f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value; --help lists them")
+    if nan := [name for name in own if flags.FLAGS[name].value != flags.FLAGS[name].value]:  # within any bounds of absl
+        raise UsageError(f"--{nan[0]}=nan: must be a number")
 
 
 def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:

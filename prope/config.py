@@ -177,15 +177,15 @@ def from_dict(values: dict) -> ConfigDict:
     Raises UsageError for a field that this version of prope does not know, or a value of another type.
     """
     config = default_config()
-    saved, known = flat(ConfigDict(values)), flat(config)
-    if unknown := [name for name in saved if name not in known]:
-        hint = nearest(unknown[0], known)
-        raise UsageError(f"the saved config has a field that this version does not know: {unknown[0]}{hint}")
     try:
+        saved, known = flat(ConfigDict(values)), flat(config)
+        if unknown := [name for name in saved if name not in known]:
+            hint = nearest(unknown[0], known)
+            raise UsageError(f"the saved config has a field that this version does not know: {unknown[0]}{hint}")
         if isinstance(saved.get("model.rope_percentage"), list | tuple):
             set_layer_percentages(config, saved.pop("model.rope_percentage"))
         config.update_from_flattened_dict(saved)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"the saved config cannot be read: {error}") from None
     return config
 

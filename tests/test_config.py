@@ -338,6 +338,9 @@ def test_a_saved_config_comes_back_and_a_field_from_elsewhere_is_refused():
     values["model"]["rope_percentag"] = 1.0
     with pytest.raises(UsageError, match=r"model.rope_percentag \(did you mean model.rope_percentage\?\)"):
         from_dict(values)
+    for values in ([1], {"model.num_layers": 4}, {"seed": "a"}):
+        with pytest.raises(UsageError, match="the saved config cannot be read: "):
+            from_dict(values)
 
 
 def test_what_makes_another_run():

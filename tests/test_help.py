@@ -199,6 +199,7 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
         ("evaluate", ["--frobnicate=5"], "--frobnicate: there is no such flag; --help lists the flags"),
         ("sample", ["--workdir=W", "--top_k=few"], "--top_k=few: must be an integer"),
         ("sample", ["--workdir=W", "--temperature=hot"], "--temperature=hot: must be a number"),
+        ("bench", ["--rope", "--rope_percentage=nan"], "--rope_percentage=nan: must be a number"),
         ("report", [], "give either --workdir, the directory of a run, or --sweep"),
     ],
 )
