@@ -259,7 +259,7 @@ def test_one_writer_at_a_time_and_the_others_wait(tmp_path, monkeypatch, said, w
 
     thread = threading.Thread(target=first)
     thread.start()
-    held.wait()
+    assert held.wait(60)
     with lock.write_lock(cache, "a", lambda: False) as is_writer:
         order.append("second")
         assert is_writer
