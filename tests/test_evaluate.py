@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from exchange import make_run
 from jax import extend
 
@@ -17,6 +18,7 @@ from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference import evaluation as evaluate
 from prope.inference import losses, paired
+from prope.runtime.files import append_jsonl
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run, read_config, write_config
 
@@ -210,6 +212,19 @@ def test_two_runs_on_the_same_windows_are_compared_document_by_document(runs):
     shutil.rmtree(runs / "rope" / "eval")
     with pytest.raises(UsageError, match="npz: cannot be read; run python -m prope.evaluate .*--again"):
         paired.paired_difference(runs / "nope", runs / "rope", {"step": 7, "seq_len": 2 * T})
+
+
+def test_damaged_sums_are_answered_with_the_command_that_makes_them(tmp_path):
+    record = {"step": 7, "split": "validation", "fingerprint": "f", "seq_len": 8, "windows": 2}
+    append_jsonl(tmp_path / "eval.jsonl", record)
+    ones, folder = np.ones((2, 1)), epath.Path(tmp_path / "eval" / "7")
+    paired.write_sums(folder, record, ones, ones, edges=np.array([0, 8]), source=np.zeros(2, int), shares=[1.0])
+    assert paired.paired_difference(tmp_path, tmp_path).samples == 2
+    whole = (folder / "f-8-2.npz").read_bytes()
+    for damaged in (b"", b"text", whole[:-99], whole[:60] + bytes(40) + whole[100:]):
+        (folder / "f-8-2.npz").write_bytes(damaged)
+        with pytest.raises(UsageError, match="f-8-2.npz: cannot be read; run python -m prope.evaluate .*--again"):
+            paired.paired_difference(tmp_path, tmp_path)
 
 
 # --- Longer windows ---------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ Axes: C documents, in the order of the windows, Q buckets of positions, S source
 
 import io
 import statistics
+import zipfile
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -148,7 +150,7 @@ def _read_sums(workdir: epath.PathLike, record: dict) -> tuple[np.ndarray, ...]:
     try:
         with np.load(io.BytesIO(path.read_bytes())) as saved:
             return tuple(saved[name] for name in ("loss", "tokens", "edges", "source", "shares"))
-    except (OSError, ValueError, KeyError):
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         command = f"python -m prope.evaluate --workdir={workdir} --again with the flags of that evaluation"
         made = f"(step {record['step']}, seq_len {record['seq_len']})"
         raise UsageError(f"{path}: cannot be read; run {command} {made}") from None
