@@ -355,6 +355,19 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
     assert pictures.by_octave(SimpleNamespace(config=config, evaluations=others)) == {}
 
 
+def test_runs_of_a_grid_without_p_have_their_place(made):
+    """As of a get_sweep() with two grids, one of p and one of another field."""
+    sweep = json.loads((made / "sweep.json").read_text())
+    for entry in sweep["runs"][2:4]:  # p = 0.25
+        entry["values"] = {"rope_type": "partial", "seed": entry["values"]["seed"]}
+    (made / "sweep.json").write_text(json.dumps(sweep))
+    page, _ = page_of(made)
+    names = ["p = 0", "rope_type = partial", "p = 1"]
+    assert [row[0] for row in page.tables[0]] == ["run", *names]
+    perplexity = pictures.pictures(runs.read_sweep(made))[0]
+    assert re.findall("|".join(names), perplexity.alt) == names
+
+
 def test_what_is_missing_is_left_out(made):
     for path in made.glob("rope_percentage=1,*/eval.jsonl"):
         path.unlink()

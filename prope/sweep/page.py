@@ -64,7 +64,7 @@ def write(
     shapes = jax.eval_shape(lambda: model.init(runs[0].config.model, jax.random.key(0)))
     return page.write(
         directory / "report", "sweep", pictures, title=f"Sweep {directory.resolve().name}", lead=lead(rows),
-        config=runs[0].config, parameters=num_parameters(shapes), by_p=P in runs[0].values, rows=rows,
+        config=runs[0].config, parameters=num_parameters(shapes), by_p=all(P in run.values for run in runs), rows=rows,
         swept=list(dict.fromkeys(name for run in runs for name in run.values)),  # a run may lack those of another grid
         errors_over=sorted({row["over"] for row in rows} - {""}),
         windows=sorted({run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}),
@@ -88,13 +88,12 @@ def paper_result(config: ConfigDict) -> tuple[str, float] | None:
 
 
 def result_rows(runs: list[Run]) -> list[dict]:
-    """Extends the rows of `table` by name, rotated pairs, difference from RoPE, and the paper's perplexity."""
+    """Extends the rows of `table` by group, rotated pairs, difference from RoPE, and the paper's perplexity."""
     rows, by_name = table(runs), groups(runs)
     best = min((row["perplexity"] for row in rows if row["perplexity"] is not None), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
         config, row["reference"] = group[0].config.model, (base := reference(group[0].values, by_name))
-        row["group"], row["name"] = name, name.removeprefix("p = ")
-        row["pairs"] = f"{rotated_pairs(config)} of {config.head_dim // 2}"
+        row["group"], row["pairs"] = name, f"{rotated_pairs(config)} of {config.head_dim // 2}"
         row["difference"], row["over"] = against_reference(group, by_name[base]) if base else (None, "")
         row["paper"] = paper_result(group[0].config)
         row["best"] = best is not None and row["perplexity"] == best

@@ -176,7 +176,7 @@ def curves_picture(
 
 def perplexity_picture(runs: list[Run]) -> Picture | None:
     """Draws perplexity by p: every run a dot, means over seeds with their spread, and the evaluation's own error."""
-    swept, by_name, means = P in runs[0].values, groups(runs), {}
+    swept, by_name, means = all(P in run.values for run in runs), groups(runs), {}
     title = "Validation perplexity" + (" by p" if swept else "")
     lines: dict[str, dict[float | str, list[dict]]] = {}  # by the other swept fields, then by p: evaluations
     apart: dict[str, dict[float, Difference]] = {}  # from RoPE's, likewise
