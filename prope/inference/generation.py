@@ -8,6 +8,7 @@ Axes: B rows, T prompt length, V vocab.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -174,9 +175,7 @@ def filter_logits(sampling: Sampling, logits: Float[Array, "B V"]) -> Float[Arra
 def pad_prompts(rows: Sequence[Sequence[int]]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Pads the tokens of prompts to (prompts [B, T], lengths [B])."""
     lengths = np.array([len(row) for row in rows], np.int32)
-    prompts = np.full((len(rows), lengths.max()), PAD, np.int32)
-    for row, tokens in zip(prompts, rows, strict=True):
-        row[: len(tokens)] = tokens
+    prompts = np.array([*itertools.zip_longest(*rows, fillvalue=PAD)], np.int32).T
     return jnp.asarray(prompts), jnp.asarray(lengths)
 
 
@@ -247,19 +246,12 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     for text, continuation in zip(texts, continuations, strict=True):
         log.info("%s", text + continuation)
     return {
-        "text": continuations[0],
-        "texts": continuations,
-        "prompt": texts[0],
-        "prompts": texts,
-        "tokens": count,
+        "text": continuations[0], "texts": continuations, "prompt": texts[0], "prompts": texts, "tokens": count,
         "tokens_per_second": count / (prefill_seconds + decode_seconds),
         "prefill_tokens_per_second": int(lengths.sum()) / prefill_seconds,
-        "decode_tokens_per_second": (count - len(rows)) / decode_seconds,
-        "compile_seconds": compile_seconds,
-        "step": run.step,
-        "rope_percentage": config.model.rope_percentage,
-        "workdir": workdir,
-    }
+        "decode_tokens_per_second": (count - len(rows)) / decode_seconds, "compile_seconds": compile_seconds,
+        "step": run.step, "rope_percentage": config.model.rope_percentage, "workdir": workdir,
+    }  # fmt: skip
 
 
 def _timed(function: Callable) -> tuple:

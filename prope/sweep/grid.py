@@ -1,8 +1,8 @@
 """The grid of a sweep: config fields, their values, and the run of each combination of values."""
 
-import itertools
 import pathlib
 import runpy
+from itertools import product
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -86,9 +86,8 @@ def plan(grids: list[dict], file: str, base: ConfigDict, overrides: dict) -> lis
     names, runs = list(dict.fromkeys(name for grid in grids for name in grid)), []
     last = [name.rpartition(".")[2] for name in names]
     short = {name: part if last.count(part) == 1 else name for name, part in zip(names, last, strict=True)}
-    combinations = [(grid, values) for grid in grids for values in itertools.product(*grid.values())]
-    for grid, combination in combinations:
-        fields = dict(zip(grid, combination, strict=True))
+    combinations = [dict(zip(grid, values, strict=True)) for grid in grids for values in product(*grid.values())]
+    for fields in combinations:
         run_file = fields.pop(CONFIG, file)
         config = base.copy_and_resolve_references() if run_file == file else load(run_file, overrides)
         config.update_from_flattened_dict(fields)

@@ -113,8 +113,7 @@ def read_sweep(directory: epath.Path) -> list[Run]:
     if (sweep := read_json(directory / "sweep.json", DAMAGED_SWEEP)) is None:
         raise UsageError(f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py")
     entries = [(directory / entry["name"], entry["values"]) for entry in sweep["runs"]]
-    configs = {workdir: run_dir.read_config(workdir) for workdir, _ in entries}
-    runs = [read_run(workdir, values, configs[workdir]) for workdir, values in entries if configs[workdir]]
+    runs = [read_run(folder, values, config) for folder, values in entries if (config := run_dir.read_config(folder))]
     if not runs:
         raise UsageError(f"--sweep={directory}: none of its {len(sweep['runs'])} runs has started; run it first")
     return on_common_windows(runs)
@@ -225,8 +224,7 @@ def table(runs: Iterable[Run]) -> list[dict]:
     for group in by_name.values():
         records = [run.record() for run in group if run.state == "finished"]
         row = {k: group[0].values.get(k) for k in fields}
-        row["rotated_pairs"] = rotated_pairs(group[0].config.model)
-        row["runs"] = len(records)
+        row |= {"rotated_pairs": rotated_pairs(group[0].config.model), "runs": len(records)}
         for name in METRICS:
             values = [record[name] for record in records]
             row[name] = statistics.fmean(values) if values else None
@@ -247,5 +245,5 @@ def table_text(rows: list[dict]) -> str:
         return f"{text} ± {deviation:.4f}" if deviation is not None else text
 
     lines = [columns, *([cell(row, name) for name in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
