@@ -94,9 +94,8 @@ def palette() -> dict[str, tuple[str, str]]:
 
     # Viridis reads in order with every kind of colour vision and in grey; its palest and darkest ends need contrast.
     viridis = matplotlib.colormaps["viridis"]
-    shares = [i / (_STEPS - 1) for i in range(_STEPS)]
     groups = {f"group-{i}": (rgb2hex(viridis(0.76 * x)), rgb2hex(viridis(0.36 + 0.64 * x)))
-              for i, x in enumerate(shares)}  # fmt: skip
+              for i, x in enumerate(np.linspace(0, 1, _STEPS))}  # fmt: skip
     return {"text": (TEXT, "#d4dae1"), "line": (GRID, "#363d47"), "card": (GROUND, "#161b22"), **groups}
 
 
@@ -117,8 +116,7 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
     apart = max(len(x) // 8, 1)  # points between markers, which start where those of other lines do not
     axes.plot(x, y, label=label, markevery=(len(axes.lines) % apart, apart), **style)
     if None not in (errors := [error for _, error in points.values()]):
-        low, high = ([v + sign * e for v, e in zip(y, errors, strict=True)] for sign in (-1, 1))
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
+        axes.fill_between(x, np.subtract(y, errors), np.add(y, errors), color=style["color"], alpha=0.18, lw=0)
 
 
 def show_image(axes, values, power: float = 1, vmin: float | None = 0, vmax: float | None = None, **options):
@@ -176,9 +174,8 @@ def heat(axes, values, title: str, rows: str, labels: list, rotated: list[int] |
     axes.locator_params(axis="x", integer=True)
     label_ticks(axes.yaxis, labels)
     if rotated is not None and min(rotated) < values.shape[1]:
-        edges = [row - 0.5 for row in range(len(rotated) + 1)]
-        ends = [end - 0.5 for end in rotated]
-        axes.stairs(ends, edges, orientation="horizontal", color=BORDER, lw=2, baseline=None)
+        edges = np.arange(len(rotated) + 1) - 0.5
+        axes.stairs(np.array(rotated) - 0.5, edges, orientation="horizontal", color=BORDER, lw=2, baseline=None)
 
 
 def legend(axes) -> None:

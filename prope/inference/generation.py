@@ -61,13 +61,9 @@ class Sampling:
 
 @jax.jit(static_argnums=(0, 1))
 def prefill(
-    config: FrozenConfigDict,
-    sampling: Sampling,
-    params: model.Params,
-    prompts: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    keys: jax.Array,
-) -> tuple[Int[Array, " B"], model.Cache]:
+    config: FrozenConfigDict, sampling: Sampling, params: model.Params,
+    prompts: Int[Array, "B T"], lengths: Int[Array, " B"], keys: jax.Array,
+) -> tuple[Int[Array, " B"], model.Cache]:  # fmt: skip
     """Returns the first token after each prompt, and the cache for `decode`.
 
     Args:
@@ -108,14 +104,9 @@ def fill_cache(
 
 @jax.jit(static_argnums=(0, 1), donate_argnames="cache")
 def decode(
-    config: FrozenConfigDict,
-    sampling: Sampling,
-    params: model.Params,
-    first: Int[Array, " B"],
-    cache: model.Cache,
-    lengths: Int[Array, " B"],
-    keys: jax.Array,
-) -> tuple[Int[Array, "B length"], model.Cache]:
+    config: FrozenConfigDict, sampling: Sampling, params: model.Params,
+    first: Int[Array, " B"], cache: model.Cache, lengths: Int[Array, " B"], keys: jax.Array,
+) -> tuple[Int[Array, "B length"], model.Cache]:  # fmt: skip
     """Returns the tokens from `first` on, with <pad> after a row's end, and the cache, which is donated."""
     params = split_layers(config, params)  # once, not for each token
     tokens = jnp.full((len(first), sampling.length), PAD, jnp.int32).at[:, 0].set(first)

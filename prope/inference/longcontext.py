@@ -128,11 +128,7 @@ def _summarize(trials: list[Trial], logprobs: np.ndarray, exact: np.ndarray, ran
 
 
 class Prompts:
-    """The prompts of a task that the flags of prope.evaluate, `options`, ask for.
-
-    Raises:
-      UsageError: the run cannot be asked.
-    """
+    """The prompts of a task that `options`, flags of prope.evaluate, ask for; UsageError if a run cannot be asked."""
 
     split = "prompts"
 

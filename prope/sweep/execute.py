@@ -99,9 +99,8 @@ class ChildProcesses:
 
     def _forward(self, number: int, frame) -> None:
         self.stop_signal = number
-        running = self._child is not None and self._child.poll() is None
-        if running and (number == signal.SIGTERM or not in_foreground()):
-            self._child.send_signal(number)
+        if self._child is not None and (number == signal.SIGTERM or not in_foreground()):
+            self._child.send_signal(number)  # which does nothing where it has ended
 
 
 def in_foreground() -> bool:

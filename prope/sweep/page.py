@@ -92,10 +92,10 @@ def result_rows(runs: list[Run]) -> list[dict]:
     rows, by_name = table(runs), groups(runs)
     best = min((row["perplexity"] for row in rows if row["perplexity"] is not None), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
-        config, row["reference"] = group[0].config.model, (base := reference(group[0].values, by_name))
-        row["group"], row["pairs"] = name, f"{rotated_pairs(config)} of {config.head_dim // 2}"
+        config, base = group[0].config, reference(group[0].values, by_name)
+        row |= {"group": name, "pairs": f"{rotated_pairs(config.model)} of {config.model.head_dim // 2}"}
+        row |= {"reference": base, "paper": paper_result(config)}
         row["difference"], row["over"] = against_reference(group, by_name[base]) if base else (None, "")
-        row["paper"] = paper_result(group[0].config)
         row["best"] = best is not None and row["perplexity"] == best
     return rows
 

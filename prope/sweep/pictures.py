@@ -5,6 +5,7 @@ seed: {"p = 0.25": {0: {10: 5.1, 20: 4.9}}}. Seeds are averaged, and differences
 runs of one seed have in common (initial weights, batches, text) drops out.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -103,14 +104,12 @@ def by_octave(run: Run) -> dict[float, float]:
     """Reads the last step's loss by octave of positions in the longest windows; {} if training's are as long."""
     records = find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset)
     longer = [r for r in records if r["seq_len"] > run.config.data.seq_len and r.get("by_position")]
-    octaves: dict[int, list[dict]] = {}
-    for bucket in max(longer, key=lambda record: record["seq_len"], default={"by_position": []})["by_position"]:
-        octaves.setdefault(bucket["from"].bit_length(), []).append(bucket)
+    buckets = max(longer, key=lambda record: record["seq_len"], default={"by_position": []})["by_position"]
     losses = {}
-    for octave in octaves.values():
-        tokens = [bucket["tokens"] for bucket in octave]
+    for _, group in itertools.groupby(buckets, lambda bucket: bucket["from"].bit_length()):
+        octave = list(group)
         middle = (octave[0]["from"] + octave[-1]["to"]) / 2
-        losses[middle] = statistics.fmean([bucket["loss"] for bucket in octave], tokens)
+        losses[middle] = statistics.fmean([b["loss"] for b in octave], [b["tokens"] for b in octave])
     return losses
 
 
