@@ -83,6 +83,14 @@ def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(
     assert json.dumps(ask(runs / "rope", intervene="stop:0-1")) == json.dumps([stopped]), "computed once"
 
 
+def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):  # noqa: F811
+    caplog.set_level("INFO", "prope")
+    ask(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)
+    assert "hold more text" not in caplog.text
+    ask(runs / "rope", seq_len="1x,2x", max_windows=1)
+    assert "--max_windows: longer windows hold more text" in caplog.text
+
+
 def test_bands_are_parsed():
     config = default_config().model
     eighths = [f"{kind}:{start}-{start + 3}" for kind in ("stop", "remove") for start in range(0, 32, 4)]

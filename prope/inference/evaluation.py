@@ -208,7 +208,7 @@ def evaluations(options: Options) -> Iterator[dict]:
     if options.intervene and not any(lengths for _, lengths in plan):
         remedy = "give faster ones, or remove"
         raise UsageError(f"--intervene={options.intervene}: no run there rotates these pairs; {remedy}")
-    if options.max_windows and any(len(lengths) > 1 for _, lengths in plan):
+    if options.max_windows and any(len({windows.seq_len for *_, windows, _ in lengths}) > 1 for _, lengths in plan):
         log.warning("--max_windows: longer windows hold more text; --max_tokens reads the same text at every length")
     for run, lengths in plan:
         workdir, step, params = run.workdir, run.step, None
