@@ -391,15 +391,15 @@ def test_documents_are_the_same_when_every_window_begins_with_bos(runs, base):
 
 
 def test_runs_that_cannot_be_rescaled_are_left_out(runs, base):
-    edit(
-        runs / "nope",
-        base,
-        **{"model.rope_percentage": 1.0, "model.rope_type": "rope_id", "model.original_seq_len": 128},
-    )
+    rope_id = {"model.rope_percentage": 1.0, "model.rope_type": "rope_id", "model.original_seq_len": 128}
+    edit(runs / "nope", base, **rope_id)
     (record,) = ask(runs, encoding="yarn", seq_len="2x")
     assert record["workdir"] == str(runs / "rope")
     with pytest.raises(UsageError, match="rope_scaling_type=yarn: needs a wavelength, which rope_type=rope_id has not"):
         ask(runs / "nope", encoding="yarn")
+    edit(runs / "rope", base, **rope_id)
+    with pytest.raises(UsageError, match="no run there has a finished checkpoint that --encoding=yarn can rescale"):
+        ask(runs, encoding="yarn")
 
 
 @pytest.mark.parametrize(

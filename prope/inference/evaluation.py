@@ -204,7 +204,8 @@ def evaluations(options: Options) -> Iterator[dict]:
                         log.info("%s: %s is left out, for the run rotates none of these pairs", workdir, encoding)
                 plan.append((run, lengths))
     if not plan:
-        raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint; train one first")
+        which = f" that --encoding={options.encoding} can rescale" if options.encoding else ""
+        raise UsageError(f"--workdir={options.workdir}: no run there has a finished checkpoint{which}; train one first")
     if options.intervene and not any(lengths for _, lengths in plan):
         remedy = "give faster ones, or remove"
         raise UsageError(f"--intervene={options.intervene}: no run there rotates these pairs; {remedy}")
