@@ -153,10 +153,9 @@ def make_evaluation(
             ],
         }  # fmt: skip
         if len(windows.sources) > 1:
-            windows_of = np.bincount(source_of, minlength=len(windows.sources)).tolist()
             parts = zip(windows.sources, windows.weights, windows.shares, strict=True)
             record["sources"] = [
-                {"dataset": part.name, "weight": weight, "share": float(share), "windows": windows_of[s]}
+                {"dataset": part.name, "weight": weight, "share": float(share), "windows": int((source_of == s).sum())}
                 | _summarize(totals[source == s], counts[source == s])
                 for s, (part, weight, share) in enumerate(parts)
             ]

@@ -267,7 +267,6 @@ def run_sweep(
     log.info("%s", table_text(result["table"]))
     if sweep.failed:
         print(json.dumps(result), flush=True)
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
-        failed = f"{len(sweep.failed)} of {len(runs)} runs failed"
-        raise RunFailed(f"{failed}: {reasons}; the same command tries these again")
+        why = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
+        raise RunFailed(f"{len(sweep.failed)} of {len(runs)} runs failed: {why}; the same command tries these again")
     return result
