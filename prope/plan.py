@@ -58,7 +58,7 @@ def main() -> dict:
     devices = find_devices(FLAGS.topology, FLAGS.slices)
     if FLAGS.sequences_per_chip is not None:
         rows = FLAGS.sequences_per_chip * len(devices)
-        if not rows >= 1 or rows % 1:  # also refuses nan and inf
+        if rows < 1 or rows % 1:  # also refuses inf
             raise UsageError(f"--sequences_per_chip={FLAGS.sequences_per_chip}: is {rows} on {len(devices)} chips")
         config.batch_size, config.accumulation = int(rows), 1
     if FLAGS.xla_flags and chip not in xla_flags.TPU:

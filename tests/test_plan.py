@@ -264,7 +264,7 @@ def test_without_a_compiler_its_extra_is_named(plan, tmp_path, topology, extra):
         (["--topology=h100:8", "--slices=2"], "--slices=2: is of TPUs; nodes are part of the topology: h100:2x8"),
         (["--topology=v5e:3x3"], "--topology=v5e:3x3: "),
         (["--topology=v5e:2x2", "--sequences_per_chip=0.3"], "--sequences_per_chip=0.3: is 1.2 on 4 chips"),
-        (["--topology=v5e:2x2", "--sequences_per_chip=nan"], "--sequences_per_chip=nan: is nan on 4 chips"),
+        (["--topology=v5e:2x2", "--sequences_per_chip=nan"], "--sequences_per_chip=nan: must be a number"),
         (["--topology=v5e:2x2", "--sequences_per_chip=inf"], "--sequences_per_chip=inf: is inf on 4 chips"),
         (["--topology=v5e:2x2", "--config.batch_size=6"], "config.batch_size=6: must be a multiple of 4"),
         (["--topology=v5e:2x2", "--config.model.attention=cudnn"], "attention=cudnn cannot be used"),
