@@ -25,7 +25,7 @@ def skips(workdir) -> list:
     return [(record["step"], record["in_a_row"]) for record in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("number", [jnp.nan, pytest.param(jnp.inf, marks=pytest.mark.slow)])
 def test_a_skipped_step_changes_nothing_but_the_schedule(number):
     config = default_config()
     config.on_nonfinite, config.num_steps = "skip", 200
