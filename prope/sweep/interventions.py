@@ -40,11 +40,11 @@ def changes(runs: list[Run]) -> list[Change]:
                     by_case.setdefault((encoding, factor, T), []).append((run, run, *pair))
         for (encoding, factor, T), of_seeds in by_case.items():
             kind, _, pairs = encoding.partition(":")
-            band, several = tuple(map(int, pairs.split("-"))), sum((encoding, T) == case[::2] for case in by_case) > 1
-            pairs += f" by {factor:g}" * several
+            band, factors = tuple(map(int, pairs.split("-"))), [f for e, f, t in by_case if (e, t) == (encoding, T)]
+            pairs += f" by {factor:g}" if len(factors) > 1 else ""
             found.append(Change(group, kind, band, factor, T, pairs, average(of_seeds)[0]))
     order = list(groups(runs))
-    return sorted(found, key=lambda c: (INTERVENTIONS.index(c.kind), order.index(c.group), *c[2:5]))
+    return sorted(found, key=lambda c: (INTERVENTIONS.index(c.kind), order.index(c.group), c.band, c.factor, c.seq_len))
 
 
 def pictures(found: list[Change]) -> list[Picture]:
