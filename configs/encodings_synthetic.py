@@ -43,7 +43,8 @@ import runpy
 from prope.config import sized
 
 synthetic, wiki = (
-    runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py"))) for name in ("synthetic", "encodings_wiki")
+    runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py")))
+    for name in ("synthetic", "encodings_wiki")
 )
 METHODS = tuple(method for method in wiki["METHODS"] if method != "rnope_swa")
 SIZES = ("full", "tiny", "rates")

@@ -93,10 +93,27 @@ from prope.config import sized
 from prope.encodings import cutoff_frequencies, least_wavelength
 
 METHODS = (
-    "rope", "nope", "p_rope_0.25", "p_rope_0.5", "p_rope_0.75", "partial_0.25", "partial_0.5", "partial_0.75",
-    "cutoff_1", "cutoff_0.5", "cope", "rope_id", "base_length", "base_bound", "rnope_swa",
-)  # fmt: skip
-CUTOFFS = ("cutoff_0.25", "cutoff_2", "cutoff_4")  # not in the grid: about the rule that --intervene suggests
+    "rope",
+    "nope",
+    "p_rope_0.25",
+    "p_rope_0.5",
+    "p_rope_0.75",
+    "partial_0.25",
+    "partial_0.5",
+    "partial_0.75",
+    "cutoff_1",
+    "cutoff_0.5",
+    "cope",
+    "rope_id",
+    "base_length",
+    "base_bound",
+    "rnope_swa",
+)
+CUTOFFS = (
+    "cutoff_0.25",
+    "cutoff_2",
+    "cutoff_4",
+)  # not in the grid: about the rule that --intervene suggests
 SIZES = ("full", "tiny", "long", "rates")
 
 wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
@@ -104,10 +121,14 @@ wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.p
 
 def parse(argument, methods, sizes):
     """Reads METHOD, SIZE or METHOD-SIZE; returns (method, size)."""
-    method, _, size = f"rope-{argument}".partition("-") if argument in sizes else argument.partition("-")
+    method, _, size = (
+        f"rope-{argument}".partition("-") if argument in sizes else argument.partition("-")
+    )
     size = size or "full"
     if method not in methods or size not in sizes:
-        raise ValueError(f"{argument}: must be a method ({', '.join(methods)}), a size ({', '.join(sizes)}) or both")
+        raise ValueError(
+            f"{argument}: must be a method ({', '.join(methods)}), a size ({', '.join(sizes)}) or both"
+        )
     return method, size
 
 
@@ -123,17 +144,28 @@ def encoding(method, model, length):
         "partial_0.25": {"rope_type": "partial", "rope_percentage": 0.25},
         "partial_0.5": {"rope_type": "partial", "rope_percentage": 0.5},
         "partial_0.75": {"rope_type": "partial", "rope_percentage": 0.75},
-        **{f"cutoff_{c:g}": {"rope_type": "cutoff", "rope_cutoff": c, "original_seq_len": length}
-           for c in (0.25, 0.5, 1.0, 2.0, 4.0)},
-        "cope": {"rope_type": "cope", "clip_low_n": max(round(0.69 * (model.head_dim // 2 - complete)), 2)},
-        "rope_id": {"rope_type": "rope_id", "original_seq_len": length, "max_wavelength": 10_000.0},  # which it ignores
+        **{
+            f"cutoff_{c:g}": {"rope_type": "cutoff", "rope_cutoff": c, "original_seq_len": length}
+            for c in (0.25, 0.5, 1.0, 2.0, 4.0)
+        },
+        "cope": {
+            "rope_type": "cope",
+            "clip_low_n": max(round(0.69 * (model.head_dim // 2 - complete)), 2),
+        },
+        "rope_id": {
+            "rope_type": "rope_id",
+            "original_seq_len": length,
+            "max_wavelength": 10_000.0,
+        },  # which it ignores
         "base_length": {"max_wavelength": float(length)},
         "base_bound": {"max_wavelength": least_wavelength(model.head_dim, length)},
         "rnope_swa": {
-            "layer_types": ("sliding_attention",) * 3 + ("full_attention",), "sliding_window": length // 4,
-            "rope_percentage": 0.0, "local_rope_percentage": 1.0,
+            "layer_types": ("sliding_attention",) * 3 + ("full_attention",),
+            "sliding_window": length // 4,
+            "rope_percentage": 0.0,
+            "local_rope_percentage": 1.0,
         },
-    }[method]  # fmt: skip
+    }[method]
 
 
 def get_config(argument: str = "full"):
@@ -153,7 +185,11 @@ def sweep(file, argument, methods, sizes):
     """Returns the grid of a page whose argument is a method, a size or both."""
     method, size = parse(argument, methods, sizes)
     suffix = "" if size == "full" else f"-{size}"
-    files = {"config": tuple(f"{file}:{m}{suffix}" for m in (methods if argument in sizes else (method,)))}
+    files = {
+        "config": tuple(
+            f"{file}:{m}{suffix}" for m in (methods if argument in sizes else (method,))
+        )
+    }
     if size == "rates":
         return files | {"optimizer.learning_rate": (1e-3, 3e-3, 6e-3)}
     return files | {"seed": (0,) if size == "tiny" else (0, 1, 2)}

@@ -56,7 +56,8 @@ def get_config(size: str = "full"):
 
     config.data.dataset = "mixture"
     config.data.mixture = tuple(
-        {"weight": weight, "dataset": "files", "data_dir": f"data/flan_v2/{part}"} for part, weight in WEIGHTS.items()
+        {"weight": weight, "dataset": "files", "data_dir": f"data/flan_v2/{part}"}
+        for part, weight in WEIGHTS.items()
     )
     config.data.template = "{inputs}\n{targets}"  # assumed
     config.data.loss_on = "all"  # assumed

@@ -72,7 +72,8 @@ import runpy
 from prope.config import sized
 
 synthetic, wiki = (
-    runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py"))) for name in ("synthetic", "encodings_wiki")
+    runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py")))
+    for name in ("synthetic", "encodings_wiki")
 )
 METHODS = wiki["METHODS"]
 SIZES = ("full", "tiny", "rates")

@@ -24,7 +24,9 @@ Expected   The paper's numbers, as far as what is assumed on the two pages holds
 import pathlib
 import runpy
 
-WIKI, FLAN = (str(pathlib.Path(__file__).with_name(f"gemma_2b_{name}.py")) for name in ("wiki", "flan"))
+WIKI, FLAN = (
+    str(pathlib.Path(__file__).with_name(f"gemma_2b_{name}.py")) for name in ("wiki", "flan")
+)
 
 
 def get_config(size: str = "full"):

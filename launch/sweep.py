@@ -29,12 +29,20 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file("config", None, "config file of all runs, such as configs/quickstart.py")
-    flags.DEFINE_string("workdir", None, "folder or URL of the sweep; every run has a folder below it")
-    flags.DEFINE_string("rope_percentage", None, "values of config.model.rope_percentage, as in 0,0.25,0.5,0.75,1")
+    config_flags.DEFINE_config_file(
+        "config", None, "config file of all runs, such as configs/quickstart.py"
+    )
+    flags.DEFINE_string(
+        "workdir", None, "folder or URL of the sweep; every run has a folder below it"
+    )
+    flags.DEFINE_string(
+        "rope_percentage", None, "values of config.model.rope_percentage, as in 0,0.25,0.5,0.75,1"
+    )
     flags.DEFINE_multi_string("grid", [], "a config field and its values, FIELD=VALUE,VALUE")
     backends = ["local", "tpu_vm", "gke", "slurm", "sky"]
-    flags.DEFINE_enum("backend", "local", backends, "what trains the runs; its own flags come after --")
+    flags.DEFINE_enum(
+        "backend", "local", backends, "what trains the runs; its own flags come after --"
+    )
     flags.DEFINE_boolean("dry-run", False, "print the commands, one per line, and run nothing")
     flags.mark_flags_as_required(["config", "workdir"])
 
@@ -46,18 +54,26 @@ def main(launcher_flags: list[str]) -> dict:
     from prope.sweep.execute import run_sweep
     from prope.sweep.grid import read_grids
 
-    jax.config.update("jax_platforms", "cpu")  # this process reads files; the accelerator is for its runs
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # this process reads files; the accelerator is for its runs
     if FLAGS.backend == "local" and launcher_flags:
-        raise UsageError(f"{launcher_flags[0]}: flags after -- are a launcher's; --backend=local has none")
+        raise UsageError(
+            f"{launcher_flags[0]}: flags after -- are a launcher's; --backend=local has none"
+        )
     if FLAGS.backend in ("gke", "slurm", "sky"):
         for flag in launcher_flags:
             if flag.startswith(("--name", "--job-name")):
-                raise UsageError(f"{flag}: every run gets a name of its own, from its values; remove it")
+                raise UsageError(
+                    f"{flag}: every run gets a name of its own, from its values; remove it"
+                )
     file = config_flags.get_config_filename(FLAGS["config"])
     base, overrides = FLAGS.config, config_flags.get_override_values(FLAGS["config"])
     grids = read_grids(FLAGS.grid, FLAGS.rope_percentage, file, base, overrides)
     dry_run = FLAGS["dry-run"].value
-    return run_sweep(FLAGS.workdir, file, base, overrides, grids, FLAGS.backend, launcher_flags, dry_run)
+    return run_sweep(
+        FLAGS.workdir, file, base, overrides, grids, FLAGS.backend, launcher_flags, dry_run
+    )
 
 
 if __name__ == "__main__":

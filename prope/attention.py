@@ -22,7 +22,15 @@ from jaxtyping import Array, Float, Int
 from prope.kernels.choice import choose_implementation
 from prope.kernels.pairs import attend_pairs
 from prope.kernels.splash import splash
-from prope.sharding import gather_parts, join_heads, num_parts, part_index, part_positions, shard_mapped, split_heads
+from prope.sharding import (
+    gather_parts,
+    join_heads,
+    num_parts,
+    part_index,
+    part_positions,
+    shard_mapped,
+    split_heads,
+)
 
 _CACHE_BLOCK = 128  # queries whose scores with all keys of a cache exist at once
 
@@ -97,10 +105,16 @@ def _attend_to_cache(query, key, value, first_query, window):
         q = query[:, :, :, start : start + _CACHE_BLOCK]
         t = q.shape[3]
         # One matmul of a key/value head with the queries of all its G heads as rows.
-        scores = jnp.einsum("BKRH,BKSH->BKRS", q.reshape(B, K, G * t, H), key, preferred_element_type=jnp.float32)
-        last_key = (first_query[:, None] + jnp.arange(start, start + t)[None])[:, None, None, :, None]
+        scores = jnp.einsum(
+            "BKRH,BKSH->BKRS", q.reshape(B, K, G * t, H), key, preferred_element_type=jnp.float32
+        )
+        last_key = (first_query[:, None] + jnp.arange(start, start + t)[None])[
+            :, None, None, :, None
+        ]
         keys = jnp.arange(S)[None, None, None, None]
-        seen = keys <= last_key if window is None else (keys <= last_key) & (keys > last_key - window)
+        seen = (
+            keys <= last_key if window is None else (keys <= last_key) & (keys > last_key - window)
+        )
         scores = jnp.where(seen, scores.reshape(B, K, G, t, S), jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype).reshape(B, K, G * t, S)
         output = jnp.einsum("BKRS,BKSH->BKRH", weights, value, preferred_element_type=jnp.float32)
@@ -124,7 +138,11 @@ def save_policy(names: Sequence[str]) -> Callable[..., bool]:
     "attention_out" includes cuDNN's output and softmax statistics: JAX names neither, so all that its primitive returns
     is saved.
     """
-    by_name, cudnn = jax.checkpoint_policies.save_only_these_names(*names), "dot_product_attention_fwd_wrapper"
+    by_name, cudnn = (
+        jax.checkpoint_policies.save_only_these_names(*names),
+        "dot_product_attention_fwd_wrapper",
+    )
     return lambda primitive, *arguments, **parameters: (
-        by_name(primitive, *arguments, **parameters) or ("attention_out" in names and primitive.name == cudnn)
+        by_name(primitive, *arguments, **parameters)
+        or ("attention_out" in names and primitive.name == cudnn)
     )

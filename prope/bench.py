@@ -30,15 +30,29 @@ from prope.errors import UsageError
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
-    flags.DEFINE_integer("steps", 10, "timed steps, after two untimed ones; the median counts", lower_bound=1)
+    config_flags.DEFINE_config_file(
+        "config", None, "the run's config file, such as configs/quickstart.py"
+    )
+    flags.DEFINE_integer(
+        "steps", 10, "timed steps, after two untimed ones; the median counts", lower_bound=1
+    )
     flags.DEFINE_boolean("rope", False, "time the rotation alone")
     flags.DEFINE_boolean("attention", False, "sweep the block sizes of the TPU's attention")
-    flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "with --rope, --attention: shape B,T,N,H of array or queries")
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array")
+    flags.DEFINE_list(
+        "shape",
+        ["2", "4096", "8", "256"],
+        "with --rope, --attention: shape B,T,N,H of array or queries",
+    )
+    flags.DEFINE_enum(
+        "dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array"
+    )
     flags.DEFINE_boolean("suite", False, "measure everything")
-    flags.DEFINE_string("output", "runs/bench", "with --suite: folder of the page, index.html, and of suite.jsonl")
-    flags.DEFINE_float("minutes", 10.0, "with --suite: nothing is begun after so long", lower_bound=0.0)
+    flags.DEFINE_string(
+        "output", "runs/bench", "with --suite: folder of the page, index.html, and of suite.jsonl"
+    )
+    flags.DEFINE_float(
+        "minutes", 10.0, "with --suite: nothing is begun after so long", lower_bound=0.0
+    )
     flags.DEFINE_float("rope_percentage", 0.75, "with --rope: p", lower_bound=0.0, upper_bound=1.0)
 
 
@@ -52,16 +66,22 @@ def main() -> dict:
         from prope.cost.suite import run_suite
 
         if processes.count() > 1:
-            raise UsageError(f"--suite: measures one process; got {processes.count()}; start it on one host alone")
+            raise UsageError(
+                f"--suite: measures one process; got {processes.count()}; start it on one host alone"
+            )
         return run_suite(FLAGS.output, FLAGS.minutes)
     if not (FLAGS.rope or FLAGS.attention):
         if FLAGS.config is None:
-            raise UsageError("prope.bench needs --config=FILE to measure its training step, --rope or --suite")
+            raise UsageError(
+                "prope.bench needs --config=FILE to measure its training step, --rope or --suite"
+            )
         validate(FLAGS.config)
         return bench_step(FLAGS.config, FLAGS.steps)
     shape = tuple(int(size) if size.isdecimal() else 0 for size in FLAGS.shape)
     if len(shape) != 4 or 0 in shape or shape[-1] % 2:
-        raise UsageError(f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H from 1 on, the last one even")
+        raise UsageError(
+            f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H from 1 on, the last one even"
+        )
     if FLAGS.attention:
         return processes.call_on_first(lambda: bench_attention(shape))
     return processes.call_on_first(lambda: bench_rope(shape, FLAGS.dtype, FLAGS.rope_percentage))

@@ -20,7 +20,9 @@ from prope.errors import UsageError, log
 def define_flags() -> None:
     """Defines the command's flags."""
     flags.DEFINE_string("values", None, "the port's arrays, an .npz file or URL")
-    flags.DEFINE_string("write_inputs", None, "writes the inputs of every case into this .npz file or URL")
+    flags.DEFINE_string(
+        "write_inputs", None, "writes the inputs of every case into this .npz file or URL"
+    )
     accept = "accept angles rounded to float32, as in transformers and gemma: off by 6e-4 at position 8191"
     flags.DEFINE_boolean("float32_angles", False, accept)
 
@@ -28,14 +30,18 @@ def define_flags() -> None:
 def main() -> dict:
     """Writes the inputs, or checks the values and leaves with exit code 1 where they are not equal."""
     if (FLAGS.values is None) == (FLAGS.write_inputs is None):
-        raise UsageError("give either --write_inputs, a file to write, or --values, the file that the port has written")
+        raise UsageError(
+            "give either --write_inputs, a file to write, or --values, the file that the port has written"
+        )
     from prope.golden.check import check, input_file, load_cases, read_values
     from prope.runtime.files import as_path, check_writable, write_atomic
 
     if FLAGS.write_inputs is not None:
         output = as_path("write_inputs", FLAGS.write_inputs)
         if output.is_dir():
-            raise UsageError(f"--write_inputs={output}: is a directory; name a file in it, such as inputs.npz")
+            raise UsageError(
+                f"--write_inputs={output}: is a directory; name a file in it, such as inputs.npz"
+            )
         check_writable("folder of --write_inputs", output.parent)
         write_atomic(output, input_file())
         return {"output": str(output), "cases": list(load_cases())}

@@ -28,9 +28,13 @@ from prope.errors import INTERRUPTED, UsageError, as_ending, is_disk_full, log, 
 _WIDTH = 120  # columns of --help
 _STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
 _KINDS = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a tuple",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a tuple",
     type(None): "a whole number or None",
-}  # fmt: skip
+}
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
 _COMPILERS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -62,7 +66,9 @@ def run(
     try:
         _parse_flags(sys.argv, _define(define_flags))
         if uses_devices and not _accelerators():
-            from prope.runtime.memory import reuse_memory  # imports JAX, after the flags are checked
+            from prope.runtime.memory import (
+                reuse_memory,
+            )  # imports JAX, after the flags are checked
 
             reuse_memory()
         if joins:
@@ -82,10 +88,14 @@ def run(
     except Exception as error:
         failure, ending = error, as_ending(error)
         kind = "error" if isinstance(ending, UsageError) else "stopped"
-        message, code = (f"{kind}: {ending}", ending.code) if ending else (traceback.format_exc().rstrip(), 1)
+        message, code = (
+            (f"{kind}: {ending}", ending.code) if ending else (traceback.format_exc().rstrip(), 1)
+        )
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
     print(message, file=sys.stderr, flush=True)
-    (os._exit if is_disk_full(failure) else leave)(code)  # at exit, libraries would write to the full disk once more
+    (os._exit if is_disk_full(failure) else leave)(
+        code
+    )  # at exit, libraries would write to the full disk once more
 
 
 def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = True) -> None:
@@ -93,14 +103,20 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
     if not {"--help", "-h"} & set(sys.argv[1:]):
         _on_ctrl_c(_leave)
         if uses_devices and not _accelerators() and any(map(importlib.util.find_spec, _COMPILERS)):
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # they log errors where there is no TPU or GPU
+            os.environ.setdefault(
+                "JAX_PLATFORMS", "cpu"
+            )  # they log errors where there is no TPU or GPU
         return
     own = [flags.FLAGS[name] for name in _define(define_flags)]
-    rows = ((f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}", _meaning(flag)) for flag in own)
+    rows = (
+        (f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}", _meaning(flag)) for flag in own
+    )
     text = f"{doc.strip()}\n\nFlags:\n{_table(rows)}"
     if "config" in flags.FLAGS:
         text += "\n\nConfig fields, set by --config.FIELD=VALUE after --config, with the defaults of prope/config.py:\n"
-        text += _table((f"{name}={value}", comment) for name, (value, comment) in _describe_fields().items())
+        text += _table(
+            (f"{name}={value}", comment) for name, (value, comment) in _describe_fields().items()
+        )
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     print(text, flush=True)
     sys.exit(0)
@@ -181,30 +197,45 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _parse_flags(argv: list[str], own: list[str]) -> None:
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):  # absl would look only when the value is used
+    for argument, following in zip(
+        argv, [*argv[1:], ""], strict=True
+    ):  # absl would look only when the value is used
         match = re.fullmatch(r"--?config(=.*)?", argument)
         path = (match[1][1:] if match[1] else following).split(":")[0] if match else ""
         if path and not os.path.isfile(path):
-            raise UsageError(f"--config={path}: there is no such file; the project's own are in configs/")
+            raise UsageError(
+                f"--config={path}: there is no such file; the project's own are in configs/"
+            )
     try:
         rest = flags.FLAGS(argv)
     except Exception as error:  # absl's own, and whatever a config file raises
         raise UsageError(_flag_error(error, argv, own)) from None
     if len(rest) > 1:
-        raise UsageError(f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value; --help lists them")
-    if nan := [name for name in own if flags.FLAGS[name].value != flags.FLAGS[name].value]:  # within any bounds of absl
+        raise UsageError(
+            f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value; --help lists them"
+        )
+    if nan := [
+        name for name in own if flags.FLAGS[name].value != flags.FLAGS[name].value
+    ]:  # within any bounds of absl
         raise UsageError(f"--{nan[0]}=nan: must be a number")
 
 
 def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
     """One line for an error in a flag, an override of a config field, or the config file itself."""
     known = flat(default_config()) if "config" in own else {}
-    overrides = [match.groups() for argument in argv if (match := re.match(r"--?config\.([\w.]+)=?(.*)", argument))]
+    overrides = [
+        match.groups()
+        for argument in argv
+        if (match := re.match(r"--?config\.([\w.]+)=?(.*)", argument))
+    ]
     for name, _ in overrides if known else ():
         if name not in known:
             return f"--config.{name}: there is no such config field{nearest(name, known)}"
     if isinstance(error, flags.UnrecognizedFlagError):
-        wrong, names = error.flagname, {part: f"config.{n}" for n in reversed(known) for part in (n, n.split(".")[-1])}
+        wrong, names = (
+            error.flagname,
+            {part: f"config.{n}" for n in reversed(known) for part in (n, n.split(".")[-1])},
+        )
         names |= {name: name for name in own}
         longer = sorted((name for name in names if wrong in name and len(wrong) > 3), key=len)
         close = longer or get_close_matches(wrong, names, 1, 0.5)
@@ -212,7 +243,9 @@ def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
         return f"--{wrong}: there is no such flag{hint}; --help lists the flags"
     if missing := re.search(r"Flag (--\w+) must have a value", str(error)):
         return f"{missing[1]}: must be given; --help lists the flags"
-    lines = [line for line in str(*error.args[:1]).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line for line in str(*error.args[:1]).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     if "before a value for --config" in lines[0]:
         return "--config.FIELD=VALUE: must come after --config=FILE"
     for name, value in overrides:
@@ -223,10 +256,16 @@ def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
     if isinstance(error, flags.Error) and len(lines) == 1:
         return lines[0]
     # The config file itself failed. Where is in the traceback, or, where ml_collections quotes that, in the text.
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.name == "get_config"]
+    frames = [
+        (f.filename, f.lineno)
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.name == "get_config"
+    ]
     frames += re.findall(r'File "(.+)", line (\d+), in get_config', str(error))
     place = "{} line {}: ".format(*frames[-1]) if frames else ""
-    if isinstance(error, AttributeError | KeyError) and (unknown := re.search(r"['\"]([\w.]+)['\"]", lines[0])):
+    if isinstance(error, AttributeError | KeyError) and (
+        unknown := re.search(r"['\"]([\w.]+)['\"]", lines[0])
+    ):
         hint = nearest(unknown[1], [name.split(".")[-1] for name in known])
         return f"{place}there is no config field {unknown[1]}{hint}"
     return f"{place}{lines[-1]}"

@@ -23,6 +23,7 @@ DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
 
 
+# fmt: off
 def default_config() -> ConfigDict:
     """Makes a complete, locked config, with the values of a small model."""
     config = ConfigDict()
@@ -120,6 +121,7 @@ def default_config() -> ConfigDict:
     evaluation.batch_size = 16  # windows at a time; does not change the result
     evaluation.max_windows = placeholder(int)  # number of windows to evaluate, evenly spread; None: all
     return config.lock()
+# fmt: on
 
 
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:
@@ -127,7 +129,9 @@ def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> N
     try:
         percentages = tuple(map(float, percentages))
     except (TypeError, ValueError):
-        raise UsageError(f"rope_percentage of layers: {percentages}: must be fractions in [0, 1]") from None
+        raise UsageError(
+            f"rope_percentage of layers: {percentages}: must be fractions in [0, 1]"
+        ) from None
     with config.model.ignore_type():
         config.model.rope_percentage = percentages
 
@@ -145,7 +149,10 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
     if isinstance(config.model.rope_percentage, tuple):
         set_layer_percentages(config, [config.model.rope_percentage[i] for i in (0, -1)])
     if config.model.layer_types:
-        config.model.layer_types, config.model.sliding_window = ("sliding_attention", "full_attention"), 16
+        config.model.layer_types, config.model.sliding_window = (
+            ("sliding_attention", "full_attention"),
+            16,
+        )
     groups = config.model.num_heads // config.model.num_kv_heads
     config.update_from_flattened_dict({
         "batch_size": 8, "accumulation": 1, "num_steps": 20, "log_every": 5, "eval_every": 10, "checkpoint_every": 10,
@@ -155,7 +162,10 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
     })  # fmt: skip
     data = config.data
     if data.dataset != "python_docs" and not is_generated(data.dataset):
-        log.info("tiny: python_docs replaces %s; --config.data.dataset and .data_dir choose another", data.dataset)
+        log.info(
+            "tiny: python_docs replaces %s; --config.data.dataset and .data_dir choose another",
+            data.dataset,
+        )
         override_dataset(data, "python_docs", None)
     if data.tokenizer != "byte":
         log.info("tiny: the byte tokenizer replaces %s", data.tokenizer)
@@ -167,7 +177,11 @@ def flat(config: ConfigDict) -> dict:
     """Flattens the config to its fields by dotted name, {"model.num_layers": 4, ...}."""
     fields = {}
     for name, value in config.to_dict().items():
-        fields |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+        fields |= (
+            {f"{name}.{k}": v for k, v in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     return fields
 
 
@@ -181,7 +195,9 @@ def from_dict(values: dict) -> ConfigDict:
         saved, known = flat(ConfigDict(values)), flat(config)
         if unknown := [name for name in saved if name not in known]:
             hint = nearest(unknown[0], known)
-            raise UsageError(f"the saved config has a field that this version does not know: {unknown[0]}{hint}")
+            raise UsageError(
+                f"the saved config has a field that this version does not know: {unknown[0]}{hint}"
+            )
         if isinstance(saved.get("model.rope_percentage"), list | tuple):
             set_layer_percentages(config, saved.pop("model.rope_percentage"))
         config.update_from_flattened_dict(saved)
@@ -194,9 +210,14 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
     """Lists the fields that make two configs different runs, as 'model.rope_percentage: 0.25, not 0.75'."""
     ours, theirs = flat(config), flat(other)
     for fields in (ours, theirs):  # what may change in config.data may do so in a mixture
-        mixture = [{k: v for k, v in e.items() if f"data.{k}" not in MAY_CHANGE} for e in fields["data.mixture"]]
+        mixture = [
+            {k: v for k, v in e.items() if f"data.{k}" not in MAY_CHANGE}
+            for e in fields["data.mixture"]
+        ]
         fields["data.mixture"] = mixture
-    differing = (name for name in ours if ours[name] != theirs[name] and not name.startswith(MAY_CHANGE))
+    differing = (
+        name for name in ours if ours[name] != theirs[name] and not name.startswith(MAY_CHANGE)
+    )
     return [f"{name}: {theirs[name]}, not {ours[name]}" for name in differing]
 
 

@@ -9,7 +9,9 @@ import re
 log = logging.getLogger("prope")  # of all files; `command.run` sends it to stderr
 
 PREEMPTED = 75  # stopped on request after saving: rerun the same command to resume (EX_TEMPFAIL)
-LOST = 76  # hung, or lost another process: rerun the same command to resume from the last checkpoint
+LOST = (
+    76  # hung, or lost another process: rerun the same command to resume from the last checkpoint
+)
 INTERRUPTED = 130  # by Ctrl-C
 
 # Other packages are always installed.
@@ -36,10 +38,18 @@ class Stopped(Exception):
         self.code = code
 
 
+def usage_error(field: str, value, problem: str, remedy: str = "") -> UsageError:
+    """Makes the one line about a flag or a config field: "FIELD=VALUE: PROBLEM; REMEDY"."""
+    ending = f"; {remedy}" if remedy else ""
+    return UsageError(f"{field}={value}: {problem}{ending}")
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Tells whether an exception, or one in its chain, reports a full disk or quota."""
     # TensorStore wraps the operating system's text.
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(
+        errno.ENOSPC
+    ) in str(error):
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and is_disk_full(cause)
@@ -47,7 +57,9 @@ def is_disk_full(error: BaseException) -> bool:
 
 def is_storage_error(error: BaseException) -> bool:
     """Tells whether a file system or a bucket has failed, rather than the program."""
-    return isinstance(error, OSError) or type(error).__module__.startswith(("gcsfs.", "aiohttp.", "google.", "boto"))
+    return isinstance(error, OSError) or type(error).__module__.startswith(
+        ("gcsfs.", "aiohttp.", "google.", "boto")
+    )
 
 
 def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
@@ -61,13 +73,21 @@ def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
         less = "lower the batch size or the length of the windows; training also takes a higher config.accumulation"
         remedy = f"{less}, or config.model.remat=full; python -m prope.plan computes what fits"
         return RunFailed(f"out of memory ({first_line(error)}): {remedy}")
-    missing = re.search(r"(?:No module named '|install )(\w+)", str(error)) if isinstance(error, ImportError) else None
+    missing = (
+        re.search(r"(?:No module named '|install )(\w+)", str(error))
+        if isinstance(error, ImportError)
+        else None
+    )
     if missing and missing[1] != "prope":
         package = missing[1]
         extra = next((extra for extra, names in _EXTRAS.items() if package in names), ".")
-        return UsageError(f"the Python package {package} is not installed: pip install -e {extra} in the clone")
+        return UsageError(
+            f"the Python package {package} is not installed: pip install -e {extra} in the clone"
+        )
     if is_storage_error(error) and not isinstance(error, OSError):
-        return RunFailed(f"the storage has failed ({first_line(error)}): run the same command again")
+        return RunFailed(
+            f"the storage has failed ({first_line(error)}): run the same command again"
+        )
     return None
 
 

@@ -19,16 +19,31 @@ from absl.flags import FLAGS
 from prope import command
 from prope.errors import log
 
-_SHORT = ("workdir", "step", "rope_percentage", "seq_len", "tokens", "loss", "loss_stderr", "bits_per_byte")
+_SHORT = (
+    "workdir",
+    "step",
+    "rope_percentage",
+    "seq_len",
+    "tokens",
+    "loss",
+    "loss_stderr",
+    "bits_per_byte",
+)
 _SHORT += ("task", "rank_accuracy", "exact", "chance")
 
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string("workdir", None, "directory of a run, or one with runs below it: all are evaluated")
+    flags.DEFINE_string(
+        "workdir", None, "directory of a run, or one with runs below it: all are evaluated"
+    )
     flags.DEFINE_string("step", None, "checkpoint to evaluate, or 'all'; the newest by default")
-    flags.DEFINE_integer("batch_size", None, "windows at a time: changes the speed, not the result", lower_bound=1)
-    flags.DEFINE_integer("max_windows", None, "number of windows, evenly spread; all by default", lower_bound=1)
+    flags.DEFINE_integer(
+        "batch_size", None, "windows at a time: changes the speed, not the result", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "max_windows", None, "number of windows, evenly spread; all by default", lower_bound=1
+    )
     tokens = "number of tokens, the same ones at every --seq_len, in evenly spread stretches of the longest"
     flags.DEFINE_integer("max_tokens", None, tokens, lower_bound=1)
     lengths = "tokens per window: numbers, or multiples of the training length, as in 512,2x,8x; 1x by default"
@@ -53,7 +68,9 @@ def define_flags() -> None:
     flags.DEFINE_string("depths", None, depths)
     flags.DEFINE_integer("trials", 32, "of tasks: prompts of each depth", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of tasks: from which prompts are drawn", lower_bound=0)
-    control = "of tasks: evidence removed, which must give chance, or near, 32 tokens before the question"
+    control = (
+        "of tasks: evidence removed, which must give chance, or near, 32 tokens before the question"
+    )
     flags.DEFINE_enum("control", None, ["removed", "near"], control)
     flags.mark_flags_as_required(["workdir"])
 
@@ -62,7 +79,9 @@ def main() -> dict:
     """Evaluates; returns the last record, and where there are several, logs a table and returns all in short."""
     from prope.inference.evaluation import Options, evaluations, table
 
-    options = Options(**{field.name: FLAGS[field.name].value for field in dataclasses.fields(Options)})
+    options = Options(
+        **{field.name: FLAGS[field.name].value for field in dataclasses.fields(Options)}
+    )
     records = list(evaluations(options))
     if len(records) == 1:
         return records[0]

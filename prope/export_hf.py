@@ -23,7 +23,9 @@ def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "directory of the run")
     flags.DEFINE_integer("step", None, "checkpoint to export; the newest by default")
     flags.DEFINE_string("output", None, "directory to create")
-    flags.DEFINE_enum("dtype", "float32", DTYPES, "of the tensors: float32 is exact, bfloat16 halves the file")
+    flags.DEFINE_enum(
+        "dtype", "float32", DTYPES, "of the tensors: float32 is exact, bfloat16 halves the file"
+    )
     flags.mark_flags_as_required(["workdir", "output"])
 
 

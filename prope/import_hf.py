@@ -15,9 +15,15 @@ from prope import command
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string("input", None, "directory of the checkpoint: config.json, model.safetensors, tokenizer.model")
+    flags.DEFINE_string(
+        "input",
+        None,
+        "directory of the checkpoint: config.json, model.safetensors, tokenizer.model",
+    )
     flags.DEFINE_string("workdir", None, "directory of the run to create")
-    flags.DEFINE_string("tokenizer", None, "path of a SentencePiece model, or 'byte', if the directory has none")
+    flags.DEFINE_string(
+        "tokenizer", None, "path of a SentencePiece model, or 'byte', if the directory has none"
+    )
     flags.mark_flags_as_required(["input", "workdir"])
 
 
@@ -27,7 +33,9 @@ def main() -> dict:
 
     from prope.hf.importer import import_run
 
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a host holds more than a device
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # nothing is computed, and a host holds more than a device
     return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer)
 
 

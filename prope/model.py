@@ -22,10 +22,18 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope.attention import attention, save_policy
 from prope.encodings import layer_frequencies, layer_windows, logit_scale
 from prope.rope import rotate, rotation_table
-from prope.sharding import all_gather_param, constrain, constrain_like_param, embedding_lookup, num_parts
+from prope.sharding import (
+    all_gather_param,
+    constrain,
+    constrain_like_param,
+    embedding_lookup,
+    num_parts,
+)
 
 Params = dict[str, Any]
-Cache = dict[str, jax.Array]  # {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
+Cache = dict[
+    str, jax.Array
+]  # {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
 
 
 class Captured(NamedTuple):
@@ -53,7 +61,9 @@ _SAVED_RESIDUALS = {
 def init(config: ConfigDict, key: jax.Array) -> Params:
     """Initialises the parameters for `config` (a run's `config.model`), as a function of it and the key alone."""
     tokens = jnp.zeros((1, 2), jnp.int32)
-    plain = ConfigDict(config.to_dict() | {"attention": "xla"})  # kernels need longer sequences; shapes are the same
+    plain = ConfigDict(
+        config.to_dict() | {"attention": "xla"}
+    )  # kernels need longer sequences; shapes are the same
     return Decoder(FrozenConfigDict(plain)).init(key, tokens, tokens)["params"]
 
 
@@ -69,7 +79,11 @@ def hidden_states(
 
 
 def decode(
-    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], cache: Cache, first: Int[Array, " B"]
+    config: ConfigDict,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    first: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Returns `hidden_states` of T more tokens, from position `first` of each row on, and the cache with them.
 
@@ -79,7 +93,9 @@ def decode(
     return _run(config, params, tokens, positions, cache=cache, first=first)
 
 
-def embed(config: ConfigDict, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def embed(
+    config: ConfigDict, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
     """Computes the first layer's input. The table may hold some rows of the embedding, which tokens then index."""
     config = FrozenConfigDict(ConfigDict(config.to_dict() | {"vocab_size": table.shape[0]}))
     return Embedder(config).apply({"params": {"input_embedding": table}}, tokens)
@@ -129,8 +145,12 @@ def embedding(params: Params) -> Float[Array, "V D"]:
 
 def _run(config, params, tokens, positions, segment_ids=None, cache=None, first=None):
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the cache)."""
-    freqs, encoding = np.unique(layer_frequencies(config, num_parts() * tokens.shape[1]), axis=0, return_inverse=True)
-    tables = [rotation_table(positions, own) for own in freqs]  # once a step; layers of one encoding share one
+    freqs, encoding = np.unique(
+        layer_frequencies(config, num_parts() * tokens.shape[1]), axis=0, return_inverse=True
+    )
+    tables = [
+        rotation_table(positions, own) for own in freqs
+    ]  # once a step; layers of one encoding share one
     windows, carry = layer_windows(config), (embed(config, embedding(params), tokens), cache)
 
     def run_layer(carry, params, i, table, window):
@@ -149,10 +169,16 @@ def _scan_layers(config, run_layer, carry, params, tables, encoding, windows):
     """Runs the layers in a loop over the periods of `layer_types`, of one layer without them: windows are static."""
     if config.remat != "none":
         policy, prevent_cse = save_policy(_SAVED_RESIDUALS[config.remat]), not config.scan_layers
-        run_layer = jax.checkpoint(run_layer, policy=policy, prevent_cse=prevent_cse, static_argnums=4)
+        run_layer = jax.checkpoint(
+            run_layer, policy=policy, prevent_cse=prevent_cse, static_argnums=4
+        )
     L, period = config.num_layers, len(config.layer_types) or 1
     # The whole cache is carried, so that a step writes the slots of its own tokens and copies no others.
-    layers = params, None if carry[1] is None else jnp.arange(L), None if len(tables) == 1 else jnp.asarray(encoding)
+    layers = (
+        params,
+        None if carry[1] is None else jnp.arange(L),
+        None if len(tables) == 1 else jnp.asarray(encoding),
+    )
     tables = tables[0] if len(tables) == 1 else jnp.stack(tables)
 
     def run_period(carry, layers):
@@ -163,13 +189,17 @@ def _scan_layers(config, run_layer, carry, params, tables, encoding, windows):
 
     if period > 1:
         layers = jax.tree.map(lambda x: x.reshape(L // period, period, *x.shape[1:]), layers)
-    return jax.lax.scan(run_period, carry, layers, unroll=1 if config.scan_layers else L // period)[0]
+    return jax.lax.scan(run_period, carry, layers, unroll=1 if config.scan_layers else L // period)[
+        0
+    ]
 
 
 def _fan_in(in_axes: tuple[int, ...], ndim: int) -> nn.initializers.Initializer:
     """Makes a truncated normal of variance 1 / fan-in, the product of the sizes of the contracted axes."""
     out_axes = tuple(axis for axis in range(ndim) if axis not in in_axes)
-    return nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=in_axes, out_axis=out_axes)
+    return nn.initializers.variance_scaling(
+        1.0, "fan_in", "truncated_normal", in_axis=in_axes, out_axis=out_axes
+    )
 
 
 class Decoder(nn.Module):
@@ -197,7 +227,9 @@ class Embedder(nn.Module):
     def __call__(self, tokens):
         cfg = self.config
         table = self.param("input_embedding", _fan_in((1,), 2), (cfg.vocab_size, cfg.embed_dim))
-        return embedding_lookup(table, tokens, lambda rows: (rows * math.sqrt(cfg.embed_dim)).astype(cfg.dtype))
+        return embedding_lookup(
+            table, tokens, lambda rows: (rows * math.sqrt(cfg.embed_dim)).astype(cfg.dtype)
+        )
 
 
 class Block(nn.Module):
@@ -230,7 +262,9 @@ class Attention(nn.Module):
         cfg = self.config
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         query = Einsum((N, D, H), in_axes=(1,), name="q_einsum")("BTD,NDH->BTNH", x)
-        key, value = jnp.unstack(Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->BTCKH", x), axis=2)
+        key, value = jnp.unstack(
+            Einsum((2, K, D, H), in_axes=(2,), name="kv_einsum")("BTD,CKDH->BTCKH", x), axis=2
+        )
         if cfg.use_qk_norm:
             query, key = RMSNorm(name="query_norm")(query), RMSNorm(name="key_norm")(key)
         if self.window is None and np.any((scale := logit_scale(cfg)) != 1):
@@ -238,16 +272,25 @@ class Attention(nn.Module):
         captured = {"query": query, "key": key, "value": value}
         query, key, value = self.rotate_fn(query, key, value, table)
         for name, array in (captured | {"rotated_query": query, "rotated_key": key}).items():
-            self.sow("captured", name, array, reduce_fn=lambda _, new: new)  # no effect, except in `layer`
+            self.sow(
+                "captured", name, array, reduce_fn=lambda _, new: new
+            )  # no effect, except in `layer`
         query = checkpoint_name(constrain(query, "BTNH"), "query")
         key = checkpoint_name(constrain(key, "BTKH"), "key")
         value = checkpoint_name(constrain(value, "BTKH"), "value")
         if cache is not None:
             new = {"key": key, "value": value}
-            rows, slots = jnp.arange(len(x))[:, None], first_query[:, None] + jnp.arange(x.shape[1])[None]
+            rows, slots = (
+                jnp.arange(len(x))[:, None],
+                first_query[:, None] + jnp.arange(x.shape[1])[None],
+            )
             cache = {name: cache[name].at[layer, rows, :, slots].set(new[name]) for name in cache}
             key, value = (cache[name][layer].swapaxes(1, 2) for name in ("key", "value"))
-        options = {"first_query": first_query, "window": self.window, "implementation": cfg.attention}
+        options = {
+            "first_query": first_query,
+            "window": self.window,
+            "implementation": cfg.attention,
+        }
         out = attention(query, key, value, segment_ids=segment_ids, **options)
         out = Einsum((N, H, D), in_axes=(0, 1), name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), cache
@@ -266,7 +309,11 @@ class MLP(nn.Module):
         gating, linear = all_gather_param(gating, "CDF"), all_gather_param(linear, "FD")
         rows = x.reshape(-1, D)  # with one axis of tokens, the gradient is twice as fast on a CPU
         # A CPU copies each half of gating: of one token, as in `decode`, that would take longer than the matmuls.
-        halves = jnp.stack([rows, rows]) @ gating if x.shape[1] == 1 else [rows @ gating[0], rows @ gating[1]]
+        halves = (
+            jnp.stack([rows, rows]) @ gating
+            if x.shape[1] == 1
+            else [rows @ gating[0], rows @ gating[1]]
+        )
         gate = checkpoint_name(constrain(halves[0], "BF"), "gate")
         up = checkpoint_name(constrain(halves[1], "BF"), "up")
         return constrain(_geglu_out(gate, up, linear).reshape(x.shape), "BTD")
@@ -287,7 +334,9 @@ def _geglu_out_backward(residuals, cotangent):
     grad_linear = constrain_like_param(_geglu(gate, up).T @ cotangent, "FD")
     grad_active = constrain(cotangent @ linear.T, "BF")
     # In this order the product is freed before the gradients of gate and up, each as large, are computed.
-    grad_active, grad_linear, gate, up = jax.lax.optimization_barrier((grad_active, grad_linear, gate, up))
+    grad_active, grad_linear, gate, up = jax.lax.optimization_barrier(
+        (grad_active, grad_linear, gate, up)
+    )
     return *jax.vjp(_geglu, gate, up)[1](grad_active), grad_linear
 
 
@@ -303,7 +352,9 @@ class RMSNorm(nn.Module):
     def __call__(self, x):
         scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],))
         wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        normed = wide * jax.lax.rsqrt(
+            jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon
+        )
         return (normed * jnp.expand_dims(1 + scale, range(x.ndim - 1))).astype(x.dtype)
 
 
@@ -316,4 +367,6 @@ class Einsum(nn.Module):
     @nn.compact
     def __call__(self, equation, x):
         w = self.param("w", _fan_in(self.in_axes, len(self.shape)), self.shape)
-        return jnp.einsum(equation, x, all_gather_param(w.astype(x.dtype), equation.split(",")[1].split("->")[0]))
+        return jnp.einsum(
+            equation, x, all_gather_param(w.astype(x.dtype), equation.split(",")[1].split("->")[0])
+        )

@@ -26,7 +26,9 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
     """Makes the update rule: clips by the global norm, then AdamW with weight decay on matrices only."""
     c = config.optimizer
     decay = {"weight_decay": c.weight_decay, "mask": has_weight_decay}
-    adamw = optax.adamw(learning_rate(config), b1=c.b1, b2=c.b2, eps=c.eps, mu_dtype=c.mu_dtype, **decay)
+    adamw = optax.adamw(
+        learning_rate(config), b1=c.b1, b2=c.b2, eps=c.eps, mu_dtype=c.mu_dtype, **decay
+    )
     return optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
 
 
@@ -43,4 +45,6 @@ def keep_unless(update: jax.Array, new, old):
             return new
         return jnp.where(update, new, old)
 
-    return jax.tree.map(select, new, old, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    return jax.tree.map(
+        select, new, old, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
+    )

@@ -30,14 +30,20 @@ from prope.runtime import xla_flags
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/gemma_2b_wiki.py")
+    config_flags.DEFINE_config_file(
+        "config", None, "the run's config file, such as configs/gemma_2b_wiki.py"
+    )
     kinds = "TPU and shape of a slice, or GPU and nodes x GPUs: v5e:4x4, v5p:4x4x4, h100:8x8"
     flags.DEFINE_string("topology", None, kinds)
     flags.DEFINE_integer("slices", 1, "number of slices of that shape", lower_bound=1)
     per_chip = "sets config.batch_size to this many sequences per chip, with accumulation=1"
     flags.DEFINE_float("sequences_per_chip", None, per_chip, lower_bound=0.0)
-    flags.DEFINE_boolean("search", False, "find the remat and the largest batch that fit, and plan the fastest")
-    flags.DEFINE_boolean("xla_flags", True, "compile with the platform's flags of prope/runtime/xla_flags.py")
+    flags.DEFINE_boolean(
+        "search", False, "find the remat and the largest batch that fit, and plan the fastest"
+    )
+    flags.DEFINE_boolean(
+        "xla_flags", True, "compile with the platform's flags of prope/runtime/xla_flags.py"
+    )
     flags.mark_flags_as_required(["config", "topology"])
 
 
@@ -51,15 +57,23 @@ def main() -> dict:
 
     config = FLAGS.config
     validate(config)
-    jax.config.update("jax_platforms", "cpu")  # the planned devices are not here, and those here stay untouched
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # the planned devices are not here, and those here stay untouched
     options, chip = {}, FLAGS.topology.partition(":")[0]
-    if FLAGS.xla_flags and chip in xla_flags.TPU:  # the variable is read by libtpu and by the choice of blocks
-        os.environ["LIBTPU_INIT_ARGS"], options = xla_flags.with_users(chip, os.environ.get("LIBTPU_INIT_ARGS", ""))
+    if (
+        FLAGS.xla_flags and chip in xla_flags.TPU
+    ):  # the variable is read by libtpu and by the choice of blocks
+        os.environ["LIBTPU_INIT_ARGS"], options = xla_flags.with_users(
+            chip, os.environ.get("LIBTPU_INIT_ARGS", "")
+        )
     devices = find_devices(FLAGS.topology, FLAGS.slices)
     if FLAGS.sequences_per_chip is not None:
         rows = FLAGS.sequences_per_chip * len(devices)
         if rows < 1 or rows % 1:  # also refuses inf
-            raise UsageError(f"--sequences_per_chip={FLAGS.sequences_per_chip}: is {rows} on {len(devices)} chips")
+            raise UsageError(
+                f"--sequences_per_chip={FLAGS.sequences_per_chip}: is {rows} on {len(devices)} chips"
+            )
         config.batch_size, config.accumulation = int(rows), 1
     if FLAGS.xla_flags and chip not in xla_flags.TPU:
         options = xla_flags.GPU

@@ -20,10 +20,16 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "checkpoint to sample from; the newest by default")
     flags.DEFINE_multi_string("prompt", [], "text to continue")
     flags.DEFINE_string("prompts", None, "file with one prompt per line; empty lines are skipped")
-    flags.DEFINE_integer("length", 200, "largest number of tokens per prompt; a row ends earlier at <eos>")
+    flags.DEFINE_integer(
+        "length", 200, "largest number of tokens per prompt; a row ends earlier at <eos>"
+    )
     flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token, 1 samples from the model")
-    flags.DEFINE_integer("top_k", None, "sample from this many likeliest tokens; from all by default")
-    flags.DEFINE_float("top_p", 1.0, "of these, from the fewest likeliest ones that have this probability")
+    flags.DEFINE_integer(
+        "top_k", None, "sample from this many likeliest tokens; from all by default"
+    )
+    flags.DEFINE_float(
+        "top_p", 1.0, "of these, from the fewest likeliest ones that have this probability"
+    )
     flags.DEFINE_integer("seed", 0, "of the random numbers", lower_bound=0, upper_bound=2**32 - 1)
     flags.mark_flags_as_required(["workdir"])
 

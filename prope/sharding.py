@@ -24,17 +24,30 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 _AXES = ("data", "fsdp", "context", "tensor")
 _FSDP = ("fsdp", "context")  # mesh axes over which a replica shards its parameters
 # Mesh axes of activations, and of parameters while they are used. Other letters are not sharded.
-_MESH_AXES = {"B": ("data", *_FSDP), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
+_MESH_AXES = {
+    "B": ("data", *_FSDP),
+    "N": ("tensor",),
+    "K": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+}
 # Axes of a parameter, by a name in its path; the optimizer's moments have the same paths. C stacks key and value, or
 # the two gates; L stacks layers. Neither is sharded, because loops run over them.
 _PARAM_AXES = {
-    "input_embedding": "VD", "q_einsum": "NDH", "kv_einsum": "CKDH", "attn_vec_einsum": "NHD",
-    "gating_einsum": "CDF", "linear": "FD", "scale": "D",
-}  # fmt: skip
+    "input_embedding": "VD",
+    "q_einsum": "NDH",
+    "kv_einsum": "CKDH",
+    "attn_vec_einsum": "NHD",
+    "gating_einsum": "CDF",
+    "linear": "FD",
+    "scale": "D",
+}
 _MIN_SHARD_SIZE = 2**16  # elements; smaller leaves are cheaper to replicate than to all-gather
 
 
-def make_mesh(replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None, context: int = 1) -> Mesh:
+def make_mesh(
+    replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None, context: int = 1
+) -> Mesh:
     """Arranges the devices as (data=replicas, fsdp=the rest, context, tensor); by default a replica a slice or node."""
     devices = jax.devices() if devices is None else list(devices)
     slices = num_slices(devices)
@@ -42,7 +55,9 @@ def make_mesh(replicas: int | None = None, tensor: int = 1, devices: Sequence | 
     shape = (replicas, len(devices) // (replicas * context * tensor), context, tensor)
     if slices > 1 and replicas % slices == 0:
         within = (replicas // slices, *shape[1:])
-        grid = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True)
+        grid = mesh_utils.create_hybrid_device_mesh(
+            within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+        )
     elif slices > 1:  # replicas of several GPU nodes each
         grid = np.array(sorted(devices, key=lambda device: device.slice_index)).reshape(shape)
     else:
@@ -75,7 +90,9 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
 def constrain_like_param(x: jax.Array, axes: str) -> jax.Array:
     """Shards x as a stored parameter with these axes is sharded, such as "NDH"."""
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _param_spec(mesh, axes, x.shape))
+    return (
+        x if mesh.empty else jax.lax.with_sharding_constraint(x, _param_spec(mesh, axes, x.shape))
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -100,14 +117,23 @@ def shard_mapped(function: Callable, axes: Sequence[str], results: Sequence[str]
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.size <= 1:
             return function(*arrays)
-        sizes = dict(pair for names, x in zip(axes, arrays, strict=True) for pair in zip(names, x.shape, strict=True))
+        sizes = dict(
+            pair
+            for names, x in zip(axes, arrays, strict=True)
+            for pair in zip(names, x.shape, strict=True)
+        )
 
         def spec(names, rule=_spec):
             return rule(mesh, names, [sizes[letter] for letter in names])
 
         specs = tuple(map(spec, axes))
-        out_specs = tuple(spec(names, _spec if "B" in names else _param_spec) for names in results) or specs[0]
-        return jax.shard_map(function, in_specs=specs, out_specs=out_specs, check_vma=False)(*arrays)
+        out_specs = (
+            tuple(spec(names, _spec if "B" in names else _param_spec) for names in results)
+            or specs[0]
+        )
+        return jax.shard_map(function, in_specs=specs, out_specs=out_specs, check_vma=False)(
+            *arrays
+        )
 
     return run
 
@@ -122,13 +148,19 @@ def sum_like_param(x: jax.Array, axes: str) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1:
         return x
-    spec = _param_spec(mesh, axes, [size * num_shards(letter) for letter, size in zip(axes, x.shape, strict=True)])
+    spec = _param_spec(
+        mesh, axes, [size * num_shards(letter) for letter, size in zip(axes, x.shape, strict=True)]
+    )
     if _FSDP not in spec:
         return jax.lax.psum(x, _MESH_AXES["B"])
-    return jax.lax.psum(jax.lax.psum_scatter(x, _FSDP, scatter_dimension=spec.index(_FSDP), tiled=True), "data")
+    return jax.lax.psum(
+        jax.lax.psum_scatter(x, _FSDP, scatter_dimension=spec.index(_FSDP), tiled=True), "data"
+    )
 
 
-def embedding_lookup(table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows) -> jax.Array:
+def embedding_lookup(
+    table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows
+) -> jax.Array:
     """Computes finish(table[tokens]), `finish` elementwise, for a stored table [V, D] and tokens [B, T].
 
     Every device looks up its own columns for all tokens of its replica and exchanges them, so that neither the table
@@ -138,7 +170,9 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array, finish: Callable = lam
     if mesh.empty or table.shape[-1] % _size(mesh, _FSDP) or tokens.shape[0] % num_shards("B"):
         return constrain(finish(table[tokens]), "BTD")
     tokens = jax.lax.with_sharding_constraint(tokens, PartitionSpec("data"))
-    rows = jax.lax.with_sharding_constraint(finish(table[tokens]), PartitionSpec("data", None, _FSDP))
+    rows = jax.lax.with_sharding_constraint(
+        finish(table[tokens]), PartitionSpec("data", None, _FSDP)
+    )
     return constrain(rows, "BTD")
 
 
@@ -161,7 +195,10 @@ def _parts_of_this_process(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]
     per_device = -(-num_rows // _size(mesh, _MESH_AXES["B"]))
     slices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
     rows = sorted({row for (rows,) in slices for row in range(*rows.indices(num_rows))})
-    return [(row // (C * per_device) * per_device + row % per_device, row // per_device % C) for row in rows]
+    return [
+        (row // (C * per_device) * per_device + row % per_device, row // per_device % C)
+        for row in rows
+    ]
 
 
 def rows_of_this_process(mesh: Mesh, batch_size: int) -> list[int]:
@@ -169,10 +206,14 @@ def rows_of_this_process(mesh: Mesh, batch_size: int) -> list[int]:
     return sorted({sequence for sequence, _ in _parts_of_this_process(mesh, batch_size)})
 
 
-def global_batch(mesh: Mesh, sequences: dict[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
+def global_batch(
+    mesh: Mesh, sequences: dict[str, np.ndarray], batch_size: int
+) -> dict[str, jax.Array]:
     """Assembles the global batch from the sequences of `rows_of_this_process`."""
     C, own = mesh.shape["context"], rows_of_this_process(mesh, batch_size)
-    parts = [(own.index(sequence), part) for sequence, part in _parts_of_this_process(mesh, batch_size)]
+    parts = [
+        (own.index(sequence), part) for sequence, part in _parts_of_this_process(mesh, batch_size)
+    ]
 
     def make(value):
         if C > 1:
@@ -232,7 +273,9 @@ def split_heads(rows: jax.Array) -> jax.Array:
     C = num_parts()
     if C == 1 or rows.shape[2] == 1:
         return gather_parts(rows)
-    return _join_parts(jax.lax.all_to_all(rows, "context", split_axis=2, concat_axis=0, tiled=True), len(rows))
+    return _join_parts(
+        jax.lax.all_to_all(rows, "context", split_axis=2, concat_axis=0, tiled=True), len(rows)
+    )
 
 
 def join_heads(x: jax.Array) -> jax.Array:
@@ -241,14 +284,18 @@ def join_heads(x: jax.Array) -> jax.Array:
     if C == 1:
         return x
     early, late = jnp.unstack(x.reshape(b, 2, C, T // C // 2, *rest), axis=1)
-    parts = jnp.concatenate([early, late[:, ::-1]], axis=2).swapaxes(0, 1).reshape(C * b, T // C, *rest)
+    parts = (
+        jnp.concatenate([early, late[:, ::-1]], axis=2).swapaxes(0, 1).reshape(C * b, T // C, *rest)
+    )
     return jax.lax.all_to_all(parts, "context", split_axis=0, concat_axis=2, tiled=True)
 
 
 def with_shardings(shapes, mesh: Mesh):
     """Adds the sharding of every leaf to a tree of `jax.ShapeDtypeStruct`."""
     struct, shardings = jax.ShapeDtypeStruct, state_shardings(shapes, mesh)
-    return jax.tree.map(lambda leaf, s: struct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, s: struct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings
+    )
 
 
 def state_shardings(state, mesh: Mesh):
@@ -272,7 +319,11 @@ def state_shardings(state, mesh: Mesh):
 def _param_spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
     """Returns the spec of a stored parameter: that of an array in use, and one more axis over fsdp."""
     spec = list(_spec(mesh, axes, shape))
-    free = [a for a, name in enumerate(spec) if (name is None or mesh.shape[name] == 1) and axes[a] not in "LC"]
+    free = [
+        a
+        for a, name in enumerate(spec)
+        if (name is None or mesh.shape[name] == 1) and axes[a] not in "LC"
+    ]
     free = [a for a in free if shape[a] % _size(mesh, _FSDP) == 0]
     if free:
         spec[max(free, key=lambda a: (axes[a] == "D", shape[a]))] = _FSDP
@@ -285,7 +336,9 @@ def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
     for letter, size in zip(axes, shape, strict=True):
         mesh_axes = _MESH_AXES.get(letter, ())
         divides = size % _size(mesh, mesh_axes) == 0
-        spec.append((mesh_axes if len(mesh_axes) > 1 else mesh_axes[0]) if mesh_axes and divides else None)
+        spec.append(
+            (mesh_axes if len(mesh_axes) > 1 else mesh_axes[0]) if mesh_axes and divides else None
+        )
     return PartitionSpec(*spec)
 
 
@@ -301,9 +354,12 @@ def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
 
 def hash_bits(leaf: jax.Array, stacked: bool = False) -> jax.Array:
     """Hashes the bits of an array to uint32 [], by a sum over its elements; to [L], one per layer, if `stacked`."""
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(
+        jnp.uint32
+    )
     index = sum(  # of each element in the flattened array
-        jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
+        jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        * np.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
         for axis in range(leaf.ndim)
     )
     mixed = (bits ^ (bits >> 15)) * (index * np.uint32(2654435761) | 1)

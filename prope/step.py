@@ -26,10 +26,16 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     """
     c = config.model
     try:
-        seq_len, masked, parts = config.data.seq_len, config.data.mask_documents, config.mesh.context
+        seq_len, masked, parts = (
+            config.data.seq_len,
+            config.data.mask_documents,
+            config.mesh.context,
+        )
         heads, kv_heads = c.num_heads // config.mesh.tensor, c.num_kv_heads // config.mesh.tensor
         divide = heads % parts == 0 and (kv_heads <= 1 or kv_heads % parts == 0)
-        name, reason = choose_implementation(c.attention, device, seq_len, c.head_dim, c.dtype, masked, divide)
+        name, reason = choose_implementation(
+            c.attention, device, seq_len, c.head_dim, c.dtype, masked, divide
+        )
     except ValueError as error:
         raise UsageError(f"config.model.{error}") from None
     log.info("attention: %s (%s)", name, reason)
@@ -38,7 +44,9 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     return config
 
 
-def init_state(config: ConfigDict, optimizer: optax.GradientTransformation) -> tuple[model.Params, optax.OptState]:
+def init_state(
+    config: ConfigDict, optimizer: optax.GradientTransformation
+) -> tuple[model.Params, optax.OptState]:
     """Initialises (params, opt_state), as a function of the config alone."""
     params = model.init(config.model, jax.random.key(config.seed))
     return params, optimizer.init(params)
@@ -62,10 +70,14 @@ def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.S
     return batch | {"weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)}
 
 
-def batch_hidden(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
+def batch_hidden(
+    config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]
+) -> jax.Array:
     """Runs the decoder on a batch: its output for every token, [B, T, D]."""
     segment_ids = batch["segment_ids"] if config.data.mask_documents else None
-    return model.hidden_states(config.model, params, batch["tokens"], batch["positions"], segment_ids)
+    return model.hidden_states(
+        config.model, params, batch["tokens"], batch["positions"], segment_ids
+    )
 
 
 def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation):
@@ -79,9 +91,15 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
         rows = len(batch["tokens"]) // config.accumulation if config.accumulation > 1 else None
         loss, gradient = optax.microbatch(jax.value_and_grad(weighted_sum), 1, rows)(params, batch)
-        tokens = jnp.maximum(batch["weights"].sum(), 1)  # of the whole batch: microbatches may differ in weight
+        tokens = jnp.maximum(
+            batch["weights"].sum(), 1
+        )  # of the whole batch: microbatches may differ in weight
         loss, gradient = jax.tree.map(lambda total: total / tokens, (loss, gradient))
-        values = {"loss": loss, "grad_norm": optax.tree.norm(gradient), "batch_hash": hash_batch(batch)}
+        values = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(gradient),
+            "batch_hash": hash_batch(batch),
+        }
         updates, new_state = optimizer.update(gradient, opt_state, params)
         new = optax.apply_updates(params, updates), new_state
         if config.on_nonfinite == "skip":
@@ -100,7 +118,9 @@ def trace_step(
     `state` is (params, opt_state) as shapes with shardings. The step donates the buffers of its state.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step = jax.jit(make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None))
+    step = jax.jit(
+        make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None)
+    )
     with sharding.use(mesh), matmul_precision(config.model.dtype):
         return step.trace(*state, batch_shapes(config, mesh))
 

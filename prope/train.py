@@ -21,7 +21,9 @@ from prope import command
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
+    config_flags.DEFINE_config_file(
+        "config", None, "the run's config file, such as configs/quickstart.py"
+    )
     flags.DEFINE_string("workdir", None, "directory of the run: created, or resumed")
     flags.DEFINE_string("init_from", None, "start from the parameters of the run in this directory")
     stop = "save and stop after this step, as an interrupted run would; rerun to resume"
@@ -44,7 +46,14 @@ from prope.errors import UsageError, log
 from prope.inference.losses import make_evaluation
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
-from prope.runtime.processes import broadcast_from_first, check_count, is_first, joined, leave, raise_on_all
+from prope.runtime.processes import (
+    broadcast_from_first,
+    check_count,
+    is_first,
+    joined,
+    leave,
+    raise_on_all,
+)
 from prope.runtime.profiler import Profiler
 from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices
@@ -91,20 +100,27 @@ def train(
             check_activations(config, _LESS_MEMORY)
             local_config, mesh, optimizer, state = prepare(config, jax.devices())
         session.attach(path, mesh)
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))  # of a checkpoint, in bytes
+        size = sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+        )  # of a checkpoint, in bytes
         with raise_on_all():
             check_disk(path, size)
         log_run(config, state[0], windows)
         session.startup.mark("devices")
 
         checkpoints = session.enter_context(Checkpoints(path, config.checkpoint))
-        start, params, opt_state, init_hash = start_or_resume(config, checkpoints, init_from, optimizer, state, windows)
+        start, params, opt_state, init_hash = start_or_resume(
+            config, checkpoints, init_from, optimizer, state, windows
+        )
         with raise_on_all():
             if is_first():
                 write_config(path, config)
         session.startup.mark("restore" if start else "weights")
         stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
-        costs = model_flops_per_token(config.model, config.data.seq_len), peak_flops(jax.devices()[0].device_kind)
+        costs = (
+            model_flops_per_token(config.model, config.data.seq_len),
+            peak_flops(jax.devices()[0].device_kind),
+        )
         writer = session.enter_context(MetricWriter(config, path, start, stop, *costs))
         profiler = session.enter_context(Profiler(config.profile, path, writer.pause))
         evaluation = make_evaluation(local_config, validation, mesh)
@@ -121,7 +137,9 @@ def train(
                 with raise_on_all():
                     check_disk(path, size)  # again: disks fill up while runs go on
                 identity = {"config": config.to_dict(), "init_hash": init_hash}
-                checkpoints.save(step, params, opt_state, identity, data_state(config, windows, step))
+                checkpoints.save(
+                    step, params, opt_state, identity, data_state(config, windows, step)
+                )
                 session.interrupts.saved()
 
         def due(step: int, every: int) -> bool:
@@ -129,10 +147,14 @@ def train(
 
         if start == 0:
             log.info("init_hash %s", init_hash)
-        elif broadcast_from_first(due(start, config.eval_every) and writer.evaluated(start) is None):
+        elif broadcast_from_first(
+            due(start, config.eval_every) and writer.evaluated(start) is None
+        ):
             evaluate(start)
         session.startup.mark("evaluation")
-        for step, batch in enumerate(batches(config, windows, mesh, start, stop, writer), start + 1):
+        for step, batch in enumerate(
+            batches(config, windows, mesh, start, stop, writer), start + 1
+        ):
             if step == start + 1:  # invalid data has failed by now, before a long compilation
                 session.startup.mark("first batch")
                 with writer.pause():
@@ -147,7 +169,9 @@ def train(
             checkpoints.check()
             if session.poll(f"step {step}") and due(step, config.eval_every):
                 evaluate(step)
-            if due(step, config.checkpoint_every) or session.interrupts.request:  # any; to stop needs a save, too
+            if (
+                due(step, config.checkpoint_every) or session.interrupts.request
+            ):  # any; to stop needs a save, too
                 save(step)
             session.stop_if_requested(step)
     return writer.summary(init_hash) if is_first() else None
@@ -157,15 +181,24 @@ def log_run(config: ConfigDict, params, windows: Windows) -> None:
     """Logs the devices, the model's size and encoding, and the data, in one line."""
     log.info(
         "%d x %s; %s parameters; %s (p = %s); %s windows of %d tokens of %s",
-        jax.device_count(), jax.devices()[0].device_kind, f"{num_parameters(params):,}",
-        describe(config.model), config.model.rope_percentage,
-        f"{windows.count:,}", config.data.seq_len, config.data.dataset,
-    )  # fmt: skip
+        jax.device_count(),
+        jax.devices()[0].device_kind,
+        f"{num_parameters(params):,}",
+        describe(config.model),
+        config.model.rope_percentage,
+        f"{windows.count:,}",
+        config.data.seq_len,
+        config.data.dataset,
+    )
 
 
 def data_state(config: ConfigDict, windows: Windows, step: int) -> dict:
     """Returns what identifies the training data, and the position in it after `step` updates."""
-    identity = {"fingerprint": windows.store.fingerprint, "seed": config.seed, "seq_len": config.data.seq_len}
+    identity = {
+        "fingerprint": windows.store.fingerprint,
+        "seed": config.seed,
+        "seq_len": config.data.seq_len,
+    }
     return identity | {"examples": step * config.batch_size}
 
 
@@ -202,24 +235,38 @@ def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
     if init_from is not None:
         run = open_run(init_from)
         ours, theirs = flat(config), flat(run.config)
-        changed = [name for name in ours if name.startswith(("model.", "data.")) and ours[name] != theirs[name]]
+        changed = [
+            name
+            for name in ours
+            if name.startswith(("model.", "data.")) and ours[name] != theirs[name]
+        ]
         allowed = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
-        if others := [f"{name}: {theirs[name]}, not {ours[name]}" for name in changed if not name.startswith(allowed)]:
+        if others := [
+            f"{name}: {theirs[name]}, not {ours[name]}"
+            for name in changed
+            if not name.startswith(allowed)
+        ]:
             raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(others)})")
         changed = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
         log.info("other than in %s: %s", init_from, "; ".join(changed) or "nothing")
         _, initial = run.first_undamaged(lambda run: run.params(state[0]))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    params, opt_state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()
+    params, opt_state = jax.jit(
+        functools.partial(init_state, config, optimizer), out_shardings=shardings
+    )()
     if init_from is not None:
         params = initial
     return 0, params, opt_state, hash_arrays(params)
 
 
-def batches(config, windows: Windows, mesh, start: int, stop: int, writer: MetricWriter) -> Iterator[dict]:
+def batches(
+    config, windows: Windows, mesh, start: int, stop: int, writer: MetricWriter
+) -> Iterator[dict]:
     """Yields the global batches of steps start + 1 .. stop; each process reads its own rows, some steps ahead."""
     rows = sharding.rows_of_this_process(mesh, config.batch_size)
-    local = prefetch(lambda step: train_batch(windows, config.seed, config.batch_size, step, rows), start, stop)
+    local = prefetch(
+        lambda step: train_batch(windows, config.seed, config.batch_size, step, rows), start, stop
+    )
     for _ in range(start, stop):
         with writer.waiting_for_data():
             batch = next(local)

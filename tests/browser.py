@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import time
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 # The page's own policy forbids scripts but its own, so a page around it measures it, in a frame of the wanted width and
 # scheme.
@@ -82,7 +84,14 @@ frame.addEventListener("load", () => {{
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     """Runs Chromium, without a window."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *arguments]
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
@@ -104,7 +113,12 @@ def look(page: pathlib.Path, folder: pathlib.Path, width: int, scheme: str) -> d
     """
     around = folder / f"{width}-{scheme}.html"
     around.write_text(AROUND.format(page=html.escape(page.read_text()), width=width, scheme=scheme))
-    options = (f"--window-size={width},3000", "--virtual-time-budget=5000", "--enable-logging=stderr", "--v=0")
+    options = (
+        f"--window-size={width},3000",
+        "--virtual-time-budget=5000",
+        "--enable-logging=stderr",
+        "--v=0",
+    )
     done = run(*options, "--dump-dom", around.as_uri())
     found = json.loads(html.unescape(re.search("<pre>(.*?)</pre>", done.stdout, re.DOTALL)[1]))
     return found | {"errors": [line for line in done.stderr.splitlines() if "CONSOLE" in line]}
@@ -115,13 +129,33 @@ class Tab:
 
     def __init__(self, folder: pathlib.Path):
         (read, commands), (self.events, write) = os.pipe(), os.pipe()
-        options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}")
+        options = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}",
+        )
         shell = f'exec "$0" "$@" 3<&{read} 4>&{write}'  # where the protocol wants the pipe's ends
-        command = ["bash", "-c", shell, CHROMIUM, *options, "--remote-debugging-pipe", "about:blank"]
+        command = [
+            "bash",
+            "-c",
+            shell,
+            CHROMIUM,
+            *options,
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         self.process = subprocess.Popen(command, pass_fds=(read, write), stderr=subprocess.DEVNULL)
         os.close(read)
         os.close(write)
-        self.commands, self.ids, self.session, self.buffer, self.errors = commands, itertools.count(1), None, b"", []
+        self.commands, self.ids, self.session, self.buffer, self.errors = (
+            commands,
+            itertools.count(1),
+            None,
+            b"",
+            [],
+        )
         (page,) = (t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
         attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self.session = attached["sessionId"]
@@ -132,7 +166,9 @@ class Tab:
         """Sends a command and waits for its answer; what the console says meanwhile goes to `errors`."""
         message = {"id": next(self.ids), "method": method, "params": params}
         os.write(
-            self.commands, json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
+            self.commands,
+            json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode()
+            + b"\0",
         )
         while True:
             while b"\0" not in self.buffer:
@@ -141,7 +177,11 @@ class Tab:
                 self.buffer += part
             text, self.buffer = self.buffer.split(b"\0", 1)
             answer = json.loads(text)
-            if answer.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            if answer.get("method") in (
+                "Runtime.exceptionThrown",
+                "Runtime.consoleAPICalled",
+                "Log.entryAdded",
+            ):
                 self.errors.append(text.decode())
             if answer.get("id") == message["id"]:
                 assert "error" not in answer, answer
@@ -150,9 +190,16 @@ class Tab:
     def open(self, page: pathlib.Path, width: int, scheme: str = "light", target: str = "") -> None:
         """Opens a page at a width in CSS pixels, at 900 high, "light" or "dark"."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 500,
         )
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         self.call("Page.navigate", url="about:blank")
         self.errors.clear()
         self.call("Page.navigate", url=page.as_uri() + target)
@@ -163,16 +210,31 @@ class Tab:
 
     def ask(self, expression: str):
         """Returns the value of a JavaScript expression on the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def press(self, *keys: str) -> None:
         """Presses keys such as Tab or ArrowRight."""
-        codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Tab": 9,
+            "Enter": 13,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         for key in keys:
             for kind in ("rawKeyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+                self.call(
+                    "Input.dispatchKeyEvent",
+                    type=kind,
+                    key=key,
+                    code=key,
+                    windowsVirtualKeyCode=codes[key],
+                )
 
     def move(self, x: float, y: float) -> None:
         """Moves the mouse, in pixels of the window."""
@@ -186,7 +248,9 @@ class Tab:
     def screenshot(self, path: pathlib.Path) -> None:
         """Writes a picture of the whole page as PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1})
+        shot = self.call(
+            "Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1}
+        )
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:

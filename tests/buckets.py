@@ -19,7 +19,9 @@ import threading
 import time
 import urllib.request
 
-_FAILING = "failing"  # a file in the server's folder: while it is there, every answer has the status in it
+_FAILING = (
+    "failing"  # a file in the server's folder: while it is there, every answer has the status in it
+)
 
 
 class Server:
@@ -49,7 +51,9 @@ class Server:
                 urllib.request.urlopen(f"{self._url}/storage/v1/b/bucket", timeout=5).close()
                 return
             except OSError:
-                assert time.monotonic() < end and self._process.poll() is None, (self._folder / "log").read_text()
+                assert time.monotonic() < end and self._process.poll() is None, (
+                    self._folder / "log"
+                ).read_text()
                 time.sleep(0.05)
 
     def stop(self) -> None:
@@ -99,7 +103,9 @@ def _serve(folder: pathlib.Path, port: int) -> None:
 
         def get_file_list(self, *args, **kwargs):
             files, prefixes = self._storage.get_file_list(*args, **kwargs)
-            return [f for f in files if self._start <= f["name"] < (self._end or "\U0010ffff")], prefixes
+            return [
+                f for f in files if self._start <= f["name"] < (self._end or "\U0010ffff")
+            ], prefixes
 
     def wrap(handler):
         @functools.wraps(handler)
@@ -112,16 +118,25 @@ def _serve(folder: pathlib.Path, port: int) -> None:
                 if wanted and wanted[0] != generation(request, storage):
                     response.status = http.HTTPStatus.PRECONDITION_FAILED
                     return
-                if handler in (objects.get, objects.download) and (found := generation(request, storage)) != "0":
+                if (
+                    handler in (objects.get, objects.download)
+                    and (found := generation(request, storage)) != "0"
+                ):
                     response["X-Goog-Generation"] = found
                 suffix = re.fullmatch(r"bytes=-(\d+)", request.get_header("range", ""))
                 if handler in (objects.get, objects.download) and suffix:
-                    size = len(storage.get_file(request.params["bucket_name"], request.params["object_id"]))
+                    size = len(
+                        storage.get_file(request.params["bucket_name"], request.params["object_id"])
+                    )
                     headers = request._request_handler.headers
                     headers.replace_header("range", f"bytes={max(0, size - int(suffix[1]))}-")
                 if handler is objects.ls:
                     storage = Range(
-                        storage, *(request.query.get(name, [""])[0] for name in ("startOffset", "endOffset"))
+                        storage,
+                        *(
+                            request.query.get(name, [""])[0]
+                            for name in ("startOffset", "endOffset")
+                        ),
                     )
                 handler(request, response, storage, *args, **kwargs)
 
@@ -141,7 +156,11 @@ def _serve(folder: pathlib.Path, port: int) -> None:
         head, _, body = content.partition(2 * newline)
         kind = re.search(rb"(?i)content-type: *([^\r\n;]+)", head)
         meta = json.loads(meta.partition(2 * newline)[2])
-        return {"meta": meta, "content": body, "content-type": kind[1].decode() if kind else "text/plain"}
+        return {
+            "meta": meta,
+            "content": body,
+            "content-type": kind[1].decode() if kind else "text/plain",
+        }
 
     server._read_data = read_whole
 

@@ -21,7 +21,9 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A script's `pytest &` ignores Ctrl-C, and so would the commands that the tests stop by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # One compilation cache for all workers, kept for the next run: its keys hold the program, the flags and the versions.
-PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs"))
+PROGRAMS = pathlib.Path(
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs")
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 # Where Python is told to keep no bytecode, as in many containers, every process would compile all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -41,14 +43,18 @@ class Outcome:
     def error(self) -> str:
         """The one line that a failed command leaves; fails where there is a traceback or another line."""
         assert self.code != 0 and "Traceback" not in self.stderr, self.stderr
-        lines = [line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped:"))]
+        lines = [
+            line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped:"))
+        ]
         assert len(lines) == 1, self.stderr
         assert self.stderr.splitlines()[-1] == lines[0], self.stderr
         return lines[0]
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # the longest first: they end together
+    items.sort(
+        key=lambda item: item.get_closest_marker("slow") is None
+    )  # the longest first: they end together
 
 
 def pytest_collection_finish():
@@ -71,7 +77,10 @@ def pytest_runtest_setup(item):
     """
     import jax
 
-    quick = "optimized" not in (os.environ.get("PROPE_TESTS"), *(mark.name for mark in item.iter_markers()))
+    quick = "optimized" not in (
+        os.environ.get("PROPE_TESTS"),
+        *(mark.name for mark in item.iter_markers()),
+    )
     if jax.config.read("jax_disable_most_optimizations") != quick:
         jax.config.update("jax_disable_most_optimizations", quick)
         jax.clear_caches()  # their keys leave this setting out
@@ -131,7 +140,12 @@ def start_command(cache_dir, tmp_path_factory):
     def start(module: str, *arguments: str, devices: int = 1, **environment: str) -> Command:
         flags = f"--xla_force_host_platform_device_count={devices}"
         env = os.environ | {"PROPE_CACHE": str(cache_dir), "XLA_FLAGS": flags} | environment
-        return Command(module, [str(argument) for argument in arguments], env, tmp_path_factory.mktemp("command"))
+        return Command(
+            module,
+            [str(argument) for argument in arguments],
+            env,
+            tmp_path_factory.mktemp("command"),
+        )
 
     return start
 
@@ -144,7 +158,9 @@ def run_command(start_command, cache_dir):
         if "PYTHONPATH" in options:  # which an interpreter reads when it starts
             command = [sys.executable, "-m", module, *map(str, arguments)]
             env = os.environ | {"PROPE_CACHE": str(cache_dir)} | options
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+            done = subprocess.run(
+                command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+            )
             return outcome(done.returncode, done.stdout, done.stderr)
         return finish(start_command(module, *arguments, **options))
 
@@ -234,8 +250,18 @@ def sentencepiece_model(tmp_path_factory):
 
     prefix = str(tmp_path_factory.mktemp("sp") / "model")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(articles(200)), model_prefix=prefix, vocab_size=300, model_type="bpe",
-        pad_id=0, eos_id=1, bos_id=2, unk_id=3, byte_fallback=True, minloglevel=2,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-    )  # fmt: skip
+        sentence_iterator=iter(articles(200)),
+        model_prefix=prefix,
+        vocab_size=300,
+        model_type="bpe",
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        byte_fallback=True,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+    )
     return f"{prefix}.model"

@@ -20,31 +20,56 @@ ROOT = pathlib.Path(__file__).parent.parent
 # By the path in prope/, the longest that fits; names of test files without "test_".
 TESTS = {
     "": "house help train nonfinite faults",
-    "rope.py": "rope model", "attention.py": "attention context model", "model.py": "model sample sharded precision",
-    "loss.py": "loss sharded evaluate", "optimizer.py": "optimizer nonfinite parity",
-    "step.py": "sharded nonfinite optimizer precision train", "sharding.py": "sharded context rope_sharded pod",
-    "config.py": "config train", "sample.py": "sample", "evaluate.py": "evaluate", "analyze.py": "analyze",
-    "report.py": "report", "plan.py": "plan", "bench.py": "bench", "export_hf.py": "exchange",
-    "import_hf.py": "exchange exchange_refusals", "check_port.py": "check_port", "golden": "check_port",
-    "data": "data windows sources synthetic tokenizer prepare", "data/view.py": "tokenizer windows",
-    "data/vocabulary.py": "tokenizer", "data/synthetic.py": "synthetic", "data/sources": "sources data reading prepare",
+    "rope.py": "rope model",
+    "attention.py": "attention context model",
+    "model.py": "model sample sharded precision",
+    "loss.py": "loss sharded evaluate",
+    "optimizer.py": "optimizer nonfinite parity",
+    "step.py": "sharded nonfinite optimizer precision train",
+    "sharding.py": "sharded context rope_sharded pod",
+    "config.py": "config train",
+    "sample.py": "sample",
+    "evaluate.py": "evaluate",
+    "analyze.py": "analyze",
+    "report.py": "report",
+    "plan.py": "plan",
+    "bench.py": "bench",
+    "export_hf.py": "exchange",
+    "import_hf.py": "exchange exchange_refusals",
+    "check_port.py": "check_port",
+    "golden": "check_port",
+    "data": "data windows sources synthetic tokenizer prepare",
+    "data/view.py": "tokenizer windows",
+    "data/vocabulary.py": "tokenizer",
+    "data/synthetic.py": "synthetic",
+    "data/sources": "sources data reading prepare",
     "workdir": "records nonfinite train damage faults",
-    "runtime": "processes runtime config nonfinite train faults pod", "runtime/validate.py": "config train",
-    "runtime/files.py": "damage reading places faults", "runtime/memory.py": "runtime evaluate_text",
-    "inference": "evaluate evaluate_text sample", "inference/generation.py": "sample",
-    "inference/longcontext.py": "longcontext_scores", "longcontext": "longcontext longcontext_scores",
+    "runtime": "processes runtime config nonfinite train faults pod",
+    "runtime/validate.py": "config train",
+    "runtime/files.py": "damage reading places faults",
+    "runtime/memory.py": "runtime evaluate_text",
+    "inference": "evaluate evaluate_text sample",
+    "inference/generation.py": "sample",
+    "inference/longcontext.py": "longcontext_scores",
+    "longcontext": "longcontext longcontext_scores",
     "hf": "exchange exchange_refusals",
     "analysis": "analyze analyze_input analyze_figures analyze_sharded channels theory",
-    "analysis/theory.py": "theory", "analysis/statements.py": "theory", "analysis/theory_page.py": "theory",
-    "cost": "cost hlo bench plan", "kernels": "attention context kernels",
-    "sweep": "grid report sweep records", "sweep/maps.py": "longcontext_report",
+    "analysis/theory.py": "theory",
+    "analysis/statements.py": "theory",
+    "analysis/theory_page.py": "theory",
+    "cost": "cost hlo bench plan",
+    "kernels": "attention context kernels",
+    "sweep": "grid report sweep records",
+    "sweep/maps.py": "longcontext_report",
     "html": "report analyze theory",
-}  # fmt: skip
+}
 
 
 def tests_of(path: str) -> list[str]:
     """The test files for a file of prope/, given by its path there."""
-    key = max((key for key in TESTS if path == key or path.startswith(f"{key}/") or not key), key=len)
+    key = max(
+        (key for key in TESTS if path == key or path.startswith(f"{key}/") or not key), key=len
+    )
     return [f"tests/test_{name}.py" for name in TESTS[key].split()]
 
 
@@ -54,18 +79,26 @@ def draw(count: int, seed: int) -> list:
     by_position = collections.defaultdict(list)
     for item in _all_work_items([path.relative_to(ROOT) for path in paths], {}):
         (mutation,) = item.mutations
-        if "BinaryOperator_BitOr" not in mutation.operator_name:  # mostly annotations, such as int | None
+        if (
+            "BinaryOperator_BitOr" not in mutation.operator_name
+        ):  # mostly annotations, such as int | None
             by_position[str(mutation.module_path), mutation.start_pos].append(mutation)
     rng = random.Random(seed)
-    return [rng.choice(by_position[position]) for position in rng.sample(sorted(by_position), count)]
+    return [
+        rng.choice(by_position[position]) for position in rng.sample(sorted(by_position), count)
+    ]
 
 
 def main() -> None:
     """Tests each drawn change and appends a line of JSON: file, operator, outcome, difference."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=80, help="number of changes (default: 80)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--output", default="mutants.jsonl", help="lines are appended (default: mutants.jsonl)")
+    parser.add_argument(
+        "--output", default="mutants.jsonl", help="lines are appended (default: mutants.jsonl)"
+    )
     options = parser.parse_args()
     for number, mutation in enumerate(draw(options.count, options.seed)):
         files = " ".join(tests_of(str(pathlib.Path(mutation.module_path).relative_to("prope"))))
@@ -74,11 +107,18 @@ def main() -> None:
             result = mutate_and_test([mutation], command, timeout=1200)
             if result.test_outcome != "survived":
                 break
-        record = {"number": number, "file": str(mutation.module_path), "operator": mutation.operator_name}
+        record = {
+            "number": number,
+            "file": str(mutation.module_path),
+            "operator": mutation.operator_name,
+        }
         record |= {"tier": tier, "outcome": str(result.test_outcome), "diff": result.diff}
         with open(options.output, "a") as file:
             file.write(json.dumps(record) + "\n")
-        print(f"{number}: {record['file']} {record['operator']}: {record['outcome']} ({tier or 'all'})", flush=True)
+        print(
+            f"{number}: {record['file']} {record['operator']}: {record['outcome']} ({tier or 'all'})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

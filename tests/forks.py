@@ -19,9 +19,13 @@ _context.set_forkserver_preload(["forks", "grain", "jinja2", "matplotlib.figure"
 class Command:
     """python -m MODULE with its arguments and environment, running; its output goes to files in `folder`."""
 
-    def __init__(self, module: str, arguments: list[str], environment: dict[str, str], folder: pathlib.Path):
+    def __init__(
+        self, module: str, arguments: list[str], environment: dict[str, str], folder: pathlib.Path
+    ):
         self._files = [folder / name for name in ("stdout", "stderr")]
-        self._process = _context.Process(target=_run, args=(module, arguments, environment, *map(str, self._files)))
+        self._process = _context.Process(
+            target=_run, args=(module, arguments, environment, *map(str, self._files))
+        )
         self._process.start()
 
     def wait(self, seconds: float = 600) -> tuple[int, str, str]:
@@ -62,12 +66,17 @@ def _settings(environment: dict[str, str]) -> dict:
         "jax_platforms": environment.get("JAX_PLATFORMS"),
         "jax_compilation_cache_dir": environment.get("JAX_COMPILATION_CACHE_DIR"),
         "jax_enable_compilation_cache": environment.get("JAX_ENABLE_COMPILATION_CACHE") != "false",
-        "jax_disable_most_optimizations": environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true",
-        "jax_persistent_cache_min_compile_time_secs": float(environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
+        "jax_disable_most_optimizations": environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS")
+        == "true",
+        "jax_persistent_cache_min_compile_time_secs": float(
+            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+        ),
     }
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
+def _run(
+    module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str
+) -> None:
     import jax
 
     assert threading.active_count() == 1

@@ -24,8 +24,13 @@ def clean_environment(**more: str) -> dict[str, str]:
 def launch(script: str, *arguments, root=ROOT, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["bash", f"{root}/launch/{script}", *map(str, arguments)],
-        cwd=root, env=clean_environment(**environment), input="typed", capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=root,
+        env=clean_environment(**environment),
+        input="typed",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
@@ -37,18 +42,30 @@ def refused(done: subprocess.CompletedProcess) -> str:
 
 # bash cannot take a signal that was ignored when it began, as Ctrl-C is in a background job. Not by preexec_fn: that
 # forks this process, in which JAX may have threads.
-HEAR_CTRL_C = (
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
-)
+HEAR_CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
-def start(script: str, *arguments, root=ROOT, group: bool = False, **environment: str) -> subprocess.Popen:
+def start(
+    script: str, *arguments, root=ROOT, group: bool = False, **environment: str
+) -> subprocess.Popen:
     """Leaves a script running; in a process group of its own if asked to."""
-    command = [sys.executable, "-c", HEAR_CTRL_C, "bash", f"{root}/launch/{script}", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-c",
+        HEAR_CTRL_C,
+        "bash",
+        f"{root}/launch/{script}",
+        *map(str, arguments),
+    ]
     return subprocess.Popen(
-        command, cwd=root, env=clean_environment(**environment),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group,
-    )  # fmt: skip
+        command,
+        cwd=root,
+        env=clean_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=group,
+    )
 
 
 def wait_for(file, lines: int) -> None:
@@ -138,7 +155,13 @@ def put_programs(tmp_path) -> dict[str, str]:
     """Puts the programs into a folder; returns the variables with which they are found there, before any others."""
     folder = tmp_path / "programs"
     folder.mkdir()
-    codes = {"gcloud": GCLOUD, "kubectl": KUBECTL, "srun": SRUN, "scontrol": SCONTROL, "docker": DOCKER}
+    codes = {
+        "gcloud": GCLOUD,
+        "kubectl": KUBECTL,
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "docker": DOCKER,
+    }
     for name, code in codes.items():
         (folder / name).write_text(RECORD.format(python=sys.executable, here=str(tmp_path)) + code)
         (folder / name).chmod(0o755)
@@ -156,12 +179,24 @@ def make_clone(tmp_path) -> tuple[pathlib.Path, str]:
     root = tmp_path / "clone"
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "prope/runtime").mkdir(parents=True)
-    for name in ("prope/__init__.py", "prope/rope.py", "prope/runtime/xla_flags.py", "pyproject.toml"):
+    for name in (
+        "prope/__init__.py",
+        "prope/rope.py",
+        "prope/runtime/xla_flags.py",
+        "pyproject.toml",
+    ):
         shutil.copy(ROOT / name, root / name)
     (root / "prope/__init__.py").write_text("")
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", root]
-    for command in (["init", "-q"], ["config", "user.name", "x"], ["config", "user.email", "x@example.org"],
-                    ["add", "."], ["commit", "-q", "-m", "one"]):  # fmt: skip
+    for command in (
+        ["init", "-q"],
+        ["config", "user.name", "x"],
+        ["config", "user.email", "x@example.org"],
+        ["add", "."],
+        ["commit", "-q", "-m", "one"],
+    ):
         subprocess.run([*git, *command], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     return root, head

@@ -29,7 +29,12 @@ H = 32
 
 
 def asked(**flags) -> types.SimpleNamespace:
-    names = dict.fromkeys(("step", *analyze._OPTIONS)) | {"sequences": 3, "channels": 2, "again": False, "paper": False}
+    names = dict.fromkeys(("step", *analyze._OPTIONS)) | {
+        "sequences": 3,
+        "channels": 2,
+        "again": False,
+        "paper": False,
+    }
     return types.SimpleNamespace(**names | flags)
 
 
@@ -41,7 +46,9 @@ def layers_of(config, params, tokens, positions):
     """(residual stream after, captured) of every layer, one at a time."""
     x = model.embed(config, model.embedding(params), tokens)
     for number, freqs in enumerate(layer_frequencies(config)):
-        x, captured = model.layer(config, at_layer(params, number), x, rotation_table(positions, freqs))
+        x, captured = model.layer(
+            config, at_layer(params, number), x, rotation_table(positions, freqs)
+        )
         yield x, captured
 
 
@@ -61,7 +68,9 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
 
     def record(equation, x, y):
         if equation == "BKRH,BKSH->BKRS":
-            jax.debug.callback(lambda scores: seen.append(np.asarray(scores)), original(equation, x, y))
+            jax.debug.callback(
+                lambda scores: seen.append(np.asarray(scores)), original(equation, x, y)
+            )
         return original(equation, x, y)
 
     monkeypatch.setattr(pairs, "_dot", record)
@@ -114,13 +123,18 @@ def oracle(captured, turns, after):
     for name, x in (("query_norms", query), ("key_norms", key), ("value_norms", value)):
         found[name] = np.abs(pairs(x)).mean(axis=(0, 1))
     for n in range(N):
-        rows = {name: [] for name in (*census.SCORES, "to_first", "to_others", "after_token", "elsewhere")}
+        rows = {
+            name: []
+            for name in (*census.SCORES, "to_first", "to_others", "after_token", "elsewhere")
+        }
         for b in range(B):
             k = pairs(key[b, :, n // (N // K)])
             for i in range(1, T):
                 q = pairs(query[b, i, n])
                 j = np.arange(i + 1)
-                parts = (q.conj() * k[: i + 1] * np.exp(1j * (j - i)[:, None] * turns)).real / H**0.5
+                parts = (
+                    q.conj() * k[: i + 1] * np.exp(1j * (j - i)[:, None] * turns)
+                ).real / H**0.5
                 rows["to_first"].append(parts[0])
                 rows["to_others"].append(parts[1:].mean(axis=0))
                 if i >= 2:
@@ -143,7 +157,10 @@ def oracle(captured, turns, after):
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize(
     ("p", "kv_heads"),
-    [(0.75, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 2), (0.25, 4), (1, 2)))],
+    [
+        (0.75, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 2), (0.25, 4), (1, 2))),
+    ],
 )
 def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
     config = small(num_kv_heads=kv_heads, head_dim=H, rope_percentage=float(p))
@@ -155,7 +172,9 @@ def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
     ours = jax.tree.map(lambda values: values.mean(axis=0), measures.measure(captured, after))
     expected = oracle(captured, frequencies(H, rope_percentage=p), after)
     for name, values in ours._asdict().items():
-        np.testing.assert_allclose(values, getattr(expected, name), rtol=2e-5, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            values, getattr(expected, name), rtol=2e-5, atol=2e-6, err_msg=name
+        )
     if p == 0:
         np.testing.assert_allclose(ours.unturned_overlap, 1, atol=1e-5)
 
@@ -193,7 +212,9 @@ def run_of(heads, sharing=1):
 def test_the_rank_correlation_is_spearmans():
     rng = np.random.default_rng(0)
     shares, scores = rng.random(20), rng.random(20)
-    heads = [{"high_frequency_share": a, "positional": b} for a, b in zip(shares, scores, strict=True)]
+    heads = [
+        {"high_frequency_share": a, "positional": b} for a, b in zip(shares, scores, strict=True)
+    ]
     ranks = [np.argsort(np.argsort(x)) for x in (shares, scores)]
     expected = np.corrcoef(*ranks)[0, 1]
     found = census.rank_correlation([run_of(heads)])
@@ -201,31 +222,47 @@ def test_the_rank_correlation_is_spearmans():
     assert found["p_value"] == pytest.approx(stats.pearsonr(*ranks).pvalue, abs=0.02)
     equal = [head | {"positional": head["high_frequency_share"]} for head in heads]
     perfect = census.rank_correlation([run_of(equal)])
-    assert (perfect["rho"], perfect["p_value"]) == (pytest.approx(1), pytest.approx(1e-4))  # never 0: 1 / (draws + 1)
-    assert census.rank_correlation([run_of([head | {"high_frequency_share": 0.0} for head in heads])]) is None
+    assert (perfect["rho"], perfect["p_value"]) == (
+        pytest.approx(1),
+        pytest.approx(1e-4),
+    )  # never 0: 1 / (draws + 1)
+    assert (
+        census.rank_correlation([run_of([head | {"high_frequency_share": 0.0} for head in heads])])
+        is None
+    )
 
 
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_heads_that_share_keys_or_a_run_are_no_independent_samples(sharing):
     """Against all permutations: of the keys of a run, whose heads move together, and in every run apart."""
     rng = np.random.default_rng(1)
-    shares, scores = rng.random((2, 2, 4 * sharing)) + np.array([[0.0], [5.0]])  # run 1 is above run 0 in both
+    shares, scores = rng.random((2, 2, 4 * sharing)) + np.array(
+        [[0.0], [5.0]]
+    )  # run 1 is above run 0 in both
     runs = [
-        run_of([{"high_frequency_share": a, "positional": b} for a, b in zip(*run, strict=True)], sharing)
+        run_of(
+            [{"high_frequency_share": a, "positional": b} for a, b in zip(*run, strict=True)],
+            sharing,
+        )
         for run in zip(shares, scores, strict=True)
     ]
     found = census.rank_correlation(runs)
     ranks = stats.rankdata(scores)
 
     def rho(*orders):
-        moved = [run.reshape(4, -1)[list(order)].ravel() for run, order in zip(shares, orders, strict=True)]
+        moved = [
+            run.reshape(4, -1)[list(order)].ravel()
+            for run, order in zip(shares, orders, strict=True)
+        ]
         return np.corrcoef(stats.rankdata(moved), ranks)[0, 1]
 
     orders = list(itertools.permutations(range(4)))
     chances = np.abs([rho(a, b) for a in orders for b in orders]) >= abs(found["rho"]) - 1e-9
     assert found["rho"] == pytest.approx(rho(orders[0], orders[0])) and found["rho"] > 0.5
     assert found["p_value"] == pytest.approx(chances.mean(), abs=0.02) and found["p_value"] > 0.05
-    assert stats.spearmanr(shares.ravel(), scores.ravel()).pvalue < found["p_value"] / 2, "as if heads were independent"
+    assert stats.spearmanr(shares.ravel(), scores.ravel()).pvalue < found["p_value"] / 2, (
+        "as if heads were independent"
+    )
 
 
 def test_the_high_frequency_share_counts_turned_pairs_only():
@@ -233,7 +270,9 @@ def test_the_high_frequency_share_counts_turned_pairs_only():
     zeros = np.zeros(2)
     made = measures.Measures(norms, norms, norms, *[zeros] * 6, norms, norms)
     shares = [
-        census.score_heads(0, frequencies(H, rope_percentage=rotated / 16), made)[0]["high_frequency_share"]
+        census.score_heads(0, frequencies(H, rope_percentage=rotated / 16), made)[0][
+            "high_frequency_share"
+        ]
         for rotated in (0, 2, 4, 16)
     ]
     assert shares == pytest.approx([0, 2 / 16, 4 / 16, 4 / 16])
@@ -259,10 +298,18 @@ def constructed(workdir, p, written_for=0.75, alter=None):
     """
     config = default_config()
     D = 64
-    config.model.update({
-        "num_layers": 1, "embed_dim": D, "num_heads": 4, "num_kv_heads": 4, "head_dim": H, "hidden_dim": 8,
-        "vocab_size": 260, "rope_percentage": float(p),
-    })  # fmt: skip
+    config.model.update(
+        {
+            "num_layers": 1,
+            "embed_dim": D,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "head_dim": H,
+            "hidden_dim": 8,
+            "vocab_size": 260,
+            "rope_percentage": float(p),
+        }
+    )
     config.data.update({"seq_len": 256})
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((260, D))
@@ -270,13 +317,18 @@ def constructed(workdir, p, written_for=0.75, alter=None):
     rows *= (np.sqrt(D - 2) / np.linalg.norm(rows, axis=1))[:, None]
     rows[:, :2] = 1, -1
     rows[LETTER, 1] = 1
-    assert np.allclose((rows**2).mean(axis=1), 1)  # so that the norm before attention leaves them as they are
+    assert np.allclose(
+        (rows**2).mean(axis=1), 1
+    )  # so that the norm before attention leaves them as they are
     turns = frequencies(H, rope_percentage=written_for)
     query, key = np.zeros((4, D, H)), np.zeros((4, D, H))
     query[0], key[0] = theory.head_weights(0, 0.1, 257, turns, D)
     query[1], key[1] = theory.head_weights(1, 0.1, 257, turns, D)
     still = np.flatnonzero(turns == 0)[:2]
-    query[2, 0, still], key[2, 1, still] = 10.0, 10.0  # 2 * 100 / sqrt(32) for a q, as much less for another
+    query[2, 0, still], key[2, 1, still] = (
+        10.0,
+        10.0,
+    )  # 2 * 100 / sqrt(32) for a q, as much less for another
     if alter:
         alter(rows, query, key, turns)
     value, out = rng.standard_normal((4, D, H)) / 8, rng.standard_normal((4, H, D)) / 8
@@ -289,7 +341,11 @@ def write_decoder(workdir, config, rows, query, key, value, out=0):
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     params["embedder"]["input_embedding"][:] = rows / np.sqrt(rows.shape[1])
     attn = params["layers"]["attn"]
-    attn["q_einsum"]["w"][:], attn["kv_einsum"]["w"][:, 0], attn["kv_einsum"]["w"][:, 1] = query, key, value
+    attn["q_einsum"]["w"][:], attn["kv_einsum"]["w"][:, 0], attn["kv_einsum"]["w"][:, 1] = (
+        query,
+        key,
+        value,
+    )
     attn["attn_vec_einsum"]["w"][:] = out
     save(workdir, config, params)
 
@@ -328,13 +384,17 @@ def test_the_census_names_exactly_the_constructed_heads(known):
     assert (1, "previous_token") in [(head["head"], head["why"]) for head in found["shown"]]
     # The semantic head's channels are the two pairs that it was given, which are not turned.
     of_semantic = [c for c in found["channels"] if c["head"] == 2]
-    assert [c["pair"] for c in of_semantic] == [12, 13] and all(c["frequency"] == 0 for c in of_semantic)
+    assert [c["pair"] for c in of_semantic] == [12, 13] and all(
+        c["frequency"] == 0 for c in of_semantic
+    )
     assert all(c["stopped"] is None and c["removed"] for c in of_semantic)
     # In a head that is exactly diagonal the logit to itself is the upper bound (Theorem 5.3, Table 3).
     table = next(head["table"] for head in found["shown"] if head["head"] == 0)
     np.testing.assert_allclose(table["diagonal"], table["upper_bound"], rtol=1e-4)
     table = next(head["table"] for head in found["shown"] if head["head"] == 1)
-    np.testing.assert_allclose(table["previous_token"][1:], table["previous_upper_bound"][1:], rtol=1e-4)
+    np.testing.assert_allclose(
+        table["previous_token"][1:], table["previous_upper_bound"][1:], rtol=1e-4
+    )
 
 
 def test_without_rotation_the_positional_heads_vanish(known):
@@ -351,10 +411,15 @@ def test_runs_below_a_directory_are_compared(known, run_command):
     assert done.code == 0, done.stderr
     assert done.result.keys() >= {"output", "sequences", "heads"} and len(done.result["heads"]) == 8
     rows = {row["p"]: row for row in done.result["comparison"]}
-    assert rows["p = 0"]["kinds"]["previous_token"] == 0 and rows["p = 0.75"]["kinds"]["previous_token"] == 1
+    assert (
+        rows["p = 0"]["kinds"]["previous_token"] == 0
+        and rows["p = 0.75"]["kinds"]["previous_token"] == 1
+    )
     assert rows["p = 0"]["kinds"]["semantic"] == rows["p = 0.75"]["kinds"]["semantic"] == 1
     written = (known / "runs/analysis/index.html").read_text()
-    assert "p = 0.75" in written and "http" not in re.sub(r"data:[^\"]*", "", written).replace("http-equiv", "")
+    assert "p = 0.75" in written and "http" not in re.sub(r"data:[^\"]*", "", written).replace(
+        "http-equiv", ""
+    )
     again = run_command("prope.analyze", *arguments)
     assert again.stderr.count("was analysed before") == 2 and again.result == done.result
 
@@ -367,7 +432,9 @@ def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path)
     first = analyze.analyse(run, given)
     assert analyze.analyse(run, given) == first  # with the time that it took
     moved = shutil.copytree(run, tmp_path / "moved")
-    assert analyze.analyse(moved, given) == first | {"workdir": str(moved)}, "its page is linked from there"
+    assert analyze.analyse(moved, given) == first | {"workdir": str(moved)}, (
+        "its page is linked from there"
+    )
     given.layers = "0"
     assert analyze.analyse(run, given)["asked"]["layers"] == "0"
     (tmp_path / "a.txt").write_text("What is read now")
@@ -379,34 +446,65 @@ def test_runs_of_different_encodings_are_no_seeds_of_one_another(tmp_path):
     (tmp_path / "a.txt").write_text("What turns, and what does not.")
     shared = {"num_layers": 1, "max_wavelength": 500.0}
     for name, p, fields in (
-        ("a", 0.5, {}), ("b", 1.0, {}), ("c", 0.5, {"rope_type": "partial"}),
+        ("a", 0.5, {}),
+        ("b", 1.0, {}),
+        ("c", 0.5, {"rope_type": "partial"}),
         ("d", 1.0, {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}),
-    ):  # fmt: skip
+    ):
         make_run(tmp_path / "runs" / name, p, **shared | fields)
     given = asked(text=str(tmp_path / "a.txt"), channels=0)
     rows = analyze.analyse_all(epath.Path(tmp_path) / "runs", given)["comparison"]
     linear = "p = 1, rope_scaling_factor = 4.0, rope_scaling_type = linear"
-    assert [row["p"] for row in rows] == ["p = 0.5", "p = 0.5, rope_type = partial", "p = 1", linear]
+    assert [row["p"] for row in rows] == [
+        "p = 0.5",
+        "p = 0.5, rope_type = partial",
+        "p = 1",
+        linear,
+    ]
     assert [row["runs"] for row in rows] == [1] * 4
     assert linear in (tmp_path / "runs/analysis/index.html").read_text()
 
 
 def test_pages_say_what_was_found():
     heads = [
-        {"layer": 0, "head": n, "kind": kind, "positional": 0.1 * n, "high_frequency_share": 0.2 * n, "diagonal": 0.1,
-         "previous_token": 0.1 * n, "first_token": 0.0}
+        {
+            "layer": 0,
+            "head": n,
+            "kind": kind,
+            "positional": 0.1 * n,
+            "high_frequency_share": 0.2 * n,
+            "diagonal": 0.1,
+            "previous_token": 0.1 * n,
+            "first_token": 0.0,
+        }
         for n, kind in enumerate(["", "semantic", "previous_token", "previous_token"])
-    ]  # fmt: skip
+    ]
     found = {"heads": heads, "rank_correlation": {"rho": 1.0, "p_value": 0.01, "heads": 4}}
-    assert page.lead(found).startswith("Of 4 heads: 2 mostly the token before, 1 semantic. The more positional")
+    assert page.lead(found).startswith(
+        "Of 4 heads: 2 mostly the token before, 1 semantic. The more positional"
+    )
     assert "more it uses" in page.lead(found) and "correlation 1.00" in page.lead(found)
     chance = page.lead(found | {"rank_correlation": {"rho": 0.4, "p_value": 0.6, "heads": 4}})
     assert "No relation found" in chance and "0.4" not in chance and "0.6" not in chance
     found |= {"layers": [{"query_norms": [[1.0]] * 4, "key_norms": [[1.0]]}], "encoding": {}}
-    analysis = found | {"rope_percentage": 0.75, "rotated_pairs": 24, "loss": {"loss": 2.0}, "channels": []}
+    analysis = found | {
+        "rope_percentage": 0.75,
+        "rotated_pairs": 24,
+        "loss": {"loss": 2.0},
+        "channels": [],
+    }
     (row,) = (
-        compare.row(p, group) for p, group in compare.by_p([analysis, analysis | {"loss": {"loss": 3.0}}]).items()
+        compare.row(p, group)
+        for p, group in compare.by_p([analysis, analysis | {"loss": {"loss": 3.0}}]).items()
     )
-    assert row["p"] == "p = 0.75" and row["loss"] == 2.5 and row["loss_sd"] == pytest.approx(0.5**0.5)
-    assert row["kinds"] == {"diagonal": 0, "previous_token": 4, "first_token": 0, "semantic": 2, "none": 2}
+    assert (
+        row["p"] == "p = 0.75" and row["loss"] == 2.5 and row["loss_sd"] == pytest.approx(0.5**0.5)
+    )
+    assert row["kinds"] == {
+        "diagonal": 0,
+        "previous_token": 4,
+        "first_token": 0,
+        "semantic": 2,
+        "none": 2,
+    }
     assert row["previous_token"] == pytest.approx(0.3) and row["removed"] is None

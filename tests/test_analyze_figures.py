@@ -25,14 +25,19 @@ def drawn(picture) -> matplotlib.figure.Figure:
 
 def images(picture) -> dict[str, np.ndarray]:
     """Values of a picture's maps, by title."""
-    return {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in drawn(picture).axes if axes.images}
+    return {
+        axes.get_title(): np.asarray(axes.images[0].get_array())
+        for axes in drawn(picture).axes
+        if axes.images
+    }
 
 
 def test_values_stand_beside_queries_and_keys_of_every_head():
     rng = np.random.default_rng(0)
     shapes = {"query_norms": (4, 16), "key_norms": (2, 16), "value_norms": (2, 16)}
     layers = [
-        {"layer": n, "turned": 8, **{k: rng.random(shape).tolist() for k, shape in shapes.items()}} for n in (0, 3)
+        {"layer": n, "turned": 8, **{k: rng.random(shape).tolist() for k, shape in shapes.items()}}
+        for n in (0, 3)
     ]
     picture = page.usage_by_head({"layers": layers, "heads": [None] * 8})
     shown = images(picture)
@@ -41,7 +46,9 @@ def test_values_stand_beside_queries_and_keys_of_every_head():
         np.testing.assert_array_equal(values, np.concatenate([layer[name] for layer in layers]))
     queries, keys, values = (axes for axes in drawn(picture).axes if axes.images)
     assert [label.get_text() for label in values.get_yticklabels()] == ["0.0", "0.1", "3.0", "3.1"]
-    assert [len(axes.patches) for axes in (queries, keys, values)] == [1, 1, 0], "values are not rotated"
+    assert [len(axes.patches) for axes in (queries, keys, values)] == [1, 1, 0], (
+        "values are not rotated"
+    )
 
 
 def mark_bos(rows: np.ndarray) -> None:
@@ -86,7 +93,9 @@ def run(tmp_path_factory):
 
 
 def analysed(run, **flags) -> dict:
-    return analyze.analyse(run / "run", asked(**{"text": str(run / "text.txt"), "channels": 0} | flags))
+    return analyze.analyse(
+        run / "run", asked(**{"text": str(run / "text.txt"), "channels": 0} | flags)
+    )
 
 
 def labels(axis) -> list[str]:
@@ -109,14 +118,22 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
     assert signs.count(1) == 2
     logits = images(semantic)["logits"]
     for row in range(31):
-        np.testing.assert_allclose(logits[row, : row + 1], np.multiply(signs, 200 / H**0.5)[: row + 1], rtol=1e-4)
+        np.testing.assert_allclose(
+            logits[row, : row + 1], np.multiply(signs, 200 / H**0.5)[: row + 1], rtol=1e-4
+        )
         assert np.isnan(logits[row, row + 1 :]).all()
     axes = drawn(semantic).axes[0]
-    assert labels(axes.xaxis) == labels(axes.yaxis) == ["0 <bos>", *(f"{i} {letters[i - 1]!r}" for i in positions[1:])]
+    assert (
+        labels(axes.xaxis)
+        == labels(axes.yaxis)
+        == ["0 <bos>", *(f"{i} {letters[i - 1]!r}" for i in positions[1:])]
+    )
 
 
 def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):
-    found = analysed(run, heads="0.0", window="0:120") | {"window": {"positions": range(120), "tokens": ["'$$'"] * 120}}
+    found = analysed(run, heads="0.0", window="0:120") | {
+        "window": {"positions": range(120), "tokens": ["'$$'"] * 120}
+    }
     axes = drawn(maps.maps(found, found["shown"][0])[0]).axes[0]
     assert len(labels(axes.xaxis)) == len(labels(axes.yaxis)) == 60, "every other one"
     assert labels(axes.xaxis)[0] == r"0 '\$\$'"
@@ -131,7 +148,9 @@ def test_a_cell_is_read_out_with_its_names_and_its_weight(run):
     names = ["0 <bos>", *(f"{i} {letters[i - 1]!r}" for i in position[1:])]
     assert weights["labels"] == [names, names], "of every token, also where labels have no room"
     for row, values in enumerate(weights["values"]):  # even weights over all tokens before
-        assert values.split(" ") == [f"{1 / (position[row] + 1):.3g}"] * (row + 1), "nothing of later tokens"
+        assert values.split(" ") == [f"{1 / (position[row] + 1):.3g}"] * (row + 1), (
+            "nothing of later tokens"
+        )
 
 
 def test_cells_that_are_not_numbers_are_left_out_and_dollars_are_read_as_they_are():
@@ -152,17 +171,33 @@ def test_the_page_allows_one_script_by_its_hash_and_nothing_else(run, tmp_path):
     page.write(tmp_path, found)
     source = (tmp_path / "index.html").read_text()
     ((attributes, script),) = re.findall("<script(.*?)>(.*?)</script>", source, re.DOTALL)
-    assert attributes == "" and script == (pathlib.Path(drawing.__file__).parent / "cells.js").read_text()
+    assert (
+        attributes == ""
+        and script == (pathlib.Path(drawing.__file__).parent / "cells.js").read_text()
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="(.*?)">', source)
-    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert (
+        policy
+        == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
     tags = Page(tmp_path / "index.html").tags
     assert not any(
-        name.startswith("on") or "javascript:" in (value or "") for _, a in tags for name, value in a.items()
+        name.startswith("on") or "javascript:" in (value or "")
+        for _, a in tags
+        for name, value in a.items()
     )
     ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
-    assert len(ids) == len(set(ids)) and {"head-0.0", "head-0.1", "head_0_1", "norms_0_1", "logits-0.1"} < set(ids)
-    assert {a["href"] for tag, a in tags if tag == "a" and "href" in a} <= {f"#{name}" for name in ids}
+    assert len(ids) == len(set(ids)) and {
+        "head-0.0",
+        "head-0.1",
+        "head_0_1",
+        "norms_0_1",
+        "logits-0.1",
+    } < set(ids)
+    assert {a["href"] for tag, a in tags if tag == "a" and "href" in a} <= {
+        f"#{name}" for name in ids
+    }
 
 
 @pytest.mark.slow
@@ -206,10 +241,19 @@ def test_tables_are_of_any_tokens(run, tmp_path):
     assert diagonal["positions"] == [0, 31, 206, 207] and letters[205] == "q"
     assert diagonal["tokens"] == ["<bos>", repr(letters[30]), "'q'", repr(letters[206])]
     np.testing.assert_allclose(diagonal["diagonal"], diagonal["upper_bound"], rtol=1e-4)
-    np.testing.assert_allclose(previous["previous_token"][1:], previous["previous_upper_bound"][1:], rtol=1e-4)
-    assert previous["previous_token"][0] is None and previous["diagonal"][1] < 0.99 * previous["upper_bound"][1]
-    np.testing.assert_allclose(semantic["diagonal"], np.multiply([-1, -1, 1, -1], 200 / H**0.5), rtol=1e-4)
-    np.testing.assert_allclose(semantic["previous_token"][1:], np.multiply([-1, -1, 1], 200 / H**0.5), rtol=1e-4)
+    np.testing.assert_allclose(
+        previous["previous_token"][1:], previous["previous_upper_bound"][1:], rtol=1e-4
+    )
+    assert (
+        previous["previous_token"][0] is None
+        and previous["diagonal"][1] < 0.99 * previous["upper_bound"][1]
+    )
+    np.testing.assert_allclose(
+        semantic["diagonal"], np.multiply([-1, -1, 1, -1], 200 / H**0.5), rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        semantic["previous_token"][1:], np.multiply([-1, -1, 1], 200 / H**0.5), rtol=1e-4
+    )
     page.write(tmp_path, found)
     assert "for tokens 0, 31, 206, 207." in (tmp_path / "index.html").read_text()
 
@@ -218,14 +262,18 @@ def test_tables_are_of_any_tokens(run, tmp_path):
 def test_the_head_of_a_token_is_found_and_shown(known, tmp_path):
     found = analysed(known, head_of="q")
     scores = [head["head_of"] for head in found["heads"]]
-    assert scores[3] > 0.99 and max(scores[:3]) < 0.1, "the head before looks at every token before, also elsewhere"
+    assert scores[3] > 0.99 and max(scores[:3]) < 0.1, (
+        "the head before looks at every token before, also elsewhere"
+    )
     best = found["shown"][0]
     assert (best["head"], best["why"]) == (3, "head_of") and len(found["shown"]) == 3
     weights = images(maps.maps(found, best)[0])["weights"]
     for row, letter in enumerate(text()[:46], 2):
         assert weights[row - 1, row - 2 if row > 2 and text()[row - 3] == "q" else 0] > 0.99, letter
     page.write(tmp_path, found)
-    assert (tmp_path / "norms_0_3.png").exists() and ">head_of</th>" in (tmp_path / "index.html").read_text()
+    assert (tmp_path / "norms_0_3.png").exists() and ">head_of</th>" in (
+        tmp_path / "index.html"
+    ).read_text()
 
 
 def test_the_paper_without_an_apostrophe_shows_the_rest(run, caplog):
@@ -233,7 +281,12 @@ def test_the_paper_without_an_apostrophe_shows_the_rest(run, caplog):
     found = analysed(run, paper=True, channels=1)
     assert "no apostrophe in these tokens" in caplog.text and "'" not in text()
     assert {head["head_of"] for head in found["heads"]} == {None}
-    assert [head["why"] for head in found["shown"]] == ["diagonal", "diagonal", "previous_token", "previous_token"]
+    assert [head["why"] for head in found["shown"]] == [
+        "diagonal",
+        "diagonal",
+        "previous_token",
+        "previous_token",
+    ]
     assert found["window"]["positions"] == list(range(48)), "and all four heads are shown"
     (record,) = found["shown_channels"]
     assert (record["head"], record["pair"]) == (2, 12)

@@ -43,7 +43,9 @@ def draw_rows(rng) -> np.ndarray:
     rows = rng.standard_normal((260, D))
     rows[:, :4] = 1, -1, 0, -1
     rows[4 + ord("'"), 1] = rows[BOS, 2] = rows[4 + ord("q"), 3] = 1
-    rows[:, 4:] *= np.sqrt((D - (rows[:, :4] ** 2).sum(axis=1)) / (rows[:, 4:] ** 2).sum(axis=1))[:, None]
+    rows[:, 4:] *= np.sqrt((D - (rows[:, :4] ** 2).sum(axis=1)) / (rows[:, 4:] ** 2).sum(axis=1))[
+        :, None
+    ]
     return rows
 
 
@@ -59,10 +61,17 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
     rng = np.random.default_rng(seed)
     rows, text = draw_rows(rng), draw_text(rng)
     query, key, value = (0.05 * rng.standard_normal((L, heads, D, H)) for heads in (N, K, K))
-    groups = [divmod(int(group), K) for group in rng.permutation(L * K)]  # (layer, key head): one thing in each
+    groups = [
+        divmod(int(group), K) for group in rng.permutation(L * K)
+    ]  # (layer, key head): one thing in each
     names = ("diagonal", "previous", "apostrophe", "channel", "semantic")
-    at = {name: (layer, 2 * own + int(rng.integers(2))) for name, (layer, own) in zip(names, groups, strict=False)}
-    fast = {name: int(rng.integers(4, 8)) for name in names[:3]}  # pairs that a positional head uses
+    at = {
+        name: (layer, 2 * own + int(rng.integers(2)))
+        for name, (layer, own) in zip(names, groups, strict=False)
+    }
+    fast = {
+        name: int(rng.integers(4, 8)) for name in names[:3]
+    }  # pairs that a positional head uses
 
     def weights(name):
         layer, head = at[name]
@@ -71,14 +80,19 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
         return query[layer, head], key[layer, head // 2]
 
     for name, distance in (("diagonal", 0), ("previous", 1), ("apostrophe", 1)):
-        q, k = theory.head_weights(distance, EPSILON, T, np.where(np.arange(P) < fast[name], TURNS, 0), D)
+        q, k = theory.head_weights(
+            distance, EPSILON, T, np.where(np.arange(P) < fast[name], TURNS, 0), D
+        )
         wq, wk = weights(name)
         if name != "apostrophe":
             wq += q
             wk += k
             continue
         # ' has the key of a previous-token head, <bos> one whose logit is a little less, and no other token has any.
-        logit, band = 3 * np.linalg.norm(q[0]) * np.linalg.norm(k[0]) / H**0.5, int(rng.integers(ROTATED, P))
+        logit, band = (
+            3 * np.linalg.norm(q[0]) * np.linalg.norm(k[0]) / H**0.5,
+            int(rng.integers(ROTATED, P)),
+        )
         wq[0] += 3 * q[0] + lanes(band, (logit - 12) / 4)
         wk[[0, 1]] += k[0] / 2
         wk[2] += lanes(band, 4 * H**0.5)
@@ -88,7 +102,10 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
     wk[3] += lanes(ROTATED, 2) + lanes(ROTATED + 1, 2)
 
     wq, wk = weights("channel")
-    pair, angle, first, others = int(rng.integers(P // 2, P)), *rng.uniform((-np.pi, -0.4, -0.4), (np.pi, 0.4, 0.4))
+    pair, angle, first, others = (
+        int(rng.integers(P // 2, P)),
+        *rng.uniform((-np.pi, -0.4, -0.4), (np.pi, 0.4, 0.4)),
+    )
     wq[0] += lanes(pair, 600 * np.exp(1j * angle))
     wk[0] += (k_others := lanes(pair, -4 * np.exp(1j * (angle + others))))
     wk[2] += lanes(pair, 8 * np.exp(1j * (angle + first))) - k_others
@@ -97,16 +114,26 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
     value[place[0], place[1], :, [place[2], place[2] + P]] *= 20
 
     config = default_config()
-    config.model.update({
-        "num_layers": L, "embed_dim": D, "num_heads": N, "num_kv_heads": K, "head_dim": H, "hidden_dim": 8,
-        "vocab_size": 260, "rope_percentage": 0.75,
-    })  # fmt: skip
+    config.model.update(
+        {
+            "num_layers": L,
+            "embed_dim": D,
+            "num_heads": N,
+            "num_kv_heads": K,
+            "head_dim": H,
+            "hidden_dim": 8,
+            "vocab_size": 260,
+            "rope_percentage": 0.75,
+        }
+    )
     config.data.seq_len = T
     write_decoder(workdir, config, rows, query, key, value)
     (workdir / "text.txt").write_text(text)
     x = rows[[BOS, *(4 + ord(letter) for letter in text)]]
     q, k, v = (np.einsum("td,lndh->lnth", x, w) for w in (query, key, value))
-    q, k, v = (y[..., :P] + 1j * y[..., P:] for y in (q, np.repeat(k, 2, axis=1), v))  # [L, N or K, T, P]
+    q, k, v = (
+        y[..., :P] + 1j * y[..., P:] for y in (q, np.repeat(k, 2, axis=1), v)
+    )  # [L, N or K, T, P]
     rotated_q, rotated_k = (y * np.exp(1j * np.arange(T)[:, None] * TURNS) for y in (q, k))
     parts = np.einsum("lnip,lnjp->lnijp", rotated_q.conj(), rotated_k).real / H**0.5
     return types.SimpleNamespace(
@@ -114,7 +141,9 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
     )
 
 
-@pytest.fixture(scope="module", params=[[0, 4], pytest.param(range(20), marks=pytest.mark.slow)], ids=len)
+@pytest.fixture(
+    scope="module", params=[[0, 4], pytest.param(range(20), marks=pytest.mark.slow)], ids=len
+)
 def draws(request, tmp_path_factory):
     """(what was planted, what --paper found) of every draw: of 0 the channel does not rotate, of 4 it does."""
     base, made = tmp_path_factory.mktemp("planted"), []
@@ -151,8 +180,13 @@ def test_the_longest_pair_of_a_head_is_the_planted_one(draws):  # Figure 4
     for planted, found in draws:
         layer, head = planted.at["channel"]
         maps_of = images(page.usage_by_head(found))
-        for kind, truth, row in (("queries", planted.q, head), ("keys", planted.k[:, ::2], head // 2)):
-            np.testing.assert_allclose(maps_of[kind], np.abs(truth).mean(axis=2).reshape(-1, P), rtol=1e-4)
+        for kind, truth, row in (
+            ("queries", planted.q, head),
+            ("keys", planted.k[:, ::2], head // 2),
+        ):
+            np.testing.assert_allclose(
+                maps_of[kind], np.abs(truth).mean(axis=2).reshape(-1, P), rtol=1e-4
+            )
             assert place_of_largest(maps_of[kind]) == (layer * truth.shape[1] + row, planted.pair)
 
 
@@ -169,7 +203,9 @@ def test_the_census_names_exactly_the_planted_heads(draws):
     names = {"diagonal": "diagonal", "previous": "previous_token", "semantic": "semantic"}
     for planted, found in draws:
         truth = {place: names.get(name, "first_token") for name, place in planted.at.items()}
-        assert kinds(found) == [truth.get((layer, head), "") for layer in range(L) for head in range(N)]
+        assert kinds(found) == [
+            truth.get((layer, head), "") for layer in range(L) for head in range(N)
+        ]
 
 
 def test_maps_of_positional_heads_are_diagonals(draws):  # Figures 5, 12, 13
@@ -204,7 +240,10 @@ def test_the_apostrophe_head_is_found_with_what_it_uses(draws):  # Figure 7
         assert after, "the window is around an apostrophe"
         for row in range(2, len(positions)):
             assert weights[row, row - 1 if row in after else 0] > 0.9
-        assert place_of_largest(norms["norms of the key"]) == (0, planted.band)  # what <bos> is told by
+        assert place_of_largest(norms["norms of the key"]) == (
+            0,
+            planted.band,
+        )  # what <bos> is told by
         letters = [at for at, token in enumerate(found["window"]["tokens"]) if token == repr("'")]
         used = norms["norms of the key"][letters].min(axis=0) > 0.5
         assert np.flatnonzero(used).tolist() == list(range(planted.fast["apostrophe"]))
@@ -234,13 +273,19 @@ def test_tables_are_those_of_the_formula(draws, name, why, reached):  # Tables 3
         )
         bounds = np.outer(q, k) / H**0.5
         for row, values, back in (
-            ("diagonal", logits, 0), ("upper_bound", bounds, 0), ("previous_token", logits, 1),
+            ("diagonal", logits, 0),
+            ("upper_bound", bounds, 0),
+            ("previous_token", logits, 1),
             ("previous_upper_bound", bounds, 1),
-        ):  # fmt: skip
+        ):
             assert table[row][:back] == [None] * back
-            np.testing.assert_allclose(table[row][back:], np.diagonal(values, -back)[: 8 - back], rtol=1e-4)
+            np.testing.assert_allclose(
+                table[row][back:], np.diagonal(values, -back)[: 8 - back], rtol=1e-4
+            )
         bound = {"diagonal": "upper_bound", "previous_token": "previous_upper_bound"}
-        reaches = {row: np.divide(table[row][1:], table[bound[row]][1:]).min() > 0.97 for row in bound}
+        reaches = {
+            row: np.divide(table[row][1:], table[bound[row]][1:]).min() > 0.97 for row in bound
+        }
         assert reaches == {row: row == reached for row in bound}
 
 
@@ -259,7 +304,9 @@ def test_the_strongest_channel_is_the_planted_one_and_is_shown(draws):  # Figure
         assert min(record["to_first"]) > 0 > max(record["to_others"]), "as in Appendix D.1"
         for name, truth in (("queries", planted.q), ("keys", planted.k)):
             truth = truth[layer, head, found["window"]["positions"], pair]
-            np.testing.assert_allclose(record[name], np.stack([truth.real, truth.imag], axis=1), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                record[name], np.stack([truth.real, truth.imag], axis=1), rtol=1e-4, atol=1e-4
+            )
         axes = drawn(maps.channel(record)).axes
         np.testing.assert_allclose([line.get_xdata()[0] for line in axes[0].lines], [1, 0])
         np.testing.assert_allclose(axes[2].lines[-1].get_xydata()[0], record["keys"][0])
@@ -272,21 +319,37 @@ def test_where_the_channel_breaks(draws):  # Appendix D.1
         q, k = (x[place][:, planted.pair] for x in (planted.q, planted.k))
         q, first, others = (np.array([z.real, z.imag]) for z in (q[1:].mean(), k[0], k[1:].mean()))
         for name, key in (("first_alignment", first), ("others_alignment", others)):
-            assert record[name] == pytest.approx(q @ key / np.linalg.norm(q) / np.linalg.norm(key), abs=1e-4)
+            assert record[name] == pytest.approx(
+                q @ key / np.linalg.norm(q) / np.linalg.norm(key), abs=1e-4
+            )
         cos, sin = np.cos(rotations), np.sin(rotations)
-        advantage = np.stack([q[0] * cos - q[1] * sin, q[1] * cos + q[0] * sin], axis=1) @ (first - others)
+        advantage = np.stack([q[0] * cos - q[1] * sin, q[1] * cos + q[0] * sin], axis=1) @ (
+            first - others
+        )
         rotation = rotations[np.argmax(advantage <= 0)]
         assert advantage[0] > 0 and record["breaking_rotation"] == pytest.approx(rotation, abs=2e-4)
-        distance = record["breaking_rotation"] / TURNS[planted.pair] if planted.pair < ROTATED else None
+        distance = (
+            record["breaking_rotation"] / TURNS[planted.pair] if planted.pair < ROTATED else None
+        )
         assert record["breaking_distance"] == (distance and pytest.approx(distance, rel=1e-4))
 
 
 def test_the_readme_names_a_test_for_every_item_that_is_computed():
-    lines = (ROOT / "prope/analysis/README.md").read_text().split("| what | command |")[1].split("\n\n")[0].splitlines()
+    lines = (
+        (ROOT / "prope/analysis/README.md")
+        .read_text()
+        .split("| what | command |")[1]
+        .split("\n\n")[0]
+        .splitlines()
+    )
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
     items = " ".join(row[0] for row in rows)
     assert len(rows) == 21 and re.findall(r"Figure (\d+)", items) == list(map(str, range(1, 15)))
-    assert re.findall(r"Table (\d)", items) == list("12345") and "Propositions 3.1" in items and "D.1" in items
+    assert (
+        re.findall(r"Table (\d)", items) == list("12345")
+        and "Propositions 3.1" in items
+        and "D.1" in items
+    )
     for row in rows:
         named = re.findall(r"`([^`]+)`", row[3])
         file = named.pop(0) if named and named[0].endswith(".py") else "test_analyze_planted.py"

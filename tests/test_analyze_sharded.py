@@ -40,7 +40,9 @@ def difference(one, two) -> float:
             assert values == twos[name], name
             continue
         assert [value is None for value in values] == [value is None for value in twos[name]], name
-        ours, theirs = (np.array([v for v in column if v is not None]) for column in (values, twos[name]))
+        ours, theirs = (
+            np.array([v for v in column if v is not None]) for column in (values, twos[name])
+        )
         of_loss = name.endswith(("difference", "stderr"))
         scale = one["loss"]["loss"] if of_loss else np.abs(ours).max()
         apart = np.abs(ours - theirs).max() / max(scale, 1e-30)
@@ -55,7 +57,9 @@ def over_meshes(kv_heads, *shapes):
     ids = np.random.default_rng(0).integers(3, 40, (B, T)).astype(np.int32)
     names = [[f"t{t}" for t in row] for row in ids]
     analysis.read_sequences = lambda run, options: (ids, names, {"source": "drawn", "split": None})
-    whole = types.SimpleNamespace(dumps=json.dumps, loads=lambda text, parse_float: json.loads(text))
+    whole = types.SimpleNamespace(
+        dumps=json.dumps, loads=lambda text, parse_float: json.loads(text)
+    )
     analysis.json = whole  # not rounded
     walks, original, found = [], walk.Walk, []
     analysis.Walk = lambda *arguments: walks.append(original(*arguments)) or walks[-1]
@@ -65,13 +69,19 @@ def over_meshes(kv_heads, *shapes):
             mesh = make_mesh(shape[0], shape[2], jax.devices()[: np.prod(shape)])
             sharding.make_mesh = lambda mesh=mesh: mesh
             walk._TOKENS, walk._KEPT = (8192, 0) if mesh.size == 1 else (T, 2**30)
-            found.append(analysis.analyse(run, asked(channels=3, again=True, head_of="t5", layers="0,2")))
+            found.append(
+                analysis.analyse(run, asked(channels=3, again=True, head_of="t5", layers="0,2"))
+            )
             batches = 1 if mesh.size == 1 else -(-B // (shape[0] * shape[1]))
             assert len(walks[-1].enter()) == batches
             linear = walks[-1]._params("layers", 1)["mlp"]["linear"]
-            assert linear.addressable_shards[0].data.size * shape[1] * shape[2] == linear.size, "not sharded"
+            assert linear.addressable_shards[0].data.size * shape[1] * shape[2] == linear.size, (
+                "not sharded"
+            )
     assert found[0]["sequences"] == B and found[0]["heads"][0]["head_of"] is not None
-    assert len(found[0]["channels"]) == 3 and any(channel["stopped"] for channel in found[0]["channels"])
+    assert len(found[0]["channels"]) == 3 and any(
+        channel["stopped"] for channel in found[0]["channels"]
+    )
     for shape, other in zip(shapes, found[1:], strict=True):
         print(kv_heads, shape, difference(found[0], other))
 

@@ -18,7 +18,10 @@ from prope.cost.hlo import array_shapes
 def draw(T, S, N, K, H=16, B=2, dtype=np.float32):
     rng = np.random.default_rng(0)
     shapes = ((T, N), (S, K), (S, K))
-    return [jnp.asarray(2 * rng.standard_normal((B, length, heads, H)), dtype) for length, heads in shapes]
+    return [
+        jnp.asarray(2 * rng.standard_normal((B, length, heads, H)), dtype)
+        for length, heads in shapes
+    ]
 
 
 def cotangent_of(query):
@@ -62,7 +65,9 @@ def reference(query, key, value, seen, cotangent=None):
         return output
     cotangent = np.asarray(cotangent, np.float64)
     grad_scores = np.einsum("btnh,bsnh->bnts", cotangent, values)
-    grad_scores = weights * (grad_scores - (weights * grad_scores).sum(-1, keepdims=True)) / np.sqrt(H)
+    grad_scores = (
+        weights * (grad_scores - (weights * grad_scores).sum(-1, keepdims=True)) / np.sqrt(H)
+    )
     gradients = [np.einsum("bnts,bsnh->btnh", grad_scores, keys)]
     for of_keys in (
         np.einsum("bnts,btnh->bsnh", grad_scores, query),
@@ -73,25 +78,41 @@ def reference(query, key, value, seen, cotangent=None):
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "window"))
-def with_gradients(query, key, value, cotangent, segments=None, *, implementation="xla", window=None):
-    run = functools.partial(attention, segment_ids=segments, implementation=implementation, window=window)
+def with_gradients(
+    query, key, value, cotangent, segments=None, *, implementation="xla", window=None
+):
+    run = functools.partial(
+        attention, segment_ids=segments, implementation=implementation, window=window
+    )
     output, vjp = jax.vjp(run, query, key, value)
     return output, *vjp(cotangent)
 
 
 def assert_close(actual, expected, rtol):
-    for name, ours, theirs in zip(("output", "query", "key", "value"), actual, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=rtol * np.abs(theirs).max(), err_msg=name)
+    for name, ours, theirs in zip(
+        ("output", "query", "key", "value"), actual, expected, strict=True
+    ):
+        np.testing.assert_allclose(
+            ours, theirs, rtol=0, atol=rtol * np.abs(theirs).max(), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("T", "heads", "kv_heads"),
     [
-        (9, 4, 1), (9, 4, 2), (9, 4, 4), (128, 4, 2), (300, 4, 2), (1025, 4, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, 1, 1), (9, 6, 3), (300, 4, 1), (300, 3, 3))),
+        (9, 4, 1),
+        (9, 4, 2),
+        (9, 4, 4),
+        (128, 4, 2),
+        (300, 4, 2),
+        (1025, 4, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((9, 1, 1), (9, 6, 3), (300, 4, 1), (300, 3, 3))
+        ),
     ],
-)  # fmt: skip
+)
 def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_heads, masked):
     q, k, v = draw(T, T, heads, kv_heads, H=8 if T > 300 else 16, B=1 if T > 300 else 2)
     segments = documents(len(q), T) if masked else None
@@ -100,7 +121,9 @@ def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_he
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("T", "window"), [(9, 2), (9, 3), (300, 40), (300, 129), (300, 300), (1025, 200)])
+@pytest.mark.parametrize(
+    ("T", "window"), [(9, 2), (9, 3), (300, 40), (300, 129), (300, 300), (1025, 200)]
+)
 def test_a_window_and_its_gradients_equal_the_formula(T, window, masked):
     q, k, v = draw(T, T, 4, 2, H=8, B=1)
     segments = documents(1, T) if masked else None
@@ -114,7 +137,9 @@ def test_a_window_skips_the_keys_that_no_query_sees(implementation):
     flops = []
     for window in (None, 512):
         run = functools.partial(attention, implementation=implementation, window=window)
-        step = jax.make_jaxpr(jax.grad(lambda q, k, v, run=run: run(q, k, v).sum(), (0, 1, 2)))(q, k, v)
+        step = jax.make_jaxpr(jax.grad(lambda q, k, v, run=run: run(q, k, v).sum(), (0, 1, 2)))(
+            q, k, v
+        )
         flops.append(count_flops(step))
     assert flops[1] < 0.4 * flops[0]  # 0.23 where blocks are single queries
 
@@ -152,7 +177,9 @@ def test_queries_may_come_after_cached_keys(first):
 
 def test_many_queries_may_come_after_cached_keys_whatever_is_asked_for():
     q, k, v = draw(300, 400, 4, 2)
-    q = q / 4  # scores up to 12: at 50, float32 alone is off by 2e-6, and by how much depends on the CPU
+    q = (
+        q / 4
+    )  # scores up to 12: at 50, float32 alone is off by 2e-6, and by how much depends on the CPU
     seen = np.arange(400) <= np.array([70, 3])[:, None, None] + np.arange(300)[:, None]
     out = attention(q, k, v, first_query=jnp.array([70, 3]), implementation="splash")
     np.testing.assert_allclose(out, reference(q, k, v, seen), rtol=0, atol=2e-6)
@@ -186,16 +213,22 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize(
     ("T", "heads", "kv_heads", "masked", "window"),
     [
-        (128, 4, 2, True, None), (256, 2, 2, False, None), (256, 2, 1, True, 100),
+        (128, 4, 2, True, None),
+        (256, 2, 2, False, None),
+        (256, 2, 1, True, 100),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (128, 4, 2, False, None), (256, 2, 2, True, None), (384, 2, 1, False, None), (384, 2, 1, True, None),
-                (384, 2, 1, False, 2), (384, 2, 1, False, 129),
+                (128, 4, 2, False, None),
+                (256, 2, 2, True, None),
+                (384, 2, 1, False, None),
+                (384, 2, 1, True, None),
+                (384, 2, 1, False, 2),
+                (384, 2, 1, False, 129),
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_splash_equals_the_formula(interpreted, T, heads, kv_heads, masked, window):
     q, k, v = draw(T, T, heads, kv_heads, H=128)
     segments = documents(2, T) if masked else None
@@ -213,19 +246,27 @@ def test_splash_takes_its_largest_blocks(T):
     assert [(g.shape, g.dtype) for g in gradients] == [(a.shape, a.dtype) for a in arrays]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(4, 1, None), (4, 2, None), (2, 2, None), (4, 1, 7)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(4, 1, None), (4, 2, None), (2, 2, None), (4, 1, 7)]
+)
 def test_cudnn_is_given_what_equals_the_formula(monkeypatch, heads, kv_heads, window):
     """NVIDIA's kernel is not here: the function of JAX that calls it is, and computes the same by XLA."""
     function, asked = jax.nn.dot_product_attention, []
 
     def by_xla(*arrays, implementation, **options):
-        asked.append((implementation, {name for name, value in options.items() if value is not None}))
+        asked.append(
+            (implementation, {name for name, value in options.items() if value is not None})
+        )
         return function(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     q, k, v = draw(20, 20, heads, kv_heads)
     expected = reference(q, k, v, causal(20, window=window), cotangent_of(q))
-    assert_close(with_gradients(q, k, v, cotangent_of(q), implementation="cudnn", window=window), expected, 5e-6)
+    assert_close(
+        with_gradients(q, k, v, cotangent_of(q), implementation="cudnn", window=window),
+        expected,
+        5e-6,
+    )
     options = {"is_causal", *(["local_window_size"] if window else [])}
     assert asked == [("cudnn", options)], "and no mask array, no bias, no lengths"
 
@@ -234,55 +275,196 @@ def test_cudnn_is_given_what_equals_the_formula(monkeypatch, heads, kv_heads, wi
 
 CPU, TPU = SimpleNamespace(platform="cpu"), SimpleNamespace(platform="tpu")
 TURING, AMPERE, HOPPER, BLACKWELL = (
-    SimpleNamespace(platform="gpu", compute_capability=value) for value in ("7.5", "8.0", "9.0", "10.0")
+    SimpleNamespace(platform="gpu", compute_capability=value)
+    for value in ("7.5", "8.0", "9.0", "10.0")
 )
 AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")
 NO_TPU = "attention=splash cannot be used: it is a TPU kernel, and this is a {}; take auto or xla"
-NO_GPU = "attention=cudnn cannot be used: it is an NVIDIA kernel, and this is a {}; take auto or xla"
+NO_GPU = (
+    "attention=cudnn cannot be used: it is an NVIDIA kernel, and this is a {}; take auto or xla"
+)
 OLD = "it needs an Ampere GPU or a later one"
 DENSE = "it needs a dense mask to keep documents apart (data.mask_documents)"
 
 # device, T, H, dtype, masked -> what auto takes, why, and what "splash" and "cudnn" are answered (None: as asked)
 CHOICES = [
-    (CPU, 8192, 128, "bfloat16", False, "xla", "there is no kernel for a cpu", NO_TPU.format("cpu"),
-     NO_GPU.format("cpu")),
-    (TPU, 8192, 256, "bfloat16", False, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be used: "
-     "it is an NVIDIA kernel, and this is a tpu; head_dim must be a multiple of 8 up to 128; got 256; "
-     "take auto or xla"),
-    (TPU, 128, 128, "float32", True, "splash", "the fastest on a tpu", None, "attention=cudnn cannot be used: "
-     f"it is an NVIDIA kernel, and this is a tpu; dtype must be bfloat16; got float32; {DENSE}; take auto or xla"),
-    (TPU, 192, 128, "bfloat16", False, "xla",
-     "splash cannot be used: the sequence length must be a multiple of 128; got 192",
-     "attention=splash cannot be used: the sequence length must be a multiple of 128; got 192; take auto or xla",
-     NO_GPU.format("tpu")),
-    (TPU, 256, 64, "bfloat16", False, "xla", "splash cannot be used: head_dim must be a multiple of 128; got 64",
-     "attention=splash cannot be used: head_dim must be a multiple of 128; got 64; take auto or xla",
-     NO_GPU.format("tpu")),
-    (AMPERE, 8192, 128, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
-    (AMPERE, 100, 64, "bfloat16", False, "cudnn", "the fastest on a gpu", "attention=splash cannot be used: it is a "
-     "TPU kernel, and this is a gpu; the sequence length must be a multiple of 128; got 100; head_dim must be a "
-     "multiple of 128; got 64; take auto or xla", None),
-    (AMPERE, 8192, 256, "bfloat16", False, "xla",
-     "cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256", NO_TPU.format("gpu"),
-     "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256; take auto or xla"),
-    (HOPPER, 8192, 256, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
-    (BLACKWELL, 8192, 256, "bfloat16", False, "cudnn", "the fastest on a gpu", NO_TPU.format("gpu"), None),
-    (HOPPER, 8192, 384, "bfloat16", False, "xla",
-     "cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384", NO_TPU.format("gpu"),
-     "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384; take auto or xla"),
-    (HOPPER, 8192, 128, "float32", False, "xla", "cudnn cannot be used: dtype must be bfloat16; got float32",
-     NO_TPU.format("gpu"), "attention=cudnn cannot be used: dtype must be bfloat16; got float32; take auto or xla"),
-    (HOPPER, 8192, 128, "bfloat16", True, "xla", f"cudnn cannot be used: {DENSE}", NO_TPU.format("gpu"),
-     f"attention=cudnn cannot be used: {DENSE}; take auto or xla"),
-    (TURING, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be used: {OLD}", NO_TPU.format("gpu"),
-     f"attention=cudnn cannot be used: {OLD}; take auto or xla"),
-    (AMD, 8192, 128, "bfloat16", False, "xla", f"cudnn cannot be used: {OLD}", NO_TPU.format("gpu"),
-     f"attention=cudnn cannot be used: {OLD}; take auto or xla"),
-]  # fmt: skip
+    (
+        CPU,
+        8192,
+        128,
+        "bfloat16",
+        False,
+        "xla",
+        "there is no kernel for a cpu",
+        NO_TPU.format("cpu"),
+        NO_GPU.format("cpu"),
+    ),
+    (
+        TPU,
+        8192,
+        256,
+        "bfloat16",
+        False,
+        "splash",
+        "the fastest on a tpu",
+        None,
+        "attention=cudnn cannot be used: "
+        "it is an NVIDIA kernel, and this is a tpu; head_dim must be a multiple of 8 up to 128; got 256; "
+        "take auto or xla",
+    ),
+    (
+        TPU,
+        128,
+        128,
+        "float32",
+        True,
+        "splash",
+        "the fastest on a tpu",
+        None,
+        "attention=cudnn cannot be used: "
+        f"it is an NVIDIA kernel, and this is a tpu; dtype must be bfloat16; got float32; {DENSE}; take auto or xla",
+    ),
+    (
+        TPU,
+        192,
+        128,
+        "bfloat16",
+        False,
+        "xla",
+        "splash cannot be used: the sequence length must be a multiple of 128; got 192",
+        "attention=splash cannot be used: the sequence length must be a multiple of 128; got 192; take auto or xla",
+        NO_GPU.format("tpu"),
+    ),
+    (
+        TPU,
+        256,
+        64,
+        "bfloat16",
+        False,
+        "xla",
+        "splash cannot be used: head_dim must be a multiple of 128; got 64",
+        "attention=splash cannot be used: head_dim must be a multiple of 128; got 64; take auto or xla",
+        NO_GPU.format("tpu"),
+    ),
+    (
+        AMPERE,
+        8192,
+        128,
+        "bfloat16",
+        False,
+        "cudnn",
+        "the fastest on a gpu",
+        NO_TPU.format("gpu"),
+        None,
+    ),
+    (
+        AMPERE,
+        100,
+        64,
+        "bfloat16",
+        False,
+        "cudnn",
+        "the fastest on a gpu",
+        "attention=splash cannot be used: it is a "
+        "TPU kernel, and this is a gpu; the sequence length must be a multiple of 128; got 100; head_dim must be a "
+        "multiple of 128; got 64; take auto or xla",
+        None,
+    ),
+    (
+        AMPERE,
+        8192,
+        256,
+        "bfloat16",
+        False,
+        "xla",
+        "cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256",
+        NO_TPU.format("gpu"),
+        "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256; take auto or xla",
+    ),
+    (
+        HOPPER,
+        8192,
+        256,
+        "bfloat16",
+        False,
+        "cudnn",
+        "the fastest on a gpu",
+        NO_TPU.format("gpu"),
+        None,
+    ),
+    (
+        BLACKWELL,
+        8192,
+        256,
+        "bfloat16",
+        False,
+        "cudnn",
+        "the fastest on a gpu",
+        NO_TPU.format("gpu"),
+        None,
+    ),
+    (
+        HOPPER,
+        8192,
+        384,
+        "bfloat16",
+        False,
+        "xla",
+        "cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384",
+        NO_TPU.format("gpu"),
+        "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384; take auto or xla",
+    ),
+    (
+        HOPPER,
+        8192,
+        128,
+        "float32",
+        False,
+        "xla",
+        "cudnn cannot be used: dtype must be bfloat16; got float32",
+        NO_TPU.format("gpu"),
+        "attention=cudnn cannot be used: dtype must be bfloat16; got float32; take auto or xla",
+    ),
+    (
+        HOPPER,
+        8192,
+        128,
+        "bfloat16",
+        True,
+        "xla",
+        f"cudnn cannot be used: {DENSE}",
+        NO_TPU.format("gpu"),
+        f"attention=cudnn cannot be used: {DENSE}; take auto or xla",
+    ),
+    (
+        TURING,
+        8192,
+        128,
+        "bfloat16",
+        False,
+        "xla",
+        f"cudnn cannot be used: {OLD}",
+        NO_TPU.format("gpu"),
+        f"attention=cudnn cannot be used: {OLD}; take auto or xla",
+    ),
+    (
+        AMD,
+        8192,
+        128,
+        "bfloat16",
+        False,
+        "xla",
+        f"cudnn cannot be used: {OLD}",
+        NO_TPU.format("gpu"),
+        f"attention=cudnn cannot be used: {OLD}; take auto or xla",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("device", "T", "H", "dtype", "masked", "choice", "why", "splash", "cudnn"), CHOICES, ids=range(len(CHOICES))
+    ("device", "T", "H", "dtype", "masked", "choice", "why", "splash", "cudnn"),
+    CHOICES,
+    ids=range(len(CHOICES)),
 )
 def test_the_choice_and_its_reason(device, T, H, dtype, masked, choice, why, splash, cudnn):
     about = (device, T, H, dtype, masked)

@@ -82,7 +82,9 @@ def test_the_command_measures_the_training_step(run_command):
     rate = found["model_flops_per_token"] * found["tokens_per_second"]
     assert found["model_flops_per_second"] == pytest.approx(rate)
     assert found["matmul_fraction"] == pytest.approx(rate / 2 / found["matmul_flops_per_second"])
-    state = 3 * 4 * found["parameters"]  # float32: the parameters and AdamW's two moments, on two devices
+    state = (
+        3 * 4 * found["parameters"]
+    )  # float32: the parameters and AdamW's two moments, on two devices
     assert found["peak_bytes"] >= found["temporary_bytes"] + state / 2
     assert found["compile_seconds"] > 0 and found["devices"] == 2
     assert "XLA_FLAGS" in found["xla_flags"]
@@ -90,16 +92,25 @@ def test_the_command_measures_the_training_step(run_command):
 
 def test_a_peak_is_counted_by_the_device_where_it_counts():
     memory = SimpleNamespace(
-        argument_size_in_bytes=10, output_size_in_bytes=7, alias_size_in_bytes=6, temp_size_in_bytes=100
+        argument_size_in_bytes=10,
+        output_size_in_bytes=7,
+        alias_size_in_bytes=6,
+        temp_size_in_bytes=100,
     )
     assert peak_bytes(SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 5}), memory) == 5
     assert peak_bytes(SimpleNamespace(memory_stats=lambda: None), memory) == 111
 
 
 def test_what_cannot_be_measured_is_answered_in_one_line(run_command):
-    assert "needs --config=FILE to measure its training step, --rope or --suite" in run_command("prope.bench").error
+    assert (
+        "needs --config=FILE to measure its training step, --rope or --suite"
+        in run_command("prope.bench").error
+    )
     error = run_command("prope.bench", CONFIG, "--config.model.attention=splash").error
-    assert "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu" in error
+    assert (
+        "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu"
+        in error
+    )
     error = run_command("prope.bench", "--suite", "--output=https://a/b").error
     assert "--output=https://a/b: must be a local path, or a URL of gs or s3" in error
     error = run_command("prope.bench", CONFIG, "--config.batch_size=6", devices=4).error

@@ -36,9 +36,12 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:  # noqa: F811
     ]
     for x in (512, 32_768):
         rows += [
-            {"group": "attention", "name": f"{s}, {x:,} tokens", "series": s, "x": x} | rates for s in ("xla", "cudnn")
+            {"group": "attention", "name": f"{s}, {x:,} tokens", "series": s, "x": x} | rates
+            for s in ("xla", "cudnn")
         ]
-    machine = suite.describe_machine() | {"xla_flags": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false " * 4}}
+    machine = suite.describe_machine() | {
+        "xla_flags": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false " * 4}
+    }
     return {
         "benchmarks": pathlib.Path(suite.write_page(folder / "bench", machine, rows, left=3)),
         "sweep": pathlib.Path(report_sweep(template)["output"]),
@@ -51,7 +54,9 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:  # noqa: F811
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-@pytest.mark.parametrize("kind", ["benchmarks", "sweep", "comparison", "analysis", "without rotation", "theory"])
+@pytest.mark.parametrize(
+    "kind", ["benchmarks", "sweep", "comparison", "analysis", "without rotation", "theory"]
+)
 def test_nothing_is_cut_off_and_labels_are_readable(pages, tmp_path, kind, width, scheme):
     found = browser.look(pages[kind], tmp_path, width, scheme)
     assert found["wider"] <= 0 and found["cut"] == found["outside"] == found["errors"] == []
@@ -94,8 +99,15 @@ def cell(tab, row: int, column: int, number: int = 0) -> tuple[float, float]:
 def expected(page: pathlib.Path, row: int, column: int, kind: str = "map") -> str:
     """What is to be read out of a cell of head 0.1: its tokens and its number, by analysis.json."""
     found = json.loads(page.with_name("analysis.json").read_text())
-    (head,) = (head for head in found["shown"] if (head["layer"], head["head"], head["why"]) == (0, 1, "asked for"))
-    tokens = [f"{i} {name}" for i, name in zip(found["window"]["positions"], found["window"]["tokens"], strict=True)]
+    (head,) = (
+        head
+        for head in found["shown"]
+        if (head["layer"], head["head"], head["why"]) == (0, 1, "asked for")
+    )
+    tokens = [
+        f"{i} {name}"
+        for i, name in zip(found["window"]["positions"], found["window"]["tokens"], strict=True)
+    ]
     name = {"map": "weights", "logits": "logits"}[kind]
     return f"query {tokens[row]}, key {tokens[column]}: {head[kind][row][column]:.3g} ({name})"
 
@@ -156,7 +168,9 @@ def test_a_head_has_an_address_and_links_to_all_that_is_of_it(pages, tab, width)
         tab.open(page, width, "dark", f"#head-{head}")
         row = "document.querySelector(':target')"
         name, text = tab.ask(f"[{row}.id, {row}.cells[0].textContent.trim()]")
-        outline, top = tab.ask(f"[getComputedStyle({row}).outlineStyle, {row}.getBoundingClientRect().top]")
+        outline, top = tab.ask(
+            f"[getComputedStyle({row}).outlineStyle, {row}.getBoundingClientRect().top]"
+        )
         assert (name, text, outline) == (f"head-{head}", head, "solid") and 0 <= top < 900
         assert tab.ask("scrollY") > 900
     links = '[...document.querySelectorAll(\'a[href*="1.2"], a[href*="1_2"]\')]'
@@ -174,17 +188,26 @@ def test_a_head_in_a_closed_table_is_opened(pages, tab, tmp_path):
     page = tmp_path / "index.html"
     text = pages["analysis"].read_text()
     page.write_text(
-        text.replace('<p class="soft" id="every', '<details><summary>All</summary><p class="soft" id="every', 1)
+        text.replace(
+            '<p class="soft" id="every',
+            '<details><summary>All</summary><p class="soft" id="every',
+            1,
+        )
     )
     tab.open(page, 1200, target="#head-0.3")
-    assert tab.ask("document.querySelector('details').open && document.querySelector(':target').id") == "head-0.3"
+    assert (
+        tab.ask("document.querySelector('details').open && document.querySelector(':target').id")
+        == "head-0.3"
+    )
 
 
 @pytest.mark.parametrize("kind", ["sweep", "comparison", "analysis"])
 def test_all_that_can_be_used_is_reached_by_keyboard_and_seen(pages, tab, kind):
     tab.open(pages[kind], 390, "dark")
     count = tab.ask("document.querySelectorAll('a[href], summary, .scroll').length")
-    count -= tab.ask("document.querySelectorAll('details:not([open]) > :not(summary):is(a[href], .scroll)').length")
+    count -= tab.ask(
+        "document.querySelectorAll('details:not([open]) > :not(summary):is(a[href], .scroll)').length"
+    )
     seen = set()
     focused = """(e => [[...document.querySelectorAll("*")].indexOf(e), getComputedStyle(e).outlineStyle,
         parseFloat(getComputedStyle(e).outlineWidth)])(document.activeElement)"""
@@ -200,7 +223,9 @@ def test_no_other_script_runs(pages, tab, tmp_path):
     page = tmp_path / "index.html"
     text = pages["analysis"].read_text()
     planted = "<img src='data:,' onerror='document.title = 1'><script>document.title = 2</script>"
-    page.write_text(text.replace("<main>", f"<main>{planted}").replace("let at = null", "let at =  null"))
+    page.write_text(
+        text.replace("<main>", f"<main>{planted}").replace("let at = null", "let at =  null")
+    )
     tab.open(page, 1200)
     assert tab.ask("document.title").startswith("What the heads do")
     assert tab.ask("document.querySelector('output')") is None, "nor one that was changed"
@@ -219,6 +244,10 @@ def test_the_look_finds_what_is_cut_off(tmp_path):
     )
     found = browser.look(page, tmp_path, 400, "light")
     assert found["wider"] > 400 and found["cut"] == ["too wide"] and found["scrolled"] == ["wide"]
-    assert found["fonts"][0] == 10 and found["outside"] == ["leaves"] and found["links"] == ["none.html"]
+    assert (
+        found["fonts"][0] == 10
+        and found["outside"] == ["leaves"]
+        and found["links"] == ["none.html"]
+    )
     assert found["overlapping"] == ["one | two"] and found["repeated"] == ["x"]
     assert found["faint"] == ["one 3.54"] and len(found["errors"]) == 1

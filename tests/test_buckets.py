@@ -16,7 +16,12 @@ from prope.workdir.checkpoints import Checkpoints, list_steps
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
 
-STEPS = ("--config.log_every=1", "--config.checkpoint_every=5", "--config.eval_every=20", "--config.num_steps=20")
+STEPS = (
+    "--config.log_every=1",
+    "--config.checkpoint_every=5",
+    "--config.eval_every=20",
+    "--config.num_steps=20",
+)
 OF_MACHINE = {"workdir", "output", "runs", "init_hash"}  # and what is counted by seconds
 
 
@@ -44,11 +49,19 @@ def same_run(workdir, result: dict, straight) -> None:
     """Compares losses, batches, evaluation and the hashes of all saved arrays, bit for bit."""
     workdir, other = epath.Path(workdir), straight[0]
     fields = ("step", "loss", "grad_norm", "batch_hash")
-    ours, theirs = ([[r[f] for f in fields] for r in read_jsonl(place / "metrics.jsonl")] for place in (workdir, other))
+    ours, theirs = (
+        [[r[f] for f in fields] for r in read_jsonl(place / "metrics.jsonl")]
+        for place in (workdir, other)
+    )
     assert ours == theirs
-    hashes = [read_json(place / "checkpoints/20/config/metadata")["array_hashes"] for place in (workdir, other)]
+    hashes = [
+        read_json(place / "checkpoints/20/config/metadata")["array_hashes"]
+        for place in (workdir, other)
+    ]
     assert hashes[0] == hashes[1] and hashes[0].keys() == {"params", "opt_state"}
-    assert result["init_hash"] == straight[1]["init_hash"] and numbers(result) == numbers(straight[1])
+    assert result["init_hash"] == straight[1]["init_hash"] and numbers(result) == numbers(
+        straight[1]
+    )
 
 
 def numbers(result):
@@ -57,7 +70,11 @@ def numbers(result):
         return [numbers(entry) for entry in result]
     if not isinstance(result, dict):
         return result
-    return {name: numbers(value) for name, value in result.items() if name not in OF_MACHINE and "second" not in name}
+    return {
+        name: numbers(value)
+        for name, value in result.items()
+        if name not in OF_MACHINE and "second" not in name
+    }
 
 
 @pytest.mark.slow
@@ -76,7 +93,10 @@ def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(up
     url, _ = uploaded
     (url / "checkpoints/20/params/manifest.ocdbt").unlink()
     run, _ = open_run(url).first_undamaged(Run.params)
-    assert run.step == 10 and "checkpoint 20 is damaged (params/manifest.ocdbt is missing)" in caplog.text
+    assert (
+        run.step == 10
+        and "checkpoint 20 is damaged (params/manifest.ocdbt is missing)" in caplog.text
+    )
     with Checkpoints(url) as checkpoints:
         checkpoints.set_aside(20)
     assert list_steps(url) == [10] and (url / "checkpoints/20.damaged/files.json").exists()
@@ -85,7 +105,10 @@ def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(up
 
 
 def test_a_bucket_that_is_not_there_is_one_line(bucket):
-    with pytest.raises(UsageError, match=r"--workdir=gs://other/run: cannot be made: No such file.*ls gs://other answ"):
+    with pytest.raises(
+        UsageError,
+        match=r"--workdir=gs://other/run: cannot be made: No such file.*ls gs://other answ",
+    ):
         check_writable("--workdir", epath.Path("gs://other/run"))
 
 
@@ -93,17 +116,26 @@ def test_without_credentials_it_is_one_line_at_once(bucket, storage, monkeypatch
     (epath.Path(bucket) / "a.json").write_text("{}")
     monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("waited"))
     with storage.failing(401):
-        with pytest.raises(RunFailed, match=r"a\.json: cannot be read: .*gcloud auth application-default login"):
+        with pytest.raises(
+            RunFailed, match=r"a\.json: cannot be read: .*gcloud auth application-default login"
+        ):
             read_json(epath.Path(bucket) / "a.json", "remedy")
-        with pytest.raises(UsageError, match=r"--workdir=gs://bucket/.*: cannot be made: .*application-default login"):
+        with pytest.raises(
+            UsageError,
+            match=r"--workdir=gs://bucket/.*: cannot be made: .*application-default login",
+        ):
             check_writable("--workdir", epath.Path(bucket))
 
 
 @pytest.mark.slow
-def test_everything_in_a_bucket_is_as_on_disk(bucket, straight, start_command, run_command, tmp_path):
+def test_everything_in_a_bucket_is_as_on_disk(
+    bucket, straight, start_command, run_command, tmp_path
+):
     """Train, kill -9, resume, evaluate, sample, export, import, analyze, report."""
     killed = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
-    while not list_steps(f"{bucket}/run") and killed._process.is_alive():  # then the next save keeps it waiting
+    while (
+        not list_steps(f"{bucket}/run") and killed._process.is_alive()
+    ):  # then the next save keeps it waiting
         time.sleep(0.1)
     killed.kill()
     again = run_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
@@ -125,10 +157,17 @@ def test_everything_in_a_bucket_is_as_on_disk(bucket, straight, start_command, r
     both("prope.analyze", "--sequences=2", "--again")
     both("prope.export_hf", output="hf")
     for name in ("config.json", "model.safetensors"):
-        assert (epath.Path(bucket) / "hf" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
-    imported = run_command("prope.import_hf", f"--input={bucket}/hf", f"--workdir={bucket}/imported")
+        assert (epath.Path(bucket) / "hf" / name).read_bytes() == (
+            tmp_path / "hf" / name
+        ).read_bytes()
+    imported = run_command(
+        "prope.import_hf", f"--input={bucket}/hf", f"--workdir={bucket}/imported"
+    )
     assert imported.code == 0, imported.stderr
-    assert run_command("prope.sample", f"--workdir={bucket}/imported", "--prompt=a", "--length=4").code == 0
+    assert (
+        run_command("prope.sample", f"--workdir={bucket}/imported", "--prompt=a", "--length=4").code
+        == 0
+    )
     pages = ("loss.png", "analysis/index.html", "analysis/usage.png")
     assert all((epath.Path(bucket) / "run" / page).exists() for page in pages)
     events = list((epath.Path(bucket) / "run").glob("events.out.tfevents.*"))
@@ -136,13 +175,17 @@ def test_everything_in_a_bucket_is_as_on_disk(bucket, straight, start_command, r
 
 
 @pytest.mark.slow
-def test_killed_between_arrays_and_commit_a_run_ends_as_a_straight_one(bucket, straight, start_command):
+def test_killed_between_arrays_and_commit_a_run_ends_as_a_straight_one(
+    bucket, straight, start_command
+):
     system, chance, kills = fsspec.filesystem("gs"), random.Random(3), 0
     folder = f"{bucket}/run/checkpoints"
 
     def unfinished() -> bool:
         names = system.find(folder) if system.exists(folder) else []
-        begun = {name.split("/checkpoints/")[1].split("/")[0] for name in names if "/params/" in name}
+        begun = {
+            name.split("/checkpoints/")[1].split("/")[0] for name in names if "/params/" in name
+        }
         return any(not system.exists(f"{folder}/{step}/commit_success.txt") for step in begun)
 
     for _ in range(4):
@@ -162,8 +205,12 @@ def test_killed_between_arrays_and_commit_a_run_ends_as_a_straight_one(bucket, s
 
 
 @pytest.mark.slow
-def test_a_bucket_that_fails_for_20_seconds_delays_a_run(bucket, storage, straight, start_command, run_command):
-    stopped = run_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS, "--stop_at_step=10")
+def test_a_bucket_that_fails_for_20_seconds_delays_a_run(
+    bucket, storage, straight, start_command, run_command
+):
+    stopped = run_command(
+        "prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS, "--stop_at_step=10"
+    )
     assert stopped.code == 0, stopped.stderr
     command = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
     for moment in ("attention: xla", "step 14/20"):  # before a restore; before a save

@@ -87,7 +87,9 @@ def test_only_the_head_that_is_stopped_changes():
         after = np.asarray(getattr(changed, name))
         moved = np.argwhere(np.abs(after - before).max(axis=(0, 1)) > 1e-6)
         assert {tuple(place) for place in moved.tolist()} == {(2, lane) for lane in lanes}, name
-    np.testing.assert_array_equal(changed.rotated_query[:, :, 2, lanes], plain.query[:, :, 2, lanes])
+    np.testing.assert_array_equal(
+        changed.rotated_query[:, :, 2, lanes], plain.query[:, :, 2, lanes]
+    )
 
 
 def test_channels_are_slow_or_unturned_and_the_strongest():
@@ -98,13 +100,19 @@ def test_channels_are_slow_or_unturned_and_the_strongest():
     made = measures.Measures(query, key, key, *rest, query, query)
     freqs = frequencies(H)
     for rotated, slow in ((16, 8), (4, 4), (0, 0)):
-        found = channels.strongest_channels(5, np.where(np.arange(16) < rotated, freqs, 0), made, 100, 3)
+        found = channels.strongest_channels(
+            5, np.where(np.arange(16) < rotated, freqs, 0), made, 100, 3
+        )
         strength = query * np.repeat(key, 2, axis=0) / H**0.5
-        order = sorted(((strength[n, k], n, k) for n in range(4) for k in range(slow, 16)), reverse=True)[:3]
+        order = sorted(
+            ((strength[n, k], n, k) for n in range(4) for k in range(slow, 16)), reverse=True
+        )[:3]
         assert [(c["strength"], c["head"], c["pair"]) for c in found] == order
         for c in found:
             expected = freqs[c["pair"]] if c["pair"] < rotated else 0
-            assert c["frequency"] == expected and c["largest_rotation"] == pytest.approx(99 * expected)
+            assert c["frequency"] == expected and c["largest_rotation"] == pytest.approx(
+                99 * expected
+            )
             assert c["key_norm"] == key[c["head"] // 2, c["pair"]]
 
 
@@ -115,7 +123,10 @@ def test_shown_channels_are_those_of_loops_over_all_sequences(tmp_path, monkeypa
     made = make_walk(tmp_path / "run")
     positions = np.broadcast_to(np.arange(24), (3, 24))
     seen = [
-        captured for _, captured in layers_of(config.model, params, jnp.asarray(made.tokens), jnp.asarray(positions))
+        captured
+        for _, captured in layers_of(
+            config.model, params, jnp.asarray(made.tokens), jnp.asarray(positions)
+        )
     ]
     chosen, window = [(1, 3, 20), (0, 1, 2), (1, 2, 30)], [0, 5, 6]
     found = channels.show_channels(made, chosen, window)
@@ -124,20 +135,33 @@ def test_shown_channels_are_those_of_loops_over_all_sequences(tmp_path, monkeypa
         turn = 1e4 ** (-2 * pair / 64) if pair < 24 else 0
         assert record["frequency"] == pytest.approx(turn)
         pairs = [np.asarray(x, np.float64) for x in seen[layer][:2]]
-        q, k = (x[:, :, n, pair] + 1j * x[:, :, n, pair + 32] for x, n in zip(pairs, (head, head // 2), strict=True))
-        np.testing.assert_allclose(record["queries"], [[q[0, i].real, q[0, i].imag] for i in window], atol=1e-5)
-        np.testing.assert_allclose(record["keys"], [[k[0, i].real, k[0, i].imag] for i in window], atol=1e-5)
+        q, k = (
+            x[:, :, n, pair] + 1j * x[:, :, n, pair + 32]
+            for x, n in zip(pairs, (head, head // 2), strict=True)
+        )
+        np.testing.assert_allclose(
+            record["queries"], [[q[0, i].real, q[0, i].imag] for i in window], atol=1e-5
+        )
+        np.testing.assert_allclose(
+            record["keys"], [[k[0, i].real, k[0, i].imag] for i in window], atol=1e-5
+        )
         first, others = ({m: [] for m in range(24)} for _ in range(2))
         for b in range(3):
             for i in range(1, 24):
                 for j in range(i + 1):
                     part = (q[b, i].conj() * k[b, j] * np.exp(1j * (j - i) * turn)).real / 8
                     (others if j else first)[i - j].append(part)
-        np.testing.assert_allclose(record["to_first"], [np.mean(first[m]) for m in range(1, 24)], atol=1e-5)
-        np.testing.assert_allclose(record["to_others"], [np.mean(others[m]) for m in range(23)], atol=1e-5)
+        np.testing.assert_allclose(
+            record["to_first"], [np.mean(first[m]) for m in range(1, 24)], atol=1e-5
+        )
+        np.testing.assert_allclose(
+            record["to_others"], [np.mean(others[m]) for m in range(23)], atol=1e-5
+        )
         mean, key, rest = q[:, 1:].mean(), k[:, 0].mean(), k[:, 1:].mean()
         for name, z in (("first_alignment", key), ("others_alignment", rest)):
-            assert record[name] == pytest.approx((mean.conj() * z).real / abs(mean) / abs(z), abs=1e-4)
+            assert record[name] == pytest.approx(
+                (mean.conj() * z).real / abs(mean) / abs(z), abs=1e-4
+            )
         psi = np.angle(mean.conj() * (key - rest))
         rotation = psi + np.pi / 2 if abs(psi) < np.pi / 2 else None
         assert record["breaking_rotation"] == (rotation and pytest.approx(rotation, abs=1e-4))

@@ -16,18 +16,36 @@ GOOD = CASES["proportional_d16_p0.25"]["rotated_queries"]
 @pytest.mark.parametrize(
     ("arrays", "says"),
     [
-        ({"proportional_d16_p0.2/rotated_queries": GOOD}, "must be CASE/ARRAY (did you mean proportional_d16_p0"),
+        (
+            {"proportional_d16_p0.2/rotated_queries": GOOD},
+            "must be CASE/ARRAY (did you mean proportional_d16_p0",
+        ),
         ({"rotated_queries": GOOD}, "rotated_queries: must be CASE/ARRAY (did you mean "),
-        ({"proportional_d16_p0.25/rotated_query": GOOD}, "(did you mean proportional_d16_p0.25/rotated_queries?), of"),
+        (
+            {"proportional_d16_p0.25/rotated_query": GOOD},
+            "(did you mean proportional_d16_p0.25/rotated_queries?), of",
+        ),
         ({"proportional_d16_p0.25/queries": GOOD}, "holds nothing to check; add arrays such as p"),
         ({}, "holds nothing to check"),
-        ({"proportional_d16_p0.25/rotated_queries": GOOD.T}, "must have shape (6, 16), apart from axes of length 1"),
+        (
+            {"proportional_d16_p0.25/rotated_queries": GOOD.T},
+            "must have shape (6, 16), apart from axes of length 1",
+        ),
         ({"proportional_d16_p0.25/cos": GOOD[:, :9]}, "must have shape (6, 8), apart"),
-        ({"proportional_d16_p0.25/rotated_queries": np.where(GOOD > 1, np.inf, GOOD)}, "must hold finite numbers"),
-        ({"proportional_d16_p0.25/rotated_queries": GOOD.astype(str)}, "must hold finite numbers; its type is <U"),
-        ({"proportional_d16_p0.25/rotated_queries": GOOD.astype(object)}, "cannot be read as an .npz file"),
+        (
+            {"proportional_d16_p0.25/rotated_queries": np.where(GOOD > 1, np.inf, GOOD)},
+            "must hold finite numbers",
+        ),
+        (
+            {"proportional_d16_p0.25/rotated_queries": GOOD.astype(str)},
+            "must hold finite numbers; its type is <U",
+        ),
+        (
+            {"proportional_d16_p0.25/rotated_queries": GOOD.astype(object)},
+            "cannot be read as an .npz file",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_values_are_refused(arrays, says, tmp_path):
     np.savez(tmp_path / "values.npz", **arrays)
     with pytest.raises(UsageError) as error:
@@ -53,23 +71,46 @@ def test_every_form_of_an_array_is_read(tmp_path):
 
 def test_the_command_from_inputs_to_verdict(run_command, start_command, tmp_path):
     done = run_command("prope.check_port", f"--write_inputs={tmp_path}/new/inputs.npz")
-    assert done.code == 0 and done.result == {"output": f"{tmp_path}/new/inputs.npz", "cases": list(CASES)}
+    assert done.code == 0 and done.result == {
+        "output": f"{tmp_path}/new/inputs.npz",
+        "cases": list(CASES),
+    }
     with np.load(tmp_path / "new/inputs.npz") as file:
         inputs = dict(file.items())
     key = "proportional_d64_p0.3/"
-    assert inputs[f"{key}queries"].dtype == np.float32 and inputs[f"{key}positions"].dtype == np.int32
+    assert (
+        inputs[f"{key}queries"].dtype == np.float32 and inputs[f"{key}positions"].dtype == np.int32
+    )
     x, positions = (inputs[key + kind][None] for kind in ("queries", "positions"))
-    d, theta, p = (inputs[key + kind].item() for kind in ("head_dim", "max_wavelength", "rope_percentage"))
-    values = {f"{key}rotated_queries": np.asarray(apply_p_rope(x[:, :, None], positions, d, theta, p)[:, :, 0])}
+    d, theta, p = (
+        inputs[key + kind].item() for kind in ("head_dim", "max_wavelength", "rope_percentage")
+    )
+    values = {
+        f"{key}rotated_queries": np.asarray(
+            apply_p_rope(x[:, :, None], positions, d, theta, p)[:, :, 0]
+        )
+    }
     np.savez(tmp_path / "right.npz", **inputs, **values)
     done = run_command("prope.check_port", f"--values={tmp_path}/right.npz")
     assert done.code == 0 and done.result["equal"] and done.result["rope_percentage"] == 0.3
-    assert done.stderr.startswith("equal to p-RoPE p = 0.3 within ") and done.stderr.count("\n") == 1
-    values = {f"{key}rotated_queries": np.asarray(apply_p_rope(x[:, :, None], positions, d, theta, 1.0)[:, :, 0])}
+    assert (
+        done.stderr.startswith("equal to p-RoPE p = 0.3 within ") and done.stderr.count("\n") == 1
+    )
+    values = {
+        f"{key}rotated_queries": np.asarray(
+            apply_p_rope(x[:, :, None], positions, d, theta, 1.0)[:, :, 0]
+        )
+    }
     np.savez(tmp_path / "wrong.npz", **values)
-    code, stdout, stderr = start_command("prope.check_port", f"--values={tmp_path}/wrong.npz").wait()
+    code, stdout, stderr = start_command(
+        "prope.check_port", f"--values={tmp_path}/wrong.npz"
+    ).wait()
     result = json.loads(stdout.splitlines()[-1])
-    assert code == 1 and not result["equal"] and result["mistake"] == "p is ignored: every pair is rotated"
+    assert (
+        code == 1
+        and not result["equal"]
+        and result["mistake"] == "p is ignored: every pair is rotated"
+    )
     assert stderr.startswith("not p-RoPE p = 0.3: p is ignored") and stderr.count("\n") == 1
 
 

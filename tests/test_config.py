@@ -64,32 +64,63 @@ def test_every_config_makes_a_step_at_a_small_size(path):
     params, opt_state = init_state(config, optimizer)
     rng = np.random.default_rng(0)
     batch = {
-        name: rng.integers(1, 2, like.shape).astype(like.dtype) for name, like in batch_shapes(config, mesh).items()
+        name: rng.integers(1, 2, like.shape).astype(like.dtype)
+        for name, like in batch_shapes(config, mesh).items()
     }
-    batch["tokens"], batch["targets"] = rng.integers(0, 300, (2, *batch["tokens"].shape)).astype(np.int32)
+    batch["tokens"], batch["targets"] = rng.integers(0, 300, (2, *batch["tokens"].shape)).astype(
+        np.int32
+    )
     _, _, values = jax.jit(make_train_step(config, optimizer))(params, opt_state, batch)
     assert abs(float(values["loss"]) - math.log(300)) < 1.5, "about a uniform guess"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
-def test_every_config_trains_at_a_small_size_with_nothing_brought_along(path, run_command, tmp_path):
+def test_every_config_trains_at_a_small_size_with_nothing_brought_along(
+    path, run_command, tmp_path
+):
     trained = run_command("prope.train", f"--config={path}:tiny", f"--workdir={tmp_path}/run")
     assert trained.code == 0 and trained.result["step"] == 20, trained.stderr
     replaced = "tiny: python_docs replaces " in trained.stderr
-    assert replaced == (load(path).data.dataset not in ("python_docs", "synthetic/mix", "longcontext/mix"))
+    assert replaced == (
+        load(path).data.dataset not in ("python_docs", "synthetic/mix", "longcontext/mix")
+    )
 
 
 # Rotated pairs of every method, by hand from the periods 2 pi b^(2k/d).
 WIKI = {
-    "rope": 32, "nope": 0, "p_rope_0.25": 8, "p_rope_0.5": 16, "p_rope_0.75": 24, "partial_0.25": 8, "partial_0.5": 16,
-    "partial_0.75": 24, "cutoff_1": 16, "cutoff_0.5": 13, "cope": 31, "rope_id": 16, "base_length": 32,
-    "base_bound": 32, "rnope_swa": [32, 32, 32, 0],
-}  # fmt: skip
+    "rope": 32,
+    "nope": 0,
+    "p_rope_0.25": 8,
+    "p_rope_0.5": 16,
+    "p_rope_0.75": 24,
+    "partial_0.25": 8,
+    "partial_0.5": 16,
+    "partial_0.75": 24,
+    "cutoff_1": 16,
+    "cutoff_0.5": 13,
+    "cope": 31,
+    "rope_id": 16,
+    "base_length": 32,
+    "base_bound": 32,
+    "rnope_swa": [32, 32, 32, 0],
+}
 OF_TASKS = {
-    "rope": 16, "nope": 0, "p_rope_0.25": 4, "p_rope_0.5": 8, "p_rope_0.75": 12, "partial_0.25": 4, "partial_0.5": 8,
-    "partial_0.75": 12, "cutoff_1": 11, "cutoff_0.5": 9, "cope": 15, "rope_id": 8, "base_length": 16, "base_bound": 16,
-}  # fmt: skip
+    "rope": 16,
+    "nope": 0,
+    "p_rope_0.25": 4,
+    "p_rope_0.5": 8,
+    "p_rope_0.75": 12,
+    "partial_0.25": 4,
+    "partial_0.5": 8,
+    "partial_0.75": 12,
+    "cutoff_1": 11,
+    "cutoff_0.5": 9,
+    "cope": 15,
+    "rope_id": 8,
+    "base_length": 16,
+    "base_bound": 16,
+}
 
 
 OF_LONGCONTEXT = OF_TASKS | {"rnope_swa": [16, 16, 16, 0]}
@@ -129,7 +160,9 @@ def test_the_encodings_go_by_the_length():
         pytest.approx(7757.8, abs=0.1),
     )
     assert rotated_pairs(long["cutoff_1"]) == 18 and rotated_pairs(long["p_rope_0.5"]) == 16
-    np.testing.assert_array_equal(layer_frequencies(short["cutoff_1"]), layer_frequencies(short["p_rope_0.5"]))
+    np.testing.assert_array_equal(
+        layer_frequencies(short["cutoff_1"]), layer_frequencies(short["p_rope_0.5"])
+    )
     assert long["rope_id"].original_seq_len == 1024
 
 
@@ -138,10 +171,16 @@ def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
     for config, period in zip(pages, (5847, 106_631, 985_127), strict=True):
         freqs = layer_frequencies(config.model)
         assert round(2 * math.pi / freqs[freqs > 0].min()) == period <= config.data.seq_len
-        assert config.batch_size * config.data.seq_len == 2**22 and config.model.rope_percentage == 0.75
-    changed = [{line.partition(":")[0] for line in differences(pages[0], page)} for page in pages[1:]]
+        assert (
+            config.batch_size * config.data.seq_len == 2**22
+            and config.model.rope_percentage == 0.75
+        )
+    changed = [
+        {line.partition(":")[0] for line in differences(pages[0], page)} for page in pages[1:]
+    ]
     assert all(
-        {n for n in names if n.startswith(("model.", "data."))} == {"model.max_wavelength", "data.seq_len"}
+        {n for n in names if n.startswith(("model.", "data."))}
+        == {"model.max_wavelength", "data.seq_len"}
         for names in changed
     )
 
@@ -153,7 +192,11 @@ def test_a_small_size_says_what_it_replaces(caplog):
         "tiny: python_docs replaces wikipedia/20230601.en; --config.data.dataset and .data_dir choose another",
         "tiny: the byte tokenizer replaces tokenizer.model",
     ]
-    assert (config.data.dataset, config.data.tokenizer, config.model.vocab_size) == ("python_docs", "byte", 260)
+    assert (config.data.dataset, config.data.tokenizer, config.model.vocab_size) == (
+        "python_docs",
+        "byte",
+        260,
+    )
     config = load(ROOT / "configs" / "gemma_2b_flan.py", "tiny")
     assert (config.data.mixture, config.data.template, config.data.loss_on) == ((), "", "all")
     config.data.update({"dataset": "files", "data_dir": "elsewhere"})
@@ -163,26 +206,58 @@ def test_a_small_size_says_what_it_replaces(caplog):
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("model.rope_percentage", 1.5, r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]"),
-        ("model.rope_percentage", -0.1, r"model.rope_percentage=-0.1: must be a fraction in \[0, 1\]"),
-        ("model.rope_percentage", math.nan, r"model.rope_percentage=nan: must be a fraction in \[0, 1\]"),
+        (
+            "model.rope_percentage",
+            1.5,
+            r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]",
+        ),
+        (
+            "model.rope_percentage",
+            -0.1,
+            r"model.rope_percentage=-0.1: must be a fraction in \[0, 1\]",
+        ),
+        (
+            "model.rope_percentage",
+            math.nan,
+            r"model.rope_percentage=nan: must be a fraction in \[0, 1\]",
+        ),
         ("model.head_dim", 63, "model.head_dim=63: must be even"),
         ("model.num_kv_heads", 3, "model.num_heads=4: must be a multiple of model.num_kv_heads=3"),
         ("model.max_wavelength", 1.0, "model.max_wavelength=1.0: must be greater than 1"),
         ("model.dtype", "float8", "model.dtype=float8: must be one of float32, bfloat16"),
-        ("model.attention", "flash", "model.attention=flash: must be one of auto, xla, splash, cudnn"),
+        (
+            "model.attention",
+            "flash",
+            "model.attention=flash: must be one of auto, xla, splash, cudnn",
+        ),
         ("model.remat", "some", "model.remat=some: must be one of none, minimal, save_qkv, full"),
         ("mesh.tensor", 0, "mesh.tensor=0: must be at least 1"),
         ("mesh.tensor", 8, "model.num_heads=4: must be a multiple of mesh.tensor=8"),
         ("mesh.data", 0, "mesh.data=0: must be at least 1, or None for one per slice"),
         ("accumulation", 3, "batch_size=16: must be a multiple of accumulation=3"),
         ("num_steps", 0, "num_steps=0: must be at least 1"),
-        ("optimizer.warmup_steps", 1000, "optimizer.warmup_steps=1000: must be less than num_steps=1000"),
+        (
+            "optimizer.warmup_steps",
+            1000,
+            "optimizer.warmup_steps=1000: must be less than num_steps=1000",
+        ),
         ("optimizer.final_learning_rate", 1.0, r"must be in \[0, optimizer.learning_rate=0.001\]"),
-        ("optimizer.learning_rate", math.inf, "optimizer.learning_rate=inf: must be a finite number"),
+        (
+            "optimizer.learning_rate",
+            math.inf,
+            "optimizer.learning_rate=inf: must be a finite number",
+        ),
         ("data.validation_fraction", 0.0, "data.validation_fraction=0.0: must be between 0 and 1"),
-        ("data.data_dir", "/data", "data.data_dir=/data: has no effect with data.dataset=python_docs"),
-        ("data.dataset", "wikipedia/20230601.en", "data.dataset=wikipedia/20230601.en needs the folder"),
+        (
+            "data.data_dir",
+            "/data",
+            "data.data_dir=/data: has no effect with data.dataset=python_docs",
+        ),
+        (
+            "data.dataset",
+            "wikipedia/20230601.en",
+            "data.dataset=wikipedia/20230601.en needs the folder",
+        ),
         ("eval.max_windows", 0, "eval.max_windows=0: must be at least 1, or None for all"),
     ],
 )
@@ -196,12 +271,25 @@ def test_a_value_out_of_range_is_named(field, value, says):
 
 def test_the_ends_of_ranges_are_values():
     config = default_config()
-    config.update_from_flattened_dict({
-        "optimizer.b1": 0.0, "optimizer.b2": 0.0, "optimizer.weight_decay": 0.0, "optimizer.warmup_steps": 0,
-        "optimizer.final_learning_rate": 0.0, "watchdog_minutes": 0.0, "checkpoint.every_minutes": 0.0, "seed": 0,
-        "num_steps": 1, "log_every": 1, "batch_size": 1, "model.num_layers": 1, "checkpoint.max_to_keep": 1,
-        "eval.max_windows": 1, "data.position_range": 2**31,
-    })  # fmt: skip
+    config.update_from_flattened_dict(
+        {
+            "optimizer.b1": 0.0,
+            "optimizer.b2": 0.0,
+            "optimizer.weight_decay": 0.0,
+            "optimizer.warmup_steps": 0,
+            "optimizer.final_learning_rate": 0.0,
+            "watchdog_minutes": 0.0,
+            "checkpoint.every_minutes": 0.0,
+            "seed": 0,
+            "num_steps": 1,
+            "log_every": 1,
+            "batch_size": 1,
+            "model.num_layers": 1,
+            "checkpoint.max_to_keep": 1,
+            "eval.max_windows": 1,
+            "data.position_range": 2**31,
+        }
+    )
     validate(config)
 
 
@@ -219,11 +307,19 @@ def test_p_may_be_a_number_per_layer():
     validate(config)
     again = from_dict(json.loads(json.dumps(config.to_dict())))
     assert again.model.rope_percentage == (1.0, 1.0, 1.0, 0.25) and differences(config, again) == []
-    assert differences(config, default_config()) == ["model.rope_percentage: 1.0, not (1.0, 1.0, 1.0, 0.25)"]
+    assert differences(config, default_config()) == [
+        "model.rope_percentage: 1.0, not (1.0, 1.0, 1.0, 0.25)"
+    ]
     validate(sized(again, "tiny"))
     for wrong, says in (
-        ((1.0, 0.5), r"rope_percentage=\(1.0, 0.5\): must be one number, or one for each of model.num_layers=4"),
-        ((1.0, 0.5, math.nan, 0), r"rope_percentage=\(1.0, 0.5, nan, 0.0\): must be a fraction in \[0, 1\]"),
+        (
+            (1.0, 0.5),
+            r"rope_percentage=\(1.0, 0.5\): must be one number, or one for each of model.num_layers=4",
+        ),
+        (
+            (1.0, 0.5, math.nan, 0),
+            r"rope_percentage=\(1.0, 0.5, nan, 0.0\): must be a fraction in \[0, 1\]",
+        ),
     ):
         set_layer_percentages(config, wrong)
         with pytest.raises(UsageError, match=says):
@@ -233,9 +329,18 @@ def test_p_may_be_a_number_per_layer():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model.num_heads": 6, "mesh.tensor": 4}, "model.num_heads=6: must be a multiple of mesh.tensor=4"),
-        ({"model.hidden_dim": 1023, "mesh.tensor": 2}, "model.hidden_dim=1023: must be a multiple of mesh.tensor=2"),
-        ({"model.vocab_size": 257, "mesh.tensor": 2}, "model.vocab_size=257: must be a multiple of mesh.tensor=2"),
+        (
+            {"model.num_heads": 6, "mesh.tensor": 4},
+            "model.num_heads=6: must be a multiple of mesh.tensor=4",
+        ),
+        (
+            {"model.hidden_dim": 1023, "mesh.tensor": 2},
+            "model.hidden_dim=1023: must be a multiple of mesh.tensor=2",
+        ),
+        (
+            {"model.vocab_size": 257, "mesh.tensor": 2},
+            "model.vocab_size=257: must be a multiple of mesh.tensor=2",
+        ),
         (
             {"model.num_kv_heads": 2, "mesh.tensor": 4},
             "model.num_kv_heads=2: must be 1, which every device keeps, or a multiple of mesh.tensor=4",
@@ -264,7 +369,12 @@ def test_tensor_must_divide_the_model(fields, says):
         (8, 1, {}, None),
         (16, 1, {}, None),
         (32, 1, {}, "batch_size=16: must be a multiple of 32 (accumulation=1 x 32 devices)"),
-        (8, 1, {"accumulation": 4}, "batch_size=16: must be a multiple of 32 (accumulation=4 x 8 devices)"),
+        (
+            8,
+            1,
+            {"accumulation": 4},
+            "batch_size=16: must be a multiple of 32 (accumulation=4 x 8 devices)",
+        ),
         (32, 1, {"mesh.tensor": 2}, None),
         (
             64,
@@ -289,7 +399,9 @@ def test_tensor_must_divide_the_model(fields, says):
 def test_devices_must_divide_the_batch(devices, slices, fields, says):
     config = default_config()
     config.update_from_flattened_dict(fields)
-    of_slices = [SimpleNamespace(platform="tpu", slice_index=number % slices) for number in range(devices)]
+    of_slices = [
+        SimpleNamespace(platform="tpu", slice_index=number % slices) for number in range(devices)
+    ]
     if says is None:
         return validate_devices(config, of_slices)
     with pytest.raises(UsageError) as refused:
@@ -301,9 +413,15 @@ def test_devices_must_divide_the_batch(devices, slices, fields, says):
 def test_attention_is_chosen_for_the_device_and_said(caplog):
     config = default_config()
     config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
-    tpu, gpu = SimpleNamespace(platform="tpu"), SimpleNamespace(platform="gpu", compute_capability="9.0")
+    tpu, gpu = (
+        SimpleNamespace(platform="tpu"),
+        SimpleNamespace(platform="gpu", compute_capability="9.0"),
+    )
     with caplog.at_level("INFO", "prope"):
-        found = [resolve_attention(config, device).model.attention for device in (jax.devices()[0], tpu, gpu)]
+        found = [
+            resolve_attention(config, device).model.attention
+            for device in (jax.devices()[0], tpu, gpu)
+        ]
     assert found == ["xla", "splash", "cudnn"] and config.model.attention == "auto"
     assert caplog.messages == [
         "attention: xla (there is no kernel for a cpu)",
@@ -311,7 +429,10 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
         "attention: cudnn (the fastest on a gpu)",
     ]
     config.data.mask_documents = True
-    assert [resolve_attention(config, device).model.attention for device in (tpu, gpu)] == ["splash", "xla"]
+    assert [resolve_attention(config, device).model.attention for device in (tpu, gpu)] == [
+        "splash",
+        "xla",
+    ]
     config.model.attention, config.data.seq_len = "splash", 200
     with pytest.raises(UsageError) as refused:
         resolve_attention(config, tpu)
@@ -325,7 +446,10 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
 def test_attention_that_this_machine_cannot_run_is_refused_before_the_run_begins(train, tmp_path):
     outcome = train(tmp_path / "run", "--config.model.attention=splash")
     assert outcome.code == 2
-    assert "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu" in outcome.error
+    assert (
+        "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu"
+        in outcome.error
+    )
     assert outcome.error.endswith("take auto or xla")
     assert not (tmp_path / "run" / "config.json").exists()
 
@@ -336,7 +460,9 @@ def test_a_saved_config_comes_back_and_a_field_from_elsewhere_is_refused():
     assert from_dict(config.to_dict()) == config
     values = config.to_dict()
     values["model"]["rope_percentag"] = 1.0
-    with pytest.raises(UsageError, match=r"model.rope_percentag \(did you mean model.rope_percentage\?\)"):
+    with pytest.raises(
+        UsageError, match=r"model.rope_percentag \(did you mean model.rope_percentage\?\)"
+    ):
         from_dict(values)
     for values in ([1], {"model.num_layers": 4}, {"seed": "a"}):
         with pytest.raises(UsageError, match="the saved config cannot be read: "):
@@ -345,7 +471,15 @@ def test_a_saved_config_comes_back_and_a_field_from_elsewhere_is_refused():
 
 def test_what_makes_another_run():
     config, other = default_config(), default_config()
-    other.log_every, other.data.data_dir, other.model.remat, other.mesh.data = 7, "elsewhere", "full", 2
+    other.log_every, other.data.data_dir, other.model.remat, other.mesh.data = (
+        7,
+        "elsewhere",
+        "full",
+        2,
+    )
     assert differences(config, other) == []
     other.model.rope_percentage, other.seed = 0.5, 3
-    assert sorted(differences(config, other)) == ["model.rope_percentage: 0.5, not 1.0", "seed: 3, not 0"]
+    assert sorted(differences(config, other)) == [
+        "model.rope_percentage: 0.5, not 1.0",
+        "seed: 3, not 0",
+    ]

@@ -13,7 +13,15 @@ import jax
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, logged, losses
-from test_attention import assert_close, causal, cotangent_of, documents, draw, reference, with_gradients
+from test_attention import (
+    assert_close,
+    causal,
+    cotangent_of,
+    documents,
+    draw,
+    reference,
+    with_gradients,
+)
 from test_plan import needs_cuda, needs_libtpu
 
 from prope import attention, sharding
@@ -53,8 +61,12 @@ def test_pairs_are_those_in_which_a_query_sees_a_key(C, window):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("most", [0, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("T", "heads", "kv_heads", "window"), [(384, 4, 1, None), (384, 4, 4, 100), (577, 6, 2, 300)])
-def test_loops_over_pairs_and_their_gradients_equal_the_formula(T, heads, kv_heads, window, masked, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("T", "heads", "kv_heads", "window"), [(384, 4, 1, None), (384, 4, 4, 100), (577, 6, 2, 300)]
+)
+def test_loops_over_pairs_and_their_gradients_equal_the_formula(
+    T, heads, kv_heads, window, masked, most, monkeypatch
+):
     monkeypatch.setattr(pairs, "_MOST_UNROLLED", most)
     q, k, v = draw(T, T, heads, kv_heads, H=8)
     segments = documents(len(q), T) if masked else None
@@ -67,8 +79,12 @@ def test_memory_of_attention_grows_as_the_length():
     temporary = {}
     for T in (16_384, 32_768):
         shapes = [jax.ShapeDtypeStruct((1, T, heads, 64), np.float32) for heads in (4, 1, 1)]
-        gradient = jax.grad(lambda q, k, v: attention.attention(q, k, v, implementation="xla").sum(), (0, 1, 2))
-        temporary[T] = jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        gradient = jax.grad(
+            lambda q, k, v: attention.attention(q, k, v, implementation="xla").sum(), (0, 1, 2)
+        )
+        temporary[T] = (
+            jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        )
     assert temporary[32_768] < 2.1 * temporary[16_384] < 2.1 * 2**20 * 100
 
 
@@ -76,7 +92,10 @@ def test_memory_of_attention_grows_as_the_length():
     ("fields", "says"),
     [
         ({"mesh.context": 0}, "mesh.context=0: must be at least 1"),
-        ({"mesh.context": 2, "data.seq_len": 768}, "data.seq_len=768: must be a multiple of 2 x 128 x mesh.con"),
+        (
+            {"mesh.context": 2, "data.seq_len": 768},
+            "data.seq_len=768: must be a multiple of 2 x 128 x mesh.con",
+        ),
         (
             {"mesh.context": 3, "data.seq_len": 1024},
             "data.seq_len=1024: must be a multiple of 2 x 128 x mesh.con",
@@ -144,9 +163,14 @@ def test_the_busiest_part_has_its_share_of_the_work():
 
 
 LONGER = (
-    "--config.data.seq_len=1024", "--config.batch_size=4", "--config.log_every=1", "--config.num_steps=12",
-    "--config.eval_every=3", "--config.eval.max_windows=3", "--config.model.embed_dim=256",
-)  # fmt: skip
+    "--config.data.seq_len=1024",
+    "--config.batch_size=4",
+    "--config.log_every=1",
+    "--config.num_steps=12",
+    "--config.eval_every=3",
+    "--config.eval.max_windows=3",
+    "--config.model.embed_dim=256",
+)
 MASKED = "--config.data.mask_documents=True"
 
 
@@ -156,7 +180,9 @@ def records(workdir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_run_that_moves_from_whole_sequences_to_parts_and_back(train, tmp_path, cache_dir, masked):
+def test_a_run_that_moves_from_whole_sequences_to_parts_and_back(
+    train, tmp_path, cache_dir, masked
+):
     arguments = (*LONGER, MASKED) if masked else LONGER
     straight = train(tmp_path / "straight", *arguments)
     assert straight.code == 0, straight.stderr
@@ -165,7 +191,16 @@ def test_a_run_that_moves_from_whole_sequences_to_parts_and_back(train, tmp_path
     assert first.code == 0, first.stderr
     parts = train(run, *arguments, "--config.mesh.context=4", "--stop_at_step=6", devices=4)
     assert parts.code == 0 and "resumed from step 3" in parts.stderr, parts.stderr
-    command = ["--", sys.executable, "-m", "prope.train", CONFIG, f"--workdir={run}", *arguments, "--stop_at_step=9"]
+    command = [
+        "--",
+        sys.executable,
+        "-m",
+        "prope.train",
+        CONFIG,
+        f"--workdir={run}",
+        *arguments,
+        "--stop_at_step=9",
+    ]
     pod = [
         "bash",
         ROOT / "launch" / "local_pod.sh",
@@ -175,7 +210,11 @@ def test_a_run_that_moves_from_whole_sequences_to_parts_and_back(train, tmp_path
         "--config.mesh.context=2",
     ]
     done = subprocess.run(
-        pod, env=os.environ | {"PROPE_CACHE": str(cache_dir)}, capture_output=True, text=True, timeout=600
+        pod,
+        env=os.environ | {"PROPE_CACHE": str(cache_dir)},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     last = train(run, *arguments)
@@ -189,7 +228,9 @@ def test_a_run_that_moves_from_whole_sequences_to_parts_and_back(train, tmp_path
         assert mine["tokens"] == other["tokens"] and mine["documents"] == other["documents"]
         np.testing.assert_allclose(mine["loss"], other["loss"], rtol=1e-5)
         pairs_of = zip(mine["by_position"], other["by_position"], strict=True)
-        assert all(a["tokens"] == b["tokens"] and abs(a["loss"] - b["loss"]) < 1e-4 for a, b in pairs_of)
+        assert all(
+            a["tokens"] == b["tokens"] and abs(a["loss"] - b["loss"]) < 1e-4 for a, b in pairs_of
+        )
 
 
 COMPILE = """
@@ -221,13 +262,21 @@ print(json.dumps([sorted(hlo.array_shapes(text, in_fusions=False)), hlo.collecti
 def test_at_131072_tokens_no_scores_logits_or_float32_keys_are_whole(topology, kernel, exchange):
     environment = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
     command = [sys.executable, "-c", COMPILE, topology]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     shapes, collectives, kernels = json.loads(done.stdout.splitlines()[-1])
     T, H, V, C = 131_072, 128, 25_600, 4
     assert kernel in kernels and (exchange is None or collectives[exchange]["count"] > 0)
-    gathered = collectives["all-gather of keys and values"]  # in 2 layers, each computed twice with remat
+    gathered = collectives[
+        "all-gather of keys and values"
+    ]  # in 2 layers, each computed twice with remat
     assert gathered["bytes"] == 2 * 2 * 2 * T * H * 2
-    assert ["bf16", T * H] in [[dtype, math.prod(dims)] for dtype, dims in shapes], "keys of a sequence"
+    assert ["bf16", T * H] in [[dtype, math.prod(dims)] for dtype, dims in shapes], (
+        "keys of a sequence"
+    )
     assert max(math.prod(dims) for _, dims in shapes) < T // C * V, "logits or scores of a part"
-    assert [dims for dtype, dims in shapes if dtype == "f32" and math.prod(dims) == T * H and H in dims] == []
+    assert [
+        dims for dtype, dims in shapes if dtype == "f32" and math.prod(dims) == T * H and H in dims
+    ] == []

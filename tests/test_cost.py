@@ -26,7 +26,14 @@ def flops(function, *shapes, **options):
 
 def gemma_2b():
     config = default_config().model
-    config.update(num_layers=18, embed_dim=2048, num_heads=8, head_dim=256, hidden_dim=16_384, vocab_size=256_128)
+    config.update(
+        num_layers=18,
+        embed_dim=2048,
+        num_heads=8,
+        head_dim=256,
+        hidden_dim=16_384,
+        vocab_size=256_128,
+    )
     return config
 
 
@@ -49,8 +56,13 @@ def test_model_flops_are_six_per_parameter_and_attention(kv_heads):
 def test_layers_with_a_window_count_the_keys_that_it_shows():
     config, T, W = gemma_2b(), 64, 24
     full = cost.model_flops_per_token(config, T)
-    config.layer_types, config.sliding_window = ("sliding_attention", "sliding_attention", "full_attention"), W
-    seen = np.array([min(t + 0.5, W) for t in range(T)])  # half of its own key, as half of T x T is what T^2 / 2 counts
+    config.layer_types, config.sliding_window = (
+        ("sliding_attention", "sliding_attention", "full_attention"),
+        W,
+    )
+    seen = np.array(
+        [min(t + 0.5, W) for t in range(T)]
+    )  # half of its own key, as half of T x T is what T^2 / 2 counts
     less = (T / 2 - (W - W * W / (2 * T))) * 12 * 8 * 256 * 12
     assert full - cost.model_flops_per_token(config, T) == pytest.approx(less)
     assert pytest.approx(seen.mean(), rel=0.02) == W - W * W / (2 * T)
@@ -65,10 +77,15 @@ def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(shape):
     config.model.update(gemma_2b().to_dict())
     config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla")
     config.batch_size, config.data.seq_len = 64, 128
-    optimizer, mesh = make_optimizer(config), AbstractMesh((*shape[:2], 1, shape[2]), sharding._AXES)
+    optimizer, mesh = (
+        make_optimizer(config),
+        AbstractMesh((*shape[:2], 1, shape[2]), sharding._AXES),
+    )
     state = jax.eval_shape(functools.partial(init_state, config, optimizer))
     with sharding.use(mesh):
-        step = jax.make_jaxpr(make_train_step(config, optimizer))(*state, batch_shapes(config, mesh))
+        step = jax.make_jaxpr(make_train_step(config, optimizer))(
+            *state, batch_shapes(config, mesh)
+        )
     ratio = cost.count_flops(step) / 64 / 128 / cost.model_flops_per_token(config.model, 128)
     assert 1 <= ratio <= 1.01
 
@@ -83,7 +100,9 @@ def test_a_scan_counts_as_often_as_it_runs():
             x = jnp.tanh(x @ w)
         return x
 
-    assert flops(chain, (3, 8), (5, 8, 8)) == flops(unrolled, (3, 8), (5, 8, 8)) == 5 * 2 * 3 * 8 * 8
+    assert (
+        flops(chain, (3, 8), (5, 8, 8)) == flops(unrolled, (3, 8), (5, 8, 8)) == 5 * 2 * 3 * 8 * 8
+    )
     nested = lambda x, weights: jax.lax.scan(lambda x, w: (chain(x, w), None), x, weights)[0]  # noqa: E731
     assert flops(nested, (3, 8), (7, 5, 8, 8)) == 7 * 5 * 2 * 3 * 8 * 8
     mapped = lambda x: jax.lax.map(lambda row: row @ x.T, x)  # noqa: E731
@@ -102,7 +121,10 @@ def test_remat_adds_one_forward():
 
 
 def test_batched_contractions_and_convolutions():
-    assert flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (2, 3, 5), (2, 5, 7)) == 2 * 2 * 3 * 5 * 7
+    assert (
+        flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (2, 3, 5), (2, 5, 7))
+        == 2 * 2 * 3 * 5 * 7
+    )
     assert flops(lambda a, b: jnp.einsum("ij,ij->", a, b), (3, 5), (3, 5)) == 2 * 3 * 5
     convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, (1,), "VALID", feature_group_count=2)  # noqa: E731
     assert flops(convolve, (3, 4, 20), (6, 2, 5)) == 2 * (3 * 6 * 16) * 2 * 5
@@ -119,7 +141,10 @@ def test_calls_are_entered_and_of_branches_the_costliest_counts():
 
 def test_what_no_result_needs_is_not_counted():
     assert flops(lambda x: (x @ x, x)[1], (8, 8)) == 0
-    assert flops(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(x) @ x)(x).sum()), (8, 8)) == 2 * 2 * 8**3
+    assert (
+        flops(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(x) @ x)(x).sum()), (8, 8))
+        == 2 * 2 * 8**3
+    )
 
 
 def test_a_loop_of_unknown_length_is_an_error_where_it_has_matmuls():
@@ -142,11 +167,19 @@ def test_a_kernel_is_an_error_unless_its_flops_are_given():
 
 def attention(block_kv=256, heads=3, T=1024, **sizes):
     sizes = splash.BlockSizes(
-        block_q=256, block_kv=block_kv, block_kv_compute=128,
-        block_q_dkv=256, block_kv_dkv=block_kv, block_kv_dkv_compute=128, **sizes,
-    )  # fmt: skip
+        block_q=256,
+        block_kv=block_kv,
+        block_kv_compute=128,
+        block_q_dkv=256,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=128,
+        **sizes,
+    )
     return splash.make_splash_mqa(
-        masks.MultiHeadMask([masks.CausalMask((T, T))] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1
+        masks.MultiHeadMask([masks.CausalMask((T, T))] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
     )
 
 
@@ -154,7 +187,9 @@ QKV = (2, 3, 1024, 128), (2, 1024, 128), (2, 1024, 128)
 MATMUL = 2 * 256 * 256 * 128  # of one block of 256 queries and 256 keys
 
 
-@pytest.mark.parametrize(("block_kv", "blocks"), [(256, 4 + 3 + 2 + 1), (512, 2 * (1 + 1 + 2 + 2)), (1024, 16)])
+@pytest.mark.parametrize(
+    ("block_kv", "blocks"), [(256, 4 + 3 + 2 + 1), (512, 2 * (1 + 1 + 2 + 2)), (1024, 16)]
+)
 def test_splash_attention_counts_the_blocks_that_it_visits(block_kv, blocks):
     run = jax.vmap(attention(block_kv))
     assert flops(run, *QKV) == 2 * 3 * blocks * 2 * MATMUL
@@ -163,16 +198,20 @@ def test_splash_attention_counts_the_blocks_that_it_visits(block_kv, blocks):
 
 
 @pytest.mark.parametrize(
-    ("matmuls", "sizes"), [(3 + 4, {"block_q_dq": 256, "block_kv_dq": 256}), (5, {"use_fused_bwd_kernel": True})]
+    ("matmuls", "sizes"),
+    [(3 + 4, {"block_q_dq": 256, "block_kv_dq": 256}), (5, {"use_fused_bwd_kernel": True})],
 )
 def test_splash_attention_backward_in_scanned_remat(matmuls, sizes):
     run = jax.vmap(attention(**sizes))
     layer = jax.checkpoint(lambda q, k, v: run(q, k, v))
     training = jax.grad(
-        lambda q, k, v: jax.lax.scan(lambda q, _: (layer(q, k, v), None), q, length=5)[0].sum(), argnums=(0, 1, 2)
+        lambda q, k, v: jax.lax.scan(lambda q, _: (layer(q, k, v), None), q, length=5)[0].sum(),
+        argnums=(0, 1, 2),
     )
     dots_of_output_and_pull = 2 * 3 * 1024 * 128 * 2
-    assert flops(training, *QKV) == 5 * (2 * 3 * 10 * (2 + 2 + matmuls) * MATMUL + dots_of_output_and_pull)
+    assert flops(training, *QKV) == 5 * (
+        2 * 3 * 10 * (2 + 2 + matmuls) * MATMUL + dots_of_output_and_pull
+    )
 
 
 def test_splash_attention_with_a_mask_that_is_not_a_constant_is_an_error():
@@ -187,17 +226,38 @@ def test_splash_attention_with_a_mask_that_is_not_a_constant_is_an_error():
 
 
 def test_chips_are_found_by_what_jax_calls_them():
-    assert [cost.peak_flops(kind) for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite")] == [197e12, 459e12, 918e12]
+    assert [cost.peak_flops(kind) for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite")] == [
+        197e12,
+        459e12,
+        918e12,
+    ]
     assert cost.peak_flops("NVIDIA H200") == cost.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert cost.peak_flops("cpu") is cost.peak_flops("NVIDIA H100 PCIe") is cost.peak_flops("TPU v5 ultra") is None
+    assert (
+        cost.peak_flops("cpu")
+        is cost.peak_flops("NVIDIA H100 PCIe")
+        is cost.peak_flops("TPU v5 ultra")
+        is None
+    )
 
 
 def test_the_roofline_is_the_slowest_part():
     traffic = {"all-gather": {"count": 2, "bytes": 3e11}, "all-reduce": {"count": 1, "bytes": 1e11}}
     parts = {"compute": 1.0, "memory": 0.5, "communication": 2.0, "between_slices": 0.0}
-    assert cost.roofline_seconds(197e12, 819e9 / 2, traffic, cost.CHIPS["v5e"]) == {"step": 2.0} | parts
-    slow = traffic | {"all-reduce between slices": {"count": 1, "bytes": 25e9}}  # of one chip of 8 behind 25 GB/s
+    assert (
+        cost.roofline_seconds(197e12, 819e9 / 2, traffic, cost.CHIPS["v5e"])
+        == {"step": 2.0} | parts
+    )
+    slow = traffic | {
+        "all-reduce between slices": {"count": 1, "bytes": 25e9}
+    }  # of one chip of 8 behind 25 GB/s
     found = cost.roofline_seconds(197e12, 819e9 / 2, slow, cost.CHIPS["v5e"])
     assert found == {"step": 8.0} | parts | {"between_slices": 8.0}
-    parts |= {"compute": 3.0, "communication": 4e11 / 450e9, "memory": 0.25, "between_slices": 0.5}  # one card a GPU
-    assert cost.roofline_seconds(3 * 989e12, 1.2e12, slow, cost.CHIPS["h200"]) == {"step": 3.0} | parts
+    parts |= {
+        "compute": 3.0,
+        "communication": 4e11 / 450e9,
+        "memory": 0.25,
+        "between_slices": 0.5,
+    }  # one card a GPU
+    assert (
+        cost.roofline_seconds(3 * 989e12, 1.2e12, slow, cost.CHIPS["h200"]) == {"step": 3.0} | parts
+    )

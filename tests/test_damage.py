@@ -36,12 +36,17 @@ ITEMS = {
     item: [
         f"checkpoints/20/{item}/{name}"
         for name in (
-            "_METADATA", "_sharding", "array_metadatas/process_0", "manifest.ocdbt", "d/*",
-            "ocdbt.process_0/manifest.ocdbt", "ocdbt.process_0/d/*",
+            "_METADATA",
+            "_sharding",
+            "array_metadatas/process_0",
+            "manifest.ocdbt",
+            "d/*",
+            "ocdbt.process_0/manifest.ocdbt",
+            "ocdbt.process_0/d/*",
         )
     ]
     for item in ("params", "opt_state")
-}  # fmt: skip
+}
 WINDOWS = types.SimpleNamespace(store=types.SimpleNamespace(fingerprint="0" * 16))
 JSON = [f"checkpoints/20/{name}" for name in ("config/metadata", "data/metadata", "files.json")]
 KINDS = [*ITEMS["params"], *ITEMS["opt_state"], *JSON, "config.json"]
@@ -54,9 +59,13 @@ def run(tmp_path_factory):
     """A run saved at 10 and 20 as training saves it; every test leaves it as it was."""
     base = tmp_path_factory.mktemp("damage")
     (base / "text").mkdir()
-    (base / "text" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in articles(30)))
+    (base / "text" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in articles(30))
+    )
     config = importlib.import_module("configs.quickstart").get_config("tiny")
-    config.data.update({"dataset": "files", "data_dir": str(base / "text"), "cache_dir": str(base / "cache")})
+    config.data.update(
+        {"dataset": "files", "data_dir": str(base / "text"), "cache_dir": str(base / "cache")}
+    )
     config.data.update({"seq_len": 32, "validation_fraction": 0.3})
     (base / "run").mkdir()
     write_config(base / "run", config)
@@ -64,8 +73,12 @@ def run(tmp_path_factory):
     with Checkpoints(base / "run") as checkpoints:
         for step in (10, 20):
             data = data_state(config, WINDOWS, step)
-            checkpoints.save(step, params, opt_state, {"config": config.to_dict(), "init_hash": "0" * 16}, data)
-            params, opt_state = jax.tree.map(lambda leaf: (leaf * 0.9 + 1).astype(leaf.dtype), (params, opt_state))
+            checkpoints.save(
+                step, params, opt_state, {"config": config.to_dict(), "init_hash": "0" * 16}, data
+            )
+            params, opt_state = jax.tree.map(
+                lambda leaf: (leaf * 0.9 + 1).astype(leaf.dtype), (params, opt_state)
+            )
     return base / "run"
 
 
@@ -97,7 +110,11 @@ def by_layers(run: Run):
     layers = [read(("layers",), number) for number in range(run.config.model.num_layers)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     embedding = read(("embedder", "input_embedding"))
-    return {"embedder": {"input_embedding": embedding}, "final_norm": read(("final_norm",)), "layers": stacked}
+    return {
+        "embedder": {"input_embedding": embedding},
+        "final_norm": read(("final_norm",)),
+        "layers": stacked,
+    }
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------
@@ -108,7 +125,9 @@ def test_every_file_of_a_run_is_of_a_known_kind(run):
     known |= {path for kind in UNREAD for path in (run / "checkpoints" / "20").glob(kind)}
     files = {path for path in (run / "checkpoints" / "20").rglob("*") if path.is_file()}
     assert files <= known
-    sizes = [path.stat().st_size for kind in ITEMS["params"] for path in run.glob(kind) if path.is_file()]
+    sizes = [
+        path.stat().st_size for kind in ITEMS["params"] for path in run.glob(kind) if path.is_file()
+    ]
     assert max(sizes) > readers._SMALL, "no file whose only check is that of its arrays"
 
 
@@ -132,7 +151,10 @@ def test_without_step_an_older_checkpoint_is_read(run, read, caplog):
         for flipped in flips(run, kind, [0.5]):
             opened, params = open_run(run).first_undamaged(read)
             assert opened.step == 10 and same(params, expected), flipped
-            assert "checkpoint 20 is damaged" in caplog.messages[-1] and "passed over" in caplog.messages[-1]
+            assert (
+                "checkpoint 20 is damaged" in caplog.messages[-1]
+                and "passed over" in caplog.messages[-1]
+            )
 
 
 @pytest.mark.slow
@@ -159,10 +181,15 @@ def fail_reads(monkeypatch, kind, times, error):
     """Has the first reads of checkpoint 20 fail: of its small files, their sizes, the list, or its arrays."""
     left = [times]
     owner, name = {
-        "small file": (Path, "read_bytes"), "size": (pathlib.Path, "stat"), "list": (Path, "iterdir"),
+        "small file": (Path, "read_bytes"),
+        "size": (pathlib.Path, "stat"),
+        "list": (Path, "iterdir"),
         "array": (readers.ts, "open"),
-    }[kind]  # fmt: skip
-    read, of = getattr(owner, name), {"list": "checkpoints", "array": "checkpoints/20/params"}.get(kind, "/20/")
+    }[kind]
+    read, of = (
+        getattr(owner, name),
+        {"list": "checkpoints", "array": "checkpoints/20/params"}.get(kind, "/20/"),
+    )
 
     def fail(where, *args, **kwargs):
         if of in str(where) and left[0]:
@@ -183,7 +210,9 @@ READ_ERRORS = {
 
 
 @pytest.mark.parametrize("kind", READ_ERRORS)
-def test_a_read_that_failed_is_tried_again_and_is_not_damage(run, monkeypatch, pauses, caplog, kind):
+def test_a_read_that_failed_is_tried_again_and_is_not_damage(
+    run, monkeypatch, pauses, caplog, kind
+):
     with monkeypatch.context() as patch:
         fail_reads(patch, kind.split(",")[0], 2, READ_ERRORS[kind])
         opened, params = open_run(run).first_undamaged(Run.params)
@@ -195,7 +224,9 @@ def test_a_read_that_failed_is_tried_again_and_is_not_damage(run, monkeypatch, p
 def test_where_every_read_fails_the_command_ends(run, monkeypatch, pauses, kind):
     with monkeypatch.context() as patch:
         fail_reads(patch, kind.split(",")[0], -1, READ_ERRORS[kind])
-        with pytest.raises(RunFailed, match=r"checkpoints.*: cannot be read: .*; nothing was changed: see to"):
+        with pytest.raises(
+            RunFailed, match=r"checkpoints.*: cannot be read: .*; nothing was changed: see to"
+        ):
             open_run(run).first_undamaged(Run.params)
     assert pauses == [1, 2, 4, 8, 16]
 
@@ -210,7 +241,9 @@ def test_a_read_that_is_not_permitted_ends_the_command_at_once(run, monkeypatch,
 
 def test_the_reason_names_the_array(run):
     largest = max(run.glob(ITEMS["params"][-1]), key=lambda path: path.stat().st_size)
-    array = r"checkpoint 20 is damaged \(params: (\['\w+'\])+ (is not what was saved|cannot be read)"
+    array = (
+        r"checkpoint 20 is damaged \(params: (\['\w+'\])+ (is not what was saved|cannot be read)"
+    )
     for place in np.linspace(0.05, 0.95, 20):
         with flip(largest, place), pytest.raises(UsageError, match=array):
             open_run(run, 20).first_undamaged(by_layers)
@@ -241,7 +274,10 @@ def bytes_read() -> int:
 def test_hashes_on_the_host_are_those_of_the_devices():
     rng = np.random.default_rng(0)
     layers = rng.standard_normal((3, 70_001, 2)).astype(np.float32)
-    tree = {"layers": {"w": layers, "b": jax.numpy.asarray(layers[..., 0], "bfloat16")}, "table": layers[0]}
+    tree = {
+        "layers": {"w": layers, "b": jax.numpy.asarray(layers[..., 0], "bfloat16")},
+        "table": layers[0],
+    }
     hashes = array_hashes(tree)
     for name, leaf in tree["layers"].items():
         leaf = np.asarray(leaf)
@@ -257,7 +293,9 @@ def test_one_byte_of_the_optimizer_state_is_noticed_by_its_hash(run, tmp_path):
     shutil.rmtree(folder.parent / "10")
     config = read_config(tmp_path / "run")
     state = jax.jit(functools.partial(init_state, config, make_optimizer(config)))()[1]
-    state = jax.tree.map(lambda leaf: np.array((leaf * 0.9 + 1).astype(leaf.dtype)), state)  # as `run` saves it
+    state = jax.tree.map(
+        lambda leaf: np.array((leaf * 0.9 + 1).astype(leaf.dtype)), state
+    )  # as `run` saves it
     saved = json.loads((folder / "config" / "metadata").read_text())
     assert array_hashes(state) == saved["array_hashes"]["opt_state"]
     leaves = jax.tree.leaves(state)
@@ -266,7 +304,9 @@ def test_one_byte_of_the_optimizer_state_is_noticed_by_its_hash(run, tmp_path):
         saved["array_hashes"]["opt_state"] = array_hashes(state)
         (folder / "config" / "metadata").write_text(json.dumps(saved))
         readers.list_files(folder)
-        with pytest.raises(UsageError, match="checkpoint 20 is damaged .opt_state.* is not what was saved"):
+        with pytest.raises(
+            UsageError, match="checkpoint 20 is damaged .opt_state.* is not what was saved"
+        ):
             start(config, tmp_path / "run")
         leaf.reshape(-1).view(np.uint8)[0] ^= 1
 
@@ -278,7 +318,9 @@ def test_imported_parameters_are_verified(run_and_export, tmp_path):
     importer.import_run(run_and_export / "hf", tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "0"
     expected = by_layers(open_run(tmp_path / "run"))
-    largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    largest = max(
+        (folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()
+    )
     for read in (Run.params, by_layers):
         assert same(read(open_run(tmp_path / "run")), expected)
         for place in (0.1, 0.3, 0.5, 0.7, 0.9):
@@ -301,7 +343,9 @@ def sample(workdir, output, step):
 
 
 def analyze(workdir, output, step):
-    return analysis.analyse(workdir, asked(step=step, sequences=1, seq_len=16, again=True, channels=0))["heads"]
+    return analysis.analyse(
+        workdir, asked(step=step, sequences=1, seq_len=16, again=True, channels=0)
+    )["heads"]
 
 
 def export(workdir, output, step):
@@ -314,19 +358,35 @@ def export(workdir, output, step):
 def start(config, folder, init_from=None):
     """Restores what training starts from, in this process and without data."""
     optimizer, mesh = make_optimizer(config), sharding.make_mesh()
-    state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
+    state = sharding.with_shardings(
+        jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh
+    )
     with Checkpoints(folder) as checkpoints:
-        step, *arrays, _ = start_or_resume(config, checkpoints, init_from, optimizer, state, WINDOWS)
+        step, *arrays, _ = start_or_resume(
+            config, checkpoints, init_from, optimizer, state, WINDOWS
+        )
     return step, *map(hash_arrays, arrays)
 
 
-NAMED = {"evaluate": evaluate, "sample": sample, "analyze": analyze, "export": export}  # those with --step
+NAMED = {
+    "evaluate": evaluate,
+    "sample": sample,
+    "analyze": analyze,
+    "export": export,
+}  # those with --step
 
 
 @pytest.mark.parametrize(
-    "command", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("analyze", "sample")), "evaluate", "export"]
+    "command",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("analyze", "sample")),
+        "evaluate",
+        "export",
+    ],
 )
-@pytest.mark.parametrize("kind", [ITEMS["params"][-1], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS)])
+@pytest.mark.parametrize(
+    "kind", [ITEMS["params"][-1], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS)]
+)
 def test_commands_refuse_a_flipped_byte_and_write_nothing(run, tmp_path, command, kind):
     before = sorted(run.rglob("*"))
     for flipped in flips(run, kind):
@@ -357,8 +417,12 @@ def test_training_neither_resumes_nor_starts_from_a_flipped_byte(run, tmp_path, 
     resumed, started = start(config, copy), start(config, new, copy)
     assert (resumed[0], started[0]) == (20, 0) and resumed[1] == started[1]
     for flipped in flips(copy, kind):
-        with pytest.raises(UsageError, match="nothing whole to go on from: checkpoint 20 is damaged"):
+        with pytest.raises(
+            UsageError, match="nothing whole to go on from: checkpoint 20 is damaged"
+        ):
             start(config, copy)
-        with pytest.raises(UsageError, match="nothing whole to go on from: checkpoint 20 is damaged"):
+        with pytest.raises(
+            UsageError, match="nothing whole to go on from: checkpoint 20 is damaged"
+        ):
             start(config, new, copy)
         assert list((new / "checkpoints").iterdir()) == [], flipped

@@ -36,24 +36,36 @@ def write_tfds(root, file_format, texts, name=NAME):
     """A dataset in TFDS's layout, two shards, written without TensorFlow."""
     folder = root / name / "1.0.0"
     folder.mkdir(parents=True)
-    features = tfds.features.FeaturesDict({"title": tfds.features.Text(), "text": tfds.features.Text()})
+    features = tfds.features.FeaturesDict(
+        {"title": tfds.features.Text(), "text": tfds.features.Text()}
+    )
     features.save_config(str(folder))
     cut = len(texts) // 3
     shards, size = [texts[:cut], texts[cut:]], 0
     for number, shard in enumerate(shards):
         path = str(folder / f"wikipedia-train.{file_format}-{number:05d}-of-00002")
-        writer = ArrayRecordWriter(path, "group_size:1") if file_format == "array_record" else RecordWriter(path)
+        writer = (
+            ArrayRecordWriter(path, "group_size:1")
+            if file_format == "array_record"
+            else RecordWriter(path)
+        )
         for text in shard:
-            record = features.serialize_example(features.encode_example({"title": "t", "text": text}))
+            record = features.serialize_example(
+                features.encode_example({"title": "t", "text": text})
+            )
             writer.write(record)
             size += len(record)
         writer.close()
     template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
     split = {"name": "train", "numBytes": str(size), "shardLengths": [str(len(s)) for s in shards]}
     info = {
-        "name": "wikipedia", "configName": "20230601.en", "version": "1.0.0", "fileFormat": file_format,
-        "moduleName": "tensorflow_datasets.text.wikipedia", "splits": [split | {"filepathTemplate": template}],
-    }  # fmt: skip
+        "name": "wikipedia",
+        "configName": "20230601.en",
+        "version": "1.0.0",
+        "fileFormat": file_format,
+        "moduleName": "tensorflow_datasets.text.wikipedia",
+        "splits": [split | {"filepathTemplate": template}],
+    }
     (folder / "dataset_info.json").write_text(json.dumps(info))
     return folder
 
@@ -70,7 +82,10 @@ def write_text(root, texts):
 
 def settings(tmp_path, dataset="python_docs", data_dir="", **fields):
     config = default_config().data
-    config.update({"dataset": dataset, "data_dir": str(data_dir), "cache_dir": str(tmp_path / "cache")} | fields)
+    config.update(
+        {"dataset": dataset, "data_dir": str(data_dir), "cache_dir": str(tmp_path / "cache")}
+        | fields
+    )
     return config
 
 
@@ -91,7 +106,9 @@ def documents_of(store, split):
 def test_every_document_arrives_once_and_whole(tmp_path, kind):
     texts = articles()
     if kind == "files":
-        config = settings(tmp_path, "files", write_text(tmp_path / "text", texts), validation_fraction=0.3)
+        config = settings(
+            tmp_path, "files", write_text(tmp_path / "text", texts), validation_fraction=0.3
+        )
     else:
         write_tfds(tmp_path / "data", kind, texts)
         config = settings(tmp_path, NAME, tmp_path / "data", validation_fraction=0.3)
@@ -102,7 +119,12 @@ def test_every_document_arrives_once_and_whole(tmp_path, kind):
     assert found["train"] == [t for t in texts if t not in held_out]
     for split, documents in found.items():
         size = sum(len(d.encode()) for d in documents)
-        expected = {"tokens": size + 2 * len(documents), "documents": len(documents), "bytes": size, "given": 0}
+        expected = {
+            "tokens": size + 2 * len(documents),
+            "documents": len(documents),
+            "bytes": size,
+            "given": 0,
+        }
         assert store.index[split] == expected
         assert store.targets(split) == size + len(documents)
 
@@ -133,13 +155,18 @@ def test_another_version_of_a_dataset_is_other_data(tmp_path):
     info = json.loads((folder / "dataset_info.json").read_text())
     (folder / "dataset_info.json").write_text(json.dumps(info | {"version": "1.0.1"}))
     folder.rename(folder.with_name("1.0.1"))
-    assert prepare.open_store(settings(tmp_path, NAME, tmp_path), 260).fingerprint != first.fingerprint
+    assert (
+        prepare.open_store(settings(tmp_path, NAME, tmp_path), 260).fingerprint != first.fingerprint
+    )
 
 
 def test_workers_do_not_change_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 1000)
     folder = write_text(tmp_path / "text", articles())
-    stores = [prepare.open_store(settings(tmp_path / str(n), "files", folder, num_workers=n), 260) for n in (1, 2)]
+    stores = [
+        prepare.open_store(settings(tmp_path / str(n), "files", folder, num_workers=n), 260)
+        for n in (1, 2)
+    ]
     for split in ("train", "validation"):
         np.testing.assert_array_equal(stream(stores[0], split), stream(stores[1], split))
     assert stores[0].index == stores[1].index
@@ -186,8 +213,12 @@ def test_an_interrupted_preparation_is_never_used(tmp_path, monkeypatch):
 
 
 def test_a_damaged_store_is_an_error_and_not_other_text(tmp_path):
-    store = prepare.open_store(settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260)
-    (shard,) = (path for path in (pathlib.Path(store.path) / "train" / "c").rglob("*") if path.is_file())
+    store = prepare.open_store(
+        settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260
+    )
+    (shard,) = (
+        path for path in (pathlib.Path(store.path) / "train" / "c").rglob("*") if path.is_file()
+    )
     damaged = bytearray(shard.read_bytes())
     damaged[100] ^= 1
     shard.write_bytes(damaged)
@@ -196,7 +227,9 @@ def test_a_damaged_store_is_an_error_and_not_other_text(tmp_path):
 
 
 def test_the_baseline_is_the_cross_entropy_of_token_frequencies(tmp_path):
-    store = prepare.open_store(settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260)
+    store = prepare.open_store(
+        settings(tmp_path, "files", write_text(tmp_path / "text", articles())), 260
+    )
     train, held_out = (s[s != BOS] for s in (stream(store, "train"), stream(store, "validation")))
     total = 0.0
     for token in held_out:
@@ -209,7 +242,8 @@ def test_python_documentation_is_there(tmp_path):
     store = prepare.open_store(settings(tmp_path), 260)
     assert store.index["train"]["bytes"] + store.index["validation"]["bytes"] > 1_000_000
     assert any(
-        "The Python Debugger" in text for text in documents_of(store, "train") + documents_of(store, "validation")
+        "The Python Debugger" in text
+        for text in documents_of(store, "train") + documents_of(store, "validation")
     )
 
 
@@ -236,14 +270,18 @@ def test_windows_predict_every_token_once(windows, split):
     assert len(predicted) == of.store.targets(split)
     np.testing.assert_array_equal(batch["tokens"].ravel()[: len(tokens) - 1], tokens[:-1])
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
-    np.testing.assert_array_equal(batch["positions"], np.broadcast_to(np.arange(64), batch["tokens"].shape))
+    np.testing.assert_array_equal(
+        batch["positions"], np.broadcast_to(np.arange(64), batch["tokens"].shape)
+    )
 
 
 @pytest.mark.parametrize(("shorter", "count"), [(2, 2), (1, 1), (0, 1)])
 def test_the_last_window_may_predict_one_token(windows, shorter, count):
     length = windows("validation").length
     of = windows("validation", seq_len=length - shorter)
-    assert of.count == count and of.read(range(count))["weights"].sum() == of.store.targets("validation")
+    assert of.count == count and of.read(range(count))["weights"].sum() == of.store.targets(
+        "validation"
+    )
 
 
 def test_segments_and_positions_follow_the_documents(windows):
@@ -265,7 +303,10 @@ def test_segments_and_positions_follow_the_documents(windows):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 1237])
 def test_every_epoch_is_a_new_permutation(count):
-    epochs = [[shuffled_index(epoch * count + place, count, seed=5) for place in range(count)] for epoch in range(3)]
+    epochs = [
+        [shuffled_index(epoch * count + place, count, seed=5) for place in range(count)]
+        for epoch in range(3)
+    ]
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
     if count >= 100:
         assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(count))
@@ -282,7 +323,10 @@ def test_a_batch_is_a_function_of_its_step(windows):
         halves = [train_batch(of, 1, 8, 40, rows) for rows in (range(4), range(4, 8))]
         np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), values)
         pair = [train_batch(of, 1, 4, step)[name] for step in (80, 81)]
-        np.testing.assert_array_equal(np.concatenate(pair), values), "the batch size cuts one endless list"
+        (
+            np.testing.assert_array_equal(np.concatenate(pair), values),
+            "the batch size cuts one endless list",
+        )
     assert np.any(train_batch(of, 2, 8, 40)["tokens"] != late["tokens"])
 
 
@@ -305,14 +349,20 @@ def test_bytes_come_back():
 def test_sentencepiece_makes_a_store(tmp_path, sentencepiece_model):
     tokenizer = load_tokenizer(sentencepiece_model)
     texts = articles()
-    config = settings(tmp_path, "files", write_text(tmp_path / "text", texts), tokenizer=sentencepiece_model)
+    config = settings(
+        tmp_path, "files", write_text(tmp_path / "text", texts), tokenizer=sentencepiece_model
+    )
     store = prepare.open_store(config, 300)
     tokens = np.concatenate([stream(store, split) for split in ("train", "validation")])
     assert np.sum(tokens == 2) == np.sum(tokens == 1) == len(texts)
-    assert store.index["train"]["bytes"] + store.index["validation"]["bytes"] == sum(len(t.encode()) for t in texts)
+    assert store.index["train"]["bytes"] + store.index["validation"]["bytes"] == sum(
+        len(t.encode()) for t in texts
+    )
     first = stream(store, "train")
     first = first[1 : np.flatnonzero(first == 1)[0]]
-    assert tokenizer.decode(first) == next(t for t in texts if not pack.is_validation(t.encode(), 0.05))
+    assert tokenizer.decode(first) == next(
+        t for t in texts if not pack.is_validation(t.encode(), 0.05)
+    )
 
 
 # --- What cannot be used ----------------------------------------------------------------------------------------
@@ -326,7 +376,10 @@ def refused(config, says, vocab_size=260):
 
 def test_data_that_is_not_there(tmp_path):
     bring = r"gcloud storage cp -r gs://tfds-data/datasets/wikipedia/20230601.simple/1.0.0 .*20230601.en/1.0.0"
-    refused(settings(tmp_path, NAME, tmp_path / "none"), f"data_dir=.*none: there is no such folder.*{bring}")
+    refused(
+        settings(tmp_path, NAME, tmp_path / "none"),
+        f"data_dir=.*none: there is no such folder.*{bring}",
+    )
     (tmp_path / "none").mkdir()
     refused(settings(tmp_path, NAME, tmp_path / "none"), f"no dataset {NAME} in it.*{bring}")
     refused(settings(tmp_path, "lm1b", tmp_path / "none"), "no dataset lm1b in it.*tfds build lm1b")
@@ -339,7 +392,10 @@ def test_data_that_is_half_written(tmp_path):
     shard = folder / "wikipedia-train.array_record-00001-of-00002"
     whole = shard.read_bytes()
     shard.unlink()
-    refused(config, "is incomplete: 1 of 2 shards are missing, first wikipedia-train.array_record-00001.*gcloud")
+    refused(
+        config,
+        "is incomplete: 1 of 2 shards are missing, first wikipedia-train.array_record-00001.*gcloud",
+    )
     shard.write_bytes(whole[: len(whole) // 2])
     refused(config, "is incomplete: wikipedia-train.array_record-00001-of-00002 .*gcloud")
     shard.write_bytes(whole)
@@ -368,7 +424,14 @@ def test_another_text_feature(tmp_path):
     write_tfds(tmp_path / "data", "tfrecord", articles())
     wrong = settings(tmp_path, NAME, tmp_path / "data", text_feature="txt")
     refused(wrong, r"text feature 'txt' \(did you mean text\?\)")
-    assert next(find_source(settings(tmp_path, NAME, tmp_path / "data", text_feature="title")).documents()) == b"t"
+    assert (
+        next(
+            find_source(
+                settings(tmp_path, NAME, tmp_path / "data", text_feature="title")
+            ).documents()
+        )
+        == b"t"
+    )
 
 
 def test_text_that_is_not_text(tmp_path):
@@ -385,26 +448,37 @@ def test_text_that_is_not_text(tmp_path):
 def test_a_split_without_documents(tmp_path):
     folder = write_text(tmp_path / "text", articles(3))
     config = settings(tmp_path, "files", folder, validation_fraction=1e-9)
-    with pytest.raises(UsageError, match="files: no document falls into the validation split with .*=1e-09; change it"):
+    with pytest.raises(
+        UsageError,
+        match="files: no document falls into the validation split with .*=1e-09; change it",
+    ):
         Windows(config, 260, "validation")
     assert len(documents_of(prepare.open_store(config, 260), "all")) == 3
 
 
 def test_a_training_window_is_not_longer_than_the_text(tmp_path):
     folder = write_text(tmp_path / "text", articles(30))
-    longer = (
-        "config.data.seq_len=100000000: longer than the train split of files .*text, [0-9,]+ tokens; choose a shorter"
-    )
+    longer = "config.data.seq_len=100000000: longer than the train split of files .*text, [0-9,]+ tokens; choose a shorter"
     with pytest.raises(UsageError, match=longer):
         Windows(settings(tmp_path, "files", folder, seq_len=10**8), 260, "train")
 
 
 def test_tokenizers_that_do_not_fit(tmp_path, sentencepiece_model):
-    refused(settings(tmp_path, tokenizer="none.model"), "tokenizer=none.model: cannot be read: No such file")
+    refused(
+        settings(tmp_path, tokenizer="none.model"),
+        "tokenizer=none.model: cannot be read: No such file",
+    )
     (tmp_path / "bad.model").write_text("not a model")
-    refused(settings(tmp_path, tokenizer=str(tmp_path / "bad.model")), "bad.model: .*not a SentencePiece model")
+    refused(
+        settings(tmp_path, tokenizer=str(tmp_path / "bad.model")),
+        "bad.model: .*not a SentencePiece model",
+    )
     refused(settings(tmp_path), "vocab_size=259: the tokenizer byte has 260 ids", vocab_size=259)
-    refused(settings(tmp_path, tokenizer=sentencepiece_model), "vocab_size=299: .* has 300 ids", vocab_size=299)
+    refused(
+        settings(tmp_path, tokenizer=sentencepiece_model),
+        "vocab_size=299: .* has 300 ids",
+        vocab_size=299,
+    )
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):

@@ -39,45 +39,88 @@ def test_types_have_the_numbers_of_their_formulas():
     close(encodings.hard_clip_frequencies(16, 1e4, 3), R16[:5] + [0] * 3)
     close(encodings.clipped_frequencies(16, 1e4, 4), [*R16[:5], 0.002371708245, 0.00025, 0])
     taper = encodings.clipped_frequencies(128, 1e7, 20)
-    for pair, expected in ((44, 1.539926526e-05), (45, 1.188921691e-05), (54, 5.692309663e-07), (62, 1.128477418e-09)):
+    for pair, expected in (
+        (44, 1.539926526e-05),
+        (45, 1.188921691e-05),
+        (54, 5.692309663e-07),
+        (62, 1.128477418e-09),
+    ):
         close(taper[pair], expected)
     assert taper[63] == 0
     close(
-        encodings.rope_id_frequencies(16, 512), [0.1963495408, 0.09817477042, 0.04908738521, 0.02454369261, 0, 0, 0, 0]
+        encodings.rope_id_frequencies(16, 512),
+        [0.1963495408, 0.09817477042, 0.04908738521, 0.02454369261, 0, 0, 0, 0],
     )
     close(
-        encodings.rope_id_frequencies(16, 4096), [0.1963495408, 0.04908738521, 0.0122718463, 0.003067961576, 0, 0, 0, 0]
+        encodings.rope_id_frequencies(16, 4096),
+        [0.1963495408, 0.04908738521, 0.0122718463, 0.003067961576, 0, 0, 0, 0],
     )
 
 
 @pytest.mark.parametrize(
     ("d", "wavelength", "length", "pairs"),
-    [(16, 1e4, 512, 4), (128, 5e5, 8192, 35), (128, 1e4, 4096, 46), (256, 1e4, 512, 62), (256, 1e4, 8192, 100)],
+    [
+        (16, 1e4, 512, 4),
+        (128, 5e5, 8192, 35),
+        (128, 1e4, 4096, 46),
+        (256, 1e4, 512, 62),
+        (256, 1e4, 8192, 100),
+    ],
 )
 def test_a_cutoff_keeps_the_pairs_that_complete_a_period(d, wavelength, length, pairs):
     kept = encodings.cutoff_frequencies(d, wavelength, length)
     assert np.count_nonzero(kept) == pairs
-    np.testing.assert_array_equal(kept, encodings.hard_clip_frequencies(d, wavelength, d // 2 - pairs))
+    np.testing.assert_array_equal(
+        kept, encodings.hard_clip_frequencies(d, wavelength, d // 2 - pairs)
+    )
 
 
 def test_scalings_have_the_numbers_of_their_formulas():
     rope = frequencies(16, 1e4)
-    close(frequencies(16, encodings.ntk_wavelength(16, 1e4, 4)), [
-        1, 0.259412817, 0.06729500963, 0.01745718802, 0.004528618321, 0.001174781636, 0.0003047534136, 7.90569415e-05
-    ])  # fmt: skip
-    for factor, wavelength, slowest in ((1, 22081.79027, 0.000158113883), (4, 62924.94753, 6.32455532e-05)):
+    close(
+        frequencies(16, encodings.ntk_wavelength(16, 1e4, 4)),
+        [
+            1,
+            0.259412817,
+            0.06729500963,
+            0.01745718802,
+            0.004528618321,
+            0.001174781636,
+            0.0003047534136,
+            7.90569415e-05,
+        ],
+    )
+    for factor, wavelength, slowest in (
+        (1, 22081.79027, 0.000158113883),
+        (4, 62924.94753, 6.32455532e-05),
+    ):
         close(np.float64(encodings.dynamic_wavelength(16, 1e4, factor, 512, 1024)), wavelength)
-        close(frequencies(16, encodings.dynamic_wavelength(16, 1e4, factor, 512, 1024))[-1], slowest)
+        close(
+            frequencies(16, encodings.dynamic_wavelength(16, 1e4, factor, 512, 1024))[-1], slowest
+        )
         close(frequencies(16, encodings.dynamic_wavelength(16, 1e4, factor, 512, 300)), R16)
-    close(encodings.yarn_frequencies(rope, 16, 1e4, 4, 512), [1, 0.2569350599, 0.0625, 0.01383496476, *SLOW])
-    close(encodings.yarn_frequencies(rope, 16, 1e4, 4, 2048), [
-        1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05
-    ])  # fmt: skip
+    close(
+        encodings.yarn_frequencies(rope, 16, 1e4, 4, 512),
+        [1, 0.2569350599, 0.0625, 0.01383496476, *SLOW],
+    )
+    close(
+        encodings.yarn_frequencies(rope, 16, 1e4, 4, 2048),
+        [1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05],
+    )
     close(encodings.llama3_frequencies(rope, 4, 512), [1, 0.316227766, 0.1, 0.02037183272, *SLOW])
-    close(encodings.llama3_frequencies(frequencies(16, 5e5), 8, 8192), [
-        1, 0.1939227447, 0.03760603093, 0.007292664737, 0.000524846161, 3.428102196e-05, 6.647869871e-06,
-        1.289173172e-06,
-    ])  # fmt: skip
+    close(
+        encodings.llama3_frequencies(frequencies(16, 5e5), 8, 8192),
+        [
+            1,
+            0.1939227447,
+            0.03760603093,
+            0.007292664737,
+            0.000524846161,
+            3.428102196e-05,
+            6.647869871e-06,
+            1.289173172e-06,
+        ],
+    )
     steep = encodings.llama3_frequencies(rope, 4, 512, 1, 1)  # as Llama 4: no ramp
     close(steep, [*R16[:4], *SLOW])
 
@@ -85,7 +128,9 @@ def test_scalings_have_the_numbers_of_their_formulas():
 def test_the_least_wavelength_of_a_length():
     for length, published in ((1024, 4.3e3), (2048, 1.16e4)):
         assert encodings.least_wavelength(128, length) == pytest.approx(published, rel=0.003)
-    sums = np.cos(np.arange(1708)[:, None] * frequencies(128, 1e4)).sum(axis=1)  # the first that is negative: 1707
+    sums = np.cos(np.arange(1708)[:, None] * frequencies(128, 1e4)).sum(
+        axis=1
+    )  # the first that is negative: 1707
     assert sums[:1707].min() > 0 > sums[1707] == pytest.approx(-0.4989315299, abs=1e-9)
     assert encodings.least_wavelength(128, 1707) <= 1e4 * 1.001
 
@@ -93,13 +138,21 @@ def test_the_least_wavelength_of_a_length():
 def test_the_neutral_value_of_each_is_rope_bit_for_bit():
     rope = frequencies(64, 1e4)
     for same in (
-        encodings.partial_frequencies(64, 1e4, 1), encodings.reversed_frequencies(64, 1e4, 1),
-        encodings.cutoff_frequencies(64, 1e4, 512, math.inf), encodings.clipped_frequencies(64, 1e4, 0),
-        encodings.hard_clip_frequencies(64, 1e4, 0), frequencies(64, encodings.ntk_wavelength(64, 1e4, 1)),
-        encodings.yarn_frequencies(rope, 64, 1e4, 1, 512), encodings.llama3_frequencies(rope, 1, 512), rope / 1.0,
-    ):  # fmt: skip
+        encodings.partial_frequencies(64, 1e4, 1),
+        encodings.reversed_frequencies(64, 1e4, 1),
+        encodings.cutoff_frequencies(64, 1e4, 512, math.inf),
+        encodings.clipped_frequencies(64, 1e4, 0),
+        encodings.hard_clip_frequencies(64, 1e4, 0),
+        frequencies(64, encodings.ntk_wavelength(64, 1e4, 1)),
+        encodings.yarn_frequencies(rope, 64, 1e4, 1, 512),
+        encodings.llama3_frequencies(rope, 1, 512),
+        rope / 1.0,
+    ):
         np.testing.assert_array_equal(same, rope)
-    for zero in (encodings.partial_frequencies(64, 1e4, 0), encodings.reversed_frequencies(64, 1e4, 0)):
+    for zero in (
+        encodings.partial_frequencies(64, 1e4, 0),
+        encodings.reversed_frequencies(64, 1e4, 0),
+    ):
         np.testing.assert_array_equal(zero, np.zeros(32))
     np.testing.assert_array_equal(
         encodings.clipped_frequencies(64, 1e4, 2), encodings.hard_clip_frequencies(64, 1e4, 1)
@@ -131,33 +184,54 @@ def test_every_type_gives_frequencies_that_fall_from_1(d):
 @pytest.mark.parametrize(
     ("kind", "fields", "values"),
     [
-        ("partial", {"rope_type": "partial", "rope_percentage": 0.25}, {"partial_rotary_factor": 0.25}),
+        (
+            "partial",
+            {"rope_type": "partial", "rope_percentage": 0.25},
+            {"partial_rotary_factor": 0.25},
+        ),
         ("linear", {}, {"factor": 4.0}),
         ("dynamic", {}, {"factor": 2.0}),
         ("yarn", {}, {"factor": 4.0, "original_max_position_embeddings": 512}),
-        ("llama3", {}, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                        "original_max_position_embeddings": 512}),
+        (
+            "llama3",
+            {},
+            {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_frequencies_are_those_of_transformers(d, kind, fields, values):
     pytest.importorskip("torch", reason="the hf extra is not installed")
     transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     named = {"rope_type": "default" if kind == "partial" else kind, "rope_theta": 1e4} | values
-    sizes = {"hidden_size": 4 * d, "num_attention_heads": 4, "max_position_embeddings": 512, "rope_parameters": named}
+    sizes = {
+        "hidden_size": 4 * d,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_parameters": named,
+    }
     if kind == "partial":
         from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
         config = transformers.GPTNeoXConfig(**sizes)
         theirs, scale = GPTNeoXRotaryEmbedding.compute_default_rope_parameters(config, device=None)
     else:
-        theirs, scale = ROPE_INIT_FUNCTIONS[kind](transformers.LlamaConfig(**sizes), device=None, seq_len=2048)
+        theirs, scale = ROPE_INIT_FUNCTIONS[kind](
+            transformers.LlamaConfig(**sizes), device=None, seq_len=2048
+        )
         fields = {"rope_scaling_type": kind, "rope_scaling_factor": values["factor"]}
         fields |= {"original_seq_len": 512} if kind != "linear" else {}
     ours = small(head_dim=d, **({"rope_percentage": 1.0} | fields))
     freqs = layer_frequencies(ours, 2048)[0]
-    np.testing.assert_allclose(freqs[: len(theirs)], theirs.numpy(), rtol=3e-6)  # theirs are computed in float32
+    np.testing.assert_allclose(
+        freqs[: len(theirs)], theirs.numpy(), rtol=3e-6
+    )  # theirs are computed in float32
     assert (freqs[len(theirs) :] == 0).all()
     if kind == "yarn":  # theirs is on cos and sin, of queries and keys both
         ours.logit_scale = "yarn"
@@ -181,7 +255,10 @@ def test_logit_scales_have_the_numbers_of_their_formulas():
 
 # --- The decoder ----------------------------------------------------------------------------------------------------
 
-GEMMA = {"layer_types": ("sliding_attention", "sliding_attention", "full_attention"), "sliding_window": 3}
+GEMMA = {
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+    "sliding_window": 3,
+}
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("save_qkv", marks=pytest.mark.slow)])
@@ -190,28 +267,60 @@ GEMMA = {"layer_types": ("sliding_attention", "sliding_attention", "full_attenti
     ("fields", "freqs", "windows"),
     [
         ({"rope_type": "reversed"}, [np.r_[0, 0, R16[2:]]] * 6, [None] * 6),
-        (GEMMA | {"local_max_wavelength": 100.0, "local_rope_percentage": 1.0, "rope_percentage": 0.25},
-         [100.0 ** (-np.arange(8) / 8)] * 2 + [np.r_[R16[:2], np.zeros(6)]], [3, 3, None] * 2),
-        (GEMMA | {"rope_percentage": 0.0, "local_rope_percentage": 1.0, "use_qk_norm": True, "logit_scale": "yarn",
-                  "rope_scaling_type": "linear", "rope_scaling_factor": 4.0},
-         [R16, R16, np.zeros(8)], [3, 3, None] * 2),
-        ({"use_qk_norm": True, "logit_scale": "yarn", "rope_scaling_factor": 4.0, "rope_scaling_type": "linear"},
-         [np.array(R16) / 4 * (np.arange(8) < 6)], [None] * 6),
+        (
+            GEMMA
+            | {
+                "local_max_wavelength": 100.0,
+                "local_rope_percentage": 1.0,
+                "rope_percentage": 0.25,
+            },
+            [100.0 ** (-np.arange(8) / 8)] * 2 + [np.r_[R16[:2], np.zeros(6)]],
+            [3, 3, None] * 2,
+        ),
+        (
+            GEMMA
+            | {
+                "rope_percentage": 0.0,
+                "local_rope_percentage": 1.0,
+                "use_qk_norm": True,
+                "logit_scale": "yarn",
+                "rope_scaling_type": "linear",
+                "rope_scaling_factor": 4.0,
+            },
+            [R16, R16, np.zeros(8)],
+            [3, 3, None] * 2,
+        ),
+        (
+            {
+                "use_qk_norm": True,
+                "logit_scale": "yarn",
+                "rope_scaling_factor": 4.0,
+                "rope_scaling_type": "linear",
+            },
+            [np.array(R16) / 4 * (np.arange(8) < 6)],
+            [None] * 6,
+        ),
     ],
-)  # fmt: skip
-def test_layers_with_windows_and_encodings_equal_the_formula(scan_layers, remat, fields, freqs, windows):
+)
+def test_layers_with_windows_and_encodings_equal_the_formula(
+    scan_layers, remat, fields, freqs, windows
+):
     config = small(num_layers=6, scan_layers=scan_layers, remat=remat, **fields)
     params, tokens, positions = draw(config)
     scale = 1.296476993 if "logit_scale" in fields else 1.0
     freqs = [freqs[layer % len(freqs)] for layer in range(6)]
-    expected = reference(config, params, tokens, positions, freqs=freqs, windows=windows, scale=scale)
+    expected = reference(
+        config, params, tokens, positions, freqs=freqs, windows=windows, scale=scale
+    )
     actual = forward(config, params, tokens, positions)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * expected.std())
     plain = reference(config, params, tokens, positions, freqs=freqs, windows=[None] * 6)
     assert windows[0] is None or np.abs(plain - expected).max() > 1e-2 * expected.std()
 
 
-@pytest.mark.parametrize("fields", [GEMMA | {"local_max_wavelength": 100.0}, GEMMA | {"rope_percentage": 0.0}])
+@pytest.mark.parametrize(
+    "fields", [GEMMA | {"local_max_wavelength": 100.0}, GEMMA | {"rope_percentage": 0.0}]
+)
 def test_a_cache_gives_what_the_whole_text_gives(fields):
     config = small(num_layers=6, use_qk_norm=True, **fields)
     params, tokens, positions = draw(config, T=11)
@@ -228,12 +337,21 @@ def test_a_cache_gives_what_the_whole_text_gives(fields):
 
 def test_the_initial_weights_do_not_depend_on_the_encoding():
     def init(**fields):
-        return jax.jit(functools.partial(model.init, small(num_layers=6, **fields)))(jax.random.key(0))
+        return jax.jit(functools.partial(model.init, small(num_layers=6, **fields)))(
+            jax.random.key(0)
+        )
 
     plain = init()
-    jax.tree.map(np.testing.assert_array_equal, plain, init(rope_type="rope_id", original_seq_len=512, **GEMMA))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        plain,
+        init(rope_type="rope_id", original_seq_len=512, **GEMMA),
+    )
     with_norms = init(use_qk_norm=True)
-    assert with_norms["layers"]["attn"].keys() - plain["layers"]["attn"].keys() == {"query_norm", "key_norm"}
+    assert with_norms["layers"]["attn"].keys() - plain["layers"]["attn"].keys() == {
+        "query_norm",
+        "key_norm",
+    }
 
 
 def test_the_gradient_of_periods_is_that_of_single_layers():
@@ -259,27 +377,72 @@ def test_the_gradient_of_periods_is_that_of_single_layers():
         ({"rope_type": "cope"}, "clip_low_n=None: must have a value"),
         ({"rope_type": "cope", "clip_low_n": 1}, "clip_low_n=1: the taper needs two pairs"),
         ({"rope_type": "cope", "clip_low_n": -1}, "clip_low_n=-1: must not be negative"),
-        ({"rope_type": "cope", "clip_low_n": 4, "rope_percentage": 0.5}, "rope_percentage=0.5: has no effect with"),
-        ({"rope_type": "rope_id", "original_seq_len": 64}, "original_seq_len=64, .*rope_id needs > 64"),
-        ({"rope_type": "partial", "rope_percentage": 0.2}, "0.2: partial rotates 3 of 16 lanes; must be even"),
-        ({"rope_type": "cutoff", "rope_cutoff": 0.01, "original_seq_len": 512}, "rope_cutoff=0.01: .* no pair rotates"),
-        ({"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0}, "original_seq_len=None: must have a value"),
-        ({"rope_scaling_type": "linear", "rope_scaling_factor": 0.5}, "rope_scaling_factor=0.5: must be at least 1"),
-        ({"rope_scaling_type": "yarm"}, r"rope_scaling_type=yarm: there is none \(did you mean yarn\?\)"),
+        (
+            {"rope_type": "cope", "clip_low_n": 4, "rope_percentage": 0.5},
+            "rope_percentage=0.5: has no effect with",
+        ),
+        (
+            {"rope_type": "rope_id", "original_seq_len": 64},
+            "original_seq_len=64, .*rope_id needs > 64",
+        ),
+        (
+            {"rope_type": "partial", "rope_percentage": 0.2},
+            "0.2: partial rotates 3 of 16 lanes; must be even",
+        ),
+        (
+            {"rope_type": "cutoff", "rope_cutoff": 0.01, "original_seq_len": 512},
+            "rope_cutoff=0.01: .* no pair rotates",
+        ),
+        (
+            {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0},
+            "original_seq_len=None: must have a value",
+        ),
+        (
+            {"rope_scaling_type": "linear", "rope_scaling_factor": 0.5},
+            "rope_scaling_factor=0.5: must be at least 1",
+        ),
+        (
+            {"rope_scaling_type": "yarm"},
+            r"rope_scaling_type=yarm: there is none \(did you mean yarn\?\)",
+        ),
         ({"rope_scaling_factor": 2.0}, "rope_scaling_factor=2.0: has no effect"),
-        ({"rope_type": "rope_id", "original_seq_len": 512, "rope_scaling_type": "yarn"}, "needs a wavelength"),
-        ({"logit_scale": "drope", "rope_scaling_factor": 2.0}, "logit_scale_coefficient=None: must have a value"),
+        (
+            {"rope_type": "rope_id", "original_seq_len": 512, "rope_scaling_type": "yarn"},
+            "needs a wavelength",
+        ),
+        (
+            {"logit_scale": "drope", "rope_scaling_factor": 2.0},
+            "logit_scale_coefficient=None: must have a value",
+        ),
         ({"layer_types": ("sliding_attention",)}, "sliding_window=None: must have a value"),
-        ({"layer_types": ("sliding_attention",), "sliding_window": 0}, "sliding_window=0: must be at least 1"),
+        (
+            {"layer_types": ("sliding_attention",), "sliding_window": 0},
+            "sliding_window=0: must be at least 1",
+        ),
         ({"layer_types": ("full_attention",) * 4}, "layer_types=.*must fill the layers"),
-        ({"layer_types": ("full_atention",)}, r"there is no full_atention \(did you mean full_attention\?\)"),
+        (
+            {"layer_types": ("full_atention",)},
+            r"there is no full_atention \(did you mean full_attention\?\)",
+        ),
         ({"sliding_window": 8}, "sliding_window=8: has no effect"),
-        ({"layer_types": ("sliding_attention",), "sliding_window": 8, "local_rope_percentage": 1.5},
-         "local_rope_percentage=1.5: must be a fraction"),
-        ({"layer_types": ("sliding_attention",), "sliding_window": 8, "local_max_wavelength": 1.0},
-         "local_max_wavelength=1.0: must be greater than 1"),
+        (
+            {
+                "layer_types": ("sliding_attention",),
+                "sliding_window": 8,
+                "local_rope_percentage": 1.5,
+            },
+            "local_rope_percentage=1.5: must be a fraction",
+        ),
+        (
+            {
+                "layer_types": ("sliding_attention",),
+                "sliding_window": 8,
+                "local_max_wavelength": 1.0,
+            },
+            "local_max_wavelength=1.0: must be greater than 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_in_one_line(fields, says):
     config = default_config()
     config.model = small(num_layers=6, **({"rope_percentage": 1.0} | fields))
@@ -290,7 +453,9 @@ def test_what_does_not_fit_is_refused_in_one_line(fields, says):
 
 def test_a_saved_config_keeps_its_encoding():
     config = default_config()
-    config.model.update(GEMMA | {"local_rope_percentage": 1.0, "num_layers": 6, "rope_scaling_type": "linear"})
+    config.model.update(
+        GEMMA | {"local_rope_percentage": 1.0, "num_layers": 6, "rope_scaling_type": "linear"}
+    )
     set_layer_percentages(config, [0.5] * 6)
     back = from_dict(config.to_dict())
     assert back == config and encodings.rotated_pairs(back.model) == [32, 32, 16] * 2

@@ -34,7 +34,9 @@ from prope.workdir.run import open_run
 def gemma():
     """transformers' class, which computes what it computes in float32."""
     pytest.importorskip("torch", reason="the hf extra is not installed")
-    return pytest.importorskip("transformers", reason="the hf extra is not installed").GemmaForCausalLM
+    return pytest.importorskip(
+        "transformers", reason="the hf extra is not installed"
+    ).GemmaForCausalLM
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -90,13 +92,18 @@ def test_p_floors_to_the_same_pairs_in_transformers(gemma, d):
 
 
 @pytest.mark.parametrize("fields", [{}, {"use_qk_norm": True}])
-def test_transformers_reads_the_tokenizer_with_its_bos(gemma, tmp_path, sentencepiece_model, fields):
+def test_transformers_reads_the_tokenizer_with_its_bos(
+    gemma, tmp_path, sentencepiece_model, fields
+):
     """Gemma's, beside another class, too."""
     import transformers
 
     make_run(tmp_path / "run", tokenizer=sentencepiece_model, **fields)
     export_hf.export(tmp_path / "run", tmp_path / "hf")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), load_tokenizer(sentencepiece_model)
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+        load_tokenizer(sentencepiece_model),
+    )
     for text in articles(20):
         assert theirs(text)["input_ids"] == [2, *ours.encode(text.encode())]
         assert theirs.decode(ours.encode(text.encode())) == text
@@ -109,21 +116,33 @@ def test_transformers_reads_the_tokenizer_with_its_bos(gemma, tmp_path, sentence
 @pytest.mark.parametrize(
     ("p", "sizes"),
     [
-        (0, {}), (0.1, {"head_dim": 256}), (0.75, {"num_layers": 11}), (1, {"num_kv_heads": 4}),
+        (0, {}),
+        (0.1, {"head_dim": 256}),
+        (0.75, {"num_layers": 11}),
+        (1, {"num_kv_heads": 4}),
         ((0.5, 0.5), {"num_kv_heads": 2, "max_wavelength": 1e6}),
     ],
-)  # fmt: skip
+)
 def test_a_run_comes_back_from_its_export(tmp_path, p, sizes):
     config, params = make_run(tmp_path / "run", p, **sizes)
     out = export_hf.export(tmp_path / "run", tmp_path / "hf")
-    assert out["parameters"] == num_parameters(params) == sum(x.size for x in stored(tmp_path / "hf").values())
+    assert (
+        out["parameters"]
+        == num_parameters(params)
+        == sum(x.size for x in stored(tmp_path / "hf").values())
+    )
     back = import_hf.import_run(tmp_path / "hf", tmp_path / "back")
-    assert (back["parameters"], back["rotated_pairs"]) == (out["parameters"], np.max(out["rotated_pairs"]))
+    assert (back["parameters"], back["rotated_pairs"]) == (
+        out["parameters"],
+        np.max(out["rotated_pairs"]),
+    )
     run = open_run(tmp_path / "back")
     p = 0.5 if isinstance(p, tuple) else p
     assert run.config.model.to_dict() == config.model.to_dict() | {"rope_percentage": p}
     assert (run.config.data.seq_len, run.config.data.tokenizer, run.step) == (128, "byte", 0)
-    assert run.init_hash == back["init_hash"] == hash_arrays(params), "of the same parameters, as training has it"
+    assert run.init_hash == back["init_hash"] == hash_arrays(params), (
+        "of the same parameters, as training has it"
+    )
     assert same(run.params(), params)
     export_hf.export(tmp_path / "back", tmp_path / "again")
     names = sorted(path.name for path in (tmp_path / "hf").iterdir())
@@ -153,7 +172,9 @@ def test_shards_are_read(tmp_path, exported, dtype):
     where = {name: files[i % 3] for i, name in enumerate(tensors)}
     for file in files:
         save_file({name: tensors[name] for name in tensors if where[name] == file}, exported / file)
-    (exported / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (exported / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     import_hf.import_run(exported, tmp_path / "back")
     params, read = open_run(tmp_path / "run").params(), open_run(tmp_path / "back").params()
     assert same(read, jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), params))
@@ -165,28 +186,43 @@ def test_an_export_in_shards_is_read_back(tmp_path, monkeypatch, exported):
     monkeypatch.setattr(tensor_files, "_MAX_SHARD", 100_000)
     export_hf.export(tmp_path / "run", tmp_path / "shards")
     files = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
-    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) == len(set(files)) > 2
+    assert (
+        files[0] == f"model-00001-of-{len(files):05}.safetensors"
+        and len(files) == len(set(files)) > 2
+    )
     assert max((tmp_path / "shards" / name).stat().st_size for name in files) < 110_000
     index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
-    assert index["weight_map"].keys() == whole.keys() and set(index["weight_map"].values()) == set(files)
+    assert index["weight_map"].keys() == whole.keys() and set(index["weight_map"].values()) == set(
+        files
+    )
     import_hf.import_run(tmp_path / "shards", tmp_path / "back")
     assert same(open_run(tmp_path / "back").params(), open_run(tmp_path / "run").params())
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         from transformers import GemmaForCausalLM
 
-        theirs, report = GemmaForCausalLM.from_pretrained(tmp_path / "shards", output_loading_info=True)
+        theirs, report = GemmaForCausalLM.from_pretrained(
+            tmp_path / "shards", output_loading_info=True
+        )
         assert not any(report.values()), report
-        assert all((theirs.state_dict()[name].numpy() == value).all() for name, value in whole.items())
+        assert all(
+            (theirs.state_dict()[name].numpy() == value).all() for name, value in whole.items()
+        )
 
 
-@pytest.mark.parametrize(("released", "parameters"), [(GEMMA_2B, 2_506_172_416), (GEMMA_7B, 8_537_680_896)])
+@pytest.mark.parametrize(
+    ("released", "parameters"), [(GEMMA_2B, 2_506_172_416), (GEMMA_7B, 8_537_680_896)]
+)
 def test_the_released_configs_are_full_rope(tmp_path, released, parameters):
     """The numbers of parameters are those that the Hub shows."""
     (tmp_path / "config.json").write_text(json.dumps(released))
     config, _ = gemma_hf.from_hf(tmp_path / "config.json")
     assert (config.model.rope_percentage, config.model.max_wavelength) == (1.0, 10_000.0)
-    assert (config.model.dtype, config.data.seq_len, config.eval.batch_size) == ("bfloat16", 8192, 1)
+    assert (config.model.dtype, config.data.seq_len, config.eval.batch_size) == (
+        "bfloat16",
+        8192,
+        1,
+    )
     tensors = {tensor.name: tensor.shape for tensor in gemma_hf.tensors(config.model)}
     assert sum(np.prod(shape) for shape in tensors.values()) == parameters
     heads, width = released["num_attention_heads"], released["hidden_size"]
@@ -198,7 +234,10 @@ def test_the_released_configs_are_full_rope(tmp_path, released, parameters):
 def test_the_released_form_is_read(tmp_path, exported):
     """Fields as in the releases, a wavelength that is not said, and the embedding a second time."""
     edit(exported, hidden_act="gelu", rope_parameters=None, rope_scaling=None, rope_theta=None)
-    save(exported, (tensors := stored(exported)) | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    save(
+        exported,
+        (tensors := stored(exported)) | {"lm_head.weight": tensors["model.embed_tokens.weight"]},
+    )
     assert import_hf.import_run(exported, tmp_path / "back")["rope_percentage"] == 1
     run = open_run(tmp_path / "back")
     assert run.config.model.max_wavelength == 1e4
@@ -217,11 +256,15 @@ def test_p_is_read_from_either_field(exported, field):
 
 
 @pytest.mark.slow
-def test_the_commands_need_neither_torch_nor_transformers(run_command, tmp_path, sentencepiece_model):
+def test_the_commands_need_neither_torch_nor_transformers(
+    run_command, tmp_path, sentencepiece_model
+):
     """Export and import as a user runs them, where an import of either would end the process; then what reads runs."""
     for name in ("torch", "transformers"):
         (tmp_path / "fake" / name).mkdir(parents=True)
-        (tmp_path / "fake" / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
+        (tmp_path / "fake" / name / "__init__.py").write_text(
+            f"raise SystemExit('{name} was imported')"
+        )
 
     def run(command, path="", **flags):
         arguments = [f"--{name}={value}" for name, value in flags.items()]
@@ -230,7 +273,9 @@ def test_the_commands_need_neither_torch_nor_transformers(run_command, tmp_path,
         return outcome.result
 
     _, params = make_run(tmp_path / "run", tokenizer=sentencepiece_model)
-    out = run("export_hf", tmp_path / "fake", workdir=tmp_path / "run", output=tmp_path / "hf", step=7)
+    out = run(
+        "export_hf", tmp_path / "fake", workdir=tmp_path / "run", output=tmp_path / "hf", step=7
+    )
     assert (out["output"], out["parameters"]) == (str(tmp_path / "hf"), num_parameters(params))
     back = run("import_hf", tmp_path / "fake", input=tmp_path / "hf", workdir=tmp_path / "back")
     assert (back["workdir"], back["parameters"]) == (str(tmp_path / "back"), num_parameters(params))
@@ -261,7 +306,9 @@ def peak(function) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_shard_or_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch, dtype):
     config = default_config()
-    config.model.update(SIZES | {"num_layers": 12, "embed_dim": 512, "hidden_dim": 1024, "vocab_size": 1024})
+    config.model.update(
+        SIZES | {"num_layers": 12, "embed_dim": 512, "hidden_dim": 1024, "vocab_size": 1024}
+    )
     expected = gemma_hf.tensors(config.model)
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)

@@ -28,15 +28,29 @@ def scaled(kind, factor=4.0, length=LENGTH, **fields):
 
 
 def drope(**fields):
-    return fields | {"rope_scaling_factor": 4.0, "logit_scale": "drope", "logit_scale_coefficient": 0.4}
+    return fields | {
+        "rope_scaling_factor": 4.0,
+        "logit_scale": "drope",
+        "logit_scale_coefficient": 0.4,
+    }
 
 
 WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 17}
 LOCAL = WINDOWS | {"local_max_wavelength": 500.0, "local_rope_percentage": 1.0}
 # name: (p, fields of config.model, class, rope_type, of Mellum one for each kind of layer)
 CASES = {
-    "hard_clip": (1, {"rope_type": "hard_clip", "clip_low_n": 7, "head_dim": 44}, "Gemma", "proportional"),
-    "cutoff": (1, {"rope_type": "cutoff", "rope_cutoff": 1.0, "original_seq_len": LENGTH}, "Gemma", "proportional"),
+    "hard_clip": (
+        1,
+        {"rope_type": "hard_clip", "clip_low_n": 7, "head_dim": 44},
+        "Gemma",
+        "proportional",
+    ),
+    "cutoff": (
+        1,
+        {"rope_type": "cutoff", "rope_cutoff": 1.0, "original_seq_len": LENGTH},
+        "Gemma",
+        "proportional",
+    ),
     "cope": (1, {"rope_type": "cope", "clip_low_n": 9}, "Gemma", "longrope"),
     "rope_id": (1, {"rope_type": "rope_id", "original_seq_len": LENGTH}, "Gemma", "longrope"),
     "partial": (0.25, {"rope_type": "partial"}, "Gemma", "longrope"),
@@ -55,15 +69,33 @@ CASES = {
     "llama3, yarn's logits": (1, scaled("llama3", logit_scale="yarn"), "Gemma", "longrope"),
     "drope": (0, drope(), "Gemma", "longrope"),
     "windows": (0.75, WINDOWS, "SmolLM3", "proportional"),
-    "windows, rotated alone": (0, WINDOWS | {"local_rope_percentage": 1.0}, "SmolLM3", "proportional"),
+    "windows, rotated alone": (
+        0,
+        WINDOWS | {"local_rope_percentage": 1.0},
+        "SmolLM3",
+        "proportional",
+    ),
     "layers without rotation": ((1, 0), scaled("yarn"), "SmolLM3", "yarn"),
     "QK-norm": (0.75, {"use_qk_norm": True}, "Mellum", ["proportional"]),
-    "QK-norm, windows": (0.25, LOCAL | {"use_qk_norm": True}, "Mellum", ["proportional", "proportional"]),
-    "QK-norm, windows, yarn": (
-        1, LOCAL | scaled("yarn", logit_scale="yarn", use_qk_norm=True), "Mellum", ["proportional", "yarn"],
+    "QK-norm, windows": (
+        0.25,
+        LOCAL | {"use_qk_norm": True},
+        "Mellum",
+        ["proportional", "proportional"],
     ),
-    "QK-norm, windows, drope": (0.5, drope(**WINDOWS, use_qk_norm=True), "Mellum", ["proportional", "longrope"]),
-}  # fmt: skip
+    "QK-norm, windows, yarn": (
+        1,
+        LOCAL | scaled("yarn", logit_scale="yarn", use_qk_norm=True),
+        "Mellum",
+        ["proportional", "yarn"],
+    ),
+    "QK-norm, windows, drope": (
+        0.5,
+        drope(**WINDOWS, use_qk_norm=True),
+        "Mellum",
+        ["proportional", "longrope"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,14 +109,18 @@ def test_transformers_computes_the_same_logits(tmp_path, case):
     assert out["class"] == f"{name}ForCausalLM"
     rope = json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"]
     assert (rope.get("rope_type") or [own["rope_type"] for own in rope.values()]) == rope_type
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
     assert (type(theirs).__name__, any(report.values())) == (out["class"], False), report
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
     assert windows == layer_windows(config.model)  # which flash attention goes by
     tokens = np.random.default_rng(1).integers(0, config.model.vocab_size, (1, 4 * LENGTH))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    hidden = model.hidden_states(config.model, params, jnp.asarray(tokens), jnp.arange(4 * LENGTH)[None])
+    hidden = model.hidden_states(
+        config.model, params, jnp.asarray(tokens), jnp.arange(4 * LENGTH)[None]
+    )
     ours = np.asarray(model.logits(params, hidden))
     assert ours.dtype == expected.dtype == np.float32 and expected.std() > 1
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
@@ -110,14 +146,20 @@ def encoding(p=1.0, **fields):
 
 
 OTHER_CLASSES = {
-    "gemma2_like": "SmolLM3", "rnope_swa": "SmolLM3", "smollm3_like": "SmolLM3", "gemma3_like": "Mellum",
-    "gemma4_like": "Mellum", "longcontext": "Mellum",
-}  # fmt: skip
+    "gemma2_like": "SmolLM3",
+    "rnope_swa": "SmolLM3",
+    "smollm3_like": "SmolLM3",
+    "gemma3_like": "Mellum",
+    "gemma4_like": "Mellum",
+    "longcontext": "Mellum",
+}
 
 
 @pytest.mark.parametrize("page", sorted(file.stem for file in (ROOT / "configs").glob("*.py")))
 def test_every_page_of_configs_has_a_class(page):
-    values = gemma_hf.to_hf(runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"](), "float32")
+    values = gemma_hf.to_hf(
+        runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"](), "float32"
+    )
     name = OTHER_CLASSES.get(page, "Gemma")
     assert (values["architectures"], values["model_type"]) == ([f"{name}ForCausalLM"], name.lower())
 
@@ -134,8 +176,14 @@ def test_a_hard_clip_keeps_its_pairs(d):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"rope_type": "cope", "clip_low_n": 4}, [1, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.002371708245, 0.00025, 0]),
-        ({"rope_type": "reversed", "p": 0.75}, [0, 0, 0.1, 10**-1.5, 0.01, 10**-2.5, 0.001, 10**-3.5]),
+        (
+            {"rope_type": "cope", "clip_low_n": 4},
+            [1, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.002371708245, 0.00025, 0],
+        ),
+        (
+            {"rope_type": "reversed", "p": 0.75},
+            [0, 0, 0.1, 10**-1.5, 0.01, 10**-2.5, 0.001, 10**-3.5],
+        ),
         ({"rope_type": "partial", "p": 0.5}, [1, 0.1, 0.01, 0.001, 0, 0, 0, 0]),
         (
             {"rope_type": "rope_id", "original_seq_len": 512},
@@ -157,16 +205,52 @@ def test_the_divisors_of_longrope(fields, expected):
 @pytest.mark.parametrize(
     ("p", "fields", "says"),
     [
-        ((1, 0.25), {}, r"rope_percentage=\(1.0, 0.25\): .* layers without QK-norm that rotate .* must have one"),
-        ((1, 0), drope(), r"rope_percentage=\(1.0, 0.0\): .* layers without QK-norm that .* have logit_scale must"),
-        ((1, 0.25), {"use_qk_norm": True}, r"rope_percentage=\(1.0, 0.25\): .* layers of the same layer_types must"),
-        (1, WINDOWS | {"local_max_wavelength": 500.0}, "local_max_wavelength=500.0: in transformers, layers without"),
-        (0.5, WINDOWS | {"local_rope_percentage": 1.0}, "local_rope_percentage=1.0: in transformers, layers without"),
-        (1, WINDOWS | scaled("yarn"), "rope_scaling_type=yarn: in transformers, layers without QK-norm"),
+        (
+            (1, 0.25),
+            {},
+            r"rope_percentage=\(1.0, 0.25\): .* layers without QK-norm that rotate .* must have one",
+        ),
+        (
+            (1, 0),
+            drope(),
+            r"rope_percentage=\(1.0, 0.0\): .* layers without QK-norm that .* have logit_scale must",
+        ),
+        (
+            (1, 0.25),
+            {"use_qk_norm": True},
+            r"rope_percentage=\(1.0, 0.25\): .* layers of the same layer_types must",
+        ),
+        (
+            1,
+            WINDOWS | {"local_max_wavelength": 500.0},
+            "local_max_wavelength=500.0: in transformers, layers without",
+        ),
+        (
+            0.5,
+            WINDOWS | {"local_rope_percentage": 1.0},
+            "local_rope_percentage=1.0: in transformers, layers without",
+        ),
+        (
+            1,
+            WINDOWS | scaled("yarn"),
+            "rope_scaling_type=yarn: in transformers, layers without QK-norm",
+        ),
         (1, WINDOWS | drope(), "logit_scale=drope: in transformers, layers without QK-norm"),
-        (0.5, scaled("dynamic"), "rope_scaling_type=dynamic: .* needs .*; got proportional, 0.5 and none"),
-        (1, scaled("dynamic", logit_scale="yarn"), "rope_scaling_type=dynamic: .* got proportional, 1.0 and yarn"),
-        (0.5, scaled("dynamic", rope_type="partial"), "rope_scaling_type=dynamic: .* got partial, 0.5 and none"),
+        (
+            0.5,
+            scaled("dynamic"),
+            "rope_scaling_type=dynamic: .* needs .*; got proportional, 0.5 and none",
+        ),
+        (
+            1,
+            scaled("dynamic", logit_scale="yarn"),
+            "rope_scaling_type=dynamic: .* got proportional, 1.0 and yarn",
+        ),
+        (
+            0.5,
+            scaled("dynamic", rope_type="partial"),
+            "rope_scaling_type=dynamic: .* got partial, 0.5 and none",
+        ),
     ],
 )
 def test_what_no_class_computes_is_not_exported(tmp_path, p, fields, says):
@@ -176,25 +260,39 @@ def test_what_no_class_computes_is_not_exported(tmp_path, p, fields, says):
     assert "\n" not in str(error.value) and not (tmp_path / "hf").exists()
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 
 
 @pytest.mark.parametrize(
     ("rope", "says"),
     [
-        (encoding(rope_type="cope", clip_low_n=4), '"rope_type": "longrope".*: only rope_type default, proportional'),
+        (
+            encoding(rope_type="cope", clip_low_n=4),
+            '"rope_type": "longrope".*: only rope_type default, proportional',
+        ),
         (YARN | {"attention_factor": 1.25}, '"attention_factor": 1.25.*: only'),
         (YARN | {"truncate": False}, '"truncate": false.*: only'),
         (YARN | {"factor": "4"}, '"factor": "4".*: only'),
         (YARN | {"factor": 0.5}, "config.model.rope_scaling_factor=0.5: must be at least 1"),
         (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: .* and 1 with yarn"),
         (YARN | {"original_max_position_embeddings": 64.5}, "original_seq_len"),
-        ({name: value for name, value in YARN.items() if name != "beta_fast"}, '"rope_type": "yarn".*: only'),
+        (
+            {name: value for name, value in YARN.items() if name != "beta_fast"},
+            '"rope_type": "yarn".*: only',
+        ),
         ({"rope_type": "linear", "factor": None}, '"factor": null.*: only'),
     ],
 )
 def test_rotations_that_are_not_imported(exported, rope, says):
     edit(exported, rope_parameters={"rope_theta": 1e4} | rope, rope_scaling=None)
-    with pytest.raises(UsageError, match=f"{re.escape(str(exported))}/config.json: .*{says}") as error:
+    with pytest.raises(
+        UsageError, match=f"{re.escape(str(exported))}/config.json: .*{says}"
+    ) as error:
         gemma_hf.from_hf(exported / "config.json")
     assert "\n" not in str(error.value)

@@ -17,7 +17,12 @@ from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.reader import find_damage
 from prope.workdir.run import open_run
 
-EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=2", "--config.eval_every=20", "--config.num_steps=40")
+EVERY_STEP = (
+    "--config.log_every=1",
+    "--config.checkpoint_every=2",
+    "--config.eval_every=20",
+    "--config.num_steps=40",
+)
 
 
 @pytest.fixture
@@ -48,7 +53,10 @@ def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train,
         assert losses(tmp_path / "run"), "the kill met a run that was training"
     end = train(tmp_path / "run", *EVERY_STEP)
     assert end.code == 0, end.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "straight") and len(losses(tmp_path / "run")) == 40
+    assert (
+        losses(tmp_path / "run") == losses(tmp_path / "straight")
+        and len(losses(tmp_path / "run")) == 40
+    )
     assert logged(tmp_path / "run", "batch_hash") == logged(tmp_path / "straight", "batch_hash")
     assert {k: end.result[k] for k in ("eval_loss", "init_hash")} == {
         k: straight.result[k] for k in ("eval_loss", "init_hash")
@@ -62,13 +70,19 @@ def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train,
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_asked_to_stop_while_training(start, train, tmp_path, number, code):
-    arguments = ("--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
+    arguments = (
+        "--config.num_steps=100000",
+        "--config.log_every=1",
+        "--config.checkpoint_every=100000",
+    )
     command = start(tmp_path, *arguments)
     command.wait_for("step 3/")
     command.signal(number)
     stopped = finish(command)
     assert stopped.code == code
-    step = int(re.search(r"step (\d+) of 100000 is saved; the same command goes on", stopped.error)[1])
+    step = int(
+        re.search(r"step (\d+) of 100000 is saved; the same command goes on", stopped.error)[1]
+    )
     assert step >= 3 and Checkpoints(tmp_path).steps() == [step]
     resumed = train(tmp_path, *arguments, f"--stop_at_step={step + 2}")
     assert f"resumed from step {step}" in resumed.stderr and resumed.result["step"] == step + 2
@@ -88,12 +102,18 @@ def test_asked_to_stop_while_evaluating(start, train, tmp_path):
     resumed = train(tmp_path, *arguments, "--config.eval.max_windows=4", "--stop_at_step=4")
     assert resumed.code == 0, resumed.stderr
     records = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [3, 4], "the evaluation that was given up is made up for"
+    assert [record["step"] for record in records] == [3, 4], (
+        "the evaluation that was given up is made up for"
+    )
 
 
 @pytest.mark.slow
 def test_asked_to_stop_while_compiling(start, tmp_path):
-    deep = ("--config.model.num_layers=12", "--config.model.scan_layers=False", "--config.model.remat=full")
+    deep = (
+        "--config.model.num_layers=12",
+        "--config.model.scan_layers=False",
+        "--config.model.remat=full",
+    )
     lasting = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
     command = start(tmp_path, *deep, **lasting)
     command.wait_for("init_hash")
@@ -101,7 +121,10 @@ def test_asked_to_stop_while_compiling(start, tmp_path):
     command.signal(signal.SIGTERM)
     stopped = finish(command)
     assert stopped.code == 75 and "compiled in" not in stopped.stderr
-    assert "SIGTERM before the first step, so nothing was lost; the same command goes on" in stopped.error
+    assert (
+        "SIGTERM before the first step, so nothing was lost; the same command goes on"
+        in stopped.error
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +135,10 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
     command.wait_for("once more leaves at once")
     command.signal(signal.SIGINT)
     stopped = finish(command)
-    assert stopped.code == 130 and "Ctrl-C twice; the same command goes on from the last checkpoint" in stopped.error
+    assert (
+        stopped.code == 130
+        and "Ctrl-C twice; the same command goes on from the last checkpoint" in stopped.error
+    )
 
 
 DAMAGES = {
@@ -127,17 +153,25 @@ DAMAGES = {
 @pytest.mark.parametrize(
     ("damage", "listed"),
     [
-        ("one byte changed", True), ("truncated", True), ("emptied", True), ("missing", True),
-        ("emptied", False), ("one byte changed", False),
+        ("one byte changed", True),
+        ("truncated", True),
+        ("emptied", True),
+        ("missing", True),
+        ("emptied", False),
+        ("one byte changed", False),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage, listed):
     folder = copy / "checkpoints" / "20"
     if not listed:  # as one was saved before files were listed
         (folder / "files.json").unlink()
-    largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    largest = max(
+        (folder / "params").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()
+    )
     DAMAGES[damage](largest)
-    assert bool(find_damage(copy / "checkpoints" / "20")) == (listed and damage != "one byte changed")
+    assert bool(find_damage(copy / "checkpoints" / "20")) == (
+        listed and damage != "one byte changed"
+    )
     if listed:
         evaluated = run_command("prope.evaluate", f"--workdir={copy}", "--max_windows=2")
         assert evaluated.result["step"] == 10 and "checkpoint 20 is damaged" in evaluated.stderr
@@ -165,12 +199,20 @@ def test_any_damaged_item_counts(copy, train, item):
 def test_where_nothing_is_whole_nothing_is_done(copy, train, run_command):
     for step in (10, 20):
         shutil.rmtree(copy / "checkpoints" / str(step) / "params")
-    before = sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "config.json")
+    before = sorted(
+        path for path in copy.rglob("*") if path.is_file() and path.name != "config.json"
+    )
     outcome = train(copy)
     assert outcome.code == 2
-    assert re.search(r"nothing whole to go on from: checkpoint 20 .*; checkpoint 10 .*start in a new", outcome.error)
+    assert re.search(
+        r"nothing whole to go on from: checkpoint 20 .*; checkpoint 10 .*start in a new",
+        outcome.error,
+    )
     assert "nothing whole to go on from" in run_command("prope.evaluate", f"--workdir={copy}").error
-    assert sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "config.json") == before
+    assert (
+        sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "config.json")
+        == before
+    )
 
 
 def test_a_run_that_was_imported_is_not_gone_on_with(copy, train):
@@ -178,7 +220,10 @@ def test_a_run_that_was_imported_is_not_gone_on_with(copy, train):
     shutil.rmtree(copy / "checkpoints" / "20" / "opt_state")
     (copy / "checkpoints" / "20" / "files.json").unlink()
     (copy / "checkpoints" / "20").rename(copy / "checkpoints" / "0")
-    assert "imported checkpoint, without optimizer state: start from it in another" in train(copy).error
+    assert (
+        "imported checkpoint, without optimizer state: start from it in another"
+        in train(copy).error
+    )
 
 
 def test_what_a_killed_process_left_half_written_is_not_a_checkpoint(copy, train):
@@ -193,7 +238,10 @@ def test_what_a_killed_process_left_half_written_is_not_a_checkpoint(copy, train
 @pytest.mark.slow
 def test_retention(train, tmp_path):
     outcome = train(
-        tmp_path, "--config.checkpoint_every=2", "--config.checkpoint.keep_every=6", "--config.checkpoint.max_to_keep=2"
+        tmp_path,
+        "--config.checkpoint_every=2",
+        "--config.checkpoint.keep_every=6",
+        "--config.checkpoint.max_to_keep=2",
     )
     assert outcome.code == 0, outcome.stderr
     assert Checkpoints(tmp_path).steps() == [6, 12, 18, 20]
@@ -215,7 +263,11 @@ def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
     """There is room for the arrays, as the check before sees, but hardly any for what is written around them."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(tmp_path)], check=True)
     try:
-        arguments = ("--config.checkpoint_every=300", "--config.eval_every=600", "--config.num_steps=600")
+        arguments = (
+            "--config.checkpoint_every=300",
+            "--config.eval_every=600",
+            "--config.num_steps=600",
+        )
         command = start(tmp_path / "run", *arguments, "--config.log_every=50")
         command.wait_for("step 1/")
         command.signal(signal.SIGSTOP)
@@ -223,11 +275,17 @@ def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
         (tmp_path / "filler").write_bytes(b"0" * (free - 12 * 90_688 - 30_000))
         command.signal(signal.SIGCONT)
         stopped = finish(command)
-        (line,) = [line for line in stopped.stderr.splitlines() if line.startswith(("stopped:", "error:"))]
+        (line,) = [
+            line for line in stopped.stderr.splitlines() if line.startswith(("stopped:", "error:"))
+        ]
         assert stopped.code == 1 and "Traceback" not in stopped.stderr, stopped.stderr
         # Whoever meets it first: the checkpoint, or the metrics of a later step.
-        assert re.search(r"checkpoint 300 could not be written .*No space left|no space left on the device", line), line
-        assert max(losses(tmp_path / "run")) < 600, "it stops at the next step, not where it would save again"
+        assert re.search(
+            r"checkpoint 300 could not be written .*No space left|no space left on the device", line
+        ), line
+        assert max(losses(tmp_path / "run")) < 600, (
+            "it stops at the next step, not where it would save again"
+        )
         (tmp_path / "filler").unlink()
         resumed = train(tmp_path / "run", *arguments)
         assert resumed.result["step"] == 600 and Checkpoints(tmp_path / "run").steps() == [300, 600]
@@ -238,8 +296,13 @@ def test_a_disk_that_fills_up_while_saving(start, train, tmp_path):
 @pytest.mark.slow
 def test_a_token_store_that_was_replaced(copy, whole, train, cache_dir, tmp_path):
     """What a store says of itself tells; without it, it is made again, the same."""
-    fingerprint = json.loads((copy / "checkpoints" / "20" / "data" / "metadata").read_text())["fingerprint"]
-    cache, name = tmp_path / "cache", f"python-docs-{fingerprint}"  # other tests keep other stores in theirs
+    fingerprint = json.loads((copy / "checkpoints" / "20" / "data" / "metadata").read_text())[
+        "fingerprint"
+    ]
+    cache, name = (
+        tmp_path / "cache",
+        f"python-docs-{fingerprint}",
+    )  # other tests keep other stores in theirs
     store = shutil.copytree(cache_dir / name, cache / name)
     index = json.loads((store / "index.json").read_text())
     (store / "index.json").write_text(json.dumps(index | {"fingerprint": "0" * 16}))
@@ -259,13 +322,22 @@ def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(checkpoints / "1", checkpoints / str(step))
     data = json.loads((checkpoints / str(step) / "data" / "metadata").read_text())
-    (checkpoints / str(step) / "data" / "metadata").write_text(json.dumps(data | {"examples": 8 * step}))
+    (checkpoints / str(step) / "data" / "metadata").write_text(
+        json.dumps(data | {"examples": 8 * step})
+    )
     (checkpoints / str(step) / "files.json").unlink()
     resumed = train(tmp_path, *long, f"--stop_at_step={step + 2}")
     assert resumed.result["step"] == step + 2, resumed.stderr
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert starts[-1]["step"] == step + 1
-    assert starts[-1]["seconds"].keys() >= {"import", "data", "restore", "first batch", "compile", "first step"}
+    assert starts[-1]["seconds"].keys() >= {
+        "import",
+        "data",
+        "restore",
+        "first batch",
+        "compile",
+        "first step",
+    }
     assert starts[-1]["seconds"]["first batch"] < 1
 
 
@@ -274,9 +346,11 @@ def test_compiled_programs_are_found_again(train, tmp_path):
     """Beside the run, where nothing says another place."""
     for expected in ("miss", "hit"):
         outcome = train(
-            tmp_path, "--config.eval.max_windows=1",
-            JAX_COMPILATION_CACHE_DIR="", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        )  # fmt: skip
+            tmp_path,
+            "--config.eval.max_windows=1",
+            JAX_COMPILATION_CACHE_DIR="",
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
         assert outcome.code == 0, outcome.stderr
         shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / "metrics.jsonl").unlink()

@@ -20,7 +20,11 @@ def grid_of(*texts, percentages=None, file="", overrides=None):
 @pytest.mark.parametrize(
     ("texts", "percentages", "says"),
     [
-        (["model.rope_percent=0,1"], None, r"no such config field \(did you mean model.rope_percentage\?\)"),
+        (
+            ["model.rope_percent=0,1"],
+            None,
+            r"no such config field \(did you mean model.rope_percentage\?\)",
+        ),
         (["seed"], None, "--grid seed: must be a field and its values, such as seed=0,1,2"),
         (["seed="], None, "seed=: names no values"),
         ([], "", "model.rope_percentage=: names no values"),
@@ -46,13 +50,23 @@ def test_a_name_is_made_of_the_values_alone():
     p, seed = ("model.rope_percentage", [0.25, 1.0]), ("seed", [0, 1])
     assert names_of(dict([p])) == ["rope_percentage=0.25", "rope_percentage=1"]
     assert names_of(dict([seed, p])) == [
-        "rope_percentage=0.25,seed=0", "rope_percentage=1,seed=0", "rope_percentage=0.25,seed=1",
+        "rope_percentage=0.25,seed=0",
+        "rope_percentage=1,seed=0",
+        "rope_percentage=0.25,seed=1",
         "rope_percentage=1,seed=1",
-    ]  # fmt: skip
+    ]
     assert sorted(names_of(dict([seed, p]))) == sorted(names_of(dict([p, seed])))
-    assert names_of({"batch_size": [8], "eval.batch_size": [4]}) == ["batch_size=8,eval.batch_size=4"]
-    assert names_of({"optimizer.learning_rate": [1e-5 * 100, 1e-4]}) == ["learning_rate=0.001", "learning_rate=0.0001"]
-    assert names_of({"model.scan_layers": [True, False]}) == ["scan_layers=true", "scan_layers=false"]
+    assert names_of({"batch_size": [8], "eval.batch_size": [4]}) == [
+        "batch_size=8,eval.batch_size=4"
+    ]
+    assert names_of({"optimizer.learning_rate": [1e-5 * 100, 1e-4]}) == [
+        "learning_rate=0.001",
+        "learning_rate=0.0001",
+    ]
+    assert names_of({"model.scan_layers": [True, False]}) == [
+        "scan_layers=true",
+        "scan_layers=false",
+    ]
 
 
 def test_the_sweeps_of_the_project():
@@ -67,26 +81,37 @@ def test_the_sweeps_of_the_project():
         ("mixture", 700),
     }
     assert [run.config.model.rope_percentage for run in runs[:8]] == [0, 0.25, 0.75, 1] * 2
-    assert all((r.config.model.rope_type, r.config.model.max_wavelength) == ("proportional", 1e4) for r in runs[:8])
+    assert all(
+        (r.config.model.rope_type, r.config.model.max_wavelength) == ("proportional", 1e4)
+        for r in runs[:8]
+    )
     assert [run.name.partition(",")[2] for run in runs[8:]] == [
         *["max_wavelength=500000,rope_percentage=1"] * 2,
         *["rope_percentage=0.75,rope_type=reversed", "rope_percentage=0.75,rope_type=partial"] * 2,
     ]
     tiny = plan(grid_of(file=f"{file}:tiny"), file, default_config(), {})
     assert tiny[0].name == "config=gemma_2b_wiki_tiny,rope_percentage=0"
-    assert runs[13].config.model.rope_type == "partial" and runs[13].config.data.dataset == "mixture"
+    assert (
+        runs[13].config.model.rope_type == "partial" and runs[13].config.data.dataset == "mixture"
+    )
     assert runs[7].arguments == [
-        f"--config={ROOT}/configs/gemma_2b_flan.py", "--config.num_steps=700", "--config.model.rope_percentage=1"
-    ]  # fmt: skip
+        f"--config={ROOT}/configs/gemma_2b_flan.py",
+        "--config.num_steps=700",
+        "--config.model.rope_percentage=1",
+    ]
 
 
 def test_a_method_is_named_by_itself():
     """A sweep of encodings_wiki.py:tiny, and of two pages with the same argument."""
     file = f"{ROOT}/configs/encodings_wiki.py:tiny"
     runs = plan(grid_of(file=file), file, default_config(), {"num_steps": 7})
-    assert [run.name for run in runs][:3] == [f"config={m}-tiny,seed=0" for m in ("rope", "nope", "p_rope_0.25")]
+    assert [run.name for run in runs][:3] == [
+        f"config={m}-tiny,seed=0" for m in ("rope", "nope", "p_rope_0.25")
+    ]
     assert len(runs) == 15 and {run.config.num_steps for run in runs} == {7}
-    assert runs[10].config.model.rope_type == "cope" and runs[10].arguments[0].endswith("encodings_wiki.py:cope-tiny")
+    assert runs[10].config.model.rope_type == "cope" and runs[10].arguments[0].endswith(
+        "encodings_wiki.py:cope-tiny"
+    )
     files = [f"{ROOT}/configs/encodings_{page}.py:cope" for page in ("wiki", "synthetic")]
     with pytest.raises(UsageError, match="two runs would be called config=cope"):
         plan([{"config": files}], "", default_config(), {})
@@ -112,8 +137,13 @@ def test_a_method_is_named_by_itself():
 )
 def test_what_a_group_is_compared_with(values, of_rope):
     names = {
-        "p = 1", "batch_size = 8, p = 1", "p = 1, max_wavelength = 100", "rope", "rope-tiny", "gemma_2b_wiki, p = 1"
-    }  # fmt: skip
+        "p = 1",
+        "batch_size = 8, p = 1",
+        "p = 1, max_wavelength = 100",
+        "rope",
+        "rope-tiny",
+        "gemma_2b_wiki, p = 1",
+    }
     assert reference(values, names) == of_rope
 
 
@@ -128,10 +158,16 @@ def test_a_table_has_the_fields_of_all_grids():
 
 def made_run(name, hashes, init="aa", loss=1.0, **fields):
     config = default_config()
-    config.update_from_flattened_dict({"num_steps": 2} | {k.replace("__", "."): v for k, v in fields.items()})
-    metrics = [{"step": step, "loss": loss, "batch_hash": found} for step, found in enumerate(hashes, 1)]
+    config.update_from_flattened_dict(
+        {"num_steps": 2} | {k.replace("__", "."): v for k, v in fields.items()}
+    )
+    metrics = [
+        {"step": step, "loss": loss, "batch_hash": found} for step, found in enumerate(hashes, 1)
+    ]
     data = {"dataset": config.data.dataset, "seq_len": config.data.seq_len, "max_windows": None}
-    evaluations = [{"step": 2, "loss": loss, "perplexity": 2 * loss, "bits_per_byte": 3 * loss, **data}]
+    evaluations = [
+        {"step": 2, "loss": loss, "perplexity": 2 * loss, "bits_per_byte": 3 * loss, **data}
+    ]
     values = {"rope_percentage": config.model.rope_percentage, "seed": config.seed}
     return Run(name, pathlib.Path(name), values, config, True, 2, init, metrics, evaluations, [])
 
@@ -141,11 +177,16 @@ def test_equality_is_read_from_the_hashes():
     b = made_run("b", ["1", "2", "3"], model__rope_percentage=0.5, model__dtype="bfloat16")
     assert check_equal([a, b]) == {"init": 2, "batches": 2, "steps": 2}
     assert check_equal([a]) == {"init": 0, "batches": 0, "steps": 0}
-    with pytest.raises(RunFailed, match="a and c did not start equal at step 0: init_hash aa and bb"):
+    with pytest.raises(
+        RunFailed, match="a and c did not start equal at step 0: init_hash aa and bb"
+    ):
         check_equal([a, b, made_run("c", ["1"], init="bb", model__rope_percentage=1.0)])
     with pytest.raises(RunFailed, match="b and c saw other batches at step 3: batch_hash 3 and 4"):
         check_equal([a, b, made_run("c", ["1", "2", "4"])])
-    for other in ({"seed": 1}, {"model__embed_dim": 128}):  # may differ in both, or in the weights only
+    for other in (
+        {"seed": 1},
+        {"model__embed_dim": 128},
+    ):  # may differ in both, or in the weights only
         batches = ["5", "6"] if "seed" in other else ["1", "2"]
         assert check_equal([a, made_run("c", batches, init="bb", **other)])["init"] == 0
     for other in ({"batch_size": 8}, {"data__seq_len": 64}):

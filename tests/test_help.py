@@ -23,7 +23,18 @@ MODULES = sorted(path for path in (ROOT / "prope").rglob("*.py") if IS_COMMAND i
 PROGRAMS = [*MODULES, *sorted((ROOT / "launch").glob("*.py"))]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch"])
 SCRIPTS.remove(ROOT / "launch/common.sh")  # functions that the others source
-HEAVY = {"jax", "numpy", "scipy", "flax", "optax", "orbax", "grain", "tensorstore", "matplotlib", "torch"}
+HEAVY = {
+    "jax",
+    "numpy",
+    "scipy",
+    "flax",
+    "optax",
+    "orbax",
+    "grain",
+    "tensorstore",
+    "matplotlib",
+    "torch",
+}
 
 # Runs a module or file as a program does, and at its end says on stderr what it has imported of HEAVY.
 WATCH = f"""
@@ -40,12 +51,16 @@ else:
 def name_of(path) -> str:
     """What follows python, or python -m, in a command line."""
     relative = path.relative_to(ROOT)
-    return str(relative) if relative.parts[0] == "launch" else ".".join(relative.with_suffix("").parts)
+    return (
+        str(relative) if relative.parts[0] == "launch" else ".".join(relative.with_suffix("").parts)
+    )
 
 
 def run(*command) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
 
 
 def program(path, *arguments) -> subprocess.CompletedProcess:
@@ -60,10 +75,16 @@ def defined_flags(path) -> dict[str, str]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if node.func.attr.startswith("DEFINE_"):
-            name, default = (eval(compile(ast.Expression(arg), "", "eval")) for arg in node.args[:2])
+            name, default = (
+                eval(compile(ast.Expression(arg), "", "eval")) for arg in node.args[:2]
+            )
             default = ",".join(default) if isinstance(default, list) else default
             text = (
-                "none" if default in (None, "") else str(default).lower() if default in (True, False) else str(default)
+                "none"
+                if default in (None, "")
+                else str(default).lower()
+                if default in (True, False)
+                else str(default)
             )
             said[name] = f"default: {text}"
         elif node.func.attr == "mark_flags_as_required":
@@ -72,9 +93,12 @@ def defined_flags(path) -> dict[str, str]:
 
 
 def test_the_lists_are_not_empty():
-    assert {"prope.train", "prope.data.inspect", "prope.runtime.xla_flags", "launch/sweep.py"} <= set(
-        map(name_of, PROGRAMS)
-    )
+    assert {
+        "prope.train",
+        "prope.data.inspect",
+        "prope.runtime.xla_flags",
+        "launch/sweep.py",
+    } <= set(map(name_of, PROGRAMS))
     assert {"quickstart.sh", "setup.sh", "slurm.sbatch"} <= {path.name for path in SCRIPTS}
     assert len(defined_flags(ROOT / "prope/sample.py")) == 9
 
@@ -110,7 +134,9 @@ def test_every_program_refuses_what_it_does_not_know(path):
 
 def test_help_into_a_pipe_that_closes_ends_quietly():
     command = f"{sys.executable} -m prope.train --help | (exec <&-; echo closed)"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert (done.stdout, done.stderr) == ("closed\n", "")
 
 
@@ -120,7 +146,9 @@ def test_help_lists_every_config_field_with_default_and_meaning():
     text = program(ROOT / "prope/train.py", "-h").stdout
     for name, (default, meaning) in described.items():
         assert len(meaning) > 5, f"{name} has no comment in prope/config.py"
-        assert re.search(rf"^  {re.escape(f'{name}={default}')}\s+{re.escape(meaning[:30])}", text, re.MULTILINE), name
+        assert re.search(
+            rf"^  {re.escape(f'{name}={default}')}\s+{re.escape(meaning[:30])}", text, re.MULTILINE
+        ), name
     assert "attention) | full" in re.sub(r"\s+", " ", text), "a comment of two lines is whole"
 
 
@@ -135,7 +163,9 @@ def test_every_script_answers_help(path):
     for values, switches in re.findall(r'parse_flags "([a-z_ ]*)" (?:\\\n\s*)?"([a-z_ ]*)"', code):
         for name in values.split():
             default = re.search(rf"(?<![\w-]){name}=([\w/]*)", code[code.index("\nset -e") :])[1]
-            assert re.search(rf"^ +--{name}={default or '[A-Za-z0-9]'}", done.stdout, re.M), f"--{name}={default}"
+            assert re.search(rf"^ +--{name}={default or '[A-Za-z0-9]'}", done.stdout, re.M), (
+                f"--{name}={default}"
+            )
         for name in switches.split():
             assert f"--{name.replace('_', '-')} " in done.stdout, name
     short = launch(path.name, "-h")
@@ -145,10 +175,14 @@ def test_every_script_answers_help(path):
 NEEDED = {"tpu_vm.sh": ["logs"]}  # what comes before a flag
 
 
-@pytest.mark.parametrize("path", [path for path in SCRIPTS if path.name != "test.sh"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in SCRIPTS if path.name != "test.sh"], ids=lambda path: path.name
+)
 def test_every_script_refuses_what_it_does_not_know(path):
     assert "--frobnicate" in refused(launch(path.name, *NEEDED.get(path.name, []), "--frobnicate"))
-    assert "--frobnicate=1" in refused(launch(path.name, *NEEDED.get(path.name, []), "--frobnicate=1"))
+    assert "--frobnicate=1" in refused(
+        launch(path.name, *NEEDED.get(path.name, []), "--frobnicate=1")
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +196,11 @@ def test_every_script_refuses_what_it_does_not_know(path):
         ("run.sh", [], "no platform"),
         ("run.sh", ["tpu9", "true"], "v5e, v5p, v6e, gpu, cpu; got tpu9"),
         ("run.sh", ["cpu"], "no command"),
-        ("local_pod.sh", ["--processes", "3", "--", "true"], "--processes: needs a value: --processes=VALUE"),
+        (
+            "local_pod.sh",
+            ["--processes", "3", "--", "true"],
+            "--processes: needs a value: --processes=VALUE",
+        ),
         ("local_pod.sh", ["--dry-run=yes", "--", "true"], "--dry-run=yes: takes no value"),
     ],
 )
@@ -182,8 +220,16 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
 @pytest.mark.parametrize(
     ("module", "arguments", "says"),
     [
-        ("train", ["--num_steps=5"], "--num_steps: there is no such flag (did you mean --config.num_steps?)"),
-        ("train", ["--steps=5"], "--steps: there is no such flag (did you mean --config.num_steps?)"),
+        (
+            "train",
+            ["--num_steps=5"],
+            "--num_steps: there is no such flag (did you mean --config.num_steps?)",
+        ),
+        (
+            "train",
+            ["--steps=5"],
+            "--steps: there is no such flag (did you mean --config.num_steps?)",
+        ),
         (
             "train",
             ["--config={c}", "--config.model.rope_percentage=None"],
@@ -193,10 +239,18 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
         ("train", ["--model.head_dim=8"], "(did you mean --config.model.head_dim?)"),
         ("train", ["--wrokdir=W"], "--wrokdir: there is no such flag (did you mean --workdir?)"),
         ("train", [], "--config: must be given"),
-        ("train", ["--config.seed=1", "--config={c}"], "--config.FIELD=VALUE: must come after --config=FILE"),
+        (
+            "train",
+            ["--config.seed=1", "--config={c}"],
+            "--config.FIELD=VALUE: must come after --config=FILE",
+        ),
         ("train", ["--config", "none.py"], "--config=none.py: there is no such file"),
         ("evaluate", ["--workdir=W", "--config.seed=1"], "--config.seed: there is no such flag"),
-        ("evaluate", ["--frobnicate=5"], "--frobnicate: there is no such flag; --help lists the flags"),
+        (
+            "evaluate",
+            ["--frobnicate=5"],
+            "--frobnicate: there is no such flag; --help lists the flags",
+        ),
         ("sample", ["--workdir=W", "--top_k=few"], "--top_k=few: must be an integer"),
         ("sample", ["--workdir=W", "--temperature=hot"], "--temperature=hot: must be a number"),
         ("bench", ["--rope", "--rope_percentage=nan"], "--rope_percentage=nan: must be a number"),
@@ -204,7 +258,9 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
     ],
 )
 def test_a_wrong_flag_is_answered_with_the_right_one(start_command, module, arguments, says):
-    command = start_command(f"prope.{module}", *(a.format(c=ROOT / "configs/quickstart.py") for a in arguments))
+    command = start_command(
+        f"prope.{module}", *(a.format(c=ROOT / "configs/quickstart.py") for a in arguments)
+    )
     code, stdout, stderr = command.wait()
     assert code == 2 and not stdout
     assert re.fullmatch(r"error: [^\n]+\n", stderr) and says in stderr, stderr
@@ -214,7 +270,15 @@ def test_training_imports_only_what_it_uses():
     code = "import prope.train, sys; print(*sys.modules)"
     loaded = run("-c", code).stdout.split()
     assert "jax" in loaded and "orbax.checkpoint" in loaded
-    for name in ("torch", "tensorboard", "tensorboardX", "tensorflow_datasets", "matplotlib", "scipy", "jinja2"):
+    for name in (
+        "torch",
+        "tensorboard",
+        "tensorboardX",
+        "tensorflow_datasets",
+        "matplotlib",
+        "scipy",
+        "jinja2",
+    ):
         assert name not in loaded
     assert not [name for name in loaded if name.startswith("google.cloud.")]
 
@@ -227,10 +291,14 @@ def test_setup_remembers_only_an_install_that_worked(works, tmp_path):
     programs = tmp_path / ".venv/bin"
     programs.mkdir(parents=True)
     (programs / "activate").write_text("activated=yes\n")
-    (programs / "python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {0 if works else 1}\n')
+    (programs / "python").write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {0 if works else 1}\n'
+    )
     (programs / "python").chmod(0o755)
     command = 'source launch/setup.sh gpu; source launch/setup.sh gpu; echo "$? ${activated:-no}"'
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout == ("0 yes\n" if works else "1 no\n")
     calls = (tmp_path / "calls").read_text().splitlines()
     by_uv, by_pip = (
@@ -240,7 +308,9 @@ def test_setup_remembers_only_an_install_that_worked(works, tmp_path):
             "pip install --quiet --disable-pip-version-check",
         )
     )
-    assert calls[0].endswith(" uv") and calls[1:] == ([by_uv] if works else [by_pip, calls[0], by_pip])
+    assert calls[0].endswith(" uv") and calls[1:] == (
+        [by_uv] if works else [by_pip, calls[0], by_pip]
+    )
 
 
 OLD = """#!/bin/sh
@@ -265,10 +335,15 @@ def test_setup_brings_a_newer_python_where_a_machine_in_a_cloud_has_none(extra, 
     (tmp_path / "new").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     command = ["bash", "-c", f"source launch/setup.sh {extra}"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == code, done.stderr
     if code:
-        assert "no Python >= 3.11 with venv and pip found" in done.stderr and not (tmp_path / "calls").exists()
+        assert (
+            "no Python >= 3.11 with venv and pip found" in done.stderr
+            and not (tmp_path / "calls").exists()
+        )
         return
     pip, uv, venv, _, editable = (tmp_path / "calls").read_text().splitlines()
     assert pip == "-m pip install --quiet --user uv" and uv == "-m uv python install --quiet 3.11"
@@ -317,7 +392,9 @@ def test_ctrl_c_ends_a_command_without_a_traceback(when):
 def test_ctrl_c_during_the_import_of_jax(tmp_path, module):
     (tmp_path / "jax.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     arguments = [f"--config={ROOT}/configs/quickstart.py"] if module == "prope.train" else []
-    process = start_python("-m", module, *arguments, f"--workdir={tmp_path}", path=f"{tmp_path}:{ROOT}")
+    process = start_python(
+        "-m", module, *arguments, f"--workdir={tmp_path}", path=f"{tmp_path}:{ROOT}"
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
@@ -326,14 +403,20 @@ def test_ctrl_c_during_the_import_of_jax(tmp_path, module):
 
 def start_python(*arguments, path=str(ROOT)) -> subprocess.Popen:
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **output)
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **output
+    )
 
 
 @pytest.mark.parametrize("compiler", ["libtpu", "jax_cuda13_plugin"])
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("chosen", [None, "tpu"])
-def test_compilers_are_left_alone_where_there_is_no_accelerator(monkeypatch, compiler, accelerator, chosen):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == compiler else None)
+def test_compilers_are_left_alone_where_there_is_no_accelerator(
+    monkeypatch, compiler, accelerator, chosen
+):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: True if name == compiler else None
+    )
     monkeypatch.setattr(sys, "argv", ["prope.evaluate"])
     monkeypatch.setattr(command, "_ACCELERATORS", ["null" if accelerator else "accel*"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)

@@ -147,7 +147,9 @@ def test_traffic_between_slices_is_apart_from_that_within_one():
 
 def test_hbm_bytes_of_a_module_written_by_hand():
     fetched, updated, taken = 4 * 1024, 4 * 4 * 1024, 2 * 4 * 1024
-    gathered = 2 * 64 + 2 * 1024  # the part is read where it starts: it is counted with what is written there
+    gathered = (
+        2 * 64 + 2 * 1024
+    )  # the part is read where it starts: it is counted with what is written there
     added, reduced = 2 * 4 * 2048, 2 * (4 * 2048 + 2 * 1024)
     scalars = 4 + 4 * (4 + 4) + 4  # what is copied, added, and where to slice
     assert hlo.hbm_bytes(MODULE) == fetched + updated + taken + gathered + added + reduced + scalars
@@ -155,9 +157,17 @@ def test_hbm_bytes_of_a_module_written_by_hand():
 
 def test_shapes_are_all_listed():
     assert hlo.array_shapes(MODULE) == {
-        ("f32", (4, 1024)), ("f32", (1, 1024)), ("f32", (1024,)), ("f32", (2048,)), ("bf16", (64,)), ("bf16", (1024,)),
-        ("s32", ()), ("s32", (2,)), ("u32", ()), ("pred", ()),
-    }  # fmt: skip
+        ("f32", (4, 1024)),
+        ("f32", (1, 1024)),
+        ("f32", (1024,)),
+        ("f32", (2048,)),
+        ("bf16", (64,)),
+        ("bf16", (1024,)),
+        ("s32", ()),
+        ("s32", (2,)),
+        ("u32", ()),
+        ("pred", ()),
+    }
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,11 @@ ENTRY %main (x: f32[64]) -> f32[16] {
 
 
 def test_an_elementwise_program_reads_and_writes_once():
-    compiled = jax.jit(lambda x, y: (x * 2 + y).astype(jnp.bfloat16)).lower(*[jnp.zeros((100, 128))] * 2).compile()
+    compiled = (
+        jax.jit(lambda x, y: (x * 2 + y).astype(jnp.bfloat16))
+        .lower(*[jnp.zeros((100, 128))] * 2)
+        .compile()
+    )
     assert hlo.hbm_bytes(compiled.as_text()) == 100 * 128 * (4 + 4 + 2)
 
 
@@ -263,7 +277,9 @@ print(json.dumps(found))
 def run_program(devices, folder, **environment):
     program = PROGRAM.replace("DEVICES", devices)
     command = [sys.executable, "-c", program, str(folder / "text")]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -288,10 +304,14 @@ def check(found, devices, D, itemsize):
 @pytest.mark.slow
 def test_a_program_for_eight_cpu_devices(tmp_path):
     found = run_program(
-        "jax.devices(), 64, jnp.float32", tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8"
+        "jax.devices(), 64, jnp.float32",
+        tmp_path,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
     )
     check(found, 8, 64, 4)
-    text = (tmp_path / "text1").read_text()  # as the compiler for TPUs writes it: without the loops' lengths
+    text = (
+        tmp_path / "text1"
+    ).read_text()  # as the compiler for TPUs writes it: without the loops' lengths
     bare = re.sub(r'"known_trip_count":\{"n":"\d+"\}', '"other":{}', text)
     assert bare != text and hlo.collectives(bare) == hlo.collectives(text)
 
@@ -301,7 +321,9 @@ TPU = """__import__("jax.experimental.topologies").experimental.topologies.get_t
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu: pip install -e '.[tpu]'")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="needs libtpu: pip install -e '.[tpu]'"
+)
 def test_a_program_for_a_tpu_slice_that_is_not_there(tmp_path):
     environment = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
     check(run_program(TPU, tmp_path, **environment), 16, 2048, 2)
@@ -330,6 +352,10 @@ def test_what_leaves_a_node_of_gpus_is_counted_apart(groups, between):
   ROOT %done = f32[1024]{{0}} all-reduce-done(%start)
 }}"""
     within = {"all-reduce": {"count": 1, "bytes": 8192, "async": 1}}
-    expected = {"all-reduce between slices": {"count": 1, "bytes": between, "async": 1}} if between else within
+    expected = (
+        {"all-reduce between slices": {"count": 1, "bytes": between, "async": 1}}
+        if between
+        else within
+    )
     assert hlo.collectives(text, 2) == expected
     assert hlo.collectives(text) == within

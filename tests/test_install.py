@@ -23,7 +23,16 @@ def test_an_editable_install_is_not_shadowed_by_its_clone(beside, tmp_path):
     shutil.copytree(ROOT / "prope", clone / "prope", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel:editable", "--directory", site]
+    build = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel:editable",
+        "--directory",
+        site,
+    ]
     subprocess.run(build, cwd=clone, check=True, capture_output=True, timeout=60)
     with zipfile.ZipFile(next(site.glob("*.whl"))) as wheel:
         wheel.extractall(site)
@@ -63,7 +72,11 @@ def test_the_citation_names_the_paper_and_this_version():
     assert citation["license"] == PROJECT["project"]["license"]
     paper = citation["preferred-citation"]
     assert [author["family-names"] for author in paper["authors"]] == [
-        "Barbero", "Vitvitskyi", "Perivolaropoulos", "Pascanu", "Veličković",
-    ]  # fmt: skip
+        "Barbero",
+        "Vitvitskyi",
+        "Perivolaropoulos",
+        "Pascanu",
+        "Veličković",
+    ]
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     assert paper["title"] in readme and paper["url"] in readme and paper["year"] == 2025

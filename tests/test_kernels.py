@@ -6,7 +6,15 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_attention import assert_close, causal, cotangent_of, draw, interpreted, reference, with_gradients  # noqa: F401
+from test_attention import (  # noqa: F401
+    assert_close,
+    causal,
+    cotangent_of,
+    draw,
+    interpreted,
+    reference,
+    with_gradients,
+)
 from test_plan import needs_libtpu
 
 from prope.kernels import splash
@@ -15,7 +23,9 @@ from prope.runtime import xla_flags
 
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):  # noqa: F811
-    monkeypatch.setattr(splash, "choose_blocks", lambda *_: splash.Blocks(256, 128, 128, 128, 2**30 * fused))
+    monkeypatch.setattr(
+        splash, "choose_blocks", lambda *_: splash.Blocks(256, 128, 128, 128, 2**30 * fused)
+    )
     q, k, v = draw(256, 256, 2, 1, H=128)
     expected = reference(q, k, v, causal(256), cotangent_of(q))
     assert_close(with_gradients(q, k, v, cotangent_of(q), implementation="splash"), expected, 5e-6)
@@ -24,7 +34,9 @@ def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):
 def test_large_blocks_need_the_flags_that_give_them_memory(monkeypatch):
     for chip, kind in (("v5e", "TPU v5 lite"), ("v5p", "TPU v5"), ("v6e", "TPU v6 lite")):
         monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-        assert splash.choose_blocks(kind, 256).queries == splash.choose_blocks("", 256).queries == 1024
+        assert (
+            splash.choose_blocks(kind, 256).queries == splash.choose_blocks("", 256).queries == 1024
+        )
         monkeypatch.setenv("LIBTPU_INIT_ARGS", xla_flags.environment(chip)["LIBTPU_INIT_ARGS"])
         assert splash.choose_blocks(kind, 256).queries == 2048
         assert splash.choose_blocks(kind, 512).queries == 1024, "an H that nobody has tried"
@@ -34,7 +46,9 @@ def test_a_plan_keeps_the_flags_that_its_user_sets():
     own = "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_another=1"
     variable, options = xla_flags.with_users("v5p", own)
     assert variable == f"{xla_flags.environment('v5p')['LIBTPU_INIT_ARGS']} {own}"
-    assert options == {k: v for k, v in xla_flags.TPU["v5p"].items() if k != "xla_tpu_scoped_vmem_limit_kib"}
+    assert options == {
+        k: v for k, v in xla_flags.TPU["v5p"].items() if k != "xla_tpu_scoped_vmem_limit_kib"
+    }
 
 
 COMPILE = """
@@ -62,9 +76,13 @@ assert "splash_mqa_dq" in text or "splash_mqa_dkv" in text
 @pytest.mark.slow
 @pytest.mark.optimized
 @needs_libtpu
-@pytest.mark.parametrize(("chip", "head_dim"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v6e", 128)])
+@pytest.mark.parametrize(
+    ("chip", "head_dim"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v6e", 128)]
+)
 def test_every_chip_s_blocks_compile_for_it(chip, head_dim):
     environment = os.environ | xla_flags.environment(chip) | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
     command = [sys.executable, "-c", COMPILE, chip, str(head_dim)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-2000:]

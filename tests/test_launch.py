@@ -16,7 +16,9 @@ NEW = ("local_pod.sh", "tpu_vm.sh", "gke_jobset.sh", "slurm.sbatch", "image.sh")
 
 
 def test_shellcheck_finds_nothing():
-    done = subprocess.run([TOOLS / "shellcheck", "-x", *SCRIPTS], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [TOOLS / "shellcheck", "-x", *SCRIPTS], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -42,7 +44,10 @@ def test_every_new_script_is_tested():
 def test_every_flag_is_in_its_help():
     for script in NEW:
         code = (ROOT / "launch" / script).read_text()
-        flags = set(re.findall(r"(--[a-z_-]+)=\*", code) + re.findall(r"^    (--[a-z_-]+)\)", code, re.MULTILINE))
+        flags = set(
+            re.findall(r"(--[a-z_-]+)=\*", code)
+            + re.findall(r"^    (--[a-z_-]+)\)", code, re.MULTILINE)
+        )
         text = launch(script, "--help").stdout
         assert not {flag for flag in flags if not re.search(rf"{flag}\b", text)}, script
 
@@ -65,12 +70,16 @@ def test_local_pod_refuses(arguments, named):
 def test_local_pod_prints_what_it_would_run():
     flags = ["--processes=3", "--devices=4", "--dry-run"]
     command = [sys.executable, "-c", PRINT, "a  'b"]
-    done = launch("local_pod.sh", *flags, "--", *command, XLA_FLAGS="--xla_one=1", PROPE_COMMIT="abc")
+    done = launch(
+        "local_pod.sh", *flags, "--", *command, XLA_FLAGS="--xla_one=1", PROPE_COMMIT="abc"
+    )
     assert done.returncode == 0 and not done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     for process, line in enumerate(lines):  # a shell that reads the line back starts the process
-        said = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=clean_environment()).stdout
+        said = subprocess.run(
+            ["bash", "-c", line], capture_output=True, text=True, env=clean_environment()
+        ).stdout
         port = re.search(r"127\.0\.0\.1:(\d+)", said)[1]
         assert 10_000 <= int(port) < 32_768
         assert said == (
@@ -79,7 +88,14 @@ def test_local_pod_prints_what_it_would_run():
     assert len(set(re.findall(r":(\d+) ", done.stdout))) == 1
 
 
-NAMES = ["JAX_PLATFORMS", "XLA_FLAGS", "PROPE_COORDINATOR", "PROPE_PROCESSES", "PROPE_PROCESS", "PROPE_COMMIT"]
+NAMES = [
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "PROPE_COORDINATOR",
+    "PROPE_PROCESSES",
+    "PROPE_PROCESS",
+    "PROPE_COMMIT",
+]
 PRINT = f"import os, sys; print(*sys.argv[1:], *(os.environ[name] for name in {NAMES}), sep='|')"
 
 
@@ -93,26 +109,42 @@ sys.stderr.write(f"two {i} {sys.stdin.read()!r}")
     done = launch("local_pod.sh", "--processes=3", "--", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
-    pids = {int(i): pid for i, pid in re.findall(r"^process (\d): pid (\d+)$", done.stderr, re.MULTILINE)}
-    assert done.stdout == f"out 0 {pids[0]} True\n"  # the pid is the command's own, as is its process group
+    pids = {
+        int(i): pid
+        for i, pid in re.findall(r"^process (\d): pid (\d+)$", done.stderr, re.MULTILINE)
+    }
+    assert (
+        done.stdout == f"out 0 {pids[0]} True\n"
+    )  # the pid is the command's own, as is its process group
     assert [line for line in said if line.startswith("[0]")] == ["[0] one 0", "[0] two 0 ''"]
     for i in (1, 2):
         assert sorted(line for line in said if line.startswith(f"[{i}]")) == [
-            f"[{i}] one {i}", f"[{i}] out {i} {pids[i]} True", f"[{i}] two {i} ''",
-        ]  # fmt: skip
+            f"[{i}] one {i}",
+            f"[{i}] out {i} {pids[i]} True",
+            f"[{i}] two {i} ''",
+        ]
     assert len(said) == 3 + 2 + 3 + 3
 
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [
-        ("0 0 0", 0), ("1 2 75", 2), ("76 75 1", 1), ("75 130 76", 130), ("76 75 0", 75), ("0 0 76", 76), ("3 0 0", 3),
-        ("76 134 0", 76), ("0 kill 0", 137),
+        ("0 0 0", 0),
+        ("1 2 75", 2),
+        ("76 75 1", 1),
+        ("75 130 76", 130),
+        ("76 75 0", 75),
+        ("0 0 76", 76),
+        ("3 0 0", 3),
+        ("76 134 0", 76),
+        ("0 kill 0", 137),
     ],
-)  # fmt: skip
+)
 def test_local_pod_exits_with_the_code_that_counts(codes, expected):
     script = f'set -- {codes}; shift "$PROPE_PROCESS"; [[ $1 != kill ]] || kill -KILL $$; exit "$1"'
-    assert launch("local_pod.sh", "--processes=3", "--", "bash", "-c", script).returncode == expected
+    assert (
+        launch("local_pod.sh", "--processes=3", "--", "bash", "-c", script).returncode == expected
+    )
 
 
 def test_local_pod_waits_for_all_and_ends_none():
@@ -125,7 +157,9 @@ def test_local_pod_waits_for_all_and_ends_none():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_local_pod_passes_signals_on_to_every_process(number, code, tmp_path):
-    pod = start("local_pod.sh", "--processes=3", "--", sys.executable, "-c", HANDLE, tmp_path / "ready")
+    pod = start(
+        "local_pod.sh", "--processes=3", "--", sys.executable, "-c", HANDLE, tmp_path / "ready"
+    )
     wait_for(tmp_path / "ready", 3)
     pod.send_signal(number)
     _, said = pod.communicate(timeout=30)
@@ -164,7 +198,10 @@ def test_local_pod_waits_for_a_process_that_is_stopped_for_a_while():
 
 
 def test_pods_at_the_same_time_have_ports_of_their_own():
-    pods = [start("local_pod.sh", "--", "bash", "-c", 'echo "$PROPE_COORDINATOR"; sleep 1') for _ in range(4)]
+    pods = [
+        start("local_pod.sh", "--", "bash", "-c", 'echo "$PROPE_COORDINATOR"; sleep 1')
+        for _ in range(4)
+    ]
     assert len({pod.communicate(timeout=60)[0] for pod in pods}) == 4
 
 
@@ -176,8 +213,13 @@ taken.set_inheritable(True)
 os.execvp("bash", ["bash", *sys.argv[1:]])
 """
     pod = ["launch/local_pod.sh", "--dry-run", "--", "true"]
-    process = subprocess.Popen([sys.executable, "-c", code, *pod], cwd=ROOT, env=clean_environment(),
-                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *pod],
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     said, _ = process.communicate(timeout=30)
     port = int(re.search(r"127\.0\.0\.1:(\d+)", said)[1])
     assert process.returncode == 0 and port != 10_000 + process.pid % 20_000

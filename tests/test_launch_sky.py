@@ -34,7 +34,9 @@ def ask_skypilot(tmp_path_factory):
             uv = [sys.executable, "-m", "uv", "--quiet"]  # seconds, where pip takes minutes
             install = ["pip", "install", f"skypilot=={VERSION}", "--python"]
             for command in (["venv", "--python", sys.executable], install):
-                done = subprocess.run([*uv, *command, folder], capture_output=True, text=True, timeout=500)
+                done = subprocess.run(
+                    [*uv, *command, folder], capture_output=True, text=True, timeout=500
+                )
                 assert done.returncode == 0, done.stderr
             (folder / "done").touch()
     home = tmp_path_factory.mktemp("home")
@@ -48,7 +50,9 @@ def ask_skypilot(tmp_path_factory):
         code = f"import json, sky\nfile = {str(ROOT / 'launch/sky.yaml')!r}\n{code}\nprint(json.dumps(answer))"
         environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
         command = [folder / "bin/python", "-c", code]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -69,11 +73,20 @@ def read(line):  # as the program sky does
 
 
 @pytest.mark.slow
-def test_skypilot_reads_the_job_by_every_command_of_its_page_and_of_a_sweep(ask_skypilot, monkeypatch):
+def test_skypilot_reads_the_job_by_every_command_of_its_page_and_of_a_sweep(
+    ask_skypilot, monkeypatch
+):
     monkeypatch.setenv("PROPE_COMMIT", "abc")
     (run,) = plan([{"seed": [0]}], "file.py", default_config(), {"data.tokenizer": "my model"})
-    of_sweep = run_command("sky", ["--gpus=H100:8", "--no-use-spot", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run)
-    page = (ROOT / "launch/sky.md").read_text().replace("\\\n", " ").replace("$(git rev-parse HEAD)", "abc")
+    of_sweep = run_command(
+        "sky", ["--gpus=H100:8", "--no-use-spot", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run
+    )
+    page = (
+        (ROOT / "launch/sky.md")
+        .read_text()
+        .replace("\\\n", " ")
+        .replace("$(git rev-parse HEAD)", "abc")
+    )
     lines = [*re.findall(r"^sky jobs launch .*$", page, re.MULTILINE), shlex.join(of_sweep)]
     answers = ask_skypilot(f"{READ}answer = [read(line) for line in {lines}]")
     slice, gpus = {"tpu-v5p-128": 1}, {"H100": 8}
@@ -86,14 +99,20 @@ def test_skypilot_reads_the_job_by_every_command_of_its_page_and_of_a_sweep(ask_
     assert [answer[4]["PLATFORM"] for answer in answers] == ["cpu", "v5p", "v5p", "gpu", "gpu"]
     assert [answer[4]["PROPE_COMMIT"] for answer in answers] == ["", "abc", "", "", "abc"]
     assert all(
-        re.match(r"python -m prope\.(train|evaluate|data\.prepare) ", answer[4]["COMMAND"]) for answer in answers
+        re.match(r"python -m prope\.(train|evaluate|data\.prepare) ", answer[4]["COMMAND"])
+        for answer in answers
     )
-    assert shlex.split(answers[-1][4]["COMMAND"])[4:6] == ["--config.data.tokenizer=my model", "--config.seed=0"]
+    assert shlex.split(answers[-1][4]["COMMAND"])[4:6] == [
+        "--config.data.tokenizer=my model",
+        "--config.seed=0",
+    ]
 
 
 @pytest.mark.slow
 def test_skypilot_wants_a_command(ask_skypilot):
-    says = ask_skypilot("try:\n    sky.Task.from_yaml(file)\nexcept ValueError as error:\n    answer = str(error)")
+    says = ask_skypilot(
+        "try:\n    sky.Task.from_yaml(file)\nexcept ValueError as error:\n    answer = str(error)"
+    )
     assert "'COMMAND' is None" in says
 
 
@@ -114,7 +133,11 @@ answer = [restarts(each) for each in {codes}]
 
 
 # What SkyPilot sets on a host. Source: its documentation, "Environment variables".
-HOST = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
+HOST = {
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+}
 SAY = """import os, sys
 names = ("PROPE_PROCESSES", "PROPE_PROCESS", "PROPE_COORDINATOR", "PROPE_PROCESSES_PER_NODE")
 print(*sys.argv[1:], *(os.environ.get(name) for name in names), "XLA_FLAGS" in os.environ, sep="|")
@@ -127,28 +150,37 @@ def host(tmp_path):
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "prope").symlink_to(ROOT / "prope")
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").write_text(f'export PATH="{os.path.dirname(sys.executable)}:$PATH"')
+    (tmp_path / ".venv/bin/activate").write_text(
+        f'export PATH="{os.path.dirname(sys.executable)}:$PATH"'
+    )
     (tmp_path / "say.py").write_text(SAY)
 
     def run(platform: str, given: str) -> subprocess.CompletedProcess:
         environment = clean_environment(PLATFORM=platform, COMMAND=given, **HOST)
         command = ["bash", "-c", TASK["run"]]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
 
     return run
 
 
 @pytest.mark.parametrize(
     ("platform", "expected"),
-    [("v5p", "auto|None|None|None|False"), ("gpu", "2|1|10.0.0.4:8476|node|True"),
-     ("cpu", "2|1|10.0.0.4:8476|node|False")],
-)  # fmt: skip
+    [
+        ("v5p", "auto|None|None|None|False"),
+        ("gpu", "2|1|10.0.0.4:8476|node|True"),
+        ("cpu", "2|1|10.0.0.4:8476|node|False"),
+    ],
+)
 def test_a_host_joins_the_others(platform, expected, host):
     done = host(platform, "python say.py 'a  b' --c=d")
     assert done.stdout == f"a  b|--c=d|{expected}\n", done.stderr
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (2, 2), (75, 75), (76, 76), (130, 130), (134, 76)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, 0), (1, 1), (2, 2), (75, 75), (76, 76), (130, 130), (134, 76)]
+)
 def test_a_host_hands_on_the_exit_code(code, expected, host):
     assert host("cpu", f"bash -c 'exit {code}'").returncode == expected
     assert host("cpu", "bash -c 'kill -KILL $$'").returncode == 76
@@ -161,8 +193,14 @@ def test_every_platform_installs_its_extras(tmp_path):
     def setup(platform: str, fails: str = "") -> tuple[str, int]:
         environment = os.environ | {"PLATFORM": platform, "FAILS": fails}
         command = ["bash", "-c", TASK["setup"]]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         return done.stdout.replace("\n", " "), done.returncode
 
-    assert [setup(platform) for platform in ("v5e", "gpu", "cpu")] == [("tpu gcs ", 0), ("gpu gcs ", 0), ("gcs ", 0)]
+    assert [setup(platform) for platform in ("v5e", "gpu", "cpu")] == [
+        ("tpu gcs ", 0),
+        ("gpu gcs ", 0),
+        ("gcs ", 0),
+    ]
     assert setup("gpu", "gpu") == ("gpu ", 1) and setup("cpu", "gcs") == ("gcs ", 1)

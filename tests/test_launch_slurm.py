@@ -17,14 +17,23 @@ def fakes(tmp_path):
     return put_programs(tmp_path)
 
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "9",
-       "SLURM_SUBMIT_DIR": str(ROOT)}  # fmt: skip
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "2",
+    "SLURM_CPUS_ON_NODE": "9",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+}
 
 
 @pytest.mark.parametrize(
     ("mode", "tasks", "flags"),
     [
-        ("gpu", "4", "--nodes=2 --ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4 --kill-on-bad-exit=0"),
+        (
+            "gpu",
+            "4",
+            "--nodes=2 --ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4 --kill-on-bad-exit=0",
+        ),
         (
             "node",
             "2",
@@ -38,9 +47,22 @@ def test_slurm_prints_the_step(mode, tasks, flags, fakes, tmp_path):
     words = shlex.split(done.stdout)
     start, end = words.index("-c"), words.index("task")
     assert words[: start + 1] + words[end:] == [
-        "env", f"PROPE_PROCESSES={tasks}", f"PROPE_PROCESSES_PER_NODE={mode}", "srun", *flags.split(), "bash", "-c",
-        "task", "bash", "launch/run.sh", "gpu", "python", "-m", "x", "a b",
-    ]  # fmt: skip
+        "env",
+        f"PROPE_PROCESSES={tasks}",
+        f"PROPE_PROCESSES_PER_NODE={mode}",
+        "srun",
+        *flags.split(),
+        "bash",
+        "-c",
+        "task",
+        "bash",
+        "launch/run.sh",
+        "gpu",
+        "python",
+        "-m",
+        "x",
+        "a b",
+    ]
     assert not calls(tmp_path)
 
 
@@ -62,23 +84,36 @@ def test_slurm_refuses_before_srun(arguments, changed, named, fakes, tmp_path):
 
 
 def test_slurm_refuses_another_folder_and_no_command(fakes, tmp_path):
-    assert "not the folder of a clone" in refused(launch("slurm.sbatch", **JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}))
+    assert "not the folder of a clone" in refused(
+        launch("slurm.sbatch", **JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)})
+    )
     assert "no command" in refused(launch("slurm.sbatch", **JOB, **fakes))
 
 
 @pytest.mark.parametrize(
     ("codes", "code", "requeued"),
     [
-        ("0 0 0 0", 0, False), ("1 76 76 76", 1, False), ("76 2 1 76", 1, False), ("75 130 75 75", 75, True),
-        ("75 75 75 75", 75, True), ("76 75 76 76", 75, True), ("76 76 0 76", 76, True), ("76 134 76 76", 76, True),
-        ("0 0 0 139", 139, True), ("0 kill 0 0", 137, True), ("0 1 kill 0", 1, False), ("130 130 0 130", 130, False),
+        ("0 0 0 0", 0, False),
+        ("1 76 76 76", 1, False),
+        ("76 2 1 76", 1, False),
+        ("75 130 75 75", 75, True),
+        ("75 75 75 75", 75, True),
+        ("76 75 76 76", 75, True),
+        ("76 76 0 76", 76, True),
+        ("76 134 76 76", 76, True),
+        ("0 0 0 139", 139, True),
+        ("0 kill 0 0", 137, True),
+        ("0 1 kill 0", 1, False),
+        ("130 130 0 130", 130, False),
     ],
-)  # fmt: skip
+)
 def test_slurm_queues_again_what_is_not_final(codes, code, requeued, fakes, tmp_path):
     words = f'set -- {codes}; shift "$SLURM_PROCID"; [[ $1 != kill ]] || kill -KILL $$; exit "$1"'
     done = launch("slurm.sbatch", "--", "bash", "-c", words, **JOB, **fakes)
     assert done.returncode == code, done.stderr
-    assert [call for call in calls(tmp_path) if call[0] == "scontrol"] == [["scontrol", "requeue", "7"]] * requeued
+    assert [call for call in calls(tmp_path) if call[0] == "scontrol"] == [
+        ["scontrol", "requeue", "7"]
+    ] * requeued
 
 
 def test_slurm_stops_queueing(fakes, tmp_path):

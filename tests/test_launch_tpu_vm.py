@@ -7,7 +7,17 @@ import subprocess
 import sys
 
 import pytest
-from launchers import HANDLE, NEXT, calls, launch, make_clone, put_programs, refused, start, wait_for
+from launchers import (
+    HANDLE,
+    NEXT,
+    calls,
+    launch,
+    make_clone,
+    put_programs,
+    refused,
+    start,
+    wait_for,
+)
 
 
 @pytest.fixture
@@ -36,7 +46,9 @@ def clone(tmp_path):
     ],
 )
 def test_tpu_vm_refuses(arguments, named, fakes, tmp_path):
-    assert named in refused(launch("tpu_vm.sh", *arguments, "--dry-run"[: 99 * bool(arguments)], **fakes))
+    assert named in refused(
+        launch("tpu_vm.sh", *arguments, "--dry-run"[: 99 * bool(arguments)], **fakes)
+    )
     assert not calls(tmp_path)
 
 
@@ -47,31 +59,49 @@ QUEUE = "gcloud compute tpus queued-resources"
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["create", "--type=v5litepod-16"],
-         f"{VM} create a --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite"),
-        (["create", "--type=v5p-128", "--spot"],
-         f"{VM} create a --accelerator-type=v5p-128 --version=v2-alpha-tpuv5 --spot"),
-        (["create", "--type=v6e-8", "--version=x"], f"{VM} create a --accelerator-type=v6e-8 --version=x"),
-        (["create", "--type=v6e-8", "--queue", "--spot"],
-         f"{QUEUE} create a --node-id=a --accelerator-type=v6e-8 --runtime-version=v2-alpha-tpuv6e --spot"),
+        (
+            ["create", "--type=v5litepod-16"],
+            f"{VM} create a --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite",
+        ),
+        (
+            ["create", "--type=v5p-128", "--spot"],
+            f"{VM} create a --accelerator-type=v5p-128 --version=v2-alpha-tpuv5 --spot",
+        ),
+        (
+            ["create", "--type=v6e-8", "--version=x"],
+            f"{VM} create a --accelerator-type=v6e-8 --version=x",
+        ),
+        (
+            ["create", "--type=v6e-8", "--queue", "--spot"],
+            f"{QUEUE} create a --node-id=a --accelerator-type=v6e-8 --runtime-version=v2-alpha-tpuv6e --spot",
+        ),
         (["delete"], f"{VM} delete a"),
         (["delete", "--queue"], f"{QUEUE} delete a --force"),
     ],
-)  # fmt: skip
+)
 def test_tpu_vm_runs_what_it_prints(arguments, expected, fakes, tmp_path):
     place = ["--zone=z", "--poll=1"]
     printed = launch("tpu_vm.sh", *arguments, "--name=a", *place, "--dry-run", **fakes)
-    assert shlex.split(printed.stdout) == [*expected.split(), "--zone=z", "--quiet"] and not calls(tmp_path)
+    assert shlex.split(printed.stdout) == [*expected.split(), "--zone=z", "--quiet"] and not calls(
+        tmp_path
+    )
     assert launch("tpu_vm.sh", *arguments, "--name=a", *place, **fakes).returncode == 0
-    assert [call for call in calls(tmp_path) if "describe" not in call] == [shlex.split(printed.stdout)]
+    assert [call for call in calls(tmp_path) if "describe" not in call] == [
+        shlex.split(printed.stdout)
+    ]
 
 
-@pytest.mark.parametrize(("states", "code"), [("WAITING_FOR_RESOURCES,,ACTIVE", 0), ("PROVISIONING,FAILED", 2)])
+@pytest.mark.parametrize(
+    ("states", "code"), [("WAITING_FOR_RESOURCES,,ACTIVE", 0), ("PROVISIONING,FAILED", 2)]
+)
 def test_tpu_vm_waits_in_the_queue(states, code, fakes, tmp_path):
     (tmp_path / "states").write_text(states)
     done = launch("tpu_vm.sh", "create", "--name=a", "--type=v6e-8", "--queue", "--poll=1", **fakes)
     assert done.returncode == code and (code == 0 or "the request is FAILED" in refused(done))
-    assert [call[4] for call in calls(tmp_path)] == ["create", *["describe"] * len(states.split(","))]
+    assert [call[4] for call in calls(tmp_path)] == [
+        "create",
+        *["describe"] * len(states.split(",")),
+    ]
 
 
 @pytest.fixture
@@ -79,7 +109,10 @@ def installed(fakes, clone, tmp_path):
     """The clone installed on two workers whose environments are there already; and the variables to run it with."""
     root, _ = clone
     wanted = subprocess.run(
-        "cat pyproject.toml launch/constraints.txt | cksum", shell=True, cwd=root, capture_output=True
+        "cat pyproject.toml launch/constraints.txt | cksum",
+        shell=True,
+        cwd=root,
+        capture_output=True,
     )
     for worker in ("0", "1"):
         environment = tmp_path / worker / "prope/.venv"
@@ -89,7 +122,12 @@ def installed(fakes, clone, tmp_path):
         (environment / "bin/python").chmod(0o755)
         (environment / "installed-tpu").write_bytes(wanted.stdout.strip() + b" tpu\n")
         (tmp_path / worker / "prope/old.py").write_text("")
-    variables = fakes | {"PROPE_TPU": "a", "PROPE_TPU_ZONE": "z", "PROPE_TPU_TYPE": "v5p-16", "TMPDIR": str(tmp_path)}
+    variables = fakes | {
+        "PROPE_TPU": "a",
+        "PROPE_TPU_ZONE": "z",
+        "PROPE_TPU_TYPE": "v5p-16",
+        "TMPDIR": str(tmp_path),
+    }
     done = launch("tpu_vm.sh", "install", root=root, **variables)
     assert done.returncode == 0, done.stderr
     return root, variables
@@ -103,7 +141,9 @@ def test_tpu_vm_installs_what_is_committed(installed, clone, tmp_path):
         assert (home / "launch/run.sh").read_bytes() == (root / "launch/run.sh").read_bytes()
         assert not (home / "old.py").exists()
     first, second = [call for call in calls(tmp_path) if call[4] in ("ssh", "scp")][:2]
-    assert "--worker=0" in first and second[4] == "scp" and "--worker=all" in second  # the key, before all at once
+    assert (
+        "--worker=0" in first and second[4] == "scp" and "--worker=all" in second
+    )  # the key, before all at once
     assert not list(tmp_path.glob("*.tar.gz"))
 
 
@@ -124,7 +164,9 @@ def test_tpu_vm_installs_changes_only_if_told(installed, clone, tmp_path):
 SAY = 'echo "$ACTIVATED $PROPE_PROCESSES $PROPE_COMMIT $LIBTPU_INIT_ARGS" >>"$HOME/seen"; set -- "$HOME/codes"; '
 
 
-def run_on_workers(installed, tmp_path, codes: tuple[str, str], *flags: str) -> subprocess.CompletedProcess:
+def run_on_workers(
+    installed, tmp_path, codes: tuple[str, str], *flags: str
+) -> subprocess.CompletedProcess:
     root, variables = installed
     for worker, text in zip("01", codes, strict=True):
         (tmp_path / worker / "codes").write_text(text)
@@ -133,9 +175,12 @@ def run_on_workers(installed, tmp_path, codes: tuple[str, str], *flags: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [(("0", "0"), 0), (("76", "1"), 1), (("75", "76"), 75), (("0", "137"), 137)]
+    ("codes", "expected"),
+    [(("0", "0"), 0), (("76", "1"), 1), (("75", "76"), 75), (("0", "137"), 137)],
 )
-def test_tpu_vm_runs_on_every_worker_and_exits_with_the_code_that_counts(codes, expected, installed, clone, tmp_path):
+def test_tpu_vm_runs_on_every_worker_and_exits_with_the_code_that_counts(
+    codes, expected, installed, clone, tmp_path
+):
     done = run_on_workers(installed, tmp_path, codes)
     assert done.returncode == expected, done.stderr
     assert done.stdout.splitlines()[-1] == f"said {codes[0]}"  # the last line of process 0
@@ -148,7 +193,16 @@ def test_tpu_vm_runs_on_every_worker_and_exits_with_the_code_that_counts(codes, 
 
 def test_tpu_vm_stops_a_run_and_starts_none_beside_another(installed, tmp_path):
     root, variables = installed
-    command = ["tpu_vm.sh", "run", "--poll=1", "--", sys.executable, "-c", HANDLE, tmp_path / "ready"]
+    command = [
+        "tpu_vm.sh",
+        "run",
+        "--poll=1",
+        "--",
+        sys.executable,
+        "-c",
+        HANDLE,
+        tmp_path / "ready",
+    ]
     run = start(*command, root=root, **variables)
     wait_for(tmp_path / "ready", 2)
     second = launch(*command, root=root, **variables)
@@ -163,7 +217,9 @@ def test_tpu_vm_stops_a_run_and_starts_none_beside_another(installed, tmp_path):
 
 def test_tpu_vm_knows_a_killed_run_and_none(installed, tmp_path):
     root, variables = installed
-    assert "no run has been started" in refused(launch("tpu_vm.sh", "logs", "--poll=1", root=root, **variables))
+    assert "no run has been started" in refused(
+        launch("tpu_vm.sh", "logs", "--poll=1", root=root, **variables)
+    )
     command = ["--", sys.executable, "-c", HANDLE, tmp_path / "ready"]
     run = start("tpu_vm.sh", "run", "--poll=1", *command, root=root, **variables)
     wait_for(tmp_path / "ready", 2)

@@ -18,7 +18,10 @@ from prope.longcontext.tasks import DEPTHS, TASKS, VARIANTS, make_prompt
 from prope.runtime.validate import validate
 
 UNITS = 60
-ALL = [*TASKS, *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in TASKS)]
+ALL = [
+    *TASKS,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in TASKS),
+]
 FORMS = [pytest.param(False, id="compact"), pytest.param(True, id="prose")]
 
 
@@ -118,7 +121,9 @@ def test_the_answer_is_in_the_evidence_only(task, prose):
         if name == "passkey" or (prose and name in ("niah", "lookup", "chain")):
             assert text.count(answer.rstrip(".")) == 1 and text.find(answer, prompt.source) > 0
             assert answer.rstrip(".") not in draw_prompt(task, prose, seed=seed, removed=True).text
-        if name in ("niah", "chain") and not prose:  # other facts may have the value where there are too many
+        if (
+            name in ("niah", "chain") and not prose
+        ):  # other facts may have the value where there are too many
             assert text.count(answer) == 1 or task == "niah-16"
         if name == "index":
             mark = text.split()[-2] if prose else "@"
@@ -126,7 +131,9 @@ def test_the_answer_is_in_the_evidence_only(task, prose):
 
 
 def candidates(prompt) -> list[str]:
-    return list(dict.fromkeys([prompt.answer, *(text for texts in prompt.foils.values() for text in texts)]))[:8]
+    return list(
+        dict.fromkeys([prompt.answer, *(text for texts in prompt.foils.values() for text in texts)])
+    )[:8]
 
 
 GUESSES = {
@@ -147,7 +154,10 @@ def test_without_the_evidence_guessing_is_at_chance(task):
     for guess, function in GUESSES.items():
         right = sum(function(text, of) == answer for text, of, answer in prompts)
         chance = 1 / 2 if name == "flipflop" else 1 / 8
-        assert stats.binomtest(right, 1000, chance, alternative="greater").pvalue > 1e-4, (guess, right)
+        assert stats.binomtest(right, 1000, chance, alternative="greater").pvalue > 1e-4, (
+            guess,
+            right,
+        )
 
 
 @pytest.mark.parametrize("task", ALL)
@@ -170,12 +180,20 @@ def test_foils_are_other_answers_of_the_same_form(task, prose):
         assert {len(text) for text in of} == {len(prompt.answer)}
         if name in ("niah", "chain", "lookup"):
             assert all(value.strip() in prompt.text for value in prompt.foils["value"])
-            others = [value for value in dict.fromkeys(prompt.foils["value"]) if value != prompt.answer]
-            assert of[1 : 1 + len(others)] == others[:7] and (others or task == "niah-1"), "they come first"
+            others = [
+                value for value in dict.fromkeys(prompt.foils["value"]) if value != prompt.answer
+            ]
+            assert of[1 : 1 + len(others)] == others[:7] and (others or task == "niah-1"), (
+                "they come first"
+            )
         if name == "offset" and not prose:
             place = len(prompt.text) - 2 - 2 ** int(prompt.text[-1])
-            assert {*prompt.foils["neighbour"]} == {*prompt.text[:-2][max(place - 4, 0) : place + 5]} - (
-                {prompt.answer} if prompt.text[max(place - 4, 0) : place + 5].count(prompt.answer) == 1 else set()
+            assert {*prompt.foils["neighbour"]} == {
+                *prompt.text[:-2][max(place - 4, 0) : place + 5]
+            } - (
+                {prompt.answer}
+                if prompt.text[max(place - 4, 0) : place + 5].count(prompt.answer) == 1
+                else set()
             )
 
 
@@ -183,7 +201,9 @@ def test_foils_are_other_answers_of_the_same_form(task, prose):
 
 
 @pytest.mark.parametrize("depth", [*DEPTHS, 0.3])
-@pytest.mark.parametrize("task", ["passkey", "niah", "lookup", "chain", "chain-1", "index", "flipflop", "duplicate"])
+@pytest.mark.parametrize(
+    "task", ["passkey", "niah", "lookup", "chain", "chain-1", "index", "flipflop", "duplicate"]
+)
 def test_evidence_is_exactly_at_its_depth(task, depth):
     """Before unit floor(depth * n): of lines, instructions, symbols of a string, or letters, beside other facts."""
     for seed in range(20):
@@ -194,12 +214,18 @@ def test_evidence_is_exactly_at_its_depth(task, depth):
             assert len(before) == 3 * k
         elif name == "flipflop":
             writes = re.findall(r"\+(\d)", prompt.text)
-            assert len(before) == 2 * min(k, UNITS - 1) and writes[-2:] in (["0", "1"], ["1", "0"], writes[-1:])
+            assert len(before) == 2 * min(k, UNITS - 1) and writes[-2:] in (
+                ["0", "1"],
+                ["1", "0"],
+                writes[-1:],
+            )
         elif name == "duplicate":
             assert len(before) == 1 + min(k, UNITS - 1) and prompt.text.endswith(")" + before[1:])
         else:
             assert sum(letter in LETTERS for letter in before) == k
-        mark = {"passkey": "#", "niah": "=" + prompt.text[-1], "index": "@", "flipflop": "+"}.get(name, "")
+        mark = {"passkey": "#", "niah": "=" + prompt.text[-1], "index": "@", "flipflop": "+"}.get(
+            name, ""
+        )
         assert prompt.text[prompt.source :].startswith(mark)
 
 
@@ -227,7 +253,11 @@ def test_prompts_are_as_long_as_fits_and_never_longer(task, prose):
         row = TASKS[parse_task(task)[0]].rows[-2]
         prompt = make_prompt(task, prose, length, row, 3, 0, False, size)
         used = size(prompt.text + prompt.answer + prompt.rest)
-        unit = 50 if prose else {"lookup": 3, "flipflop": 2, "duplicate": 2}.get(parse_task(task)[0], 1)
+        unit = (
+            50
+            if prose
+            else {"lookup": 3, "flipflop": 2, "duplicate": 2}.get(parse_task(task)[0], 1)
+        )
         assert length - unit < used <= length
     with pytest.raises(UsageError, match=f"seq_len=6: {task} needs at least \\d+ tokens"):
         make_prompt(task, prose, 6, row, 0, 0, False, size)
@@ -235,7 +265,9 @@ def test_prompts_are_as_long_as_fits_and_never_longer(task, prose):
 
 def test_lookup_ends_where_its_keys_do():
     assert size(make_prompt("lookup", False, 8000, 0.5, 0, 0, False, size).text) > 7990
-    with pytest.raises(UsageError, match="facts need different names, of 2,704 that there are: take a shorter"):
+    with pytest.raises(
+        UsageError, match="facts need different names, of 2,704 that there are: take a shorter"
+    ):
         make_prompt("lookup", False, 9000, 0.5, 0, 0, False, size)
 
 
@@ -246,10 +278,18 @@ def test_draws_depend_on_what_names_the_prompt_and_on_nothing_else():
     first = prompt()
     prompt("index")  # no state is left behind
     assert prompt() == first
-    others = [prompt(task="niah-16"), prompt(length=1001), prompt(row=0.25), prompt(trial=1), prompt(seed=1)]
+    others = [
+        prompt(task="niah-16"),
+        prompt(length=1001),
+        prompt(row=0.25),
+        prompt(trial=1),
+        prompt(seed=1),
+    ]
     assert len({p.answer for p in [first, *others]}) == 6
     other_tokenizer = prompt(size=lambda text: len(text) // 3)  # more units fit, of the same draws
-    assert other_tokenizer[1:3] == first[1:3] and other_tokenizer.text.endswith(first.text.splitlines()[-1])
+    assert other_tokenizer[1:3] == first[1:3] and other_tokenizer.text.endswith(
+        first.text.splitlines()[-1]
+    )
     assert other_tokenizer.text.replace("\n", "").count("The") > first.text.count("The")
 
 
@@ -304,7 +344,9 @@ def test_a_program_solves_every_window(task, split):
             tokens, weights, window = batch["tokens"][row], batch["weights"][row], of.window(row)
             text = ByteTokenizer().decode([*tokens, batch["targets"][row][-1]])
             assert tokens[0] == BOS and len(text) == T and BOS not in tokens[1:]
-            assert (batch["targets"][row][:-1] == tokens[1:]).all() and (window.task >= 0).tolist() == weights.tolist()
+            assert (batch["targets"][row][:-1] == tokens[1:]).all() and (
+                window.task >= 0
+            ).tolist() == weights.tolist()
             places = np.flatnonzero(weights)
             name = list(TASKS)[window.task[places[0]]] if len(places) else None
             names.add(name)
@@ -332,7 +374,9 @@ def test_distances_are_log_uniform_and_keys_are_asked_once(task):
     octaves = np.histogram(distances, [8, 16, 32, 64, 128, 256])[0]
     assert octaves.min() > 0.5 * octaves.max(), "each octave has about as many"
     if task != "lookup":
-        assert min(numbers) == 1 and max(numbers) > 20, "and each octave of numbers of facts about as many windows"
+        assert min(numbers) == 1 and max(numbers) > 20, (
+            "and each octave of numbers of facts about as many windows"
+        )
         assert 20 < sum(number < 3 for number in numbers) < 100
 
 
@@ -341,10 +385,24 @@ def test_distances_are_those_of_the_text(task):
     window = windows(task).window(5)
     text = ByteTokenizer().decode(window.stream)
     for place in np.flatnonzero(window.task >= 0):
-        evidence = text[place - 1 - window.distance[place] : place]  # from the question's last token
-        at = {"passkey": 1, "niah": 2, "lookup": 2, "chain": 2, "index": text[place - 1], "flipflop": 1}.get(task, 0)
+        evidence = text[
+            place - 1 - window.distance[place] : place
+        ]  # from the question's last token
+        at = {
+            "passkey": 1,
+            "niah": 2,
+            "lookup": 2,
+            "chain": 2,
+            "index": text[place - 1],
+            "flipflop": 1,
+        }.get(task, 0)
         assert evidence[int(at)] == text[place]
-        key = {"niah": "=" + text[place - 1], "lookup": text[place - 2 : place], "index": "@", "flipflop": "+"}
+        key = {
+            "niah": "=" + text[place - 1],
+            "lookup": text[place - 2 : place],
+            "index": "@",
+            "flipflop": "+",
+        }
         assert evidence.startswith(key.get(task, "")) and (evidence[1] == ":" or task != "chain")
         assert "+" not in evidence[1:], "of writes the latest"
 
@@ -352,7 +410,9 @@ def test_distances_are_those_of_the_text(task):
 def test_splits_share_no_window_and_seeds_differ():
     train, validation = windows("mix"), windows("mix", split="validation")
     seen = {train.window(train.at(i, seed)).stream.tobytes() for i in range(100) for seed in (0, 1)}
-    assert len(seen) == 200 and not seen & {validation.window(i).stream.tobytes() for i in range(100)}
+    assert len(seen) == 200 and not seen & {
+        validation.window(i).stream.tobytes() for i in range(100)
+    }
     assert train.store.fingerprint != windows("niah").store.fingerprint
 
 
@@ -373,7 +433,9 @@ def test_a_mixture_with_text(tmp_path):
         for of in alone:
             for i in range(2):
                 row = found.index(of.window(of.at(i, seed)).stream[:-1].tobytes())
-                assert batch["weights"][row].tolist() == (of.window(of.at(i, seed)).task >= 0).tolist()
+                assert (
+                    batch["weights"][row].tolist() == (of.window(of.at(i, seed)).task >= 0).tolist()
+                )
         assert sum("rain" in ByteTokenizer().decode(row) for row in batch["tokens"]) == 4
     answers = [of.read(range(100))["weights"].mean() for of in alone]
     expected = np.array([0.5, 0.25 * answers[0], 0.25 * answers[1]])
@@ -384,7 +446,9 @@ def test_a_mixture_with_text(tmp_path):
     held_out = open_windows(data, 260, "validation")
     assert held_out.count == 1024 + held_out.sources[0].count
     assert held_out.read([held_out.count - 1])["weights"].sum() > 0
-    with pytest.raises(UsageError, match="--split=train: mixture is generated, without end: only validation"):
+    with pytest.raises(
+        UsageError, match="--split=train: mixture is generated, without end: only validation"
+    ):
         open_text(data, 260, "train", data, {})
 
 
@@ -395,10 +459,17 @@ def test_a_mixture_with_text(tmp_path):
             {"dataset": "longcontext/nia"},
             r"longcontext/nia: there is no such task \(did you mean longcontext/niah\?\); ",
         ),
-        ({"dataset": "longcontext/niah-5"}, "there is no such task.*there are longcontext/mix, longcontext/passkey"),
+        (
+            {"dataset": "longcontext/niah-5"},
+            "there is no such task.*there are longcontext/mix, longcontext/passkey",
+        ),
         ({"tokenizer": "a.model"}, "data.tokenizer=a.model: has no effect with longcontext data"),
         (
-            {"tokenizer": "a.model", "dataset": "mixture", "mixture": ({"weight": 1, "dataset": "longcontext/niah"},)},
+            {
+                "tokenizer": "a.model",
+                "dataset": "mixture",
+                "mixture": ({"weight": 1, "dataset": "longcontext/niah"},),
+            },
             "data.tokenizer=a.model: must be byte, of which longcontext/niah is made",
         ),
         ({"data_dir": "x"}, "data.data_dir=x: has no effect with data.dataset=longcontext/niah"),
@@ -412,7 +483,11 @@ def test_what_a_config_cannot_say(fields, says):
 def test_what_is_too_small():
     data = default_config().data
     data.dataset = "longcontext/niah"
-    with pytest.raises(UsageError, match="vocab_size=259: longcontext data has 260 ids; set .* to 260 or more"):
+    with pytest.raises(
+        UsageError, match="vocab_size=259: longcontext data has 260 ids; set .* to 260 or more"
+    ):
         open_windows(data, 259, "train")
-    with pytest.raises(UsageError, match="seq_len=63: windows of longcontext/niah need at least 64"):
+    with pytest.raises(
+        UsageError, match="seq_len=63: windows of longcontext/niah need at least 64"
+    ):
         windows("niah", 63)

@@ -35,22 +35,38 @@ def sweep(tmp_path_factory):
             workdir = directory / f"rope_percentage={p:g},seed={seed}"
             workdir.mkdir()
             config = default_config()
-            config.update_from_flattened_dict({"model.rope_percentage": p, "seed": seed, "num_steps": 10})
+            config.update_from_flattened_dict(
+                {"model.rope_percentage": p, "seed": seed, "num_steps": 10}
+            )
             config.data.seq_len = TRAINED
             write_config(workdir, config)
             with Checkpoints(workdir) as checkpoints:
                 identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
-                checkpoints.save(10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0})
+                checkpoints.save(
+                    10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0}
+                )
             records = []
             for length in LENGTHS:
                 right = {row: share(p, seed, length, row) for row in ROWS}
                 cells = [
-                    {"row": row, "rank_accuracy": right[row], "distance": 1.4 * max((1 - row) * length, 4)}
+                    {
+                        "row": row,
+                        "rank_accuracy": right[row],
+                        "distance": 1.4 * max((1 - row) * length, 4),
+                    }
                     for row in ROWS
                 ]
-                record = {"step": 10, "task": "niah", "form": "compact", "seq_len": length, "cells": cells}
+                record = {
+                    "step": 10,
+                    "task": "niah",
+                    "form": "compact",
+                    "seq_len": length,
+                    "cells": cells,
+                }
                 mean = float(np.mean([cell["rank_accuracy"] for cell in cells]))
-                records.append(record | {"control": None, "chance": 0.125, "trials": 50, "rank_accuracy": mean})
+                records.append(
+                    record | {"control": None, "chance": 0.125, "trials": 50, "rank_accuracy": mean}
+                )
             others = [{"control": "removed"}, {"encoding": "yarn"}, {"step": 5}]  # not drawn
             wrong = [records[0] | other | {"rank_accuracy": 0.0, "cells": []} for other in others]
             lines = [json.dumps(record) + "\n" for record in [*records, *wrong]]
@@ -66,11 +82,15 @@ def test_a_map_shows_the_means_over_seeds(sweep):
     picture.draw(figure)
     assert [axes.get_title() for axes in figure.axes] == ["p = 0.25", "p = 1", "", ""]
     for axes, p in zip(figure.axes, (0.25, 1.0), strict=False):
-        shown = {(round(text.get_position()[0]), round(text.get_position()[1])): text.get_text() for text in axes.texts}
+        shown = {
+            (round(text.get_position()[0]), round(text.get_position()[1])): text.get_text()
+            for text in axes.texts
+        }
         assert shown == {
             (x, y): f"{100 * (share(p, 0, length, row) - 0.01):.0f}"
-            for x, length in enumerate(LENGTHS) for y, row in enumerate(ROWS)
-        }  # fmt: skip
+            for x, length in enumerate(LENGTHS)
+            for y, row in enumerate(ROWS)
+        }
         (image,) = axes.images
         assert image.get_clim() == (0.125, 1)
         np.testing.assert_allclose(image.get_array()[0, 2], share(p, 0, 512, 0.0) - 0.01)
@@ -78,15 +98,22 @@ def test_a_map_shows_the_means_over_seeds(sweep):
         assert dashed.get_xdata()[0] == 1  # the training length is the second one
         x, y = training.get_data()  # depth 0 at 256 tokens, 0.5 at 512: rows 0 and 1
         assert np.isnan(y[x < 0.99]).all() and abs(y[-1] - 1) < 0.01
-        turn = 2 * np.pi * 10_000 ** (2 * (int(32 * p) - 1) / 64)  # tokens in which the slowest pair comes round
-        np.testing.assert_allclose(period.get_ydata()[-1], 2 * (1 - turn / 512) if turn < 512 else np.nan)
+        turn = (
+            2 * np.pi * 10_000 ** (2 * (int(32 * p) - 1) / 64)
+        )  # tokens in which the slowest pair comes round
+        np.testing.assert_allclose(
+            period.get_ydata()[-1], 2 * (1 - turn / 512) if turn < 512 else np.nan
+        )
         assert axes.get_ylim()[0] > axes.get_ylim()[1], "depth 0 is on top"
 
 
 def test_the_effective_length_ends_before_the_first_failure(sweep):
     (picture,) = maps.maps(runs.read_sweep(sweep))
     assert "p = 0.25: 512, 512; p = 1: 256, 256." in picture.alt
-    of = {length: {"rank_accuracy": a} for length, a in ((128, 0.1), (256, 0.9), (512, 0.85), (1024, 0.8), (2048, 1.0))}
+    of = {
+        length: {"rank_accuracy": a}
+        for length, a in ((128, 0.1), (256, 0.9), (512, 0.85), (1024, 0.8), (2048, 1.0))
+    }
     assert maps.effective_length(256, of) == 512
     assert maps.effective_length(300, of) is None, "the training length was not evaluated"
     assert maps.effective_length(128, of) is None, "a run that fails there"
@@ -98,7 +125,13 @@ def test_accuracy_by_distance_is_in_octaves_with_intervals_over_prompts(sweep):
     figure = matplotlib.figure.Figure(figsize=picture.size)
     picture.draw(figure)
     axes = figure.axes[3]  # p = 1, below its map
-    shares = {6: 0.95, 96: 0.95, 192: 0.95, 384: 0.95, 768: 0.19}  # middles of octaves; means of two seeds
+    shares = {
+        6: 0.95,
+        96: 0.95,
+        192: 0.95,
+        384: 0.95,
+        768: 0.19,
+    }  # middles of octaves; means of two seeds
     curve, training = axes.lines  # the slowest pair comes round far beyond
     assert dict(zip(*curve.get_data(), strict=True)) == pytest.approx(shares)
     assert training.get_xdata()[0] == TRAINED
@@ -106,8 +139,14 @@ def test_accuracy_by_distance_is_in_octaves_with_intervals_over_prompts(sweep):
     z, expected = 1.959963984540054, []
     for middle, share_right in shares.items():
         n = prompts[middle]
-        centre, reach = share_right + z * z / 2 / n, z * np.sqrt(share_right * (1 - share_right) / n + (z / 2 / n) ** 2)
-        expected += [(middle, (centre - reach) / (1 + z * z / n)), (middle, (centre + reach) / (1 + z * z / n))]
+        centre, reach = (
+            share_right + z * z / 2 / n,
+            z * np.sqrt(share_right * (1 - share_right) / n + (z / 2 / n) ** 2),
+        )
+        expected += [
+            (middle, (centre - reach) / (1 + z * z / n)),
+            (middle, (centre + reach) / (1 + z * z / n)),
+        ]
     drawn = {(x, round(y, 6)) for x, y in axes.collections[0].get_paths()[0].vertices}
     assert {(x, round(y, 6)) for x, y in expected} <= drawn
 
@@ -118,7 +157,11 @@ def test_curves_stand_below_their_maps_where_maps_wrap():
     figure.draw_without_rendering()
     for one, other in zip(above, below, strict=True):
         place, lower = one.get_position(), other.get_position()
-        assert place.x0 == lower.x0 and 0 < place.y0 - lower.y1 < place.height and place.height > lower.height
+        assert (
+            place.x0 == lower.x0
+            and 0 < place.y0 - lower.y1 < place.height
+            and place.height > lower.height
+        )
     assert [axes.get_visible() for axes in figure.axes].count(False) == 6
 
 
@@ -127,8 +170,13 @@ def test_many_tasks_are_drawn_three_in_a_row():
     picture = pictures.accuracy_picture({f"task {i}": points for i in range(7)})
     figure = matplotlib.figure.Figure(figsize=picture.size)
     picture.draw(figure)
-    assert picture.size[0] < 15 and [axes.get_visible() for axes in figure.axes] == [True] * 7 + [False] * 2
-    assert [axes.get_title() for axes in figure.axes[:7]] == [f"Accuracy: task {i}" for i in range(7)]
+    assert (
+        picture.size[0] < 15
+        and [axes.get_visible() for axes in figure.axes] == [True] * 7 + [False] * 2
+    )
+    assert [axes.get_title() for axes in figure.axes[:7]] == [
+        f"Accuracy: task {i}" for i in range(7)
+    ]
 
 
 def test_a_run_of_its_own_gets_its_maps(sweep):
@@ -143,10 +191,14 @@ def test_a_run_of_its_own_gets_its_maps(sweep):
 def test_the_page_has_effective_lengths_by_task_and_reads_records_once(sweep, monkeypatch):
     reads, retry = [], files.retry_reads
     monkeypatch.setattr(
-        "prope.workdir.records.retry_reads", lambda path, *more: reads.append(path.name) or retry(path, *more)
+        "prope.workdir.records.retry_reads",
+        lambda path, *more: reads.append(path.name) or retry(path, *more),
     )
     page = pathlib.Path(report_sweep(sweep)["output"]).read_text()
     table = re.search(r"<h2[^>]*>Tasks</h2>.*?</table>", page, re.DOTALL)[0]
-    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
+    rows = [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)
+        for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)
+    ]
     assert rows == [["run", "niah"], ["p = 0.25", "512, 512"], ["p = 1", "256, 256"]]
     assert reads.count(RECORDS) == 4, "runs"

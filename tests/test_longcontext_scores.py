@@ -46,7 +46,9 @@ def make_trials(task, count, T=128, prose=False, tokenizer=None) -> list[longcon
         return 1 + len(tokenizer.encode(text.encode()))
 
     rows = TASKS[task].rows
-    prompts = [make_prompt(task, prose, T, rows[i % len(rows)], i, 0, False, size) for i in range(count)]
+    prompts = [
+        make_prompt(task, prose, T, rows[i % len(rows)], i, 0, False, size) for i in range(count)
+    ]
     return [longcontext.encode(tokenizer, task, prompt) for prompt in prompts]
 
 
@@ -69,12 +71,20 @@ def lively(base):
 
 @pytest.mark.parametrize(
     ("task", "prose", "T"),
-    [("passkey", False, 128), ("niah", False, 96), pytest.param("flipflop", True, 160, marks=pytest.mark.slow)],
+    [
+        ("passkey", False, 128),
+        ("niah", False, 96),
+        pytest.param("flipflop", True, 160, marks=pytest.mark.slow),
+    ],
 )
 def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T):
     config, params = lively(base)
     trials = make_trials(task, 5, T, prose)
-    forward = jax.jit(lambda tokens: model.logits(params, model.hidden_states(config.model, params, tokens, positions)))
+    forward = jax.jit(
+        lambda tokens: model.logits(
+            params, model.hidden_states(config.model, params, tokens, positions)
+        )
+    )
     positions = jnp.arange(T + 8)[None]
     expected, greedy = [], []
     for trial in trials:
@@ -83,7 +93,9 @@ def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T):
             tokens = np.zeros((1, T + 8), np.int32)
             row = [*trial.tokens, *candidate]
             tokens[0, : len(row)] = row
-            logits = np.asarray(forward(tokens)[0], np.float64)[len(trial.tokens) - 1 : len(row) - 1]
+            logits = np.asarray(forward(tokens)[0], np.float64)[
+                len(trial.tokens) - 1 : len(row) - 1
+            ]
             logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
             sums.append(logprobs[np.arange(len(candidate)), candidate].sum())
             if k == 0:
@@ -101,13 +113,17 @@ def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T):
     [
         (["index"], True, 6),
         (["passkey"], False, 6),
-        pytest.param([task for task in TASKS if task != "passkey"], False, 1, marks=pytest.mark.slow),
+        pytest.param(
+            [task for task in TASKS if task != "passkey"], False, 1, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_exact_is_what_greedy_decoding_says(base, tasks, prose, length):
     """20 prompts of each: what prope.sample says at temperature 0 is exact; with one other token it is not."""
     config, params = lively(base)
-    trials = [trial for task in tasks for trial in make_trials(task, 20, 300 if prose else 96, prose)]
+    trials = [
+        trial for task in tasks for trial in make_trials(task, 20, 300 if prose else 96, prose)
+    ]
     keys = generation.row_keys(0, len(trials))
     sampling = generation.Sampling(length, temperature=0.0, eos=-1)
     prompts, lengths = generation.pad_prompts([trial.tokens.tolist() for trial in trials])
@@ -118,8 +134,13 @@ def test_exact_is_what_greedy_decoding_says(base, tasks, prose, length):
         changed = said.copy()
         if place is not None:
             changed[:, place] = 4 + changed[:, place] % 200
-        both = [np.stack([answer, t.candidates[1]]) for answer, t in zip(changed, trials, strict=True)]
-        asked = [trial._replace(candidates=candidates) for trial, candidates in zip(trials, both, strict=True)]
+        both = [
+            np.stack([answer, t.candidates[1]]) for answer, t in zip(changed, trials, strict=True)
+        ]
+        asked = [
+            trial._replace(candidates=candidates)
+            for trial, candidates in zip(trials, both, strict=True)
+        ]
         _, exact = score(config, params, 320, asked)
         assert exact.all() if place is None else not exact.any()
 
@@ -141,13 +162,21 @@ def test_transformers_ranks_answers_the_same(base, theirs, task):
     run, trials, expected = open_run(base / "a"), make_trials(task, 20, 96), []
     for trial in trials:
         C, A = trial.candidates.shape
-        rows = np.concatenate([np.broadcast_to(trial.tokens, (C, len(trial.tokens))), trial.candidates], axis=1)
+        rows = np.concatenate(
+            [np.broadcast_to(trial.tokens, (C, len(trial.tokens))), trial.candidates], axis=1
+        )
         with torch.no_grad():
-            logits = theirs(torch.tensor(rows)).logits[:, -A - 1 : -1].double().log_softmax(-1).numpy()
-        expected.append(np.take_along_axis(logits, trial.candidates[..., None], axis=-1).sum(axis=(1, 2)))
+            logits = (
+                theirs(torch.tensor(rows)).logits[:, -A - 1 : -1].double().log_softmax(-1).numpy()
+            )
+        expected.append(
+            np.take_along_axis(logits, trial.candidates[..., None], axis=-1).sum(axis=(1, 2))
+        )
     logprobs, _ = score(run.config, run.params(), 96, trials)
     ranks = [[sum(row > row[0]) for row in rows] for rows in (expected, logprobs)]
-    assert ranks[0] == ranks[1] and len({*ranks[0]}) > min(2, C - 1), "20 of 20 equal, and of several ranks"
+    assert ranks[0] == ranks[1] and len({*ranks[0]}) > min(2, C - 1), (
+        "20 of 20 equal, and of several ranks"
+    )
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-4)
 
 
@@ -184,7 +213,9 @@ def test_a_prompt_has_one_bos_and_fits():
             assert trial.tokens[0] == BOS and (trial.tokens == BOS).sum() == 1
             assert len(trial.tokens) + trial.candidates.shape[1] <= 96
             assert 0 < trial.distance < len(trial.tokens)
-            assert len({tuple(candidate) for candidate in trial.candidates}) == (2 if task == "flipflop" else 8)
+            assert len({tuple(candidate) for candidate in trial.candidates}) == (
+                2 if task == "flipflop" else 8
+            )
 
 
 def test_distances_are_tokens_from_the_answer_to_the_evidence():
@@ -203,7 +234,8 @@ def test_prose_is_asked_of_any_tokenizer(sentencepiece_model):
             used = len(trial.tokens) + trial.candidates.shape[1]
             assert trial.tokens[0] == BOS and used <= 1200 and (used > 1100 or task == "duplicate")
             answers = [
-                tokenizer.decode([*trial.tokens, *candidate]).removeprefix(text) for candidate in trial.candidates
+                tokenizer.decode([*trial.tokens, *candidate]).removeprefix(text)
+                for candidate in trial.candidates
             ]
             assert len({*answers}) == len(answers) and len({*map(len, answers)}) == 1
 
@@ -222,10 +254,16 @@ def test_ranks_count_likelier_foils_and_half_of_equal_ones(run, monkeypatch):
     rows = [[-1.0, *[-2.0] * 7], [-2.0, *[-2.0] * 7], [-3.0, -1.0, *[-4.0] * 6], [math.nan] * 8]
     scored(monkeypatch, rows, [True, False, False, False])
     (record,) = ask(run)
-    assert record["rank_accuracy"] == 0.25 and record["rank"] == (1 + 4.5 + 2 + 8) / 4 and record["exact"] == 0.25
+    assert (
+        record["rank_accuracy"] == 0.25
+        and record["rank"] == (1 + 4.5 + 2 + 8) / 4
+        and record["exact"] == 0.25
+    )
     assert record["chance"] == 1 / 8 and sum(record["wrong"].values()) == 3
     assert [cell["row"] for cell in record["cells"]] == [0, 0.5]
-    assert [cell["rank"] for cell in record["cells"]] == [2.75, 5] and record["cells"][0]["exact"] == 0.5
+    assert [cell["rank"] for cell in record["cells"]] == [2.75, 5] and record["cells"][0][
+        "exact"
+    ] == 0.5
     assert record["cells"][0]["distance"] > record["cells"][1]["distance"] > 60
 
 
@@ -234,7 +272,9 @@ def test_intervals_are_wilsons(run, monkeypatch):
     (record,) = ask(run)
     z, q, n = 1.959964, 0.75, 4
     ends = [
-        (q + z * z / 2 / n + s * z * math.sqrt(q * (1 - q) / n + (z / 2 / n) ** 2)) / (1 + z * z / n) for s in (-1, 1)
+        (q + z * z / 2 / n + s * z * math.sqrt(q * (1 - q) / n + (z / 2 / n) ** 2))
+        / (1 + z * z / n)
+        for s in (-1, 1)
     ]
     np.testing.assert_allclose(record["rank_accuracy_interval"], ends, rtol=1e-6)
     assert record["cells"][0]["rank_accuracy_interval"][1] == 1 and record["exact_interval"][0] == 0
@@ -248,7 +288,9 @@ def test_what_is_there_is_not_asked_again(run, monkeypatch):
     lines = (run / "longcontext.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == json.loads(json.dumps(first))
     (niah, *_, offset) = first
-    assert niah["windows"] == 4 and offset["windows"] == 12 and offset["rows"] == [1, 2, 4, 8, 16, 32]
+    assert (
+        niah["windows"] == 4 and offset["windows"] == 12 and offset["rows"] == [1, 2, 4, 8, 16, 32]
+    )
     monkeypatch.setattr(longcontext, "score_trials", None)
     assert ask(run, tasks="niah", seq_len="64") == json.loads(json.dumps(first[:1]))
     for others in (
@@ -272,7 +314,9 @@ def test_controls(run):
 
 
 def open_prompts(base, task="niah", T=600, **flags):
-    return longcontext.Prompts(task, T, open_run(base / "a").config, Options(str(base / "a"), tasks=task, **flags))
+    return longcontext.Prompts(
+        task, T, open_run(base / "a").config, Options(str(base / "a"), tasks=task, **flags)
+    )
 
 
 def test_prompts_of_an_evaluation_fit_and_lose_their_evidence_as_a_control(base):
@@ -286,10 +330,22 @@ def test_prompts_of_an_evaluation_fit_and_lose_their_evidence_as_a_control(base)
 
 
 def test_what_changes_prompts_changes_their_fingerprint(base, monkeypatch):
-    flags = {"form": "prose"}, {"depths": "1"}, {"trials": 3}, {"seed": 1}, {"control": "removed"}, {"control": "near"}
-    found = [open_prompts(base, **f).selection.fingerprint for f in ({}, *flags, {"task": "niah-1"}, {"T": 601})]
+    flags = (
+        {"form": "prose"},
+        {"depths": "1"},
+        {"trials": 3},
+        {"seed": 1},
+        {"control": "removed"},
+        {"control": "near"},
+    )
+    found = [
+        open_prompts(base, **f).selection.fingerprint
+        for f in ({}, *flags, {"task": "niah-1"}, {"T": 601})
+    ]
     assert open_prompts(base).selection.fingerprint == found[0]
-    assert open_prompts(base, depths="1,1.0").selection.fingerprint == found[2], "prompts are not counted twice"
+    assert open_prompts(base, depths="1,1.0").selection.fingerprint == found[2], (
+        "prompts are not counted twice"
+    )
     for owner, name in ((longcontext, "FORMAT"), (ByteTokenizer, "fingerprint")):
         monkeypatch.setattr(owner, name, "another")
         found.append(open_prompts(base).selection.fingerprint)
@@ -316,12 +372,24 @@ def test_runs_are_compared_on_the_same_trials(tmp_path, monkeypatch):
     answered = {"a": [1, 1, 1, 1, 1, 0, 0, 0], "b": [1, 1, 0, 0, 0, 1, 0, 0]}
     for name, right in answered.items():
         make_run(tmp_path / name)
-        scored(monkeypatch, [[-1.0 if r else -3.0, *[-2.0] * 7] for r in right], np.array(right[::-1]) > 0)
+        scored(
+            monkeypatch,
+            [[-1.0 if r else -3.0, *[-2.0] * 7] for r in right],
+            np.array(right[::-1]) > 0,
+        )
         ask(tmp_path / name, trials=4)
     found = longcontext.paired_answers(tmp_path / "a", tmp_path / "b", task="niah", seq_len=128)
-    stderr = math.sqrt(3 + 1 - (3 - 1) ** 2 / 8) / 8 * math.sqrt(8 / 7)  # of a sample, whence the last factor
-    assert found.samples == 8 and math.isclose(found.difference, 2 / 8) and math.isclose(found.stderr, stderr)
-    assert math.isclose(longcontext.paired_answers(tmp_path / "b", tmp_path / "a", exact=True).difference, -2 / 8)
+    stderr = (
+        math.sqrt(3 + 1 - (3 - 1) ** 2 / 8) / 8 * math.sqrt(8 / 7)
+    )  # of a sample, whence the last factor
+    assert (
+        found.samples == 8
+        and math.isclose(found.difference, 2 / 8)
+        and math.isclose(found.stderr, stderr)
+    )
+    assert math.isclose(
+        longcontext.paired_answers(tmp_path / "b", tmp_path / "a", exact=True).difference, -2 / 8
+    )
     with pytest.raises(UsageError, match="has no evaluation with .*'task': 'index'"):
         longcontext.paired_answers(tmp_path / "a", tmp_path / "b", task="index")
 
@@ -334,19 +402,34 @@ def test_the_number_of_devices_changes_nothing(whole, run_command, tmp_path):
     tasks, records, trials = ["passkey", "niah", "duplicate"], [], []
     for devices in (1, 8):
         run = shutil.copytree(whole[0], tmp_path / str(devices))
-        asked = (f"--tasks={','.join(tasks)}", "--seq_len=1x", "--trials=3", "--batch_size=12", f"--workdir={run}")
+        asked = (
+            f"--tasks={','.join(tasks)}",
+            "--seq_len=1x",
+            "--trials=3",
+            "--batch_size=12",
+            f"--workdir={run}",
+        )
         outcome = run_command("prope.evaluate", *asked, devices=devices)
         assert outcome.code == 0, outcome.stderr
         assert "on 27 prompts of 64 tokens of longcontext/niah; " in outcome.stderr
         assert [short["task"] for short in outcome.result["evaluations"]] == tasks
-        records.append([json.loads(line) for line in (run / "longcontext.jsonl").read_text().splitlines()])
-        files = [run / "eval" / "20" / f"{r['fingerprint']}-{r['seq_len']}-{r['windows']}.npz" for r in records[-1]]
+        records.append(
+            [json.loads(line) for line in (run / "longcontext.jsonl").read_text().splitlines()]
+        )
+        files = [
+            run / "eval" / "20" / f"{r['fingerprint']}-{r['seq_len']}-{r['windows']}.npz"
+            for r in records[-1]
+        ]
         trials.append([np.load(file) for file in files])
     for one, eight in zip(*records, strict=True):
         assert one["fingerprint"] == eight["fingerprint"] and one["wrong"] == eight["wrong"]
-        assert [cell["wrong"] for cell in one["cells"]] == [cell["wrong"] for cell in eight["cells"]]
+        assert [cell["wrong"] for cell in one["cells"]] == [
+            cell["wrong"] for cell in eight["cells"]
+        ]
     for one, eight in zip(*trials, strict=True):
-        assert one["logprobs"].shape[0] == 27 and (one["loss"] == eight["loss"]).all(), "which are right, and exact"
+        assert one["logprobs"].shape[0] == 27 and (one["loss"] == eight["loss"]).all(), (
+            "which are right, and exact"
+        )
         np.testing.assert_allclose(one["logprobs"], eight["logprobs"], rtol=1e-5)
 
 
@@ -360,15 +443,24 @@ def test_the_number_of_devices_changes_nothing(whole, run_command, tmp_path):
             {"tasks": "passkye"},
             r"--tasks=passkye: there is no task passkye \(did you mean passkey\?\); there are passkey, ni",
         ),
-        ({"tasks": "niah,chain-3"}, r"--tasks=niah,chain-3: there is no task chain-3 \(did you mean chain-\d\?\)"),
+        (
+            {"tasks": "niah,chain-3"},
+            r"--tasks=niah,chain-3: there is no task chain-3 \(did you mean chain-\d\?\)",
+        ),
         ({"tasks": ""}, "--tasks=: there is no task ; there are passkey"),
         ({"seq_len": "8"}, "--seq_len=8: niah needs at least 18 tokens; take longer ones"),
         ({"seq_len": "0.01x"}, "--seq_len=1: niah needs at least"),
         ({"seq_len": "0.001x"}, "--seq_len=0.001x: '0.001x' is neither"),
-        ({"depths": "0,1.5"}, r"--depths=0,1.5: must be fractions of the prompt in \[0, 1\], such as 0,0.5,1"),
+        (
+            {"depths": "0,1.5"},
+            r"--depths=0,1.5: must be fractions of the prompt in \[0, 1\], such as 0,0.5,1",
+        ),
         ({"depths": "-0.5"}, "--depths=-0.5: must be fractions"),
         ({"depths": "x"}, "--depths=x: must be fractions"),
-        ({"tasks": "lookup", "seq_len": "9000"}, "facts need different names, of 2,704 that there are"),
+        (
+            {"tasks": "lookup", "seq_len": "9000"},
+            "facts need different names, of 2,704 that there are",
+        ),
         ({"split": "train"}, "--split=train: has no effect with --tasks; remove it"),
         ({"max_tokens": 512}, "--max_tokens=512: has no effect with --tasks; remove it"),
         ({"control": "near"}, "--depths=0,0.5: has no effect with --control=near; remove it"),
@@ -384,7 +476,10 @@ def test_what_cannot_be_asked(base, monkeypatch, flags, says):
 
 def test_a_model_that_cannot_say_the_answers(tmp_path):
     make_run(tmp_path / "run", vocab_size=168)
-    with pytest.raises(UsageError, match="config.data.tokenizer=byte: has 260 ids, and the model of .* 168; put back"):
+    with pytest.raises(
+        UsageError,
+        match="config.data.tokenizer=byte: has 260 ids, and the model of .* 168; put back",
+    ):
         ask(tmp_path / "run")
 
 
@@ -411,5 +506,8 @@ class Uneven(ByteTokenizer):
 
 
 def test_a_tokenizer_whose_answers_are_of_several_lengths():
-    with pytest.raises(UsageError, match=r"--tasks=niah: the tokenizer has 4 answers of as many tokens as '\d', of 8"):
+    with pytest.raises(
+        UsageError,
+        match=r"--tasks=niah: the tokenizer has 4 answers of as many tokens as '\d', of 8",
+    ):
         make_trials("niah", 1, 128, tokenizer=Uneven())

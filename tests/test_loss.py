@@ -26,31 +26,46 @@ def draw(B=2, T=12, D=8, V=30, dtype=np.float32):
 
 def reference(hidden, embedding, targets, weights):
     """Losses [B, T], and the gradients of their weighted sum for hidden and embedding."""
-    hidden, embedding, weights = (np.asarray(array, np.float64) for array in (hidden, embedding, weights))
+    hidden, embedding, weights = (
+        np.asarray(array, np.float64) for array in (hidden, embedding, weights)
+    )
     logits = hidden @ embedding.T
     share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     is_target = np.eye(len(embedding))[np.asarray(targets)]
     grad_logits = (share - is_target) * weights[..., None]
-    return -np.log((share * is_target).sum(-1)), grad_logits @ embedding, np.einsum("btv,btd->vd", grad_logits, hidden)
+    return (
+        -np.log((share * is_target).sum(-1)),
+        grad_logits @ embedding,
+        np.einsum("btv,btd->vd", grad_logits, hidden),
+    )
 
 
 def check(arrays, tolerance=1e-5, place=lambda array: array):
     """Value and gradients of three times the weighted loss, and the losses of evaluation, equal the formula."""
     hidden, embedding, targets, weights = arrays
     narrow = embedding.astype(hidden.dtype)  # what the matmuls see
-    losses, grad_hidden, grad_embedding = reference(hidden.astype(np.float32), narrow, targets, weights)
+    losses, grad_hidden, grad_embedding = reference(
+        hidden.astype(np.float32), narrow, targets, weights
+    )
 
     def three_times(hidden, embedding, weights, targets):
         return 3 * loss.weighted_loss(hidden, embedding, targets, weights)
 
     run = jax.jit(jax.value_and_grad(three_times, argnums=(0, 1, 2)))
     value, gradients = run(*(place(array) for array in (hidden, embedding, weights, targets)))
-    assert value.dtype == gradients[1].dtype == gradients[2].dtype == np.float32 and gradients[0].dtype == hidden.dtype
+    assert (
+        value.dtype == gradients[1].dtype == gradients[2].dtype == np.float32
+        and gradients[0].dtype == hidden.dtype
+    )
     np.testing.assert_allclose(value, 3 * (losses * weights).sum(), rtol=1e-5)
     for gradient, expected in zip(gradients, (grad_hidden, grad_embedding, losses), strict=True):
         largest = 3 * np.abs(expected).max()
-        np.testing.assert_allclose(gradient.astype(np.float32), 3 * expected, rtol=0, atol=tolerance * largest)
-    evaluated = jax.jit(loss.token_losses)(*(place(array) for array in (hidden, embedding, targets)))
+        np.testing.assert_allclose(
+            gradient.astype(np.float32), 3 * expected, rtol=0, atol=tolerance * largest
+        )
+    evaluated = jax.jit(loss.token_losses)(
+        *(place(array) for array in (hidden, embedding, targets))
+    )
     np.testing.assert_allclose(evaluated, losses, rtol=1e-5, atol=1e-6)
 
 
@@ -77,11 +92,15 @@ def test_large_logits_do_not_overflow():
 
 def elements(run, *arrays):
     """The number of elements of the largest array of a compiled program."""
-    return max(math.prod(dims) for _, dims in array_shapes(jax.jit(run).lower(*arrays).compile().as_text()))
+    return max(
+        math.prod(dims) for _, dims in array_shapes(jax.jit(run).lower(*arrays).compile().as_text())
+    )
 
 
 def gradient(hidden, embedding, targets, weights):
-    return jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))(hidden, embedding, targets, weights)
+    return jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))(
+        hidden, embedding, targets, weights
+    )
 
 
 def test_a_large_vocabulary_is_never_scored_whole(monkeypatch):
@@ -110,10 +129,21 @@ def over_meshes():
         for D, V, max_logits, chunk, max_table, dtype in (
             (16, 48, 1, 3, 2**30, np.float32),  # chunks of three tokens
             (16, 48, 1, 50, 0, np.float32),  # six chunks of the vocabulary
-            (12, 56, 1, 6, 0, jnp.bfloat16),  # as many chunks as entries, where tensor = 1; D is not a multiple of 8
+            (
+                12,
+                56,
+                1,
+                6,
+                0,
+                jnp.bfloat16,
+            ),  # as many chunks as entries, where tensor = 1; D is not a multiple of 8
             (12, 56, 2**20, 1, 2**30, jnp.bfloat16),  # one chunk of all tokens
         ):
-            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = max_logits, chunk, {"": chunk}
+            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = (
+                max_logits,
+                chunk,
+                {"": chunk},
+            )
             loss._MAX_TABLE_BYTES = max_table
 
             def place(array, mesh=mesh, V=V):
@@ -129,13 +159,18 @@ def over_meshes():
     for shape, max_table in itertools.product(((1, 8, 1), (2, 2, 2)), (0, 2**30)):
         mesh = sharding.make_mesh(shape[0], shape[2])
         loss._MAX_TABLE_BYTES = max_table
-        by_rows, columns = jax.sharding.NamedSharding(mesh, rows()), jax.sharding.PartitionSpec("tensor", "fsdp")
+        by_rows, columns = (
+            jax.sharding.NamedSharding(mesh, rows()),
+            jax.sharding.PartitionSpec("tensor", "fsdp"),
+        )
         with sharding.use(mesh):
             placed = [jax.device_put(array, by_rows) for array in (hidden, targets, weights)]
             placed.insert(1, jax.device_put(embedding, jax.sharding.NamedSharding(mesh, columns)))
             largest = elements(gradient, *placed)
         groups = shape[0] * shape[1]
-        assert largest < 1024 // groups * 1024 // shape[2], f"{shape}: the logits of a device exist whole"
+        assert largest < 1024 // groups * 1024 // shape[2], (
+            f"{shape}: the logits of a device exist whole"
+        )
         assert largest < 1024 * 32 or max_table, f"{shape}: the table exists whole"
 
 

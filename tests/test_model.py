@@ -19,9 +19,15 @@ from prope.loss import weighted_loss
 def small(**fields):
     config = default_config().model
     fields = {
-        "num_layers": 3, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_dim": 48,
-        "vocab_size": 50, "rope_percentage": 0.75,
-    } | fields  # fmt: skip
+        "num_layers": 3,
+        "embed_dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "hidden_dim": 48,
+        "vocab_size": 50,
+        "rope_percentage": 0.75,
+    } | fields
     config.update(fields)
     return config
 
@@ -34,12 +40,16 @@ def draw(config, B=2, T=12, seed=0):
     """Parameters with no zeros in them, so that every one matters, and tokens."""
     params = start(config, seed)
     rng = np.random.default_rng(seed)
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape).astype(np.float32), params)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape).astype(np.float32), params
+    )
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (B, T)), jnp.int32)
     return params, tokens, jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
 
 
-def reference(config, params, tokens, positions, segments=None, freqs=None, windows=None, scale=1.0):
+def reference(
+    config, params, tokens, positions, segments=None, freqs=None, windows=None, scale=1.0
+):
     """Logits [B, T, V]: loops over layers, heads and queries, all in float64.
 
     `freqs` are of every layer, p-RoPE's by default; a layer with a window sees so many keys; `scale` multiplies the
@@ -65,7 +75,8 @@ def reference(config, params, tokens, positions, segments=None, freqs=None, wind
         for n in range(N):
             k = n * K // N
             query, key, value = (
-                normed @ w for w in (at["attn"]["q_einsum"]["w"][n], *at["attn"]["kv_einsum"]["w"][:, k])
+                normed @ w
+                for w in (at["attn"]["q_einsum"]["w"][n], *at["attn"]["kv_einsum"]["w"][:, k])
             )
             if "query_norm" in at["attn"]:
                 query = norm(query, at["attn"]["query_norm"]["scale"])
@@ -73,15 +84,27 @@ def reference(config, params, tokens, positions, segments=None, freqs=None, wind
             window = windows and windows[layer]
             query = query if window else query * scale
             if freqs is None:
-                theta, p = config.max_wavelength, np.broadcast_to(config.rope_percentage, config.num_layers)[layer]
-                query, key = (turn(part[:, :, None], positions, theta, p)[:, :, 0] for part in (query, key))
+                theta, p = (
+                    config.max_wavelength,
+                    np.broadcast_to(config.rope_percentage, config.num_layers)[layer],
+                )
+                query, key = (
+                    turn(part[:, :, None], positions, theta, p)[:, :, 0] for part in (query, key)
+                )
             else:
                 turns = np.exp(1j * positions[..., None] * freqs[layer])
-                pairs = [(part[..., : H // 2] + 1j * part[..., H // 2 :]) * turns for part in (query, key)]
+                pairs = [
+                    (part[..., : H // 2] + 1j * part[..., H // 2 :]) * turns
+                    for part in (query, key)
+                ]
                 query, key = (np.concatenate([part.real, part.imag], axis=-1) for part in pairs)
             for b in range(B):
                 for t in range(T):
-                    seen = [s for s in range(t + 1) if segments is None or segments[b, s] == segments[b, t]]
+                    seen = [
+                        s
+                        for s in range(t + 1)
+                        if segments is None or segments[b, s] == segments[b, t]
+                    ]
                     seen = [s for s in seen if not window or s > t - window]
                     scores = key[b, seen] @ query[b, t] / np.sqrt(H)
                     weights = np.exp(scores - scores.max())
@@ -109,7 +132,9 @@ def test_equals_the_formula(p, kv_heads):
     config = small(rope_percentage=p, num_kv_heads=kv_heads)
     params, tokens, positions = draw(config)
     expected = reference(config, params, tokens, positions)
-    np.testing.assert_allclose(forward(config, params, tokens, positions), expected, rtol=0, atol=2e-5 * expected.std())
+    np.testing.assert_allclose(
+        forward(config, params, tokens, positions), expected, rtol=0, atol=2e-5 * expected.std()
+    )
 
 
 def test_far_positions_equal_the_formula():
@@ -117,7 +142,9 @@ def test_far_positions_equal_the_formula():
     params, tokens, positions = draw(config)
     positions = positions * 80_000
     expected = reference(config, params, tokens, positions)
-    np.testing.assert_allclose(forward(config, params, tokens, positions), expected, rtol=0, atol=2e-5 * expected.std())
+    np.testing.assert_allclose(
+        forward(config, params, tokens, positions), expected, rtol=0, atol=2e-5 * expected.std()
+    )
 
 
 def test_segments_equal_the_formula():
@@ -186,11 +213,15 @@ def test_rms_norm_of_bfloat16_is_the_formula_rounded_once():
     x = np.random.default_rng(0).normal(3, 1, (2, 32, 512)).astype(jnp.bfloat16)
     scale = np.linspace(-0.9, 2, 512, dtype=np.float32)
     wide = x.astype(np.float64)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (1 + scale.astype(np.float64))
+    expected = (
+        wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (1 + scale.astype(np.float64))
+    )
     actual = np.asarray(model.final_norm({"scale": scale}, jnp.asarray(x)))
     assert actual.dtype == jnp.bfloat16
     half_ulp = 2.0 ** (np.floor(np.log2(np.abs(expected))) - 8)
-    assert np.all(np.abs(actual.astype(np.float64) - expected) <= half_ulp + 1e-5 * np.abs(expected))
+    assert np.all(
+        np.abs(actual.astype(np.float64) - expected) <= half_ulp + 1e-5 * np.abs(expected)
+    )
 
 
 @pytest.mark.slow
@@ -220,8 +251,12 @@ def test_later_tokens_do_not_matter():
         changed = params | {"embedder": {"input_embedding": table}}
         return model.hidden_states(config, changed, tokens, positions)[0, at].sum()
 
-    tokens = jnp.arange(12, dtype=jnp.int32)[None]  # every token once, so that a row of the table is a place
-    gradient = jax.jit(jax.grad(one_output), static_argnums=1)(params["embedder"]["input_embedding"][:12], 6)
+    tokens = jnp.arange(12, dtype=jnp.int32)[
+        None
+    ]  # every token once, so that a row of the table is a place
+    gradient = jax.jit(jax.grad(one_output), static_argnums=1)(
+        params["embedder"]["input_embedding"][:12], 6
+    )
     reached = np.abs(np.asarray(gradient)).max(-1)
     assert np.all(reached[:7] > 0) and np.all(reached[7:] == 0)
 
@@ -237,11 +272,17 @@ def gradient_of(config, params, tokens, positions, segments=None):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize(("kv_heads", "masked"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kv_heads", "masked"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
+)
 def test_gradients_equal_differences_of_the_formula(kv_heads, masked):
     config = small(num_kv_heads=kv_heads, num_layers=2)
     params, tokens, positions = draw(config)
-    segments = jnp.array([[1] * 5 + [2] * 7, [1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4]], jnp.int32) if masked else None
+    segments = (
+        jnp.array([[1] * 5 + [2] * 7, [1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4]], jnp.int32)
+        if masked
+        else None
+    )
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
     def loss(params):
@@ -257,7 +298,9 @@ def test_gradients_equal_differences_of_the_formula(kv_heads, masked):
     for i, grad in enumerate(jax.tree.leaves(gradient)):
         along = rng.choice([-1.0, 1.0], grad.shape)
         up, down = (
-            loss(jax.tree.unflatten(names, [*leaves[:i], leaves[i] + step * along, *leaves[i + 1 :]]))
+            loss(
+                jax.tree.unflatten(names, [*leaves[:i], leaves[i] + step * along, *leaves[i + 1 :]])
+            )
             for step in (1e-5, -1e-5)
         )
         expected = (up - down) / 2e-5
@@ -281,10 +324,16 @@ def of_plain():
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_scan_and_remat_change_nothing(scan_layers, remat):
     arguments, (loss, gradient) = of_plain()
-    other_loss, other_gradient = gradient_of(small(scan_layers=scan_layers, remat=remat), *arguments)
+    other_loss, other_gradient = gradient_of(
+        small(scan_layers=scan_layers, remat=remat), *arguments
+    )
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
-    for expected, actual in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=5e-6 * np.abs(expected).max())  # by vector width
+    for expected, actual in zip(
+        jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True
+    ):
+        np.testing.assert_allclose(
+            actual, expected, rtol=0, atol=5e-6 * np.abs(expected).max()
+        )  # by vector width
 
 
 @pytest.mark.slow
@@ -346,13 +395,18 @@ def test_initial_weights_do_not_depend_on_scan_or_p():
 
 
 def test_initial_weights_have_the_variance_of_their_fan_in():
-    config = small(embed_dim=128, num_heads=4, head_dim=64, hidden_dim=512, vocab_size=500, num_kv_heads=2)
+    config = small(
+        embed_dim=128, num_heads=4, head_dim=64, hidden_dim=512, vocab_size=500, num_kv_heads=2
+    )
     layers = (params := start(config))["layers"]
     fan_in = [
-        (params["embedder"]["input_embedding"], 128), (layers["attn"]["q_einsum"]["w"], 128),
-        (layers["attn"]["kv_einsum"]["w"], 128), (layers["attn"]["attn_vec_einsum"]["w"], 4 * 64),
-        (layers["mlp"]["gating_einsum"], 128), (layers["mlp"]["linear"], 512),
-    ]  # fmt: skip
+        (params["embedder"]["input_embedding"], 128),
+        (layers["attn"]["q_einsum"]["w"], 128),
+        (layers["attn"]["kv_einsum"]["w"], 128),
+        (layers["attn"]["attn_vec_einsum"]["w"], 4 * 64),
+        (layers["mlp"]["gating_einsum"], 128),
+        (layers["mlp"]["linear"], 512),
+    ]
     for leaf, size in fan_in:
         assert abs(np.std(leaf) * size**0.5 - 1) < 0.02
         assert np.abs(leaf).max() * size**0.5 < 2 / 0.879, "cut at two standard deviations"

@@ -18,10 +18,11 @@ MUTANTS = {
         "max_wavelength ** (-2.0 * pairs / max(2 * num_rotated_pairs(head_dim, rope_percentage), 1))",
     ),
     "prefix pairing": (
-        "    return rotate(inputs, rotation_table(positions, frequencies(head_dim, max_wavelength, rope_percentage)))",
+        "    table = rotation_table(positions, freqs)\n    return rotate(inputs, table)\n",
         "    n = num_rotated_pairs(head_dim, rope_percentage)\n"
-        "    table = rotation_table(positions, frequencies(head_dim, max_wavelength, rope_percentage)[:n])\n"
-        "    return jnp.concatenate([rotate(inputs[..., : 2 * n], table), inputs[..., 2 * n :]], axis=-1)",
+        "    table = rotation_table(positions, freqs[:n])\n"
+        "    rotated = rotate(inputs[..., : 2 * n], table)\n"
+        "    return jnp.concatenate([rotated, inputs[..., 2 * n :]], axis=-1)\n",
     ),
     "interleaved pairing": (
         ".reshape(*inputs.shape[:-1], 2, -1)\n",
@@ -50,13 +51,12 @@ MUTANTS = {
     ),
     "a sign of the rotation": ("second * cos + first * sin", "second * cos - first * sin"),
     "float32 angles": (
-        "    steps = jnp.abs(positions).astype(jnp.uint32)\n",
+        "    phase = _phase(positions, high, low)\n",
         "    radians = (high + low / 2.0**32) / 2.0**32 * 2 * math.pi\n"
         "    angle = positions.astype(jnp.float32) * radians.astype(np.float32)\n"
-        "    return jnp.cos(angle), jnp.sin(angle)\n"
-        "    steps = jnp.abs(positions).astype(jnp.uint32)\n",
+        "    return jnp.cos(angle), jnp.sin(angle)\n",
     ),
-    "low word of the fraction dropped": ("upper * (low >> 16) + ", ""),
+    "low word of the fraction dropped": ("upper * low_upper + ", ""),
     "quarter turns rounded down": ("(phase + np.uint32(1 << 29)) >> 30", "phase >> 30"),
     "sine of negative positions": ("!= (positions < 0)", "!= (positions > positions)"),
 }
@@ -76,7 +76,9 @@ def cases(test) -> Iterator[dict]:
         if mark.name == "parametrize":
             names, rows = mark.args
             names = names.split(",") if isinstance(names, str) else names
-            grids.append([dict(zip(names, row if len(names) > 1 else [row], strict=True)) for row in rows])
+            grids.append(
+                [dict(zip(names, row if len(names) > 1 else [row], strict=True)) for row in rows]
+            )
     for combination in itertools.product(*grids):
         yield {name: value for arguments in combination for name, value in arguments.items()}
 
@@ -91,7 +93,11 @@ def first_failure(monkeypatch, replace: tuple[str, str] = ("", "")) -> str | Non
     monkeypatch.setattr(prope, "apply_p_rope", mutant.apply_p_rope, raising=False)
     file = ROOT / "tests" / "test_rope.py"
     tests = load("test_rope_of_a_mutant", file, file.read_text())
-    named = {name: test for name, test in vars(tests).items() if name.startswith("test_") and "random" not in name}
+    named = {
+        name: test
+        for name, test in vars(tests).items()
+        if name.startswith("test_") and "random" not in name
+    }
     for name, test in sorted(named.items(), key=lambda item: len(list(cases(item[1])))):
         for arguments in cases(test):
             try:

@@ -29,11 +29,17 @@ def skips(workdir) -> list:
 def test_a_skipped_step_changes_nothing_but_the_schedule(number):
     config = default_config()
     config.on_nonfinite, config.num_steps = "skip", 200
-    config.model.update({"num_layers": 1, "embed_dim": 16, "num_heads": 1, "head_dim": 16, "hidden_dim": 16})
+    config.model.update(
+        {"num_layers": 1, "embed_dim": 16, "num_heads": 1, "head_dim": 16, "hidden_dim": 16}
+    )
     optimizer = make_optimizer(config)
     step = jax.jit(make_train_step(config, optimizer))
     tokens = jax.random.randint(jax.random.key(0), (2, 8), 3, 260)
-    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1), "segment_ids": jnp.ones_like(tokens)}
+    batch = {
+        "tokens": tokens,
+        "targets": jnp.roll(tokens, -1, axis=1),
+        "segment_ids": jnp.ones_like(tokens),
+    }
     batch |= {"positions": jnp.broadcast_to(jnp.arange(8), (2, 8)), "weights": jnp.ones((2, 8))}
     bad = batch | {"weights": batch["weights"].at[0, 0].set(number)}
 
@@ -51,8 +57,12 @@ def test_a_skipped_step_changes_nothing_but_the_schedule(number):
         updates.append(jax.flatten_util.ravel_pytree(jax.tree.map(jnp.subtract, after, params))[0])
     rates = [float(learning_rate(config)(count)) for count in (1, 2)]
     large = np.abs(updates[0]) > 1e-6
-    np.testing.assert_allclose(updates[1][large] / updates[0][large], rates[1] / rates[0], rtol=1e-2)
-    np.testing.assert_allclose(np.linalg.norm(updates[1]) / np.linalg.norm(updates[0]), rates[1] / rates[0], rtol=1e-4)
+    np.testing.assert_allclose(
+        updates[1][large] / updates[0][large], rates[1] / rates[0], rtol=1e-2
+    )
+    np.testing.assert_allclose(
+        np.linalg.norm(updates[1]) / np.linalg.norm(updates[0]), rates[1] / rates[0], rtol=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -63,7 +73,10 @@ def test_ten_skips_in_a_row_end_the_run_however_often_it_was_interrupted(train, 
     first = skips(tmp_path / "run")[0][0]
     outcome = train(tmp_path / "run", *diverge, "--config.eval.max_windows=1")
     assert outcome.code == 1
-    assert f"step {first + 9} has loss" in outcome.error and "the last of 10 skipped in a row" in outcome.error
+    assert (
+        f"step {first + 9} has loss" in outcome.error
+        and "the last of 10 skipped in a row" in outcome.error
+    )
     assert skips(tmp_path / "run") == [(first + i, 1 + i) for i in range(9)]
 
 
@@ -83,7 +96,14 @@ def test_a_run_with_skips_resumes_bit_for_bit(run_command, tmp_path):
 
     def train(name, *arguments):
         path = os.pathsep.join([str(tmp_path), str(ROOT)])
-        return run_command("prope.train", CONFIG, f"--workdir={tmp_path / name}", *SKIP, *arguments, PYTHONPATH=path)
+        return run_command(
+            "prope.train",
+            CONFIG,
+            f"--workdir={tmp_path / name}",
+            *SKIP,
+            *arguments,
+            PYTHONPATH=path,
+        )
 
     straight = train("straight")
     assert straight.result["skipped_steps"] == 3 and "step 5 has loss nan" in straight.stderr
@@ -91,7 +111,9 @@ def test_a_run_with_skips_resumes_bit_for_bit(run_command, tmp_path):
     resumed = train("run")
     for name in ("straight", "run"):
         assert skips(tmp_path / name) == [(4, 1), (5, 2), (11, 1)]
-    assert sorted(losses(tmp_path / "run")) == [step for step in range(1, 21) if step not in (4, 5, 11)]
+    assert sorted(losses(tmp_path / "run")) == [
+        step for step in range(1, 21) if step not in (4, 5, 11)
+    ]
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert resumed.result["eval_loss"] == straight.result["eval_loss"]
     assert Checkpoints(tmp_path / "run").steps() == [10, 20]

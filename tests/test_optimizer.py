@@ -14,7 +14,9 @@ from prope.optimizer import has_weight_decay, learning_rate, make_optimizer
 def config(**fields):
     config = default_config()
     config.num_steps = 100
-    config.optimizer.update({"warmup_steps": 10, "learning_rate": 1e-2, "final_learning_rate": 1e-3} | fields)
+    config.optimizer.update(
+        {"warmup_steps": 10, "learning_rate": 1e-2, "final_learning_rate": 1e-3} | fields
+    )
     return config
 
 
@@ -34,7 +36,12 @@ def test_the_rate_rises_to_the_peak_and_ends_where_it_should(warmup):
 
 
 def params():
-    return {"layers": {"norm": {"scale": jnp.full((2, 3), 0.5)}, "mlp": {"linear": jnp.full((2, 3, 3), 0.5)}}}
+    return {
+        "layers": {
+            "norm": {"scale": jnp.full((2, 3), 0.5)},
+            "mlp": {"linear": jnp.full((2, 3, 3), 0.5)},
+        }
+    }
 
 
 def test_matrices_decay_and_scales_do_not():
@@ -67,8 +74,12 @@ def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
     c = config(mu_dtype="bfloat16", learning_rate=6e-4, final_learning_rate=6e-4)
     optimizer, w = make_optimizer(c), {"linear": jnp.ones((50,))}
     state = optimizer.init(w)
-    moments = {name: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-               for name in ("mu", "nu") if f".{name}" in jax.tree_util.keystr(path)}  # fmt: skip
+    moments = {
+        name: leaf.dtype
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        for name in ("mu", "nu")
+        if f".{name}" in jax.tree_util.keystr(path)
+    }
     assert moments == {"mu": jnp.bfloat16, "nu": jnp.float32}
     rng = np.random.default_rng(0)
     expected, mu, nu = np.ones(50), np.zeros(50), np.zeros(50)
@@ -78,7 +89,9 @@ def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
         w = jax.tree.map(jnp.add, w, updates)
         clipped = gradient / max(np.linalg.norm(gradient) / c.optimizer.clip_norm, 1)
         mu, nu = 0.9 * mu + 0.1 * clipped, 0.95 * nu + 0.05 * clipped**2
-        step = (mu / (1 - 0.9**n)) / (np.sqrt(nu / (1 - 0.95**n)) + 1e-8) + c.optimizer.weight_decay * expected
+        step = (mu / (1 - 0.9**n)) / (
+            np.sqrt(nu / (1 - 0.95**n)) + 1e-8
+        ) + c.optimizer.weight_decay * expected
         expected = expected - float(learning_rate(c)(n - 1)) * step
     largest = np.abs(expected - 1).max()
     assert 0.005 < largest < 0.1, "a hundred updates, each of which bfloat16 weights would lose"

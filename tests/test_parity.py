@@ -31,12 +31,18 @@ def test_frequencies_are_transformers_proportional_ones_to_one_ulp(d, max_wavele
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for p in (0, 0.1, 0.25, 0.5, 0.7, 0.75, 1):
-        parameters = {"rope_type": "proportional", "rope_theta": max_wavelength, "partial_rotary_factor": p}
+        parameters = {
+            "rope_type": "proportional",
+            "rope_theta": max_wavelength,
+            "partial_rotary_factor": p,
+        }
         config = transformers.GemmaConfig(
             hidden_size=4 * d, num_attention_heads=4, head_dim=d, rope_parameters=parameters
         )
         theirs = ROPE_INIT_FUNCTIONS["proportional"](config, device=None)[0].numpy()
-        ours = frequencies(d, max_wavelength, p).astype(np.float32)  # theirs are computed in float32
+        ours = frequencies(d, max_wavelength, p).astype(
+            np.float32
+        )  # theirs are computed in float32
         assert np.abs(ours.view(np.int32).astype(np.int64) - theirs.view(np.int32)).max() <= 1
 
 
@@ -46,8 +52,12 @@ def gemma_rope():
     try:
         files = importlib.metadata.files("gemma")
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("compares with DeepMind's gemma: pip install --no-deps gemma==3.3.0, as .ci/run does")
-    (path,) = (file.locate() for file in files if str(file) == "gemma/gm/math/_positional_embeddings.py")
+        pytest.skip(
+            "compares with DeepMind's gemma: pip install --no-deps gemma==3.3.0, as .ci/run does"
+        )
+    (path,) = (
+        file.locate() for file in files if str(file) == "gemma/gm/math/_positional_embeddings.py"
+    )
     spec = importlib.util.spec_from_file_location("gemma_rope", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -81,20 +91,33 @@ def test_eight_training_steps_equal_torch_s(tmp_path, p):
 
     config.update({"batch_size": B, "accumulation": 2, "num_steps": steps})
     config.data.seq_len = T
-    config.optimizer.update({"learning_rate": peak, "final_learning_rate": final, "warmup_steps": warmup})
-    config.optimizer.update({"weight_decay": decay, "clip_norm": clip, "b1": 0.9, "b2": 0.95, "eps": 1e-8})
+    config.optimizer.update(
+        {"learning_rate": peak, "final_learning_rate": final, "warmup_steps": warmup}
+    )
+    config.optimizer.update(
+        {"weight_decay": decay, "clip_norm": clip, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
+    )
     optimizer = make_optimizer(config)
     step, state = jax.jit(make_train_step(config, optimizer)), optimizer.init(params)
     # Norms, of which the names end so, are not decayed; the head is the embedding.
-    groups = [[w for name, w in theirs.named_parameters() if name.endswith("norm.weight") == norm] for norm in (0, 1)]
+    groups = [
+        [w for name, w in theirs.named_parameters() if name.endswith("norm.weight") == norm]
+        for norm in (0, 1)
+    ]
     adamw = torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": decay}, {"params": groups[1], "weight_decay": 0.0}],
-        betas=(0.9, 0.95), eps=1e-8,
-    )  # fmt: skip
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     for number, (tokens, weight) in enumerate(zip(batches, weights, strict=True), 1):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         positions, segments = np.broadcast_to(np.arange(T), (B, T)), np.ones((B, T))
-        batch = {"tokens": inputs, "targets": targets, "positions": positions, "segment_ids": segments}
+        batch = {
+            "tokens": inputs,
+            "targets": targets,
+            "positions": positions,
+            "segment_ids": segments,
+        }
         batch = {name: jnp.asarray(values, jnp.int32) for name, values in batch.items()}
         params, state, metrics = step(params, state, batch | {"weights": jnp.asarray(weight)})
         done = max(number - warmup, 0) / (steps - warmup)
@@ -119,5 +142,7 @@ def test_eight_training_steps_equal_torch_s(tmp_path, p):
     theirs.save_pretrained(tmp_path / "saved")
     importer.import_run(tmp_path / "saved", tmp_path / "back")
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), params, open_run(tmp_path / "back").params()
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
+        params,
+        open_run(tmp_path / "back").params(),
     )

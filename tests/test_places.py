@@ -11,7 +11,15 @@ import tensorstore as ts
 from etils import epath
 
 from prope.runtime import files
-from prope.runtime.files import append_jsonl, files_below, kvstore, local_copy, new_directory, read_json, write_atomic
+from prope.runtime.files import (
+    append_jsonl,
+    files_below,
+    kvstore,
+    local_copy,
+    new_directory,
+    read_json,
+    write_atomic,
+)
 
 
 @pytest.fixture(params=["local", "url"])
@@ -31,7 +39,11 @@ def test_what_is_no_file_is_missing_at_once(place, monkeypatch):
     monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("waited"))
     write_atomic(place / "a", "{}")
     (place / "folder" / "config.json").mkdir(parents=True, exist_ok=True)
-    for path in (place / "none.json", place / "a" / "config.json", place / "folder" / "config.json"):
+    for path in (
+        place / "none.json",
+        place / "a" / "config.json",
+        place / "folder" / "config.json",
+    ):
         assert read_json(path, "remedy") is None
 
 
@@ -39,7 +51,11 @@ def test_a_folder_of_a_kvstore_is_deleted_alone(place):
     for name in ("a", "b", "c"):
         kvstore(place / name).write("x", b"1").result()
     kvstore(place / "b").delete_range(ts.KvStore.KeyRange()).result()
-    assert [kvstore(place / name).list().result() for name in ("a", "b", "c")] == [[b"x"], [], [b"x"]]
+    assert [kvstore(place / name).list().result() for name in ("a", "b", "c")] == [
+        [b"x"],
+        [],
+        [b"x"],
+    ]
 
 
 @pytest.mark.parametrize("end", [b"", b"\r", b"\n", b"\r\n", b"\0"])
@@ -91,5 +107,8 @@ def test_two_processes_append_to_one_object(bucket, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     for process in [subprocess.Popen(command, env=environment) for _ in range(2)]:
         assert process.wait(120) == 0
-    numbers = [json.loads(line)["number"] for line in epath.Path(f"{bucket}/lines").read_text().splitlines()]
+    numbers = [
+        json.loads(line)["number"]
+        for line in epath.Path(f"{bucket}/lines").read_text().splitlines()
+    ]
     assert sorted(numbers) == sorted(2 * [*range(10)])

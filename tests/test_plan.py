@@ -23,18 +23,25 @@ needs_cuda = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.optimized  # the compilers of TPUs and GPUs read that setting as well
 SMALL = (
-    "--config.model.head_dim=128", "--config.model.num_heads=4", "--config.model.num_kv_heads=1",
-    "--config.model.embed_dim=256", "--config.model.hidden_dim=512", "--config.model.vocab_size=25600",
-    "--config.model.dtype=bfloat16", "--config.data.seq_len=1024",
+    "--config.model.head_dim=128",
+    "--config.model.num_heads=4",
+    "--config.model.num_kv_heads=1",
+    "--config.model.embed_dim=256",
+    "--config.model.hidden_dim=512",
+    "--config.model.vocab_size=25600",
+    "--config.model.dtype=bfloat16",
+    "--config.data.seq_len=1024",
     "--config.data.tokenizer=none.model",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
 def plan(run_command):
     def run(*arguments, **environment):
         # Tests may run side by side; libtpu would let one process in.
-        return run_command("prope.plan", CONFIG, *arguments, ALLOW_MULTIPLE_LIBTPU_LOAD="true", **environment)
+        return run_command(
+            "prope.plan", CONFIG, *arguments, ALLOW_MULTIPLE_LIBTPU_LOAD="true", **environment
+        )
 
     return run
 
@@ -42,7 +49,12 @@ def plan(run_command):
 @pytest.mark.slow
 @needs_libtpu
 def test_a_plan_says_what_fits_and_what_it_costs(plan):
-    arguments = (*SMALL, "--topology=v5e:2x2", "--sequences_per_chip=2", "--config.model.remat=save_qkv")
+    arguments = (
+        *SMALL,
+        "--topology=v5e:2x2",
+        "--sequences_per_chip=2",
+        "--config.model.remat=save_qkv",
+    )
     found = plan(*arguments).result
     assert found["fits"] is True and found["chips"] == 4 and found["batch_size"] == 8
     assert found["attention"] == "splash"
@@ -72,8 +84,16 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan):
 @pytest.mark.slow
 def test_on_64_chips_parameters_are_gathered_and_partly_beside_the_matmuls(plan):
     """Shards of 1024 / 64 columns, which without a flag XLA pads with zeros and sums, synchronously."""
-    fields = {"embed_dim": 1024, "hidden_dim": 2048, "vocab_size": 8192, "attention": "xla", "remat": "minimal"}
-    sizes = [f"--config.model.{name}={value}" for name, value in fields.items()] + ["--config.data.seq_len=128"]
+    fields = {
+        "embed_dim": 1024,
+        "hidden_dim": 2048,
+        "vocab_size": 8192,
+        "attention": "xla",
+        "remat": "minimal",
+    }
+    sizes = [f"--config.model.{name}={value}" for name, value in fields.items()] + [
+        "--config.data.seq_len=128"
+    ]
     found = plan(*SMALL, *sizes, "--topology=v5p:4x4x4", "--sequences_per_chip=1").result
     head = 8192 * 1024
     gathers, sums = (found["collectives"][kind] for kind in ("all-gather", "all-reduce"))
@@ -87,7 +107,12 @@ def test_on_64_chips_parameters_are_gathered_and_partly_beside_the_matmuls(plan)
 @needs_libtpu
 @pytest.mark.slow
 def test_several_slices_hold_a_replica_each(plan):
-    options = ("--topology=v5p:2x2x1", "--slices=2", "--config.mesh.tensor=2", "--sequences_per_chip=0.5")
+    options = (
+        "--topology=v5p:2x2x1",
+        "--slices=2",
+        "--config.mesh.tensor=2",
+        "--sequences_per_chip=0.5",
+    )
     found = plan(*SMALL, *options).result
     assert found["fits"] and found["chips"] == 8 and found["batch_size"] == 4
     assert found["mesh"] == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
@@ -96,17 +121,25 @@ def test_several_slices_hold_a_replica_each(plan):
     head, between = 25_600 * 256, found["collectives"]["all-reduce between slices"]["bytes"]
     assert between == pytest.approx((2 * 4 * head + 2 * (found["parameters"] - head)) / 4, rel=0.01)
     assert found["ideal_seconds_by"]["between_slices"] == pytest.approx(between / 6.25e9)
-    assert found["ideal_step_seconds"] == found["ideal_seconds_by"]["between_slices"], "the slowest of all"
+    assert found["ideal_step_seconds"] == found["ideal_seconds_by"]["between_slices"], (
+        "the slowest of all"
+    )
 
 
 @needs_cuda
 @pytest.mark.slow
 def test_a_plan_of_one_gpu_takes_its_kernels_and_the_share_of_its_memory_that_jax_takes(plan):
-    found = plan(*SMALL, "--topology=h100:1", "--sequences_per_chip=2", "--config.model.remat=minimal").result
+    found = plan(
+        *SMALL, "--topology=h100:1", "--sequences_per_chip=2", "--config.model.remat=minimal"
+    ).result
     layers = default_config().model.num_layers // 2  # of the tiny size
     assert found["attention"] == "cudnn" and (found["chips"], found["slices"]) == (1, 1)
     # Once forward and once backward a layer: the softmax statistics are saved, not computed again.
-    assert found["kernels"]["__cudnn$fmhaSoftmax"] == found["kernels"]["__cudnn$fmhaSoftmaxBackward"] == layers
+    assert (
+        found["kernels"]["__cudnn$fmhaSoftmax"]
+        == found["kernels"]["__cudnn$fmhaSoftmaxBackward"]
+        == layers
+    )
     assert found["collectives"] == {} and "not a measurement" in found["ideal_basis"]
     assert 73e9 < found["hbm_bytes_per_chip"] < 0.92 * 85e9
     assert found["fits"] and found["peak_bytes_per_chip"] == sum(found["bytes_per_chip"].values())
@@ -114,7 +147,10 @@ def test_a_plan_of_one_gpu_takes_its_kernels_and_the_share_of_its_memory_that_ja
     # Computed again: by cuDNN's backward pass the scores of half of all pairs, by `minimal` attention's projection.
     again = layers * (4 * 128 * 1024 + 2 * 4 * 128 * 256)
     assert found["hardware_flops_per_token"] == found["model_flops_per_token"] + again
-    assert found["ideal_seconds_by"]["compute"] == found["hardware_flops_per_token"] * 2 * 1024 / 989e12
+    assert (
+        found["ideal_seconds_by"]["compute"]
+        == found["hardware_flops_per_token"] * 2 * 1024 / 989e12
+    )
 
 
 @needs_cuda
@@ -122,31 +158,42 @@ def test_a_plan_of_one_gpu_takes_its_kernels_and_the_share_of_its_memory_that_ja
 def test_each_node_of_gpus_holds_a_replica(plan):
     options = ("--topology=a100:2x2", "--sequences_per_chip=2", "--config.model.remat=save_qkv")
     found = plan(*SMALL, *options).result
-    assert found["mesh"] == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1} and (found["chips"], found["slices"]) == (
+    assert found["mesh"] == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1} and (
+        found["chips"],
+        found["slices"],
+    ) == (
         4,
         2,
     )
     # What the GPUs of a node gather does not leave it; between nodes a GPU's half of the gradients is summed: the
     # layers' in bfloat16; the embedding's in float32, apart or together as a table and as the head.
     head, traffic = 25_600 * 256, found["collectives"]
-    assert "all-gather between slices" not in traffic and traffic["all-gather"]["bytes"] > 2 * found["parameters"]
+    assert (
+        "all-gather between slices" not in traffic
+        and traffic["all-gather"]["bytes"] > 2 * found["parameters"]
+    )
     between = traffic["all-reduce between slices"]["bytes"]
     layers = 2 * (found["parameters"] - head)
     assert (4 * head + layers) / 2 * 0.99 < between < (8 * head + layers) / 2 * 1.01
     assert found["ideal_seconds_by"]["between_slices"] == pytest.approx(between / 25e9)
-    assert found["kernels"]["__cudnn$fmhaSoftmax"] == found["kernels"]["__cudnn$fmhaSoftmaxBackward"]
+    assert (
+        found["kernels"]["__cudnn$fmhaSoftmax"] == found["kernels"]["__cudnn$fmhaSoftmaxBackward"]
+    )
 
 
 # The plans for TPUs take 6 to 11 minutes each: the table in prope/README.md has them.
 PAGES = {
     "gemma_300m_wiki": ["h100:1"],
     "gemma_2b_wiki on h100": ["h100:8x8", "--config.accumulation=4"],
-}  # fmt: skip
+}
 
 
 def test_the_other_large_pages_take_the_same_step():
     """gemma_2b_flan.py, and table2.py with both: the step does not depend on where its tokens come from."""
-    wiki, flan = (runpy.run_path(f"{ROOT}/configs/gemma_2b_{name}.py")["get_config"]() for name in ("wiki", "flan"))
+    wiki, flan = (
+        runpy.run_path(f"{ROOT}/configs/gemma_2b_{name}.py")["get_config"]()
+        for name in ("wiki", "flan")
+    )
     differing = {line.partition(":")[0] for line in differences(wiki, flan)}
     assert differing == {"data.dataset", "data.mixture", "data.template"}
     assert (wiki.accumulation, wiki.model.remat) == (flan.accumulation, flan.model.remat)
@@ -158,12 +205,16 @@ def test_the_other_large_pages_take_the_same_step():
 def test_every_page_fits_the_gpus_that_it_names(run_command, page):
     topology, *flags = PAGES[page]
     file = f"--config={ROOT}/configs/{page.split()[0]}.py"
-    done = run_command("prope.plan", file, f"--topology={topology}", *flags, ALLOW_MULTIPLE_LIBTPU_LOAD="true")
+    done = run_command(
+        "prope.plan", file, f"--topology={topology}", *flags, ALLOW_MULTIPLE_LIBTPU_LOAD="true"
+    )
     assert done.result["fits"], done.result["peak_bytes_per_chip"]
     if topology == "h100:8x8":
         traffic = done.result["collectives"]
         gathers, sums = traffic["all-gather"], traffic["reduce-scatter"]
-        assert gathers["async"] == gathers["count"] and sums["async"] > 0.9 * sums["count"], "beside the matmuls"
+        assert gathers["async"] == gathers["count"] and sums["async"] > 0.9 * sums["count"], (
+            "beside the matmuls"
+        )
         assert traffic["all-reduce"]["bytes"] < 1e3, "within a node gradients are reduce-scattered"
 
 
@@ -188,14 +239,27 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump, chunk, 
     def compiled(config, *_):
         rows = config.batch_size // 4
         size = 10 + rows * each[config.model.remat] + jump * (rows > 4) + chunk * min(rows, 2)
-        found = {"remat": config.model.remat, "batch_size": config.batch_size, "sequences_per_chip": rows}
-        found |= {"peak_bytes_per_chip": size, "hbm_bytes_per_chip": 100, "fits": size <= 100, "ideal_mfu": rows}
+        found = {
+            "remat": config.model.remat,
+            "batch_size": config.batch_size,
+            "sequences_per_chip": rows,
+        }
+        found |= {
+            "peak_bytes_per_chip": size,
+            "hbm_bytes_per_chip": 100,
+            "fits": size <= 100,
+            "ideal_mfu": rows,
+        }
         return found | {"ideal_tokens_per_second": ideal[config.model.remat] * rows}
 
     monkeypatch.setattr("prope.cost.plan.plan", compiled)
     found = search(default_config(), "v5e:2x2", [None] * 4, {})
     largest = {
-        remat: max(row["sequences_per_chip"] for row in found["search"] if row["remat"] == remat and row["fits"])
+        remat: max(
+            row["sequences_per_chip"]
+            for row in found["search"]
+            if row["remat"] == remat and row["fits"]
+        )
         for remat in each
     }
     assert largest == dict(zip(each, most, strict=True))
@@ -256,19 +320,46 @@ def test_without_a_compiler_its_extra_is_named(plan, tmp_path, topology, extra):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--topology=v9:2x2"], "--topology=v9:2x2: must be a TPU (v5e, v5p, v6e) and the shape of a slice"),
+        (
+            ["--topology=v9:2x2"],
+            "--topology=v9:2x2: must be a TPU (v5e, v5p, v6e) and the shape of a slice",
+        ),
         (["--topology=v5e"], "--topology=v5e: must be a TPU"),
-        (["--topology=h100"], "or a GPU (a100, h100, h200, b200) and nodes x GPUs of a node, such as h100:8x8"),
+        (
+            ["--topology=h100"],
+            "or a GPU (a100, h100, h200, b200) and nodes x GPUs of a node, such as h100:8x8",
+        ),
         (["--topology=h100:1x8x8"], "--topology=h100:1x8x8: must be a TPU"),
         (["--topology=h100:0"], "--topology=h100:0: must be a TPU"),
-        (["--topology=h100:8", "--slices=2"], "--slices=2: is of TPUs; nodes are part of the topology: h100:2x8"),
+        (
+            ["--topology=h100:8", "--slices=2"],
+            "--slices=2: is of TPUs; nodes are part of the topology: h100:2x8",
+        ),
         (["--topology=v5e:3x3"], "--topology=v5e:3x3: "),
-        (["--topology=v5e:2x2", "--sequences_per_chip=0.3"], "--sequences_per_chip=0.3: is 1.2 on 4 chips"),
-        (["--topology=v5e:2x2", "--sequences_per_chip=nan"], "--sequences_per_chip=nan: must be a number"),
-        (["--topology=v5e:2x2", "--sequences_per_chip=inf"], "--sequences_per_chip=inf: is inf on 4 chips"),
-        (["--topology=v5e:2x2", "--config.batch_size=6"], "config.batch_size=6: must be a multiple of 4"),
-        (["--topology=v5e:2x2", "--config.model.attention=cudnn"], "attention=cudnn cannot be used"),
-        (["--topology=v5e:2x2", "--config.model.rope_percentage=75"], "rope_percentage=75.0: must be a fraction"),
+        (
+            ["--topology=v5e:2x2", "--sequences_per_chip=0.3"],
+            "--sequences_per_chip=0.3: is 1.2 on 4 chips",
+        ),
+        (
+            ["--topology=v5e:2x2", "--sequences_per_chip=nan"],
+            "--sequences_per_chip=nan: must be a number",
+        ),
+        (
+            ["--topology=v5e:2x2", "--sequences_per_chip=inf"],
+            "--sequences_per_chip=inf: is inf on 4 chips",
+        ),
+        (
+            ["--topology=v5e:2x2", "--config.batch_size=6"],
+            "config.batch_size=6: must be a multiple of 4",
+        ),
+        (
+            ["--topology=v5e:2x2", "--config.model.attention=cudnn"],
+            "attention=cudnn cannot be used",
+        ),
+        (
+            ["--topology=v5e:2x2", "--config.model.rope_percentage=75"],
+            "rope_percentage=75.0: must be a fraction",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_answered_in_one_line(plan, arguments, says):
@@ -278,13 +369,18 @@ def test_what_cannot_be_planned_is_answered_in_one_line(plan, arguments, says):
 @pytest.mark.parametrize(
     ("message", "size"),
     [
-        ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.50G of "
-         "15.75G hbm. Exceeded hbm capacity by 1.75G.", 17.5 * 2**30),
-        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (49.06G) exceeds available HBM (15.75G).",
-         round(49.06 * 2**30)),
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.50G of "
+            "15.75G hbm. Exceeded hbm capacity by 1.75G.",
+            17.5 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (49.06G) exceeds available HBM (15.75G).",
+            round(49.06 * 2**30),
+        ),
         ("RESOURCE_EXHAUSTED: something else", None),
     ],
-)  # fmt: skip
+)
 def test_the_compiler_s_refusals_are_read(message, size):
     assert _does_not_fit(message)["peak_bytes_per_chip"] == size
 
@@ -293,7 +389,9 @@ def test_the_compiler_s_refusals_are_read(message, size):
 def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platform):
     environment = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "LIBTPU_INIT_ARGS": "--mine=1"}
     command = ["bash", "launch/run.sh", platform, "env"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     for name, value in xla_flags.environment(platform).items():
         assert found[name] == (f"{value} --mine=1" if name == "LIBTPU_INIT_ARGS" else value)
@@ -302,17 +400,28 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
 
 @pytest.mark.parametrize(
     ("capabilities", "processes", "set_to"),
-    [("9.0\n9.0", "1", "1"), ("9.0", "8", "1"), ("9.0", "1", None), ("10.0\n10.0", "1", None), ("8.0\n8.0", "1", None)],
+    [
+        ("9.0\n9.0", "1", "1"),
+        ("9.0", "8", "1"),
+        ("9.0", "1", None),
+        ("10.0\n10.0", "1", None),
+        ("8.0\n8.0", "1", None),
+    ],
 )
 def test_a_gpu_s_memory_and_queues_are_set_for_it(tmp_path, capabilities, processes, set_to):
     """By launch/run.sh; nvidia-smi is made up here."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{capabilities}'\n")
     program.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{sys.prefix}/bin:/usr/bin:/bin", "PROPE_PROCESSES": processes}
+    environment = {
+        "PATH": f"{tmp_path}:{sys.prefix}/bin:/usr/bin:/bin",
+        "PROPE_PROCESSES": processes,
+    }
     name, command = "XLA_PYTHON_CLIENT_MEM_FRACTION", ["bash", "launch/run.sh", "gpu", "env"]
     for own, expected in (({}, "0.92"), ({name: "0.5"}, "0.5")):
-        done = subprocess.run(command, cwd=ROOT, env=environment | own, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment | own, capture_output=True, text=True, check=True
+        )
         found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
         assert found[name] == expected
         assert found.get("CUDA_DEVICE_MAX_CONNECTIONS") == set_to
@@ -324,8 +433,12 @@ def test_xla_knows_the_gpu_s_flags(name):
     value = xla_flags.environment("gpu")[name]
     program = "import jax; jax.devices(); print('started')"
     environment = os.environ | {name: value, "JAX_OPTIMIZATION_LEVEL": "O1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.stdout == "started\n", done.stderr[-500:]
     broken = environment | {name: value.replace("xla_gpu_enable", "xla_gpu_no_such")}
-    done = subprocess.run([sys.executable, "-c", program], env=broken, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=broken, capture_output=True, text=True
+    )
     assert done.returncode != 0

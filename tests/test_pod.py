@@ -18,8 +18,14 @@ from conftest import CONFIG, ROOT, finish, flipped, logged, losses
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run
 
-LOGGED = ("--config.log_every=1", "--config.eval.max_windows=7")  # windows that no number of devices divides
-WIDE = (*LOGGED, "--config.model.embed_dim=256")  # wide enough that parameters are split over devices
+LOGGED = (
+    "--config.log_every=1",
+    "--config.eval.max_windows=7",
+)  # windows that no number of devices divides
+WIDE = (
+    *LOGGED,
+    "--config.model.embed_dim=256",
+)  # wide enough that parameters are split over devices
 
 
 def free_port() -> int:
@@ -33,11 +39,20 @@ def start_pod(start_command):
     """Starts `count` processes of prope.train with `devices` each; `workdir` may be one for each."""
 
     def start(workdir, *arguments, count=2, devices=2, **environment):
-        given = {"PROPE_PROCESSES": str(count), "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"} | environment
+        given = {
+            "PROPE_PROCESSES": str(count),
+            "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}",
+        } | environment
         workdirs = workdir if isinstance(workdir, list) else [workdir] * count
         return [
             start_command(
-                "prope.train", CONFIG, f"--workdir={path}", *arguments, devices=devices, PROPE_PROCESS=str(i), **given
+                "prope.train",
+                CONFIG,
+                f"--workdir={path}",
+                *arguments,
+                devices=devices,
+                PROPE_PROCESS=str(i),
+                **given,
             )
             for i, path in enumerate(workdirs)
         ]
@@ -47,7 +62,9 @@ def start_pod(start_command):
 
 def line_of(outcome) -> str:
     """The one line of ours that a process ends with, among what JAX's runtime may say."""
-    (line,) = [line for line in outcome.stderr.splitlines() if line.startswith(("error:", "stopped:"))]
+    (line,) = [
+        line for line in outcome.stderr.splitlines() if line.startswith(("error:", "stopped:"))
+    ]
     assert "Traceback" not in outcome.stderr, outcome.stderr
     return line
 
@@ -66,10 +83,27 @@ def straight(once, train):
 
 
 @pytest.mark.slow
-def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, train, cache_dir, tmp_path):
+def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(
+    straight, train, cache_dir, tmp_path
+):
     moving = (*WIDE, "--config.num_steps=60", "--config.eval_every=20")
-    train_in = ["--", sys.executable, "-m", "prope.train", CONFIG, f"--workdir={tmp_path / 'run'}", *moving]
-    pod = ["bash", ROOT / "launch" / "local_pod.sh", "--processes=2", "--devices=2", *train_in, "--stop_at_step=20"]
+    train_in = [
+        "--",
+        sys.executable,
+        "-m",
+        "prope.train",
+        CONFIG,
+        f"--workdir={tmp_path / 'run'}",
+        *moving,
+    ]
+    pod = [
+        "bash",
+        ROOT / "launch" / "local_pod.sh",
+        "--processes=2",
+        "--devices=2",
+        *train_in,
+        "--stop_at_step=20",
+    ]
     env = os.environ | {"PROPE_CACHE": str(cache_dir)}
     done = subprocess.run(pod, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -77,11 +111,17 @@ def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, tr
     for process in (0, 1):
         said = rf"^\[{process}\] process {process} of 2 on .*, with 2 of 4 devices$"
         assert re.search(said, done.stderr, re.MULTILINE), done.stderr
-    assert "[0] step 20/20" in done.stderr and "[1] step" not in done.stderr, "only the first one logs"
+    assert "[0] step 20/20" in done.stderr and "[1] step" not in done.stderr, (
+        "only the first one logs"
+    )
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 20, "and writes"
-    (start,) = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    (start,) = [
+        json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()
+    ]
     assert (start["processes"], start["devices"]) == (2, 4) and len(start["commit"]) >= 40
-    four = train(tmp_path / "run", *moving, "--stop_at_step=40", "--config.mesh.tensor=2", devices=4)
+    four = train(
+        tmp_path / "run", *moving, "--stop_at_step=40", "--config.mesh.tensor=2", devices=4
+    )
     assert four.code == 0 and "resumed from step 20" in four.stderr, four.stderr
     one = train(tmp_path / "run", *moving)
     assert one.code == 0 and "resumed from step 40" in one.stderr, one.stderr
@@ -100,8 +140,16 @@ def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(straight, tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "tensor"), [(8, 2), (2, 1)])
-def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, tmp_path, devices, tensor):
-    saved = train(tmp_path / "run", *WIDE, f"--config.mesh.tensor={tensor}", "--stop_at_step=2", devices=devices)
+def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(
+    straight, train, tmp_path, devices, tensor
+):
+    saved = train(
+        tmp_path / "run",
+        *WIDE,
+        f"--config.mesh.tensor={tensor}",
+        "--stop_at_step=2",
+        devices=devices,
+    )
     assert saved.code == 0, saved.stderr
     assert saved.result["init_hash"] == straight[1]["init_hash"]
     read = (
@@ -113,14 +161,22 @@ def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, t
     )
     (tmp_path / "read.py").write_text(read)
     run = open_run(tmp_path / "run", 2)
-    layers = [run.checkpoint.read(("layers",), number) for number in range(run.config.model.num_layers)]
+    layers = [
+        run.checkpoint.read(("layers",), number) for number in range(run.config.model.num_layers)
+    ]
     params = {name: run.checkpoint.read((name,)) for name in ("embedder", "final_norm")}
     params["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    whole = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    whole = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
     assert len(whole) > 5 and all(type(leaf) is np.ndarray for leaf in whole.values())
     for fewer in (1, 2, 4):
         output = tmp_path / f"{fewer}.npz"
-        env = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": f"--xla_force_host_platform_device_count={fewer}"}
+        env = {
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={fewer}",
+        }
         command = [sys.executable, tmp_path / "read.py", tmp_path / "run", str(fewer), output]
         subprocess.run(command, env=env | {"JAX_PLATFORMS": "cpu"}, check=True, timeout=600)
         found = np.load(output)
@@ -131,7 +187,12 @@ def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(straight, train, t
 
 @pytest.mark.slow
 def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
-    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.log_every=1", "--config.checkpoint_every=100000")
+    pod = start_pod(
+        tmp_path,
+        "--config.num_steps=100000",
+        "--config.log_every=1",
+        "--config.checkpoint_every=100000",
+    )
     pod[0].wait_for("step 3/")
     pod[1].signal(signal.SIGTERM)
     first, second = map(finish, pod)
@@ -158,7 +219,12 @@ def test_saving_by_the_clock_of_the_first_process(start_pod, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, killed):
-    pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.checkpoint_every=5", PROPE_HEARTBEAT_TIMEOUT="10")
+    pod = start_pod(
+        tmp_path,
+        "--config.num_steps=100000",
+        "--config.checkpoint_every=5",
+        PROPE_HEARTBEAT_TIMEOUT="10",
+    )
     pod[0].wait_for("step 10/")
     while not Checkpoints(tmp_path).steps():  # they are written while training goes on
         time.sleep(0.1)
@@ -175,7 +241,9 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
 
 @pytest.mark.slow
 def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
-    lasting = {"PROPE_HEARTBEAT_TIMEOUT": "600"}  # the last heartbeat may be half of this old when the process hangs
+    lasting = {
+        "PROPE_HEARTBEAT_TIMEOUT": "600"
+    }  # the last heartbeat may be half of this old when the process hangs
     pod = start_pod(tmp_path, "--config.num_steps=100000", "--config.watchdog_minutes=1", **lasting)
     pod[0].wait_for("step 5/")
     pod[1].signal(signal.SIGSTOP)
@@ -188,7 +256,9 @@ def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
 @pytest.mark.slow
 def test_all_pass_over_the_same_damaged_checkpoint(start_pod, train, tmp_path):
     assert train(tmp_path, *LOGGED).code == 0
-    files = [path for path in (tmp_path / "checkpoints" / "20" / "params").rglob("*") if path.is_file()]
+    files = [
+        path for path in (tmp_path / "checkpoints" / "20" / "params").rglob("*") if path.is_file()
+    ]
     largest = max(files, key=lambda path: path.stat().st_size)
     largest.write_bytes(flipped(largest.read_bytes()))
     outcomes = [finish(command) for command in start_pod(tmp_path, *LOGGED, "--stop_at_step=12")]
@@ -204,7 +274,8 @@ def test_a_process_that_never_comes(start_pod, tmp_path):
     outcome = finish(alone)
     assert outcome.code == 76
     assert re.search(
-        r"after 5 s not all processes have come; 2 were expected, the first at 127.0.0.1:\d+", line_of(outcome)
+        r"after 5 s not all processes have come; 2 were expected, the first at 127.0.0.1:\d+",
+        line_of(outcome),
     )
     assert "firewall" in line_of(outcome) and not (tmp_path / "config.json").exists()
 
@@ -213,7 +284,9 @@ def test_a_process_that_never_comes(start_pod, tmp_path):
 def test_a_workdir_that_is_not_shared(start_pod, tmp_path):
     outcomes = [finish(command) for command in start_pod([tmp_path / "a", tmp_path / "b"])]
     for outcome in outcomes:
-        assert outcome.code == 2 and "is not shared: process 1 of 2" in line_of(outcome), outcome.stderr
+        assert outcome.code == 2 and "is not shared: process 1 of 2" in line_of(outcome), (
+            outcome.stderr
+        )
         assert "compiled" not in outcome.stderr
     assert not list((tmp_path / "a").glob(".shared*"))
 
@@ -222,7 +295,9 @@ def test_a_workdir_that_is_not_shared(start_pod, tmp_path):
 def test_bad_input_of_one_process_ends_both(start_pod, trained, tmp_path):
     shutil.copytree(trained[0], tmp_path / "run")
     for outcome in map(finish, start_pod([tmp_path / "new", tmp_path / "run"], "--config.seed=1")):
-        assert outcome.code == 2 and "holds a run of another config (seed: 0, not 1)" in line_of(outcome)
+        assert outcome.code == 2 and "holds a run of another config (seed: 0, not 1)" in line_of(
+            outcome
+        )
 
 
 def start_patched(patch: str, workdir, *arguments, **environment) -> subprocess.Popen:
@@ -231,7 +306,9 @@ def start_patched(patch: str, workdir, *arguments, **environment) -> subprocess.
     script += "command.run(train.main, train.define_flags, train.leave)"
     command = [sys.executable, "-c", script, CONFIG, f"--workdir={workdir}", *arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.slow
@@ -241,13 +318,20 @@ def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_d
     process = start_patched(patch, tmp_path / "run", PROPE_CACHE=str(cache_dir))
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert re.fullmatch(r"error: PROPE_PROCESSES is 1, and JAX runs in 4 processes.*=auto.*", stderr.splitlines()[-1])
+    assert re.fullmatch(
+        r"error: PROPE_PROCESSES is 1, and JAX runs in 4 processes.*=auto.*",
+        stderr.splitlines()[-1],
+    )
     assert not (tmp_path / "run").exists()
 
 
 def start_two_patched(patch: str, tmp_path, cache_dir) -> list:
     """Starts the two processes of a run, each with the patch, which tells them apart by $PROPE_PROCESS."""
-    pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}", "PROPE_CACHE": str(cache_dir)}
+    pod = {
+        "PROPE_PROCESSES": "2",
+        "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "PROPE_CACHE": str(cache_dir),
+    }
     pod |= {"PROPE_HEARTBEAT_TIMEOUT": "10"}
     return [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
 
@@ -283,15 +367,23 @@ def test_all_processes_take_the_list_of_checkpoints_of_the_first_one(tmp_path, s
         "1/checkpoints/7",
     ]:
         (tmp_path / folder).mkdir(parents=True)
-    pod = {"PYTHONPATH": str(ROOT), "PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    pod = {
+        "PYTHONPATH": str(ROOT),
+        "PROPE_PROCESSES": "2",
+        "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}",
+    }
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", script, tmp_path / str(i)], env=os.environ | pod | {"PROPE_PROCESS": str(i)},
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", script, tmp_path / str(i)],
+            env=os.environ | pod | {"PROPE_PROCESS": str(i)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for i in range(2)
-    ]  # fmt: skip
-    assert [process.communicate(timeout=300)[0].splitlines()[-1] for process in started] == [str(steps)] * 2
+    ]
+    assert [process.communicate(timeout=300)[0].splitlines()[-1] for process in started] == [
+        str(steps)
+    ] * 2
     assert [process.returncode for process in started] == [0, 0]
 
 
@@ -306,5 +398,7 @@ def test_one_of_two_runs_out_of_memory_and_both_end(tmp_path, cache_dir):
     started = start_two_patched(patch, tmp_path, cache_dir)
     first, second = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [76, 1], first + second
-    assert "stopped: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.)" in second
+    assert (
+        "stopped: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.)" in second
+    )
     assert "stopped: another process of this run is gone" in first

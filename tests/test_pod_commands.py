@@ -27,18 +27,31 @@ def start_pod(start_command):
     """Starts two processes of a command with two devices each; a list of arguments is one for each."""
 
     def start(module, *arguments, **environment):
-        pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"} | environment
+        pod = {
+            "PROPE_PROCESSES": "2",
+            "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}",
+        } | environment
         own = [[a[i] if isinstance(a, list) else a for a in arguments] for i in range(2)]
-        return [start_command(module, *own[i], devices=2, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+        return [
+            start_command(module, *own[i], devices=2, PROPE_PROCESS=str(i), **pod) for i in range(2)
+        ]
 
     return start
 
 
 def run_script(script) -> list[tuple[int, list[bytes]]]:
     """Exit codes and output of two processes of a Python script, for what no command does."""
-    pod = {"PYTHONPATH": str(ROOT), "PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    pod = {
+        "PYTHONPATH": str(ROOT),
+        "PROPE_PROCESSES": "2",
+        "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}",
+    }
     started = [
-        subprocess.Popen([sys.executable, "-c", script], env=os.environ | pod | {"PROPE_PROCESS": str(i)}, stdout=-1)
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=os.environ | pod | {"PROPE_PROCESS": str(i)},
+            stdout=-1,
+        )
         for i in range(2)
     ]
     said = [process.communicate(timeout=300)[0].splitlines() for process in started]
@@ -95,10 +108,15 @@ def test_evaluate(run_command, start_pod, twice):
     one, two = run_both(run_command, start_pod, "prope.evaluate", twice, *arguments)
     assert len(one["evaluations"]) == 4
     assert_same(one, two)
-    records = [[json.loads(line) for line in (w / "eval.jsonl").read_text().splitlines()] for w in twice]
+    records = [
+        [json.loads(line) for line in (w / "eval.jsonl").read_text().splitlines()] for w in twice
+    ]
     assert len(records[1]) == len(records[0]), "only the first one writes"
     assert_same(*records)
-    again = [finish(command) for command in start_pod("prope.evaluate", f"--workdir={twice[1]}", *arguments)]
+    again = [
+        finish(command)
+        for command in start_pod("prope.evaluate", f"--workdir={twice[1]}", *arguments)
+    ]
     assert "is in eval.jsonl" in again[0].stderr and again[0].result["loss"] == two["loss"]
 
 
@@ -108,9 +126,14 @@ def test_evaluate_and_export_in_a_bucket(run_command, start_pod, wide, bucket, t
     first, second = map(finish, start_pod("prope.evaluate", f"--workdir={bucket}/run"))
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
     assert_same(one.result, first.result)
-    read, lines = [(place / "eval.jsonl").read_text() for place in (tmp_path / "run", epath.Path(bucket) / "run")]
+    read, lines = [
+        (place / "eval.jsonl").read_text()
+        for place in (tmp_path / "run", epath.Path(bucket) / "run")
+    ]
     assert len(lines.splitlines()) == len(read.splitlines())
-    exported = run_command("prope.export_hf", f"--workdir={tmp_path}/run", f"--output={tmp_path}/hf")
+    exported = run_command(
+        "prope.export_hf", f"--workdir={tmp_path}/run", f"--output={tmp_path}/hf"
+    )
     pod = start_pod("prope.export_hf", f"--workdir={bucket}/run", f"--output={bucket}/hf")
     assert [exported.code, *(finish(command).code for command in pod)] == [0, 0, 0]
     for path in (tmp_path / "hf").iterdir():
@@ -119,9 +142,13 @@ def test_evaluate_and_export_in_a_bucket(run_command, start_pod, wide, bucket, t
 
 def test_sample(run_command, start_pod, twice, tmp_path):
     (tmp_path / "prompts").write_text("Return\nA list of\ndef\n")
-    one = run_command("prope.sample", f"--workdir={twice[0]}", f"--prompts={tmp_path}/prompts", "--length=30")
+    one = run_command(
+        "prope.sample", f"--workdir={twice[0]}", f"--prompts={tmp_path}/prompts", "--length=30"
+    )
     files = [f"--prompts={tmp_path}/prompts", "--prompts=/only/the/first/process/reads/it"]
-    first, second = map(finish, start_pod("prope.sample", f"--workdir={twice[1]}", files, "--length=30"))
+    first, second = map(
+        finish, start_pod("prope.sample", f"--workdir={twice[1]}", files, "--length=30")
+    )
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
     assert len(one.result["texts"]) == 3 and second.result is None
     assert_same(one.result, first.result)
@@ -131,8 +158,14 @@ def test_analyze(run_command, start_pod, twice, tmp_path):
     arguments = ("--sequences=3", "--seq_len=48", "--channels=2")
     one, two = run_both(run_command, start_pod, "prope.analyze", twice, *arguments)
     assert difference(one, two) < 1e-5
-    assert difference(*(json.loads((w / "analysis" / "analysis.json").read_text()) for w in twice)) < 1e-5
-    again = [finish(command) for command in start_pod("prope.analyze", f"--workdir={twice[1]}", *arguments)]
+    assert (
+        difference(*(json.loads((w / "analysis" / "analysis.json").read_text()) for w in twice))
+        < 1e-5
+    )
+    again = [
+        finish(command)
+        for command in start_pod("prope.analyze", f"--workdir={twice[1]}", *arguments)
+    ]
     assert "was analysed before" in again[0].stderr and again[0].result == two
 
 
@@ -152,9 +185,13 @@ def test_the_first_process_alone_writes_an_analysis(twice):
         "    made = analysis.analyse_all(epath.Path(workdir), asked(text=text, seq_len=40, channels=1))\n"
         "print(json.dumps([sorted(written), made]))"
     )
-    (first, wrote), (second, wrote_too) = ((code, json.loads(lines[-1])) for code, lines in run_script(script))
+    (first, wrote), (second, wrote_too) = (
+        (code, json.loads(lines[-1])) for code, lines in run_script(script)
+    )
     assert (first, second) == (0, 0) and wrote[1] == wrote_too[1]
-    assert any("analysis.json" in name for name in wrote[0]) and any("index.html" in name for name in wrote[0])
+    assert any("analysis.json" in name for name in wrote[0]) and any(
+        "index.html" in name for name in wrote[0]
+    )
     assert wrote_too[0] == []
 
 
@@ -162,10 +199,14 @@ def test_export(run_command, start_pod, twice):
     arguments = [f"--output={w.parent}/hf" for w in twice]
     one = run_command("prope.export_hf", f"--workdir={twice[0]}", arguments[0])
     first, second = map(finish, start_pod("prope.export_hf", f"--workdir={twice[1]}", arguments[1]))
-    assert (one.code, first.code, second.code) == (0, 0, 0), one.stderr + first.stderr + second.stderr
+    assert (one.code, first.code, second.code) == (0, 0, 0), (
+        one.stderr + first.stderr + second.stderr
+    )
     assert second.result is None
     assert_same(one.result, first.result)
-    written = [{path.name: path.read_bytes() for path in (w.parent / "hf").iterdir()} for w in twice]
+    written = [
+        {path.name: path.read_bytes() for path in (w.parent / "hf").iterdir()} for w in twice
+    ]
     assert written[0] == written[1] and "model.safetensors" in written[0]
 
 
@@ -191,14 +232,24 @@ def test_waiting_for_the_first_process_outlasts_the_collectives_of_a_cpu():
     assert said == [b"[1, True]"] * 2, "the function believed to be alone"
 
 
-@pytest.mark.parametrize("module", ["prope.evaluate", "prope.export_hf"])  # by all processes, and by the first
+@pytest.mark.parametrize(
+    "module", ["prope.evaluate", "prope.export_hf"]
+)  # by all processes, and by the first
 def test_an_error_of_one_process_ends_both_with_one_line(start_pod, wide, tmp_path, module):
-    more = {"prope.sample": ["--prompt=a"], "prope.export_hf": [f"--output={tmp_path}/hf"]}.get(module, [])
+    more = {"prope.sample": ["--prompt=a"], "prope.export_hf": [f"--output={tmp_path}/hf"]}.get(
+        module, []
+    )
     none = tmp_path / "none"
-    for outcome in map(finish, start_pod(module, [f"--workdir={none}", f"--workdir={wide}"], *more)):
+    for outcome in map(
+        finish, start_pod(module, [f"--workdir={none}", f"--workdir={wide}"], *more)
+    ):
         assert outcome.code == 2 and f"--workdir={none}: no run there" in line_of(outcome)
     for outcome in map(finish, start_pod(module, f"--workdir={wide}", "--step=3", *more)):
-        assert outcome.code == 2 and "--step=3" in line_of(outcome) and "no such checkpoint" in line_of(outcome)
+        assert (
+            outcome.code == 2
+            and "--step=3" in line_of(outcome)
+            and "no such checkpoint" in line_of(outcome)
+        )
 
 
 def test_a_checkpoint_that_one_process_cannot_read_is_damaged_for_all():
@@ -214,16 +265,23 @@ def test_a_checkpoint_that_one_process_cannot_read_is_damaged_for_all():
     assert [lines[-1] for _, lines in run_script(script)] == [b"process 1: of one", b"of one"]
 
 
-@pytest.mark.parametrize("item", ["data", "params"])  # a file that every process checks; arrays, of which it has a part
+@pytest.mark.parametrize(
+    "item", ["data", "params"]
+)  # a file that every process checks; arrays, of which it has a part
 def test_a_checkpoint_that_is_damaged_on_one_host_is_passed_over_by_both(start_pod, twice, item):
     """The second process reads a copy. One that took another step than the other would wait for it."""
     for path in (twice[1] / "checkpoints" / "4" / item).rglob("*"):
         if path.is_file() and (item == "data" or path.stat().st_size > 2**16):
             path.write_bytes(bytes(path.stat().st_size))
-    first, second = map(finish, start_pod("prope.sample", [f"--workdir={w}" for w in twice], "--prompt=a"))
+    first, second = map(
+        finish, start_pod("prope.sample", [f"--workdir={w}" for w in twice], "--prompt=a")
+    )
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
     assert first.result["step"] == 2
-    assert "checkpoint 4 is damaged (" in first.stderr and f"checkpoint 4 is damaged ({item}" in second.stderr
+    assert (
+        "checkpoint 4 is damaged (" in first.stderr
+        and f"checkpoint 4 is damaged ({item}" in second.stderr
+    )
 
 
 def test_the_first_process_leaves_last_after_an_error_that_all_know():
@@ -239,7 +297,10 @@ def test_the_first_process_leaves_last_after_an_error_that_all_know():
 
 
 def test_a_host_that_does_not_see_the_run(start_pod, wide, tmp_path):
-    for outcome in map(finish, start_pod("prope.sample", [f"--workdir={wide}", f"--workdir={tmp_path}"], "--prompt=a")):
+    for outcome in map(
+        finish,
+        start_pod("prope.sample", [f"--workdir={wide}", f"--workdir={tmp_path}"], "--prompt=a"),
+    ):
         assert outcome.code == 2 and f"--workdir={tmp_path}: no run there" in line_of(outcome)
 
 
@@ -263,7 +324,11 @@ def test_one_of_two_is_killed_while_they_evaluate(start_pod, run_command, twice,
 def test_a_pod_that_evaluates_ends_on_sigterm(start_pod, wide):
     """JAX's runtime takes the signal for itself when processes join."""
     pod = start_pod(
-        "prope.evaluate", f"--workdir={wide}", "--batch_size=4", "--split=train", PROPE_HEARTBEAT_TIMEOUT="10"
+        "prope.evaluate",
+        f"--workdir={wide}",
+        "--batch_size=4",
+        "--split=train",
+        PROPE_HEARTBEAT_TIMEOUT="10",
     )
     pod[0].wait_for("evaluating step 4")
     pod[1].signal(signal.SIGTERM)

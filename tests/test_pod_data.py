@@ -31,7 +31,12 @@ def run_both(start_command, tmp_path):
 
     def run(workdir, *of_each):
         pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
-        common = (CONFIG, f"--workdir={workdir}", "--config.data.dataset=files", "--config.data.seq_len=64")
+        common = (
+            CONFIG,
+            f"--workdir={workdir}",
+            "--config.data.dataset=files",
+            "--config.data.seq_len=64",
+        )
         short = ("--stop_at_step=2", "--config.eval.max_windows=2", "--config.log_every=1")
         started = [
             start_command("prope.train", *common, *short, *arguments, PROPE_PROCESS=str(i), **pod)
@@ -64,9 +69,13 @@ def test_hosts_that_share_no_cache_make_a_store_each(tmp_path, cache_dir, text):
     started = start_two_patched(patch, tmp_path, cache_dir)
     first, second = (process.communicate(timeout=300)[1] for process in started)
     assert "config.data.cache_dir may be a place that hosts share" in second
-    assert [process.returncode for process in started] == ([0, 0] if text == "same" else [2, 2]), first + second
+    assert [process.returncode for process in started] == ([0, 0] if text == "same" else [2, 2]), (
+        first + second
+    )
     if text == "other":
-        said = re.compile(r"error: (process 1: )?python_docs: is other text here \(.*\) than in process 0 \(.*share it")
+        said = re.compile(
+            r"error: (process 1: )?python_docs: is other text here \(.*\) than in process 0 \(.*share it"
+        )
         assert said.match(first.splitlines()[-1]) and said.match(second.splitlines()[-1])
 
 
@@ -80,7 +89,9 @@ def test_the_others_wait_however_long_it_takes(tmp_path, cache_dir):
 
 @pytest.mark.parametrize("ends", ["error", "kill", "SIGTERM"])
 def test_what_ends_the_first_process_ends_the_others(tmp_path, cache_dir, ends):
-    patch = slow(5 if ends == "error" else 60).replace("print(", "raise UsageError('no such text'); print(")
+    patch = slow(5 if ends == "error" else 60).replace(
+        "print(", "raise UsageError('no such text'); print("
+    )
     first, second = start_two_patched(patch, tmp_path, cache_dir)
     lines = []
     for line in second.stderr:
@@ -95,7 +106,10 @@ def test_what_ends_the_first_process_ends_the_others(tmp_path, cache_dir, ends):
     _, said = second.communicate(timeout=300)
     assert time.monotonic() - start < 40
     if ends == "error":
-        assert second.returncode == first.wait(60) == 2 and said.splitlines()[-1] == "error: no such text", said
+        assert (
+            second.returncode == first.wait(60) == 2
+            and said.splitlines()[-1] == "error: no such text"
+        ), said
     if ends == "kill":
         assert second.returncode == 76 and "another process of this run is gone" in said, said
     if ends == "SIGTERM":

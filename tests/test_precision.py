@@ -20,11 +20,15 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 def traced_step(attention: str, dtype: str):
     config = default_config()
     config.batch_size = 2
-    config.model.update({"num_layers": 2, "embed_dim": 64, "num_heads": 2, "head_dim": 128, "hidden_dim": 64})
+    config.model.update(
+        {"num_layers": 2, "embed_dim": 64, "num_heads": 2, "head_dim": 128, "hidden_dim": 64}
+    )
     config.model.update({"attention": attention, "dtype": dtype})
     config.data.seq_len = 128
     mesh, optimizer = sharding.make_mesh(devices=jax.devices()[:1]), make_optimizer(config)
-    state = sharding.with_shardings(jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh)
+    state = sharding.with_shardings(
+        jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh
+    )
     return trace_step(config, optimizer, mesh, state)
 
 
@@ -32,9 +36,14 @@ def precisions(jaxpr) -> list:
     """The precision of every matmul of float32 arrays, those in kernels and loops too."""
     found = []
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general" and equation.invars[0].aval.dtype == jnp.float32:
+        if (
+            equation.primitive.name == "dot_general"
+            and equation.invars[0].aval.dtype == jnp.float32
+        ):
             found.append(equation.params["precision"])
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
                 found += precisions(getattr(inner, "jaxpr", inner))
     return found
@@ -42,11 +51,19 @@ def precisions(jaxpr) -> list:
 
 def precisions_of_text(text: str) -> list[str]:
     """The precision of every matmul of float32 arrays in StableHLO."""
-    dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "xf32>" in line.split(" : ")[-1]]
-    return [(re.findall(r"precision = \[(.*?)\]", line) or ["DEFAULT, DEFAULT"])[0] for line in dots]
+    dots = [
+        line
+        for line in text.splitlines()
+        if "stablehlo.dot_general" in line and "xf32>" in line.split(" : ")[-1]
+    ]
+    return [
+        (re.findall(r"precision = \[(.*?)\]", line) or ["DEFAULT, DEFAULT"])[0] for line in dots
+    ]
 
 
-@pytest.mark.parametrize(("attention", "platform"), [("xla", "cuda"), ("xla", "tpu"), ("splash", "tpu")])
+@pytest.mark.parametrize(
+    ("attention", "platform"), [("xla", "cuda"), ("xla", "tpu"), ("splash", "tpu")]
+)
 def test_a_float32_step_multiplies_in_float32(attention, platform):
     step = traced_step(attention, "float32")
     found = precisions(step.jaxpr.jaxpr)
@@ -75,7 +92,8 @@ def analyse(workdir):
 
 
 @pytest.mark.parametrize(
-    "command", [evaluate, *(pytest.param(command, marks=pytest.mark.slow) for command in (sample, analyse))]
+    "command",
+    [evaluate, *(pytest.param(command, marks=pytest.mark.slow) for command in (sample, analyse))],
 )
 def test_commands_multiply_in_float32(whole, tmp_path, command):
     jax.clear_caches()  # of programs that other tests lowered
@@ -84,5 +102,9 @@ def test_commands_multiply_in_float32(whole, tmp_path, command):
         command(whole[0])
     finally:
         jax.config.update("jax_dump_ir_to", "")
-    found = [precision for path in tmp_path.glob("*.mlir") for precision in precisions_of_text(path.read_text())]
+    found = [
+        precision
+        for path in tmp_path.glob("*.mlir")
+        for precision in precisions_of_text(path.read_text())
+    ]
     assert len(found) >= 5 and set(found) == {"HIGHEST, HIGHEST"}

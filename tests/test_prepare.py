@@ -34,7 +34,11 @@ KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
 def digest(folder):
     """Of the names and the bytes of all files below a folder."""
     folder = pathlib.Path(folder)
-    listing = [(str(p.relative_to(folder)), p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()]
+    listing = [
+        (str(p.relative_to(folder)), p.read_bytes())
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    ]
     assert len(listing) >= 5  # two arrays, each with a shard, and the index
     return hashlib.sha256(repr(listing).encode()).hexdigest()
 
@@ -49,7 +53,9 @@ def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch)
     for kind, numbers in (("array_record", (1, 4)), ("tfrecord", (2,))):
         write_tfds(tmp_path / kind, kind, articles(300))
         for number in numbers:
-            config = settings(tmp_path / kind / str(number), NAME, tmp_path / kind, num_workers=number)
+            config = settings(
+                tmp_path / kind / str(number), NAME, tmp_path / kind, num_workers=number
+            )
             made = {}
             found = prepare.open_store(config, 260, made)
             assert made["workers"] == number
@@ -70,28 +76,51 @@ def corpus(tmp_path_factory):
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randrange(2, 9))) for _ in range(2000)]
     texts = [" ".join(rng.choices(words, k=400)) for _ in range(3000)]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts[:100]), model_prefix=str(root / "sp"), vocab_size=500, model_type="unigram",
-        pad_id=0, eos_id=1, bos_id=2, unk_id=3, byte_fallback=True, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(texts[:100]),
+        model_prefix=str(root / "sp"),
+        vocab_size=500,
+        model_type="unigram",
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        byte_fallback=True,
+        minloglevel=2,
+    )
     (root / "text").mkdir()
-    (root / "text" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (root / "text" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     return [
-        f"--config={ROOT}/configs/quickstart.py", "--config.data.dataset=files", "--config.model.vocab_size=500",
-        f"--config.data.data_dir={root}/text", f"--config.data.tokenizer={root}/sp.model",
+        f"--config={ROOT}/configs/quickstart.py",
+        "--config.data.dataset=files",
+        "--config.model.vocab_size=500",
+        f"--config.data.data_dir={root}/text",
+        f"--config.data.tokenizer={root}/sp.model",
         "--config.data.num_workers=2",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow
 def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpus, run_command):
-    straight = run_command("prope.data.prepare", *corpus, f"--config.data.cache_dir={tmp_path}/straight")
+    straight = run_command(
+        "prope.data.prepare", *corpus, f"--config.data.cache_dir={tmp_path}/straight"
+    )
     assert straight.result["documents"] == 3000 and straight.result["workers"] == 2, straight.stderr
     expected = digest(straight.result["store"])
     reused = 0
     for attempt in range(KILLS):
         cache = tmp_path / str(attempt)
-        command = [sys.executable, "-m", "prope.data.prepare", *corpus, f"--config.data.cache_dir={cache}"]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        command = [
+            sys.executable,
+            "-m",
+            "prope.data.prepare",
+            *corpus,
+            f"--config.data.cache_dir={cache}",
+        ]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
             while not list(cache.glob("*.chunks")) and process.poll() is None:
                 time.sleep(0.01)
             # At random, from the start of the workers to after the end; the first one surely among the chunks.
@@ -104,9 +133,14 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
             orphans = [int(p) for p in children.read_text().split()] if children.exists() else []
             process.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 20
-        while any(pathlib.Path(f"/proc/{p}").exists() for p in orphans) and time.monotonic() < deadline:
+        while (
+            any(pathlib.Path(f"/proc/{p}").exists() for p in orphans)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
-        assert not any(pathlib.Path(f"/proc/{p}").exists() for p in orphans), "workers live on without their parent"
+        assert not any(pathlib.Path(f"/proc/{p}").exists() for p in orphans), (
+            "workers live on without their parent"
+        )
         again = run_command("prope.data.prepare", *corpus, f"--config.data.cache_dir={cache}")
         assert again.code == 0, again.stderr
         reused += re.search(r" [1-9]\d* of \d+ chunks are there already", again.stderr) is not None
@@ -124,7 +158,9 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
 def test_finished_chunks_are_not_packed_again(tmp_path, monkeypatch, said):
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), num_workers=1)
-    whole = digest(prepare.open_store(settings(tmp_path / "whole", "files", tmp_path / "text"), 260).path)
+    whole = digest(
+        prepare.open_store(settings(tmp_path / "whole", "files", tmp_path / "text"), 260).path
+    )
     real, calls = pack.pack, []
 
     def breaks(chunk, folder, number):
@@ -141,10 +177,14 @@ def test_finished_chunks_are_not_packed_again(tmp_path, monkeypatch, said):
     # As after a loss of power: a file that is shorter than its record says, and one that is gone.
     damaged = chunks / "3.train"
     damaged.write_bytes(damaged.read_bytes()[:-2])
-    with pytest.raises(RunFailed, match="chunk 3 is damaged and was dropped; run the same command again"):
+    with pytest.raises(
+        RunFailed, match="chunk 3 is damaged and was dropped; run the same command again"
+    ):
         prepare.open_store(config, 260)
     assert calls[8:] == list(range(7, max(calls) + 1))
-    reports = [re.findall(r"(\d+) of \d+ chunks are there", line) for line in said if "packing" in line]
+    reports = [
+        re.findall(r"(\d+) of \d+ chunks are there", line) for line in said if "packing" in line
+    ]
     assert reports == [[], [], ["7"]]  # of the whole store, of the first try and of the second
     done = prepare.open_store(config, 260)
     assert calls[-1] == 3 and digest(done.path) == whole
@@ -152,7 +192,9 @@ def test_finished_chunks_are_not_packed_again(tmp_path, monkeypatch, said):
 
 def test_chunks_that_were_cut_otherwise_are_not_mixed_in(tmp_path, monkeypatch):
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), num_workers=1)
-    whole = digest(prepare.open_store(settings(tmp_path / "whole", "files", tmp_path / "text"), 260).path)
+    whole = digest(
+        prepare.open_store(settings(tmp_path / "whole", "files", tmp_path / "text"), 260).path
+    )
     real = workers._packed
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
 
@@ -176,8 +218,13 @@ def test_long_documents_are_tokenised_in_pieces_and_lose_nothing(tmp_path, monke
         monkeypatch.setattr(pack, "_SEGMENT_BYTES", size)
         pieces = [list(pack._segments(text.encode())) for text in texts]
         assert max(len(p) for ps in pieces for p in ps) <= size
-        assert [b"".join(ps).decode() for ps in pieces] == texts and all(p.decode() for ps in pieces for p in ps)
-        assert digest(prepare.open_store(settings(tmp_path / str(size), "files", folder), 260).path) == whole
+        assert [b"".join(ps).decode() for ps in pieces] == texts and all(
+            p.decode() for ps in pieces for p in ps
+        )
+        assert (
+            digest(prepare.open_store(settings(tmp_path / str(size), "files", folder), 260).path)
+            == whole
+        )
 
 
 # --- One writer at a time ---------------------------------------------------------------------------------------
@@ -185,16 +232,26 @@ def test_long_documents_are_tokenised_in_pieces_and_lose_nothing(tmp_path, monke
 
 @pytest.mark.slow
 def test_two_processes_make_one_store(tmp_path, corpus):
-    command = [sys.executable, "-m", "prope.data.prepare", *corpus, f"--config.data.cache_dir={tmp_path}/cache"]
+    command = [
+        sys.executable,
+        "-m",
+        "prope.data.prepare",
+        *corpus,
+        f"--config.data.cache_dir={tmp_path}/cache",
+    ]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **options) for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in processes]
     results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     assert [process.returncode for process in processes] == [0, 0]
     assert sorted(result["prepared"] for result in results) == [False, True]
-    waited = [err for (_, err), result in zip(outputs, results, strict=True) if not result["prepared"]]
+    waited = [
+        err for (_, err), result in zip(outputs, results, strict=True) if not result["prepared"]
+    ]
     assert "is preparing files-" in waited[0] and "waiting for it" in waited[0]
-    assert results[0]["store"] == results[1]["store"] and results[0]["tokens"] == results[1]["tokens"]
+    assert (
+        results[0]["store"] == results[1]["store"] and results[0]["tokens"] == results[1]["tokens"]
+    )
 
 
 @pytest.fixture
@@ -227,9 +284,13 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, monkeypatch, said,
     cache = tmp_path / "cache"
     cache.mkdir()
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()))
-    path = pathlib.Path(prepare.open_store(settings(tmp_path / "first", "files", tmp_path / "text"), 260).path)
+    path = pathlib.Path(
+        prepare.open_store(settings(tmp_path / "first", "files", tmp_path / "text"), 260).path
+    )
     config.cache_dir = str(cache) if where == "folder" else f"file://{cache}"
-    with subprocess.Popen([sys.executable, "-c", HOLD, config.cache_dir, path.name], stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, config.cache_dir, path.name], stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout.readline() == b"True\n"
         holder.kill()
     assert list(cache.glob("*.lock"))
@@ -266,7 +327,9 @@ def test_one_writer_at_a_time_and_the_others_wait(tmp_path, monkeypatch, said, w
     thread.join()
     assert order == ["first", "second"]
     name = "another process" if where == "folder" else f"process {os.getpid()} on"
-    assert said[0].startswith(f"data: {name}") and said[0].endswith("is preparing a; waiting for it")
+    assert said[0].startswith(f"data: {name}") and said[0].endswith(
+        "is preparing a; waiting for it"
+    )
     with lock.write_lock(cache, "a", lambda: True) as is_writer:
         assert not is_writer
     became_ready = iter([False, True])  # while the lock was waited for
@@ -291,7 +354,10 @@ def test_a_record_that_is_not_utf8(tmp_path, number):
     texts[150] = b"fine so far \xff\xfe"
     write_tfds(tmp_path / "data", "array_record", texts)
     config = settings(tmp_path, NAME, tmp_path / "data", num_workers=number)
-    refused(config, r"wikipedia-train.array_record-00001-of-00002 record 85: not UTF-8 text \(byte 12\); convert or")
+    refused(
+        config,
+        r"wikipedia-train.array_record-00001-of-00002 record 85: not UTF-8 text \(byte 12\); convert or",
+    )
 
 
 def test_documents_without_text_are_left_out_and_counted(tmp_path, said):
@@ -299,30 +365,42 @@ def test_documents_without_text_are_left_out_and_counted(tmp_path, said):
     write_tfds(tmp_path / "a", "tfrecord", [*texts[:20], "", *texts[20:], " \n"])
     write_tfds(tmp_path / "b", "tfrecord", texts)
     with_empty, without = (
-        prepare.open_store(settings(tmp_path / k, NAME, tmp_path / k, validation_fraction=0.2), 260) for k in "ab"
+        prepare.open_store(settings(tmp_path / k, NAME, tmp_path / k, validation_fraction=0.2), 260)
+        for k in "ab"
     )
     for split in store.SPLITS:
         np.testing.assert_array_equal(stream(with_empty, split), stream(without, split))
     assert with_empty.index["empty"] == 2 and without.index["empty"] == 0
     (line,) = [line for line in said if "left out" in line]
-    assert line.startswith("data: 2 documents without text were left out, the first in wikipedia-train.tfrecord-00001")
+    assert line.startswith(
+        "data: 2 documents without text were left out, the first in wikipedia-train.tfrecord-00001"
+    )
 
 
 def test_a_store_that_is_not_what_its_name_says(tmp_path):
     folder = write_text(tmp_path / "text", articles())
-    config, other = settings(tmp_path, "files", folder), settings(tmp_path, "files", folder, validation_fraction=0.1)
+    config, other = (
+        settings(tmp_path, "files", folder),
+        settings(tmp_path, "files", folder, validation_fraction=0.1),
+    )
     path, from_elsewhere = (pathlib.Path(prepare.open_store(c, 260).path) for c in (config, other))
     index = (path / "index.json").read_text()
 
     def says(text):
         with pytest.raises(UsageError, match=text) as caught:
             prepare.open_store(config, 260)
-        assert "remove it to have it prepared again" in str(caught.value) and "\n" not in str(caught.value)
+        assert "remove it to have it prepared again" in str(caught.value) and "\n" not in str(
+            caught.value
+        )
 
     theirs = (from_elsewhere / "index.json").read_text()
     (path / "index.json").write_text(theirs)
-    says(f"its fingerprint is {json.loads(theirs)['fingerprint']}, not {json.loads(index)['fingerprint']}")
-    (path / "index.json").write_text(index.replace('"validation_fraction": 0.05', '"validation_fraction": 0.06'))
+    says(
+        f"its fingerprint is {json.loads(theirs)['fingerprint']}, not {json.loads(index)['fingerprint']}"
+    )
+    (path / "index.json").write_text(
+        index.replace('"validation_fraction": 0.05', '"validation_fraction": 0.06')
+    )
     says("its fingerprint is")
     (path / "index.json").write_text(index[:100])
     says("index.json is damaged")
@@ -374,21 +452,27 @@ def test_a_worker_that_is_killed(tmp_path, monkeypatch):
     try:
         prepare.open_store(config, 260)  # they may have been faster
     except RunFailed as error:
-        assert "a worker was killed" in str(error) and "smaller config.data.num_workers" in str(error)
+        assert "a worker was killed" in str(error) and "smaller config.data.num_workers" in str(
+            error
+        )
 
 
 def test_a_compressed_file_that_is_cut(tmp_path):
     folder = write_text(tmp_path / "text", articles())
     packed = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in articles()).encode())
     (folder / "z.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    refused(settings(tmp_path, "files", folder), "z.jsonl.gz: is damaged or cut short .*; copy it again")
+    refused(
+        settings(tmp_path, "files", folder), "z.jsonl.gz: is damaged or cut short .*; copy it again"
+    )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
 def test_a_file_without_a_byte(tmp_path, name):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / name).write_bytes(b"")
-    refused(settings(tmp_path, "files", tmp_path / "text"), "files: has no document with text; add some")
+    refused(
+        settings(tmp_path, "files", tmp_path / "text"), "files: has no document with text; add some"
+    )
     (tmp_path / "text" / "b.txt").write_text("a text")
     store = prepare.open_store(settings(tmp_path, "files", tmp_path / "text"), 260)
     assert documents_of(store, "all") == ["a text"]
@@ -408,7 +492,9 @@ PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] == "tensor
 """
 
 
-@pytest.mark.parametrize("kind, number", [pytest.param("array_record", 2, marks=pytest.mark.slow), ("tfrecord", 1)])
+@pytest.mark.parametrize(
+    "kind, number", [pytest.param("array_record", 2, marks=pytest.mark.slow), ("tfrecord", 1)]
+)
 def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind, number):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(ALONE)  # for the workers too
@@ -421,10 +507,14 @@ def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind, number):
         assert says in subprocess.run([sys.executable, "-c", code], **options).stderr
     write_tfds(tmp_path / "data", kind, articles(400))
     arguments = [
-        f"--config={ROOT}/configs/quickstart.py:tiny", f"--config.data.dataset={NAME}",
-        f"--config.data.data_dir={tmp_path}/data", f"--config.data.cache_dir={tmp_path}/cache",
-    ]  # fmt: skip
-    prepared = run_command("prope.data.prepare", *arguments, f"--config.data.num_workers={number}", **alone)
+        f"--config={ROOT}/configs/quickstart.py:tiny",
+        f"--config.data.dataset={NAME}",
+        f"--config.data.data_dir={tmp_path}/data",
+        f"--config.data.cache_dir={tmp_path}/cache",
+    ]
+    prepared = run_command(
+        "prope.data.prepare", *arguments, f"--config.data.num_workers={number}", **alone
+    )
     assert prepared.code == 0 and prepared.result["workers"] == number, prepared.stderr
     assert prepared.result["documents"] == 400
     if kind == "tfrecord":

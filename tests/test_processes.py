@@ -20,14 +20,32 @@ from prope.workdir.reader import CheckpointReader
     ("environment", "says"),
     [
         ({"PROPE_PROCESSES": "two"}, "PROPE_PROCESSES=two: must be a whole number from 1"),
-        ({"PROPE_PROCESSES": "2", "PROPE_PROCESS": "0"}, "PROPE_COORDINATOR and PROPE_PROCESS go together"),
-        ({"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": "a:1", "PROPE_PROCESS": "2"}, "less than PROPE_PROCESSES=2"),
-        ({"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": "a", "PROPE_PROCESS": "0"}, "=a: must be host:port"),
-        ({"PROPE_PROCESSES": "auto", "PROPE_COORDINATOR": "a:1", "PROPE_PROCESS": "0"}, "be the number of processes"),
-        ({"PROPE_PROCESSES": "2", "PROPE_START_TIMEOUT": "soon"}, "PROPE_START_TIMEOUT=soon: must be a whole number"),
-        ({"PROPE_PROCESSES": "2", "PROPE_PROCESSES_PER_NODE": "rack"}, "=rack: must be gpu, one process for"),
+        (
+            {"PROPE_PROCESSES": "2", "PROPE_PROCESS": "0"},
+            "PROPE_COORDINATOR and PROPE_PROCESS go together",
+        ),
+        (
+            {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": "a:1", "PROPE_PROCESS": "2"},
+            "less than PROPE_PROCESSES=2",
+        ),
+        (
+            {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": "a", "PROPE_PROCESS": "0"},
+            "=a: must be host:port",
+        ),
+        (
+            {"PROPE_PROCESSES": "auto", "PROPE_COORDINATOR": "a:1", "PROPE_PROCESS": "0"},
+            "be the number of processes",
+        ),
+        (
+            {"PROPE_PROCESSES": "2", "PROPE_START_TIMEOUT": "soon"},
+            "PROPE_START_TIMEOUT=soon: must be a whole number",
+        ),
+        (
+            {"PROPE_PROCESSES": "2", "PROPE_PROCESSES_PER_NODE": "rack"},
+            "=rack: must be gpu, one process for",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_environment_may_not_say(environment, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         processes.start(environment)
@@ -37,7 +55,8 @@ def test_the_number_of_processes_is_compared_with_that_of_jax(monkeypatch):
     processes.check_count()
     monkeypatch.setattr(processes.jax, "process_count", lambda: 4)
     with pytest.raises(
-        UsageError, match="PROPE_PROCESSES is 1, and JAX runs in 4 processes, of which this is number 0"
+        UsageError,
+        match="PROPE_PROCESSES is 1, and JAX runs in 4 processes, of which this is number 0",
     ):
         processes.check_count()
 
@@ -45,7 +64,9 @@ def test_the_number_of_processes_is_compared_with_that_of_jax(monkeypatch):
 def test_a_checkpoint_that_only_other_hosts_see_is_not_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
-    with pytest.raises(RunFailed, match="checkpoints/20: cannot be read: this host does not see it"):
+    with pytest.raises(
+        RunFailed, match="checkpoints/20: cannot be read: this host does not see it"
+    ):
         CheckpointReader(tmp_path / "checkpoints" / "20")
 
 
@@ -72,7 +93,10 @@ def test_only_the_errors_of_a_lost_peer_are_restarted(monkeypatch, message, kind
     with pytest.raises(kind), processes.peer_loss_as_stopped():
         raise kind(message)  # alone, there is no peer
     monkeypatch.setattr(processes, "_count", 2)
-    with pytest.raises(Stopped if message in LOST else kind) as raised, processes.peer_loss_as_stopped():
+    with (
+        pytest.raises(Stopped if message in LOST else kind) as raised,
+        processes.peer_loss_as_stopped(),
+    ):
         raise kind(message)
     if message in LOST:
         assert raised.value.code == 76 and f"({message})" in str(raised.value)
@@ -82,7 +106,11 @@ def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(monkeypatch
     checkpoints = Checkpoints(tmp_path)
     monkeypatch.setattr(processes, "_count", 2)
     for message, ends_with in ((LOST[3], Stopped), ("no such bucket", RunFailed)):
-        with pytest.raises(ends_with), processes.peer_loss_as_stopped(), checkpoints._as_run_failed():
+        with (
+            pytest.raises(ends_with),
+            processes.peer_loss_as_stopped(),
+            checkpoints._as_run_failed(),
+        ):
             raise ValueError(message)
 
 
@@ -109,8 +137,13 @@ def test_out_of_memory_is_final_and_says_what_to_lower(monkeypatch, capsys, erro
     if says is None:
         assert "Traceback" in message and "INVALID_ARGUMENT" in message
     else:
-        assert re.fullmatch(rf"stopped: out of memory \(.*{says}.*\): lower the batch size .*\n", message)
-        assert all(word in message for word in ("config.accumulation", "config.model.remat=full", "prope.plan"))
+        assert re.fullmatch(
+            rf"stopped: out of memory \(.*{says}.*\): lower the batch size .*\n", message
+        )
+        assert all(
+            word in message
+            for word in ("config.accumulation", "config.model.remat=full", "prope.plan")
+        )
 
 
 ABORTS = {
@@ -130,14 +163,18 @@ ABORTS = {
 SLOW = ("by a signal", "while joining")
 
 
-@pytest.mark.parametrize("abort", [pytest.param(a, marks=[pytest.mark.slow] * (a in SLOW)) for a in ABORTS])
+@pytest.mark.parametrize(
+    "abort", [pytest.param(a, marks=[pytest.mark.slow] * (a in SLOW)) for a in ABORTS]
+)
 def test_an_abort_keeps_its_code_unless_the_runtime_has_lost_a_peer(abort):
     statement, joining, code = ABORTS[abort]
     script = (
         "import ctypes, os, signal, time; from prope.runtime import processes\n"
         f"processes._set_abort_message('a peer is lost', joining={joining})\n{statement}\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == code
     assert ("stopped: a peer is lost" in done.stderr) == (code == 76)
 
@@ -153,11 +190,17 @@ def test_gpus_that_nobody_uses(monkeypatch, visible, count):
     with pytest.raises(UsageError, match=says):
         processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})
     monkeypatch.setattr(device, "platform", "cpu")
-    processes._check_gpus({"CUDA_VISIBLE_DEVICES": visible})  # where there are none, what is visible does not matter
+    processes._check_gpus(
+        {"CUDA_VISIBLE_DEVICES": visible}
+    )  # where there are none, what is visible does not matter
 
 
 def test_several_tasks_of_slurm_are_not_mistaken_for_one():
-    assert processes._default_processes({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}) == "auto"
-    assert processes._default_processes({"SLURM_NTASKS": "8"}) == "1", "a shell inside an allocation is one process"
+    assert (
+        processes._default_processes({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}) == "auto"
+    )
+    assert processes._default_processes({"SLURM_NTASKS": "8"}) == "1", (
+        "a shell inside an allocation is one process"
+    )
     assert processes._default_processes({"TPU_WORKER_HOSTNAMES": "a,b"}) == "auto"
     assert processes._default_processes({}) == "1"

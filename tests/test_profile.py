@@ -23,9 +23,17 @@ def read_traces(workdir) -> list[list[int]]:
     for folder in sorted((workdir / "profile" / "plugins" / "profile").iterdir()):
         (text,), (planes,) = folder.glob("*.trace.json.gz"), folder.glob("*.xplane.pb")
         events = json.loads(gzip.decompress(text.read_bytes()))["traceEvents"]
-        named = [int(event["args"]["step_num"]) for event in events if "step_num" in event.get("args", {})]
-        lines = [line for plane in ProfileData.from_file(str(planes)).planes for line in plane.lines]
-        stats = [dict(event.stats) for line in lines for event in line.events if event.name == "train"]
+        named = [
+            int(event["args"]["step_num"])
+            for event in events
+            if "step_num" in event.get("args", {})
+        ]
+        lines = [
+            line for plane in ProfileData.from_file(str(planes)).planes for line in plane.lines
+        ]
+        stats = [
+            dict(event.stats) for line in lines for event in line.events if event.name == "train"
+        ]
         assert sorted(stat["step_num"] for stat in stats) == sorted(named)
         traces.append(sorted(named))
     return traces
@@ -34,7 +42,9 @@ def read_traces(workdir) -> list[list[int]]:
 @pytest.mark.slow
 def test_steps_are_traced_and_named_and_change_nothing(train, trained, tmp_path):
     profiled = ("--config.log_every=1", "--config.profile=9,13")
-    first = train(tmp_path, *profiled, "--stop_at_step=10")  # within the range: the trace so far is kept
+    first = train(
+        tmp_path, *profiled, "--stop_at_step=10"
+    )  # within the range: the trace so far is kept
     assert first.code == 0, first.stderr
     assert read_traces(tmp_path) == [[9, 10]]
     second = train(tmp_path, *profiled)
@@ -79,14 +89,19 @@ def test_a_range_to_profile_must_be_two_steps_of_the_run(steps):
     config.optimizer.warmup_steps = 2
     validate(config)
     config.profile = steps
-    with pytest.raises(UsageError, match=r"config.profile=\(.*must be two steps, first and last, of 1 to num_steps=20"):
+    with pytest.raises(
+        UsageError,
+        match=r"config.profile=\(.*must be two steps, first and last, of 1 to num_steps=20",
+    ):
         validate(config)
 
 
 def test_metrics_have_the_speed_and_the_memory(monkeypatch, tmp_path):
     """Of two devices with a peak of 100 GFLOP/s, at 1 s for a step of 8 tokens of 10 GFLOPs each."""
     clock = [0.0]
-    device = type("Device", (), {"memory_stats": lambda self: {"bytes_in_use": 5, "peak_bytes_in_use": 7}})
+    device = type(
+        "Device", (), {"memory_stats": lambda self: {"bytes_in_use": 5, "peak_bytes_in_use": 7}}
+    )
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(metrics.jax, "local_devices", lambda: [device()])
     monkeypatch.setattr(metrics.jax, "device_count", lambda: 2)
@@ -94,7 +109,9 @@ def test_metrics_have_the_speed_and_the_memory(monkeypatch, tmp_path):
     config.update({"batch_size": 2, "num_steps": 2, "log_every": 1})
     config.data.seq_len, config.optimizer.warmup_steps = 4, 1
     values = {"loss": 1.0, "grad_norm": 1.0, "batch_hash": 1}
-    writer = metrics.MetricWriter(config, tmp_path, 0, 2, model_flops_per_token=10e9, peak_flops=100e9)
+    writer = metrics.MetricWriter(
+        config, tmp_path, 0, 2, model_flops_per_token=10e9, peak_flops=100e9
+    )
     with writer:
         for step in (1, 2, 3):  # a step is reported when the next one was dispatched
             writer.step(step, dict(values))

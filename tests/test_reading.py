@@ -88,7 +88,9 @@ def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypat
     for code, says in ((errno.EIO, "Input/output error"), (errno.EACCES, "Permission denied")):
         with monkeypatch.context() as patch:
             broken(patch, name, code, 1000)
-            with pytest.raises(RunFailed, match=f"{name}.*: cannot be read: {says}; nothing was changed: see to"):
+            with pytest.raises(
+                RunFailed, match=f"{name}.*: cannot be read: {says}; nothing was changed: see to"
+            ):
                 list(source.documents())
 
 
@@ -96,7 +98,9 @@ def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch
     config, _ = source_of(tmp_path, "array_record")
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     monkeypatch.setattr(Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
-    with pytest.raises(RunFailed, match="data: cannot be read: Permission denied; nothing was changed"):
+    with pytest.raises(
+        RunFailed, match="data: cannot be read: Permission denied; nothing was changed"
+    ):
         find_source(config)
 
 
@@ -129,7 +133,10 @@ def test_a_tfrecord_file_is_read_once_by_its_parts(tmp_path, monkeypatch):
             "wikipedia/20220620.simple:1.0.0",
             r"gcloud storage cp -r gs://tfds-data/datasets/wikipedia/20220620.simple/1.0.0 ",
         ),
-        ("wikipedia/20230601.simpel", r"there is no wikipedia/20230601.simpel \(did you mean 20230601.simple\?\)"),
+        (
+            "wikipedia/20230601.simpel",
+            r"there is no wikipedia/20230601.simpel \(did you mean 20230601.simple\?\)",
+        ),
         ("wikipedia", r"284 MB.*20230601.simple/1.0.0 .*21 GB.*20230601.en/1.0.0"),
         ("wikipedia_toxicity_subtypes", "tfds build wikipedia_toxicity_subtypes "),
     ],
@@ -150,4 +157,6 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch, capsys):
         command.run(lambda error=error: (_ for _ in ()).throw(error), lambda: None, codes.append)
         said = capsys.readouterr().err
         assert codes == [2] and said.count("\n") == 1
-        assert re.match(rf"error: the Python package {package.split('.')[0]} is not installed: {install}", said), said
+        assert re.match(
+            rf"error: the Python package {package.split('.')[0]} is not installed: {install}", said
+        ), said

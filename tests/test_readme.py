@@ -41,12 +41,21 @@ SMALL = [
     (r" --config\.data\.data_dir=\S+", ""),  # tiny configs bring their own text
     (r"--rope_percentage=0,0\.[\d.,]+", "--rope_percentage=0,1"),
     (r"--seq_len=1x,2x,\S+", "--seq_len=1x,2x"),
-    (r"--search\b", "--sequences_per_chip=1"),  # a tiny model fits with ever larger batches; test_plan searches
+    (
+        r"--search\b",
+        "--sequences_per_chip=1",
+    ),  # a tiny model fits with ever larger batches; test_plan searches
     (r"--suite\b", "--suite --minutes=0"),
-    (r"(python -m prope\.plan)", r"JAX_DISABLE_MOST_OPTIMIZATIONS=false \1"),  # which compilers of chips read as well
+    (
+        r"(python -m prope\.plan)",
+        r"JAX_DISABLE_MOST_OPTIMIZATIONS=false \1",
+    ),  # which compilers of chips read as well
     (r"--max_windows=\d+", "--max_windows=2"),
     (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
-    (r"(configs/wiki_sample\.py:tiny)", r"\1 --grid=seed=0,1"),  # the page has three; two make an interval
+    (
+        r"(configs/wiki_sample\.py:tiny)",
+        r"\1 --grid=seed=0,1",
+    ),  # the page has three; two make an interval
     (r"--(seq_len|config\.data\.seq_len)=\d+\b", r"--\1=64"),
     (r"--config\.model\.(embed_dim|hidden_dim|vocab_size)=\d+", r"--config.model.\1=320"),
 ]
@@ -81,7 +90,9 @@ PREPARED = ("runs/quickstart",)  # runs that a README reads and another one make
 
 
 def blocks(readme: str, language: str) -> list[str]:
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```", (ROOT / readme).read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^ *```{language}\n(.*?)^ *```", (ROOT / readme).read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
 def rewrite(script: str, rules: list[tuple[str, str]]) -> str:
@@ -105,7 +116,9 @@ def programs(words: list[str]) -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     of_ours = False
     for before, word in zip(["", *words], words, strict=False):
-        if (word.startswith("prope.") and before == "-m") or re.fullmatch(r"launch/\w+\.(sh|py|sbatch)", word):
+        if (word.startswith("prope.") and before == "-m") or re.fullmatch(
+            r"launch/\w+\.(sh|py|sbatch)", word
+        ):
             found.append((word, []))
             of_ours = True
         elif word in ("--", "|"):
@@ -122,9 +135,13 @@ def usage():
 
     def get(program: str) -> str:
         if program not in known:
-            command = {"sh": ["bash"], "sbatch": ["bash"], "py": [sys.executable]}.get(program.split(".")[-1])
+            command = {"sh": ["bash"], "sbatch": ["bash"], "py": [sys.executable]}.get(
+                program.split(".")[-1]
+            )
             command = [*command, program] if command else [sys.executable, "-m", program]
-            done = subprocess.run([*command, "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True
+            )
             assert done.returncode == 0, f"{program} --help: {done.stderr}"
             known[program] = done.stdout
         return known[program]
@@ -143,7 +160,8 @@ def unknown_flags(words: list[str], usage) -> list[str]:
         f"{program} {flag}"
         for program, flags in programs(words)
         for flag in flags
-        if flag not in fields and not re.search(rf"--(\[no\])?{re.escape(flag[2:])}\b", usage(program))
+        if flag not in fields
+        and not re.search(rf"--(\[no\])?{re.escape(flag[2:])}\b", usage(program))
     ]
 
 
@@ -152,13 +170,17 @@ def test_every_flag_that_is_named_exists(readme, usage):
     lines = commands(readme)
     assert [name for words in lines for name in unknown_flags(words, usage)] == []
     for words in lines:
-        for path in re.findall(r"\b(?:configs|launch)/[\w.]+\.(?:py|sh|sbatch|yaml)\b", " ".join(words)):
+        for path in re.findall(
+            r"\b(?:configs|launch)/[\w.]+\.(?:py|sh|sbatch|yaml)\b", " ".join(words)
+        ):
             assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("readme", READMES)
 def test_links_lead_somewhere(readme):
-    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / readme).read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^ *```.*?^ *```", "", (ROOT / readme).read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith("http"):
             name, _, anchor = target.partition("#")
@@ -181,7 +203,9 @@ def put_programs(folder: pathlib.Path) -> dict[str, str]:
     for name in STANDINS:
         (folder / "bin" / name).write_text('#!/bin/sh\necho "$@"\n')
         (folder / "bin" / name).chmod(0o755)
-    return environment() | {"PATH": f"{folder}/bin:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return environment() | {
+        "PATH": f"{folder}/bin:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    }
 
 
 def make_clone(folder: pathlib.Path) -> None:
@@ -193,12 +217,18 @@ def make_clone(folder: pathlib.Path) -> None:
     (folder / ".git" / "info").mkdir(parents=True)
     (folder / ".git" / "info" / "exclude").write_text("/bin\n")
     author = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-    for command in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message=copy"]):
+    for command in (
+        ["init", "--quiet"],
+        ["add", "--all"],
+        [*author, "commit", "--quiet", "--message=copy"],
+    ):
         subprocess.run(["git", *command], cwd=folder, check=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "bash") and name not in PAGES])
+@pytest.mark.parametrize(
+    "readme", [name for name in READMES if blocks(name, "bash") and name not in PAGES]
+)
 def test_every_command_runs(readme, trained, cache_dir, tmp_path):
     script = tiny("".join(blocks(readme, "bash")))
     if "prope.plan" in script and importlib.util.find_spec("libtpu") is None:
@@ -206,9 +236,17 @@ def test_every_command_runs(readme, trained, cache_dir, tmp_path):
     make_clone(tmp_path)
     for name in PREPARED:
         shutil.copytree(trained[0], tmp_path / name)
-    env = put_programs(tmp_path) | {"PROPE_CACHE": str(cache_dir), "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+    env = put_programs(tmp_path) | {
+        "PROPE_CACHE": str(cache_dir),
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    }
     done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800
+        ["bash", "-euxo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -226,10 +264,18 @@ def test_every_command_of_a_page_is_one_that_its_programs_take(page, tmp_path):
     done = subprocess.run(bash, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     modules = re.findall(r"python -m prope\.([\w.]+)", page_text)
-    assert set(modules) == {"data.prepare", "bench" if "slurm" in page else "plan", "train", "evaluate", "report"}
+    assert set(modules) == {
+        "data.prepare",
+        "bench" if "slurm" in page else "plan",
+        "train",
+        "evaluate",
+        "report",
+    }
     parsed = re.findall(r"^parsed (.*)$", done.stdout, re.MULTILINE)
     assert len(parsed) == len(modules)
-    assert all("--config=" not in line or "--config.data.cache_dir=runs/" in line for line in parsed), parsed
+    assert all(
+        "--config=" not in line or "--config.data.cache_dir=runs/" in line for line in parsed
+    ), parsed
     assert done.stdout.count('"state": "new"') == 5  # the runs of the sweep
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
@@ -249,8 +295,10 @@ def test_what_does_not_exist_is_found(usage):
         "-- bash launch/local_pod.sh --processes=2 --procesess=2 -- other --flag"
     )
     assert unknown_flags(shlex.split(line), usage) == [
-        "prope.train --cofnig", "prope.train --config.modle.head_dim", "launch/local_pod.sh --procesess"
-    ]  # fmt: skip
+        "prope.train --cofnig",
+        "prope.train --config.modle.head_dim",
+        "launch/local_pod.sh --procesess",
+    ]
     assert anchors("# A b: c's `d`\n\ntext\n## p-RoPE\n") == {"a-b-cs-d", "p-rope"}
 
 
@@ -259,4 +307,7 @@ def test_what_is_made_tiny():
         tiny("a --config=configs/x.py \\\n    --seq_len=512 --seq_len=1x,2x")
         == "a --config=configs/x.py:tiny --seq_len=64 --seq_len=1x,2x"
     )
-    assert tiny("bash launch/tpu_vm.sh create --queue") == "bash launch/tpu_vm.sh create --dry-run --queue"
+    assert (
+        tiny("bash launch/tpu_vm.sh create --queue")
+        == "bash launch/tpu_vm.sh create --dry-run --queue"
+    )

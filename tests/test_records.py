@@ -18,7 +18,12 @@ def record(windows, loss, fingerprint="a", step=9, seq_len=256, max_windows=None
 
 
 def test_the_fullest_evaluation_and_of_equally_full_ones_the_newest_is_found():
-    records = [record(100, 1.0), record(100, 2.0), record(48, 3.0, max_windows=48), record(200, 4.0, step=8)]
+    records = [
+        record(100, 1.0),
+        record(100, 2.0),
+        record(48, 3.0, max_windows=48),
+        record(200, 4.0, step=8),
+    ]
     assert find_evaluation(records, step=9)["loss"] == 2.0
     assert find_evaluation(records, step=9, windows=48)["loss"] == 3.0
     assert find_evaluation(records)["loss"] == 4.0
@@ -29,7 +34,10 @@ def test_the_fullest_evaluation_and_of_equally_full_ones_the_newest_is_found():
 
 
 def test_two_runs_are_compared_on_windows_that_both_have():
-    ours, theirs = [record(100, 1.0), record(48, 2.0)], [record(48, 3.0), record(48, 4.0), record(100, 5.0, "b")]
+    ours, theirs = (
+        [record(100, 1.0), record(48, 2.0)],
+        [record(48, 3.0), record(48, 4.0), record(100, 5.0, "b")],
+    )
     assert [r["loss"] for r in find_pair(ours, theirs, step=9)] == [2.0, 4.0]
     assert [r["loss"] for r in find_pair(ours, [*theirs, record(100, 6.0)], step=9)] == [1.0, 6.0]
     assert find_pair(ours, theirs, step=9, windows=100) is None
@@ -42,7 +50,10 @@ def test_other_documents_under_the_same_name_are_not_those_of_training():
     assert evaluations_of_training([own, fewer, other], config, 9) == [own, fewer]
     assert evaluations_of_training([other | {"max_windows": 300}, own], config, 9) == [own]
     config.eval.max_windows = 48
-    assert evaluations_of_training([record(9, 4.0, "b", max_windows=9), fewer, own], config, 9) == [fewer, own]
+    assert evaluations_of_training([record(9, 4.0, "b", max_windows=9), fewer, own], config, 9) == [
+        fewer,
+        own,
+    ]
     assert evaluations_of_training([own], config, 8) == []
 
 
@@ -50,7 +61,9 @@ def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     write_atomic(path, '{"p": 0.25}\n')
     write_atomic(tmp_path / "sums.npz", b"\xff\x00")
-    assert path.read_text() == '{"p": 0.25}\n' and (tmp_path / "sums.npz").read_bytes() == b"\xff\x00"
+    assert (
+        path.read_text() == '{"p": 0.25}\n' and (tmp_path / "sums.npz").read_bytes() == b"\xff\x00"
+    )
 
     def disk_full(self, content):
         self.open("wb").close()
@@ -71,14 +84,20 @@ def test_json_that_cannot_be_read_names_the_file_and_the_remedy(tmp_path):
     for content in (b"{", b"\xff"):
         path.write_bytes(content)
         assert read_json(path) is None, "a cache may be damaged"
-        with pytest.raises(UsageError, match=r"sweep\.json: not readable as JSON \(.*\); start again"):
+        with pytest.raises(
+            UsageError, match=r"sweep\.json: not readable as JSON \(.*\); start again"
+        ):
             read_json(path, "start again")
 
 
 @pytest.mark.parametrize(
-    ("existed", "steps", "stays"), [(False, 0, False), (False, 1, True), (True, 0, True)], ids=["new", "begun", "old"]
+    ("existed", "steps", "stays"),
+    [(False, 0, False), (False, 1, True), (True, 0, True)],
+    ids=["new", "begun", "old"],
 )
-def test_a_refused_run_leaves_its_directory_only_where_something_would_be_lost(tmp_path, existed, steps, stays):
+def test_a_refused_run_leaves_its_directory_only_where_something_would_be_lost(
+    tmp_path, existed, steps, stays
+):
     path, config = tmp_path / "runs" / "a", default_config()
     if existed:
         path.mkdir(parents=True)
@@ -91,7 +110,9 @@ def test_a_refused_run_leaves_its_directory_only_where_something_would_be_lost(t
     assert (path / "config.json").exists() == stays and (tmp_path / "runs").exists() == stays
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\x00\x00\x00", b'{"step": 2, "name": "\xc3'])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2, "lo', b"\x00\x00\x00", b'{"step": 2, "name": "\xc3']
+)
 def test_a_torn_line_loses_itself_only(tmp_path, caplog, torn):
     path = tmp_path / "metrics.jsonl"
     append_jsonl(path, {"step": 1})
@@ -100,7 +121,10 @@ def test_a_torn_line_loses_itself_only(tmp_path, caplog, torn):
     append_jsonl(path, {"step": 4})
     assert read_jsonl(path) == [{"step": 1}, {"step": 3}, {"step": 4}]
     assert f"{path}: line 2 is not JSON and is skipped" in caplog.text
-    assert [json.loads(line) for line in path.read_bytes().splitlines()[2:]] == [{"step": 3}, {"step": 4}]
+    assert [json.loads(line) for line in path.read_bytes().splitlines()[2:]] == [
+        {"step": 3},
+        {"step": 4},
+    ]
 
 
 def test_json_that_cannot_be_read_counts_as_missing_unless_there_is_a_remedy(tmp_path):

@@ -53,7 +53,9 @@ def test_a_bucket_gives_the_same_store_as_a_folder(tmp_path, bucket, local, kind
     there, here = write_both(tmp_path, bucket, kind, articles())
     assert len(find_source(here).chunks) > 4
     assert digest(prepare.open_store(there, 260).path) == digest(prepare.open_store(here, 260).path)
-    assert not [path for path in local.rglob("*") if path.is_file()], "nothing is left of the copies"
+    assert not [path for path in local.rglob("*") if path.is_file()], (
+        "nothing is left of the copies"
+    )
     here.cache_dir = f"{bucket}/stores"
     places_of_store = places.files_below(epath.Path(prepare.open_store(here, 260).path))
     assert len(places_of_store) >= 5
@@ -76,7 +78,9 @@ def test_workers_share_the_shards_of_a_bucket(tmp_path, bucket, local, kind):
     store = prepare.open_store(here, 260, made)
     done.set()
     thread.join()
-    assert made["workers"] == 3 and digest(store.path) == digest(prepare.open_store(there, 260).path)
+    assert made["workers"] == 3 and digest(store.path) == digest(
+        prepare.open_store(there, 260).path
+    )
     assert 1 <= max(map(len, seen)) <= 3 and not copies(local), "one for each worker"
 
 
@@ -85,10 +89,16 @@ def copies(folder) -> set:
     found = set()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            links = [(os.readlink(link), os.stat(link).st_ino) for link in (process / "fd").iterdir()]
+            links = [
+                (os.readlink(link), os.stat(link).st_ino) for link in (process / "fd").iterdir()
+            ]
         except OSError:
             continue
-        found |= {inode for target, inode in links if target.startswith(str(folder)) and target.endswith("(deleted)")}
+        found |= {
+            inode
+            for target, inode in links
+            if target.startswith(str(folder)) and target.endswith("(deleted)")
+        }
     return found
 
 
@@ -102,7 +112,9 @@ def test_a_damaged_copy_of_a_shard_is_never_read(tmp_path, bucket, local, monkey
         file = real(system, path, *arguments, **options)
         if len(opened) < limit and "-of-" in path:
             opened.append(path)
-            file.seek(1000 * (len(opened) % 2) or file.size)  # its beginning is missing, or all of it
+            file.seek(
+                1000 * (len(opened) % 2) or file.size
+            )  # its beginning is missing, or all of it
         return file
 
     monkeypatch.setattr(epath.Path(bucket)._backend.fs(bucket).__class__, "open", cut)
@@ -110,7 +122,9 @@ def test_a_damaged_copy_of_a_shard_is_never_read(tmp_path, bucket, local, monkey
     assert list(source.documents()) == [text.encode() for text in articles()] and len(opened) == 2
     limit = 100
     tfds._copies.popitem()[1].close()
-    with pytest.raises(RunFailed, match="wikipedia-train.tfrecord-00000.*: its copy is not what the bucket lists"):
+    with pytest.raises(
+        RunFailed, match="wikipedia-train.tfrecord-00000.*: its copy is not what the bucket lists"
+    ):
         list(source.documents())
 
 
@@ -137,8 +151,14 @@ def test_large_objects_are_hashed_once(tmp_path, bucket, local, monkeypatch):
 
 def test_what_is_not_in_a_bucket(tmp_path, bucket, local):
     see = "gcloud storage ls"
-    refused(settings(tmp_path, NAME, "gs://other-bucket/x"), f"gs://other-bucket/x: there is no such folder; .*{see}")
-    refused(settings(tmp_path, "files", f"{bucket}/none"), f"{bucket}/none: there is no such folder; .*{see} {bucket}")
+    refused(
+        settings(tmp_path, NAME, "gs://other-bucket/x"),
+        f"gs://other-bucket/x: there is no such folder; .*{see}",
+    )
+    refused(
+        settings(tmp_path, "files", f"{bucket}/none"),
+        f"{bucket}/none: there is no such folder; .*{see} {bucket}",
+    )
     _, here = write_both(tmp_path, bucket, "tfrecord", articles())
     here.dataset = "lm1b"
     refused(here, f"no dataset lm1b in it; .*{see} {bucket}")
@@ -146,8 +166,14 @@ def test_what_is_not_in_a_bucket(tmp_path, bucket, local):
     shard = next(epath.Path(bucket).glob("tfrecord/wikipedia/*/*/*-00001-of-00002"))
     source = find_source(here)
     shard.unlink()
-    refused(here, "is incomplete: 1 of 2 shards are missing, first wikipedia-train.tfrecord-00001.*gcloud storage ls")
-    with pytest.raises(prepare.UsageError, match="is incomplete: wikipedia-train.tfrecord-00001-of-00002 is missing"):
+    refused(
+        here,
+        "is incomplete: 1 of 2 shards are missing, first wikipedia-train.tfrecord-00001.*gcloud storage ls",
+    )
+    with pytest.raises(
+        prepare.UsageError,
+        match="is incomplete: wikipedia-train.tfrecord-00001-of-00002 is missing",
+    ):
         list(source.documents())
 
 
@@ -169,28 +195,43 @@ def test_a_bucket_that_may_not_be_read(tmp_path, run_command, code):
     from test_pod import free_port
 
     port = free_port()
-    with subprocess.Popen([sys.executable, "-c", DENIES, str(port), str(code)], stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", DENIES, str(port), str(code)], stderr=subprocess.DEVNULL
+    ) as server:
         try:
             outcome = run_command(
-                "prope.data.prepare", f"--config={ROOT}/configs/quickstart.py:tiny", f"--config.data.dataset={NAME}",
-                "--config.data.data_dir=gs://private/datasets", STORAGE_EMULATOR_HOST=f"http://127.0.0.1:{port}",
-                GOOGLE_AUTH_TOKEN_FOR_TESTING="any", GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
-            )  # fmt: skip
+                "prope.data.prepare",
+                f"--config={ROOT}/configs/quickstart.py:tiny",
+                f"--config.data.dataset={NAME}",
+                "--config.data.data_dir=gs://private/datasets",
+                STORAGE_EMULATOR_HOST=f"http://127.0.0.1:{port}",
+                GOOGLE_AUTH_TOKEN_FOR_TESTING="any",
+                GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+            )
         finally:
             server.kill()
-    assert "gs://private/datasets" in outcome.error and "gcloud auth application-default login" in outcome.error
+    assert (
+        "gs://private/datasets" in outcome.error
+        and "gcloud auth application-default login" in outcome.error
+    )
     assert "gcloud storage ls gs://private" in outcome.error and outcome.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_for_a_while_is_waited_for(tmp_path, bucket, local, storage, start_command):
+def test_a_server_that_fails_for_a_while_is_waited_for(
+    tmp_path, bucket, local, storage, start_command
+):
     there, _ = write_both(tmp_path, bucket, "array_record", articles(3000))
     expected = digest(prepare.open_store(there, 260).path)
     command = start_command(
-        "prope.data.prepare", f"--config={ROOT}/configs/quickstart.py:tiny", f"--config.data.dataset={NAME}",
-        f"--config.data.data_dir={bucket}/array_record", f"--config.data.cache_dir={tmp_path}/again",
-        "--config.data.num_workers=2", **storage.environment,
-    )  # fmt: skip
+        "prope.data.prepare",
+        f"--config={ROOT}/configs/quickstart.py:tiny",
+        f"--config.data.dataset={NAME}",
+        f"--config.data.data_dir={bucket}/array_record",
+        f"--config.data.cache_dir={tmp_path}/again",
+        "--config.data.num_workers=2",
+        **storage.environment,
+    )
     with storage.failing():
         time.sleep(20)
     code, stdout, stderr = command.wait()
@@ -205,7 +246,9 @@ def test_a_scratch_disk_that_is_full(tmp_path, bucket, local):
     _, here = write_both(tmp_path, bucket, "tfrecord", articles(3000))
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(local)], check=True)
     try:
-        with pytest.raises(RunFailed, match=f"PROPE_CACHE={local}: the disk is full; it needs room for a shard"):
+        with pytest.raises(
+            RunFailed, match=f"PROPE_CACHE={local}: the disk is full; it needs room for a shard"
+        ):
             prepare.open_store(here, 260)
     finally:
         subprocess.run(["umount", str(local)], check=True)
@@ -219,24 +262,35 @@ def test_a_local_disk_that_is_full(tmp_path, bucket, local, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(pack, "write_atomic", no_space)
-    refused(here, f"PROPE_CACHE={local}: the disk is full; .* Finished chunks are kept: free some space")
+    refused(
+        here, f"PROPE_CACHE={local}: the disk is full; .* Finished chunks are kept: free some space"
+    )
 
 
 def test_a_plot_that_cannot_be_written_to_a_bucket(bucket, storage):
     def write(path):
         view.draw_lengths({"a": np.arange(1, 300)}, 64, path)
 
-    with pytest.raises(UsageError, match="^--plot=gs://other/a.png: cannot be written: No such file or directory$"):
+    with pytest.raises(
+        UsageError, match="^--plot=gs://other/a.png: cannot be written: No such file or directory$"
+    ):
         write("gs://other/a.png")
-    with storage.failing(403), pytest.raises(UsageError, match=f"^--plot={bucket}/a.png: cannot be written: Forbidden"):
+    with (
+        storage.failing(403),
+        pytest.raises(UsageError, match=f"^--plot={bucket}/a.png: cannot be written: Forbidden"),
+    ):
         write(f"{bucket}/a.png")
 
 
 @pytest.mark.slow
 def test_tokenizers_and_plots_are_written_to_a_bucket(bucket, storage, run_command):
     config = f"--config={ROOT}/configs/quickstart.py:tiny"
-    plot = run_command("prope.data.inspect", config, f"--plot={bucket}/lengths.png", **storage.environment)
-    assert plot.code == 0 and epath.Path(f"{bucket}/lengths.png").read_bytes().startswith(b"\x89PNG"), plot.stderr
+    plot = run_command(
+        "prope.data.inspect", config, f"--plot={bucket}/lengths.png", **storage.environment
+    )
+    assert plot.code == 0 and epath.Path(f"{bucket}/lengths.png").read_bytes().startswith(
+        b"\x89PNG"
+    ), plot.stderr
     learned = [config, "--vocab_size=400", "--sample_bytes=100000", f"--output={bucket}/docs.model"]
     trained = run_command("prope.data.train_tokenizer", *learned, **storage.environment)
     assert trained.code == 0 and trained.result["model"] == f"{bucket}/docs.model", trained.stderr

@@ -48,35 +48,80 @@ def template(tmp_path_factory):
             workdir = directory / f"rope_percentage={p:g},seed={seed}"
             workdir.mkdir()
             config = default_config()
-            config.update_from_flattened_dict({"model.rope_percentage": p, "seed": seed, "num_steps": 10})
+            config.update_from_flattened_dict(
+                {"model.rope_percentage": p, "seed": seed, "num_steps": 10}
+            )
             config.data.tokenizer = "<b>.model"
             write_config(workdir, config)
             with Checkpoints(workdir) as checkpoints:
                 identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
-                checkpoints.save(10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0})
+                checkpoints.save(
+                    10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0}
+                )
             speed = {"tokens_per_second": 4096.0}  # a step of 16 x 256 tokens a second
-            write_lines(workdir / "metrics.jsonl", [
-                {"step": step, "loss": rng.uniform(2, 3), "batch_hash": f"{seed}{step}", **speed} for step in STEPS
-            ])  # fmt: skip
-            records = [{"step": 10, "dataset": "python_docs", "seq_len": 1024, "max_windows": 3, "loss": 9.0}]
+            write_lines(
+                workdir / "metrics.jsonl",
+                [
+                    {
+                        "step": step,
+                        "loss": rng.uniform(2, 3),
+                        "batch_hash": f"{seed}{step}",
+                        **speed,
+                    }
+                    for step in STEPS
+                ],
+            )
+            records = [
+                {
+                    "step": 10,
+                    "dataset": "python_docs",
+                    "seq_len": 1024,
+                    "max_windows": 3,
+                    "loss": 9.0,
+                }
+            ]
             for seq_len in (256, 512):
                 loss = rng.uniform(1, 2)
-                positions = [{"from": a, "to": a + 64, "loss": rng.uniform(1, 2), "tokens": 9} for a in (0, 64)]
+                positions = [
+                    {"from": a, "to": a + 64, "loss": rng.uniform(1, 2), "tokens": 9}
+                    for a in (0, 64)
+                ]
                 distances = [
                     {"task": task, "from": a, "to": 2 * a, "accuracy": rng.uniform(), "answers": 5}
-                    for task in ("copy", "recall") for a in (8, 16)
-                ]  # fmt: skip
-                records.append({
-                    "step": 10, "dataset": "python_docs", "split": "validation", "seq_len": seq_len,
-                    "max_windows": None, "loss": loss, "loss_stderr": 0.01, "perplexity": math.exp(loss),
-                    "bits_per_byte": loss / math.log(2), "by_position": positions, "accuracy_by_distance": distances,
-                })  # fmt: skip
+                    for task in ("copy", "recall")
+                    for a in (8, 16)
+                ]
+                records.append(
+                    {
+                        "step": 10,
+                        "dataset": "python_docs",
+                        "split": "validation",
+                        "seq_len": seq_len,
+                        "max_windows": None,
+                        "loss": loss,
+                        "loss_stderr": 0.01,
+                        "perplexity": math.exp(loss),
+                        "bits_per_byte": loss / math.log(2),
+                        "by_position": positions,
+                        "accuracy_by_distance": distances,
+                    }
+                )
             rescaled = {"seq_len": 2048, "encoding": "yarn", "factor": 8.0, "loss": 8.0}
-            write_lines(workdir / "eval.jsonl", [records[-1] | {"step": 5}, *records, records[-1] | rescaled])
+            write_lines(
+                workdir / "eval.jsonl",
+                [records[-1] | {"step": 5}, *records, records[-1] | rescaled],
+            )
             entries.append({"name": workdir.name, "values": values})
-    started = {"devices": 8, "device_kind": "TPU v5p", "commit": "0123456789abcdef+changes", "jax": "0.10.2"}
+    started = {
+        "devices": 8,
+        "device_kind": "TPU v5p",
+        "commit": "0123456789abcdef+changes",
+        "jax": "0.10.2",
+    }
     write_lines(directory / entries[0]["name"] / "starts.jsonl", [{"step": 0}, started])
-    (directory / "sweep.json").write_text(json.dumps({"runs": [*entries, {"name": "to come", "values": {}}]}))
+    (directory / "sweep.json").write_text(
+        json.dumps({"runs": [*entries, {"name": "to come", "values": {}}]})
+    )
     return directory
 
 
@@ -122,7 +167,9 @@ def page_of(directory):
     found = runs.read_sweep(directory)
     for picture in pictures.pictures(found):
         lines_of(picture)
-    return Page(sweep_page.write(directory, found, sweep_page.result_rows(found), [])), [run.record() for run in found]
+    return Page(sweep_page.write(directory, found, sweep_page.result_rows(found), [])), [
+        run.record() for run in found
+    ]
 
 
 def final(directory, p, seed, seq_len=256):
@@ -134,7 +181,9 @@ def final(directory, p, seed, seq_len=256):
 def test_the_numbers_of_the_page_are_those_of_the_files(made):
     page, _ = page_of(made)
     head, *rows = page.tables[0]
-    assert head[:3] == ["p", "rotated pairs", "runs"] and "paper" not in page.text  # other data, another model
+    assert (
+        head[:3] == ["p", "rotated pairs", "runs"] and "paper" not in page.text
+    )  # other data, another model
     for p, row in zip(PERCENTAGES, rows, strict=True):
         records = [final(made, p, seed) for seed in SEEDS]
         expected = [f"{p:g}", f"{int(32 * p)} of 32", "2"]
@@ -151,15 +200,23 @@ def test_the_numbers_of_the_page_are_those_of_the_files(made):
         assert row == (expected if p < 1 else [*expected, "–"])
     best = min(PERCENTAGES, key=lambda p: sum(final(made, p, seed)["perplexity"] for seed in SEEDS))
     assert f"p = {best:g} has the lowest validation perplexity" in page.text
-    marked = [i for i, attributes in enumerate(a for tag, a in page.tags if tag == "tr") if attributes]
+    marked = [
+        i for i, attributes in enumerate(a for tag, a in page.tags if tag == "tr") if attributes
+    ]
     assert marked == [1 + PERCENTAGES.index(best)]
     (runs_table,) = [table for table in page.tables if table[0][1] == "state"]
     first = final(made, 0, 0)
     last = read_lines(made / "rope_percentage=0,seed=0" / "metrics.jsonl")[-1]
     assert runs_table[1] == [
-        "rope_percentage=0,seed=0", "finished", "10", f"{last['loss']:.4f}", f"{first['loss']:.4f}",
-        f"{first['perplexity']:.4f}", f"{first['bits_per_byte']:.4f}", "0" * 16,
-    ]  # fmt: skip
+        "rope_percentage=0,seed=0",
+        "finished",
+        "10",
+        f"{last['loss']:.4f}",
+        f"{first['loss']:.4f}",
+        f"{first['perplexity']:.4f}",
+        f"{first['bits_per_byte']:.4f}",
+        "0" * 16,
+    ]
     (machines,) = [table for table in page.tables if table[0][1] == "devices"]
     code = "0123456789+changes"
     assert machines[1][1:] == ["8 × TPU v5p", "–", "0.10.2", code, "2", "4,096", "0:00:10"]
@@ -176,15 +233,21 @@ def test_a_page_of_methods_compares_them_with_rope(made):
             entry["values"] = {"config": methods[p["rope_percentage"]], "seed": p["seed"]}
     (made / "sweep.json").write_text(json.dumps(sweep))
     page, _ = page_of(made)
-    assert page.tables[0][0][0] == "run" and [row[0] for row in page.tables[0][1:]] == list(methods.values())
+    assert page.tables[0][0][0] == "run" and [row[0] for row in page.tables[0][1:]] == list(
+        methods.values()
+    )
     assert [row[1:] for row in page.tables[0][1:]] == [row[1:] for row in by_p.tables[0][1:]]
     drawn = {picture.name: picture for picture in pictures.pictures(runs.read_sweep(made))}
-    means = [statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES]
+    means = [
+        statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES
+    ]
     axes, apart = lines_of(drawn["perplexity"])
     assert any(x == list(methods.values()) and np.allclose(y, means) for x, y in axes)
     losses = [np.mean([final(made, p, seed)["loss"] for seed in SEEDS]) for p in PERCENTAGES]
     assert any(
-        x == ["nope", "cope"] and np.allclose(y, np.subtract(losses[:2], losses[2])) for x, y in apart if len(x) == 2
+        x == ["nope", "cope"] and np.allclose(y, np.subtract(losses[:2], losses[2]))
+        for x, y in apart
+        if len(x) == 2
     )
 
 
@@ -201,11 +264,18 @@ def test_a_long_legend_stands_below_the_panels():
 
 
 def test_a_row_of_panels_wraps_and_stands_in_one_column_on_a_phone():
-    wide, narrow = matplotlib.figure.Figure(figsize=(12, 4)), matplotlib.figure.Figure(figsize=(4.4, 3.5))
+    wide, narrow = (
+        matplotlib.figure.Figure(figsize=(12, 4)),
+        matplotlib.figure.Figure(figsize=(4.4, 3.5)),
+    )
     (row,), (column,) = (drawing.panels(figure, 5, wrap=3) for figure in (wide, narrow))
     assert [axes.get_subplotspec().colspan.start for axes in row] == [0, 1, 2, 0, 1]
-    assert [axes.get_visible() for axes in wide.axes] == [True] * 5 + [False] and list(row) == wide.axes[:5]
-    assert [axes.get_subplotspec().rowspan.start for axes in column] == [0, 1, 2, 3, 4] and len(narrow.axes) == 5
+    assert [axes.get_visible() for axes in wide.axes] == [True] * 5 + [False] and list(
+        row
+    ) == wide.axes[:5]
+    assert [axes.get_subplotspec().rowspan.start for axes in column] == [0, 1, 2, 3, 4] and len(
+        narrow.axes
+    ) == 5
     assert narrow.get_figheight() == pytest.approx(5 * 0.8 * 4.4)
 
 
@@ -223,21 +293,43 @@ def test_labels_in_cells_keep_their_colour_on_a_dark_page():
 def test_the_page_shows_the_fullest_evaluation_everywhere(made):
     """Of one seed, after evaluations on a few windows, on other documents, and on more of one run only."""
     rng = np.random.default_rng(1)
-    entries = [{"name": f"rope_percentage={p:g},seed=0", "values": {"rope_percentage": p}} for p in PERCENTAGES]
+    entries = [
+        {"name": f"rope_percentage={p:g},seed=0", "values": {"rope_percentage": p}}
+        for p in PERCENTAGES
+    ]
     (made / "sweep.json").write_text(json.dumps({"runs": entries}))
     full = {}
     for p, entry in zip(PERCENTAGES, entries, strict=True):
         records = []
         more = [("a", 500, 500)] if p == PERCENTAGES[0] else []
-        for fingerprint, windows, max_windows in (("a", 100, None), ("a", 48, 48), ("b", 200, None), *more):
+        for fingerprint, windows, max_windows in (
+            ("a", 100, None),
+            ("a", 48, 48),
+            ("b", 200, None),
+            *more,
+        ):
             losses, tokens = rng.uniform(100, 200, (30, 2)), np.full((30, 2), 64)
-            record = {"fingerprint": fingerprint, "seq_len": 256, "windows": windows, "max_windows": max_windows}
+            record = {
+                "fingerprint": fingerprint,
+                "seq_len": 256,
+                "windows": windows,
+                "max_windows": max_windows,
+            }
             loss = float(losses.sum() / tokens.sum())
             record |= {"step": 10, "dataset": "python_docs", "split": "validation", "loss": loss}
             record |= {"perplexity": math.exp(loss)}
-            records.append(record | {"bits_per_byte": loss, "by_position": [{"from": 0, "to": 256, "loss": loss}]})
-            others = {"edges": np.array([0, 128, 256]), "source": np.zeros(30, int), "shares": [1.0]}
-            paired.write_sums(made / entry["name"] / "eval" / "10", record, losses, tokens, **others)
+            records.append(
+                record
+                | {"bits_per_byte": loss, "by_position": [{"from": 0, "to": 256, "loss": loss}]}
+            )
+            others = {
+                "edges": np.array([0, 128, 256]),
+                "source": np.zeros(30, int),
+                "shares": [1.0],
+            }
+            paired.write_sums(
+                made / entry["name"] / "eval" / "10", record, losses, tokens, **others
+            )
         write_lines(made / entry["name"] / "eval.jsonl", records)
         full[p] = records[0]["loss"]
     page, records = page_of(made)
@@ -246,7 +338,11 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(made):
         apart = f"{full[p] - full[1.0]:+.4f}".replace("-", "−")
         assert row[6] == "–" if p == 1 else row[6].startswith(f"{apart} (")
     assert [record["eval_loss"] for record in records] == list(full.values())
-    (position,) = [picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "position"]
+    (position,) = [
+        picture
+        for picture in pictures.pictures(runs.read_sweep(made))
+        if picture.name == "position"
+    ]
     assert [line[1] for line in lines_of(position)[0]] == [[loss] for loss in full.values()]
     path = made / entries[0]["name"] / "eval.jsonl"
     write_lines(path, read_lines(path)[1:2])
@@ -259,7 +355,10 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
     losses = [[final(made, p, seed)["loss"] for seed in SEEDS] for p in (0, 1)]
     expected = scipy.stats.ttest_rel(*losses).confidence_interval()
     assert result["table"][0]["minus_rope"]["interval"] == pytest.approx(tuple(expected))
-    assert result["table"][0]["minus_rope"]["over"] == "2 seeds" and result["table"][2]["minus_rope"] is None
+    assert (
+        result["table"][0]["minus_rope"]["over"] == "2 seeds"
+        and result["table"][2]["minus_rope"] is None
+    )
     page = Page(made / "report" / "index.html")
     for tag, attributes in page.tags:
         assert tag not in ("script", "iframe", "object", "embed", "video", "audio", "form", "base")
@@ -270,9 +369,18 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
         if tag == "th":
             assert attributes["scope"] in ("row", "col")
     source = (made / "report" / "index.html").read_text()
-    assert re.findall(r"url\((?!#)", source) == [] and "@import" not in source and "default-src 'none'" in source
-    texts = [attributes["aria-label"] for _, attributes in page.tags if attributes.get("role") == "img"]
-    assert len(texts) == sum(tag == "svg" for tag, _ in page.tags) / 2 == 6 and min(map(len, texts)) > 40
+    assert (
+        re.findall(r"url\((?!#)", source) == []
+        and "@import" not in source
+        and "default-src 'none'" in source
+    )
+    texts = [
+        attributes["aria-label"] for _, attributes in page.tags if attributes.get("role") == "img"
+    ]
+    assert (
+        len(texts) == sum(tag == "svg" for tag, _ in page.tags) / 2 == 6
+        and min(map(len, texts)) > 40
+    )
     assert ("html", {"lang": "en"}) in page.tags and sum(tag == "h1" for tag, _ in page.tags) == 1
     assert "'<b>.model'" not in source and "&lt;b&gt;.model" in source
     files = sorted(path.name for path in (made / "report").iterdir())
@@ -285,12 +393,16 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
 def test_pictures_take_their_colours_from_the_style_sheet(made):
     page = Page(pathlib.Path(sweep_page.report_sweep(made)["output"]))
     source = (made / "report" / "index.html").read_text()
-    light, dark = (set(re.findall(r"--([\w-]+):", block)) for block in source.split("@media", 1)[0:2])
+    light, dark = (
+        set(re.findall(r"--([\w-]+):", block)) for block in source.split("@media", 1)[0:2]
+    )
     assert light == dark  # every colour of one ground has one for the other
     styled = " ".join(attributes.get("style") or "" for _, attributes in page.tags)
     used = set(re.findall(r"var\(--([\w-]+)\)", styled))
     assert used <= light and {"text", "line", "card", "group-0", "group-15"} <= used
-    assert set(re.findall(r"#[0-9a-f]{6}", styled)) <= {drawing.BORDER}  # no colour is fixed but what reads on both
+    assert set(re.findall(r"#[0-9a-f]{6}", styled)) <= {
+        drawing.BORDER
+    }  # no colour is fixed but what reads on both
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     references = re.findall(r"url\(#([\w-]+)\)", source) + re.findall(r'href="#([\w-]+)"', source)
     assert len(ids) == len(set(ids)) and references and set(references) <= set(ids)
@@ -300,7 +412,10 @@ def lines_of(picture):
     """x and y of what is drawn, by panel and label."""
     figure = matplotlib.figure.Figure()
     picture.draw(figure)
-    return [[(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] for axes in figure.axes]
+    return [
+        [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+        for axes in figure.axes
+    ]
 
 
 def test_the_pictures_show_what_the_files_say(made):
@@ -308,7 +423,10 @@ def test_the_pictures_show_what_the_files_say(made):
     assert list(drawn) == ["perplexity", "loss", "position", "length", "far", "accuracy"]
 
     def logged(p, seed):
-        return [r["loss"] for r in read_lines(made / f"rope_percentage={p:g},seed={seed}" / "metrics.jsonl")]
+        return [
+            r["loss"]
+            for r in read_lines(made / f"rope_percentage={p:g},seed={seed}" / "metrics.jsonl")
+        ]
 
     left, right = lines_of(drawn["loss"])
     for i, p in enumerate(PERCENTAGES):
@@ -318,23 +436,34 @@ def test_the_pictures_show_what_the_files_say(made):
             apart = [np.subtract(logged(p, seed), logged(1.0, seed)) for seed in SEEDS]
             np.testing.assert_allclose(right[i][1], np.mean(apart, axis=0))
     left, _ = lines_of(drawn["position"])
-    expected = np.mean([[b["loss"] for b in final(made, 0.25, seed)["by_position"]] for seed in SEEDS], axis=0)
+    expected = np.mean(
+        [[b["loss"] for b in final(made, 0.25, seed)["by_position"]] for seed in SEEDS], axis=0
+    )
     assert left[1][0] == [32, 96]
     np.testing.assert_allclose(left[1][1], expected)
     left, _ = lines_of(drawn["length"])
     assert left[0][0] == [256, 512]
-    np.testing.assert_allclose(left[0][1][0], np.mean([final(made, 0, seed)["loss"] for seed in SEEDS]))
+    np.testing.assert_allclose(
+        left[0][1][0], np.mean([final(made, 0, seed)["loss"] for seed in SEEDS])
+    )
     left, _ = lines_of(drawn["far"])
     buckets = [final(made, 0, seed, 512)["by_position"] for seed in SEEDS]
     assert left[0][0] == [(b["from"] + b["to"]) / 2 for b in buckets[0]]
-    np.testing.assert_allclose(left[0][1], np.mean([[b["loss"] for b in of_seed] for of_seed in buckets], axis=0))
+    np.testing.assert_allclose(
+        left[0][1], np.mean([[b["loss"] for b in of_seed] for of_seed in buckets], axis=0)
+    )
     copy, recall = lines_of(drawn["accuracy"])
     assert copy[0][0] == recall[0][0] == [12, 24]
     found = [final(made, 0, seed, 512)["accuracy_by_distance"] for seed in SEEDS]
     expected = np.mean([[entry["accuracy"] for entry in record] for record in found], axis=0)
     np.testing.assert_allclose([*copy[0][1], *recall[0][1]], expected)
-    means = [statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES]
-    assert all(f"p = {p:g}: {mean:.4f}" in drawn["perplexity"].alt for p, mean in zip(PERCENTAGES, means, strict=True))
+    means = [
+        statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES
+    ]
+    assert all(
+        f"p = {p:g}: {mean:.4f}" in drawn["perplexity"].alt
+        for p, mean in zip(PERCENTAGES, means, strict=True)
+    )
     axes, _ = lines_of(drawn["perplexity"])
     assert any(x == list(PERCENTAGES) and np.allclose(y, means) for x, y in axes)
 
@@ -343,13 +472,24 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
     config = default_config()
     config.num_steps, config.data.seq_len = 10, 256
     record = {"step": 10, "dataset": "python_docs", "seq_len": 8192}
-    buckets = [{"from": a, "to": a + 1024, "tokens": 1 + a // 1024, "loss": float(a)} for a in range(0, 8192, 1024)]
+    buckets = [
+        {"from": a, "to": a + 1024, "tokens": 1 + a // 1024, "loss": float(a)}
+        for a in range(0, 8192, 1024)
+    ]
     others = [record | {"seq_len": 16_384}, record | {"seq_len": 256, "by_position": buckets[:1]}]
     shorter = record | {"seq_len": 512, "by_position": buckets[1:2]}
-    run = SimpleNamespace(config=config, evaluations=[shorter, record | {"by_position": buckets}, *others])
-    shares = [(0, 0, 512), (1, 1, 1536), (2, 3, 3072), (4, 7, 6144)]  # first and last bucket of an octave, its middle
+    run = SimpleNamespace(
+        config=config, evaluations=[shorter, record | {"by_position": buckets}, *others]
+    )
+    shares = [
+        (0, 0, 512),
+        (1, 1, 1536),
+        (2, 3, 3072),
+        (4, 7, 6144),
+    ]  # first and last bucket of an octave, its middle
     expected = {
-        x: 1024 * sum(k * (1 + k) for k in range(a, b + 1)) / sum(1 + k for k in range(a, b + 1)) for a, b, x in shares
+        x: 1024 * sum(k * (1 + k) for k in range(a, b + 1)) / sum(1 + k for k in range(a, b + 1))
+        for a, b, x in shares
     }
     assert pictures.by_octave(run) == pytest.approx(expected)
     assert pictures.by_octave(SimpleNamespace(config=config, evaluations=others)) == {}
@@ -379,7 +519,9 @@ def test_what_is_missing_is_left_out(made):
     for path in [*made.glob("*/eval.jsonl"), *made.glob("*/metrics.jsonl")]:
         path.unlink()
     page, _ = page_of(made)
-    assert "No run has finished yet." in page.text and pictures.pictures(runs.read_sweep(made)) == []
+    assert (
+        "No run has finished yet." in page.text and pictures.pictures(runs.read_sweep(made)) == []
+    )
     assert "Initial weights: equal" in page.text and "Batches: not proven" in page.text
 
 
@@ -403,7 +545,11 @@ def test_runs_that_may_not_be_compared_are_said_to_be_so(made):
         ("wiki", {"model.num_layers": 6}, None),
         ("wiki", {"model.hidden_dim": 8192}, None),
         ("wiki", {"model.max_wavelength": 1e6}, None),
-        ("wiki", {"model.rope_percentage": 1.0, "model.max_wavelength": 5e5}, ("Wikipedia", 4.4485)),
+        (
+            "wiki",
+            {"model.rope_percentage": 1.0, "model.max_wavelength": 5e5},
+            ("Wikipedia", 4.4485),
+        ),
         ("wiki", {"model.rope_type": "partial"}, ("Wikipedia", 4.4537)),
         ("wiki", {"model.rope_type": "reversed"}, ("Wikipedia", 4.4592)),
         ("wiki", {"model.use_qk_norm": True}, None),
@@ -412,7 +558,11 @@ def test_runs_that_may_not_be_compared_are_said_to_be_so(made):
         ("wiki", {"data.dataset": "wikipedia/20230601.simple"}, None),
         ("flan", {}, ("FlanV2", 6.4422)),
         ("flan", {"model.rope_type": "reversed"}, ("FlanV2", 6.4683)),
-        ("flan", {"data.mixture": ({"weight": 1.0, "dataset": "files", "data_dir": "data/flan_v2/t0"},)}, None),
+        (
+            "flan",
+            {"data.mixture": ({"weight": 1.0, "dataset": "files", "data_dir": "data/flan_v2/t0"},)},
+            None,
+        ),
         ("wiki", {"data.dataset": "mixture"}, None),
     ],
 )
@@ -434,10 +584,19 @@ def test_the_papers_perplexities_are_those_of_its_table_2():
 @pytest.mark.parametrize(
     ("differences", "says"),
     [
-        ([-0.006, -0.007, -0.008], "its loss is 0.0070 nats per token below RoPE’s (95 % interval over 3 seeds:"),
-        ([-0.001, -0.010, -0.001], "but is not distinguishable from RoPE: the 95 % interval of the loss difference"),
+        (
+            [-0.006, -0.007, -0.008],
+            "its loss is 0.0070 nats per token below RoPE’s (95 % interval over 3 seeds:",
+        ),
+        (
+            [-0.001, -0.010, -0.001],
+            "but is not distinguishable from RoPE: the 95 % interval of the loss difference",
+        ),
         ([-0.007], "One run of each cannot tell whether that is more than chance."),
-        ([+0.001, +0.010, +0.001], "p = 1 has the lowest validation perplexity, 5.0000. Not distinguishable"),
+        (
+            [+0.001, +0.010, +0.001],
+            "p = 1 has the lowest validation perplexity, 5.0000. Not distinguishable",
+        ),
         ([+0.006, +0.007, +0.008], "p = 1 has the lowest validation perplexity, 5.0000."),
     ],
 )
@@ -446,7 +605,10 @@ def test_the_headline_claims_no_more_than_the_interval(differences, says):
     found = paired.average_seeds(differences)
     row = {"group": "p = 0.75", "reference": "p = 1", "difference": found, "over": "3 seeds"}
     row["perplexity"] = 4.9 if found.difference < 0 else 5.1
-    rows = [row, {"perplexity": 5.0, "difference": None, "over": "", "group": "p = 1", "reference": None}]
+    rows = [
+        row,
+        {"perplexity": 5.0, "difference": None, "over": "", "group": "p = 1", "reference": None},
+    ]
     least = min(rows, key=lambda row: row["perplexity"])
     assert says in sweep_page.lead([row | {"best": row is least} for row in rows])
 
@@ -457,7 +619,10 @@ def test_three_seeds_have_two_degrees_of_freedom():
         found = paired.average_seeds(values)
         np.testing.assert_allclose(found.interval(), expected, rtol=1e-9)
         assert found.distinguishable == (expected.low * expected.high > 0)
-    assert paired.average_seeds([0.1]).interval() is None and not paired.average_seeds([0.1]).distinguishable
+    assert (
+        paired.average_seeds([0.1]).interval() is None
+        and not paired.average_seeds([0.1]).distinguishable
+    )
 
 
 def test_runs_that_share_one_logged_step_are_drawn(made):
@@ -465,7 +630,9 @@ def test_runs_that_share_one_logged_step_are_drawn(made):
         shutil.rmtree(path)
     for path in made.glob("*/metrics.jsonl"):
         write_lines(path, read_lines(path)[:1])
-    (loss,) = [picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "loss"]
+    (loss,) = [
+        picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "loss"
+    ]
     assert [line[0] for line in lines_of(loss)[0]] == [[1]] * 2
 
 
@@ -473,14 +640,24 @@ def test_one_bad_run_does_not_flatten_the_others(made):
     """NoPE's perplexity is 30 times that of the others: they stay apart, as the axis is logarithmic."""
     for path in made.glob("rope_percentage=0,*/eval.jsonl"):
         records = [record for record in read_lines(path) if "perplexity" in record]
-        write_lines(path, [record | {"perplexity": 30 * record["perplexity"]} for record in records])
-    (picture,) = [picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "perplexity"]
+        write_lines(
+            path, [record | {"perplexity": 30 * record["perplexity"]} for record in records]
+        )
+    (picture,) = [
+        picture
+        for picture in pictures.pictures(runs.read_sweep(made))
+        if picture.name == "perplexity"
+    ]
     figure = matplotlib.figure.Figure()
     picture.draw(figure)
     perplexity, difference = figure.axes
     assert perplexity.get_yscale() == "log"
     apart = [final(made, 0.25, seed)["loss"] - final(made, 1.0, seed)["loss"] for seed in SEEDS]
-    (mean,) = [line.get_ydata()[1] for line in difference.lines if list(line.get_xdata())[:2] == [0.0, 0.25]]
+    (mean,) = [
+        line.get_ydata()[1]
+        for line in difference.lines
+        if list(line.get_xdata())[:2] == [0.0, 0.25]
+    ]
     assert mean == pytest.approx(np.mean(apart))
 
 

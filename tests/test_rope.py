@@ -24,7 +24,9 @@ def oracle(inputs, positions, max_wavelength=10_000, p=1.0):
     d = inputs.shape[-1]
     output = inputs.copy()
     for k in range(int(p * d // 2)):
-        angle = np.asarray(positions, np.float64)[:, :, None] * float(max_wavelength) ** (-2 * k / d)
+        angle = np.asarray(positions, np.float64)[:, :, None] * float(max_wavelength) ** (
+            -2 * k / d
+        )
         first, second = inputs[..., k], inputs[..., k + d // 2]
         output[..., k] = first * np.cos(angle) - second * np.sin(angle)
         output[..., k + d // 2] = second * np.cos(angle) + first * np.sin(angle)
@@ -52,7 +54,9 @@ def test_equals_the_formula_at_every_range(d, p, max_wavelength):
 
 
 @pytest.mark.parametrize("max_wavelength", [1e4, 1e6])
-@pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256, 512))])
+@pytest.mark.parametrize(
+    "d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256, 512))]
+)
 def test_equals_the_formula_at_random_positions(d, max_wavelength):
     positions = np.random.default_rng(1).integers(0, 2**20, (1, 10_000)).astype(np.int32)
     inputs = draw(d, positions, heads=1)
@@ -133,7 +137,9 @@ def test_norms_are_kept():
     positions = np.random.default_rng(2).integers(0, 2**20, (2, 50)).astype(np.int32)
     inputs = draw(64, positions)
     rotated = np.asarray(apply_p_rope(inputs, positions, 64, rope_percentage=0.5), np.float64)
-    np.testing.assert_allclose(np.linalg.norm(rotated, axis=-1), np.linalg.norm(inputs, axis=-1), rtol=3e-7)
+    np.testing.assert_allclose(
+        np.linalg.norm(rotated, axis=-1), np.linalg.norm(inputs, axis=-1), rtol=3e-7
+    )
 
 
 @pytest.mark.parametrize("shift", [1, 1000, 500_000])
@@ -143,7 +149,9 @@ def test_scores_depend_on_the_offset_only(shift, p):
 
     def score(m, n):
         rotate = lambda x, at: apply_p_rope(x, np.array([[at]], np.int32), 64, rope_percentage=p)  # noqa: E731
-        return float(np.sum(np.asarray(rotate(q, m), np.float64) * np.asarray(rotate(k, n), np.float64)))
+        return float(
+            np.sum(np.asarray(rotate(q, m), np.float64) * np.asarray(rotate(k, n), np.float64))
+        )
 
     for m, n in ((0, 0), (5, 2), (2, 5), (4000, 17)):
         assert abs(score(m + shift, n + shift) - score(m, n)) < 64 * BOUND
@@ -173,14 +181,18 @@ def test_the_gradient_is_the_inverse_rotation():
     positions = np.array([[0, 3, 70_000]], np.int32)
     inputs, cotangent = draw(64, positions), draw(64, positions, 5)
     _, vjp = jax.vjp(lambda x: apply_p_rope(x, positions, 64, rope_percentage=0.5), inputs)
-    np.testing.assert_allclose(vjp(jnp.asarray(cotangent))[0], oracle(cotangent, -positions, p=0.5), rtol=0, atol=BOUND)
+    np.testing.assert_allclose(
+        vjp(jnp.asarray(cotangent))[0], oracle(cotangent, -positions, p=0.5), rtol=0, atol=BOUND
+    )
 
 
 def test_vmap_is_a_loop():
     positions = np.array([[0, 3, 70_000]], np.int32)
     inputs = np.stack([draw(64, positions, seed) for seed in range(3)])
     mapped = jax.vmap(lambda x: apply_p_rope(x, positions, 64))(inputs)
-    np.testing.assert_array_equal(mapped, np.stack([apply_p_rope(x, positions, 64) for x in inputs]))
+    np.testing.assert_array_equal(
+        mapped, np.stack([apply_p_rope(x, positions, 64) for x in inputs])
+    )
 
 
 def test_the_interleaved_layout_is_a_permutation_of_the_weights():
@@ -198,7 +210,10 @@ def test_the_interleaved_layout_is_a_permutation_of_the_weights():
         rotated[..., 2 * k + 1] = odd * np.cos(angle) + even * np.sin(angle)
     expected = rotated[0] @ rotated[1].T
     permuted = [interleaved_to_half_split(part) for part in projections]
-    q, k = (apply_p_rope((jnp.float32(tokens) @ part)[None, :, None], positions, d)[0, :, 0] for part in permuted)
+    q, k = (
+        apply_p_rope((jnp.float32(tokens) @ part)[None, :, None], positions, d)[0, :, 0]
+        for part in permuted
+    )
     scores = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -223,8 +238,16 @@ def test_the_interleaved_layout_is_a_permutation_of_the_weights():
             {"positions": np.arange(2, dtype=np.int32)},
             r"positions must be \[B, T\]=\(1, 2\).*\(2,\)",
         ),
-        (TypeError, {"positions": np.ones((1, 2), np.float32)}, "positions must be integers.*float32"),
-        (TypeError, {"positions": jnp.ones((1, 2), jnp.bfloat16)}, "positions must be integers.*bfloat16"),
+        (
+            TypeError,
+            {"positions": np.ones((1, 2), np.float32)},
+            "positions must be integers.*float32",
+        ),
+        (
+            TypeError,
+            {"positions": jnp.ones((1, 2), jnp.bfloat16)},
+            "positions must be integers.*bfloat16",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_its_value(error, change, says):
@@ -240,6 +263,14 @@ def test_bad_input_is_refused_with_its_value(error, change, says):
 def test_the_file_stands_alone():
     source = pathlib.Path(__file__).parent.parent / "prope" / "rope.py"
     tree = ast.parse(source.read_text())
-    imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    imported = {
+        a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
+    }
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in imported} == {"jax", "numpy", "decimal", "functools", "math"}
+    assert {name.split(".")[0] for name in imported} == {
+        "jax",
+        "numpy",
+        "decimal",
+        "functools",
+        "math",
+    }

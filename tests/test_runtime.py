@@ -54,7 +54,9 @@ def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
             ended.get(timeout=0.2)
         dog.alive("step 3")
         assert ended.get(timeout=20) == 76
-    assert "nothing has happened for 0.001 minutes after step 3; the stacks" in capfd.readouterr().err
+    assert (
+        "nothing has happened for 0.001 minutes after step 3; the stacks" in capfd.readouterr().err
+    )
 
 
 @pytest.mark.skipif(
@@ -76,7 +78,9 @@ for _ in range(12):
 print(int(statistics.median(faults[4:])))  # at times a small block takes a piece of the free 81 MB
 """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
@@ -87,7 +91,9 @@ def test_an_error_of_one_process_counts(monkeypatch, fails, own):
 
     def allgather(error):
         assert error.tobytes().decode().strip() == errors[own]
-        return np.array([np.frombuffer(text.encode().ljust(len(error)), np.uint8) for text in errors])
+        return np.array(
+            [np.frombuffer(text.encode().ljust(len(error)), np.uint8) for text in errors]
+        )
 
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "wait", lambda: None)
@@ -105,11 +111,16 @@ def test_speed_leaves_out_pauses(clock, tmp_path):
     config.log_every = 1
     tokens = config.batch_size * config.data.seq_len
     identity = {"fingerprint": "0" * 16, "windows": 1, "loss": 1.0}
-    evaluation = identity | dict.fromkeys(("perplexity", "bits_per_byte", "unigram_bits_per_byte"), 1.0)
+    evaluation = identity | dict.fromkeys(
+        ("perplexity", "bits_per_byte", "unigram_bits_per_byte"), 1.0
+    )
     with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
         for step in (1, 2, 3, 4):
             clock[0] += 8
-            writer.step(step, {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)})
+            writer.step(
+                step,
+                {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)},
+            )
             clock[0] += 2
             if step in (2, 4):  # a pause reports the step before it
                 with writer.pause():
@@ -118,7 +129,9 @@ def test_speed_leaves_out_pauses(clock, tmp_path):
         summary = writer.summary("0" * 16)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # A step is reported when the next one was dispatched, or before a pause.
-    assert [tokens / record["tokens_per_second"] for record in records] == pytest.approx([18, 2, 18, 2])
+    assert [tokens / record["tokens_per_second"] for record in records] == pytest.approx(
+        [18, 2, 18, 2]
+    )
     assert summary["tokens_per_second"] == pytest.approx(tokens / 10)
 
 
@@ -135,7 +148,11 @@ def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
     monkeypatch.delenv("PROPE_COMMIT", raising=False)
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     found = startup.find_commit()
-    assert found.removesuffix("+changes") == done.stdout.strip() if done.returncode == 0 else found is None
+    assert (
+        found.removesuffix("+changes") == done.stdout.strip()
+        if done.returncode == 0
+        else found is None
+    )
     monkeypatch.setenv("PATH", "/nowhere")  # without git
     assert startup.find_commit() is None
     monkeypatch.setenv("PROPE_COMMIT", "abc")
@@ -145,7 +162,9 @@ def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
 @pytest.mark.parametrize(("stats", "expected"), [({"bytes_limit": 7}, 7), ({}, None), (None, None)])
 def test_an_accelerators_memory_is_what_it_says(stats, expected):
     """Not the host's, where the driver does not say."""
-    assert memory.device_bytes(SimpleNamespace(platform="tpu", memory_stats=lambda: stats)) == expected
+    assert (
+        memory.device_bytes(SimpleNamespace(platform="tpu", memory_stats=lambda: stats)) == expected
+    )
 
 
 def test_a_cpus_memory_is_its_share_of_the_hosts():
@@ -153,4 +172,6 @@ def test_a_cpus_memory_is_its_share_of_the_hosts():
     limit = pathlib.Path("/sys/fs/cgroup/memory.max")  # of a container
     text = limit.read_text().strip() if limit.exists() else "max"
     least = min(host, int(text) if text != "max" else host)
-    assert memory.device_bytes(jax.devices()[0]) == pytest.approx(least / jax.local_device_count(), rel=0.01)
+    assert memory.device_bytes(jax.devices()[0]) == pytest.approx(
+        least / jax.local_device_count(), rel=0.01
+    )

@@ -27,7 +27,11 @@ NEVER = -1  # an eos that no token is
 def prompts_of(params, lengths=LENGTHS, seed=3):
     """Ragged prompts [B, T] with random tokens for padding: whoever sees them is told apart."""
     vocab = len(model.embedding(params))
-    tokens = np.random.default_rng(seed).integers(4, vocab, (len(lengths), max(lengths))).astype(np.int32)
+    tokens = (
+        np.random.default_rng(seed)
+        .integers(4, vocab, (len(lengths), max(lengths)))
+        .astype(np.int32)
+    )
     return jnp.asarray(tokens), jnp.array(lengths, jnp.int32)
 
 
@@ -44,7 +48,11 @@ def full_forward(config, params, rows):
     tokens = np.zeros((len(rows), 24), np.int32)  # of one shape, so compiled once
     for row, given in zip(tokens, rows, strict=True):
         row[: len(given)] = given
-    return np.asarray(forward(config, params, tokens, np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)))
+    return np.asarray(
+        forward(
+            config, params, tokens, np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)
+        )
+    )
 
 
 def without_cache(config, sampling, params, prompts, lengths, keys):
@@ -57,7 +65,9 @@ def without_cache(config, sampling, params, prompts, lengths, keys):
                 row.append(int(last.argmax()))
             else:
                 noise = jax.random.fold_in(key, len(row))
-                row.append(int(jax.random.categorical(noise, jnp.asarray(last) / sampling.temperature)))
+                row.append(
+                    int(jax.random.categorical(noise, jnp.asarray(last) / sampling.temperature))
+                )
     return [row[n:] for row, n in zip(rows, lengths, strict=True)]
 
 
@@ -76,7 +86,10 @@ def some_config(p=0.75, **fields):
 
 VARIANTS = [
     pytest.param({"p": 0.0, "num_kv_heads": 1}, marks=pytest.mark.slow),
-    pytest.param({"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"}, marks=pytest.mark.slow),
+    pytest.param(
+        {"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"},
+        marks=pytest.mark.slow,
+    ),
     pytest.param({"p": 0.75, "num_kv_heads": 2}, marks=pytest.mark.slow),
     pytest.param({"p": 1.0, "num_kv_heads": 4}, marks=pytest.mark.slow),
     pytest.param({"p": 0.0, "num_kv_heads": 4, "scan_layers": False}, marks=pytest.mark.slow),
@@ -93,11 +106,18 @@ def test_logits_equal_those_of_the_full_forward(fields):
     config = some_config(**fields)
     params = lively(config)
     prompts, lengths = prompts_of(params)
-    more = jnp.asarray(np.random.default_rng(4).integers(0, config.vocab_size, (len(lengths), 7)), jnp.int32)
+    more = jnp.asarray(
+        np.random.default_rng(4).integers(0, config.vocab_size, (len(lengths), 7)), jnp.int32
+    )
     rows = [np.concatenate([prompts[b, :n], more[b]]) for b, n in enumerate(lengths)]
     expected = full_forward(config, params, rows)
-    layers, decode = sample.split_layers(config, params), jax.jit(functools.partial(model.decode, config))
-    hidden, cache = decode(params, prompts, empty_cache(config, len(lengths), 16), jnp.zeros(len(lengths), jnp.int32))
+    layers, decode = (
+        sample.split_layers(config, params),
+        jax.jit(functools.partial(model.decode, config)),
+    )
+    hidden, cache = decode(
+        params, prompts, empty_cache(config, len(lengths), 16), jnp.zeros(len(lengths), jnp.int32)
+    )
     read = np.asarray(model.logits(params, hidden))
     parts, at = [], 0
     for size in (1, 1, 3, 1, 1):
@@ -110,7 +130,9 @@ def test_logits_equal_those_of_the_full_forward(fields):
         found = np.concatenate([read[b, :n], written[b]])
         np.testing.assert_allclose(found, expected[b, : n + 7], rtol=0, atol=1e-5 * expected.std())
     exact = reference(config, params, rows[1][None], np.arange(16)[None])[0]
-    np.testing.assert_allclose(np.concatenate([read[1], written[1]]), exact, rtol=0, atol=2e-5 * exact.std())
+    np.testing.assert_allclose(
+        np.concatenate([read[1], written[1]]), exact, rtol=0, atol=2e-5 * exact.std()
+    )
 
 
 @pytest.mark.parametrize("most", [1, 4, 6])
@@ -125,20 +147,35 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most):
     monkeypatch.setattr(sample, "_CHUNK", most)
     last, found = jax.jit(functools.partial(sample.fill_cache, config))(params, prompts, lengths)
     rows = np.arange(5), np.asarray(lengths) - 1
-    np.testing.assert_allclose(model.logits(params, last[:, 0]), expected[rows], rtol=0, atol=1e-5 * expected.std())
+    np.testing.assert_allclose(
+        model.logits(params, last[:, 0]), expected[rows], rtol=0, atol=1e-5 * expected.std()
+    )
     for name in cache:
-        np.testing.assert_allclose(found[name], cache[name], rtol=0, atol=1e-5 * float(cache[name].std()))
+        np.testing.assert_allclose(
+            found[name], cache[name], rtol=0, atol=1e-5 * float(cache[name].std())
+        )
 
 
 def test_memory_of_a_prompt_grows_with_the_cache_and_a_row_of_scores_alone():
-    config, sampling = FrozenConfigDict(small(hidden_dim=2048, num_heads=2, num_kv_heads=1)), Sampling(100)
+    config, sampling = (
+        FrozenConfigDict(small(hidden_dim=2048, num_heads=2, num_kv_heads=1)),
+        Sampling(100),
+    )
     params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
 
     def sizes(T):
         shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, T), (2,))]
-        arguments = (config, sampling, params, *shapes, jax.eval_shape(lambda: sample.row_keys(0, 2)))
+        arguments = (
+            config,
+            sampling,
+            params,
+            *shapes,
+            jax.eval_shape(lambda: sample.row_keys(0, 2)),
+        )
         memory = sample.prefill.lower(*arguments).compile().memory_analysis()
-        return np.array([memory.temp_size_in_bytes, memory.output_size_in_bytes])  # the cache is put out
+        return np.array(
+            [memory.temp_size_in_bytes, memory.output_size_in_bytes]
+        )  # the cache is put out
 
     temporary, cache = sizes(8192) - sizes(1024)
     scores = 4 * 2 * config.num_heads * 256 * (8192 - 1024)  # of 256 tokens, float32
@@ -168,7 +205,10 @@ def test_a_row_depends_on_no_other_row():
     together = generate(config, sampling, params, prompts, lengths, keys)
     for b in (0, 2):
         one, n = slice(b, b + 1), LENGTHS[b]
-        assert (generate(config, sampling, params, prompts[one, :n], lengths[one], keys[one]) == together[one]).all()
+        assert (
+            generate(config, sampling, params, prompts[one, :n], lengths[one], keys[one])
+            == together[one]
+        ).all()
     others, longer = prompts_of(params, (4, 30, 22, 2), seed=5)
     others = others.at[0, :4].set(prompts[0, :4])
     assert (generate(config, sampling, params, others, longer, keys)[0] == together[0]).all()
@@ -180,7 +220,10 @@ def test_equal_prompts_draw_numbers_of_their_own_and_a_seed_repeats_them():
     params = lively(config)
     prompts, lengths = (jnp.repeat(part[1:2], 3, axis=0) for part in prompts_of(params))
     sampling = Sampling(15, 1.5, eos=NEVER)
-    runs = [generate(config, sampling, params, prompts, lengths, sample.row_keys(seed, 3)) for seed in (1, 1, 2)]
+    runs = [
+        generate(config, sampling, params, prompts, lengths, sample.row_keys(seed, 3))
+        for seed in (1, 1, 2)
+    ]
     assert (runs[0] == runs[1]).all() and (runs[0] != runs[2]).any(axis=1).all()
     assert len({tuple(row) for row in runs[0].tolist()}) == 3
     for row in range(3):
@@ -198,10 +241,15 @@ def test_a_row_that_has_ended_stays_as_it_is():
     assert any(eos not in row for row in whole), "one row goes on"
     cut = [row[: row.index(eos) + 1] if eos in row else row for row in whole]
     expected = [row + [0] * (12 - len(row)) for row in cut]
-    assert generate(config, Sampling(12, 1.5, eos=eos), params, prompts, lengths, keys).tolist() == expected
+    assert (
+        generate(config, Sampling(12, 1.5, eos=eos), params, prompts, lengths, keys).tolist()
+        == expected
+    )
     at_once = whole[1][0]
     one = slice(1, 2)
-    found = generate(config, Sampling(12, 1.5, eos=at_once), params, prompts[one], lengths[one], keys[one])
+    found = generate(
+        config, Sampling(12, 1.5, eos=at_once), params, prompts[one], lengths[one], keys[one]
+    )
     assert found.tolist() == [[at_once] + [0] * 11]
 
 
@@ -213,7 +261,9 @@ def test_the_loop_stops_when_all_rows_have_ended():
     sampling = Sampling(12, 0.0, eos=9)
     _, cache = sample.prefill(config, sampling, params, prompts, lengths, keys)
     before = jax.tree.map(np.asarray, jax.tree.map(jnp.copy, cache))
-    tokens, cache = sample.decode(config, sampling, params, jnp.full(4, 9, jnp.int32), cache, lengths, keys)
+    tokens, cache = sample.decode(
+        config, sampling, params, jnp.full(4, 9, jnp.int32), cache, lengths, keys
+    )
     assert tokens.tolist() == [[9] + [0] * 11] * 4
     assert all((before[name] == cache[name]).all() for name in cache), "no step was made"
 
@@ -224,10 +274,14 @@ def test_bfloat16_stays_near_its_full_forward():
     params = lively(config)
     prompts, lengths = prompts_of(params)
     sampling = Sampling(12, 0.0, eos=NEVER)
-    first, cache = sample.prefill(FrozenConfigDict(config), sampling, params, prompts, lengths, sample.row_keys(0, 4))
+    first, cache = sample.prefill(
+        FrozenConfigDict(config), sampling, params, prompts, lengths, sample.row_keys(0, 4)
+    )
     assert {leaf.dtype for leaf in cache.values()} == {jnp.dtype("bfloat16")}
     layers = sample.split_layers(config, params)
-    hidden, _ = jax.jit(functools.partial(model.decode, config))(layers, first[:, None], cache, lengths)
+    hidden, _ = jax.jit(functools.partial(model.decode, config))(
+        layers, first[:, None], cache, lengths
+    )
     rows = [np.append(prompts[b, :n], first[b]) for b, n in enumerate(lengths)]
     for b, scores in enumerate(full_forward(config, params, rows)):
         expected = scores[lengths[b]]
@@ -254,7 +308,9 @@ def test_a_step_copies_no_cache_and_holds_no_square_of_scores():
     shapes = [dims for _, dims in array_shapes(read.as_text())]
     assert len(shapes) > 10 and max(map(math.prod, shapes)) <= max(size, 2 * 4 * 700 * 700 // 4)
     assert not any(dims.count(700) > 1 or (700 in dims and 1000 in dims) for dims in shapes)
-    write = sample.decode.lower(config, sampling, params, first, cache, lengths, arguments[-1]).compile()
+    write = sample.decode.lower(
+        config, sampling, params, first, cache, lengths, arguments[-1]
+    ).compile()
     shapes = [dims for _, dims in array_shapes(write.as_text())]
     assert max(map(math.prod, shapes)) == size
     memory, whole = write.memory_analysis(), 2 * size * 4
@@ -269,8 +325,16 @@ def test_no_token_copies_the_weights_of_an_mlp():
     arguments = params, jnp.ones((1, 4), jnp.int32), jnp.array([4]), key[None]
     first, cache = jax.eval_shape(functools.partial(sample.prefill, config, sampling), *arguments)
     decode = sample.decode.lower(config, sampling, params, first, cache, *arguments[2:]).compile()
-    fusions = [line for line in decode.as_text().splitlines() if "/while/body/" in line and " fusion(" in line]
-    sizes = [math.prod(map(int, dims.split(","))) for x in fusions for dims in re.findall(r"f32\[([\d,]+)\]", x)]
+    fusions = [
+        line
+        for line in decode.as_text().splitlines()
+        if "/while/body/" in line and " fusion(" in line
+    ]
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for x in fusions
+        for dims in re.findall(r"f32\[([\d,]+)\]", x)
+    ]
     assert len(sizes) > 20 and max(sizes) < 64 * 256
 
 
@@ -298,18 +362,32 @@ def shares(temperature, top_k, top_p):
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [
-        (1.0, None, 1.0), (0.5, None, 1.0), (2.0, None, 1.0), (1.0, 1, 1.0), (1.0, 3, 1.0), (1.0, 50, 1.0),
-        (1.0, None, 0.9), (1.0, None, 0.54), (1.0, None, 0.56), (1.0, None, 1e-6), (0.3, None, 0.9), (3.0, None, 0.9),
-        (1.0, 3, 0.7), (2.0, 5, 0.8), (0.7, 4, 0.95),
+        (1.0, None, 1.0),
+        (0.5, None, 1.0),
+        (2.0, None, 1.0),
+        (1.0, 1, 1.0),
+        (1.0, 3, 1.0),
+        (1.0, 50, 1.0),
+        (1.0, None, 0.9),
+        (1.0, None, 0.54),
+        (1.0, None, 0.56),
+        (1.0, None, 1e-6),
+        (0.3, None, 0.9),
+        (3.0, None, 0.9),
+        (1.0, 3, 0.7),
+        (2.0, 5, 0.8),
+        (0.7, 4, 0.95),
     ],
-)  # fmt: skip
+)
 def test_tokens_are_drawn_from_the_distribution(temperature, top_k, top_p):
     expected = shares(temperature, top_k, top_p)
     count = 20_000
     keys = sample.row_keys(3, count)
     scores = jnp.broadcast_to(jnp.asarray(SCORES, jnp.float32), (count, len(SCORES)))
     sampling = Sampling(1, temperature, top_k, top_p)
-    tokens = jax.jit(functools.partial(sample.sample_tokens, sampling))(scores, keys, jnp.zeros(count, jnp.int32))
+    tokens = jax.jit(functools.partial(sample.sample_tokens, sampling))(
+        scores, keys, jnp.zeros(count, jnp.int32)
+    )
     found = np.bincount(tokens, minlength=len(SCORES))
     support = expected > 0
     assert (found[support] > 0).all() and found[~support].sum() == 0
@@ -335,7 +413,9 @@ def test_ties_do_not_widen_top_k_and_no_score_is_too_large():
     assert (kept > -jnp.inf).sum() == 2
     far = jnp.array([[-1e30, 1e30, 0.0]])
     for top_p in (1.0, 0.5):
-        assert jax.nn.softmax(sample.filter_logits(Sampling(1, 1e-30, None, top_p), far)).tolist() == [[0, 1, 0]]
+        assert jax.nn.softmax(
+            sample.filter_logits(Sampling(1, 1e-30, None, top_p), far)
+        ).tolist() == [[0, 1, 0]]
 
 
 # --- The command ------------------------------------------------------------------------------------------------
@@ -353,18 +433,31 @@ def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path
     file = tmp_path / "prompts.txt"
     file.write_bytes("The rôle of\r\n\nx\n".encode())
     arguments = (f"--workdir={run}", "--length=20", "--temperature=0")
-    outcome = run_command("prope.sample", *arguments, "--prompt=Return the", f"--prompts={file}", "--seed=1")
+    outcome = run_command(
+        "prope.sample", *arguments, "--prompt=Return the", f"--prompts={file}", "--seed=1"
+    )
     result = outcome.result
     prompts = ["Return the", "The rôle of", "x"]
-    assert (result["prompts"], result["prompt"], result["text"]) == (prompts, prompts[0], result["texts"][0])
+    assert (result["prompts"], result["prompt"], result["text"]) == (
+        prompts,
+        prompts[0],
+        result["texts"][0],
+    )
     assert len(set(result["texts"])) == 3
-    for name in ("tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second", "compile_seconds"):
+    for name in (
+        "tokens_per_second",
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+        "compile_seconds",
+    ):
         assert 0 < result[name] < math.inf
     assert re.search(r"^compiled in [\d.]+ s$", outcome.stderr, re.MULTILINE)
     assert "longer" not in outcome.stderr
     one = run_command("prope.sample", *arguments, f"--prompt={prompts[2]}", "--seed=2").result
     assert one["texts"] == [one["text"]] == result["texts"][2:]
-    spread = run_command("prope.sample", *arguments, "--prompt=Return the", f"--prompts={file}", devices=4)
+    spread = run_command(
+        "prope.sample", *arguments, "--prompt=Return the", f"--prompts={file}", devices=4
+    )
     assert spread.result["texts"] == result["texts"], "on four devices"
 
 
@@ -372,7 +465,9 @@ def test_a_text_ends_before_its_eos(run, monkeypatch):
     """Position 1 + len(prompt) is the first that is sampled; the row of the longer prompt has ended by then."""
     letters = np.frombuffer(b"__klm", np.uint8).astype(np.int32) + 4
     drawn = jnp.asarray([*letters, EOS, *letters])
-    monkeypatch.setattr(sample, "sample_tokens", lambda sampling, logits, keys, positions: drawn[positions])
+    monkeypatch.setattr(
+        sample, "sample_tokens", lambda sampling, logits, keys, positions: drawn[positions]
+    )
     jax.clear_caches()  # of the functions with the real one
     result = sample.continue_prompts(str(run), None, ["a", "abc", "abcd"], Sampling(4), 0)
     jax.clear_caches()
@@ -381,7 +476,13 @@ def test_a_text_ends_before_its_eos(run, monkeypatch):
 
 @pytest.mark.slow
 def test_a_prompt_is_continued_by_chance_and_the_seed_repeats_it(run, run_command):
-    arguments = (f"--workdir={run}", "--prompt=Return the", "--prompt=Return the", "--length=120", "--top_p=0.95")
+    arguments = (
+        f"--workdir={run}",
+        "--prompt=Return the",
+        "--prompt=Return the",
+        "--length=120",
+        "--top_p=0.95",
+    )
     warm = [run_command("prope.sample", *arguments, f"--seed={seed}") for seed in (1, 1, 2)]
     texts = [outcome.result["texts"] for outcome in warm]
     assert texts[0] == texts[1] != texts[2]
@@ -414,8 +515,14 @@ def test_values_out_of_range_are_refused(values, says):
         (("--prompt=x", "--top_p=0"), r"top_p=0.0: must be a fraction in \(0, 1\]"),
         (("--prompt=x", "--seed=-1"), "seed=-1: -1 is not an integer in the range"),
         ((), "no prompt: give --prompt=TEXT, or --prompts=FILE"),
-        (("--prompts=nowhere.txt",), "--prompts=nowhere.txt: cannot be read: No such file.*one prompt per line"),
-        (("--prompts=/dev/null",), "--prompts=/dev/null: has no line with text; .* give --prompt=TEXT"),
+        (
+            ("--prompts=nowhere.txt",),
+            "--prompts=nowhere.txt: cannot be read: No such file.*one prompt per line",
+        ),
+        (
+            ("--prompts=/dev/null",),
+            "--prompts=/dev/null: has no line with text; .* give --prompt=TEXT",
+        ),
     ],
 )
 def test_bad_input_gets_one_line_before_a_device_is_touched(run, run_command, arguments, says):
@@ -426,7 +533,9 @@ def test_bad_input_gets_one_line_before_a_device_is_touched(run, run_command, ar
 
 def test_prompts_that_are_not_utf_8_are_refused(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"good\n\xff\n")
-    with pytest.raises(UsageError, match="bad.txt: cannot be read: it is not UTF-8; give a text file"):
+    with pytest.raises(
+        UsageError, match="bad.txt: cannot be read: it is not UTF-8; give a text file"
+    ):
         sample.read_prompts([], str(tmp_path / "bad.txt"))
     with pytest.raises(UsageError, match=r"--prompt='a\\udcff': is not UTF-8"):
         sample.read_prompts(["a\udcff"], None)
@@ -437,9 +546,16 @@ def test_what_the_run_does_not_have_is_refused(run_command, tmp_path):
     make_run(tmp_path / "run", vocab_size=200)
     outcome = run_command("prope.sample", f"--workdir={tmp_path / 'run'}", "--prompt=x")
     assert outcome.code == 2
-    assert re.search("tokenizer=byte: has 260 ids, and the model of .* 200; put back the tokenizer", outcome.error)
+    assert re.search(
+        "tokenizer=byte: has 260 ids, and the model of .* 200; put back the tokenizer",
+        outcome.error,
+    )
     outcome = run_command(
-        "prope.sample", f"--workdir={tmp_path / 'run'}", "--prompt=x", "--step=3", JAX_PLATFORMS="none"
+        "prope.sample",
+        f"--workdir={tmp_path / 'run'}",
+        "--prompt=x",
+        "--step=3",
+        JAX_PLATFORMS="none",
     )
     assert outcome.code == 2
     assert f"--step=3: {tmp_path / 'run'} has no such checkpoint; it has 7" in outcome.error

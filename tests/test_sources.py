@@ -39,7 +39,8 @@ def folder(tmp_path):
     root, texts = tmp_path / "text", articles(60)
     (root / "d").mkdir(parents=True)
     lines = [
-        json.dumps({"text": t, "n": 1}, ensure_ascii=i % 2 == 0) + "\n" + "\n" * (i % 3) for i, t in enumerate(texts)
+        json.dumps({"text": t, "n": 1}, ensure_ascii=i % 2 == 0) + "\n" + "\n" * (i % 3)
+        for i, t in enumerate(texts)
     ]
     (root / "a.jsonl").write_text("".join(lines[:30]).rstrip("\n"))
     (root / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[30:50]).encode()))
@@ -58,26 +59,37 @@ def test_a_folder_is_the_same_documents_however_it_is_cut(tmp_path, folder, monk
     assert [text.decode() for text in found.documents()] == articles(60)
     assert len(found.chunks) > 1 or size == 10**9
     assert len({chunk.key for chunk in found.chunks}) == len(found.chunks)
-    sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".gz")}
+    sizes = {
+        path: path.stat().st_size
+        for path in folder.rglob("*")
+        if path.suffix in (".txt", ".jsonl", ".gz")
+    }
     # Gzip is taken to shrink text to a third.
-    assert found.num_bytes == sum(3 * size if path.suffix == ".gz" else size for path, size in sizes.items())
+    assert found.num_bytes == sum(
+        3 * size if path.suffix == ".gz" else size for path, size in sizes.items()
+    )
 
 
 def test_what_cannot_be_used_in_a_folder(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 300)
     whole = (folder / "a.jsonl").read_bytes()
     for text, says in (
-        (b'{"text": "a"', "not a JSON value"), (b'{"text": "\xff"}', r"not UTF-8 text \(byte 10\)"),
-        (b'{"text": "\\ud800"}', "holds half a character"), (b'{"text": 3}', "no text under 'text'; name the key"),
+        (b'{"text": "a"', "not a JSON value"),
+        (b'{"text": "\xff"}', r"not UTF-8 text \(byte 10\)"),
+        (b'{"text": "\\ud800"}', "holds half a character"),
+        (b'{"text": 3}', "no text under 'text'; name the key"),
         (b"[1]", "no text under 'text'"),
-    ):  # fmt: skip
+    ):
         (folder / "a.jsonl").write_bytes(whole + b"\n" + text + b"\n")
         line = whole.count(b"\n") + 2
         refused(settings(tmp_path, "files", folder), f"a.jsonl line {line}: {says}")
     (folder / "a.jsonl").write_bytes(whole)
     monkeypatch.setattr(files, "MAX_DOCUMENT", 100)
     monkeypatch.setattr(source, "MAX_DOCUMENT", 100)
-    refused(settings(tmp_path, "files", folder), "a document of more than 100 bytes; cut it into several")
+    refused(
+        settings(tmp_path, "files", folder),
+        "a document of more than 100 bytes; cut it into several",
+    )
 
 
 def test_large_files_are_hashed_once(tmp_path, folder, monkeypatch):
@@ -105,9 +117,13 @@ def instructions(tmp_path, kind, **fields):
         (tmp_path / "text").mkdir()
         lines = [json.dumps({"title": "t", "text": text}) + "\n" for text in articles(60)]
         (tmp_path / "text" / "a.jsonl").write_text("".join(lines))
-        return settings(tmp_path, "files", tmp_path / "text", template="Q: {title}\nA: {text}", **fields), expected
+        return settings(
+            tmp_path, "files", tmp_path / "text", template="Q: {title}\nA: {text}", **fields
+        ), expected
     write_tfds(tmp_path / "data", kind, articles(60))
-    return settings(tmp_path, NAME, tmp_path / "data", template="Q: {title}\nA: {text}", **fields), expected
+    return settings(
+        tmp_path, NAME, tmp_path / "data", template="Q: {title}\nA: {text}", **fields
+    ), expected
 
 
 @pytest.mark.parametrize("kind", ["files", "tfrecord"])
@@ -121,7 +137,9 @@ def test_a_template_joins_features(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["files", "array_record"])
 def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
-    config, expected = instructions(tmp_path, kind, loss_on="targets", seq_len=50, validation_fraction=0.2)
+    config, expected = instructions(
+        tmp_path, kind, loss_on="targets", seq_len=50, validation_fraction=0.2
+    )
     tokens, weights, sizes = [], [], [0, 0]
     for prompt, predicted in expected:
         if not pack.is_validation(prompt + predicted, 0.2):
@@ -133,7 +151,12 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
     np.testing.assert_array_equal(batch["targets"].ravel()[: len(tokens) - 1], tokens[1:])
     np.testing.assert_array_equal(batch["tokens"].ravel()[: len(tokens) - 1], tokens[:-1])
     np.testing.assert_array_equal(batch["weights"].ravel()[: len(tokens) - 1], weights[1:])
-    assert batch["weights"].sum() == sum(weights) == windows.store.targets("train") == sizes[1] + sizes[0]
+    assert (
+        batch["weights"].sum()
+        == sum(weights)
+        == windows.store.targets("train")
+        == sizes[1] + sizes[0]
+    )
     assert windows.store.index["train"]["bytes"] == sizes[1]
 
     def predicted_ids(split):
@@ -141,13 +164,21 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
         return elements[~is_prompt & (elements != BOS)]
 
     train, held_out = predicted_ids("train"), predicted_ids("validation")
-    loss = -sum(math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in held_out) / len(held_out)
+    loss = -sum(math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in held_out) / len(
+        held_out
+    )
     assert math.isclose(windows.store.index["unigram_loss"], loss, rel_tol=1e-9)
-    whole = prepare.open_store(instructions(tmp_path / "2", kind)[0], 260) if (tmp_path / "2").mkdir() is None else None
+    whole = (
+        prepare.open_store(instructions(tmp_path / "2", kind)[0], 260)
+        if (tmp_path / "2").mkdir() is None
+        else None
+    )
     assert whole.fingerprint != windows.store.fingerprint
 
 
-@pytest.mark.parametrize("vocab_size, dtype", [(2**15, "uint16"), (2**15 + 1, "uint32"), (256_000, "uint32")])
+@pytest.mark.parametrize(
+    "vocab_size, dtype", [(2**15, "uint16"), (2**15 + 1, "uint32"), (256_000, "uint32")]
+)
 def test_the_mark_leaves_every_id_as_it_is(vocab_size, dtype):
     assert store.element_dtype(vocab_size, marked=True) == dtype
     assert (
@@ -157,7 +188,12 @@ def test_the_mark_leaves_every_id_as_it_is(vocab_size, dtype):
     elements = np.array([0, 1, vocab_size - 1, vocab_size - 1], dtype)
     elements[[1, 3]] |= store.prompt_bit(elements.dtype)
     ids, is_prompt = store.Store("", "", {"rule": {"marked": True}}).decode(elements)
-    assert ids.tolist() == [0, 1, vocab_size - 1, vocab_size - 1] and is_prompt.tolist() == [False, True, False, True]
+    assert ids.tolist() == [0, 1, vocab_size - 1, vocab_size - 1] and is_prompt.tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert ids.dtype == np.int32
 
 
@@ -166,13 +202,19 @@ def test_templates_that_do_not_fit(tmp_path):
     wrong = settings(tmp_path, NAME, tmp_path / "data", template="{titel} {text}")
     refused(wrong, r"no text feature 'titel' \(did you mean title\?\).*set config.data.template")
     folder = write_text(tmp_path / "text", articles(60))
-    refused(settings(tmp_path, "files", folder, template="{a}{text}"), "a.txt: has no fields for config.data.template")
+    refused(
+        settings(tmp_path, "files", folder, template="{a}{text}"),
+        "a.txt: has no fields for config.data.template",
+    )
     for fields, says in (
-        ({"template": "{a"}, "template={a: expected '}'"), ({"template": "{a.b}"}, "must name features in braces"),
-        ({"template": "a"}, "must name features in braces"), ({"template": "{}"}, "must name features in braces"),
-        ({"loss_on": "targets"}, "loss_on=targets: needs a template"), ({"loss_on": "x"}, "one of all, targets"),
+        ({"template": "{a"}, "template={a: expected '}'"),
+        ({"template": "{a.b}"}, "must name features in braces"),
+        ({"template": "a"}, "must name features in braces"),
+        ({"template": "{}"}, "must name features in braces"),
+        ({"loss_on": "targets"}, "loss_on=targets: needs a template"),
+        ({"loss_on": "x"}, "one of all, targets"),
         ({"loss_on": "targets", "template": "{a}."}, "must end with the feature to predict"),
-    ):  # fmt: skip
+    ):
         config = default_config()
         config.data.update({"dataset": "files", "data_dir": "x"} | fields)
         with pytest.raises(UsageError) as caught:
@@ -187,7 +229,8 @@ def mixture(tmp_path, weights=(3, 1), **fields):
     first = write_text(tmp_path / "text", articles(100))
     second = write_text(tmp_path / "other", [text.upper() for text in articles(40)])
     folders = [
-        {"weight": w, "dataset": "files", "data_dir": str(f)} for w, f in zip(weights, (first, second), strict=True)
+        {"weight": w, "dataset": "files", "data_dir": str(f)}
+        for w, f in zip(weights, (first, second), strict=True)
     ]
     return settings(tmp_path, "mixture", seq_len=64, mixture=tuple(folders), **fields)
 
@@ -208,11 +251,15 @@ def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
     config = mixture(tmp_path, weights=(0.75, 0.25))
     mixed = open_windows(config, 260, "train")
     alone = [
-        open_windows(settings(tmp_path, "files", tmp_path / n, seq_len=64), 260, "train") for n in ("text", "other")
+        open_windows(settings(tmp_path, "files", tmp_path / n, seq_len=64), 260, "train")
+        for n in ("text", "other")
     ]
     places = range(4 * alone[0].count)
     seen = [mixed.at(place, seed=5) for place in places]
-    ours = [[w for w in seen if w < alone[0].count], [w - alone[0].count for w in seen if w >= alone[0].count]]
+    ours = [
+        [w for w in seen if w < alone[0].count],
+        [w - alone[0].count for w in seen if w >= alone[0].count],
+    ]
     assert len(ours[0]) == 3 * len(ours[1])
     for windows, order in zip(alone, ours, strict=True):
         assert order == [windows.at(place, seed=5) for place in range(len(order))]
@@ -232,11 +279,18 @@ def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
 
 def test_a_mixture_is_evaluated_on_all_of_its_sources(tmp_path):
     mixed = open_windows(mixture(tmp_path), 260, "validation")
-    stores = [prepare.open_store(settings(tmp_path, "files", tmp_path / n), 260) for n in ("text", "other")]
+    stores = [
+        prepare.open_store(settings(tmp_path, "files", tmp_path / n), 260)
+        for n in ("text", "other")
+    ]
     predicted = mixed.read(range(mixed.count))
     texts = np.concatenate([stream(st, "validation") for st in stores])
-    np.testing.assert_array_equal(predicted["targets"][predicted["weights"] > 0], texts[texts != BOS])
-    other = settings(tmp_path, "mixture", mixture=tuple(dict(e, weight=1) for e in mixture_of(tmp_path)))
+    np.testing.assert_array_equal(
+        predicted["targets"][predicted["weights"] > 0], texts[texts != BOS]
+    )
+    other = settings(
+        tmp_path, "mixture", mixture=tuple(dict(e, weight=1) for e in mixture_of(tmp_path))
+    )
     assert open_windows(other, 260, "validation").store.fingerprint != mixed.store.fingerprint
 
 
@@ -244,10 +298,16 @@ def test_a_mixture_is_evaluated_on_all_of_its_sources(tmp_path):
 @pytest.mark.parametrize("first", ["files", "longcontext/passkey"])
 def test_a_generated_source_of_a_mixture_has_windows_for_every_seed(tmp_path, seed, first):
     folder = str(write_text(tmp_path / "text", articles(60)))
-    parts = [{"weight": 1, "dataset": "longcontext/passkey"}, {"weight": 1, "dataset": "files", "data_dir": folder}]
+    parts = [
+        {"weight": 1, "dataset": "longcontext/passkey"},
+        {"weight": 1, "dataset": "files", "data_dir": folder},
+    ]
     parts = sorted(parts, key=lambda part: part["dataset"] != first)
     batch = train_batch(
-        open_windows(settings(tmp_path, "mixture", mixture=tuple(parts), seq_len=64), 260, "train"), seed, 4, 0
+        open_windows(settings(tmp_path, "mixture", mixture=tuple(parts), seq_len=64), 260, "train"),
+        seed,
+        4,
+        0,
     )
     for number, part in enumerate(parts):
         data = settings(tmp_path, part["dataset"], part.get("data_dir", ""), seq_len=64)
@@ -262,7 +322,9 @@ def mixture_of(tmp_path):
 
 def test_a_mixture_in_a_config(tmp_path, run_command):
     config = default_config()
-    config.data.update({"dataset": "mixture", "mixture": ({"weight": 1, "dataset": "python_docs"},)})
+    config.data.update(
+        {"dataset": "mixture", "mixture": ({"weight": 1, "dataset": "python_docs"},)}
+    )
     validate(config)
     saved = from_dict(json.loads(json.dumps(config.to_dict())))
     assert differences(config, saved) == []
@@ -272,23 +334,33 @@ def test_a_mixture_in_a_config(tmp_path, run_command):
     assert differences(config, moved) == [] and differences(config, saved) != []
     for entries, says in (
         ((), "mixture=(): goes with data.dataset=mixture"),
-        (({"weight": 1, "dataset": "files"},), "mixture[0].data_dir=: data.mixture[0].dataset=files needs the folder"),
+        (
+            ({"weight": 1, "dataset": "files"},),
+            "mixture[0].data_dir=: data.mixture[0].dataset=files needs the folder",
+        ),
         (({"weight": 0, "dataset": "files", "data_dir": "a"},), "needs a weight above 0"),
         (({"weight": 1},), "needs a weight above 0 and a dataset"),
-        (({"weight": 1, "dataset": "files", "data_dri": "a"},), "has no field data_dri (did you mean data_dir?)"),
+        (
+            ({"weight": 1, "dataset": "files", "data_dri": "a"},),
+            "has no field data_dri (did you mean data_dir?)",
+        ),
     ):
         config.data.mixture = entries
         with pytest.raises(UsageError) as caught:
             validate(config)
         assert says in str(caught.value), caught.value
     entries = tuple(dict(e, weight=1) for e in mixture(tmp_path).mixture)
-    page = f"from prope.config import default_config\ndef get_config():\n    config = default_config()\n    config.data.dataset = 'mixture'\n    config.data.mixture = {entries}\n    return config\n"  # noqa: E501
+    page = f"from prope.config import default_config\ndef get_config():\n    config = default_config()\n    config.data.dataset = 'mixture'\n    config.data.mixture = {entries}\n    return config\n"
     (tmp_path / "mixed.py").write_text(page)
     prepared = run_command(
-        "prope.data.prepare", f"--config={tmp_path}/mixed.py", f"--config.data.cache_dir={tmp_path}/c"
+        "prope.data.prepare",
+        f"--config={tmp_path}/mixed.py",
+        f"--config.data.cache_dir={tmp_path}/c",
     )
     assert prepared.code == 0 and prepared.result["documents"] == 140, prepared.stderr
-    assert [s["documents"] for s in prepared.result["sources"]] == [100, 40] and len(prepared.result["store"]) == 2
+    assert [s["documents"] for s in prepared.result["sources"]] == [100, 40] and len(
+        prepared.result["store"]
+    ) == 2
 
 
 # --- Below URLs -------------------------------------------------------------------------------------------------
@@ -297,7 +369,11 @@ def test_a_mixture_in_a_config(tmp_path, run_command):
 @pytest.fixture(params=["file", "memory"])
 def url(request, tmp_path, monkeypatch):
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "local"))
-    return f"file://{tmp_path}/bucket/stores" if request.param == "file" else f"memory://{tmp_path.name}/stores"
+    return (
+        f"file://{tmp_path}/bucket/stores"
+        if request.param == "file"
+        else f"memory://{tmp_path.name}/stores"
+    )
 
 
 def test_a_store_below_a_url_is_the_local_one(tmp_path, url):
@@ -306,12 +382,18 @@ def test_a_store_below_a_url_is_the_local_one(tmp_path, url):
     config.cache_dir = url
     there = open_windows(config, 260, "train")
     assert there.store.path.startswith(url) and there.store.fingerprint == local.store.fingerprint
-    names = {key.decode() for key in store.kvstore(url).list().result() if not key.startswith(b"by_config/")}
+    names = {
+        key.decode()
+        for key in store.kvstore(url).list().result()
+        if not key.startswith(b"by_config/")
+    }
     assert not [name for name in names if name.endswith(".lock")]
     kept = pathlib.Path(local.store.path)
     assert names == {f"{kept.name}/{p.relative_to(kept)}" for p in kept.rglob("*") if p.is_file()}
     for name in names:
-        assert store.kvstore(url).read(name).result().value == (kept.parent / name).read_bytes(), name
+        assert store.kvstore(url).read(name).result().value == (kept.parent / name).read_bytes(), (
+            name
+        )
     for step in range(3):
         for name, values in train_batch(there, 1, 4, step).items():
             np.testing.assert_array_equal(values, train_batch(local, 1, 4, step)[name])
@@ -348,4 +430,6 @@ def test_a_store_below_a_url_does_not_count_without_its_index(tmp_path, url, mon
 def test_urls_that_cannot_be_used(tmp_path):
     config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()))
     config.cache_dir = "nothing://bucket/stores"
-    refused(config, "config.data.cache_dir: the store nothing://bucket/stores/files-.* cannot be read: ")
+    refused(
+        config, "config.data.cache_dir: the store nothing://bucket/stores/files-.* cannot be read: "
+    )

@@ -21,7 +21,12 @@ from prope.sweep.grid import plan
 from prope.sweep.runs import read_run
 
 PERCENTAGES = ("0", "0.5", "1")
-THREE = (CONFIG, f"--rope_percentage={','.join(PERCENTAGES)}", "--config.log_every=1", "--config.checkpoint_every=5")
+THREE = (
+    CONFIG,
+    f"--rope_percentage={','.join(PERCENTAGES)}",
+    "--config.log_every=1",
+    "--config.checkpoint_every=5",
+)
 
 
 @pytest.fixture(scope="session")
@@ -73,14 +78,20 @@ def test_a_sweep_differs_in_p_and_in_nothing_else(whole):
     directory, result = whole
     runs = [directory / f"rope_percentage={p}" for p in PERCENTAGES]
     assert [run["workdir"] for run in result["runs"]] == list(map(str, runs))
-    assert [run["values"] for run in result["runs"]] == [{"rope_percentage": float(p)} for p in PERCENTAGES]
-    assert {run["state"] for run in result["runs"]} == {"finished"} and {run["step"] for run in result["runs"]} == {20}
+    assert [run["values"] for run in result["runs"]] == [
+        {"rope_percentage": float(p)} for p in PERCENTAGES
+    ]
+    assert {run["state"] for run in result["runs"]} == {"finished"} and {
+        run["step"] for run in result["runs"]
+    } == {20}
     assert len({run["init_hash"] for run in result["runs"]}) == 1 and result["runs"][0]["init_hash"]
     hashes = [logged(run, "batch_hash") for run in runs]
     assert all(other == hashes[0] for other in hashes) and len(hashes[0]) == 20
     assert result["equal"] == {"init": 3, "batches": 3, "steps": 20}
     configs = [json.loads((run / "config.json").read_text()) for run in runs]
-    assert [config["model"].pop("rope_percentage") for config in configs] == list(map(float, PERCENTAGES))
+    assert [config["model"].pop("rope_percentage") for config in configs] == list(
+        map(float, PERCENTAGES)
+    )
     assert all(config == configs[0] for config in configs)
     for run, record, row in zip(runs, result["runs"], result["table"], strict=True):
         last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
@@ -111,7 +122,9 @@ def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, t
     assert err.count(": starts\n") == 2 and err.count("resumed from step") == 1
     assert (again["table"], again["equal"]) == (result["table"], result["equal"])
     for p in PERCENTAGES:
-        assert losses(tmp_path / f"rope_percentage={p}") == losses(directory / f"rope_percentage={p}")
+        assert losses(tmp_path / f"rope_percentage={p}") == losses(
+            directory / f"rope_percentage={p}"
+        )
 
 
 @pytest.mark.slow
@@ -122,16 +135,25 @@ def test_a_sweep_in_a_bucket_is_the_one_on_disk(whole, finish, run_command, buck
     assert code == 0, err
     assert remote["table"] == [result["table"][0], result["table"][2]]
     assert remote["equal"] == {"init": 2, "batches": 2, "steps": 20}
-    assert [run["workdir"] for run in remote["runs"]] == [f"{workdir}/rope_percentage={p}" for p in (0, 1)]
+    assert [run["workdir"] for run in remote["runs"]] == [
+        f"{workdir}/rope_percentage={p}" for p in (0, 1)
+    ]
     for p in (0, 1):
-        there, here = epath.Path(workdir) / f"rope_percentage={p}", directory / f"rope_percentage={p}"
+        there, here = (
+            epath.Path(workdir) / f"rope_percentage={p}",
+            directory / f"rope_percentage={p}",
+        )
         for name in ("loss", "batch_hash"):
-            records = [json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()]
+            records = [
+                json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()
+            ]
             assert {record["step"]: record[name] for record in records} == logged(here, name)
     code, again, err = finish(*two, f"--workdir={workdir}")
     assert (code, again) == (0, remote) and "starts" not in err
     report = run_command("prope.report", f"--sweep={workdir}")
-    assert report.code == 0 and report.result["output"] == f"{workdir}/report/index.html", report.stderr
+    assert report.code == 0 and report.result["output"] == f"{workdir}/report/index.html", (
+        report.stderr
+    )
     assert "</html>" in epath.Path(report.result["output"]).read_text()
 
 
@@ -140,7 +162,13 @@ def test_a_finished_sweep_is_not_made_again_and_may_grow(whole, finish):
     directory, result = whole
     code, again, err = finish(*THREE, f"--workdir={directory}")
     assert (code, again) == (0, result) and "starts" not in err
-    more = (CONFIG, "--rope_percentage=0,0.1,0.25,0.5,0.75,1", *THREE[2:], f"--workdir={directory}", "--dry-run")
+    more = (
+        CONFIG,
+        "--rope_percentage=0,0.1,0.25,0.5,0.75,1",
+        *THREE[2:],
+        f"--workdir={directory}",
+        "--dry-run",
+    )
     code, plan, err = finish(*more)
     assert code == 0 and [run["state"] for run in plan["runs"]].count("finished") == 3
     assert "rope_percentage=0.1: new" in err
@@ -151,11 +179,18 @@ def test_a_directory_of_another_sweep_is_refused(whole):
     directory, _ = whole
     three = [{"model.rope_percentage": [0.0, 0.5, 1.0]}]
     base = from_dict(json.loads((directory / "sweep.json").read_text())["config"])
-    assert execute.record_sweep(directory, plan(three, "", base, {}), three, base, {})["grids"] == three
+    assert (
+        execute.record_sweep(directory, plan(three, "", base, {}), three, base, {})["grids"]
+        == three
+    )
     other = base.copy_and_resolve_references()
     other.batch_size = 16
     for grids, config, says in (
-        ([{"model.rope_percentage": [0.0, 1.0]}], base, "has also the run rope_percentage=0.5; name its values too"),
+        (
+            [{"model.rope_percentage": [0.0, 1.0]}],
+            base,
+            "has also the run rope_percentage=0.5; name its values too",
+        ),
         ([{"seed": [0, 1]}], base, "has also the run rope_percentage=0; name its values too"),
         (three, other, r"of another config \(batch_size: 8, not 16\)"),
     ):
@@ -164,7 +199,10 @@ def test_a_directory_of_another_sweep_is_refused(whole):
     with pytest.raises(UsageError, match="holds a run, not a sweep"):
         execute.record_sweep(directory / "rope_percentage=0", [], three, base, {})
     run = plan(three, "", other, {})[0]
-    with pytest.raises(UsageError, match=r"rope_percentage=0: holds a run of another config \(batch_size: 8, not 16\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"rope_percentage=0: holds a run of another config \(batch_size: 8, not 16\)",
+    ):
         read_run(directory / run.name, run.values, run.config)
 
 
@@ -203,7 +241,9 @@ def fake(tmp_path):
     (tmp_path / "prope" / "train.py").write_text(FAKE)
 
     def write(acts: dict) -> pathlib.Path:
-        (tmp_path / "acts.json").write_text(json.dumps({f"seed={seed}": act for seed, act in acts.items()}))
+        (tmp_path / "acts.json").write_text(
+            json.dumps({f"seed={seed}": act for seed, act in acts.items()})
+        )
         return tmp_path
 
     return write
@@ -261,10 +301,14 @@ def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code
 @pytest.mark.parametrize(
     ("number", "code", "expected"),
     [
-        (signal.SIGTERM, 0, 75), (signal.SIGINT, 0, 130),  # the run had just ended: what a stopped one would say
-        (signal.SIGTERM, 75, 75), (signal.SIGINT, 130, 130), (signal.SIGTERM, 1, 1), (signal.SIGTERM, -9, 137),
+        (signal.SIGTERM, 0, 75),
+        (signal.SIGINT, 0, 130),  # the run had just ended: what a stopped one would say
+        (signal.SIGTERM, 75, 75),
+        (signal.SIGINT, 130, 130),
+        (signal.SIGTERM, 1, 1),
+        (signal.SIGTERM, -9, 137),
     ],
-)  # fmt: skip
+)
 def test_a_stopped_sweep_says_that_it_was_stopped(monkeypatch, number, code, expected):
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
@@ -290,8 +334,14 @@ def test_a_run_that_outlives_its_sweep_keeps_others_away(fake, start, finish):
 
 @pytest.mark.slow
 def test_a_dry_run_prints_the_commands_and_leaves_nothing(finish, start, tmp_path):
-    given = ("--config.optimizer.learning_rate=1e-4", "--config.data.tokenizer=my model", "--dry-run")
-    process = start(CONFIG, f"--workdir={tmp_path}/W", "--grid=seed=0,1", "--rope_percentage=0,0.50", *given)
+    given = (
+        "--config.optimizer.learning_rate=1e-4",
+        "--config.data.tokenizer=my model",
+        "--dry-run",
+    )
+    process = start(
+        CONFIG, f"--workdir={tmp_path}/W", "--grid=seed=0,1", "--rope_percentage=0,0.50", *given
+    )
     out, err = process.communicate()
     assert process.returncode == 0, err
     lines = out.splitlines()[:-1]
@@ -301,7 +351,10 @@ def test_a_dry_run_prints_the_commands_and_leaves_nothing(finish, start, tmp_pat
         f"'--config.data.tokenizer=my model' --config.model.rope_percentage=0 --config.seed=1 "
         f"--workdir={tmp_path}/W/rope_percentage=0,seed=1"
     )
-    assert json.loads(out.splitlines()[-1])["runs"][3]["values"] == {"rope_percentage": 0.5, "seed": 1}
+    assert json.loads(out.splitlines()[-1])["runs"][3]["values"] == {
+        "rope_percentage": 0.5,
+        "seed": 1,
+    }
 
 
 @pytest.mark.slow
@@ -315,12 +368,17 @@ def test_a_launcher_gets_every_run(finish, tmp_path):
     assert code == 0 and [run["state"] for run in result["runs"]] == ["submitted"] * 3, err
     lines = (tmp_path / "got").read_text().splitlines()
     names = [
-        re.match(r"--job-name=(w-seed-\d-[0-9a-f]{8}) --dependency=singleton --nodes=2 --exclusive ", line)[1]
+        re.match(
+            r"--job-name=(w-seed-\d-[0-9a-f]{8}) --dependency=singleton --nodes=2 --exclusive ",
+            line,
+        )[1]
         for line in lines
     ]
     assert len(set(names)) == 3
     script = f"{ROOT}/launch/slurm.sbatch --processes_per_node=node"
-    assert lines[2].endswith(f"{script} -- python -m prope.train {CONFIG} --config.seed=2 --workdir=W/seed=2")
+    assert lines[2].endswith(
+        f"{script} -- python -m prope.train {CONFIG} --config.seed=2 --workdir=W/seed=2"
+    )
     code, _, err = finish(*SEEDS, "--backend=sky", cwd=tmp_path)
     assert code == 2 and "--backend=sky: needs the program sky; install it" in error_of(err)
     code, _, err = finish(*SEEDS, "--", "--nodes=2", cwd=tmp_path)
@@ -340,21 +398,45 @@ def test_what_launchers_are_given(backend, expected):
     (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {})
     name = execute.job_name("W-rope_percentage=0.25")
     line = execute.run_command(backend, ["--spot"], pathlib.Path("/mnt/W"), run)
-    train = ["--config=file.py", "--config.model.rope_percentage=0.25", "--workdir=/mnt/W/rope_percentage=0.25"]
-    assert line == [part.replace("NAME", name) for part in expected] + ["python", "-m", "prope.train", *train]
-    assert len(execute.job_name("x" * 99)) == 40 and execute.job_name("x" * 99) != execute.job_name("x" * 98)
+    train = [
+        "--config=file.py",
+        "--config.model.rope_percentage=0.25",
+        "--workdir=/mnt/W/rope_percentage=0.25",
+    ]
+    assert line == [part.replace("NAME", name) for part in expected] + [
+        "python",
+        "-m",
+        "prope.train",
+        *train,
+    ]
+    assert len(execute.job_name("x" * 99)) == 40 and execute.job_name("x" * 99) != execute.job_name(
+        "x" * 98
+    )
 
 
 def test_what_skypilot_is_given(monkeypatch):
-    (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {"data.tokenizer": "my model"})
+    (run,) = plan(
+        [{"model.rope_percentage": [0.25]}],
+        "file.py",
+        default_config(),
+        {"data.tokenizer": "my model"},
+    )
     monkeypatch.setenv("PROPE_COMMIT", "abc")
-    line = execute.run_command("sky", ["--gpus=H100:8", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run)
+    line = execute.run_command(
+        "sky", ["--gpus=H100:8", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run
+    )
     name = execute.job_name("W-rope_percentage=0.25")
     assert line[:5] == ["sky", "jobs", "launch", "--yes", f"--name={name}"]
     assert line[5:8] == ["--detach-run", "--gpus=H100:8", "--env=PLATFORM=gpu"]
-    command = "--config=file.py '--config.data.tokenizer=my model' --config.model.rope_percentage=0.25"
+    command = (
+        "--config=file.py '--config.data.tokenizer=my model' --config.model.rope_percentage=0.25"
+    )
     command = f"python -m prope.train {command} --workdir=gs://B/W/rope_percentage=0.25"
-    assert line[8:] == [f"--env=COMMAND={command}", "--env=PROPE_COMMIT=abc", f"{ROOT}/launch/sky.yaml"]
+    assert line[8:] == [
+        f"--env=COMMAND={command}",
+        "--env=PROPE_COMMIT=abc",
+        f"{ROOT}/launch/sky.yaml",
+    ]
     assert "--detach-run" not in execute.run_command("sky", ["--wait"], epath.Path("gs://B/W"), run)
 
 
@@ -402,16 +484,23 @@ elif "launch/run.sh" in command:
 def test_folders_of_other_machines_are_not_made_here(finish, tmp_path):
     (tmp_path / "gcloud").write_text(TPU_VM)
     (tmp_path / "gcloud").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PROPE_CACHE": str(tmp_path / "cache")}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PROPE_CACHE": str(tmp_path / "cache"),
+    }
     workdir = tmp_path / "mounted_there/W"
     flags = ("--name=a", "--type=v5p-8", "--poll=1")
     given = (CONFIG, "--grid=seed=0,1", f"--workdir={workdir}", "--backend=tpu_vm", "--", *flags)
     code, result, err = finish(*given, cwd=tmp_path, **environment)
     assert code == 0 and [run["state"] for run in result["runs"]] == ["finished"] * 2, err
     assert not workdir.parent.exists()
-    assert (tmp_path / "started").read_text().split() == [f"--workdir={workdir}/seed={seed}" for seed in (0, 1)]
+    assert (tmp_path / "started").read_text().split() == [
+        f"--workdir={workdir}/seed={seed}" for seed in (0, 1)
+    ]
     (state,) = (tmp_path / "cache/sweeps").iterdir()
-    assert re.fullmatch("W-[0-9a-f]{8}", state.name) and read_json(state / "sweep.json")["grids"] == [{"seed": [0, 1]}]
+    assert re.fullmatch("W-[0-9a-f]{8}", state.name) and read_json(state / "sweep.json")[
+        "grids"
+    ] == [{"seed": [0, 1]}]
     code, again, err = finish(*given, cwd=tmp_path, **environment)  # what has ended is known
     assert (code, again) == (0, result), err
     assert len((tmp_path / "started").read_text().split()) == 2 and not workdir.parent.exists()
@@ -421,7 +510,14 @@ def test_a_run_that_leaves_no_files_here_is_known_by_what_it_printed(tmp_path):
     (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {})
     made = execute.Sweep(tmp_path, [run])
     assert made.read(run).state == "new"
-    printed = {"step": 1000, "loss": 1.0, "eval_loss": 2.0, "perplexity": 7.4, "bits_per_byte": 2.9, "init_hash": "aa"}
+    printed = {
+        "step": 1000,
+        "loss": 1.0,
+        "eval_loss": 2.0,
+        "perplexity": 7.4,
+        "bits_per_byte": 2.9,
+        "init_hash": "aa",
+    }
     made.printed[run.name] = printed
     record = made.read(run).record()
     assert record["state"] == "finished" and printed.items() <= record.items()
@@ -433,6 +529,8 @@ def test_what_a_config_refuses_is_found_before_the_first_run(finish, tmp_path):
     assert code == 2 and "model.rope_percentage=1.5: must be a fraction" in error_of(err)
     code, _, err = finish(CONFIG, f"--workdir={tmp_path}/W")
     assert code == 2 and "has no get_sweep(), so say what to sweep" in error_of(err)
-    code, _, err = finish(CONFIG, "--rope_percentage=0", "--config.model.rope_percentage=1", f"--workdir={tmp_path}/W")
+    code, _, err = finish(
+        CONFIG, "--rope_percentage=0", "--config.model.rope_percentage=1", f"--workdir={tmp_path}/W"
+    )
     assert code == 2 and "model.rope_percentage is swept" in error_of(err)
     assert not (tmp_path / "W").exists()

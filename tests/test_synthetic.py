@@ -52,7 +52,9 @@ def solve(tokens: list[str]) -> dict[int, tuple[str, str, int]]:
         if match := re.fullmatch(r"copy-(\d)", word):
             found[place] = ("copy", tokens[place - int(match[1])], int(match[1]))
         elif match := re.fullmatch(r"(k\d+)\?", word):
-            facts = [n for n, other in enumerate(tokens[:place]) if other.startswith(f"{match[1]}=")]
+            facts = [
+                n for n, other in enumerate(tokens[:place]) if other.startswith(f"{match[1]}=")
+            ]
             assert len(facts) == 1, "a key has one value"
             found[place] = ("recall", tokens[facts[0]].split("=")[1], place - facts[0])
     return found
@@ -70,17 +72,24 @@ def test_a_program_solves_every_window(task, T, split):
         tokens, targets = words(batch["tokens"][row]), words(batch["targets"][row])
         assert tokens[0] == "<bos>" and tokens[1:] == targets[:-1] and "<bos>" not in targets
         answers = solve(tokens)
-        assert {place: targets[place] for place in answers} == {place: found[1] for place, found in answers.items()}
+        assert {place: targets[place] for place in answers} == {
+            place: found[1] for place, found in answers.items()
+        }
         assert np.flatnonzero(batch["weights"][row]).tolist() == sorted(answers)
         truth = of.window(row)
         places = np.flatnonzero(truth.task >= 0).tolist()
-        assert {p: (("copy", "recall", "mix")[truth.task[p]], targets[p], truth.distance[p]) for p in places} == answers
+        assert {
+            p: (("copy", "recall", "mix")[truth.task[p]], targets[p], truth.distance[p])
+            for p in places
+        } == answers
         assert not truth.distance[truth.task < 0].any()
         kinds = {found[0] for found in answers.values()}
         assert kinds == set(KINDS[task]), "every kind finds a place"
         queries = [tokens[place] for place, found in answers.items() if found[0] == "recall"]
         assert len(set(queries)) == len(queries), "a key is asked for once"
-        assert all(re.fullmatch("[a-h]", found[1]) for found in answers.values() if found[0] == "copy")
+        assert all(
+            re.fullmatch("[a-h]", found[1]) for found in answers.values() if found[0] == "copy"
+        )
     assert set(batch["weights"].ravel()) == {0.0, 1.0} and (batch["segment_ids"] == 1).all()
     assert (batch["positions"] == np.arange(T)).all()
     assert {name: values.dtype for name, values in batch.items()} == dict.fromkeys(
@@ -102,7 +111,9 @@ def test_answers_are_uniform_and_so_are_offsets():
                 counts[answer] += 1
                 offsets[distance if kind == "copy" else 1] += 1
         assert len(counts) == 8 and stats.chisquare(list(counts.values())).pvalue > 0.01, counts
-        assert task == "recall" or (len(offsets) == 4 and stats.chisquare(list(offsets.values())).pvalue > 0.01)
+        assert task == "recall" or (
+            len(offsets) == 4 and stats.chisquare(list(offsets.values())).pvalue > 0.01
+        )
 
 
 def test_slots_are_four_to_eight_letters_apart():
@@ -110,8 +121,12 @@ def test_slots_are_four_to_eight_letters_apart():
     for index in range(10):
         stream = words(windows("copy", 1000).window(index).stream)
         places = [place for place, word in enumerate(stream) if word.startswith("copy-")]
-        letters.update(np.diff(places[:100]) - 2)  # of the last gaps only the short ones fit into the window
-    assert set(letters) == {4, 5, 6, 7, 8} and stats.chisquare(list(letters.values())).pvalue > 0.01, letters
+        letters.update(
+            np.diff(places[:100]) - 2
+        )  # of the last gaps only the short ones fit into the window
+    assert (
+        set(letters) == {4, 5, 6, 7, 8} and stats.chisquare(list(letters.values())).pvalue > 0.01
+    ), letters
 
 
 def test_letters_alone_do_not_tell_what_to_copy():
@@ -129,7 +144,9 @@ def test_letters_alone_do_not_tell_what_to_copy():
 
 @pytest.mark.parametrize("T", [128, 1024])
 def test_every_distance_is_asked_for(T):
-    distances = np.concatenate([w.distance[w.task >= 0] for w in map(windows("recall", T).window, range(200))])
+    distances = np.concatenate(
+        [w.distance[w.task >= 0] for w in map(windows("recall", T).window, range(200))]
+    )
     octaves = np.histogram(distances, 2 ** np.arange(3, int(math.log2(T))))[0] / len(distances)
     assert octaves.min() > 0.07, octaves
     assert distances.max() > 0.85 * T
@@ -149,9 +166,7 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert same(batch, {name: np.concatenate([part[name] for part in parts]) for name in batch})
     several = train_batch(windows(), 5, 4, 7)
     assert np.array_equal(batch["tokens"][4:], several["tokens"]), "places count, not batches"
-    code = (
-        "from tests.test_synthetic import *; import zlib; print(zlib.crc32(train_batch(windows(), 5, 8, 3)['tokens']))"
-    )
+    code = "from tests.test_synthetic import *; import zlib; print(zlib.crc32(train_batch(windows(), 5, 8, 3)['tokens']))"
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['.', 'tests']; {code}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == [str(zlib.crc32(batch["tokens"]))], done.stderr
@@ -169,7 +184,9 @@ def test_a_training_window_can_be_no_validation_window(task):
     for split, held_out in (("train", False), ("validation", True)):
         of = windows(task, split=split)
         streams = [of.window(index).stream for index in range(100)]
-        assert {zlib.crc32(stream.astype("<i4").tobytes()) % 4 == 0 for stream in streams} == {held_out}
+        assert {zlib.crc32(stream.astype("<i4").tobytes()) % 4 == 0 for stream in streams} == {
+            held_out
+        }
     assert windows(task, split="validation").count == 512
 
 
@@ -191,12 +208,16 @@ def test_accuracy_by_distance_counts_right_answers():
     every = []
     for row, index in enumerate(indices):
         answers = solve(words(of.window(index).stream[:-1]))
-        every += [(kind, distance, right[row, place]) for place, (kind, _, distance) in answers.items()]
+        every += [
+            (kind, distance, right[row, place]) for place, (kind, _, distance) in answers.items()
+        ]
     found = of.accuracy(indices, right)
     assert math.isclose(found["accuracy"], np.mean([r for *_, r in every]))
     assert sum(part["answers"] for part in found["accuracy_by_distance"]) == len(every)
     for part in found["accuracy_by_distance"]:
-        there = [r for kind, d, r in every if kind == part["task"] and part["from"] <= d < part["to"]]
+        there = [
+            r for kind, d, r in every if kind == part["task"] and part["from"] <= d < part["to"]
+        ]
         assert part["answers"] == len(there) and math.isclose(part["accuracy"], np.mean(there))
         assert part["to"] == (part["from"] + 1 if part["task"] == "copy" else 2 * part["from"])
     assert [p["from"] for p in found["accuracy_by_distance"] if p["task"] == "copy"] == [1, 2, 3, 4]
@@ -206,7 +227,9 @@ def test_accuracy_by_distance_counts_right_answers():
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_size):
     config, params = make_run(tmp_path / "run")
-    likely = (jnp.arange(300) >= 8) & (jnp.arange(300) < 24)  # letters and values, so that some answers are right
+    likely = (jnp.arange(300) >= 8) & (
+        jnp.arange(300) < 24
+    )  # letters and values, so that some answers are right
     params["embedder"]["input_embedding"] *= jnp.where(likely, 1, 0.1)[:, None]
     config.data.update({"dataset": "synthetic/mix", "seq_len": 64})
     config.eval.update({"batch_size": batch_size, "max_windows": 7})
@@ -221,7 +244,9 @@ def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_siz
         for place in solve(words(stream[:-1])):
             right.append(logits[place].argmax() == stream[place + 1])
             losses.append(np.log(np.exp(logits[place]).sum()) - logits[place, stream[place + 1]])
-    assert found["tokens"] == len(losses) and math.isclose(found["loss"], np.mean(losses), rel_tol=1e-5)
+    assert found["tokens"] == len(losses) and math.isclose(
+        found["loss"], np.mean(losses), rel_tol=1e-5
+    )
     assert sum(right) >= 2 and math.isclose(found["accuracy"], np.mean(right))
     assert math.isclose(found["bits_per_byte"], found["loss"] / math.log(2))
     assert math.isclose(found["unigram_bits_per_byte"], 3), "guessing one of eight"
@@ -232,12 +257,19 @@ def test_trained_evaluated_and_looked_at_as_any_other(train, run_command, tmp_pa
     workdir = tmp_path / "run"
     trained = train(workdir, "--config.data.dataset=synthetic/recall")
     assert trained.code == 0, trained.stderr
-    evaluated = run_command("prope.evaluate", f"--workdir={workdir}", "--max_windows=8", "--seq_len=1x,4x")
+    evaluated = run_command(
+        "prope.evaluate", f"--workdir={workdir}", "--max_windows=8", "--seq_len=1x,4x"
+    )
     first, last = evaluated.result.pop("evaluations")[0], evaluated.result
-    assert first["loss"] == trained.result["eval_loss"] and evaluated.stderr.count("is in eval.jsonl") == 1
+    assert (
+        first["loss"] == trained.result["eval_loss"]
+        and evaluated.stderr.count("is in eval.jsonl") == 1
+    )
     assert 0 <= last["accuracy"] <= 1 and last["accuracy_by_distance"][-1]["from"] in (64, 128)
     lines = [json.loads(line) for line in (workdir / "eval.jsonl").read_text().splitlines()]
-    assert {name: lines[1][name] for name in ("step", "tokens", "loss")}.items() <= first.items() and lines[2] == last
+    assert {
+        name: lines[1][name] for name in ("step", "tokens", "loss")
+    }.items() <= first.items() and lines[2] == last
     config = (CONFIG, "--config.data.dataset=synthetic/recall")
     prepared = run_command("prope.data.prepare", *config)
     assert prepared.result["store"] is None and prepared.result["tokens"] == 0
@@ -247,8 +279,15 @@ def test_trained_evaluated_and_looked_at_as_any_other(train, run_command, tmp_pa
     answers = solve(words(shown.stream[:-1]))
     assert done.returncode == 0 and " ".join(words(shown.stream)[:10]) in done.stdout, done.stderr
     for place, (_, answer, distance) in answers.items():
-        assert re.search(rf"^ +{place} +recall +k\d+\? +{answer} +1 +{distance} +k\d+={answer} at ", done.stdout, re.M)
-    assert json.loads(done.stdout.splitlines()[-1])["fingerprint"] == windows("recall").store.fingerprint
+        assert re.search(
+            rf"^ +{place} +recall +k\d+\? +{answer} +1 +{distance} +k\d+={answer} at ",
+            done.stdout,
+            re.M,
+        )
+    assert (
+        json.loads(done.stdout.splitlines()[-1])["fingerprint"]
+        == windows("recall").store.fingerprint
+    )
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------
@@ -261,11 +300,20 @@ def test_trained_evaluated_and_looked_at_as_any_other(train, run_command, tmp_pa
             {"dataset": "synthetic/coppy"},
             r"dataset=synthetic/coppy: there is no such task \(did you mean synthetic/copy",
         ),
-        ({"dataset": "synthetic"}, "dataset=synthetic: there is no such task.*there are synthetic/copy, synthetic/rec"),
-        ({"data_dir": "x"}, "data.data_dir=x: has no effect with data.dataset=synthetic/copy; remove it"),
+        (
+            {"dataset": "synthetic"},
+            "dataset=synthetic: there is no such task.*there are synthetic/copy, synthetic/rec",
+        ),
+        (
+            {"data_dir": "x"},
+            "data.data_dir=x: has no effect with data.dataset=synthetic/copy; remove it",
+        ),
         ({"template": "{x}"}, "data.template={x}: has no effect with"),
         ({"tokenizer": "a.model"}, "data.tokenizer=a.model: has no effect with synthetic data"),
-        ({"dataset": "mixture", "mixture": ({"weight": 1, "dataset": "synthetic/copy"},)}, "and a dataset of text"),
+        (
+            {"dataset": "mixture", "mixture": ({"weight": 1, "dataset": "synthetic/copy"},)},
+            "and a dataset of text",
+        ),
     ],
 )
 def test_what_a_config_cannot_say(fields, says):
@@ -277,17 +325,26 @@ def test_what_a_config_cannot_say(fields, says):
 
 @pytest.mark.parametrize("task", KINDS)
 def test_what_is_too_small(task):
-    with pytest.raises(UsageError, match="model.vocab_size=167: synthetic data has 168 ids; set .* to 168 or more"):
+    with pytest.raises(
+        UsageError, match="model.vocab_size=167: synthetic data has 168 ids; set .* to 168 or more"
+    ):
         open_windows(settings(task), 167, "train")
     least = SHORTEST[task]
-    with pytest.raises(UsageError, match=f"seq_len={least - 1}: windows of synthetic/{task} need at least {least}"):
+    with pytest.raises(
+        UsageError, match=f"seq_len={least - 1}: windows of synthetic/{task} need at least {least}"
+    ):
         windows(task, least - 1)
 
 
 @pytest.mark.slow
 def test_there_is_no_text(run_command, tmp_path):
-    with pytest.raises(UsageError, match="synthetic/mix: is generated while it is read, and has no text"):
+    with pytest.raises(
+        UsageError, match="synthetic/mix: is generated while it is read, and has no text"
+    ):
         find_source(settings())
     config = (CONFIG, "--config.data.dataset=synthetic/copy")
     plot = run_command("prope.data.inspect", *config, f"--plot={tmp_path}/a.png")
-    assert plot.code == 2 and "synthetic/copy has no documents whose lengths could be drawn" in plot.error
+    assert (
+        plot.code == 2
+        and "synthetic/copy has no documents whose lengths could be drawn" in plot.error
+    )

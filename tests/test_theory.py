@@ -38,7 +38,9 @@ def logit(query, key, distance, freqs):
 def curve(query, key, length, freqs):
     """`logit` at the distances 0 .. length-1."""
     angles = np.outer(np.arange(length), freqs)
-    return (np.exp(-1j * angles) * (pairs(query).conj() * pairs(key))).real.sum(-1) / math.sqrt(2 * len(freqs))
+    return (np.exp(-1j * angles) * (pairs(query).conj() * pairs(key))).real.sum(-1) / math.sqrt(
+        2 * len(freqs)
+    )
 
 
 def weights_of(queries, keys, freqs, positions=None):
@@ -65,7 +67,9 @@ def test_the_oracle_is_the_rotation_of_the_definition():
     angle = 3 * freqs_of(4)[1]
     matrix = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     q, k = gaussians(2, 2)
-    assert logit([0, q[0], 0, q[1]], [0, k[0], 0, k[1]], 3, freqs_of(4)) == pytest.approx(q @ matrix.T @ k / 2)
+    assert logit([0, q[0], 0, q[1]], [0, k[0], 0, k[1]], 3, freqs_of(4)) == pytest.approx(
+        q @ matrix.T @ k / 2
+    )
     assert curve(q, k, 9, [1.0])[5] == pytest.approx(logit(q, k, 5, [1.0]))
 
 
@@ -78,14 +82,18 @@ def test_rotation_logits_and_weights_are_those_of_complex_numbers(d, p):
     for positions in (None, places):
         for first in (0, 4):
             expected = weights_of(queries[first:], keys, freqs, positions)
-            np.testing.assert_allclose(theory.attention(queries[first:], keys, freqs, positions), expected, atol=1e-12)
+            np.testing.assert_allclose(
+                theory.attention(queries[first:], keys, freqs, positions), expected, atol=1e-12
+            )
             scores = theory.logits(queries[first:], keys, freqs, positions)
             assert ((scores == -np.inf) == (expected == 0)).all()
     at = places if positions is None else positions
     assert scores[1, 2] == pytest.approx(logit(queries[5], keys[2], at[5] - at[2], freqs))
     by_distance = theory.by_distance(queries, keys, [0, 3, 100], freqs)
     for row, (m, column) in itertools.product(range(6), zip((0, 3, 100), range(3), strict=True)):
-        assert by_distance[row, column] == pytest.approx(logit(queries[row], keys[row], m, freqs), abs=1e-12)
+        assert by_distance[row, column] == pytest.approx(
+            logit(queries[row], keys[row], m, freqs), abs=1e-12
+        )
 
 
 @pytest.mark.parametrize(("d", "p"), HEADS)
@@ -93,13 +101,22 @@ def test_rotation_logits_and_weights_are_those_of_complex_numbers(d, p):
 def test_3_1_one_key_is_largest_at_the_distance_asked_for(d, p, distance):
     freqs, length, query = freqs_of(d, p), 100, gaussians(d)
     key = theory.key_for_distance(query, distance, freqs)
-    np.testing.assert_allclose(pairs(key), pairs(query) * np.exp(1j * distance * np.array(freqs)), atol=1e-12)
+    np.testing.assert_allclose(
+        pairs(key), pairs(query) * np.exp(1j * distance * np.array(freqs)), atol=1e-12
+    )
     found = curve(query, key, length, freqs)
     assert found.argmax() == distance
-    assert found[distance] == pytest.approx(query @ query / math.sqrt(d))  # every pair is aligned: Cauchy-Schwarz
+    assert found[distance] == pytest.approx(
+        query @ query / math.sqrt(d)
+    )  # every pair is aligned: Cauchy-Schwarz
     runner_up = max(found[m] for m in range(length) if m != distance)
-    assert theory.margin(query, key, distance, length, freqs) == pytest.approx(found[distance] - runner_up, abs=1e-10)
-    assert weights_of(query[None], np.tile(key, (length, 1)), freqs)[0].argmax() == length - 1 - distance
+    assert theory.margin(query, key, distance, length, freqs) == pytest.approx(
+        found[distance] - runner_up, abs=1e-10
+    )
+    assert (
+        weights_of(query[None], np.tile(key, (length, 1)), freqs)[0].argmax()
+        == length - 1 - distance
+    )
 
 
 def test_3_1_a_query_that_no_rotation_reaches_is_refused():
@@ -117,7 +134,9 @@ def test_3_2_gaussian_logits_are_0_on_average_at_every_distance(d, p):
     draws, distances = 2000, np.array([0, 1, 2, 10, 100, 5000])
     mean, error = theory.gaussian_curve(distances, freqs_of(d, p), draws, seed=3)
     assert (np.abs(mean) < 4.5 * error).all()
-    np.testing.assert_allclose(error, 1 / math.sqrt(draws), rtol=0.12)  # q . k / sqrt(H) has variance 1
+    np.testing.assert_allclose(
+        error, 1 / math.sqrt(draws), rtol=0.12
+    )  # q . k / sqrt(H) has variance 1
     again = theory.gaussian_curve(distances, freqs_of(d, p), draws, seed=4)[0]
     assert not np.allclose(mean, again, atol=1e-6)
 
@@ -151,16 +170,21 @@ def gap_of(distance, length, freqs):
 
 
 @pytest.mark.parametrize(("d", "p"), HEADS)
-@pytest.mark.parametrize(("distance", "length"), [(0, 2), (0, 200), (1, 3), (1, 64), (22, 24), (5, 100)])
+@pytest.mark.parametrize(
+    ("distance", "length"), [(0, 2), (0, 200), (1, 3), (1, 64), (22, 24), (5, 100)]
+)
 @pytest.mark.parametrize("epsilon", [0.5, 0.1, 1e-6])
 def test_5_3_a_head_attends_to_one_distance(d, p, distance, length, epsilon):
     freqs = freqs_of(d, p)
     head = theory.positional_head(distance, epsilon, length, freqs)
     wanted = np.array([g != 0 for g in freqs])
-    np.testing.assert_array_equal(np.abs(pairs(head.key)), wanted)  # every rotated pair takes part, alike
+    np.testing.assert_array_equal(
+        np.abs(pairs(head.key)), wanted
+    )  # every rotated pair takes part, alike
     assert head.gap == pytest.approx(gap_of(distance, length, freqs), rel=1e-9)
     least = np.diagonal(
-        weights_of(np.tile(head.query, (length, 1)), np.tile(head.key, (length, 1)), freqs), -distance
+        weights_of(np.tile(head.query, (length, 1)), np.tile(head.key, (length, 1)), freqs),
+        -distance,
     ).min()
     assert least > 1 - epsilon
     best = head.temperature * wanted.sum() / math.sqrt(d)  # all pairs aligned
@@ -168,7 +192,10 @@ def test_5_3_a_head_attends_to_one_distance(d, p, distance, length, epsilon):
     assert head.temperature == pytest.approx(
         math.sqrt(d) * math.log((length - 1) / epsilon) / gap_of(distance, length, freqs), rel=1e-9
     )
-    if (distance, length) in [(0, 2), (1, 3)]:  # all others are as near as the gap allows: the bound is met
+    if (distance, length) in [
+        (0, 2),
+        (1, 3),
+    ]:  # all others are as near as the gap allows: the bound is met
         assert least == pytest.approx(1 / (1 + epsilon), rel=1e-6)
 
 
@@ -195,7 +222,8 @@ def through_the_model(queries, keys, d, p, first=0):
     T = len(keys)
     places = first + jnp.arange(T)[None]
     queries, keys = (
-        apply_p_rope(jnp.asarray(x, jnp.float32)[None, :, None], places, d, rope_percentage=p) for x in (queries, keys)
+        apply_p_rope(jnp.asarray(x, jnp.float32)[None, :, None], places, d, rope_percentage=p)
+        for x in (queries, keys)
     )
     return np.asarray(model_attention(queries, keys, jnp.eye(T, d)[None, :, None]))[0, :, 0, :T]
 
@@ -213,7 +241,9 @@ def test_5_3_its_weights_work_in_the_model(d, p, distance):
         weights = through_the_model(residual @ query_weights, residual @ key_weights, d, p, first)
         assert np.diagonal(weights, -distance).min() > 1 - epsilon
     flat = through_the_model(residual @ query_weights, residual @ key_weights, d, 0.0)
-    np.testing.assert_allclose(flat[-1], 1 / length, rtol=1e-4)  # without rotation nothing is left of it
+    np.testing.assert_allclose(
+        flat[-1], 1 / length, rtol=1e-4
+    )  # without rotation nothing is left of it
 
 
 def test_3_1_works_in_the_model():
@@ -237,13 +267,18 @@ def test_6_1_a_semantic_head_finds_its_target_within_a_quarter_turn(frequency, e
     for length in (2, 3, 5) if frequency == 0.3 else (2, 50, 150):
         head = theory.semantic_head(epsilon, length, frequency)
         least = min(
-            weights_of(head.query[None], planted(head, length, place), [frequency])[0, place] for place in range(length)
+            weights_of(head.query[None], planted(head, length, place), [frequency])[0, place]
+            for place in range(length)
         )
-        assert least == pytest.approx(1 / (1 + epsilon)) and least > 1 - epsilon  # met at the first place
+        assert (
+            least == pytest.approx(1 / (1 + epsilon)) and least > 1 - epsilon
+        )  # met at the first place
     if frequency:
         assert frequency * (head.longest - 1) < math.pi / 2 <= frequency * head.longest
         theory.semantic_head(epsilon, head.longest, frequency)
-        with pytest.raises(ValueError, match=f"serves at most {head.longest} tokens, not {head.longest + 1}"):
+        with pytest.raises(
+            ValueError, match=f"serves at most {head.longest} tokens, not {head.longest + 1}"
+        ):
             theory.semantic_head(epsilon, head.longest + 1, frequency)
     else:
         assert head.longest == math.inf
@@ -263,7 +298,10 @@ def sequence(kind, length, frequency, seed):
     rng, phase = np.random.default_rng(seed), cmath.exp(1j * seed)
     if kind == "neutral":  # the others are silent
         target, own, logits = length - 2, 1.0, np.zeros(length, complex)
-    elif kind in ("negative", "askew"):  # all logits are negative, the target's least so: short or askew
+    elif kind in (
+        "negative",
+        "askew",
+    ):  # all logits are negative, the target's least so: short or askew
         target, own = length // 2, -0.1 + 50j * (kind == "askew")
         logits = -rng.uniform(1, 2, length) * np.exp(1j * rng.uniform(-1, 1, length))
     else:  # the others stay negative where the target comes from, most of a quarter turn from where it goes
@@ -278,10 +316,18 @@ def sequence(kind, length, frequency, seed):
 @pytest.mark.parametrize("epsilon", [0.5, 0.1, 1e-3])
 @pytest.mark.parametrize(
     ("kind", "count", "frequency"),
-    [("neutral", 1, 1.0), ("neutral", 1, 0.31), ("neutral", 1, 0.01), ("negative", 1, 1.0), ("negative", 1, 0.01),
-     ("askew", 1, 1.0), ("askew", 1, 0.01),
-     ("opposed", 2, 0.31), ("opposed", 2, 0.01)],
-)  # fmt: skip
+    [
+        ("neutral", 1, 1.0),
+        ("neutral", 1, 0.31),
+        ("neutral", 1, 0.01),
+        ("negative", 1, 1.0),
+        ("negative", 1, 0.01),
+        ("askew", 1, 1.0),
+        ("askew", 1, 0.01),
+        ("opposed", 2, 0.31),
+        ("opposed", 2, 0.01),
+    ],
+)
 def test_6_1_swaps_take_the_target_from_a_rotated_pair(frequency, epsilon, kind, count):
     for seed, times in itertools.product(range(4), (1, 3)):
         length = times * (math.ceil(2 * math.pi / frequency) + 3)
@@ -300,7 +346,9 @@ def test_6_1_swaps_take_the_target_from_a_rotated_pair(frequency, epsilon, kind,
         # The unrotated pair of p-RoPE: the same weight, wherever the tokens stand.
         before = theory.attention(query[None], keys, [0.0])[0, target]
         after, place = moved(keys, target, swaps)
-        assert theory.attention(query[None], after, [0.0])[0, place] == pytest.approx(before, rel=1e-9)
+        assert theory.attention(query[None], after, [0.0])[0, place] == pytest.approx(
+            before, rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -314,7 +362,9 @@ def test_6_1_the_second_swap_may_take_the_token_that_the_first_has_moved(factor)
     weights = weights_of(query[None], after, [0.05])[0]
     assert weights[place] < 0.1 and weights.argmax() == swaps[1][1]
     np.testing.assert_array_equal(keys[theory.swapped(200, swaps)], after)
-    own = query @ query / 1600 * 100 * factor * 40 / math.sqrt(2)  # the longest key, aligned with the query
+    own = (
+        query @ query / 1600 * 100 * factor * 40 / math.sqrt(2)
+    )  # the longest key, aligned with the query
     assert theory.logits(query[None], after, [0.05])[0, swaps[1][1]] == pytest.approx(own, rel=1e-2)
 
 
@@ -327,7 +377,9 @@ def test_6_1_the_length_that_is_said_to_suffice_does(frequency):
         with pytest.raises(
             ValueError, match=f"4 tokens rotate .* too little to defeat this head; {enough} suffice"
         ) as raised:
-            theory.defeating_swaps(query, np.array([[other, 0], [0, 0], [10.0, 0], [0, 0]]), frequency, 2, 0.1)
+            theory.defeating_swaps(
+                query, np.array([[other, 0], [0, 0], [10.0, 0], [0, 0]]), frequency, 2, 0.1
+            )
         assert "\n" not in str(raised.value)
     rng, tried = np.random.default_rng(0), 0
     for _ in range(200):
@@ -345,7 +397,9 @@ def test_6_1_the_length_that_is_said_to_suffice_does(frequency):
 
 def test_6_1_what_cannot_be_is_refused():
     query, keys = np.array([30.0, 0]), np.array([[0.0, 0], [1, 0], [0, 0]])
-    assert theory.defeating_swaps(np.zeros(2), keys, 0.1, 1, 0.5) == []  # it does not attend in the first place
+    assert (
+        theory.defeating_swaps(np.zeros(2), keys, 0.1, 1, 0.5) == []
+    )  # it does not attend in the first place
     for arguments, says in (
         ((0.0, 1, 0.1), "no swap defeats an unrotated pair"),
         ((1.5, 1, 0.1), r"frequency must be in \(0, 1\]"),
@@ -380,10 +434,14 @@ def test_figure_8_curves_have_their_exact_expectation(bound, p):
         # Of all sets of positions, those in which the r-th token before the last is m away.
         chances = {
             m: math.comb(m - 1, r - 1) * math.comb(bound - m, length - r) / math.comb(bound, length)
-            for m in range(1, bound) if r
-        } or {0: 1.0}  # fmt: skip
+            for m in range(1, bound)
+            if r
+        } or {0: 1.0}
         assert sum(chances.values()) == pytest.approx(1)
-        expected = sum(chance * sum(math.cos(g * m) for g in freqs) / len(freqs) for m, chance in chances.items())
+        expected = sum(
+            chance * sum(math.cos(g * m) for g in freqs) / len(freqs)
+            for m, chance in chances.items()
+        )
         assert abs(mean[r] - expected) <= 4.5 * error[r] + 1e-12
     assert mean[0] == 1 and (error.max() == pytest.approx(0, abs=1e-12)) == (bound == length)
     mean, error = curves["gaussian"]
@@ -401,38 +459,61 @@ def test_the_page_holds_every_statement_and_every_number(page):
     result, folder = page
     assert result["output"] == str(folder / "index.html")
     assert {path.name for path in folder.iterdir()} == {
-        "index.html", "theory.json", "figure_2.png", "figure_8.png"
-    }  # fmt: skip
+        "index.html",
+        "theory.json",
+        "figure_2.png",
+        "figure_8.png",
+    }
     for picture in folder.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
     text = (folder / "index.html").read_text()
     assert "http" not in text.split("</head>")[1] and text.count("<svg") == 4
     written = json.loads((folder / "theory.json").read_text())
     assert written["statements"] == json.loads(json.dumps(result["statements"]))
-    names = ["Proposition 3.1", "Proposition 3.2", "Proposition 5.2", "Theorem 5.3", "Theorem 6.1", "Appendix B.2"]
+    names = [
+        "Proposition 3.1",
+        "Proposition 3.2",
+        "Proposition 5.2",
+        "Theorem 5.3",
+        "Theorem 6.1",
+        "Appendix B.2",
+    ]
     assert [found["statement"] for found in result["statements"]] == names
     for found in result["statements"]:
         assert found["holds"] is True
         assert found["statement"] in text and found["says"] in text
-    semantic = {name: value for name, value in result["statements"][4]["numbers"].items() if "before and after" in name}
+    semantic = {
+        name: value
+        for name, value in result["statements"][4]["numbers"].items()
+        if "before and after" in name
+    }
     assert len(semantic) == 2
     for before, after in semantic.values():  # weights of the target, and nothing else
         assert 0.9 < before <= 1 and 0 <= after < 0.5
     curves = written["figures"]["figure_2"]
     assert [curve["p"] for curve in curves["ones"]] == [1, 0.75, 0.25, 0]
     for drawn in curves["ones"]:
-        expected = [logit(np.ones(256), np.ones(256), m, freqs_of(256, drawn["p"])) / 16 for m in (0, 3, 1000)]
+        expected = [
+            logit(np.ones(256), np.ones(256), m, freqs_of(256, drawn["p"])) / 16
+            for m in (0, 3, 1000)
+        ]
         assert [drawn["logit"][m] for m in (0, 3, 1000)] == pytest.approx(expected)
     for drawn in written["figures"]["figure_8"]["ones"]:
         assert len(drawn["mean"]) == len(drawn["standard_error"]) == 256
 
 
 BROKEN = {
-    "maximal": ("key_for_distance", lambda query, distance, freqs: theory.rotate(query, -distance, freqs)),
+    "maximal": (
+        "key_for_distance",
+        lambda query, distance, freqs: theory.rotate(query, -distance, freqs),
+    ),
     "gaussian": ("gaussian_curve", lambda distances, freqs, draws: (np.ones(len(distances)),) * 2),
     "repeated": ("repeated_token", lambda weights, *others: (0.9, 0.1)),
     # Equal weights above a half, but for the head of Theorem 5.3, which reads a constant feature.
-    "repeated, twice": ("repeated_token", lambda q, k, tokens, *f: (0.5, 0.5) if tokens[0, 0] == 1 else (0.9, 0.9)),
+    "repeated, twice": (
+        "repeated_token",
+        lambda q, k, tokens, *f: (0.5, 0.5) if tokens[0, 0] == 1 else (0.9, 0.9),
+    ),
     "positional": ("head_weights", lambda *arguments: np.zeros((2, 32, 256))),
     "semantic": ("defeating_swaps", lambda *arguments: []),
     "randomised": ("random_positions", lambda length, bound, rng: np.arange(length)),

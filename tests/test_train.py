@@ -30,15 +30,33 @@ EVERY_STEP = "--config.log_every=1"
 def test_a_run_leaves_what_it_should(trained):
     workdir, result = trained
     assert result.keys() >= {
-        "step", "loss", "eval_loss", "perplexity", "bits_per_byte", "rope_percentage", "init_hash", "tokens_per_second",
+        "step",
+        "loss",
+        "eval_loss",
+        "perplexity",
+        "bits_per_byte",
+        "rope_percentage",
+        "init_hash",
+        "tokens_per_second",
         "workdir",
-    }  # fmt: skip
-    assert (result["step"], result["rope_percentage"], result["workdir"]) == (20, 0.75, str(workdir))
+    }
+    assert (result["step"], result["rope_percentage"], result["workdir"]) == (
+        20,
+        0.75,
+        str(workdir),
+    )
     assert np.isclose(result["perplexity"], np.exp(result["eval_loss"]))
     assert json.loads((workdir / "config.json").read_text())["model"]["rope_percentage"] == 0.75
     steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in steps] == list(range(1, 21))
-    expected = {"loss", "learning_rate", "grad_norm", "batch_hash", "tokens_per_second", "data_wait_ms"}
+    expected = {
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "batch_hash",
+        "tokens_per_second",
+        "data_wait_ms",
+    }
     assert steps[0].keys() >= expected
     assert len({record["batch_hash"] for record in steps}) == 20
     assert steps[0]["loss"] > steps[-1]["loss"]
@@ -105,11 +123,20 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
 def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_dir, monkeypatch):
     workdir, _ = whole
     monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
-    outcome = run_command("prope.evaluate", f"--workdir={workdir}", "--batch_size=3", "--max_windows=10")
+    outcome = run_command(
+        "prope.evaluate", f"--workdir={workdir}", "--batch_size=3", "--max_windows=10"
+    )
     assert outcome.result.keys() >= {
-        "step", "rope_percentage", "rotated_pairs", "dataset", "seq_len", "tokens", "loss", "perplexity",
+        "step",
+        "rope_percentage",
+        "rotated_pairs",
+        "dataset",
+        "seq_len",
+        "tokens",
+        "loss",
+        "perplexity",
         "bits_per_byte",
-    }  # fmt: skip
+    }
     assert (outcome.result["step"], outcome.result["rotated_pairs"]) == (20, 12)
     run = open_run(workdir)
     windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
@@ -118,7 +145,9 @@ def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_
         run.config.eval.update({"batch_size": size, "max_windows": 10})
         found.append(make_evaluation(run.config, windows, sharding.make_mesh())(params))
     assert {record["tokens"] for record in found} == {outcome.result["tokens"]}
-    np.testing.assert_allclose([record["loss"] for record in found], outcome.result["loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        [record["loss"] for record in found], outcome.result["loss"], rtol=1e-6
+    )
 
 
 def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache_dir, monkeypatch):
@@ -133,7 +162,9 @@ def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache
     assert found["tokens"] == windows.store.targets("validation")
     np.testing.assert_allclose(found["loss"], np.log(260), rtol=1e-6)
     size = windows.store.index["validation"]["bytes"]
-    np.testing.assert_allclose(found["bits_per_byte"], np.log2(260) * found["tokens"] / size, rtol=1e-6)
+    np.testing.assert_allclose(
+        found["bits_per_byte"], np.log2(260) * found["tokens"] / size, rtol=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -142,7 +173,11 @@ def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_pa
     text.mkdir()
     (text / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in articles()))
     outcome = run_command(
-        "prope.evaluate", f"--workdir={whole[0]}", "--seq_len=128", "--dataset=files", f"--data_dir={text}"
+        "prope.evaluate",
+        f"--workdir={whole[0]}",
+        "--seq_len=128",
+        "--dataset=files",
+        f"--data_dir={text}",
     )
     assert (outcome.result["seq_len"], outcome.result["dataset"]) == (128, "files")
 
@@ -151,7 +186,9 @@ def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_pa
 def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(tmp_path):
     """In a process where a TensorFlow could be imported and would end it, and where every look outside fails."""
     (tmp_path / "fake" / "tensorflow").mkdir(parents=True)
-    (tmp_path / "fake" / "tensorflow" / "__init__.py").write_text("raise SystemExit('TensorFlow was imported')")
+    (tmp_path / "fake" / "tensorflow" / "__init__.py").write_text(
+        "raise SystemExit('TensorFlow was imported')"
+    )
     watch = (
         "import runpy, sys\n"
         "def refuse(event, arguments):\n"
@@ -165,12 +202,20 @@ def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(t
         write_tfds(tmp_path / kind, kind, articles(300))
         workdir = tmp_path / f"run-{kind}"
         arguments = [
-            sys.executable, "-c", watch, CONFIG, f"--workdir={workdir}", f"--config.data.dataset={NAME}",
-            f"--config.data.data_dir={tmp_path / kind}", f"--config.data.cache_dir={tmp_path / kind / 'cache'}",
+            sys.executable,
+            "-c",
+            watch,
+            CONFIG,
+            f"--workdir={workdir}",
+            f"--config.data.dataset={NAME}",
+            f"--config.data.data_dir={tmp_path / kind}",
+            f"--config.data.cache_dir={tmp_path / kind / 'cache'}",
             EVERY_STEP,
-        ]  # fmt: skip
+        ]
         env = os.environ | {"PYTHONPATH": str(tmp_path / "fake")}
-        done = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stderr
         found.append(losses(workdir))
     assert found[0] == found[1] and len(found[0]) == 20
@@ -179,7 +224,9 @@ def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(t
 @pytest.mark.slow
 def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path):
     workdir, result = whole
-    spread = train(tmp_path / "run", EVERY_STEP, "--config.mesh.data=2", "--stop_at_step=10", devices=8)
+    spread = train(
+        tmp_path / "run", EVERY_STEP, "--config.mesh.data=2", "--stop_at_step=10", devices=8
+    )
     assert spread.code == 0, spread.stderr
     assert spread.result["init_hash"] == result["init_hash"]
     evaluated = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=8")
@@ -194,7 +241,11 @@ def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path
 def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     workdir, result = whole
     started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
-    assert started.result["init_hash"] == hash_arrays(open_run(workdir).params()) != result["init_hash"]
+    assert (
+        started.result["init_hash"]
+        == hash_arrays(open_run(workdir).params())
+        != result["init_hash"]
+    )
     refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.hidden_dim=64")
     assert not (tmp_path / "other").exists()
     assert "is another model (model.hidden_dim: 128, not 64)" in refused.error
@@ -204,23 +255,42 @@ def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
 def test_a_trained_model_goes_on_with_another_encoding(whole, train, tmp_path):
     """DroPE, 2512.12167: the weights are those of the first run, and what differs is logged."""
     workdir, _ = whole
-    dropped = train(tmp_path / "run", f"--init_from={workdir}", "--config.model.rope_percentage=0", "--stop_at_step=1")
+    dropped = train(
+        tmp_path / "run",
+        f"--init_from={workdir}",
+        "--config.model.rope_percentage=0",
+        "--stop_at_step=1",
+    )
     assert dropped.result["init_hash"] == hash_arrays(open_run(workdir).params())
     assert f"other than in {workdir}: model.rope_percentage: 0.75 -> 0.0\n" in dropped.stderr
-    yarn = ("rope_scaling_type=yarn", "rope_scaling_factor=4", "original_seq_len=64", "logit_scale=yarn")
+    yarn = (
+        "rope_scaling_type=yarn",
+        "rope_scaling_factor=4",
+        "original_seq_len=64",
+        "logit_scale=yarn",
+    )
     flags = [f"--config.model.{flag}" for flag in yarn]
     longer = train(
-        tmp_path / "longer", f"--init_from={workdir}", "--config.data.seq_len=128", *flags, "--stop_at_step=1"
+        tmp_path / "longer",
+        f"--init_from={workdir}",
+        "--config.data.seq_len=128",
+        *flags,
+        "--stop_at_step=1",
     )
     assert longer.code == 0 and longer.result["init_hash"] == dropped.result["init_hash"]
     assert "model.rope_scaling_type: none -> yarn" in longer.stderr
 
 
 STAGE = {
-    "data.seq_len": 128, "data.position_range": 256, "model.rope_percentage": 0.5, "model.max_wavelength": 500_000.0,
-    "model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 16,
-    "model.local_max_wavelength": 100.0, "model.remat": "full",
-}  # fmt: skip
+    "data.seq_len": 128,
+    "data.position_range": 256,
+    "model.rope_percentage": 0.5,
+    "model.max_wavelength": 500_000.0,
+    "model.layer_types": ("sliding_attention", "full_attention"),
+    "model.sliding_window": 16,
+    "model.local_max_wavelength": 100.0,
+    "model.remat": "full",
+}
 
 
 def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, caplog):
@@ -234,26 +304,41 @@ def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, capl
     before |= {"model.layer_types": (), "model.remat": "none"}
     (line,) = [line for line in caplog.messages if line.startswith(f"other than in {trained[0]}: ")]
     found = line.partition(": ")[2].split("; ")
-    assert sorted(found) == sorted(f"{name}: {before.get(name)} -> {value}" for name, value in STAGE.items())
-    for name, value in (("num_heads", 4), ("dtype", "bfloat16"), ("use_qk_norm", True), ("vocab_size", 300)):
+    assert sorted(found) == sorted(
+        f"{name}: {before.get(name)} -> {value}" for name, value in STAGE.items()
+    )
+    for name, value in (
+        ("num_heads", 4),
+        ("dtype", "bfloat16"),
+        ("use_qk_norm", True),
+        ("vocab_size", 300),
+    ):
         config = open_run(trained[0]).config
         config.model.max_wavelength = 500_000.0
         theirs, config.model[name] = config.model[name], value
-        with pytest.raises(UsageError, match=rf"=\S+: is another model \(model.{name}: {theirs}, not {value}\)$"):
+        with pytest.raises(
+            UsageError, match=rf"=\S+: is another model \(model.{name}: {theirs}, not {value}\)$"
+        ):
             start(config, tmp_path / "b", trained[0])
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train, tmp_path):
     outcome = train(
-        tmp_path / "run", "--config.optimizer.learning_rate=1e30", "--config.checkpoint_every=1",
-        "--config.optimizer.warmup_steps=0", "--config.eval.max_windows=1",
-    )  # fmt: skip
+        tmp_path / "run",
+        "--config.optimizer.learning_rate=1e30",
+        "--config.checkpoint_every=1",
+        "--config.optimizer.warmup_steps=0",
+        "--config.eval.max_windows=1",
+    )
     assert outcome.code == 1
-    assert re.search(r"stopped: step \d+ has loss .* (nan|inf).*learning_rate \(now 1e\+30\)", outcome.error)
+    assert re.search(
+        r"stopped: step \d+ has loss .* (nan|inf).*learning_rate \(now 1e\+30\)", outcome.error
+    )
     kept = Checkpoints(tmp_path / "run").steps()
     assert kept and all(
-        np.isfinite(leaf).all() for leaf in jax.tree.leaves(open_run(tmp_path / "run", kept[-1]).params())
+        np.isfinite(leaf).all()
+        for leaf in jax.tree.leaves(open_run(tmp_path / "run", kept[-1]).params())
     )
 
 
@@ -293,16 +378,28 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
             "config.model.rope_percentag: .*did you mean model.rope_percentage",
         ),
         ("--config.modle.head_dim=64", "config.modle.head_dim: .*did you mean model.head_dim"),
-        ("--config.num_steps=many", "config.num_steps=many: must be a whole number: optimizer steps"),
+        (
+            "--config.num_steps=many",
+            "config.num_steps=many: must be a whole number: optimizer steps",
+        ),
         ("--config.num_steps=1.5", "config.num_steps=1.5: must be a whole number: optimizer steps"),
-        ("--config.model.rope_percentage=1.5", r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]"),
+        (
+            "--config.model.rope_percentage=1.5",
+            r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]",
+        ),
         (
             "--config.model.rope_percentage=-0.1",
             r"model.rope_percentage=-0.1: must be a fraction in \[0, 1\]",
         ),
-        ("--config.model.rope_percentage=nan", r"model.rope_percentage=nan: must be a fraction in \[0, 1\]"),
+        (
+            "--config.model.rope_percentage=nan",
+            r"model.rope_percentage=nan: must be a fraction in \[0, 1\]",
+        ),
         ("--config.model.head_dim=33", "model.head_dim=33: must be even"),
-        ("--config.model.num_kv_heads=3", "model.num_heads=2: must be a multiple of model.num_kv_heads=3"),
+        (
+            "--config.model.num_kv_heads=3",
+            "model.num_heads=2: must be a multiple of model.num_kv_heads=3",
+        ),
         ("--config.accumulation=3", "batch_size=8: must be a multiple of accumulation=3"),
         ("--config.model.vocab_size=100", "vocab_size=100: the tokenizer byte has 260 ids"),
         ("--config.data.tokenizer=none.model", "tokenizer=none.model: cannot be read"),
@@ -315,7 +412,10 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
             "--workdir=http://host/run",
             "workdir=http://host/run: must be a local path, or a URL of gs or s3",
         ),
-        ("--config.checkpoint.keep_every=0", "keep_every=0: must be at least 1, or None for none of them"),
+        (
+            "--config.checkpoint.keep_every=0",
+            "keep_every=0: must be at least 1, or None for none of them",
+        ),
         ("--config.watchdog_minutes=-1", "watchdog_minutes=-1.0: must not be negative"),
         ("--cnofig=x", r"--cnofig: there is no such flag \(did you mean --config\?\)"),
         ("stray", "unexpected argument 'stray'"),
@@ -332,23 +432,39 @@ def test_bad_input_gets_one_line_before_a_device_is_touched(train, tmp_path, arg
 def test_bad_config_files_get_one_line(run_command, tmp_path):
     for text, says in (
         ("def get_config(): return 1 +", "invalid syntax"),
-        ("from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
-         "    c.model.rope_percentag = 1.0\n    return c", "rope_percentag.*did you mean rope_percentage"),
-        ("from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
-         "    c.num_steps = 'many'\n    return c", r"file\.py line 4: TypeError: .*num_steps.*many is of original"),
-        ("from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
-         "    c.model.rope_percentage = None\n    return c",
-         r"config\.model\.rope_percentage=None: must have a value, such as 1\.0$"),
-        ("from prope.config import default_config, set_layer_percentages as set_layers\ndef get_config():\n"
-         "    c = default_config()\n    set_layers(c, [None, 1])\n    return c",
-         r"file\.py line 4: rope_percentage of layers: \[None, 1\]: must be fractions in \[0, 1\]$"),
-    ):  # fmt: skip
+        (
+            "from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
+            "    c.model.rope_percentag = 1.0\n    return c",
+            "rope_percentag.*did you mean rope_percentage",
+        ),
+        (
+            "from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
+            "    c.num_steps = 'many'\n    return c",
+            r"file\.py line 4: TypeError: .*num_steps.*many is of original",
+        ),
+        (
+            "from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
+            "    c.model.rope_percentage = None\n    return c",
+            r"config\.model\.rope_percentage=None: must have a value, such as 1\.0$",
+        ),
+        (
+            "from prope.config import default_config, set_layer_percentages as set_layers\ndef get_config():\n"
+            "    c = default_config()\n    set_layers(c, [None, 1])\n    return c",
+            r"file\.py line 4: rope_percentage of layers: \[None, 1\]: must be fractions in \[0, 1\]$",
+        ),
+    ):
         (tmp_path / "file.py").write_text(text)
-        outcome = run_command("prope.train", f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run")
+        outcome = run_command(
+            "prope.train", f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run"
+        )
         assert outcome.code == 2 and re.search(says, outcome.error), outcome.error
-    huge = run_command("prope.train", f"--config={ROOT}/configs/quickstart.py:huge", f"--workdir={tmp_path}")
+    huge = run_command(
+        "prope.train", f"--config={ROOT}/configs/quickstart.py:huge", f"--workdir={tmp_path}"
+    )
     assert "the size of a config is full or tiny; got huge" in huge.error
-    missing = run_command("prope.train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run")
+    missing = run_command(
+        "prope.train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run"
+    )
     assert "none.py" in missing.error
     assert "--workdir" in run_command("prope.train", CONFIG).error
 
@@ -367,10 +483,16 @@ def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     arguments = ("--config.model.rope_percentage=0.5", "--config.seed=1", "--config.log_every=3")
     outcome = train(workdir, *arguments)
-    assert "model.rope_percentage: 0.75, not 0.5" in outcome.error and "seed: 0, not 1" in outcome.error
+    assert (
+        "model.rope_percentage: 0.75, not 0.5" in outcome.error
+        and "seed: 0, not 1" in outcome.error
+    )
     assert "log_every" not in outcome.error and "init_from" not in outcome.error
     longer = train(workdir, "--config.num_steps=40")
-    assert "num_steps: 20, not 40" in longer.error and f"--init_from={workdir} in another --workdir" in longer.error
+    assert (
+        "num_steps: 20, not 40" in longer.error
+        and f"--init_from={workdir} in another --workdir" in longer.error
+    )
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
@@ -390,9 +512,15 @@ def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
     workdir, _ = whole
     assert "no run there" in run_command("prope.evaluate", f"--workdir={tmp_path}/none").error
     (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
-    assert "a run without a finished checkpoint" in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    assert (
+        "a run without a finished checkpoint"
+        in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    )
     (tmp_path / "checkpoints").mkdir()
-    assert "a run without a finished checkpoint" in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    assert (
+        "a run without a finished checkpoint"
+        in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    )
     missing = run_command("prope.evaluate", f"--workdir={workdir}", "--step=11")
     assert "--step=11" in missing.error and "it has 10, 20" in missing.error
     values = json.loads((workdir / "config.json").read_text())
@@ -401,13 +529,18 @@ def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
     disagree = run_command("prope.evaluate", f"--workdir={tmp_path}")
-    assert "config.json and checkpoint 20 disagree (model.rope_percentage: 0.75, not 1.0)" in disagree.error
+    assert (
+        "config.json and checkpoint 20 disagree (model.rope_percentage: 0.75, not 1.0)"
+        in disagree.error
+    )
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
     usage = type("Usage", (), {"free": 5_000_000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UsageError, match="the disk is full: a checkpoint needs 9 MB and 5 MB are free"):
+    with pytest.raises(
+        UsageError, match="the disk is full: a checkpoint needs 9 MB and 5 MB are free"
+    ):
         check_disk(tmp_path, 9_000_000)
 
     def main():
@@ -423,5 +556,6 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
         command.run(main, lambda: None)
     assert stopped.value.code == 1
     assert re.fullmatch(
-        r"stopped: no space left on the device \(.*\); .*run the same command again\n", capsys.readouterr().err
+        r"stopped: no space left on the device \(.*\); .*run the same command again\n",
+        capsys.readouterr().err,
     )

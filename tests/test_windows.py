@@ -69,7 +69,9 @@ def test_every_window_may_begin_with_bos(windows, expected):
 
 
 def digest(batch, row):
-    return hashlib.sha256(b"".join(batch[name][row].tobytes() for name in sorted(batch))).hexdigest()[:8]
+    return hashlib.sha256(
+        b"".join(batch[name][row].tobytes() for name in sorted(batch))
+    ).hexdigest()[:8]
 
 
 WORKER = """
@@ -92,17 +94,31 @@ print(json.dumps([jax.device_count(), rows, [[digest(batch, i) for i in range(le
 def test_two_processes_read_the_batches_of_one_for_1000_steps(windows, folder):
     of = windows(mask_documents=True, position_range=100)
     config = default_config()
-    config.data.update({
-        "dataset": "files", "seq_len": T, "data_dir": str(folder), "cache_dir": str(folder.parent / "cache"),
-        "mask_documents": True, "position_range": 100,
-    })  # fmt: skip
+    config.data.update(
+        {
+            "dataset": "files",
+            "seq_len": T,
+            "data_dir": str(folder),
+            "cache_dir": str(folder.parent / "cache"),
+            "mask_documents": True,
+            "position_range": 100,
+        }
+    )
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": paths}
-    commands = [[sys.executable, "-c", WORKER, address, str(n), json.dumps(config.to_dict())] for n in (0, 1)]
-    started = [subprocess.Popen(c, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT) for c in commands]
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": paths,
+    }
+    commands = [
+        [sys.executable, "-c", WORKER, address, str(n), json.dumps(config.to_dict())]
+        for n in (0, 1)
+    ]
+    started = [
+        subprocess.Popen(c, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT) for c in commands
+    ]
     whole = [train_batch(of, 3, B, step) for step in range(1000)]
     found = [json.loads(process.communicate(timeout=120)[0]) for process in started]
     assert [devices for devices, _, _ in found] == [4, 4]
@@ -117,7 +133,9 @@ def test_eight_processes_read_the_batches_of_one_for_1000_steps(windows):
     for step in range(1000):
         whole = train_batch(of, 3, B, step)
         for name, values in whole.items():
-            assert values.dtype == (np.float32 if name == "weights" else np.int32) and values.shape == (B, T)
+            assert values.dtype == (
+                np.float32 if name == "weights" else np.int32
+            ) and values.shape == (B, T)
         row = step % B  # the one row of one of eight; over the steps, of every one
         for name, values in train_batch(of, 3, B, step, [row]).items():
             np.testing.assert_array_equal(values[0], whole[name][row])
@@ -126,15 +144,25 @@ def test_eight_processes_read_the_batches_of_one_for_1000_steps(windows):
 def test_three_epochs_touch_every_window_three_times_in_another_order(windows, expected):
     of = windows()
     starts = range(0, len(expected) - 1, T)
-    of_tokens = {tuple((expected + [0] * T)[start : start + T]): i for i, start in enumerate(starts)}
-    assert len(of_tokens) == len(starts) == of.count and of.count % B, "windows differ; a batch crosses the epochs"
+    of_tokens = {
+        tuple((expected + [0] * T)[start : start + T]): i for i, start in enumerate(starts)
+    }
+    assert len(of_tokens) == len(starts) == of.count and of.count % B, (
+        "windows differ; a batch crosses the epochs"
+    )
     steps = range(-(-3 * of.count // B))
-    seen = [of_tokens[tuple(row)] for step in steps for row in train_batch(of, 1, B, step)["tokens"].tolist()]
+    seen = [
+        of_tokens[tuple(row)]
+        for step in steps
+        for row in train_batch(of, 1, B, step)["tokens"].tolist()
+    ]
     epochs = [seen[epoch * of.count : (epoch + 1) * of.count] for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(of.count))
     for one, other in itertools.combinations([*epochs, list(range(of.count))], 2):
-        assert sum(a == b for a, b in zip(one, other, strict=True)) < 10, "about one place in common, by chance"
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 10, (
+            "about one place in common, by chance"
+        )
     assert collections.Counter(seen[: 3 * of.count]) == dict.fromkeys(range(of.count), 3)
 
 
@@ -159,16 +187,22 @@ def test_randomised_positions_rise_through_the_range_and_change_nothing_else(win
 def test_randomised_positions_are_a_function_of_seed_step_and_row(windows):
     of = windows(position_range=100)
     positions = train_batch(of, 1, B, 7)["positions"]
-    np.testing.assert_array_equal(train_batch(windows(position_range=100), 1, B, 7)["positions"], positions)
+    np.testing.assert_array_equal(
+        train_batch(windows(position_range=100), 1, B, 7)["positions"], positions
+    )
     np.testing.assert_array_equal(train_batch(of, 1, B, 7, [6, 2])["positions"], positions[[6, 2]])
     for other in ((2, B, 7), (1, B, 8), (1, B, 7 + of.count)):
         assert not (train_batch(of, *other)["positions"] == positions).all(axis=1).any()
 
 
 def test_every_choice_of_positions_is_equally_likely():
-    draws = collections.Counter(tuple(randomise_positions(np.arange(2), 4, 5, e).tolist()) for e in range(3000))
+    draws = collections.Counter(
+        tuple(randomise_positions(np.arange(2), 4, 5, e).tolist()) for e in range(3000)
+    )
     assert set(draws) == set(itertools.combinations(range(4), 2))
-    assert all(abs(count - 500) < 5 * np.sqrt(3000 * 1 / 6 * 5 / 6) for count in draws.values()), draws
+    assert all(abs(count - 500) < 5 * np.sqrt(3000 * 1 / 6 * 5 / 6) for count in draws.values()), (
+        draws
+    )
     whole = randomise_positions(np.arange(T), T, 5, 0)
     assert whole.dtype == np.int32 and whole.tolist() == list(range(T))
 
@@ -178,7 +212,9 @@ def test_randomised_positions_restart_with_every_masked_document(windows):
     openings, falls = [], 0
     for step in range(of.count // B):
         ordinary, batch = train_batch(plain, 1, B, step), train_batch(of, 1, B, step)
-        for tokens, positions, before in zip(batch["tokens"], batch["positions"], ordinary["positions"], strict=True):
+        for tokens, positions, before in zip(
+            batch["tokens"], batch["positions"], ordinary["positions"], strict=True
+        ):
             borders = np.flatnonzero(tokens == BOS)
             for document in np.split(positions, borders):
                 assert (np.diff(document) > 0).all()
@@ -203,7 +239,9 @@ def test_the_range_is_checked_and_makes_another_run():
     assert differences(config, other) == [f"data.position_range: None, not {2**31}"]
     for value in (config.data.seq_len - 1, 0, -1, 2**31 + 1):
         config.data.position_range = value
-        with pytest.raises(UsageError, match=f"data.position_range={value}: must be from data.seq_len=256 to "):
+        with pytest.raises(
+            UsageError, match=f"data.position_range={value}: must be from data.seq_len=256 to "
+        ):
             validate(config)
 
 

@@ -22,7 +22,7 @@ CASES = [
     *(("partial", 16, 10_000, p, RANGE) for p in (0, 0.25, 0.5, 1)),
     ("partial", 16, 1_000_000, 0.5, RANGE),
     ("partial", 64, 10_000, 0.25, [1, 257, 1048575]),
-]  # fmt: skip
+]
 
 
 def main(folder: pathlib.Path) -> None:
@@ -37,11 +37,15 @@ def compute(encoding: str, d: int, theta: int, p: float, positions: list[int]) -
     """Returns the name and the numbers of a case."""
     pairs = int(p * d // 2) if encoding == "proportional" else int(p * d) // 2
     denominator, half = (d, d // 2) if encoding == "proportional" else (2 * pairs, pairs)
-    queries = [[((5 * lane + 3 * t) % 13 - 6) / 4 for lane in range(d)] for t in range(len(positions))]
+    queries = [
+        [((5 * lane + 3 * t) % 13 - 6) / 4 for lane in range(d)] for t in range(len(positions))
+    ]
     keys = [[((7 * lane + 2 * t) % 11 - 5) / 4 for lane in range(d)] for t in range(len(positions))]
     with localcontext(prec=50):
         freqs = [(Decimal(theta).ln() * (-2 * k) / denominator).exp() for k in range(pairs)]
-        table = [[cos_sin(m * freq) for freq in freqs] + [(1, 0)] * (d // 2 - pairs) for m in positions]
+        table = [
+            [cos_sin(m * freq) for freq in freqs] + [(1, 0)] * (d // 2 - pairs) for m in positions
+        ]
         rotated_queries, rotated_keys = (
             [rotate(row, angles[:pairs], half) for row, angles in zip(rows, table, strict=True)]
             for rows in (queries, keys)
@@ -49,15 +53,27 @@ def compute(encoding: str, d: int, theta: int, p: float, positions: list[int]) -
         scores = [[sum(map(Decimal.__mul__, q, k)) for k in rotated_keys] for q in rotated_queries]
     start = f"{encoding}_d{d}" + (f"_theta{theta}" if theta != 10_000 else "")
     numbers = {
-        "encoding": encoding, "head_dim": d, "max_wavelength": theta, "rope_percentage": p, "rotated_pairs": pairs,
-        "positions": positions, "frequencies": [float(freq) for freq in freqs] + [0.0] * (d // 2 - pairs),
-    }  # fmt: skip
+        "encoding": encoding,
+        "head_dim": d,
+        "max_wavelength": theta,
+        "rope_percentage": p,
+        "rotated_pairs": pairs,
+        "positions": positions,
+        "frequencies": [float(freq) for freq in freqs] + [0.0] * (d // 2 - pairs),
+    }
     values = {
-        "queries": queries, "keys": keys,
-        "cos": [[cos for cos, _ in row] for row in table], "sin": [[sin for _, sin in row] for row in table],
-        "rotated_queries": rotated_queries, "rotated_keys": rotated_keys, "scores": scores,
-    }  # fmt: skip
-    numbers |= {name: [[round(float(x), 10) + 0.0 for x in row] for row in rows] for name, rows in values.items()}
+        "queries": queries,
+        "keys": keys,
+        "cos": [[cos for cos, _ in row] for row in table],
+        "sin": [[sin for _, sin in row] for row in table],
+        "rotated_queries": rotated_queries,
+        "rotated_keys": rotated_keys,
+        "scores": scores,
+    }
+    numbers |= {
+        name: [[round(float(x), 10) + 0.0 for x in row] for row in rows]
+        for name, rows in values.items()
+    }
     return f"{start}_p{p}" + ("_negative" if positions[0] < 0 else ""), numbers
 
 
@@ -84,7 +100,9 @@ def rotate(row: list[float], angles: list[tuple[Decimal, Decimal]], half: int) -
 def as_text(cases: dict[str, dict]) -> str:
     """JSON with one array of a case on a line."""
     rows = {
-        name: ",\n".join(f'"{key}":{json.dumps(value, separators=(",", ":"))}' for key, value in case.items())
+        name: ",\n".join(
+            f'"{key}":{json.dumps(value, separators=(",", ":"))}' for key, value in case.items()
+        )
         for name, case in cases.items()
     }
     return "{\n" + ",\n\n".join(f'"{name}":{{\n{body}}}' for name, body in rows.items()) + "\n}\n"

@@ -13,7 +13,9 @@ SHARP = 0.5  # of the largest entropy: less, for a head to be named semantic
 SCORES = ("diagonal", "previous_token", "first_token", "entropy", "distance", "unturned_overlap")
 
 
-def score_heads(layer: int, frequencies: np.ndarray, measures: Measures, share: float = 0) -> list[dict]:
+def score_heads(
+    layer: int, frequencies: np.ndarray, measures: Measures, share: float = 0
+) -> list[dict]:
     """Computes a record for every head of a layer with these frequencies [P]: its scores (`Measures`), and
 
     head_of                 the smaller of its weights on the token before, at queries after the token of --head_of,
@@ -27,17 +29,26 @@ def score_heads(layer: int, frequencies: np.ndarray, measures: Measures, share: 
                             without any rotation, so that it depends on what tokens are; otherwise ""
     """
     strength, quarter = strengths(measures), len(frequencies) // 4
-    fast = strength[:, :quarter] @ (frequencies[:quarter] > 0) / np.maximum(strength.sum(axis=1), 1e-30)
+    fast = (
+        strength[:, :quarter]
+        @ (frequencies[:quarter] > 0)
+        / np.maximum(strength.sum(axis=1), 1e-30)
+    )
     records = []
     for head in range(len(strength)):
         scores = {name: float(getattr(measures, name)[head]) for name in SCORES}
         record = {"layer": layer, "head": head, **scores, "high_frequency_share": float(fast[head])}
-        parts = share and (measures.after_token[head] / share, measures.elsewhere[head] / (1 - share))
+        parts = share and (
+            measures.after_token[head] / share,
+            measures.elsewhere[head] / (1 - share),
+        )
         record["head_of"] = float(min(parts)) if share else None
         record["positional"] = max(scores["diagonal"], scores["previous_token"])
         target = max(SCORES[:3], key=scores.get)  # diagonal, previous_token or first_token
         semantic = scores["entropy"] < SHARP and scores["unturned_overlap"] > MOSTLY
-        records.append(record | {"kind": target if scores[target] > MOSTLY else "semantic" if semantic else ""})
+        records.append(
+            record | {"kind": target if scores[target] > MOSTLY else "semantic" if semantic else ""}
+        )
     return records
 
 
@@ -61,9 +72,14 @@ def rank_correlation(runs: list[dict], draws: int = 9999) -> dict | None:
     rng, moved, ends = np.random.default_rng(0), [], np.cumsum([len(run["heads"]) for run in runs])
     for run, own in zip(runs, np.split(shares, ends[:-1]), strict=True):
         layer = run["layers"][0]
-        blocks = own.reshape(-1, len(layer["query_norms"]) // len(layer["key_norms"]))  # the heads of a key
+        blocks = own.reshape(
+            -1, len(layer["query_norms"]) // len(layer["key_norms"])
+        )  # the heads of a key
         moved.append(blocks[rng.random((draws, len(blocks))).argsort(axis=1)].reshape(draws, -1))
-    rho, by_chance = float(shares @ scores / len(heads)), np.concatenate(moved, axis=1) @ scores / len(heads)
+    rho, by_chance = (
+        float(shares @ scores / len(heads)),
+        np.concatenate(moved, axis=1) @ scores / len(heads),
+    )
     extreme = (np.abs(by_chance) >= abs(rho) - 1e-9).sum()
     return {"rho": rho, "p_value": float((1 + extreme) / (1 + draws)), "heads": len(heads)}
 
@@ -103,15 +119,26 @@ def bounds_table(view: View, head: int, table: list[int], names: list[str]) -> d
     `names` are those of all tokens of the sequence.
     """
     logits = np.asarray(view.logits[head], np.float64)
-    query, key = (np.linalg.norm(x[head].astype(np.float64), axis=-1) for x in (view.query_norms, view.key_norms))
+    query, key = (
+        np.linalg.norm(x[head].astype(np.float64), axis=-1)
+        for x in (view.query_norms, view.key_norms)
+    )
     bounds = np.outer(query, key) / (2 * view.query_norms.shape[-1]) ** 0.5
 
     def column(values: np.ndarray, back: int) -> list[float | None]:
-        at = np.searchsorted(view.positions, table)  # the token before, which the view has too, is at one less
-        return [None if i < back else float(value) for i, value in zip(table, values[at, at - back], strict=True)]
+        at = np.searchsorted(
+            view.positions, table
+        )  # the token before, which the view has too, is at one less
+        return [
+            None if i < back else float(value)
+            for i, value in zip(table, values[at, at - back], strict=True)
+        ]
 
     return {
-        "positions": list(table), "tokens": [names[i] for i in table],
-        "upper_bound": column(bounds, 0), "diagonal": column(logits, 0),
-        "previous_upper_bound": column(bounds, 1), "previous_token": column(logits, 1),
-    }  # fmt: skip
+        "positions": list(table),
+        "tokens": [names[i] for i in table],
+        "upper_bound": column(bounds, 0),
+        "diagonal": column(logits, 0),
+        "previous_upper_bound": column(bounds, 1),
+        "previous_token": column(logits, 1),
+    }

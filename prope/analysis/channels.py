@@ -22,11 +22,16 @@ from prope.sharding import constrain
 
 def strengths(measures: Measures) -> np.ndarray:
     """Computes what a pair can add to a logit, by Cauchy-Schwarz on mean norms, |q| |k| / sqrt(H): [N, P]."""
-    query, key = np.asarray(measures.query_norms, np.float64), np.asarray(measures.key_norms, np.float64)
+    query, key = (
+        np.asarray(measures.query_norms, np.float64),
+        np.asarray(measures.key_norms, np.float64),
+    )
     return query * np.repeat(key, len(query) // len(key), axis=0) / (2 * query.shape[1]) ** 0.5
 
 
-def strongest_channels(layer: int, frequencies: np.ndarray, measures: Measures, seq_len: int, count: int) -> list[dict]:
+def strongest_channels(
+    layer: int, frequencies: np.ndarray, measures: Measures, seq_len: int, count: int
+) -> list[dict]:
     """Finds the strongest `count` channels of a layer with these frequencies [P], strongest first, each with
 
     layer, head, pair       the pair counts from the fastest, 0
@@ -40,7 +45,12 @@ def strongest_channels(layer: int, frequencies: np.ndarray, measures: Measures, 
     slow = min(P // 2, int(np.count_nonzero(frequencies)))
     key_norms = np.repeat(measures.key_norms, len(strength) // len(measures.key_norms), axis=0)
     share = strength / np.maximum(strength.sum(axis=1, keepdims=True), 1e-30)
-    of_pairs = {"strength": strength, "share": share, "query_norm": measures.query_norms, "key_norm": key_norms}
+    of_pairs = {
+        "strength": strength,
+        "share": share,
+        "query_norm": measures.query_norms,
+        "key_norm": key_norms,
+    }
     of_pairs |= {"to_first": measures.to_first, "to_others": measures.to_others}
     records = []
     for index in np.argsort(-strength[:, slow:], axis=None)[:count]:
@@ -48,7 +58,9 @@ def strongest_channels(layer: int, frequencies: np.ndarray, measures: Measures, 
         pair += slow
         record = {"layer": layer, "head": head, "pair": pair, "frequency": float(frequencies[pair])}
         record["largest_rotation"] = record["frequency"] * (seq_len - 1)
-        records.append(record | {name: float(values[head, pair]) for name, values in of_pairs.items()})
+        records.append(
+            record | {name: float(values[head, pair]) for name, values in of_pairs.items()}
+        )
     return records
 
 
@@ -68,7 +80,11 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
                     changed = walk.layer(layer, x, Partial(kind, channel["head"], channel["pair"]))
                     after = walk.losses(changed, layer + 1)
                     difference, stderr, _ = average_seeds((after - losses).tolist())
-                    channel[kind.__name__] = {"loss": float(after.mean()), "difference": difference, "stderr": stderr}
+                    channel[kind.__name__] = {
+                        "loss": float(after.mean()),
+                        "difference": difference,
+                        "stderr": stderr,
+                    }
         x = walk.layer(layer, x)
 
 
@@ -88,7 +104,11 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
     """
     from scipy.signal import correlate  # takes half a second
 
-    x, scale, (B, T) = walk.enter() if chosen else None, walk.config.head_dim**-0.5, walk.tokens.shape
+    x, scale, (B, T) = (
+        walk.enter() if chosen else None,
+        walk.config.head_dim**-0.5,
+        walk.tokens.shape,
+    )
     lanes, records = {place: [] for place in chosen}, []
 
     def look(layer: int, _: int, captured: Captured) -> None:
@@ -99,21 +119,37 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
     for layer in range(max((layer for layer, *_ in chosen), default=-1) + 1):
         x = walk.layer(layer, x, look=look)
     for (layer, head, pair), batches in lanes.items():
-        query, key, _, rotated_query, rotated_key = np.concatenate(batches, axis=1)[:, :B].view(complex)[..., 0]
+        query, key, _, rotated_query, rotated_key = np.concatenate(batches, axis=1)[:, :B].view(
+            complex
+        )[..., 0]
         mean, first, others = query[:, 1:].mean(), key[:, 0].mean(), key[:, 1:].mean()
-        cosines = [float((mean.conj() * k).real / max(abs(mean * k), 1e-30)) for k in (first, others)]
+        cosines = [
+            float((mean.conj() * k).real / max(abs(mean * k), 1e-30)) for k in (first, others)
+        ]
         advantage, frequency = mean.conj() * (first - others), float(walk.frequencies[layer][pair])
         end = float(np.angle(advantage) + np.pi / 2) if advantage.real > 0 else None
         to_first = (rotated_query[:, 1:].conj() * rotated_key[:, :1]).real.mean(axis=0)
         products = np.mean(list(map(correlate, rotated_query[:, 1:], rotated_key[:, 1:])), axis=0)
         to_others = products.real[T - 2 :] / np.arange(T - 1, 0, -1)  # from distance 0 on
-        planes = [np.stack([z.real, z.imag], axis=1).tolist() for z in (query[0, window], key[0, window])]
-        records.append({
-            "layer": layer, "head": head, "pair": pair, "frequency": frequency, "queries": planes[0],
-            "keys": planes[1], "first_alignment": cosines[0], "others_alignment": cosines[1],
-            "to_first": (scale * to_first).tolist(), "to_others": (scale * to_others).tolist(),
-            "breaking_rotation": end, "breaking_distance": end / frequency if end and frequency else None,
-        })  # fmt: skip
+        planes = [
+            np.stack([z.real, z.imag], axis=1).tolist() for z in (query[0, window], key[0, window])
+        ]
+        records.append(
+            {
+                "layer": layer,
+                "head": head,
+                "pair": pair,
+                "frequency": frequency,
+                "queries": planes[0],
+                "keys": planes[1],
+                "first_alignment": cosines[0],
+                "others_alignment": cosines[1],
+                "to_first": (scale * to_first).tolist(),
+                "to_others": (scale * to_others).tolist(),
+                "breaking_rotation": end,
+                "breaking_distance": end / frequency if end and frequency else None,
+            }
+        )
     return records
 
 
@@ -129,7 +165,11 @@ def stopped(head, pair, query, key, value, table):
     """Rotates all but one pair of one query head, and its keys: with a head and a pair, `model.layer`'s `rotate_fn`."""
     channel = _mask(query, head, pair)
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    return jnp.where(channel, query, rotate(query, table)), jnp.where(channel, key, rotate(key, table)), value
+    return (
+        jnp.where(channel, query, rotate(query, table)),
+        jnp.where(channel, key, rotate(key, table)),
+        value,
+    )
 
 
 def removed(head, pair, query, key, value, table):

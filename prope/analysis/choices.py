@@ -24,17 +24,25 @@ def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
     return sorted(set(map(int, text.split(","))))
 
 
-def parse_places(flag: str, text: str | None, layers: list[int], **counts: int) -> list[tuple[int, ...]]:
+def parse_places(
+    flag: str, text: str | None, layers: list[int], **counts: int
+) -> list[tuple[int, ...]]:
     """Parses --heads, such as 0.2,3.1, as (layer, head), and --channel with the pair too; none by default."""
     places = {}
     for entry in text.split(",") if text is not None else []:
         match = re.fullmatch(r"\s*(\d+)" + r"\.(\d+)" * len(counts) + r"\s*", entry)
         place = tuple(map(int, match.groups())) if match else (-1,)
-        if place[0] not in layers or any(i >= n for i, n in zip(place[1:], counts.values(), strict=True)):
-            ends = " and ".join(f"{name.lower()}s are 0 to {count - 1}" for name, count in counts.items())
+        if place[0] not in layers or any(
+            i >= n for i, n in zip(place[1:], counts.values(), strict=True)
+        ):
+            ends = " and ".join(
+                f"{name.lower()}s are 0 to {count - 1}" for name, count in counts.items()
+            )
             form = ".".join(["LAYER", *counts])
             allowed = f"{form} of this model, whose {ends} and of which these layers are measured"
-            raise UsageError(f"--{flag}={text}: {entry!r} is not {allowed}: {', '.join(map(str, layers))}")
+            raise UsageError(
+                f"--{flag}={text}: {entry!r} is not {allowed}: {', '.join(map(str, layers))}"
+            )
         places[place] = None
     return list(places)
 
@@ -48,7 +56,9 @@ def parse_window(text: str | None, length: int, around: int = 0) -> range:
     window = range(int(match[1]), int(match[2])) if match else range(0)
     if not 0 < len(window) <= MOST or window.stop > length:
         allowed = f"START:STOP of the {length} tokens read, with 1 to {MOST} tokens"
-        raise UsageError(f"--window={text}: is not {allowed}; give another one, or read more with --seq_len")
+        raise UsageError(
+            f"--window={text}: is not {allowed}; give another one, or read more with --seq_len"
+        )
     return window
 
 
@@ -70,5 +80,7 @@ def find_after(text: str | None, names: np.ndarray, optional: bool = False) -> n
     usable = 0 < after[:, FROM:].mean() < 1
     if text is not None and not optional and not usable:
         allowed = "must stand before some of the tokens read, and not before all"
-        raise UsageError(f"--head_of={text}: {allowed}; give a token such as {names[0, 1]}, or a --text")
+        raise UsageError(
+            f"--head_of={text}: {allowed}; give a token such as {names[0, 1]}, or a --text"
+        )
     return after & usable

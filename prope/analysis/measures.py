@@ -20,18 +20,30 @@ FROM = 2  # the first query that counts: it, the token before it and the first o
 class Measures(NamedTuple):
     """Means of one layer over tokens, later over sequences too; of weights, over queries from the third token on."""
 
-    query_norms: jax.Array  # [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 11)
+    query_norms: (
+        jax.Array
+    )  # [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 11)
     key_norms: jax.Array  # [K, P]
-    value_norms: jax.Array  # [K, P], of lanes that would be pairs: values are not rotated, so this is the control
+    value_norms: (
+        jax.Array
+    )  # [K, P], of lanes that would be pairs: values are not rotated, so this is the control
     diagonal: jax.Array  # [N], weight on the token itself
     previous_token: jax.Array  # [N], weight on the token before
     first_token: jax.Array  # [N], weight on the first token
     entropy: jax.Array  # [N], of the weights, divided by that of equal weights: 0 to 1
     distance: jax.Array  # [N], mean distance of the attended tokens, in tokens
-    unturned_overlap: jax.Array  # [N], sum of min(weight, weight without rotation): attention that needs no position
-    to_first: jax.Array  # [N, P], contribution of a pair to the logit of the first token, of queries after it
-    to_others: jax.Array  # [N, P], its mean contribution to the logits of all visible tokens after the first
-    after_token: jax.Array = 0  # [N], previous_token, counted where that token is the one of --head_of
+    unturned_overlap: (
+        jax.Array
+    )  # [N], sum of min(weight, weight without rotation): attention that needs no position
+    to_first: (
+        jax.Array
+    )  # [N, P], contribution of a pair to the logit of the first token, of queries after it
+    to_others: (
+        jax.Array
+    )  # [N, P], its mean contribution to the logits of all visible tokens after the first
+    after_token: jax.Array = (
+        0  # [N], previous_token, counted where that token is the one of --head_of
+    )
     elsewhere: jax.Array = 0  # [N], first_token, counted at the other queries (Figure 7)
 
 
@@ -63,7 +75,9 @@ def measure(captured: Captured, after: jax.Array) -> Measures:
     """Measures every sequence, fields [B, ..], of arrays [B, T, ., H], T >= 3; `after` [B, T]: `choices.find_after`."""
     axes = ["BTNH", "BTKH", "BTKH", "BTNH", "BTKH", "BT"]
     results = ["BNH", "BKH", "BKH", *["BN"] * 6, "BNH", "BNH", "BN", "BN"]
-    own = shard_mapped(lambda *arrays: jax.lax.map(_measure_sequence, arrays), axes, results)(*captured, after)
+    own = shard_mapped(lambda *arrays: jax.lax.map(_measure_sequence, arrays), axes, results)(
+        *captured, after
+    )
     return Measures(*(constrain(x, "T" * x.ndim) for x in own))  # whole on every device
 
 
@@ -77,7 +91,10 @@ def _measure_sequence(sequence: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = jnp.minimum(rows, T - 1)  # the last block may run over the end
         rotated = weights(captured.rotated_query[at], captured.rotated_key, at)
         unrotated = weights(captured.query[at], captured.key, at)
-        entropy = -jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1) / jnp.log(jnp.maximum(at, 1) + 1)[None]
+        entropy = (
+            -jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1)
+            / jnp.log(jnp.maximum(at, 1) + 1)[None]
+        )
         distance = (rotated * (at[:, None] - jnp.arange(T)[None])[None]).sum(axis=-1)
         query = jnp.arange(size)
         on_tokens = rotated[:, query, at], rotated[:, query, at - 1], rotated[:, :, 0]
@@ -88,7 +105,12 @@ def _measure_sequence(sequence: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
     means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
     norms = (_pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
-    return *norms, *means[:6], *_contributions(captured.rotated_query, captured.rotated_key), *means[6:]
+    return (
+        *norms,
+        *means[:6],
+        *_contributions(captured.rotated_query, captured.rotated_key),
+        *means[6:],
+    )
 
 
 def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +128,12 @@ def view(captured: Captured, positions: jax.Array) -> View:
     query, key = captured.rotated_query[0, positions], captured.rotated_key[0]
     to_chosen = weights(query, key, positions)[:, :, positions]
     keys = jnp.repeat(key[positions], query.shape[1] // key.shape[1], axis=1)
-    own = View(positions, logits(query, keys), to_chosen, *(_pair_norms(x).swapaxes(0, 1) for x in (query, keys)))
+    own = View(
+        positions,
+        logits(query, keys),
+        to_chosen,
+        *(_pair_norms(x).swapaxes(0, 1) for x in (query, keys)),
+    )
     return View(*(constrain(x, "T" * x.ndim) for x in own))
 
 

@@ -25,7 +25,9 @@ def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]],
         tokenizer = load_tokenizer(config.data.tokenizer)
         ids = tokenizer.encode(read_text("text", options.text, "give a text file").encode())
         if len(ids) < LEAST - 1:
-            raise UsageError(f"--text={options.text}: has {len(ids)} tokens; two at least are needed")
+            raise UsageError(
+                f"--text={options.text}: has {len(ids)} tokens; two at least are needed"
+            )
         tokens = np.append(BOS, ids)[None, : options.seq_len or config.data.seq_len]
         source, split = options.text, None
     else:
@@ -42,11 +44,20 @@ def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]],
             raise UsageError(f"config.data.dataset={data.dataset}: {none}; give a --text=FILE")
         tokens = np.stack([document for document in documents if len(document) == longest])
         if len(tokens) < options.sequences or longest < data.seq_len:
-            log.info("found %d documents of %d tokens in split %s", len(tokens), longest, windows.split)
-        tokenizer = None if data.dataset.startswith("synthetic/") else load_tokenizer(data.tokenizer)
+            log.info(
+                "found %d documents of %d tokens in split %s", len(tokens), longest, windows.split
+            )
+        tokenizer = (
+            None if data.dataset.startswith("synthetic/") else load_tokenizer(data.tokenizer)
+        )
         source, split = data.dataset, windows.split
     if tokens.max() >= config.model.vocab_size:
-        raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}")
-    names = {t: token_name(tokenizer, t) if tokenizer else text_of([t]) for t in np.unique(tokens).tolist()}
+        raise UsageError(
+            f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}"
+        )
+    names = {
+        t: token_name(tokenizer, t) if tokenizer else text_of([t])
+        for t in np.unique(tokens).tolist()
+    }
     ids = tokens.tolist()
     return ids, [[names[t] for t in row] for row in ids], {"source": source, "split": split}

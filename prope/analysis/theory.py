@@ -28,19 +28,25 @@ def rotate(vectors: Array, positions: Array, frequencies: Array) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def logits(queries: Array, keys: Array, frequencies: Array, positions: Array | None = None) -> Array:
+def logits(
+    queries: Array, keys: Array, frequencies: Array, positions: Array | None = None
+) -> Array:
     """Computes (R^i q_i) . (R^j k_j) / sqrt(H), -inf where j > i (equation 4, scaled): [T, S].
 
     Queries [T, H] are of the last T of the S positions, keys [S, H] of all; positions [S] are 0 .. S-1 by default.
     """
     T, S = len(queries), len(keys)
     positions = np.arange(S) if positions is None else np.asarray(positions)
-    scores = rotate(queries, positions[S - T :], frequencies) @ rotate(keys, positions, frequencies).T
+    scores = (
+        rotate(queries, positions[S - T :], frequencies) @ rotate(keys, positions, frequencies).T
+    )
     visible = np.arange(S) <= np.arange(S - T, S)[:, None]
     return np.where(visible, scores / math.sqrt(keys.shape[-1]), -np.inf)
 
 
-def attention(queries: Array, keys: Array, frequencies: Array, positions: Array | None = None) -> Array:
+def attention(
+    queries: Array, keys: Array, frequencies: Array, positions: Array | None = None
+) -> Array:
     """Computes the causal softmax of `logits`, with the same arguments: weights [T, S]."""
     return scipy.special.softmax(logits(queries, keys, frequencies, positions), axis=-1)
 
@@ -60,7 +66,9 @@ def key_for_distance(query: Array, distance: int, frequencies: Array) -> Array:
     A query that is 0 in every rotated pair is a ValueError.
     """
     if not np.any(np.asarray(query).reshape(2, -1)[:, np.asarray(frequencies) != 0]):
-        raise ValueError("the query is 0 in every pair that rotates: all distances are the same to it")
+        raise ValueError(
+            "the query is 0 in every pair that rotates: all distances are the same to it"
+        )
     return rotate(query, distance, frequencies)
 
 
@@ -108,7 +116,9 @@ class PositionalHead(NamedTuple):
     gap: float  # by which the target's q . k leads all others, at temperature 1 and before 1 / sqrt(H)
 
 
-def positional_head(distance: int, epsilon: float, length: int, frequencies: Array) -> PositionalHead:
+def positional_head(
+    distance: int, epsilon: float, length: int, frequencies: Array
+) -> PositionalHead:
     """Theorem 5.3: builds a head with weight over 1 - epsilon `distance` tokens back (0: diagonal, 1: previous).
 
     The key u is 1 in the first lane of each rotated pair, the query temperature * R^(-distance) u. A key m positions
@@ -124,18 +134,29 @@ def positional_head(distance: int, epsilon: float, length: int, frequencies: Arr
         raise ValueError(f"distance must be at least 0 and below length={length}; got {distance}")
     rotated = np.asarray(frequencies) != 0
     if not rotated.any():
-        raise ValueError("no pair rotates (p = 0): equal tokens get equal weights at all positions (Proposition 5.2)")
+        raise ValueError(
+            "no pair rotates (p = 0): equal tokens get equal weights at all positions (Proposition 5.2)"
+        )
     off = np.arange(1, max(distance, length - 1 - distance) + 1)
-    gap = float((2 * np.sin(np.outer(off, frequencies) / 2) ** 2).sum(axis=-1).min())  # 1 - cos x, exact near 0
+    gap = float(
+        (2 * np.sin(np.outer(off, frequencies) / 2) ** 2).sum(axis=-1).min()
+    )  # 1 - cos x, exact near 0
     if gap == 0:
-        raise ValueError(f"these frequencies do not tell the target from other positions within {length} tokens")
+        raise ValueError(
+            f"these frequencies do not tell the target from other positions within {length} tokens"
+        )
     key = np.concatenate([rotated, np.zeros_like(rotated)]).astype(np.float64)
     temperature = math.sqrt(key.size) * math.log((length - 1) / epsilon) / gap
     return PositionalHead(temperature * rotate(key, -distance, frequencies), key, temperature, gap)
 
 
 def head_weights(
-    distance: int, epsilon: float, length: int, frequencies: Array, embed_dim: int, constant: int = 0
+    distance: int,
+    epsilon: float,
+    length: int,
+    frequencies: Array,
+    embed_dim: int,
+    constant: int = 0,
 ) -> tuple[Array, Array]:
     """Theorem 5.3 as weights: builds (W_q, W_k), each [D, H], of a head that attends to a distance.
 
@@ -143,7 +164,9 @@ def head_weights(
     whatever else x holds: W_q = temperature * W_k R^distance, in rows.
     """
     if not 0 <= constant < embed_dim:
-        raise ValueError(f"constant must be one of the embed_dim={embed_dim} features; got {constant}")
+        raise ValueError(
+            f"constant must be one of the embed_dim={embed_dim} features; got {constant}"
+        )
     head = positional_head(distance, epsilon, length, frequencies)
     query_weights, key_weights = np.zeros((2, embed_dim, head.key.size))
     query_weights[constant], key_weights[constant] = head.query, head.key
@@ -169,12 +192,18 @@ def semantic_head(epsilon: float, length: int, frequency: float) -> SemanticHead
     _check(epsilon, length)
     longest = math.ceil(math.pi / 2 / frequency) if frequency else math.inf
     if length > longest:
-        raise ValueError(f"a pair of frequency {frequency:g} serves at most {longest} tokens, not {length}")
-    temperature = math.sqrt(2) * math.log((length - 1) / epsilon) / math.cos(frequency * (length - 1))
+        raise ValueError(
+            f"a pair of frequency {frequency:g} serves at most {longest} tokens, not {length}"
+        )
+    temperature = (
+        math.sqrt(2) * math.log((length - 1) / epsilon) / math.cos(frequency * (length - 1))
+    )
     return SemanticHead(np.array([temperature, 0]), np.array([1.0, 0]), np.zeros(2), longest)
 
 
-def defeating_swaps(query: Array, keys: Array, frequency: float, target: int, epsilon: float) -> list[tuple[int, int]]:
+def defeating_swaps(
+    query: Array, keys: Array, frequency: float, target: int, epsilon: float
+) -> list[tuple[int, int]]:
     """Theorem 6.1: finds one or two swaps of tokens after which a head of one rotated pair loses its target.
 
     As in the proof: a target with a positive logit is moved to where it is negative; if it still leads, another token
@@ -187,16 +216,26 @@ def defeating_swaps(query: Array, keys: Array, frequency: float, target: int, ep
     """
     S, last = len(keys), len(keys) - 1
     if not 0 < frequency <= 1:
-        raise ValueError(f"frequency must be in (0, 1], and no swap defeats an unrotated pair; got {frequency}")
+        raise ValueError(
+            f"frequency must be in (0, 1], and no swap defeats an unrotated pair; got {frequency}"
+        )
     if not 0 < epsilon <= 0.5:
-        raise ValueError(f"epsilon must be in (0, 1/2], where a weight above 1 - epsilon is the largest; got {epsilon}")
+        raise ValueError(
+            f"epsilon must be in (0, 1/2], where a weight above 1 - epsilon is the largest; got {epsilon}"
+        )
     if not 0 <= target < last:
-        raise ValueError(f"the target must stand before the last token, {last}, whose query it answers; got {target}")
+        raise ValueError(
+            f"the target must stand before the last token, {last}, whose query it answers; got {target}"
+        )
     if attention(query[None], keys, [frequency])[0, target] <= 1 - epsilon:
         return []
-    enough = math.ceil(2 * math.pi / frequency) + 3  # a whole turn, and a position to spare in each half of it
+    enough = (
+        math.ceil(2 * math.pi / frequency) + 3
+    )  # a whole turn, and a position to spare in each half of it
     too_short = f"{S} tokens rotate a pair of frequency {frequency:g} too little to defeat this head; {enough} suffice"
-    distances = last - np.arange(last)  # of the positions that may be swapped; the last one holds the query
+    distances = last - np.arange(
+        last
+    )  # of the positions that may be swapped; the last one holds the query
     swaps, position = [], target
     scores = by_distance(query, keys[target], distances, [frequency])
     if scores[position] > 0:
@@ -232,7 +271,9 @@ def random_positions(length: int, bound: int, rng: np.random.Generator) -> Array
     return np.sort(rng.choice(bound, length, replace=False))
 
 
-def randomised_curves(length: int, bound: int, frequencies: Array, draws: int = 256, seed: int = 0) -> dict[str, Curve]:
+def randomised_curves(
+    length: int, bound: int, frequencies: Array, draws: int = 256, seed: int = 0
+) -> dict[str, Curve]:
     """Figure 8: computes `all_ones_curve` and `gaussian_curve` under random positions below `bound`.
 
     Every draw is a new set of positions, and for "gaussian" also a new query and key. The curves "ones" and "gaussian"
@@ -242,15 +283,22 @@ def randomised_curves(length: int, bound: int, frequencies: Array, draws: int = 
     positions = np.stack([random_positions(length, bound, rng) for _ in range(draws)])
     distances = positions[:, -1:] - positions[:, ::-1]
     ones = all_ones_curve(every, frequencies)[distances]
-    gaussian = by_distance(*rng.standard_normal((2, draws, 2 * len(frequencies))), every, frequencies)
-    return {"ones": _mean_and_error(ones), "gaussian": _mean_and_error(np.take_along_axis(gaussian, distances, axis=1))}
+    gaussian = by_distance(
+        *rng.standard_normal((2, draws, 2 * len(frequencies))), every, frequencies
+    )
+    return {
+        "ones": _mean_and_error(ones),
+        "gaussian": _mean_and_error(np.take_along_axis(gaussian, distances, axis=1)),
+    }
 
 
 def _check(epsilon: float, length: int) -> None:
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon must be in (0, 1); got {epsilon}")
     if length < 2:
-        raise ValueError(f"length must be at least 2, or there is nothing else to attend to; got {length}")
+        raise ValueError(
+            f"length must be at least 2, or there is nothing else to attend to; got {length}"
+        )
 
 
 def _mean_and_error(draws: Array) -> Curve:

@@ -36,7 +36,9 @@ class Walk:
     def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
         processes.check_count()
         # In float32 whatever it was trained in, so that the weights are measured.
-        self.config = ConfigDict(config.to_dict() | {"dtype": "float32", "attention": "auto", "remat": "none"})
+        self.config = ConfigDict(
+            config.to_dict() | {"dtype": "float32", "attention": "auto", "remat": "none"}
+        )
         self.tokens = tokens
         self.frequencies = layer_frequencies(config, tokens.shape[1])  # [L, P]
         self._mesh, (B, T) = sharding.make_mesh(), tokens.shape
@@ -46,7 +48,9 @@ class Walk:
         self._embed = jax.jit(functools.partial(model.embed, self.config))
         self._layer = jax.jit(self._run_layer)
         self._losses = jax.jit(
-            lambda norm, table, x, ids: sharding.constrain(token_losses(model.final_norm(norm, x), table, ids), "TT")
+            lambda norm, table, x, ids: sharding.constrain(
+                token_losses(model.final_norm(norm, x), table, ids), "TT"
+            )
         )
         self._checkpoint, self._params = run.checkpoint, functools.cache(self._read_params)
         self._keeps = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes)) < _KEPT
@@ -64,16 +68,23 @@ class Walk:
     def enter(self) -> Stream:
         """Embeds the tokens: the residual stream before the first layer."""
         (table,) = self._params("embedder").values()
-        return [_own_rows(self.run(self._embed, table, batch)) for batch in self.batches(self.tokens)]
+        return [
+            _own_rows(self.run(self._embed, table, batch)) for batch in self.batches(self.tokens)
+        ]
 
-    def layer(self, number: int, x: Stream, rotate_fn: Partial | None = None, look: Callable | None = None) -> Stream:
+    def layer(
+        self, number: int, x: Stream, rotate_fn: Partial | None = None, look: Callable | None = None
+    ) -> Stream:
         """Runs a layer on a residual stream; returns that after it.
 
         `rotate_fn` is that of `model.layer`. `look` is called with the numbers of the layer and of a batch, and the
         arrays of its attention.
         """
         positions, outputs = np.arange(self.tokens.shape[1], dtype=np.int32)[None], []
-        params, table = self._params("layers", number), np.asarray(rotation_table(positions, self.frequencies[number]))
+        params, table = (
+            self._params("layers", number),
+            np.asarray(rotation_table(positions, self.frequencies[number])),
+        )
         for batch, rows in enumerate(x):
             output, captured = self.run(self._layer, params, self._global(rows), table, rotate_fn)
             outputs.append(_own_rows(output))
@@ -88,8 +99,13 @@ class Walk:
             x = self.layer(number, x)
         params = self._params("final_norm"), *self._params("embedder").values()
         batches = zip(x, self.batches(np.roll(self.tokens, -1, axis=1)), strict=True)
-        losses = [self.run(self._losses, *params, self._global(rows), targets) for rows, targets in batches]
-        means = [np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses]  # the last predicts nothing
+        losses = [
+            self.run(self._losses, *params, self._global(rows), targets)
+            for rows, targets in batches
+        ]
+        means = [
+            np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses
+        ]  # the last predicts nothing
         return np.concatenate(means)[: len(self.tokens)]
 
     def _run_layer(self, params, x, table, rotate_fn):

@@ -28,11 +28,15 @@ def paper_listing(inputs, positions, head_dim, max_wavelength=10_000, rope_perce
     """Applies p-RoPE by the listing of the paper's appendix C: float32 angles, infinite timescales for slow pairs."""
     num_rotated = int(rope_percentage * head_dim // 2)
     fraction = 2.0 * jnp.arange(0, num_rotated) / head_dim
-    timescale = jnp.pad(max_wavelength**fraction, (0, head_dim // 2 - num_rotated), constant_values=jnp.inf)
+    timescale = jnp.pad(
+        max_wavelength**fraction, (0, head_dim // 2 - num_rotated), constant_values=jnp.inf
+    )
     angle = (positions[..., None] / timescale[None, None])[..., None, :]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     first, second = jnp.split(inputs, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(inputs.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(inputs.dtype)
 
 
 def medians(programs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -66,9 +70,18 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
         weighted_sum = functools.partial(lambda rotate, x: (rotate(x) * cotangent).sum(), rotate)
         programs[f"{name} forward"] = jax.jit(rotate)
         programs[f"{name} forward_backward"] = jax.jit(jax.value_and_grad(weighted_sum))
-        programs[f"{name} output_and_gradient"] = jax.jit(functools.partial(output_and_gradient, rotate))
-    seconds = medians({name: functools.partial(program, inputs) for name, program in programs.items()}, rounds)
-    result = {"device": jax.devices()[0].device_kind, "shape": list(shape), "dtype": dtype, "rope_percentage": p}
+        programs[f"{name} output_and_gradient"] = jax.jit(
+            functools.partial(output_and_gradient, rotate)
+        )
+    seconds = medians(
+        {name: functools.partial(program, inputs) for name, program in programs.items()}, rounds
+    )
+    result = {
+        "device": jax.devices()[0].device_kind,
+        "shape": list(shape),
+        "dtype": dtype,
+        "rope_percentage": p,
+    }
     result["copy_seconds"] = copy = seconds.pop("copy")
     for name, value in seconds.items():
         function, program = name.split()
@@ -82,26 +95,39 @@ def bench_attention(shape: tuple[int, int, int, int]) -> dict:
     B, T, N, H = shape
     device, small, large = jax.devices()[0], (512, 1024, 2048), (512, 2048)
     if device.platform != "tpu":
-        raise UsageError(f"--attention sweeps blocks of the TPU's splash attention, and this is a {device.platform}")
+        raise UsageError(
+            f"--attention sweeps blocks of the TPU's splash attention, and this is a {device.platform}"
+        )
     shapes = ((B, 1, N, T, H), (B, 1, T, H), (B, 1, T, H))
     arrays = [jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes]
     positions = np.arange(T)[None]
     sweep = itertools.product(small, small, large, large, (2**40, 0))
-    candidates = dict.fromkeys([choose_blocks(device.device_kind, H), *itertools.starmap(Blocks, sweep)])
+    candidates = dict.fromkeys(
+        [choose_blocks(device.device_kind, H), *itertools.starmap(Blocks, sweep)]
+    )
     seconds = {}
     for blocks in (b for b in candidates if max(b.keys_at_once, b.keys_at_once_backward) <= b.keys):
         attend = functools.partial(splash, positions=positions, part=0, blocks=blocks)
-        loss = functools.partial(lambda attend, *qkv: attend(*qkv).astype(jnp.float32).sum(), attend)
+        loss = functools.partial(
+            lambda attend, *qkv: attend(*qkv).astype(jnp.float32).sum(), attend
+        )
         program = jax.jit(jax.grad(loss, (0, 1, 2)))
         try:
-            seconds[blocks] = medians({"attention": functools.partial(program, *arrays)}, 5)["attention"]
+            seconds[blocks] = medians({"attention": functools.partial(program, *arrays)}, 5)[
+                "attention"
+            ]
         except jax.errors.JaxRuntimeError as error:  # they need more VMEM than there is
             log.info("%s: %s", blocks, str(error).splitlines()[0])
         else:
             log.info("%s: %.2f ms", blocks, 1e3 * seconds[blocks])
     if not seconds:
-        raise UsageError(f"--shape={','.join(map(str, shape))}: no blocks of splash attention compile for it")
-    table = [blocks._asdict() | {"seconds": seconds[blocks]} for blocks in sorted(seconds, key=seconds.get)]
+        raise UsageError(
+            f"--shape={','.join(map(str, shape))}: no blocks of splash attention compile for it"
+        )
+    table = [
+        blocks._asdict() | {"seconds": seconds[blocks]}
+        for blocks in sorted(seconds, key=seconds.get)
+    ]
     return {"device": device.device_kind, "shape": list(shape), "best": table[0], "blocks": table}
 
 
@@ -127,14 +153,21 @@ def bench_step(config: ConfigDict, steps: int, matmul: tuple[int, int] | None = 
     size, repeats = matmul or ((2048, 8) if devices[0].platform == "cpu" else (8192, 64))
     square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
     seconds = medians({"step": train, "matmul": repeat_matmul(square, repeats)}, steps)
-    result = {"device": devices[0].device_kind, "devices": len(devices)} | describe(config, mesh, shapes[0])
+    result = {"device": devices[0].device_kind, "devices": len(devices)} | describe(
+        config, mesh, shapes[0]
+    )
     tokens = config.batch_size * config.data.seq_len
     per_device = result["model_flops_per_token"] * tokens / seconds["step"] / len(devices)
-    matmul_rate, peak = repeats * 2 * size**3 / seconds["matmul"], flops.peak_flops(devices[0].device_kind)
+    matmul_rate, peak = (
+        repeats * 2 * size**3 / seconds["matmul"],
+        flops.peak_flops(devices[0].device_kind),
+    )
     memory = update.memory_analysis()
     speed = f"{seconds['step']:.3f} s a step, {tokens / seconds['step']:,.0f} tokens/s"
     share = 100 * per_device / matmul_rate
-    log.info("%s; %.0f GFLOP/s of a device, %.0f %% of its matmul rate", speed, per_device / 1e9, share)
+    log.info(
+        "%s; %.0f GFLOP/s of a device, %.0f %% of its matmul rate", speed, per_device / 1e9, share
+    )
     return result | {
         "step_seconds": seconds["step"],
         "tokens_per_second": tokens / seconds["step"],
@@ -167,19 +200,33 @@ def describe(config: ConfigDict, mesh: jax.sharding.Mesh, parameters: model.Para
     """Returns what bench and plan print of the step that they measure."""
     of_model = {name: config.model[name] for name in ("dtype", "remat", "attention")}
     return {
-        "mesh": dict(mesh.shape), "parameters": num_parameters(parameters), "batch_size": config.batch_size,
-        "accumulation": config.accumulation, "seq_len": config.data.seq_len, **of_model,
+        "mesh": dict(mesh.shape),
+        "parameters": num_parameters(parameters),
+        "batch_size": config.batch_size,
+        "accumulation": config.accumulation,
+        "seq_len": config.data.seq_len,
+        **of_model,
         "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
-    }  # fmt: skip
+    }
 
 
 def random_batch(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """Draws a batch of random tokens in which every document is one window long."""
     B, T = config.batch_size, config.data.seq_len
     rows = sharding.rows_of_this_process(mesh, B)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T + 1), np.int32)[rows]
-    ones, positions = np.ones((len(rows), T), np.int32), np.tile(np.arange(T, dtype=np.int32), (len(rows), 1))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "segment_ids": ones}
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T + 1), np.int32)[
+        rows
+    ]
+    ones, positions = (
+        np.ones((len(rows), T), np.int32),
+        np.tile(np.arange(T, dtype=np.int32), (len(rows), 1)),
+    )
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": positions,
+        "segment_ids": ones,
+    }
     return sharding.global_batch(mesh, batch | {"weights": ones.astype(np.float32)}, B)
 
 

@@ -27,7 +27,9 @@ class Chip(NamedTuple):
     hbm_bytes: float
     hbm_bandwidth: float
     ici_bandwidth: float  # of GPUs: NVLink, one way
-    dcn_bandwidth: float | None = None  # bytes/s between slices or nodes: those of a host's network cards / its chips
+    dcn_bandwidth: float | None = (
+        None  # bytes/s between slices or nodes: those of a host's network cards / its chips
+    )
 
 
 # TPU: peaks from Cloud TPU's page of each chip (v4: scaling-book, tpus.md); HBM is what XLA lets a program use; ICI
@@ -53,7 +55,9 @@ def peak_flops(device_kind: str) -> float | None:
     return next((chip.flops for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
-def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str, int]], chip: Chip) -> dict:
+def roofline_seconds(
+    flops: float, hbm: float, traffic: Mapping[str, Mapping[str, int]], chip: Chip
+) -> dict:
     """Computes lower bounds of the step's seconds: by what takes them, and "step", their maximum.
 
     "communication" is that within a slice or GPU node, over its links; "between_slices" that over the data-centre
@@ -66,9 +70,14 @@ def roofline_seconds(flops: float, hbm: float, traffic: Mapping[str, Mapping[str
       chip: from `CHIPS`. What takes a network that is not known is None and not in the maximum.
     """
     bounds = {"compute": flops / chip.flops, "memory": hbm / chip.hbm_bandwidth}
-    between = sum(counts["bytes"] for kind, counts in traffic.items() if kind.endswith("between slices"))
+    between = sum(
+        counts["bytes"] for kind, counts in traffic.items() if kind.endswith("between slices")
+    )
     within = sum(counts["bytes"] for counts in traffic.values()) - between
-    rates = {"communication": (within, chip.ici_bandwidth), "between_slices": (between, chip.dcn_bandwidth)}
+    rates = {
+        "communication": (within, chip.ici_bandwidth),
+        "between_slices": (between, chip.dcn_bandwidth),
+    }
     bounds |= {name: bandwidth and size / bandwidth for name, (size, bandwidth) in rates.items()}
     return {"step": max(filter(None, bounds.values()), default=0.0)} | bounds
 
@@ -84,15 +93,31 @@ def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
     6 per matmul parameter (layers and head, not norms or the lookup), and causal attention: a query sees T / 2 keys on
     average, or W - W^2 / 2T within a window, in two matmuls forward and four backward.
     """
-    D, N, K, H, F = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_dim
+    D, N, K, H, F = (
+        model.embed_dim,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        model.hidden_dim,
+    )
     layer = D * N * H + 2 * D * K * H + N * H * D + 3 * D * F
     windows = [min(window or seq_len, seq_len) for window in layer_windows(model)]
-    keys = sum(2 * window - window**2 / seq_len for window in windows)  # twice the mean, over all layers
+    keys = sum(
+        2 * window - window**2 / seq_len for window in windows
+    )  # twice the mean, over all layers
     return 6.0 * (model.num_layers * layer + model.vocab_size * D) + 6.0 * N * H * keys
 
 
 # Primitives that run their one jaxpr once, with their operands as its arguments.
-_CALLS = ("jit", "checkpoint", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call", "shard_map")
+_CALLS = (
+    "jit",
+    "checkpoint",
+    "remat2",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "shard_map",
+)
 # Primitives whose work is in no jaxpr.
 _OPAQUE = re.compile(
     "pallas_call|ffi_call|custom_partitioning|dot_product_attention|ragged_dot|scaled_(dot|matmul)|.*wgmma"
@@ -105,7 +130,9 @@ CUDNN_MATMULS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_
 def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
     """Computes the FLOPs of the part of a sequence split over C devices that has most, over the parts' mean."""
     tokens = part_positions(C, seq_len)
-    keys = sum(np.minimum(tokens + 1, window or seq_len).sum(axis=1) for window in layer_windows(model))
+    keys = sum(
+        np.minimum(tokens + 1, window or seq_len).sum(axis=1) for window in layer_windows(model)
+    )
     mean = model_flops_per_token(model, seq_len) * seq_len / C
     return float(1 + 12.0 * model.num_heads * model.head_dim * (keys.max() - keys.mean()) / mean)
 
@@ -141,38 +168,52 @@ def _count(closed, kernels: Mapping[str, float], arguments: Sequence = ()) -> tu
     total = 0.0
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, [value(atom) for atom in eqn.invars]
-        inner = [p for v in eqn.params.values() for p in (v if isinstance(v, list | tuple) else [v])]
+        inner = [
+            p for v in eqn.params.values() for p in (v if isinstance(v, list | tuple) else [v])
+        ]
         inner = [p for p in inner if isinstance(p, ClosedJaxpr | Jaxpr)]
         if name == "dot_general":
-            contracted = [eqn.invars[0].aval.shape[axis] for axis in eqn.params["dimension_numbers"][0][0]]
+            contracted = [
+                eqn.invars[0].aval.shape[axis] for axis in eqn.params["dimension_numbers"][0][0]
+            ]
             total += 2.0 * eqn.outvars[0].aval.size * math.prod(contracted)
         elif name == "conv_general_dilated":
             kernel = eqn.invars[1].aval
             features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             total += 2.0 * eqn.outvars[0].aval.size * kernel.size / features
-        elif name == "dynamic_slice":  # of a constant: a device's part, for which the mean over all stands
+        elif (
+            name == "dynamic_slice"
+        ):  # of a constant: a device's part, for which the mean over all stands
             known[eqn.outvars[0]] = operands[0]
         elif _OPAQUE.match(name):
             total += _kernel_flops(eqn, operands, kernels)
         elif name in _CALLS and len(inner) == 1:
             flops, results = _count(inner[0], kernels, operands)
             known |= zip(eqn.outvars, results, strict=True)
-            devices = [eqn.params["mesh"].shape[axis] for axis in eqn.params.get("newly_manual_axes", ())]
+            devices = [
+                eqn.params["mesh"].shape[axis] for axis in eqn.params.get("newly_manual_axes", ())
+            ]
             total += flops * math.prod(devices)  # 1, except for a shard_map
         elif name == "scan":
             old = "num_consts" in eqn.params  # before JAX 0.11
-            constants = operands[: eqn.params["num_consts"] if old else len(eqn.params["ft_in"].unpack()[0])]
+            constants = operands[
+                : eqn.params["num_consts"] if old else len(eqn.params["ft_in"].unpack()[0])
+            ]
             total += eqn.params["length"] * _count(inner[0], kernels, constants)[0]
         elif name == "cond":
             total += max(_count(branch, kernels, operands[1:])[0] for branch in inner)
         elif any(_count(body, kernels)[0] for body in inner):
-            raise ValueError(f"the matmuls in a {name} cannot be counted: how often it runs is not known")
+            raise ValueError(
+                f"the matmuls in a {name} cannot be counted: how often it runs is not known"
+            )
     return total, [value(atom) for atom in jaxpr.outvars]
 
 
 def _kernel_flops(eqn: JaxprEqn, operands: list, kernels: Mapping[str, float]) -> float:
     """Returns the FLOPs of one call of a kernel on one device."""
-    name = str(eqn.params.get("name") or eqn.params.get("name_and_src_info") or eqn.primitive.name).split(" ")[0]
+    name = str(
+        eqn.params.get("name") or eqn.params.get("name_and_src_info") or eqn.primitive.name
+    ).split(" ")[0]
     if name in kernels:
         return kernels[name]
     if name in CUDNN_MATMULS:  # causal, as this project calls it
@@ -180,11 +221,17 @@ def _kernel_flops(eqn: JaxprEqn, operands: list, kernels: Mapping[str, float]) -
         window = min(eqn.params.get("sliding_window_length") or S, S)
         return CUDNN_MATMULS[name] * 2.0 * B * N * T * H * (window - window**2 / (2 * S))
     if not (eqn.primitive.name == "pallas_call" and name.startswith("splash_")):
-        raise ValueError(f"the FLOPs of the kernel {name} are not known: give them as kernels={{{name!r}: ..}}")
+        raise ValueError(
+            f"the FLOPs of the kernel {name} are not known: give them as kernels={{{name!r}: ..}}"
+        )
     grid = eqn.params["grid_mapping"]
     share = 1.0
-    if grid.num_index_operands:  # data_next, block_mask, ..: a grid step computes where block_mask is not 0
+    if (
+        grid.num_index_operands
+    ):  # data_next, block_mask, ..: a grid step computes where block_mask is not 0
         if operands[1] is None:
-            raise ValueError(f"the blocks that the kernel {name} visits are not known: its mask is no constant")
+            raise ValueError(
+                f"the blocks that the kernel {name} visits are not known: its mask is no constant"
+            )
         share = float(np.count_nonzero(operands[1]) / operands[1].size)
     return math.prod(grid.grid) * share * _count(eqn.params["jaxpr"], kernels)[0]

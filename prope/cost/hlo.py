@@ -13,15 +13,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
-                "ragged-all-to-all", "reduce-scatter")  # fmt: skip
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
-_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async",
-         "after-all", "partition-id", "replica-id", "opt-barrier", "send", "recv")  # fmt: skip
+_FREE = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "async",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "send",
+    "recv",
+)
 _BETWEEN_SLICES = r'_xla_megascale_target="\{([\d,:]+)\}.*?_xla_megascale_transfer_type="(\w+)"'
 _SYNC = '"is_sync":true'  # of a start on a GPU whose done follows at once
-_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveDone")
+_FREE_CALLS = (
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+)
 
 
 def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[str, int]]:
@@ -37,7 +64,9 @@ def collectives(text: str, chips_per_node: int | None = None) -> dict[str, dict[
 
     Raises ValueError, which names the loop, for one whose length the text does not give.
     """
-    counts = _total(_read(text), "ENTRY", functools.partial(_collectives_in, chips_per_node=chips_per_node))
+    counts = _total(
+        _read(text), "ENTRY", functools.partial(_collectives_in, chips_per_node=chips_per_node)
+    )
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {key: counts[kind, key] for key in ("count", "bytes", "async")} for kind in kinds}
 
@@ -55,7 +84,9 @@ def kernels(text: str) -> dict[str, int]:
     """Counts how often one chip runs each library or custom kernel in one step, {"__cudnn$fmhaSoftmax": 18, ..}."""
 
     def count(module: dict, computation: _Computation) -> Counter:
-        calls = [x for x in computation.instructions.values() if x.opcode == "custom-call" and not x.free]
+        calls = [
+            x for x in computation.instructions.values() if x.opcode == "custom-call" and not x.free
+        ]
         return Counter(re.search(r'custom_call_target="([^"]*)"', x.attributes)[1] for x in calls)
 
     return dict(sorted(_total(_read(text), "ENTRY", count).items()))
@@ -64,7 +95,12 @@ def kernels(text: str) -> dict[str, int]:
 def array_shapes(text: str, in_fusions: bool = True) -> set[tuple[str, tuple[int, ...]]]:
     """Lists (dtype, dims) of the arrays of a compiled module; those inside fusions, in no memory, may be left out."""
     module = _read(text)
-    fusions = {x.attribute("calls") for c in module.values() for x in c.instructions.values() if x.opcode == "fusion"}
+    fusions = {
+        x.attribute("calls")
+        for c in module.values()
+        for x in c.instructions.values()
+        if x.opcode == "fusion"
+    }
     kept = [c for name, c in module.items() if in_fusions or name not in fusions]
     return {(a.dtype, a.dims) for c in kept for x in c.instructions.values() for a in x.arrays}
 
@@ -104,7 +140,9 @@ class _Instruction(NamedTuple):
     @property
     def free(self) -> bool:
         """Tells whether it moves no data by itself."""
-        free_call = self.opcode == "custom-call" and any(name in self.attributes for name in _FREE_CALLS)
+        free_call = self.opcode == "custom-call" and any(
+            name in self.attributes for name in _FREE_CALLS
+        )
         return free_call or self.kind in _FREE
 
     @property
@@ -119,7 +157,12 @@ class _Computation:
     root: _Instruction | None = None
 
     def uses(self, name: str) -> list[tuple[_Instruction, int]]:
-        return [(x, i) for x in self.instructions.values() for i, operand in enumerate(x.operands) if operand == name]
+        return [
+            (x, i)
+            for x in self.instructions.values()
+            for i, operand in enumerate(x.operands)
+            if operand == name
+        ]
 
     def operands(self, x: _Instruction) -> list[_Instruction]:
         """Returns what x reads; for the done of a start, what the start reads."""
@@ -131,7 +174,9 @@ class _Computation:
 def _arrays(text: str) -> tuple[_Array, ...]:
     """Parses the arrays of a type such as (bf16[8,128]{1,0:T(8,128)S(1)}, u32[])."""
     arrays = []
-    for dtype, sizes, space in re.findall(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?", text):
+    for dtype, sizes, space in re.findall(
+        r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?", text
+    ):
         dims = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
         bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
         arrays.append(_Array(dtype, dims, math.ceil(math.prod(dims) * bits / 8), int(space or 0)))
@@ -145,10 +190,14 @@ def _read(text: str) -> dict[str, _Computation]:
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             module["ENTRY" if header[1] else header[2]] = computation = _Computation()
-        elif match := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*))?$", line):
+        elif match := re.match(
+            r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*))?$", line
+        ):
             root, name, types, opcode, inside, attributes = match.groups(default="")
             operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-            computation.instructions[name] = _Instruction(name, _arrays(types), opcode, operands, inside, attributes)
+            computation.instructions[name] = _Instruction(
+                name, _arrays(types), opcode, operands, inside, attributes
+            )
             computation.root = computation.instructions[name] if root else computation.root
     if "ENTRY" not in module:
         raise ValueError("not the text of a compiled module: it has no ENTRY")
@@ -160,13 +209,21 @@ def _total(module: dict, name: str, count: Callable) -> Counter:
     total = Counter(count(module, module[name]))
     for x in module[name].instructions.values():
         if x.opcode == "while":
-            trips, body = _trips(module, module[name], x), _total(module, x.attribute("body"), count)
+            trips, body = (
+                _trips(module, module[name], x),
+                _total(module, x.attribute("body"), count),
+            )
             total.update({key: trips * value for key, value in body.items()})
         elif x.opcode in ("call", "async-start"):
             total.update(_total(module, x.attribute("calls") or x.attribute("to_apply"), count))
         elif x.opcode == "conditional":
-            names = re.search(r"branch_computations=\{.*?\}|true_computation=.*?false_computation=\S+", x.attributes)[0]
-            branches = [_total(module, branch, count) for branch in re.findall(r"%([\w.\-]+)", names)]
+            names = re.search(
+                r"branch_computations=\{.*?\}|true_computation=.*?false_computation=\S+",
+                x.attributes,
+            )[0]
+            branches = [
+                _total(module, branch, count) for branch in re.findall(r"%([\w.\-]+)", names)
+            ]
             total.update(functools.reduce(Counter.__or__, branches))
     return total
 
@@ -186,20 +243,28 @@ def _trips(module: dict, outside: _Computation, loop: _Instruction) -> int:
     if rounding is not None and all(sides) and first.opcode == body.root.opcode == "tuple":
         (i, shift), (other, limit) = sides
         if i is not None and other is None:
-            start, after = _affine(module, outside, first.operands[i]), _affine(module, body, body.root.operands[i])
+            start, after = (
+                _affine(module, outside, first.operands[i]),
+                _affine(module, body, body.root.operands[i]),
+            )
             if start and start[0] is None and after and after[0] == i and after[1]:
                 return max(0, math.ceil((limit + rounding - shift - start[1]) / after[1]))
     raise ValueError(f"how often the loop %{loop.name} runs cannot be read from the module's text")
 
 
-def _affine(module: dict, computation: _Computation, name: str, inputs=()) -> tuple[int | None, int] | None:
+def _affine(
+    module: dict, computation: _Computation, name: str, inputs=()
+) -> tuple[int | None, int] | None:
     """Resolves a scalar to (i, c), element i of the loop's state plus c, or to (None, c), a constant; else None."""
     x = computation.instructions[name]
     if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.inside):
         return None, int(x.inside)
     if x.opcode == "parameter" and int(x.inside) < len(inputs):
         return inputs[int(x.inside)]
-    if x.opcode == "get-tuple-element" and computation.instructions[x.operands[0]].opcode == "parameter":
+    if (
+        x.opcode == "get-tuple-element"
+        and computation.instructions[x.operands[0]].opcode == "parameter"
+    ):
         return int(x.attribute("index")), 0
     if x.opcode not in ("add", "bitcast", "convert", "copy", "copy-start", "copy-done", "fusion"):
         return None
@@ -220,22 +285,39 @@ def _collectives_in(module: dict, computation: _Computation, chips_per_node: int
         kind = x.kind
         if x.opcode == "fusion":
             counts.update(_collectives_in(module, module[x.attribute("calls")], chips_per_node))
-        elif x.opcode == "async-start" and _SYNC not in x.attributes:  # counted where they are wrapped
+        elif (
+            x.opcode == "async-start" and _SYNC not in x.attributes
+        ):  # counted where they are wrapped
             wrapped = _collectives_in(module, module[x.attribute("calls")], chips_per_node)
-            counts.update({(kind, "async"): n for (kind, key), n in wrapped.items() if key == "count"})
+            counts.update(
+                {(kind, "async"): n for (kind, key), n in wrapped.items() if key == "count"}
+            )
         elif kind in _COLLECTIVES:
-            starts = any("AsyncCollectiveStart" in user.attributes for user, _ in computation.uses(x.name))
+            starts = any(
+                "AsyncCollectiveStart" in user.attributes for user, _ in computation.uses(x.name)
+            )
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
                 size *= 2 if kind == "all-reduce" else 1
                 kind += " of keys and values" if "/gather_parts/" in x.attributes else ""
-                apart = x.opcode.endswith("-done") and _SYNC not in computation.instructions[x.operands[0]].attributes
+                apart = (
+                    x.opcode.endswith("-done")
+                    and _SYNC not in computation.instructions[x.operands[0]].attributes
+                )
                 group = _first_group(computation, x) if chips_per_node else [0]
                 nodes = len({chip // (chips_per_node or 1) for chip in group})
-                if nodes > 1:  # those of a node share the traffic of a gather or a sum, not of a permutation
+                if (
+                    nodes > 1
+                ):  # those of a node share the traffic of a gather or a sum, not of a permutation
                     shared = 1 if "to-all" in kind or "permute" in kind else len(group) // nodes
                     kind, size = f"{kind} between slices", size * (nodes - 1) // nodes // shared
-                counts.update({(kind, "count"): 1, (kind, "bytes"): size, (kind, "async"): int(starts or apart)})
+                counts.update(
+                    {
+                        (kind, "count"): 1,
+                        (kind, "bytes"): size,
+                        (kind, "async"): int(starts or apart),
+                    }
+                )
         elif x.opcode == "recv" and (match := re.search(_BETWEEN_SLICES, x.attributes)):
             ends = [list(map(int, numbers.split(":"))) for numbers in match[1].split(",")]
             slices, size = sum(end[-1] - end[0] + 1 for end in ends), x.arrays[0].bytes
@@ -258,10 +340,16 @@ def _first_group(computation: _Computation, x: _Instruction) -> list[int]:
     sizes = _integers(re.match(r"(?:mesh)?\[(.*?)\]", text)[1])
     order = re.search(r"(?:<=|\()\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     chips = np.arange(math.prod(sizes)).reshape(_integers(order[1]) if order else sizes)
-    chips = chips.transpose(_integers(order[2]) if order and order[2] else range(chips.ndim)).reshape(sizes)
+    chips = chips.transpose(
+        _integers(order[2]) if order and order[2] else range(chips.ndim)
+    ).reshape(sizes)
     axes = re.findall(r"'(\w+)'=", text)  # of a mesh
     used = re.search(r" {(.*?)}", text)
-    return chips[tuple(slice(None) if used and f"'{axis}'" in used[1] else 0 for axis in axes or "0")].ravel().tolist()
+    return (
+        chips[tuple(slice(None) if used and f"'{axis}'" in used[1] else 0 for axis in axes or "0")]
+        .ravel()
+        .tolist()
+    )
 
 
 def _integers(text: str) -> list[int]:
@@ -275,7 +363,9 @@ def _hbm_in(module: dict, computation: _Computation) -> Counter:
             total += x.arrays[0].bytes
         elif not (x.free or x.opcode.endswith(("-start", "-update"))):
             sizes = [operand.hbm for operand in computation.operands(x)]
-            total += sum(_bytes_read(module, computation, x, i, size) for i, size in enumerate(sizes))
+            total += sum(
+                _bytes_read(module, computation, x, i, size) for i, size in enumerate(sizes)
+            )
             total += _bytes_written(module, computation, x)
     return Counter(bytes=total)
 
@@ -287,7 +377,9 @@ def _bytes_read(module: dict, computation: _Computation, x: _Instruction, i: int
     body, views = computation, [x]
     if x.opcode == "fusion":
         body = module[x.attribute("calls")]
-        views = [p for p in body.instructions.values() if p.opcode == "parameter" and p.inside == str(i)]
+        views = [
+            p for p in body.instructions.values() if p.opcode == "parameter" and p.inside == str(i)
+        ]
     elif x.opcode != "bitcast":
         return 0 if x.free or x.chained or (x.kind in _UPDATES and i == 0) else size
     uses = [use for view in views for use in body.uses(view.name)]
@@ -306,5 +398,7 @@ def _bytes_written(module: dict, computation: _Computation, x: _Instruction) -> 
         return _bytes_written(module, computation, operands[0])
     if x.kind in _UPDATES and x.hbm:
         return operands[1 if x.kind == "dynamic-update-slice" else -1].bytes
-    scratch = [a for a in x.arrays if x.opcode == "custom-call" and a.dtype in ("s8", "u8")]  # of GPU libraries
+    scratch = [
+        a for a in x.arrays if x.opcode == "custom-call" and a.dtype in ("s8", "u8")
+    ]  # of GPU libraries
     return 0 if x.free or x.chained else x.hbm - sum(array.bytes for array in scratch)

@@ -23,7 +23,9 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     name = topology.partition(":")[0]
     chip, gpu = flops.CHIPS[name], name not in xla_flags.TPU
     # JAX tells the nodes of GPUs apart, as slices, only where they are attached.
-    slices = len({device.process_index for device in devices}) if gpu else sharding.num_slices(devices)
+    slices = (
+        len({device.process_index for device in devices}) if gpu else sharding.num_slices(devices)
+    )
     if config.mesh.data is None:
         config = config.copy_and_resolve_references()
         config.mesh.data = slices
@@ -33,7 +35,9 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     tokens = config.batch_size * config.data.seq_len
     traced = trace_step(config, optimizer, mesh, state)
     step_flops = flops.count_flops(traced.jaxpr)
-    result = {"topology": topology, "slices": slices, "chips": len(devices)} | describe(config, mesh, state[0])
+    result = {"topology": topology, "slices": slices, "chips": len(devices)} | describe(
+        config, mesh, state[0]
+    )
     result |= {
         "sequences_per_chip": config.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
@@ -49,7 +53,11 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return result | _does_not_fit(str(error)) | {"compile_seconds": round(time.perf_counter() - start, 1)}
+        return (
+            result
+            | _does_not_fit(str(error))
+            | {"compile_seconds": round(time.perf_counter() - start, 1)}
+        )
     compile_seconds = round(time.perf_counter() - start, 1)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     sizes = {
@@ -81,7 +89,9 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
 
 def _bytes_per_chip(shapes) -> int:
     leaves = jax.tree.leaves(shapes)
-    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves
+    )
 
 
 def _does_not_fit(message: str) -> dict:
@@ -89,7 +99,14 @@ def _does_not_fit(message: str) -> dict:
     match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
     size = round(float(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[match[2]]) if match else None
     log.info("does not fit: %s", message.splitlines()[0])
-    unknown = ("bytes_per_chip", "collectives", "kernels", "ideal_step_seconds", "ideal_tokens_per_second", "ideal_mfu")
+    unknown = (
+        "bytes_per_chip",
+        "collectives",
+        "kernels",
+        "ideal_step_seconds",
+        "ideal_tokens_per_second",
+        "ideal_mfu",
+    )
     return {"fits": False, "peak_bytes_per_chip": size} | dict.fromkeys(unknown)
 
 
@@ -102,19 +119,38 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
 
     def attempt(remat: str, rows: int) -> dict:
         candidate = config.copy_and_resolve_references()
-        candidate.model.remat, candidate.batch_size, candidate.accumulation = remat, rows * groups, 1
+        candidate.model.remat, candidate.batch_size, candidate.accumulation = (
+            remat,
+            rows * groups,
+            1,
+        )
         plans.append(result := plan(candidate, topology, devices, flags))
-        size = f"{result['peak_bytes_per_chip'] / 2**30:.2f} GiB" if result["fits"] else "does not fit"
-        log.info("remat=%s, %d sequences on %d chips: %s", remat, candidate.batch_size, len(devices), size)
+        size = (
+            f"{result['peak_bytes_per_chip'] / 2**30:.2f} GiB" if result["fits"] else "does not fit"
+        )
+        log.info(
+            "remat=%s, %d sequences on %d chips: %s",
+            remat,
+            candidate.batch_size,
+            len(devices),
+            size,
+        )
         return result
 
     groups = len(devices) // (config.mesh.tensor * config.mesh.context)
     for remat in REMAT:
-        rows, too_many, sizes = 1, math.inf, [(0, 0)]  # sizes: (rows, bytes) of the batches that fit
+        rows, too_many, sizes = (
+            1,
+            math.inf,
+            [(0, 0)],
+        )  # sizes: (rows, bytes) of the batches that fit
         while sizes[-1][0] < rows < too_many:
             result = attempt(remat, rows)
             limit = result["hbm_bytes_per_chip"]
-            tried = rows, result["peak_bytes_per_chip"] or 2 * limit  # the compiler does not always tell
+            tried = (
+                rows,
+                result["peak_bytes_per_chip"] or 2 * limit,
+            )  # the compiler does not always tell
             if result["fits"]:
                 sizes.append(tried)
                 tried = sizes[-2]

@@ -58,24 +58,48 @@ class Sizes(NamedTuple):
 
 
 CPU = Sizes(
-    dtype="float32", matmul=(2048, 8), memory=2**25, heads=(2, 64), head=(4096, 512, 32_768),
-    models={"1 M": (4, 128, 2, 64, 512, 260, 256, 8), "10 M": (6, 256, 4, 64, 1024, 16_384, 512, 4),
-            "40 M": (*_40M, 2)},
-    by_length=("1 M", "none"), saved="40 M", tokens=4096, longest=8192,
-)  # fmt: skip
+    dtype="float32",
+    matmul=(2048, 8),
+    memory=2**25,
+    heads=(2, 64),
+    head=(4096, 512, 32_768),
+    models={
+        "1 M": (4, 128, 2, 64, 512, 260, 256, 8),
+        "10 M": (6, 256, 4, 64, 1024, 16_384, 512, 4),
+        "40 M": (*_40M, 2),
+    },
+    by_length=("1 M", "none"),
+    saved="40 M",
+    tokens=4096,
+    longest=8192,
+)
 ACCELERATOR = Sizes(
-    dtype="bfloat16", matmul=(8192, 64), memory=2**28, heads=(8, 256), head=(8192, 2048, 256_128),
-    models={"40 M": (*_40M, 32), "300 M": (12, 768, 6, 128, 3072, 256_128, 2048, 8),
-            "2.5 B": (18, 2048, 8, 256, 16_384, 256_128, 8192, 1)},
-    by_length=("300 M", "save_qkv"), saved="300 M", tokens=32_768, longest=32_768,
-)  # fmt: skip
+    dtype="bfloat16",
+    matmul=(8192, 64),
+    memory=2**28,
+    heads=(8, 256),
+    head=(8192, 2048, 256_128),
+    models={
+        "40 M": (*_40M, 32),
+        "300 M": (12, 768, 6, 128, 3072, 256_128, 2048, 8),
+        "2.5 B": (18, 2048, 8, 256, 16_384, 256_128, 8192, 1),
+    },
+    by_length=("300 M", "save_qkv"),
+    saved="300 M",
+    tokens=32_768,
+    longest=32_768,
+)
 _ROUNDS = 3  # timed repeats of what takes long
 _GROUPS = {
-    "machine": "Rates of the machine", "rotation": "Rotation", "attention": "Attention, forward and backward",
-    "head": "Cross-entropy over the vocabulary, forward and backward", "step": "Training steps by size and remat",
-    "length": "Training steps by length, at equal tokens", "decode": "Decoding with the KV cache",
+    "machine": "Rates of the machine",
+    "rotation": "Rotation",
+    "attention": "Attention, forward and backward",
+    "head": "Cross-entropy over the vocabulary, forward and backward",
+    "step": "Training steps by size and remat",
+    "length": "Training steps by length, at equal tokens",
+    "decode": "Decoding with the KV cache",
     "checkpoint": "Saving and restoring",
-}  # fmt: skip
+}
 
 
 def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
@@ -97,26 +121,43 @@ def run_suite(output: str, minutes: float, sizes: Sizes | None = None) -> dict:
         row = {"group": group, "name": name} | _measure(measure)
         append_jsonl(file, row)
         rows.append(row)
-        log.info("%s, %s: %s", _GROUPS[group], name, row.get("error") or f"{row['value']:,.6g} {row['unit']}")
+        log.info(
+            "%s, %s: %s",
+            _GROUPS[group],
+            name,
+            row.get("error") or f"{row['value']:,.6g} {row['unit']}",
+        )
     if left:
         log.info("%d measurements are left: the same command goes on", len(left))
     rates = {row["name"]: row["value"] for row in rows if row["group"] == "machine"}
-    rows = [row | {"share": row["used"] / rates[row["of"]]} if "used" in row else row for row in rows]
+    rows = [
+        row | {"share": row["used"] / rates[row["of"]]} if "used" in row else row for row in rows
+    ]
     written = write_page(folder, machine, rows, len(left))
     return {"output": str(written), "left": len(left), "machine": machine, "rows": rows}
 
 
 def write_page(folder: epath.Path, machine: dict, rows: list[dict], left: int) -> epath.Path:
     """Writes the rows as tables by group, with curves over length; returns the page's path."""
-    groups = {title: [row for row in rows if row["group"] == group] for group, title in _GROUPS.items()}
+    groups = {
+        title: [row for row in rows if row["group"] == group] for group, title in _GROUPS.items()
+    }
     return page.write(folder, "suite", pictures(rows), machine=machine, groups=groups, left=left)
 
 
 def describe_machine() -> dict:
     """Returns what figures depend on: the devices, the versions and the XLA flags."""
     device = jax.devices()[0]
-    versions = {"jax": jax.__version__, "python": platform.python_version(), "xla_flags": xla_flags.in_force()}
-    return {"platform": device.platform, "device": device.device_kind, "devices": jax.device_count()} | versions
+    versions = {
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "xla_flags": xla_flags.in_force(),
+    }
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+    } | versions
 
 
 def measurements(sizes: Sizes) -> Iterator[tuple[str, str, Callable[[], dict]]]:
@@ -131,16 +172,28 @@ def measurements(sizes: Sizes) -> Iterator[tuple[str, str, Callable[[], dict]]]:
             with contextlib.suppress(ValueError):  # this machine cannot run it
                 choose_implementation(kind, jax.devices()[0], T, sizes.heads[1], dtype, False)
                 shape = (max(1, sizes.tokens // T), T, *sizes.heads)
-                yield "attention", f"{kind}, {T:,} tokens", partial(attention_rate, kind, shape, dtype)
+                yield (
+                    "attention",
+                    f"{kind}, {T:,} tokens",
+                    partial(attention_rate, kind, shape, dtype),
+                )
     tokens, _, V = sizes.head
     yield "head", f"{tokens:,} tokens, {V:,} entries", partial(head_rate, *sizes.head, dtype)
     for name, shape in sizes.models.items():
         for remat in REMAT:
-            yield "step", f"{name}, {remat}", partial(step_rate, make_config(shape, dtype, remat), sizes.matmul)
+            yield (
+                "step",
+                f"{name}, {remat}",
+                partial(step_rate, make_config(shape, dtype, remat), sizes.matmul),
+            )
     name, remat = sizes.by_length
     for T in filter(sizes.longest.__ge__, sizes.lengths):
         config = make_config((*sizes.models[name][:-2], T, max(1, sizes.tokens // T)), dtype, remat)
-        yield "length", f"{name}, {T:,} tokens", partial(step_rate, config, sizes.matmul, series=name, x=T)
+        yield (
+            "length",
+            f"{name}, {T:,} tokens",
+            partial(step_rate, config, sizes.matmul, series=name, x=T),
+        )
     config = make_config(sizes.models[sizes.saved], dtype, "none")
     for batch in (1, 64):
         yield "decode", f"{sizes.saved}, batch {batch}", partial(decode_rate, config, batch)
@@ -150,8 +203,13 @@ def measurements(sizes: Sizes) -> Iterator[tuple[str, str, Callable[[], dict]]]:
 
 def make_config(shape: tuple[int, ...], dtype: str, remat: str) -> ConfigDict:
     """Makes the config of a step; `shape` as in Sizes.models."""
-    config, fields = default_config(), ("num_layers", "embed_dim", "num_heads", "head_dim", "hidden_dim", "vocab_size")
-    config.model.update(dict(zip(fields, shape, strict=False)), dtype=dtype, remat=remat, rope_percentage=0.75)
+    config, fields = (
+        default_config(),
+        ("num_layers", "embed_dim", "num_heads", "head_dim", "hidden_dim", "vocab_size"),
+    )
+    config.model.update(
+        dict(zip(fields, shape, strict=False)), dtype=dtype, remat=remat, rope_percentage=0.75
+    )
     config.model.scan_layers = shape[0] > 4
     config.data.seq_len, config.batch_size = shape[-2], shape[-1] * jax.device_count()
     validate(config)
@@ -162,7 +220,11 @@ def matmul_rate(dtype: str, size: int, repeats: int) -> dict:
     """Measures the FLOP/s of matrices of `size` on one device."""
     square = jax.random.normal(jax.random.key(0), (size, size), dtype)
     seconds = medians({"matmul": repeat_matmul(square, repeats)}, _ROUNDS)["matmul"]
-    return {"seconds": seconds / repeats, "value": repeats * 2 * size**3 / seconds / 1e9, "unit": f"GFLOP/s, {dtype}"}
+    return {
+        "seconds": seconds / repeats,
+        "value": repeats * 2 * size**3 / seconds / 1e9,
+        "unit": f"GFLOP/s, {dtype}",
+    }
 
 
 def memory_rate(size: int) -> dict:
@@ -171,22 +233,37 @@ def memory_rate(size: int) -> dict:
     read, add = jax.jit(jnp.sum), jax.jit(lambda x: x + 1)
     seconds = medians({"read": lambda: read(x), "copy": lambda: add(x)}, 9)
     rates = {"read": x.nbytes / seconds["read"], "copy": 2 * x.nbytes / seconds["copy"]}
-    return {"seconds": seconds["copy"], "value": max(rates.values()) / 1e9, "unit": "GB/s", "GB/s": rates}
+    return {
+        "seconds": seconds["copy"],
+        "value": max(rates.values()) / 1e9,
+        "unit": "GB/s",
+        "GB/s": rates,
+    }
 
 
 def rotation(shape: tuple[int, int, int, int], dtype: str) -> dict:
     """Measures `apply_p_rope` with its gradient in multiples of a copy."""
     found = bench_rope(shape, dtype, 0.75, rounds=5)
     value, unit = found["prope"]["output_and_gradient"], "copies, output and gradient"
-    return {"seconds": value * found["copy_seconds"], "value": value, "unit": unit, "multiples": found}
+    return {
+        "seconds": value * found["copy_seconds"],
+        "value": value,
+        "unit": unit,
+        "multiples": found,
+    }
 
 
 def attention_rate(implementation: str, shape: tuple[int, int, int, int], dtype: str) -> dict:
     """Measures the FLOP/s of causal multi-query attention [B, T, N, H] with its gradient."""
     B, T, N, H = shape
-    arrays = [jax.random.normal(jax.random.key(i), (B, T, heads, H), dtype) for i, heads in enumerate((N, 1, 1))]
+    arrays = [
+        jax.random.normal(jax.random.key(i), (B, T, heads, H), dtype)
+        for i, heads in enumerate((N, 1, 1))
+    ]
     function = functools.partial(attention, implementation=implementation)
-    program = jax.jit(jax.grad(lambda q, k, v: function(q, k, v).astype(jnp.float32).sum(), (0, 1, 2)))
+    program = jax.jit(
+        jax.grad(lambda q, k, v: function(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
+    )
     seconds = medians({"attention": lambda: program(*arrays)}, _ROUNDS)["attention"]
     return _of_matmul(6 * B * N * H * T**2, seconds) | {"series": implementation, "x": T}
 
@@ -204,8 +281,17 @@ def head_rate(tokens: int, D: int, V: int, dtype: str) -> dict:
 def step_rate(config: ConfigDict, matmul: tuple[int, int], **of_picture) -> dict:
     """Measures the training step as `prope.bench --config` does."""
     found = bench_step(config, _ROUNDS, matmul)
-    row = {"seconds": found["step_seconds"], "value": found["tokens_per_second"], "unit": "tokens/s"}
-    row |= {"share": found["matmul_fraction"], "of": "matmul", "mfu": found["mfu"], "peak_bytes": found["peak_bytes"]}
+    row = {
+        "seconds": found["step_seconds"],
+        "value": found["tokens_per_second"],
+        "unit": "tokens/s",
+    }
+    row |= {
+        "share": found["matmul_fraction"],
+        "of": "matmul",
+        "mfu": found["mfu"],
+        "peak_bytes": found["peak_bytes"],
+    }
     return row | of_picture
 
 
@@ -218,13 +304,21 @@ def decode_rate(config: ConfigDict, batch: int, prompt: int = 128, length: int =
     keys = jax.random.split(jax.random.key(0), batch)
 
     def generate():
-        return decode(c, sampling, params, first, empty_cache(c, batch, prompt + length - 1), lengths, keys)
+        return decode(
+            c, sampling, params, first, empty_cache(c, batch, prompt + length - 1), lengths, keys
+        )
 
     seconds = medians({"decode": generate}, _ROUNDS)["decode"] / (length - 1)
     width = jnp.dtype(c.dtype).itemsize
     cached = 2 * c.num_layers * batch * c.num_kv_heads * (prompt + length / 2) * c.head_dim
     used = width * (num_parameters(params) + cached) / seconds / 1e9
-    return {"seconds": seconds, "value": batch / seconds, "unit": "tokens/s", "used": used, "of": "memory"}
+    return {
+        "seconds": seconds,
+        "value": batch / seconds,
+        "unit": "tokens/s",
+        "used": used,
+        "of": "memory",
+    }
 
 
 def checkpoint_rate(config: ConfigDict, action: str) -> dict:
@@ -235,7 +329,10 @@ def checkpoint_rate(config: ConfigDict, action: str) -> dict:
         with Checkpoints(folder) as checkpoints:
             checkpoints.save(1, *state, {"config": config.to_dict(), "init_hash": ""}, {})
         if action == "restore":
-            start, reader = time.perf_counter(), CheckpointReader(epath.Path(folder, "checkpoints", "1"))
+            start, reader = (
+                time.perf_counter(),
+                CheckpointReader(epath.Path(folder, "checkpoints", "1")),
+            )
             jax.block_until_ready(reader.restore(params=state[0], opt_state=state[1]))
         seconds = time.perf_counter() - start
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -251,7 +348,10 @@ def pictures(rows: list[dict]) -> list[Picture]:
     drawn = []
     for group, caption in captions.items():
         if measured := [row for row in rows if row["group"] == group and "value" in row]:
-            alt, draw = f"{caption} The table has its numbers.", functools.partial(draw_curves, measured)
+            alt, draw = (
+                f"{caption} The table has its numbers.",
+                functools.partial(draw_curves, measured),
+            )
             drawn.append(Picture(group, _GROUPS[group], alt, caption, draw))
     return drawn
 
@@ -260,7 +360,12 @@ def draw_curves(rows: list[dict], figure) -> None:
     """Draws the values of rows over length, a line for each series."""
     axes, series = figure.subplots(), list(dict.fromkeys(row["series"] for row in rows))
     for name, style in styles(series).items():
-        line(axes, {row["x"]: (row["value"], None) for row in rows if row["series"] == name}, style, name)
+        line(
+            axes,
+            {row["x"]: (row["value"], None) for row in rows if row["series"] == name},
+            style,
+            name,
+        )
     axes.set(xlabel="length (tokens)", ylabel=rows[0]["unit"], ylim=(0, None))
     axes.set_xscale("log", base=2)
     axes.legend()

@@ -11,5 +11,8 @@ Batch = dict[str, np.ndarray]
 
 def padding(rows: int, seq_len: int) -> Batch:
     """Returns windows without weights, to fill up a batch; the id of padding is 0."""
-    batch = {name: np.zeros((rows, seq_len), np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
+    batch = {
+        name: np.zeros((rows, seq_len), np.int32)
+        for name in ("tokens", "targets", "positions", "segment_ids")
+    }
     return batch | {"weights": np.zeros((rows, seq_len), np.float32)}

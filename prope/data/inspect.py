@@ -14,10 +14,16 @@ from prope import command
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
-    flags.DEFINE_integer("step", 0, "show the batch that a checkpoint of this step reads next", lower_bound=0)
+    config_flags.DEFINE_config_file(
+        "config", None, "the run's config file, such as configs/quickstart.py"
+    )
+    flags.DEFINE_integer(
+        "step", 0, "show the batch that a checkpoint of this step reads next", lower_bound=0
+    )
     flags.DEFINE_integer("rows", 2, "rows of the batch to show", lower_bound=1)
-    flags.DEFINE_string("plot", None, "draw the lengths of the documents into this file or URL, a .png")
+    flags.DEFINE_string(
+        "plot", None, "draw the lengths of the documents into this file or URL, a .png"
+    )
     flags.mark_flags_as_required(["config"])
 
 

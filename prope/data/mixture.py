@@ -28,18 +28,28 @@ def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mi
     return (Mixture if data.dataset == "mixture" else Windows)(data, vocab_size, split)
 
 
-def open_text(data: ConfigDict, vocab_size: int, split: str | None, run_data: ConfigDict, state: dict):
+def open_text(
+    data: ConfigDict, vocab_size: int, split: str | None, run_data: ConfigDict, state: dict
+):
     """Opens the windows of a text to evaluate or analyse.
 
     With `split` None it is the validation split of a text that a run was trained on, and all of another text. The run's
     own are named by its config.data, alone or in a mixture, or have the fingerprint in `state`, its checkpoint's data
     item. An imported run has none.
     """
-    texts = [] if "imported_from" in state else [run_data, *(source for _, source in weighted_sources(run_data))]
+    texts = (
+        []
+        if "imported_from" in state
+        else [run_data, *(source for _, source in weighted_sources(run_data))]
+    )
     if any(is_generated(source.dataset) for _, source in weighted_sources(data)):
         if split not in (None, "validation"):
-            raise UsageError(f"--split={split}: {data.dataset} is generated, without end: only validation is finite")
-    elif split is None and (data.dataset, data.data_dir) not in [(text.dataset, text.data_dir) for text in texts]:
+            raise UsageError(
+                f"--split={split}: {data.dataset} is generated, without end: only validation is finite"
+            )
+    elif split is None and (data.dataset, data.data_dir) not in [
+        (text.dataset, text.data_dir) for text in texts
+    ]:
         windows = open_windows(data, vocab_size, "all")
         if windows.store.fingerprint != state.get("fingerprint"):
             return windows
@@ -59,12 +69,20 @@ class Mixture:
         self.sources = [open_windows(source, vocab_size, split) for source in sources]
         self._parts = integer_shares(self.weights)
         self._order, self._ranks = interleave_sources(self._parts)
-        counts = [_ENDLESS if isinstance(w, Synthetic) and split == "train" else w.count for w in self.sources]
+        counts = [
+            _ENDLESS if isinstance(w, Synthetic) and split == "train" else w.count
+            for w in self.sources
+        ]
         *self._offsets, self.count = itertools.accumulate(counts, initial=0)
         stores = [windows.store for windows in self.sources]
-        predicted = [_predicted_share(source, vocab_size, store) for source, store in zip(sources, stores, strict=True)]
+        predicted = [
+            _predicted_share(source, vocab_size, store)
+            for source, store in zip(sources, stores, strict=True)
+        ]
         self.shares = np.multiply(self.weights, predicted) / np.dot(self.weights, predicted)
-        self.store = Store("", mixture_fingerprint(self.weights, [store.fingerprint for store in stores]), {})
+        self.store = Store(
+            "", mixture_fingerprint(self.weights, [store.fingerprint for store in stores]), {}
+        )
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
@@ -79,15 +97,21 @@ class Mixture:
         batch = padding(len(indices), self.seq_len)
         for source in set(sources):
             rows = [row for row, of_row in enumerate(sources) if of_row == source]
-            of_source = self.sources[source].read([indices[row] - self._offsets[source] for row in rows])
+            of_source = self.sources[source].read(
+                [indices[row] - self._offsets[source] for row in rows]
+            )
             for name, values in of_source.items():
                 batch[name][rows] = values
         return batch
 
     def document_starts(self, count: int) -> list[np.ndarray]:
         """Returns beginnings of documents, as `Windows.document_starts`; from every source about equally many."""
-        counts = [len(range(source, count, len(self.sources))) for source in range(len(self.sources))]
-        starts = (windows.document_starts(n) for windows, n in zip(self.sources, counts, strict=True) if n)
+        counts = [
+            len(range(source, count, len(self.sources))) for source in range(len(self.sources))
+        ]
+        starts = (
+            windows.document_starts(n) for windows, n in zip(self.sources, counts, strict=True) if n
+        )
         return list(itertools.chain.from_iterable(starts))
 
 
@@ -100,6 +124,10 @@ def _predicted_share(data: ConfigDict, vocab_size: int, store: Store) -> float:
 
 def interleave_sources(shares: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Orders sum(shares) entries: the source of each, and how many of that source come before it, both [entries]."""
-    order = sorted(((rank + 0.5) / share, source, rank) for source, share in enumerate(shares) for rank in range(share))
+    order = sorted(
+        ((rank + 0.5) / share, source, rank)
+        for source, share in enumerate(shares)
+        for rank in range(share)
+    )
     _, sources, ranks = zip(*order, strict=True)
     return np.array(sources), np.array(ranks)

@@ -14,7 +14,9 @@ from prope import command
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file("config", None, "the run's config file, such as configs/quickstart.py")
+    config_flags.DEFINE_config_file(
+        "config", None, "the run's config file, such as configs/quickstart.py"
+    )
     flags.mark_flags_as_required(["config"])
 
 

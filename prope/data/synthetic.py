@@ -47,7 +47,11 @@ _FACT = _QUERY + KEYS
 VOCABULARY = _FACT + KEYS * VALUES
 
 _GAP = (4, 8)  # letters before a slot: at least max(OFFSETS), so that what is copied is a letter
-_MIN_TOKENS = {"copy": 16, "recall": 32, "mix": 64}  # of a window, for every kind of answer to fit in
+_MIN_TOKENS = {
+    "copy": 16,
+    "recall": 32,
+    "mix": 64,
+}  # of a window, for every kind of answer to fit in
 _VALIDATION_WINDOWS = 512
 _HELD_OUT = 4  # one in so many windows may be in the validation split
 _ENTRIES = 2**32  # of the endless list of a seed
@@ -59,7 +63,9 @@ class Window(NamedTuple):
 
     stream: np.ndarray  # int32 [T + 1], the tokens and the target of the last one
     task: np.ndarray  # int8 [T], the index in TASKS where the target is an answer; elsewhere -1
-    distance: np.ndarray  # int32 [T], tokens from a question back to where its answer can be read; elsewhere 0
+    distance: (
+        np.ndarray
+    )  # int32 [T], tokens from a question back to where its answer can be read; elsewhere 0
 
 
 class Synthetic:
@@ -70,22 +76,36 @@ class Synthetic:
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
         family, self.task = data.dataset.split("/")
-        self.seq_len, self.position_range, self._bytes = data.seq_len, data.position_range, family == "longcontext"
+        self.seq_len, self.position_range, self._bytes = (
+            data.seq_len,
+            data.position_range,
+            family == "longcontext",
+        )
         self.tasks, ids = (tuple(longcontext.TASKS), 260) if self._bytes else (TASKS, VOCABULARY)
         if vocab_size < ids:
             remedy = f"set config.model.vocab_size to {ids} or more"
-            raise UsageError(f"config.model.vocab_size={vocab_size}: {family} data has {ids} ids; {remedy}")
+            raise UsageError(
+                f"config.model.vocab_size={vocab_size}: {family} data has {ids} ids; {remedy}"
+            )
         if self.seq_len < (shortest := _MIN_TOKENS.get(self.task, 64)):
             least = f"windows of {data.dataset} need at least {shortest} tokens"
             raise UsageError(f"seq_len={self.seq_len}: {least}; raise config.data.seq_len")
-        self.name, self.split, self.sources, self.weights, self.shares = data.dataset, split, [self], [1.0], [1.0]
+        self.name, self.split, self.sources, self.weights, self.shares = (
+            data.dataset,
+            split,
+            [self],
+            [1.0],
+            [1.0],
+        )
         self._validation = split == "validation"
         self.count = _VALIDATION_WINDOWS if self._validation else _ENTRIES
         self.length = self.count * self.seq_len
         counts = {"tokens": 1, "documents": 0, "given": 0, "bytes": 1}
         index = dict.fromkeys(SPLITS, counts) | {"unigram_loss": float(np.log(LETTERS))}
         self.store = Store("", fingerprint_of({"dataset": data.dataset, "format": _FORMAT}), index)
-        self.window = functools.lru_cache(_VALIDATION_WINDOWS)(self._generate)  # evaluation reads them repeatedly
+        self.window = functools.lru_cache(_VALIDATION_WINDOWS)(
+            self._generate
+        )  # evaluation reads them repeatedly
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list; no two entries or seeds share one."""
@@ -93,7 +113,9 @@ class Synthetic:
 
     def _generate(self, index: int) -> Window:
         """Draws the window of this index until it may be in this split."""
-        draw_window = self._draw_bytes if self._bytes else functools.partial(draw, self.task, self.seq_len)
+        draw_window = (
+            self._draw_bytes if self._bytes else functools.partial(draw, self.task, self.seq_len)
+        )
         for number in itertools.count():
             window = draw_window(int(index), (self.seq_len, self._validation, number))
             is_held_out = zlib.crc32(window.stream.astype("<i4").tobytes()) % _HELD_OUT == 0
@@ -108,10 +130,16 @@ class Synthetic:
             name = self.tasks[Draw(index, (3, *key)).stream().integers(len(self.tasks))]
         number, kind = self.tasks.index(name), longcontext.TASKS[name]
         option = int(option or kind.options[0])
-        text, answers = kind.window(Draw(index, (4, number, option, *key), option=option), self.seq_len)
+        text, answers = kind.window(
+            Draw(index, (4, number, option, *key), option=option), self.seq_len
+        )
         stream = np.append(np.int32(BOS), ByteTokenizer().encode(text[: self.seq_len].encode()))
         task, distance = np.full(self.seq_len, -1, np.int8), np.zeros(self.seq_len, np.int32)
-        for start, size, back in answers:  # <bos> comes first, so a character is the target of its own index
+        for (
+            start,
+            size,
+            back,
+        ) in answers:  # <bos> comes first, so a character is the target of its own index
             task[start : start + size], distance[start : start + size] = number, back - 1
         return Window(stream, task, distance)
 
@@ -136,15 +164,21 @@ class Synthetic:
         `correct`, bool [B, T], tells for the windows `indices`, [B], whether the target has the highest score.
         """
         windows = [self.window(int(index)) for index in indices]
-        task, distance = (np.stack([getattr(w, name) for w in windows]) for name in ("task", "distance"))
+        task, distance = (
+            np.stack([getattr(w, name) for w in windows]) for name in ("task", "distance")
+        )
         by_distance = []
         for number in np.unique(task[task >= 0]).tolist():
             start = 1
             while start <= distance[task == number].max():
                 stop = start + 1 if self.tasks[number] == "copy" else 2 * start
-                if (selected := correct[(task == number) & (start <= distance) & (distance < stop)]).size:
+                if (
+                    selected := correct[(task == number) & (start <= distance) & (distance < stop)]
+                ).size:
                     counts = {"accuracy": float(selected.mean()), "answers": selected.size}
-                    by_distance.append({"task": self.tasks[number], "from": start, "to": stop} | counts)
+                    by_distance.append(
+                        {"task": self.tasks[number], "from": start, "to": stop} | counts
+                    )
                 start = stop
         return {"accuracy": float(correct[task >= 0].mean()), "accuracy_by_distance": by_distance}
 
@@ -178,7 +212,11 @@ def draw(task: str, T: int, index: int, key: tuple[int, ...]) -> Window:
         earlier = free[free < query]
         fact = earlier[np.abs(query - earlier - wanted).argmin()]
         value = generator.integers(VALUES)
-        stream[fact], stream[query], stream[query + 1] = _FACT + key * VALUES + value, _QUERY + key, _VALUE + value
+        stream[fact], stream[query], stream[query + 1] = (
+            _FACT + key * VALUES + value,
+            _QUERY + key,
+            _VALUE + value,
+        )
         kind[query], distance[query] = TASKS.index("recall"), query - fact
         free = free[(free != fact) & (free != query)]
     return Window(stream, kind, distance)
@@ -188,13 +226,17 @@ def text_of(ids) -> str:
     """Returns the tokens as words: a letter, `copy-2`, `k7=v3`, `k7?`, `v3`."""
     names = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"copy-{k}" for k in OFFSETS)]
     names += [chr(ord("a") + n) for n in range(LETTERS)] + [f"v{n}" for n in range(VALUES)]
-    names += [f"k{n}?" for n in range(KEYS)] + [f"k{key}=v{value}" for key in range(KEYS) for value in range(VALUES)]
+    names += [f"k{n}?" for n in range(KEYS)] + [
+        f"k{key}=v{value}" for key in range(KEYS) for value in range(VALUES)
+    ]
     return " ".join(names[i] for i in map(int, ids))
 
 
 def describe(windows: Synthetic, window: Window) -> Iterator[str]:
     """Yields lines that show a window: its text, then every answer."""
-    yield from textwrap.wrap(windows.text_of(window.stream), 110, initial_indent="    ", subsequent_indent="    ")
+    yield from textwrap.wrap(
+        windows.text_of(window.stream), 110, initial_indent="    ", subsequent_indent="    "
+    )
     yield "  place  task       token    target  weight  distance  the answer is in"
     for place in np.flatnonzero(window.task >= 0):
         token, target = (windows.text_of([window.stream[place + n]]) for n in (0, 1))

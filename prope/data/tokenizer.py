@@ -26,7 +26,9 @@ class ByteTokenizer:
 
     def decode(self, ids) -> str:
         """Decodes ids; those without text are left out, broken UTF-8 becomes U+FFFD."""
-        return bytes(i - 4 for i in map(int, ids) if 4 <= i < self.vocab_size).decode(errors="replace")
+        return bytes(i - 4 for i in map(int, ids) if 4 <= i < self.vocab_size).decode(
+            errors="replace"
+        )
 
 
 class SentencePieceTokenizer:
@@ -43,8 +45,12 @@ class SentencePieceTokenizer:
                 raise RuntimeError
         except (OSError, RuntimeError) as error:
             readable = isinstance(error, RuntimeError)
-            reason = "it is not a SentencePiece model" if readable else error.strerror or "no such file"
-            raise UsageError(f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}") from None
+            reason = (
+                "it is not a SentencePiece model" if readable else error.strerror or "no such file"
+            )
+            raise UsageError(
+                f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}"
+            ) from None
         special = [getattr(self.processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
         if special != [PAD, EOS, BOS, UNKNOWN]:
             ids = "pad {}, eos {}, bos {}, unk {}"
@@ -53,7 +59,9 @@ class SentencePieceTokenizer:
             raise UsageError(f"config.data.tokenizer={path}: {wrong}; {remedy}")
         self.vocab_size = self.processor.vocab_size()
         space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        self._space = space if UNKNOWN not in space else None  # None: the model does not fall back on bytes
+        self._space = (
+            space if UNKNOWN not in space else None
+        )  # None: the model does not fall back on bytes
         self.fingerprint = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -78,4 +86,6 @@ def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
 
 def token_name(tokenizer: ByteTokenizer | SentencePieceTokenizer, token: int) -> str:
     """Returns a token as it can be shown: <bos>, or its text in quotes."""
-    return {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}.get(int(token)) or repr(tokenizer.decode([token]))
+    return {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}.get(int(token)) or repr(
+        tokenizer.decode([token])
+    )

@@ -17,8 +17,12 @@ def define_flags() -> None:
     """Defines the command's flags."""
     config_flags.DEFINE_config_file("config", None, "the config file that names the dataset")
     flags.DEFINE_string("output", None, "file or URL to write, such as tokenizer.model")
-    flags.DEFINE_integer("vocab_size", None, "ids of the tokenizer; config.model.vocab_size by default")
-    flags.DEFINE_enum("model_type", "unigram", ["unigram", "bpe"], "the kind of model; Gemma's is bpe")
+    flags.DEFINE_integer(
+        "vocab_size", None, "ids of the tokenizer; config.model.vocab_size by default"
+    )
+    flags.DEFINE_enum(
+        "model_type", "unigram", ["unigram", "bpe"], "the kind of model; Gemma's is bpe"
+    )
     flags.DEFINE_integer("sample_bytes", 2**26, "learn from at most this much text", lower_bound=1)
     flags.mark_flags_as_required(["config", "output"])
 
@@ -28,7 +32,9 @@ def main() -> dict:
     from prope.data.vocabulary import train_tokenizer
 
     vocab_size = FLAGS.config.model.vocab_size if FLAGS.vocab_size is None else FLAGS.vocab_size
-    return train_tokenizer(FLAGS.config, FLAGS.output, vocab_size, FLAGS.model_type, FLAGS.sample_bytes)
+    return train_tokenizer(
+        FLAGS.config, FLAGS.output, vocab_size, FLAGS.model_type, FLAGS.sample_bytes
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,16 @@ _LINE_WIDTH = 110  # of text
 _CONTEXT = 3  # tokens shown on either side of a border
 _SCAN_TOKENS = 2**20  # tokens searched at a time for documents
 _SCANS = 64  # such intervals of a long store
-_QUANTILES = {"shortest": 0, "p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9, "p99": 0.99, "longest": 1}
+_QUANTILES = {
+    "shortest": 0,
+    "p10": 0.1,
+    "p25": 0.25,
+    "median": 0.5,
+    "p75": 0.75,
+    "p90": 0.9,
+    "p99": 0.99,
+    "longest": 1,
+}
 _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 
 
@@ -42,9 +51,15 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
     for row in range(rows):
         window = windows.at(step * config.batch_size + row, config.seed)
-        print(f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ===")
+        print(
+            f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ==="
+        )
         of_row = {name: values[row] for name, values in batch.items()}
-        lines = synthetic.describe(windows, windows.window(window)) if generated else describe(of_row, tokenizer)
+        lines = (
+            synthetic.describe(windows, windows.window(window))
+            if generated
+            else describe(of_row, tokenizer)
+        )
         print("\n".join(lines), end="\n\n")
     sources, lengths = [], {}
     for weight, source in zip(windows.weights, windows.sources, strict=True):
@@ -52,9 +67,15 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
             continue
         lengths[source.name] = measured = document_lengths(source.store)
         values = np.quantile(measured, list(_QUANTILES.values()), method="nearest").tolist()
-        quantiles, longer = dict(zip(_QUANTILES, values, strict=True)), float((measured > config.data.seq_len).mean())
+        quantiles, longer = (
+            dict(zip(_QUANTILES, values, strict=True)),
+            float((measured > config.data.seq_len).mean()),
+        )
         about = {"documents_measured": len(measured), "document_tokens": quantiles}
-        about |= {"mean_document_tokens": round(float(measured.mean()), 1), "longer_than_window": round(longer, 4)}
+        about |= {
+            "mean_document_tokens": round(float(measured.mean()), 1),
+            "longer_than_window": round(longer, 4),
+        }
         sources.append({"dataset": source.name, "weight": weight} | about)
         listed = ", ".join(f"{key} {value:,}" for key, value in quantiles.items())
         print(f"{source.name}: document lengths in tokens: {listed}")
@@ -94,15 +115,23 @@ def describe(row: Batch, tokenizer) -> Iterator[str]:
             indent = "    " if is_predicted else "    prompt, no loss | "
             for line in tokenizer.decode(row["tokens"][span]).splitlines():
                 # Without what would move the cursor or colour the terminal.
-                line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in line)
-                wrapped = textwrap.wrap(line, _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent)
+                line = "".join(
+                    c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in line
+                )
+                wrapped = textwrap.wrap(
+                    line, _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent
+                )
                 yield from wrapped or [indent.rstrip()]
     yield "  place  position  segment  token                     target                    weight"
-    shown = {place for border in [*borders, T] for place in range(border - _CONTEXT, border + _CONTEXT)}
+    shown = {
+        place for border in [*borders, T] for place in range(border - _CONTEXT, border + _CONTEXT)
+    }
     for place in sorted(shown & set(range(T))):
         if place and place - 1 not in shown:
             yield "  ..."
-        token, target = (_id_and_text(tokenizer, row[name][place]) for name in ("tokens", "targets"))
+        token, target = (
+            _id_and_text(tokenizer, row[name][place]) for name in ("tokens", "targets")
+        )
         position, weight = row["positions"][place], row["weights"][place]
         yield f"  {place:5d}  {position:8d}  {segments[place]:7d}  {token}  {target}  {weight:g}"
 
@@ -113,14 +142,19 @@ def document_lengths(store: Store) -> np.ndarray:
     total = tokens.shape[0]
 
     def borders(start: int) -> np.ndarray:
-        return np.flatnonzero(tokens[start : min(start + _SCAN_TOKENS, total)].read().result() == BOS) + start
+        return (
+            np.flatnonzero(tokens[start : min(start + _SCAN_TOKENS, total)].read().result() == BOS)
+            + start
+        )
 
     starts = range(0, total, _SCAN_TOKENS)
     if len(starts) > _SCANS:
         starts = [i * total // _SCANS for i in range(_SCANS)]
     lengths = []
     for start in starts:  # each document counts where it begins, so long ones are not missed
-        later = itertools.chain.from_iterable(map(borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS)))
+        later = itertools.chain.from_iterable(
+            map(borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS))
+        )
         lengths.append(np.diff(borders(start), append=next(later, total)))
     return np.concatenate(lengths)
 
@@ -141,8 +175,15 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
         counts, _ = np.histogram(values, edges, weights=weights)
         axes.stairs(counts / counts.sum(), edges, label=label, lw=1.4)
     axes.axvline(seq_len, color="#777777", lw=1, ls="--", label=f"a window, {seq_len:,}")
-    axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share in a bin", ylim=(0, None))
-    axes.set_title(f"{', '.join(lengths)}: {len(pooled):,} training documents"[:100], fontsize=11, wrap=True)
+    axes.set(
+        xscale="log",
+        xlabel="length of a document (tokens)",
+        ylabel="share in a bin",
+        ylim=(0, None),
+    )
+    axes.set_title(
+        f"{', '.join(lengths)}: {len(pooled):,} training documents"[:100], fontsize=11, wrap=True
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     image, kind = io.BytesIO(), epath.Path(path).suffix[1:] or "png"
@@ -155,9 +196,13 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
 
 def _by_weight(row: Batch, start: int, stop: int) -> Iterator[tuple[slice, bool]]:
     """Yields runs of a document's tokens that are predicted or not; a window's first token counts as the next one."""
-    predicted = np.append([True], row["weights"][:-1] > 0)[start:stop]  # a token's weight stands where it is a target
+    predicted = np.append([True], row["weights"][:-1] > 0)[
+        start:stop
+    ]  # a token's weight stands where it is a target
     predicted[0] = predicted[min(1, len(predicted) - 1)]
-    for begin, end in itertools.pairwise([0, *(np.flatnonzero(np.diff(predicted)) + 1), stop - start]):
+    for begin, end in itertools.pairwise(
+        [0, *(np.flatnonzero(np.diff(predicted)) + 1), stop - start]
+    ):
         yield slice(start + begin, start + end), bool(predicted[begin])
 
 

@@ -27,7 +27,9 @@ _RESERVED_IDS = 4 + 256  # the special ones and the bytes
 _THREADS = 4  # fixed, because the sums of a unigram model depend on it
 
 
-def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type: str, sample_bytes: int) -> dict:
+def train_tokenizer(
+    config: ConfigDict, output: str, vocab_size: int, model_type: str, sample_bytes: int
+) -> dict:
     """Trains a model on the data of a run's config, and writes it; returns what the command prints.
 
     `vocab_size` counts the special ids and the bytes. Memory is about 30 times `sample_bytes`. Raises UsageError where
@@ -39,13 +41,23 @@ def train_tokenizer(config: ConfigDict, output: str, vocab_size: int, model_type
         raise UsageError(f"--output={output}: there is no folder {path.parent}")
     if vocab_size <= _RESERVED_IDS:
         least = f"must be more than {_RESERVED_IDS}, the special tokens and the bytes"
-        raise UsageError(f"--vocab_size={vocab_size}: {least}; it is config.model.vocab_size where it is not given")
+        raise UsageError(
+            f"--vocab_size={vocab_size}: {least}; it is config.model.vocab_size where it is not given"
+        )
     sentences, total = [], 0
     for weight, data in weighted_sources(config.data):
-        lines, size = sample(_train_documents(find_source(data), data.validation_fraction), int(sample_bytes * weight))
+        lines, size = sample(
+            _train_documents(find_source(data), data.validation_fraction),
+            int(sample_bytes * weight),
+        )
         sentences, total = sentences + lines, total + size
     size = sum(map(len, sentences))
-    log.info("learning from %s of %s bytes of text, %s lines", f"{size:,}", f"{total:,}", f"{len(sentences):,}")
+    log.info(
+        "learning from %s of %s bytes of text, %s lines",
+        f"{size:,}",
+        f"{total:,}",
+        f"{len(sentences):,}",
+    )
     model = _learn(sentences, vocab_size, model_type)
     write_output("output", path, model)
     tokenizer = load_tokenizer(str(path))
@@ -69,7 +81,9 @@ def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int
         document_hash = hashlib.blake2b(document, digest_size=16).digest()
         for index, line in enumerate(_lines(document)):
             # Of document and index, so that a repeated line is sampled as often as it occurs.
-            key = int.from_bytes(hashlib.blake2b(b"%b %d" % (document_hash, index), digest_size=8).digest())
+            key = int.from_bytes(
+                hashlib.blake2b(b"%b %d" % (document_hash, index), digest_size=8).digest()
+            )
             if key < limit:
                 heapq.heappush(heap, (-key, line))
                 size += len(line)
@@ -86,7 +100,13 @@ def _lines(document: bytes) -> Iterator[bytes]:
 
 
 def _train_documents(source, validation_fraction: float) -> Iterator[bytes]:
-    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc="text", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=source.num_bytes,
+        unit="B",
+        unit_scale=True,
+        desc="text",
+        disable=not sys.stderr.isatty(),
+    ) as bar:
         for document in source.documents():
             bar.update(len(document))
             if not is_validation(document, validation_fraction):
@@ -99,15 +119,32 @@ def _learn(sentences: list[bytes], vocab_size: int, model_type: str) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences), model_writer=model, vocab_size=vocab_size, model_type=model_type,
-            pad_id=PAD, eos_id=EOS, bos_id=BOS, unk_id=UNKNOWN, eos_piece="<eos>", bos_piece="<bos>",
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            pad_id=PAD,
+            eos_id=EOS,
+            bos_id=BOS,
+            unk_id=UNKNOWN,
+            eos_piece="<eos>",
+            bos_piece="<bos>",
             # No text is changed, and none is unknown.
-            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-            byte_fallback=True, allow_whitespace_only_pieces=True, split_digits=True,
-            max_sentence_length=_SENTENCE_BYTES + 1, num_threads=_THREADS, minloglevel=1,
-        )  # fmt: skip
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            byte_fallback=True,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=_SENTENCE_BYTES + 1,
+            num_threads=_THREADS,
+            minloglevel=1,
+        )
     except (RuntimeError, OSError) as error:
-        reason = re.sub(r"^.*\]\s*| or decrease .*", "", str(error).strip()) or "it finds no text in them"
+        reason = (
+            re.sub(r"^.*\]\s*| or decrease .*", "", str(error).strip())
+            or "it finds no text in them"
+        )
         failed = f"SentencePiece cannot learn it from {len(sentences):,} lines"
         raise UsageError(f"--vocab_size={vocab_size}: {failed}: {reason}") from None
     return model.getvalue()

@@ -41,14 +41,18 @@ class Windows:
         self.name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
         self.split, self.sources, self.weights, self.shares = split, [self], [1.0], [1.0]
         self.seq_len = data.seq_len  # T
-        self.position_range = data.position_range  # R, from which `train_batch` draws positions; None: 0 .. T-1
+        self.position_range = (
+            data.position_range
+        )  # R, from which `train_batch` draws positions; None: 0 .. T-1
         self._mask_documents, self._bos_every_window = data.mask_documents, data.bos_every_window
         self._tokens = self.store.tokens(split)
         self.length = self._tokens.shape[0]
         self.count = -(-(self.length - 1) // self.seq_len)  # of windows; the last one may be padded
         if split == "train" and self.seq_len > self.length:
             longest = f"longer than the train split of {self.name}, {self.length:,} tokens"
-            raise UsageError(f"config.data.seq_len={self.seq_len}: {longest}; choose a shorter window, or add text")
+            raise UsageError(
+                f"config.data.seq_len={self.seq_len}: {longest}; choose a shorter window, or add text"
+            )
 
     def at(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
@@ -57,24 +61,34 @@ class Windows:
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order."""
         T = self.seq_len
-        reads = [self._tokens[i * T : min(i * T + T + 1, self.length)].read() for i in map(int, indices)]
+        reads = [
+            self._tokens[i * T : min(i * T + T + 1, self.length)].read() for i in map(int, indices)
+        ]
         stream = np.full((len(reads), T + 1), PAD, np.int32)
         real, is_prompt = np.zeros((2, len(reads), T + 1), bool)
         for row, read in enumerate(reads):
             elements = read.result()
-            stream[row, : len(elements)], is_prompt[row, : len(elements)] = self.store.decode(elements)
+            stream[row, : len(elements)], is_prompt[row, : len(elements)] = self.store.decode(
+                elements
+            )
             real[row, : len(elements)] = True
         is_bos = stream == BOS
         segment_ids = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
         index = np.broadcast_to(np.arange(T, dtype=np.int32), (len(reads), T))
         if self._bos_every_window:
             stream[:, 0] = BOS
-        first = np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1) if self._mask_documents else 0
+        first = (
+            np.maximum.accumulate(np.where(is_bos[:, :-1], index, 0), axis=1)
+            if self._mask_documents
+            else 0
+        )
         return {
-            "tokens": stream[:, :-1], "targets": stream[:, 1:], "positions": np.asarray(index - first, np.int32),
+            "tokens": stream[:, :-1],
+            "targets": stream[:, 1:],
+            "positions": np.asarray(index - first, np.int32),
             "segment_ids": np.where(real, segment_ids, 0)[:, :-1].astype(np.int32),
             "weights": (real & ~is_bos & ~is_prompt)[:, 1:].astype(np.float32),
-        }  # fmt: skip
+        }
 
     def document_starts(self, count: int) -> list[np.ndarray]:
         """Returns the beginnings of up to `count` documents: int32, T tokens each, or fewer of a shorter document.
@@ -90,7 +104,9 @@ class Windows:
         best = np.zeros(0, np.int32)
         for first in range(start, stop, _SCAN_TOKENS):
             last = min(first + _SCAN_TOKENS, stop)
-            tokens, _ = self.store.decode(self._tokens[first : min(last + self.seq_len, self.length)].read().result())
+            tokens, _ = self.store.decode(
+                self._tokens[first : min(last + self.seq_len, self.length)].read().result()
+            )
             for begin, end in itertools.pairwise([*np.flatnonzero(tokens == BOS), len(tokens)]):
                 if begin < last - first and min(end - begin, self.seq_len) > len(best):
                     best = tokens[begin:end][: self.seq_len]
@@ -107,10 +123,15 @@ def _open_on_all(data: ConfigDict, vocab_size: int) -> Store:
     path, fingerprint = first["path"], first["fingerprint"]
     with processes.raise_on_all():
         if (store := find_store(path, fingerprint)) is None:
-            log.warning("%s is not seen here: made again; config.data.cache_dir may be a place that hosts share", path)
+            log.warning(
+                "%s is not seen here: made again; config.data.cache_dir may be a place that hosts share",
+                path,
+            )
             store = open_store(data, vocab_size)
         if store.fingerprint != fingerprint:
-            raise UsageError(f"{data.dataset}: is other text here ({store.path}) than in process 0 ({path}); share it")
+            raise UsageError(
+                f"{data.dataset}: is other text here ({store.path}) than in process 0 ({path}); share it"
+            )
     return store
 
 
@@ -135,9 +156,13 @@ def randomise_positions(positions: np.ndarray, limit: int, seed: int, example: i
     each of its documents where documents are masked. Every such choice is equally likely.
     """
     # Another spawn key than the permutations': their seeds must not meet.
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, example], spawn_key=(1,))))
+    generator = np.random.Generator(
+        np.random.PCG64(np.random.SeedSequence([seed, example], spawn_key=(1,)))
+    )
     lengths = np.diff(np.flatnonzero(positions == 0), append=len(positions))
-    drawn = [np.sort(generator.choice(limit, length, replace=False, shuffle=False)) for length in lengths]
+    drawn = [
+        np.sort(generator.choice(limit, length, replace=False, shuffle=False)) for length in lengths
+    ]
     return np.concatenate(drawn).astype(np.int32)
 
 
@@ -152,13 +177,17 @@ def shuffled_index(example: int, count: int, seed: int) -> int:
     return grain.experimental.index_shuffle(index=entry, max_index=count - 1, seed=key, rounds=4)
 
 
-def prefetch(function: Callable[[int], Batch], start: int, stop: int, depth: int = 4) -> Iterator[Batch]:
+def prefetch(
+    function: Callable[[int], Batch], start: int, stop: int, depth: int = 4
+) -> Iterator[Batch]:
     """Yields function(start), .., function(stop - 1); threads compute up to `depth` of them ahead.
 
     Several at a time, because a batch from a bucket takes long to arrive but does not keep a core busy.
     """
     pool, steps = futures.ThreadPoolExecutor(depth, "batches"), iter(range(start, stop))
-    pending = collections.deque(pool.submit(function, step) for step in itertools.islice(steps, depth))
+    pending = collections.deque(
+        pool.submit(function, step) for step in itertools.islice(steps, depth)
+    )
     try:
         while pending:
             batch = pending.popleft().result()

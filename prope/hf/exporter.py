@@ -26,17 +26,24 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     config, tokenizer = run.config, load_tokenizer(run.config.data.tokenizer)
     texts = {"config.json": gemma.to_hf(config, dtype), "generation_config.json": gemma.SPECIAL_IDS}
     if config.data.tokenizer == "byte":
-        log.info("transformers has no byte tokenizer: the ids of a text are 2, then 4 more than each of its bytes")
+        log.info(
+            "transformers has no byte tokenizer: the ids of a text are 2, then 4 more than each of its bytes"
+        )
     else:
         ids = gemma.SPECIAL_IDS | {"unk_token_id": UNKNOWN}
-        pieces = {name.removesuffix("_id"): tokenizer.processor.id_to_piece(number) for name, number in ids.items()}
+        pieces = {
+            name.removesuffix("_id"): tokenizer.processor.id_to_piece(number)
+            for name, number in ids.items()
+        }
         # Without these, transformers takes Gemma's names of the pieces and leaves <bos> out.
         form = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
         texts["tokenizer_config.json"] = form | pieces | {"clean_up_tokenization_spaces": False}
     tensors = gemma.tensors(config.model)
 
     def write(run: Run) -> None:
-        log.info("exporting step %d of %s in %s; %s", run.step, workdir, dtype, describe(config.model))
+        log.info(
+            "exporting step %d of %s in %s; %s", run.step, workdir, dtype, describe(config.model)
+        )
         with new_directory("output", target) as directory:
             for name, values in texts.items():
                 (directory / name).write_text(json.dumps(values, indent=2) + "\n")

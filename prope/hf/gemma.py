@@ -41,10 +41,14 @@ _LAYER = (
     ("self_attn.k_norm", "attn/key_norm/scale", (), "H", "H"),
 )
 _SIZES = {
-    "hidden_size": "embed_dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim",
+    "hidden_size": "embed_dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
     "vocab_size": "vocab_size",
-}  # fmt: skip
+}
 _GELU = "gelu_pytorch_tanh"
 # Fields with the values that this decoder computes; an absent field has the first.
 _FIXED = {
@@ -61,7 +65,11 @@ _FIXED = {
 }
 _POST_NORMS = "which normalises attention's and the MLP's output (post_attention_layernorm, post_feedforward_layernorm)"
 # What this decoder lacks of the later model types, whose windows, wavelengths and QK-norm it has.
-_LACKS = {"gemma2": _POST_NORMS, "gemma3_text": _POST_NORMS, "gemma3": "which reads images (vision_config)"}
+_LACKS = {
+    "gemma2": _POST_NORMS,
+    "gemma3_text": _POST_NORMS,
+    "gemma3": "which reads images (vision_config)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,24 +102,37 @@ class Tensor:
 def tensors(config: ConfigDict) -> list[Tensor]:
     """Lists the tensors of a run's `config.model`, sorted by name."""
     sizes = {
-        "D": config.embed_dim, "N": config.num_heads, "K": config.num_kv_heads, "H": config.head_dim,
-        "F": config.hidden_dim, "V": config.vocab_size,
-    }  # fmt: skip
+        "D": config.embed_dim,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
+        "H": config.head_dim,
+        "F": config.hidden_dim,
+        "V": config.vocab_size,
+    }
     gemma = choose_class(config)[0] == "GemmaForCausalLM"
     # SmolLM3 and Mellum neither add 1 to norms nor multiply the embedding by sqrt(D). That is also the output matrix,
     # for which the final norm takes the factor back.
-    scales = {} if gemma else {"embed_tokens": config.embed_dim**0.5, "norm": config.embed_dim**-0.5}
+    scales = (
+        {} if gemma else {"embed_tokens": config.embed_dim**0.5, "norm": config.embed_dim**-0.5}
+    )
 
-    def tensor(name: str, parameter: str, layer: int | None, index: tuple[int, ...], here: str, there: str) -> Tensor:
+    def tensor(
+        name: str, parameter: str, layer: int | None, index: tuple[int, ...], here: str, there: str
+    ) -> Tensor:
         shape = tuple(math.prod(sizes[axis] for axis in axes) for axes in there.split())
         order = tuple(here.index(axis) for axis in there.replace(" ", ""))
         path, offset = tuple(parameter.split("/")), float(not gemma and parameter.endswith("scale"))
-        return Tensor(f"model.{name}.weight", shape, path, layer, index, order, scales.get(name, 1.0), offset)
+        return Tensor(
+            f"model.{name}.weight", shape, path, layer, index, order, scales.get(name, 1.0), offset
+        )
 
     result = [tensor("embed_tokens", "embedder/input_embedding", None, (), "VD", "V D")]
     result += [tensor("norm", "final_norm/scale", None, (), "D", "D")]
     for name, parameter, *axes in _LAYER if config.use_qk_norm else _LAYER[:-2]:
-        result += [tensor(f"layers.{i}.{name}", f"layers/{parameter}", i, *axes) for i in range(config.num_layers)]
+        result += [
+            tensor(f"layers.{i}.{name}", f"layers/{parameter}", i, *axes)
+            for i in range(config.num_layers)
+        ]
     return sorted(result, key=lambda tensor: tensor.name)
 
 
@@ -136,10 +157,15 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
         "dtype": dtype,
     }
     # transformers 4 does not know rope_parameters and would rotate every pair; this field it reads, or stops at it.
-    if "rope_type" in rope and num_rotated_pairs(head_dim, rope.get("partial_rotary_factor", 0)) < head_dim // 2:
+    if (
+        "rope_type" in rope
+        and num_rotated_pairs(head_dim, rope.get("partial_rotary_factor", 0)) < head_dim // 2
+    ):
         values["rope_scaling"] = rope
     if config.model.rope_scaling_type == "dynamic":
-        values["max_position_embeddings"] = config.model.original_seq_len  # which transformers scales by
+        values["max_position_embeddings"] = (
+            config.model.original_seq_len
+        )  # which transformers scales by
     return values
 
 
@@ -165,10 +191,14 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     config = default_config()
     for theirs, ours in _SIZES.items():
         config.model[ours] = size(theirs)
-    config.model.dtype = "bfloat16" if values.get("dtype", values.get("torch_dtype")) == "bfloat16" else "float32"
+    config.model.dtype = (
+        "bfloat16" if values.get("dtype", values.get("torch_dtype")) == "bfloat16" else "float32"
+    )
     tokens = config.eval.batch_size * config.data.seq_len
     config.data.seq_len = size("max_position_embeddings", 8192)
-    config.eval.batch_size = max(1, tokens // config.data.seq_len)  # as many tokens at a time as by default
+    config.eval.batch_size = max(
+        1, tokens // config.data.seq_len
+    )  # as many tokens at a time as by default
     try:
         config.model.update(read_rotation(values))
         validate(config)
@@ -184,7 +214,9 @@ def _rejected(values: dict, prefix: str = "") -> list[str]:
         value = values.get(name, None if name == "model_type" else allowed[0])
         if value not in allowed:
             lacks = f", {_LACKS[value]}" if str(value) in _LACKS else ""
-            rejected += [f"{prefix}{name}={json.dumps(value)}{lacks}: only {' or '.join(map(json.dumps, allowed))}"]
+            rejected += [
+                f"{prefix}{name}={json.dumps(value)}{lacks}: only {' or '.join(map(json.dumps, allowed))}"
+            ]
     text = values.get("text_config")  # of a model that reads images too
     return rejected + (_rejected(text, "text_config.") if isinstance(text, dict) else [])
 
@@ -193,6 +225,10 @@ def read_json(path: epath.Path) -> dict:
     """Reads the object in a JSON file; raises UsageError where there is none."""
     values = files.read_json(path, "download it again")
     if not isinstance(values, dict):
-        reason = "cannot be read: No such file or directory" if values is None else "holds no JSON object"
+        reason = (
+            "cannot be read: No such file or directory"
+            if values is None
+            else "holds no JSON object"
+        )
         raise UsageError(f"{path}: {reason}; download it again")
     return values

@@ -77,48 +77,75 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     }
 
 
-def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> None:
+def check_tensors(
+    source: epath.Path, stored: dict[str, Stored], expected: list[gemma.Tensor]
+) -> None:
     """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
-    differing = {"missing": shapes.keys() - stored.keys(), "unknown": stored.keys() - shapes.keys() - {_TIED}}
+    differing = {
+        "missing": shapes.keys() - stored.keys(),
+        "unknown": stored.keys() - shapes.keys() - {_TIED},
+    }
     if what := [f"{word} tensors: {some(names)}" for word, names in differing.items() if names]:
-        raise UsageError(f"--input={source}: {'; '.join(what)}; only the tensors of a plain Gemma 1 can be imported")
+        raise UsageError(
+            f"--input={source}: {'; '.join(what)}; only the tensors of a plain Gemma 1 can be imported"
+        )
     for name, (file, values) in stored.items():
         expected_shape, shape = shapes.get(name, shapes[_EMBEDDING]), tuple(values.get_shape())
         if shape != expected_shape:
-            raise UsageError(f"{file}: {name} has shape {shape}; config.json leads to {expected_shape}")
+            raise UsageError(
+                f"{file}: {name} has shape {shape}; config.json leads to {expected_shape}"
+            )
         if (dtype := values.get_dtype()) not in _DTYPES:
-            raise UsageError(f"{file}: {name} has dtype {dtype}; only {', '.join(_DTYPES)} can be read")
+            raise UsageError(
+                f"{file}: {name} has dtype {dtype}; only {', '.join(_DTYPES)} can be read"
+            )
 
 
-def find_tokenizer(source: epath.Path, flag: str | None, config: ConfigDict, values: dict) -> epath.Path | None:
+def find_tokenizer(
+    source: epath.Path, flag: str | None, config: ConfigDict, values: dict
+) -> epath.Path | None:
     """Returns the file of the checkpoint's SentencePiece model, which must fit config.json; None for bytes."""
     own = source / gemma.TOKENIZER
     name = str(own) if own.is_file() else flag
     others = [name for name in _OTHER_TOKENIZERS if (source / name).is_file()]
     if name is None and others:
-        raise UsageError(f"--input={source}: has no {own.name}, and {others[0]} is not read; {_REMEDY}")
+        raise UsageError(
+            f"--input={source}: has no {own.name}, and {others[0]} is not read; {_REMEDY}"
+        )
     tokenizer = load_tokenizer(name or "byte")
     if flag is not None and load_tokenizer(flag).fingerprint != tokenizer.fingerprint:
-        raise UsageError(f"--tokenizer={flag}: {own} is there and is another one; remove the flag, or that file")
+        raise UsageError(
+            f"--tokenizer={flag}: {own} is there and is another one; remove the flag, or that file"
+        )
     size, what = config.model.vocab_size, f"the tokenizer {name or 'byte'} has"
     if size < tokenizer.vocab_size:
-        raise UsageError(f"{source}: vocab_size={size}, but {what} {tokenizer.vocab_size} ids; {_REMEDY}")
+        raise UsageError(
+            f"{source}: vocab_size={size}, but {what} {tokenizer.vocab_size} ids; {_REMEDY}"
+        )
     for special in ("bos_token_id", "eos_token_id"):
         ours, theirs = gemma.SPECIAL_IDS[special], values.get(special)
         if theirs is not None and ours not in (theirs if isinstance(theirs, list) else [theirs]):
             raise UsageError(f"{source}: {special}={theirs}, but {what} {ours}; {_REMEDY}")
     if name is None:
-        log.info("no %s in %s: taking the byte tokenizer; if that is wrong, give --tokenizer=PATH", own.name, source)
+        log.info(
+            "no %s in %s: taking the byte tokenizer; if that is wrong, give --tokenizer=PATH",
+            own.name,
+            source,
+        )
     return None if name in (None, "byte") else epath.Path(name)
 
 
-def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[gemma.Tensor]) -> dict:
+def read_params(
+    config: ConfigDict, stored: dict[str, Stored], expected: list[gemma.Tensor]
+) -> dict:
     """Reads the parameters as float32, one tensor at a time into arrays for all."""
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
     for tensor in expected:
-        tensor.write(functools.reduce(operator.getitem, tensor.path, params), stored[tensor.name].values[:])
+        tensor.write(
+            functools.reduce(operator.getitem, tensor.path, params), stored[tensor.name].values[:]
+        )
     return params
 
 

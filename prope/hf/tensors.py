@@ -35,15 +35,21 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
         raise UsageError(f"--input={source}: has neither {whole.name} nor {index.name}; {remedy}")
     shards = gemma.read_json(index).get("weight_map")
     if not isinstance(shards, dict):
-        raise UsageError(f"{index}: has no weight_map, which names every tensor's shard; download it again")
+        raise UsageError(
+            f"{index}: has no weight_map, which names every tensor's shard; download it again"
+        )
     stored = {}
     for shard in sorted(set(map(str, shards.values()))):
         if not (source / shard).is_file():
-            raise UsageError(f"{index}: names the shard {shard}, which is not there; download it too")
+            raise UsageError(
+                f"{index}: names the shard {shard}, which is not there; download it too"
+            )
         tensors = _open_file(source / shard)
         named = {name for name, file in shards.items() if file == shard}
         if tensors.keys() != named:
-            others = f"{index.name} says that its tensors are others: {some(tensors.keys() ^ named)}"
+            others = (
+                f"{index.name} says that its tensors are others: {some(tensors.keys() ^ named)}"
+            )
             raise UsageError(f"{source / shard}: {others}; download both again")
         stored |= tensors
     return stored
@@ -53,11 +59,15 @@ def _open_file(path: epath.Path) -> dict[str, Stored]:
     try:
         file = safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path}: not a whole safetensors file ({error}); download it again") from None
+        raise UsageError(
+            f"{path}: not a whole safetensors file ({error}); download it again"
+        ) from None
     return {name: Stored(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
-def write_tensors(folder: epath.Path, tensors: list[gemma.Tensor], read: Callable[..., np.ndarray], dtype: str) -> None:
+def write_tensors(
+    folder: epath.Path, tensors: list[gemma.Tensor], read: Callable[..., np.ndarray], dtype: str
+) -> None:
     """Writes model.safetensors, or, if it would be larger than 2 GB, shards and their index.
 
     `read(path, layer)` returns the parameter with a path, or one layer of it, and is called in the order of `tensors`.
@@ -66,15 +76,25 @@ def write_tensors(folder: epath.Path, tensors: list[gemma.Tensor], read: Callabl
     shards: list[list[gemma.Tensor]] = [[]]
     sizes = {tensor.name: math.prod(tensor.shape) * jnp.dtype(dtype).itemsize for tensor in tensors}
     for tensor in tensors:
-        if shards[-1] and sum(sizes[other.name] for other in shards[-1]) + sizes[tensor.name] > _MAX_SHARD:
+        if (
+            shards[-1]
+            and sum(sizes[other.name] for other in shards[-1]) + sizes[tensor.name] > _MAX_SHARD
+        ):
             shards.append([])
         shards[-1].append(tensor)
     total = sum(sizes.values())
     check_disk(folder, total, "the tensors need", "output")
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        file = gemma.WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        values = {tensor.name: tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype)) for tensor in shard}
+        file = (
+            gemma.WEIGHTS
+            if len(shards) == 1
+            else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        )
+        values = {
+            tensor.name: tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype))
+            for tensor in shard
+        }
         save_file(values, folder / file, {"format": "pt"})  # transformers requires this entry
         del values  # before the next shard is read
         weight_map |= {tensor.name: file for tensor in shard}

@@ -25,14 +25,18 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
         (folder / f"{picture.name}.png").write_bytes(png)
         drawn[picture.name] = vars(picture) | {"svg": Markup(svg), "maps": maps}
     loader = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["number"] = number
     script = pathlib.Path(__file__).with_name("cells.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     script = Markup(script) if any(picture["maps"] for picture in drawn.values()) else ""
     environment.globals |= {"palette": palette(), "script": script, "digest": Markup(digest)}
     output = folder / "index.html"
-    output.write_text(environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data))
+    output.write_text(
+        environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
+    )
     return output
 
 
@@ -41,5 +45,9 @@ def number(value: float | None, form: str = ".4f", error: float | None = None) -
     if value is None:
         return "–"
     digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4
-    text = f"{value:{form if error is None else form.replace('.4f', f'.{digits}f')}}".replace("-", "−")  # unbreakable
-    return text if error is None else Markup("{} <small>± {:.{}f}</small>").format(text, error, digits)
+    text = f"{value:{form if error is None else form.replace('.4f', f'.{digits}f')}}".replace(
+        "-", "−"
+    )  # unbreakable
+    return (
+        text if error is None else Markup("{} <small>± {:.{}f}</small>").format(text, error, digits)
+    )

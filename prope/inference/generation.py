@@ -52,8 +52,16 @@ class Sampling:
         for name, valid, allowed in (
             ("length", self.length >= 1, "must be at least 1 token"),
             ("temperature", finite, "must be 0, for the likeliest token, or a finite number above"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1; leave it out to keep all tokens"),
-            ("top_p", 0 < self.top_p <= 1, "must be a fraction in (0, 1], where 1 keeps all tokens"),
+            (
+                "top_k",
+                self.top_k is None or self.top_k >= 1,
+                "must be at least 1; leave it out to keep all tokens",
+            ),
+            (
+                "top_p",
+                0 < self.top_p <= 1,
+                "must be a fraction in (0, 1], where 1 keeps all tokens",
+            ),
         ):
             if not valid:
                 raise UsageError(f"{name}={getattr(self, name)}: {allowed}")
@@ -61,9 +69,13 @@ class Sampling:
 
 @jax.jit(static_argnums=(0, 1))
 def prefill(
-    config: FrozenConfigDict, sampling: Sampling, params: model.Params,
-    prompts: Int[Array, "B T"], lengths: Int[Array, " B"], keys: jax.Array,
-) -> tuple[Int[Array, " B"], model.Cache]:  # fmt: skip
+    config: FrozenConfigDict,
+    sampling: Sampling,
+    params: model.Params,
+    prompts: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    keys: jax.Array,
+) -> tuple[Int[Array, " B"], model.Cache]:
     """Returns the first token after each prompt, and the cache for `decode`.
 
     Args:
@@ -73,7 +85,10 @@ def prefill(
       keys: a random key per row [B]. The token at position m of a row is drawn with fold_in(its key, m).
     """
     last, cache = fill_cache(config, params, prompts, lengths)
-    more = [(0, 0)] * 3 + [(0, sampling.length - 1), (0, 0)]  # slots; the last generated token is never read
+    more = [(0, 0)] * 3 + [
+        (0, sampling.length - 1),
+        (0, 0),
+    ]  # slots; the last generated token is never read
     cache = {name: jnp.pad(x, more) for name, x in cache.items()}
     return sample_tokens(sampling, model.logits(params, last[:, 0]), keys, lengths), cache
 
@@ -88,7 +103,9 @@ def fill_cache(
     """
     B, T = prompts.shape
     chunk = -(-T // -(-T // _CHUNK))
-    prompts = jnp.pad(prompts, ((0, 0), (0, -T % chunk)))  # of this padding, nothing is written: it has no slots
+    prompts = jnp.pad(
+        prompts, ((0, 0), (0, -T % chunk))
+    )  # of this padding, nothing is written: it has no slots
 
     def read(carry, first):
         last, cache = carry
@@ -104,9 +121,14 @@ def fill_cache(
 
 @jax.jit(static_argnums=(0, 1), donate_argnames="cache")
 def decode(
-    config: FrozenConfigDict, sampling: Sampling, params: model.Params,
-    first: Int[Array, " B"], cache: model.Cache, lengths: Int[Array, " B"], keys: jax.Array,
-) -> tuple[Int[Array, "B length"], model.Cache]:  # fmt: skip
+    config: FrozenConfigDict,
+    sampling: Sampling,
+    params: model.Params,
+    first: Int[Array, " B"],
+    cache: model.Cache,
+    lengths: Int[Array, " B"],
+    keys: jax.Array,
+) -> tuple[Int[Array, "B length"], model.Cache]:
     """Returns the tokens from `first` on, with <pad> after a row's end, and the cache, which is donated."""
     params = split_layers(config, params)  # once, not for each token
     tokens = jnp.full((len(first), sampling.length), PAD, jnp.int32).at[:, 0].set(first)
@@ -135,8 +157,12 @@ def empty_cache(config: ConfigDict, batch: int, length: int) -> model.Cache:
 
 def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
     """Makes "layers" a tuple of the parameters of each layer, with matrices in `config.dtype`, for `model.decode`."""
-    layers = jax.tree.map(lambda x: jnp.unstack(x.astype(config.dtype) if x.ndim > 2 else x), params["layers"])
-    return params | {"layers": jax.tree.transpose(jax.tree.structure(params["layers"]), None, layers)}
+    layers = jax.tree.map(
+        lambda x: jnp.unstack(x.astype(config.dtype) if x.ndim > 2 else x), params["layers"]
+    )
+    return params | {
+        "layers": jax.tree.transpose(jax.tree.structure(params["layers"]), None, layers)
+    }
 
 
 def sample_tokens(
@@ -151,7 +177,9 @@ def sample_tokens(
 
 def filter_logits(sampling: Sampling, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
     """Divides logits by a temperature above 0; sets those that top_k and top_p exclude to -inf."""
-    logits = logits - logits.max(axis=-1, keepdims=True)  # so that no quotient overflows to infinity
+    logits = logits - logits.max(
+        axis=-1, keepdims=True
+    )  # so that no quotient overflows to infinity
     logits = logits / max(sampling.temperature, 1e-6)
     if sampling.top_k is None and sampling.top_p == 1:
         return logits
@@ -182,33 +210,45 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
         text = read_text("prompts", path, "give a text file with one prompt per line")
         texts += [line for line in text.split("\n") if line]
     for text in prompts:
-        if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for other bytes
+        if any(
+            "\ud800" <= character <= "\udfff" for character in text
+        ):  # Python's stand-ins for other bytes
             raise UsageError(f"--prompt={text!r}: is not UTF-8; give it in UTF-8")
     if not texts:
         empty = "" if path is None else f"--prompts={path}: has no line with text; "
-        raise UsageError(f"{empty}no prompt: give --prompt=TEXT, or --prompts=FILE with one prompt per line")
+        raise UsageError(
+            f"{empty}no prompt: give --prompt=TEXT, or --prompts=FILE with one prompt per line"
+        )
     return texts
 
 
 def check_vocabulary(tokenizer, config: ConfigDict, workdir: str) -> None:
     """Raises UsageError where a run's model cannot say all that its tokenizer encodes."""
     if tokenizer.vocab_size > config.model.vocab_size:
-        sizes = f"has {tokenizer.vocab_size} ids, and the model of {workdir} {config.model.vocab_size}"
+        sizes = (
+            f"has {tokenizer.vocab_size} ids, and the model of {workdir} {config.model.vocab_size}"
+        )
         remedy = "put back the tokenizer that the run was trained with"
         raise UsageError(f"config.data.tokenizer={config.data.tokenizer}: {sizes}; {remedy}")
 
 
-def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling: Sampling, seed: int) -> dict:
+def continue_prompts(
+    workdir: str, step: int | None, texts: list[str], sampling: Sampling, seed: int
+) -> dict:
     """Continues `texts` with a checkpoint of the run in `workdir`; returns the command's JSON object."""
     run = open_run(workdir, step)
     config = run.config
     with processes.raise_on_all():
         tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(tokenizer, config, workdir)
-    prompts, lengths = pad_prompts([[BOS, *map(int, tokenizer.encode(text.encode()))] for text in texts])
+    prompts, lengths = pad_prompts(
+        [[BOS, *map(int, tokenizer.encode(text.encode()))] for text in texts]
+    )
     if config.model.rope_scaling_type == "dynamic":
         cached = "config.model.rope_scaling_type=dynamic: keys in a cache would need another rotation as the text grows"
-        raise UsageError(f"--workdir={workdir}: {cached}; python -m prope.evaluate takes such a run")
+        raise UsageError(
+            f"--workdir={workdir}: {cached}; python -m prope.evaluate takes such a run"
+        )
     longest, trained = int(lengths.max()) + sampling.length, config.data.seq_len
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
@@ -222,12 +262,18 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     with sharding.use(mesh), matmul_precision(config.model.dtype):
         inputs = params, prompts, lengths, keys
         compiled_prefill, seconds = _timed(lambda: prefill.lower(*static, *inputs).compile())
-        jax.block_until_ready(compiled_prefill(*inputs))  # the first call's one-time work is not in the rates
+        jax.block_until_ready(
+            compiled_prefill(*inputs)
+        )  # the first call's one-time work is not in the rates
         (first, cache), prefill_seconds = _timed(lambda: compiled_prefill(*inputs))
-        compiled_decode, more = _timed(lambda: decode.lower(*static, params, first, cache, lengths, keys).compile())
+        compiled_decode, more = _timed(
+            lambda: decode.lower(*static, params, first, cache, lengths, keys).compile()
+        )
         ended = jax.device_put(np.full(len(texts), EOS, np.int32), first.sharding)
         _, cache = compiled_decode(params, ended, cache, lengths, keys)  # warm-up: no row goes on
-        (tokens, _), decode_seconds = _timed(lambda: compiled_decode(params, first, cache, lengths, keys))
+        (tokens, _), decode_seconds = _timed(
+            lambda: compiled_decode(params, first, cache, lengths, keys)
+        )
     compile_seconds = seconds + more
     log.info("compiled in %.1f s", compile_seconds)
     tokens = np.asarray(jax.device_put(tokens, replicated))  # each process had a part
@@ -237,12 +283,19 @@ def continue_prompts(workdir: str, step: int | None, texts: list[str], sampling:
     for text, continuation in zip(texts, continuations, strict=True):
         log.info("%s", text + continuation)
     return {
-        "text": continuations[0], "texts": continuations, "prompt": texts[0], "prompts": texts, "tokens": count,
+        "text": continuations[0],
+        "texts": continuations,
+        "prompt": texts[0],
+        "prompts": texts,
+        "tokens": count,
         "tokens_per_second": count / (prefill_seconds + decode_seconds),
         "prefill_tokens_per_second": int(lengths.sum()) / prefill_seconds,
-        "decode_tokens_per_second": (count - len(rows)) / decode_seconds, "compile_seconds": compile_seconds,
-        "step": run.step, "rope_percentage": config.model.rope_percentage, "workdir": workdir,
-    }  # fmt: skip
+        "decode_tokens_per_second": (count - len(rows)) / decode_seconds,
+        "compile_seconds": compile_seconds,
+        "step": run.step,
+        "rope_percentage": config.model.rope_percentage,
+        "workdir": workdir,
+    }
 
 
 def _timed(function: Callable) -> tuple:

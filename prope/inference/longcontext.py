@@ -55,13 +55,19 @@ def encode(tokenizer, task: str, prompt: Prompt) -> Trial:
     for kind, texts in prompt.foils.items():
         kinds |= {text: kind for text in texts if text not in kinds}
     texts = [text for text in kinds if text != prompt.answer]
-    wanted, candidates, remedy = min(len(texts), _FOILS) + 1, {}, "take another --form, or other tasks"
+    wanted, candidates, remedy = (
+        min(len(texts), _FOILS) + 1,
+        {},
+        "take another --form, or other tasks",
+    )
     for text in (prompt.answer, *texts):
         whole = tokenizer.encode((prompt.text + text).encode())
         if len(whole) == len(tokens) or (whole[: len(tokens)] != tokens).any():
             joined = f"joins the end of a prompt, {prompt.text[-20:]!r}, and its answer, {text!r}"
             raise UsageError(f"--tasks={task}: the tokenizer {joined}; {remedy}")
-        if len(whole) - len(tokens) == len(candidates.setdefault(prompt.answer, whole[len(tokens) :])):
+        if len(whole) - len(tokens) == len(
+            candidates.setdefault(prompt.answer, whole[len(tokens) :])
+        ):
             candidates[text] = whole[len(tokens) :]
         if len(candidates) == wanted:
             break
@@ -70,7 +76,9 @@ def encode(tokenizer, task: str, prompt: Prompt) -> Trial:
         raise UsageError(f"--tasks={task}: the tokenizer {few}; {remedy}")
     distance = len(tokens) - len(tokenizer.encode(prompt.text[: prompt.source].encode()))
     of_foils = [kinds[text] for text in candidates if text != prompt.answer]
-    return Trial(np.append(np.int32(BOS), tokens), np.stack([*candidates.values()]), of_foils, distance)
+    return Trial(
+        np.append(np.int32(BOS), tokens), np.stack([*candidates.values()]), of_foils, distance
+    )
 
 
 @functools.cache
@@ -84,9 +92,16 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
         def score_candidate(answer):  # [B, A]
             rest = answer[:, :-1]
             after = [model.decode(config, layers, rest, cache, lengths)[0]] if rest.shape[1] else []
-            logits, padding = model.logits(params, jnp.concatenate([last, *after], axis=1)), answer == PAD
-            logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), answer[..., None], axis=-1)[..., 0]
-            return (logprobs * ~padding).sum(axis=-1), ((logits.argmax(axis=-1) == answer) | padding).all(axis=-1)
+            logits, padding = (
+                model.logits(params, jnp.concatenate([last, *after], axis=1)),
+                answer == PAD,
+            )
+            logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), answer[..., None], axis=-1)[
+                ..., 0
+            ]
+            return (logprobs * ~padding).sum(axis=-1), (
+                (logits.argmax(axis=-1) == answer) | padding
+            ).all(axis=-1)
 
         logprobs, exact = jax.lax.map(score_candidate, candidates.swapaxes(0, 1))
         return logprobs.T, exact[0]
@@ -100,11 +115,17 @@ def score_trials(config: ConfigDict, params: model.Params, T: int, trials: list[
     batch_size = -(-min(config.eval.batch_size, R) // mesh.devices.size) * mesh.devices.size
     score, scores = _make_score(FrozenConfigDict(config.model), mesh), []
     for start in range(0, R, batch_size):
-        rows = [trials[min(start + i, R - 1)] for i in sharding.rows_of_this_process(mesh, batch_size)]
+        rows = [
+            trials[min(start + i, R - 1)] for i in sharding.rows_of_this_process(mesh, batch_size)
+        ]
         batch = {
-            "tokens": np.stack([np.pad(trial.tokens, (0, T - len(trial.tokens))) for trial in rows]),
+            "tokens": np.stack(
+                [np.pad(trial.tokens, (0, T - len(trial.tokens))) for trial in rows]
+            ),
             "lengths": np.array([len(trial.tokens) for trial in rows], np.int32),
-            "candidates": np.stack([np.pad(t.candidates, ((0, 0), (0, A - t.candidates.shape[1]))) for t in rows]),
+            "candidates": np.stack(
+                [np.pad(t.candidates, ((0, 0), (0, A - t.candidates.shape[1]))) for t in rows]
+            ),
         }
         with sharding.use(mesh), matmul_precision(config.model.dtype):
             scored = score(params, *sharding.global_batch(mesh, batch, batch_size).values())
@@ -112,7 +133,9 @@ def score_trials(config: ConfigDict, params: model.Params, T: int, trials: list[
     return tuple(map(np.concatenate, zip(*scores, strict=True)))
 
 
-def _summarize(trials: list[Trial], logprobs: np.ndarray, exact: np.ndarray, rank: np.ndarray) -> dict:
+def _summarize(
+    trials: list[Trial], logprobs: np.ndarray, exact: np.ndarray, rank: np.ndarray
+) -> dict:
     """Computes shares with their 95 % intervals (Wilson, 1927), means, and what was likeliest instead."""
     from scipy import stats
 
@@ -121,8 +144,15 @@ def _summarize(trials: list[Trial], logprobs: np.ndarray, exact: np.ndarray, ran
     for name, hits in (("rank_accuracy", rank == 1), ("exact", exact)):
         interval = stats.binomtest(int(hits.sum()), len(hits)).proportion_ci(method="wilson")
         summary |= {name: float(hits.mean()), f"{name}_interval": tuple(map(float, interval))}
-    tokens, answers = ([len(trial.tokens) for trial in trials], [trial.candidates.shape[1] for trial in trials])
-    means = {"tokens": tokens, "answer_tokens": answers, "distance": [trial.distance for trial in trials]}
+    tokens, answers = (
+        [len(trial.tokens) for trial in trials],
+        [trial.candidates.shape[1] for trial in trials],
+    )
+    means = {
+        "tokens": tokens,
+        "answer_tokens": answers,
+        "distance": [trial.distance for trial in trials],
+    }
     means |= {"rank": rank, "logprob": logprobs[:, 0]}
     return summary | {name: float(np.mean(values)) for name, values in means.items()}
 
@@ -134,16 +164,24 @@ class Prompts:
 
     def __init__(self, task: str, T: int, config: ConfigDict, options):
         if config.model.rope_scaling_type == "dynamic":
-            raise UsageError(f"--workdir={options.workdir}: --tasks keeps keys, which dynamic would rotate anew")
+            raise UsageError(
+                f"--workdir={options.workdir}: --tasks keeps keys, which dynamic would rotate anew"
+            )
         self._config, self._tokenizer = config, load_tokenizer(config.data.tokenizer)
         check_vocabulary(self._tokenizer, config, options.workdir)
         rows, depths = TASKS[task.partition("-")[0]].rows, options.depths
         if options.control == "near" and rows is DEPTHS:
             rows = (max(1 - _NEAR / T, 0.0),)
         elif depths is not None and rows is DEPTHS:
-            if not all(re.fullmatch(r"0|1([.]0*)?|0?[.][0-9]+", depth) for depth in depths.split(",")):
-                raise UsageError(f"--depths={depths}: must be fractions of the prompt in [0, 1], such as 0,0.5,1")
-            rows = tuple(dict.fromkeys(map(float, depths.split(","))))  # the same prompts count once
+            if not all(
+                re.fullmatch(r"0|1([.]0*)?|0?[.][0-9]+", depth) for depth in depths.split(",")
+            ):
+                raise UsageError(
+                    f"--depths={depths}: must be fractions of the prompt in [0, 1], such as 0,0.5,1"
+                )
+            rows = tuple(
+                dict.fromkeys(map(float, depths.split(",")))
+            )  # the same prompts count once
         form = options.form or ("compact" if config.data.tokenizer == "byte" else "prose")
         self.about = {name: getattr(options, name) for name in ("control", "trials", "seed")}
         self.about |= {"task": task, "form": form, "rows": list(rows), "format": FORMAT}
@@ -155,7 +193,15 @@ class Prompts:
     def trial(self, row: float, number: int) -> Trial:
         """Makes a prompt of a row."""
         a = self.about
-        asked = a["task"], a["form"] == "prose", self.seq_len, row, number, a["seed"], a["control"] == "removed"
+        asked = (
+            a["task"],
+            a["form"] == "prose",
+            self.seq_len,
+            row,
+            number,
+            a["seed"],
+            a["control"] == "removed",
+        )
         prompt = make_prompt(*asked, lambda text: 1 + len(self._tokenizer.encode(text.encode())))
         return encode(self._tokenizer, a["task"], prompt)
 
@@ -163,19 +209,44 @@ class Prompts:
         """Asks all prompts; writes their trials into `folder`, W/eval/STEP, and returns the record."""
         rows, number = self.about["rows"], self.about["trials"]
         trials = [self.trial(row, trial) for row in rows for trial in range(number)]
-        logprobs, exact = score_trials(self._config, params, self.seq_len, trials, sharding.make_mesh())
+        logprobs, exact = score_trials(
+            self._config, params, self.seq_len, trials, sharding.make_mesh()
+        )
         foils, right = logprobs[:, 1:], logprobs[:, :1]
-        rank = 1 + (~(foils <= right)).sum(axis=1) + (foils == right).sum(axis=1) / 2  # nan is the worst
+        rank = (
+            1 + (~(foils <= right)).sum(axis=1) + (foils == right).sum(axis=1) / 2
+        )  # nan is the worst
         scored, cells = (trials, logprobs, exact, rank), []
         for i, row in enumerate(rows):
-            cells.append({"row": row} | _summarize(*(values[i * number : (i + 1) * number] for values in scored)))
-        record = self.about | {"cells": cells, "chance": 1 / logprobs.shape[1], **_summarize(*scored)}
-        record |= {"fingerprint": self.selection.fingerprint, "seq_len": self.seq_len, "windows": len(trials)}
-        log.info("rank 1: %.3f, exact: %.3f, chance: %.3f", *(record[k] for k in ("rank_accuracy", "exact", "chance")))
+            cells.append(
+                {"row": row}
+                | _summarize(*(values[i * number : (i + 1) * number] for values in scored))
+            )
+        record = self.about | {
+            "cells": cells,
+            "chance": 1 / logprobs.shape[1],
+            **_summarize(*scored),
+        }
+        record |= {
+            "fingerprint": self.selection.fingerprint,
+            "seq_len": self.seq_len,
+            "windows": len(trials),
+        }
+        log.info(
+            "rank 1: %.3f, exact: %.3f, chance: %.3f",
+            *(record[k] for k in ("rank_accuracy", "exact", "chance")),
+        )
         if processes.is_first():
             failed = 1.0 - np.stack([rank == 1, exact], axis=1)
-            kept = {"source": np.zeros(len(trials), int), "shares": [1.0], "rank": rank, "logprobs": logprobs}
-            paired.write_sums(folder, record, failed, np.ones_like(failed), edges=np.arange(3), **kept)
+            kept = {
+                "source": np.zeros(len(trials), int),
+                "shares": [1.0],
+                "rank": rank,
+                "logprobs": logprobs,
+            }
+            paired.write_sums(
+                folder, record, failed, np.ones_like(failed), edges=np.arange(3), **kept
+            )
         return record
 
 

@@ -39,7 +39,9 @@ class Selection(NamedTuple):
     fingerprint: str  # of their text: equal for all windows of a split, and, with max_tokens, at every seq_len
 
 
-def select(windows: Windows, max_windows: int | None, max_tokens: int | None = None, longest: int = 0) -> Selection:
+def select(
+    windows: Windows, max_windows: int | None, max_tokens: int | None = None, longest: int = 0
+) -> Selection:
     """Selects all windows; or `max_windows`, evenly spread; or those that hold the same `max_tokens` at any seq_len.
 
     The last are cut from evenly spread stretches of `longest` tokens. Of a mixture, if not all, every source has the
@@ -55,10 +57,17 @@ def select(windows: Windows, max_windows: int | None, max_tokens: int | None = N
         stretches = -(-source.count // stretch)
         chosen = stretches if number is None else min(max(round(number * weight), 1), stretches)
         starts = [i * stretches // chosen * stretch for i in range(chosen)]
-        indices += [offset + start + k for start in starts for k in range(stretch) if start + k < source.count]
+        indices += [
+            offset + start + k
+            for start in starts
+            for k in range(stretch)
+            if start + k < source.count
+        ]
         offset += source.count
     fingerprint = windows.store.fingerprint
-    return Selection(indices, fingerprint_of({"store": fingerprint, **rule}) if rule else fingerprint)
+    return Selection(
+        indices, fingerprint_of({"store": fingerprint, **rule}) if rule else fingerprint
+    )
 
 
 def make_evaluation(
@@ -89,7 +98,9 @@ def make_evaluation(
     """
     chosen, fingerprint = selection or select(windows, config.eval.max_windows)
     count = len(chosen)
-    source_of = np.repeat(np.arange(len(windows.sources)), [source.count for source in windows.sources])[chosen]
+    source_of = np.repeat(
+        np.arange(len(windows.sources)), [source.count for source in windows.sources]
+    )[chosen]
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     batch_size = -(-min(config.eval.batch_size, count) // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
@@ -99,7 +110,9 @@ def make_evaluation(
     def read(start: int) -> dict[str, np.ndarray]:
         indices = [chosen[start + row] for row in local_rows if start + row < count]
         fill = padding(len(local_rows) - len(indices), windows.seq_len)
-        return {name: np.concatenate([rows, fill[name]]) for name, rows in windows.read(indices).items()}
+        return {
+            name: np.concatenate([rows, fill[name]]) for name, rows in windows.read(indices).items()
+        }
 
     def score(params, batch):
         hidden = batch_hidden(config, params, batch)
@@ -115,7 +128,9 @@ def make_evaluation(
     compiled = None
 
     def evaluate(
-        params: model.Params, sums_folder: epath.Path | None = None, go_on: Callable[[], bool] = lambda: True
+        params: model.Params,
+        sums_folder: epath.Path | None = None,
+        go_on: Callable[[], bool] = lambda: True,
     ) -> dict | None:
         nonlocal compiled
         sums, correct = _DocumentSums(windows.seq_len, bucket_width), []
@@ -126,7 +141,9 @@ def make_evaluation(
                 batch = sharding.global_batch(mesh, read(start), batch_size)
                 if compiled is None:
                     compiled = step.lower(params, batch).compile()
-                    check_memory(compiled, f"lower the batch size, now {batch_size}, or the windows' length")
+                    check_memory(
+                        compiled, f"lower the batch size, now {batch_size}, or the windows' length"
+                    )
                 scores = compiled(params, batch)
             scores = {name: np.asarray(values) for name, values in scores.items()}
             indices = chosen[start : start + batch_size]
@@ -134,28 +151,49 @@ def make_evaluation(
             for row, index in enumerate(indices):
                 source = source_of[start + row]
                 sums.add(index, source, **{name: values[row] for name, values in scores.items()})
-        (losses, tokens), source = np.concatenate(sums.of_windows, axis=1), np.array(sums.sources)  # [C, Q]; [C]
+        (losses, tokens), source = (
+            np.concatenate(sums.of_windows, axis=1),
+            np.array(sums.sources),
+        )  # [C, Q]; [C]
         totals, counts = losses.sum(axis=1), tokens.sum(axis=1)
         summary = _summarize(totals, counts, source, windows.shares)
         split, stores = windows.split, [source.store for source in windows.sources]
-        bytes_per_token = np.dot(windows.shares, [s.count("bytes", split) / s.targets(split) for s in stores])
+        bytes_per_token = np.dot(
+            windows.shares, [s.count("bytes", split) / s.targets(split) for s in stores]
+        )
         unigram = float(np.dot(windows.shares, [store.unigram_loss(split) for store in stores]))
         bits_per_byte = 1 / float(bytes_per_token) / math.log(2)
         record = {
-            "fingerprint": fingerprint, "seq_len": windows.seq_len, "split": split, "windows": count, **summary,
-            "perplexity": math.exp(min(summary["loss"], 700.0)), "bits_per_byte": summary["loss"] * bits_per_byte,
+            "fingerprint": fingerprint,
+            "seq_len": windows.seq_len,
+            "split": split,
+            "windows": count,
+            **summary,
+            "perplexity": math.exp(min(summary["loss"], 700.0)),
+            "bits_per_byte": summary["loss"] * bits_per_byte,
             "unigram_bits_per_byte": unigram * bits_per_byte,
             "by_position": [
-                {"from": int(start), "to": int(stop), "tokens": int(tokens[:, q].sum()),
-                 "loss": paired.mean_and_stderr(losses[:, q], tokens[:, q], source, windows.shares)[0]}
+                {
+                    "from": int(start),
+                    "to": int(stop),
+                    "tokens": int(tokens[:, q].sum()),
+                    "loss": paired.mean_and_stderr(
+                        losses[:, q], tokens[:, q], source, windows.shares
+                    )[0],
+                }
                 for q, (start, stop) in enumerate(itertools.pairwise(sums.edges))
                 if tokens[:, q].any()
             ],
-        }  # fmt: skip
+        }
         if len(windows.sources) > 1:
             parts = zip(windows.sources, windows.weights, windows.shares, strict=True)
             record["sources"] = [
-                {"dataset": part.name, "weight": weight, "share": float(share), "windows": int((source_of == s).sum())}
+                {
+                    "dataset": part.name,
+                    "weight": weight,
+                    "share": float(share),
+                    "windows": int((source_of == s).sum()),
+                }
                 | _summarize(totals[source == s], counts[source == s])
                 for s, (part, weight, share) in enumerate(parts)
             ]
@@ -172,25 +210,39 @@ def make_evaluation(
 def _summarize(loss: np.ndarray, tokens: np.ndarray, *sources) -> dict:
     """Computes the loss of a source, or of a mixture, from sums by document; None where no token is predicted."""
     mean, stderr = paired.mean_and_stderr(loss, tokens, *sources) if tokens.any() else (None, None)
-    return {"documents": int((tokens > 0).sum()), "tokens": int(tokens.sum()), "loss": mean, "loss_stderr": stderr}
+    return {
+        "documents": int((tokens > 0).sum()),
+        "tokens": int(tokens.sum()),
+        "loss": mean,
+        "loss_stderr": stderr,
+    }
 
 
 class _DocumentSums:
     """Sums losses by document and by bucket of positions."""
 
     def __init__(self, T: int, bucket_width: int):
-        self.edges = np.append(np.arange(0, T, bucket_width), T)  # [Q + 1]; edges[q] is the first position of bucket q
+        self.edges = np.append(
+            np.arange(0, T, bucket_width), T
+        )  # [Q + 1]; edges[q] is the first position of bucket q
         self._bucket = np.arange(T) // bucket_width
         self.of_windows: list[np.ndarray] = []  # [2, documents, Q] of a window: losses and tokens
         self.sources: list[int] = []  # of every document
-        self._last, self._ended = -2, True  # index of the previous window, and whether its document ended with it
+        self._last, self._ended = (
+            -2,
+            True,
+        )  # index of the previous window, and whether its document ended with it
 
     def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
         """Adds the window with this index, arrays [T]; a document may go on from the window before."""
         documents, Q = max(int(segment_ids.max()), 1), len(self.edges) - 1
-        cell = np.maximum(segment_ids - 1, 0) * Q + self._bucket  # padding has weight 0, so its cell does not matter
+        cell = (
+            np.maximum(segment_ids - 1, 0) * Q + self._bucket
+        )  # padding has weight 0, so its cell does not matter
         summands = (losses.astype(np.float64) * weights, weights)
-        sums = np.stack([np.bincount(cell, values, documents * Q).reshape(documents, Q) for values in summands])
+        sums = np.stack(
+            [np.bincount(cell, values, documents * Q).reshape(documents, Q) for values in summands]
+        )
         if index == self._last + 1 and not self._ended:
             self.of_windows[-1][:, -1] += sums[:, 0]
             sums = sums[:, 1:]

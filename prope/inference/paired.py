@@ -57,7 +57,10 @@ def average_seeds(losses: Sequence[float]) -> Difference:
 
 
 def mean_and_stderr(
-    loss: np.ndarray, tokens: np.ndarray, source: np.ndarray | None = None, shares: Sequence[float] = (1.0,)
+    loss: np.ndarray,
+    tokens: np.ndarray,
+    source: np.ndarray | None = None,
+    shares: Sequence[float] = (1.0,),
 ) -> tuple[float, float | None]:
     """Computes the loss per token and its standard error from sums by document.
 
@@ -76,9 +79,13 @@ def mean_and_stderr(
     """
     source = np.zeros(len(tokens), int) if source is None else source
     present = [s for s in range(len(shares)) if tokens[source == s].any()]
-    means, errors = zip(*(_mean_of_source(loss[source == s], tokens[source == s]) for s in present), strict=True)
+    means, errors = zip(
+        *(_mean_of_source(loss[source == s], tokens[source == s]) for s in present), strict=True
+    )
     share = np.take(shares, present) / np.take(shares, present).sum()
-    return float(np.dot(share, means)), None if None in errors else float(np.linalg.norm(share * errors))
+    return float(np.dot(share, means)), None if None in errors else float(
+        np.linalg.norm(share * errors)
+    )
 
 
 def _mean_of_source(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
@@ -92,9 +99,13 @@ def _mean_of_source(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float 
 
 
 def paired_difference(
-    workdir_a: epath.PathLike, workdir_b: epath.PathLike, about: dict | None = None,
-    positions: tuple[int, int] | None = None, file: str = "eval.jsonl", but: dict | None = None,
-) -> Difference:  # fmt: skip
+    workdir_a: epath.PathLike,
+    workdir_b: epath.PathLike,
+    about: dict | None = None,
+    positions: tuple[int, int] | None = None,
+    file: str = "eval.jsonl",
+    but: dict | None = None,
+) -> Difference:
     """Computes the difference of two runs' losses on the same windows, with its standard error over documents.
 
     The fullest evaluations that both runs have are compared, and of equally full ones the newest. Raises UsageError,
@@ -110,19 +121,28 @@ def paired_difference(
     if (pair := find_pair(records, others, but, **fields)) is None:
         workdir = workdir_a
         if unmatched := find_evaluation(records, **fields):
-            workdir, fields = workdir_b, fields | {name: unmatched.get(name) for name in SAME_WINDOWS} | (but or {})
-        remedy = f"run python -m prope.evaluate --workdir={workdir} with the flags of the other run's"
+            workdir, fields = (
+                workdir_b,
+                fields | {name: unmatched.get(name) for name in SAME_WINDOWS} | (but or {}),
+            )
+        remedy = (
+            f"run python -m prope.evaluate --workdir={workdir} with the flags of the other run's"
+        )
         raise UsageError(f"{workdir}: has no evaluation with {fields}; {remedy}")
     (loss, tokens, edges, *sources), (loss_b, tokens_b, *_) = map(_read_sums, workdirs, pair)
     if loss.shape != loss_b.shape or (tokens != tokens_b).any():
         remedy = "both runs must have the same config.data and training length"
-        raise UsageError(f"{workdir_a} and {workdir_b}: their evaluations count other tokens; {remedy}")
+        raise UsageError(
+            f"{workdir_a} and {workdir_b}: their evaluations count other tokens; {remedy}"
+        )
     if not set(positions or ()) <= set(edges.tolist()):
         raise UsageError(f"positions={positions}: must be two of {', '.join(map(str, edges))}")
     columns = slice(*np.searchsorted(edges, positions)) if positions else slice(None)
     differences = loss[:, columns].astype(np.float64) - loss_b[:, columns]
     counts = tokens[:, columns].sum(axis=1)
-    return Difference(*mean_and_stderr(differences.sum(axis=1), counts, *sources), int((counts > 0).sum()))
+    return Difference(
+        *mean_and_stderr(differences.sum(axis=1), counts, *sources), int((counts > 0).sum())
+    )
 
 
 def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
@@ -132,11 +152,15 @@ def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
     return folder / f"{encoding.replace(':', '-')}-{record['factor']}" if encoding else folder
 
 
-def write_sums(folder: epath.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, **others) -> None:
+def write_sums(
+    folder: epath.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, **others
+) -> None:
     """Writes the sums of an evaluation, and `edges, source, shares`, into its `sums_folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = io.BytesIO()
-    np.savez_compressed(arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), **others)
+    np.savez_compressed(
+        arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), **others
+    )
     write_atomic(_path(folder, record), arrays.getvalue())
 
 

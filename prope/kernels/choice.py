@@ -29,10 +29,14 @@ def choose_implementation(
             obstacles[name].append(obstacle)
 
     version = str(getattr(device, "compute_capability", "")).split(".")
-    capability = tuple(map(int, version)) if all(map(str.isdecimal, version)) else (0, 0)  # AMD's is a name
+    capability = (
+        tuple(map(int, version)) if all(map(str.isdecimal, version)) else (0, 0)
+    )  # AMD's is a name
     gpu = device.platform in ("gpu", "cuda")
     max_head_dim = 256 if capability >= (9, 0) else 128
-    require("splash", device.platform == "tpu", f"it is a TPU kernel, and this is a {device.platform}")
+    require(
+        "splash", device.platform == "tpu", f"it is a TPU kernel, and this is a {device.platform}"
+    )
     require("splash", T % 128 == 0, f"the sequence length must be a multiple of 128; got {T}")
     require("splash", H % 128 == 0, f"head_dim must be a multiple of 128; got {H}")
     require("cudnn", gpu, f"it is an NVIDIA kernel, and this is a {device.platform}")
@@ -40,11 +44,21 @@ def choose_implementation(
     fits = max_head_dim >= H and H % 8 == 0
     require("cudnn", fits, f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}")
     require("cudnn", dtype == "bfloat16", f"dtype must be bfloat16; got {dtype}")
-    require("cudnn", not segmented, "it needs a dense mask to keep documents apart (data.mask_documents)")
     require(
-        "cudnn", heads_divide, "mesh.context must divide a device's heads, and its key/value heads unless there is one"
+        "cudnn",
+        not segmented,
+        "it needs a dense mask to keep documents apart (data.mask_documents)",
     )
-    refusals = {name: f"{name} cannot be used: {'; '.join(found)}" for name, found in obstacles.items() if found}
+    require(
+        "cudnn",
+        heads_divide,
+        "mesh.context must divide a device's heads, and its key/value heads unless there is one",
+    )
+    refusals = {
+        name: f"{name} cannot be used: {'; '.join(found)}"
+        for name, found in obstacles.items()
+        if found
+    }
     if requested != "auto":
         if requested in refusals:
             raise ValueError(f"attention={refusals[requested]}; take auto or xla")
@@ -52,7 +66,11 @@ def choose_implementation(
     native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(device.platform)
     if native is None:
         return "xla", f"there is no kernel for a {device.platform}"
-    return ("xla", refusals[native]) if native in refusals else (native, f"the fastest on a {device.platform}")
+    return (
+        ("xla", refusals[native])
+        if native in refusals
+        else (native, f"the fastest on a {device.platform}")
+    )
 
 
 def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:
@@ -60,4 +78,6 @@ def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:
 
     By default a TPU rounds to bfloat16 and an NVIDIA GPU to TF32. Matmuls of a bfloat16 model stay as they are.
     """
-    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+    return (
+        jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+    )

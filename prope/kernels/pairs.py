@@ -45,8 +45,10 @@ def list_pairs(positions: np.ndarray, window: int | None) -> tuple[int, np.ndarr
     block = min(block, T) if C == 1 else math.gcd(block, T // 2)
     first = positions[:, ::block]
     oldest = 0 * first if window is None else np.maximum(first - window + 1, 0)
-    starts = [[(q, k) for q in range(first.shape[1]) for k in range(old[q] // block, new[q] // block + 1)]
-              for new, old in zip(first, oldest, strict=True)]  # fmt: skip
+    starts = [
+        [(q, k) for q in range(first.shape[1]) for k in range(old[q] // block, new[q] // block + 1)]
+        for new, old in zip(first, oldest, strict=True)
+    ]
     longest = max(map(len, starts))
     # Where a window leaves a part less to do, its last pair is followed by ones whose keys nobody sees.
     padded = [own + [(own[-1][0], -(-C * T // block))] * (longest - len(own)) for own in starts]
@@ -65,7 +67,9 @@ def _forward(block, window, query, key, value, positions, pairs, segments):
     def add_pair(carry, pair):
         output, logsumexp, last, (largest, total, sums) = carry
         scores = _scores(block, window, query, key, positions, pair, segments)
-        largest = jnp.where(pair[0] == last, largest, -jnp.inf)  # else the first keys of a block of queries
+        largest = jnp.where(
+            pair[0] == last, largest, -jnp.inf
+        )  # else the first keys of a block of queries
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
         weights, old = jnp.exp(scores - new_largest[..., None]), jnp.exp(largest - new_largest)
         total = total * old + weights.sum(axis=-1)
@@ -74,14 +78,19 @@ def _forward(block, window, query, key, value, positions, pairs, segments):
         of_block = (sums / total[..., None]).astype(value.dtype).reshape(B, K, G, block, H)
         output = jax.lax.dynamic_update_slice_in_dim(output, of_block, pair[0] * block, axis=3)
         of_block = (new_largest + jnp.log(total)).reshape(B, K, G, block)
-        logsumexp = jax.lax.dynamic_update_slice_in_dim(logsumexp, of_block, pair[0] * block, axis=3)
+        logsumexp = jax.lax.dynamic_update_slice_in_dim(
+            logsumexp, of_block, pair[0] * block, axis=3
+        )
         return (output, logsumexp, pair[0], (new_largest, total, sums)), None
 
     rows = jnp.zeros((B, K, G * block), jnp.float32)
     start = jnp.zeros(query.shape, value.dtype), jnp.zeros((B, K, G, T), jnp.float32)
     start = *start, jnp.int32(-1), (rows, rows, jnp.zeros((*rows.shape, H), jnp.float32))
     output, logsumexp, *_ = _scan(add_pair, start, pairs)
-    output, logsumexp = checkpoint_name(output, "attention_out"), checkpoint_name(logsumexp, "attention_out")
+    output, logsumexp = (
+        checkpoint_name(output, "attention_out"),
+        checkpoint_name(logsumexp, "attention_out"),
+    )
     return output, (query, key, value, positions, pairs, segments, output, logsumexp)
 
 
@@ -90,21 +99,30 @@ def _backward(block, window, residuals, cotangent):
     mean = (cotangent.astype(jnp.float32) * output).sum(axis=-1)
 
     def add_pair(gradients, pair):
-        q, g, row_logsumexp, row_mean = (_rows(block, x, pair[0]) for x in (query, cotangent, logsumexp, mean))
+        q, g, row_logsumexp, row_mean = (
+            _rows(block, x, pair[0]) for x in (query, cotangent, logsumexp, mean)
+        )
         k, v = (_block(block, x, pair[1], 2) for x in (key, value))
         weights = _scores(block, window, query, key, positions, pair, segments)
         weights = jnp.exp(weights - row_logsumexp[..., None])
         grad_scores = weights * (_dot("BKRH,BKSH->BKRS", g, v) - row_mean[..., None])
         weights, grad_scores = weights.astype(query.dtype), grad_scores.astype(query.dtype)
         of_query = _dot("BKRS,BKSH->BKRH", grad_scores, k).reshape(*query.shape[:3], block, -1)
-        of_key, of_value = _dot("BKRS,BKRH->BKSH", grad_scores, q), _dot("BKRS,BKRH->BKSH", weights, g)
+        of_key, of_value = (
+            _dot("BKRS,BKRH->BKSH", grad_scores, q),
+            _dot("BKRS,BKRH->BKSH", weights, g),
+        )
         added = []
-        for total, x, i, axis in zip(gradients, (of_query, of_key, of_value), (0, 1, 1), (3, 2, 2), strict=True):
+        for total, x, i, axis in zip(
+            gradients, (of_query, of_key, of_value), (0, 1, 1), (3, 2, 2), strict=True
+        ):
             x = _block(block, total, pair[i], axis) + x
             added.append(jax.lax.dynamic_update_slice_in_dim(total, x, pair[i] * block, axis))
         return tuple(added), None
 
-    gradients = _scan(add_pair, tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)), pairs)
+    gradients = _scan(
+        add_pair, tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)), pairs
+    )
     return *(gradient.astype(query.dtype) for gradient in gradients), None, None, None
 
 
@@ -113,7 +131,10 @@ _attend.defvjp(_forward, _backward)
 
 def _scores(block, window, query, key, positions, pair, segments):
     """Scores of a pair, [B, K, R, s], float32; _MASKED_SCORE where a query does not see a key."""
-    at, keys = _block(block, positions, pair[0], 0)[:, None], pair[1] * block + jnp.arange(block)[None]
+    at, keys = (
+        _block(block, positions, pair[0], 0)[:, None],
+        pair[1] * block + jnp.arange(block)[None],
+    )
     seen = keys <= at if window is None else (keys <= at) & (keys > at - window)
     seen = jnp.expand_dims(seen, (0, 1, 2))
     if segments is not None:
@@ -126,7 +147,9 @@ def _scores(block, window, query, key, positions, pair, segments):
 
 def _scan(function, start, pairs):
     """Calls a function with every pair in turn; returns what it carries."""
-    return jax.lax.scan(function, start, pairs, unroll=len(pairs) if len(pairs) <= _MOST_UNROLLED else 1)[0]
+    return jax.lax.scan(
+        function, start, pairs, unroll=len(pairs) if len(pairs) <= _MOST_UNROLLED else 1
+    )[0]
 
 
 def _block(block, x, i, axis):

@@ -29,7 +29,9 @@ class Prompt(NamedTuple):
 
     text: str
     answer: str  # with what ends it
-    foils: dict[str, list[str]]  # by kind, likely mistakes first: answers of as many bytes, the right one among them
+    foils: dict[
+        str, list[str]
+    ]  # by kind, likely mistakes first: answers of as many bytes, the right one among them
     source: int  # the character of `text` at which the evidence begins
     rest: str = ""  # what follows the answer
 
@@ -40,8 +42,17 @@ class Draw:
     `option` is N of a task NAME-N; with `removed` the evidence is to be left out, as a control.
     """
 
-    def __init__(self, seed: int, key: tuple[int, ...], option: int = 0, prose: bool = False, removed: bool = False):
-        self._root = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
+    def __init__(
+        self,
+        seed: int,
+        key: tuple[int, ...],
+        option: int = 0,
+        prose: bool = False,
+        removed: bool = False,
+    ):
+        self._root = np.random.Generator(
+            np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
+        )
         self.option, self.prose, self.removed = option, prose, removed
 
     def stream(self) -> np.random.Generator:
@@ -72,7 +83,9 @@ class Draw:
         """Draws distinct names: words of three syllables or capital letters, at most all; or two words or letters."""
         if self.prose:
             words = self.words(count, syllables=3 + double)
-            return [f"{word[:4]} {word[4:]}".title() if double else word.capitalize() for word in words]
+            return [
+                f"{word[:4]} {word[4:]}".title() if double else word.capitalize() for word in words
+            ]
         if double:
             return [_ALPHABET[i // 52] + _ALPHABET[i % 52] for i in self.distinct(52**2, count)]
         return [_ALPHABET[i] for i in self.distinct(26, min(count, 26))]
@@ -88,7 +101,11 @@ class Draw:
 
     def symbols(self, count: int) -> tuple[list[str], list[str]]:
         """Draws (symbols, unused ones), all distinct: filler letters, or words."""
-        drawn = self.words(count + _SPARE) if self.prose else [LETTERS[i] for i in self.distinct(16, 16)]
+        drawn = (
+            self.words(count + _SPARE)
+            if self.prose
+            else [LETTERS[i] for i in self.distinct(16, 16)]
+        )
         return drawn[:count], drawn[count:]
 
     def filler(self, count: int) -> list[str]:
@@ -98,11 +115,18 @@ class Draw:
         start, step = self.stream().integers(2**15, size=2).tolist()
         words = [line.split() for line in _GRAMMAR.splitlines()[1:]]
         numbers = [(start + i * (2 * step + 1)) % 2**16 for i in range(count)]
-        return ["The {} {} {} the {}\n".format(*(w[i >> 4 * k & 15] for k, w in enumerate(words))) for i in numbers]
+        return [
+            "The {} {} {} the {}\n".format(*(w[i >> 4 * k & 15] for k, w in enumerate(words)))
+            for i in numbers
+        ]
 
     def cycle(self, count: int) -> list[str]:
         """Repeats the same units: sixteen letters, or four sentences."""
-        units = [f"{line}\n" for line in _CYCLE.strip(".").split(". ")] if self.prose else self.filler(16)
+        units = (
+            [f"{line}\n" for line in _CYCLE.strip(".").split(". ")]
+            if self.prose
+            else self.filler(16)
+        )
         return [units[i % len(units)] for i in range(count)]
 
     def complete(self, answer: str) -> str:
@@ -111,4 +135,9 @@ class Draw:
 
     def prompt(self, text: str, answer: str, source: int, foils: dict[str, list[str]]) -> Prompt:
         """Makes a prompt; completes its answers."""
-        return Prompt(text, self.complete(answer), {k: [*map(self.complete, v)] for k, v in foils.items()}, source)
+        return Prompt(
+            text,
+            self.complete(answer),
+            {k: [*map(self.complete, v)] for k, v in foils.items()},
+            source,
+        )

@@ -30,7 +30,10 @@ _PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 _SCHEMES = ("gs", "s3")
-for _scheme in ("gcs", *_SCHEMES):  # other hosts write to a bucket, too: what it lists is asked for every time
+for _scheme in (
+    "gcs",
+    *_SCHEMES,
+):  # other hosts write to a bucket, too: what it lists is asked for every time
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
 
 
@@ -43,7 +46,9 @@ def as_path(flag: str, place: epath.PathLike) -> epath.Path:
     """Returns a place as a path; raises UsageError where it is a URL of a kind that cannot be written."""
     scheme, separator, _ = str(place).partition("://")
     if separator and scheme not in _SCHEMES:
-        raise UsageError(f"--{flag}={place}: must be a local path, or a URL of {' or '.join(_SCHEMES)}")
+        raise UsageError(
+            f"--{flag}={place}: must be a local path, or a URL of {' or '.join(_SCHEMES)}"
+        )
     return epath.Path(place)
 
 
@@ -97,7 +102,11 @@ def retry_reads(path: epath.Path, read: Callable[[], T], missing: T | None = Non
                 raise
             reason = f"{path}: cannot be read: {_reason(error)}"
             code = getattr(error, "code", None)  # of gcsfs
-            refused = isinstance(error, PermissionError) or code in (401, 403) or str(error).startswith("Forbidden")
+            refused = (
+                isinstance(error, PermissionError)
+                or code in (401, 403)
+                or str(error).startswith("Forbidden")
+            )
             pause = None if refused else next(pauses, None)  # trying again does not help
             if pause is None:
                 message = f"{reason}; nothing was changed: {_remedy(path)}, then run the same command again"
@@ -193,14 +202,20 @@ def append_jsonl(path: epath.Path, *records: dict) -> None:
         entry = folder.read(path.name).result()
         before = entry.value if entry.state == "value" else b""
         separator = b"" if before.endswith(b"\n") or not before else b"\n"
-        if folder.write(path.name, before + separator + lines, if_equal=entry.stamp.generation).result().generation:
+        if (
+            folder.write(path.name, before + separator + lines, if_equal=entry.stamp.generation)
+            .result()
+            .generation
+        ):
             return
 
 
 def check_new(flag: str, path: epath.Path) -> None:
     """Raises UsageError if `path` exists and is not an empty directory."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UsageError(f"--{flag}={path}: is there already, and is not overwritten; choose another, or remove it")
+        raise UsageError(
+            f"--{flag}={path}: is there already, and is not overwritten; choose another, or remove it"
+        )
 
 
 @contextlib.contextmanager
@@ -237,8 +252,13 @@ def files_below(folder: epath.Path) -> dict[str, int]:
     """Lists all files below a folder, sorted by their path in it, with their sizes in bytes."""
     if is_url(folder):
         system, root = fsspec.core.url_to_fs(str(folder))
-        return {os.path.relpath(path, root): about["size"] for path, about in system.find(root, detail=True).items()}
-    paths = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]  # fsspec would hide errors
+        return {
+            os.path.relpath(path, root): about["size"]
+            for path, about in system.find(root, detail=True).items()
+        }
+    paths = [
+        path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()
+    ]  # fsspec would hide errors
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 

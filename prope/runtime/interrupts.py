@@ -45,7 +45,10 @@ class Interrupts(contextlib.AbstractContextManager):
     def __enter__(self):
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {
+            number: signal.signal(number, self._interrupt)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._read_signals, name="interrupts", daemon=True).start()
         return self
@@ -70,7 +73,9 @@ class Interrupts(contextlib.AbstractContextManager):
         self.request = max(self._signalled, Request.SAVE if due else Request.NONE)
         if processes.count() > 1:
             votes, last = np.full(jax.local_device_count(), self.request, np.int32), self._last_vote
-            self._last_vote = self._greatest(jax.make_array_from_process_local_data(self._votes, votes))
+            self._last_vote = self._greatest(
+                jax.make_array_from_process_local_data(self._votes, votes)
+            )
             self.request = Request.NONE if last is None else Request(int(last))
         return self.request
 
@@ -98,10 +103,18 @@ class Interrupts(contextlib.AbstractContextManager):
                 if self._presses > 1:
                     _exit("Ctrl-C twice", INTERRUPTED)
                 self._signalled = max(self._signalled, Request.INTERRUPT)
-                print("Ctrl-C: saving, then stopping; once more leaves at once", file=sys.stderr, flush=True)
+                print(
+                    "Ctrl-C: saving, then stopping; once more leaves at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
         os.close(self._read)
 
 
 def _exit(why: str, code: int) -> None:
-    print(f"stopped: {why}; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+    print(
+        f"stopped: {why}; the same command goes on from the last checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(code)

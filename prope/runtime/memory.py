@@ -10,12 +10,17 @@ from ml_collections import ConfigDict
 
 from prope.errors import UsageError
 
-_MALLOC_OPTIONS = {-4: 0, -1: -1}  # M_MMAP_MAX, M_TRIM_THRESHOLD: blocks of any size from a heap that never shrinks
+_MALLOC_OPTIONS = {
+    -4: 0,
+    -1: -1,
+}  # M_MMAP_MAX, M_TRIM_THRESHOLD: blocks of any size from a heap that never shrinks
 
 
 def step_bytes(memory) -> int:
     """Sums what a compiled step needs on a device, from its `memory_analysis()`; the program itself not counted."""
-    inputs_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    inputs_and_outputs = (
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
     return inputs_and_outputs + memory.temp_size_in_bytes
 
 
@@ -43,8 +48,15 @@ def check_activations(config: ConfigDict, remedy: str) -> None:
     wide matmuls. Attention keeps more.
     """
     model, tensor = config.model, config.mesh.tensor
-    tokens = config.batch_size // config.accumulation * config.data.seq_len // (jax.device_count() // tensor)
-    width = model.embed_dim + (2 * model.hidden_dim // tensor if model.remat in ("none", "minimal") else 0)
+    tokens = (
+        config.batch_size
+        // config.accumulation
+        * config.data.seq_len
+        // (jax.device_count() // tensor)
+    )
+    width = model.embed_dim + (
+        2 * model.hidden_dim // tensor if model.remat in ("none", "minimal") else 0
+    )
     _check(model.num_layers * tokens * width * jnp.dtype(model.dtype).itemsize, remedy)
 
 

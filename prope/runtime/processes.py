@@ -35,13 +35,24 @@ from etils import epath
 from jax._src import distributed  # whose key-value store and barriers have no public name
 from jax.experimental import multihost_utils
 
-from prope.errors import INTERRUPTED, LOST, RunFailed, Stopped, UsageError, as_ending, first_line, log
+from prope.errors import (
+    INTERRUPTED,
+    LOST,
+    RunFailed,
+    Stopped,
+    UsageError,
+    as_ending,
+    first_line,
+    log,
+)
 
 T = TypeVar("T")
 
 _MESSAGE_BYTES = 500  # of an error that is sent to all processes
 _STATUSES = "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):"  # of JAX's runtime; the rest is what Gloo and NCCL say
-_PEER_LOST = re.compile(f"{_STATUSES}|heartbeat|Connection (closed|reset)|Gloo .* failed|remote process exited")
+_PEER_LOST = re.compile(
+    f"{_STATUSES}|heartbeat|Connection (closed|reset)|Gloo .* failed|remote process exited"
+)
 _RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
 _LOG_SECONDS = 60  # between lines of a process that waits
 _index, _count = 0, 1
@@ -76,7 +87,9 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
     expected = None if wanted == "auto" else _number(environ, "PROPE_PROCESSES", wanted)
     log.info("joining the other processes; PROPE_PROCESSES=1 would run this one alone")
     _join(environ, expected)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # JAX's runtime has taken it for itself
+    signal.signal(
+        signal.SIGTERM, signal.getsignal(signal.SIGTERM)
+    )  # JAX's runtime has taken it for itself
     _index, _count = jax.process_index(), jax.process_count()
     if expected not in (None, _count):
         raise UsageError(f"PROPE_PROCESSES={wanted}: there are {_count} processes; start that many")
@@ -139,7 +152,9 @@ def call_on_first(function: Callable[[], T]) -> T:
                 raise
         if time.monotonic() - logged > _LOG_SECONDS:
             logged = time.monotonic()
-            log.warning("waiting for process 0, whose log says what it does, since %d s", logged - start)
+            log.warning(
+                "waiting for process 0, whose log says what it does, since %d s", logged - start
+            )
     answer = json.loads(text)
     if "error" in answer:
         raise (UsageError if answer["code"] == UsageError.code else RunFailed)(answer["error"])
@@ -191,7 +206,9 @@ def check_shared(directory: epath.Path) -> None:
 
 def is_peer_loss(error: Exception) -> bool:
     """Tells whether the error of a collective says that another process is gone."""
-    of_collective = isinstance(error, jax.errors.JaxRuntimeError | ValueError)  # Gloo's may be ValueErrors
+    of_collective = isinstance(
+        error, jax.errors.JaxRuntimeError | ValueError
+    )  # Gloo's may be ValueErrors
     return _count > 1 and of_collective and _PEER_LOST.search(str(error)) is not None
 
 
@@ -228,7 +245,9 @@ def _leave_last() -> None:
             for process in range(1, _count):
                 store.blocking_key_value_get(f"prope-leaves-{process}", 10_000)
         else:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the runtime would say that the first one is gone
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), 2
+            )  # the runtime would say that the first one is gone
             store.key_value_set(f"prope-leaves-{_index}", "")
 
 
@@ -241,19 +260,31 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
         message = f"PROPE_PROCESSES_PER_NODE={per_node}: must be gpu, one process for each, or node, one for all"
         raise UsageError(message)
     if (address is None) != (number is None):
-        raise UsageError("PROPE_COORDINATOR and PROPE_PROCESS go together: set both, or neither where JAX finds them")
+        raise UsageError(
+            "PROPE_COORDINATOR and PROPE_PROCESS go together: set both, or neither where JAX finds them"
+        )
     arguments: dict = {}
     if address is not None:
         if not re.fullmatch(r".+:\d+", address):
             raise UsageError(f"PROPE_COORDINATOR={address}: must be host:port of process 0")
         if expected is None:
-            raise UsageError("PROPE_PROCESSES=auto: with PROPE_COORDINATOR it must be the number of processes")
+            raise UsageError(
+                "PROPE_PROCESSES=auto: with PROPE_COORDINATOR it must be the number of processes"
+            )
         process = _number(environ, "PROPE_PROCESS", minimum=0)
         if process >= expected:
-            raise UsageError(f"PROPE_PROCESS={number}: must be less than PROPE_PROCESSES={expected}")
-        arguments = {"coordinator_address": address, "num_processes": expected, "process_id": process}
+            raise UsageError(
+                f"PROPE_PROCESS={number}: must be less than PROPE_PROCESSES={expected}"
+            )
+        arguments = {
+            "coordinator_address": address,
+            "num_processes": expected,
+            "process_id": process,
+        }
     # None: JAX's rule, one for each process that Slurm or Open MPI started.
-    arguments["local_device_ids"] = list(range(_visible_gpus(environ))) or None if per_node == "node" else None
+    arguments["local_device_ids"] = (
+        list(range(_visible_gpus(environ))) or None if per_node == "node" else None
+    )
     _set_abort_message(
         f"after {timeout} s not all processes have come; {expected or 'as many as the cluster has'} were expected, the "
         f"first at {address or 'the address that the cluster gives'}. Are all of them running, and may they connect to "
@@ -268,12 +299,16 @@ def _join(environ: Mapping[str, str], expected: int | None) -> None:
         none = f"JAX finds no cluster here ({error}); set PROPE_COORDINATOR and PROPE_PROCESS"
         raise UsageError(f"PROPE_PROCESSES={wanted}: {none}") from None
     silent = f"no sign of life for {heartbeat} s, unless the lines above name another cause"
-    _set_abort_message(f"another process of this run is gone, or cannot be reached: {silent}; {_RESTART}")
+    _set_abort_message(
+        f"another process of this run is gone, or cannot be reached: {silent}; {_RESTART}"
+    )
 
 
 def _default_processes(environ: Mapping[str, str]) -> str:
     """Returns 'auto' where a launcher started several processes: by default each would train alone."""
-    several = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+    several = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" or "," in environ.get(
+        "TPU_WORKER_HOSTNAMES", ""
+    )
     return "auto" if several else "1"
 
 
@@ -292,8 +327,12 @@ def _set_abort_message(line: str, joining: bool = False) -> None:
 
     def on_abort(_number: int) -> None:
         if _leaving is not None:
-            os._exit(_leaving)  # the first one has left before it answered that it knows that this one leaves
-        if joining or threading.get_native_id() not in [thread.native_id for thread in threading.enumerate()]:
+            os._exit(
+                _leaving
+            )  # the first one has left before it answered that it knows that this one leaves
+        if joining or threading.get_native_id() not in [
+            thread.native_id for thread in threading.enumerate()
+        ]:
             os.write(2, f"\nstopped: {line}\n".encode())
             os._exit(LOST)
         libc.signal(signal.SIGABRT, None)  # the default
@@ -308,7 +347,10 @@ def _set_abort_message(line: str, joining: bool = False) -> None:
 def _visible_gpus(environ: Mapping[str, str]) -> int:
     if environ.get("CUDA_VISIBLE_DEVICES"):
         return len(environ["CUDA_VISIBLE_DEVICES"].split(","))
-    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in pathlib.Path("/dev").glob("nvidia*"))
+    return sum(
+        re.fullmatch(r"nvidia\d+", path.name) is not None
+        for path in pathlib.Path("/dev").glob("nvidia*")
+    )
 
 
 def _check_gpus(environ: Mapping[str, str]) -> None:
@@ -320,5 +362,7 @@ def _check_gpus(environ: Mapping[str, str]) -> None:
     visible, used = _visible_gpus(environ), local * jax.local_device_count()
     if used < visible:
         idle = f"{visible} GPUs are visible on {socket.gethostname()} and its {local} processes use {used}"
-        remedy = "start one process for each, or one for the node with PROPE_PROCESSES_PER_NODE=node"
+        remedy = (
+            "start one process for each, or one for the node with PROPE_PROCESSES_PER_NODE=node"
+        )
         raise UsageError(f"{idle}: {remedy}; or hide the others with CUDA_VISIBLE_DEVICES")

@@ -19,7 +19,12 @@ class Profiler(AbstractContextManager):
     no run.
     """
 
-    def __init__(self, steps: Sequence[int], workdir: epath.PathLike, pause: Callable[[], AbstractContextManager]):
+    def __init__(
+        self,
+        steps: Sequence[int],
+        workdir: epath.PathLike,
+        pause: Callable[[], AbstractContextManager],
+    ):
         """`steps` is config.profile; `pause` excludes what is done within it from the time of training."""
         self._steps = range(steps[0], steps[1] + 1) if steps and processes.is_first() else range(0)
         self._target, self._pause = epath.Path(workdir) / "profile", pause
@@ -47,7 +52,9 @@ class Profiler(AbstractContextManager):
             jax.profiler.stop_trace()
             try:
                 upload(folder, self._target)
-                log.info("steps %d to %d are traced: %s", self._traced[0], self._traced[-1], self._target)
+                log.info(
+                    "steps %d to %d are traced: %s", self._traced[0], self._traced[-1], self._target
+                )
             except Exception as error:
                 if not is_storage_error(error):
                     raise

@@ -54,4 +54,7 @@ class Session(contextlib.ExitStack):
         if self.interrupts.request > Request.SAVE:
             ctrl_c = self.interrupts.request == Request.INTERRUPT
             signal, code = ("Ctrl-C", INTERRUPTED) if ctrl_c else ("SIGTERM", PREEMPTED)
-            raise Stopped(f"{signal}: step {step} of {self._num_steps} is saved; the same command goes on", code)
+            raise Stopped(
+                f"{signal}: step {step} of {self._num_steps} is saved; the same command goes on",
+                code,
+            )

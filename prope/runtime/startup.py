@@ -38,7 +38,9 @@ class Startup:
         Programs for a CPU depend on its instruction set, which JAX's cache key leaves out: each has its own folder.
         """
         if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-            jax.config.update("jax_compilation_cache_dir", str(workdir / "compilation_cache" / _machine()))
+            jax.config.update(
+                "jax_compilation_cache_dir", str(workdir / "compilation_cache" / _machine())
+            )
 
         def listen(event: str, **_) -> None:
             if event == "/jax/compilation_cache/cache_hits":
@@ -50,7 +52,10 @@ class Startup:
         """Ends the last phase, the first step; logs the seconds of all and returns the record for W/starts.jsonl."""
         self.mark("first step")
         seconds = {phase: round(value, 3) for phase, value in self._seconds.items()}
-        total, phases = sum(seconds.values()), ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
+        total, phases = (
+            sum(seconds.values()),
+            ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items()),
+        )
         log.info("first step after %.1f s: %s (compilation cache: %s)", total, phases, self._cache)
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -71,7 +76,9 @@ def _process_age() -> float:
     """Returns the seconds since this process was started; 0 where /proc does not tell."""
     try:
         started = float(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"), 0.0)
+        return max(
+            time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"), 0.0
+        )
     except (OSError, AttributeError):
         return 0.0
 
@@ -82,7 +89,9 @@ def _machine() -> str:
     if device.platform != "cpu":
         return re.sub(r"\W+", "-", f"{device.platform}-{device.device_kind}")
     try:
-        match = re.search(r"^(flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(
+            r"^(flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
         features = match[2] if match else ""
     except OSError:
         features = platform.processor()
@@ -96,9 +105,13 @@ def find_commit() -> str | None:
 
     def git(*arguments: str) -> str:
         root, output = pathlib.Path(__file__).parents[2], {"capture_output": True, "text": True}
-        return subprocess.run(["git", *arguments], cwd=root, timeout=20, check=True, **output).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=root, timeout=20, check=True, **output
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "--", ".") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -13,8 +13,13 @@ import sys
 from collections.abc import Mapping
 
 _FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # to which the user's flags are appended
-VARIABLES = (*_FLAGS, "JAX_OPTIMIZATION_LEVEL", "NCCL_NVLS_ENABLE", "XLA_PYTHON_CLIENT_MEM_FRACTION",
-             "CUDA_DEVICE_MAX_CONNECTIONS")  # fmt: skip
+VARIABLES = (
+    *_FLAGS,
+    "JAX_OPTIMIZATION_LEVEL",
+    "NCCL_NVLS_ENABLE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
 
 # Gathers and sums of parameters run beside the matmuls. Source: AI-Hypercomputer/maxtext,
 # benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP and CF_FOR_ALL_GATHER, used for Gemma 2B on v5e.
@@ -40,10 +45,15 @@ _V5P = {  # maxtext, src/maxtext/configs/tpu/v5p/llama2_7b.sh
 TPU = {"v5e": _TPU, "v5p": _TPU | _V5P, "v6e": _TPU}
 # With these JAX's level O1: latency hiding, pipelined collectives, double-buffered loops. Source: NVIDIA/JAX-Toolbox,
 # docs/GPU_performance.md. Collectives are combined up to one layer of Gemma 2B in bfloat16, 220 MB.
-GPU = {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+GPU = {
+    f"xla_gpu_{kind}_combine_threshold_bytes": 2**28
+    for kind in ("all_reduce", "all_gather", "reduce_scatter")
+}
 GPU["xla_gpu_enable_triton_gemm"] = False
 GPU_LEVEL = "O1"
-GPU_MEMORY_FRACTION = 0.92  # JAX's default of 0.75 leaves 20 of 80 GB to CUDA and NCCL, which take less than 6
+GPU_MEMORY_FRACTION = (
+    0.92  # JAX's default of 0.75 leaves 20 of 80 GB to CUDA and NCCL, which take less than 6
+)
 PLATFORMS = (*TPU, "gpu", "cpu")
 
 
@@ -55,7 +65,11 @@ def environment(platform: str) -> dict[str, str]:
         fraction = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_MEMORY_FRACTION)}
         # On several Hopper GPUs one queue keeps the order in which XLA starts collectives. Source: as above.
         ordered = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if _several_hopper_gpus() else {}
-        flags = {"XLA_FLAGS": _joined(GPU), "JAX_OPTIMIZATION_LEVEL": GPU_LEVEL, "NCCL_NVLS_ENABLE": "1"}
+        flags = {
+            "XLA_FLAGS": _joined(GPU),
+            "JAX_OPTIMIZATION_LEVEL": GPU_LEVEL,
+            "NCCL_NVLS_ENABLE": "1",
+        }
         return flags | fraction | ordered
     return {}
 
@@ -72,7 +86,10 @@ def _several_hopper_gpus() -> bool:
     if not shutil.which(command[0]):
         return False
     gpus = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    return all(gpu.startswith("9.") for gpu in gpus) and len(gpus) * int(os.environ.get("PROPE_PROCESSES", 1)) > 1
+    return (
+        all(gpu.startswith("9.") for gpu in gpus)
+        and len(gpus) * int(os.environ.get("PROPE_PROCESSES", 1)) > 1
+    )
 
 
 def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -88,11 +105,16 @@ def _main(arguments: list[str]) -> None:
     if arguments in (["--help"], ["-h"]):
         return print(__doc__.strip())
     if len(arguments) != 1 or arguments[0] not in PLATFORMS:
-        message = f"give one platform of {', '.join(PLATFORMS)}; got {' '.join(arguments) or 'nothing'}"
+        message = (
+            f"give one platform of {', '.join(PLATFORMS)}; got {' '.join(arguments) or 'nothing'}"
+        )
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     for name, value in environment(arguments[0]).items():
-        both, users = f"{value}${{{name}:+ ${name}}}", f"${{{name}:-{value}}}"  # what the user has set wins
+        both, users = (
+            f"{value}${{{name}:+ ${name}}}",
+            f"${{{name}:-{value}}}",
+        )  # what the user has set wins
         print(f'export {name}="{both if name in _FLAGS else users}"')
     return None
 

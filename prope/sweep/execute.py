@@ -20,25 +20,51 @@ from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError, log
-from prope.runtime.files import absolute, check_writable, is_url, local_cache, read_json, write_atomic
+from prope.runtime.files import (
+    absolute,
+    check_writable,
+    is_url,
+    local_cache,
+    read_json,
+    write_atomic,
+)
 from prope.runtime.startup import find_commit
 from prope.sweep.grid import Planned, plan
-from prope.sweep.runs import DAMAGED_SWEEP, Run, check_equal, on_common_windows, read_run, table, table_text
+from prope.sweep.runs import (
+    DAMAGED_SWEEP,
+    Run,
+    check_equal,
+    on_common_windows,
+    read_run,
+    table,
+    table_text,
+)
 
-PROGRAMS = {"tpu_vm": "gcloud", "gke": "kubectl", "slurm": "sbatch", "sky": "sky"}  # that launchers call
+PROGRAMS = {
+    "tpu_vm": "gcloud",
+    "gke": "kubectl",
+    "slurm": "sbatch",
+    "sky": "sky",
+}  # that launchers call
 MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
 
 
-def record_sweep(directory: epath.Path, runs: list[Planned], grids: list[dict], base: ConfigDict, source: dict) -> dict:
+def record_sweep(
+    directory: epath.Path, runs: list[Planned], grids: list[dict], base: ConfigDict, source: dict
+) -> dict:
     """Returns the content of sweep.json; compared with an existing one, runs may only be added."""
     if (directory / "config.json").exists():
-        raise UsageError(f"--workdir={directory}: holds a run, not a sweep; choose another --workdir")
+        raise UsageError(
+            f"--workdir={directory}: holds a run, not a sweep; choose another --workdir"
+        )
     if (saved := read_json(directory / "sweep.json", DAMAGED_SWEEP)) is not None:
         remedy = "; choose another --workdir, or the arguments that it was started with"
         message = f"--workdir={directory}: holds a sweep"
         planned = {run.name for run in runs}
         if missing := [run["name"] for run in saved["runs"] if run["name"] not in planned]:
-            raise UsageError(f"{message} that has also the run {missing[0]}; name its values too{remedy}")
+            raise UsageError(
+                f"{message} that has also the run {missing[0]}; name its values too{remedy}"
+            )
         differing = differences(base, from_dict(saved["config"]))
         swept = {name for grid in grids for name in grid}
         if differing := [line for line in differing if line.partition(":")[0] not in swept]:
@@ -49,7 +75,11 @@ def record_sweep(directory: epath.Path, runs: list[Planned], grids: list[dict], 
 
 def state_folder(directory: epath.Path) -> pathlib.Path:
     """Returns the folder of what this machine knows of a sweep: its lock, and what was handed to a launcher."""
-    return local_cache() / "sweeps" / f"{directory.name}-{zlib.crc32(str(absolute(directory)).encode()):08x}"
+    return (
+        local_cache()
+        / "sweeps"
+        / f"{directory.name}-{zlib.crc32(str(absolute(directory)).encode()):08x}"
+    )
 
 
 @contextlib.contextmanager
@@ -79,7 +109,9 @@ class ChildProcesses:
     def run(self, line: list[str]) -> tuple[int, str, dict]:
         """Runs a command with its output on stderr; returns (exit code, last error line, printed JSON object)."""
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self._child = subprocess.Popen(line, text=True, errors="replace", pass_fds=[self._lock], **pipe)
+        self._child = subprocess.Popen(
+            line, text=True, errors="replace", pass_fds=[self._lock], **pipe
+        )
         if self.stop_signal:  # it came while the child was started
             self._child.send_signal(self.stop_signal)
         error, result = "", {}
@@ -118,7 +150,9 @@ class Sweep:
     runs: list[Planned]
     backend: str = "local"
     launcher_flags: Sequence[str] = ()
-    printed: dict[str, dict] = dataclasses.field(default_factory=dict)  # results of commands, by run
+    printed: dict[str, dict] = dataclasses.field(
+        default_factory=dict
+    )  # results of commands, by run
     failed: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by run
 
     @property
@@ -129,7 +163,9 @@ class Sweep:
     @property
     def visible(self) -> bool:
         """Whether this machine sees the runs' files, which may be on a disk of the machines that train."""
-        return self.backend in ("local", "slurm") or is_url(self.directory) or self.directory.exists()
+        return (
+            self.backend in ("local", "slurm") or is_url(self.directory) or self.directory.exists()
+        )
 
     def read(self, planned: Planned) -> Run:
         """Reads a run from its files; from what it printed if it left no files on this machine."""
@@ -138,10 +174,20 @@ class Sweep:
         if run.started or "eval_loss" not in result:
             return run
         step, data, windows = result["step"], planned.config.data, planned.config.eval.max_windows
-        record = {"step": step, "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
-        record |= {"loss": result["eval_loss"], **{name: result[name] for name in ("perplexity", "bits_per_byte")}}
+        record = {
+            "step": step,
+            "dataset": data.dataset,
+            "seq_len": data.seq_len,
+            "max_windows": windows,
+        }
+        record |= {
+            "loss": result["eval_loss"],
+            **{name: result[name] for name in ("perplexity", "bits_per_byte")},
+        }
         fields = {"metrics": [{"step": step, "loss": result["loss"]}], "evaluations": [record]}
-        return dataclasses.replace(run, started=True, step=step, init_hash=result["init_hash"], **fields)
+        return dataclasses.replace(
+            run, started=True, step=step, init_hash=result["init_hash"], **fields
+        )
 
     def read_all(self) -> list[Run]:
         """Reads all runs, in the order of the grid."""
@@ -158,24 +204,41 @@ class Sweep:
             for start in range(MAX_RETRIES + 1):
                 if processes.stop_signal or self.read(run).state == "finished":
                     break
-                log.info("run %d of %d, %s: starts%s", number, len(self.runs), run.name, " again" if start else "")
+                log.info(
+                    "run %d of %d, %s: starts%s",
+                    number,
+                    len(self.runs),
+                    run.name,
+                    " again" if start else "",
+                )
                 command = run_command(self.backend, self.launcher_flags, self.directory, run)
-                if self.backend == "sky" and in_sky_queue(job_name(f"{self.directory.name}-{run.name}")):
+                if self.backend == "sky" and in_sky_queue(
+                    job_name(f"{self.directory.name}-{run.name}")
+                ):
                     log.info("%s: is in SkyPilot's queue already", run.name)
                     self.printed[run.name] = {}
                     break
                 code, error, self.printed[run.name] = processes.run(command)
                 if self.backend != "local":
-                    write_atomic(state_folder(self.directory) / "handed_out.json", json.dumps(self.printed, indent=2))
+                    write_atomic(
+                        state_folder(self.directory) / "handed_out.json",
+                        json.dumps(self.printed, indent=2),
+                    )
                 if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
-                    log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
+                    log.info(
+                        "stopped in %s; the same command goes on from its last checkpoint", run.name
+                    )
                     sys.exit(processes.exit_code(code))
                 self.failed.pop(run.name, None)
                 if code:
-                    reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    reason = (
+                        f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    )
                     self.failed[run.name] = f"{reason}{f', {error}' if error else ''}"
                 elif not self.submits and self.read(run).state != "finished":
-                    self.failed[run.name] = f"ended without an evaluation of step {run.config.num_steps}"
+                    self.failed[run.name] = (
+                        f"ended without an evaluation of step {run.config.num_steps}"
+                    )
                 if run.name in self.failed:
                     log.info("%s: %s", run.name, self.failed[run.name])
                 if code != LOST and code >= 0:
@@ -194,7 +257,9 @@ class Sweep:
         return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
 
 
-def run_command(backend: str, launcher_flags: Sequence[str], directory: epath.Path, run: Planned) -> list[str]:
+def run_command(
+    backend: str, launcher_flags: Sequence[str], directory: epath.Path, run: Planned
+) -> list[str]:
     """Returns the command that carries out a run: prope.train here, or a launcher with its flags."""
     folder = pathlib.Path(__file__).parents[2] / "launch"
     python = sys.executable if backend == "local" else "python"
@@ -208,9 +273,23 @@ def run_command(backend: str, launcher_flags: Sequence[str], directory: epath.Pa
         detach = [] if "--wait" in launcher_flags else ["--detach-run"]
         own = [flag for flag in launcher_flags if flag != "--wait"]
         given = [f"--env=COMMAND={shlex.join(train)}", f"--env=PROPE_COMMIT={find_commit() or ''}"]
-        return ["sky", "jobs", "launch", "--yes", f"--name={name}", *detach, *own, *given, f"{folder}/sky.yaml"]
+        return [
+            "sky",
+            "jobs",
+            "launch",
+            "--yes",
+            f"--name={name}",
+            *detach,
+            *own,
+            *given,
+            f"{folder}/sky.yaml",
+        ]
     if backend == "slurm":  # a second job for a run waits until the first has ended
-        of_script = [flag for flag in launcher_flags if flag.startswith(("--processes_per_node", "--max_restarts"))]
+        of_script = [
+            flag
+            for flag in launcher_flags
+            if flag.startswith(("--processes_per_node", "--max_restarts"))
+        ]
         of_sbatch = [flag for flag in launcher_flags if flag not in of_script]
         sbatch = ["sbatch", f"--job-name={name}", "--dependency=singleton", *of_sbatch]
         return [*sbatch, f"{folder}/slurm.sbatch", *of_script, "--", *train]
@@ -230,9 +309,15 @@ def job_name(text: str) -> str:
 
 
 def run_sweep(
-    workdir: str, file: str, base: ConfigDict, overrides: dict, grids: list[dict], backend: str = "local",
-    launcher_flags: Sequence[str] = (), dry_run: bool = False,
-) -> dict:  # fmt: skip
+    workdir: str,
+    file: str,
+    base: ConfigDict,
+    overrides: dict,
+    grids: list[dict],
+    backend: str = "local",
+    launcher_flags: Sequence[str] = (),
+    dry_run: bool = False,
+) -> dict:
     """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
     All runs get the config `base` of `file` with `overrides`, and the values of `grids`, from `read_grids`. A dry run
@@ -251,13 +336,19 @@ def run_sweep(
     record = record_sweep(home, runs, grids, base, {"config_file": file, "overrides": overrides})
     log.info("%d runs in %s:", len(runs), directory)
     for run in sweep.read_all():
-        log.info("  %s: %s", run.name, f"resumes at step {run.step}" if run.state == "unfinished" else run.state)
+        log.info(
+            "  %s: %s",
+            run.name,
+            f"resumes at step {run.step}" if run.state == "unfinished" else run.state,
+        )
     if dry_run:
         for run in runs:
             print(shlex.join(run_command(backend, launcher_flags, directory, run)))
         return sweep.result()
     if backend != "local" and shutil.which(PROGRAMS[backend]) is None:
-        raise UsageError(f"--backend={backend}: needs the program {PROGRAMS[backend]}; install it, or put it on PATH")
+        raise UsageError(
+            f"--backend={backend}: needs the program {PROGRAMS[backend]}; install it, or put it on PATH"
+        )
     check_equal(sweep.read_all())
     with locked(directory) as lock:
         check_writable("--workdir", home)
@@ -268,5 +359,7 @@ def run_sweep(
     if sweep.failed:
         print(json.dumps(result), flush=True)
         why = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
-        raise RunFailed(f"{len(sweep.failed)} of {len(runs)} runs failed: {why}; the same command tries these again")
+        raise RunFailed(
+            f"{len(sweep.failed)} of {len(runs)} runs failed: {why}; the same command tries these again"
+        )
     return result

@@ -24,7 +24,9 @@ class Planned(NamedTuple):
     arguments: list[str]
 
 
-def read_grids(texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict) -> list[dict]:
+def read_grids(
+    texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict
+) -> list[dict]:
     """Reads the values of every swept field, {"model.rope_percentage": [0.0, 0.25]}, from flags or the config file.
 
     The file's get_sweep() may return several grids: the sweep has the runs of all of them.
@@ -43,19 +45,25 @@ def read_grids(texts: list[str], percentages: str | None, file: str, base: Confi
         where = f"get_sweep() of {file.partition(':')[0]}:"
         if (swept := _call(file, "get_sweep")) is None:
             examples = "--rope_percentage=0,0.25,0.5,0.75,1 or --grid=FIELD=VALUE,VALUE"
-            raise UsageError(f"--config={file}: has no get_sweep(), so say what to sweep: {examples}")
+            raise UsageError(
+                f"--config={file}: has no get_sweep(), so say what to sweep: {examples}"
+            )
         grids = [dict(grid) for grid in ([swept] if isinstance(swept, dict) else swept)]
     for fields, name, values in [(grid, *field) for grid in grids for field in grid.items()]:
         if name != CONFIG and name not in known:
             raise UsageError(f"{where} {name}: there is no such config field{nearest(name, known)}")
         if name in overrides:
-            raise UsageError(f"--config.{name}={overrides[name]}: {name} is swept; give it here or in the grid")
+            raise UsageError(
+                f"--config.{name}={overrides[name]}: {name} is swept; give it here or in the grid"
+            )
         if not values:
             raise UsageError(f"{where} {name}=: names no values; write {name}=VALUE,VALUE")
         fields[name] = [value if name == CONFIG else convert(name, value, base) for value in values]
         for value in fields[name]:
             if fields[name].count(value) > 1:
-                raise UsageError(f"{where} {name}: the value {text_of(value)} is given twice; remove one")
+                raise UsageError(
+                    f"{where} {name}: the value {text_of(value)} is given twice; remove one"
+                )
     return grids
 
 
@@ -63,12 +71,19 @@ def convert(name: str, value, base: ConfigDict):
     """Converts a text or a number to the type of a field."""
     *outer, last = name.split(".")
     kind = (base[outer[0]] if outer else base).get_type(last)
-    parse = {bool: lambda text: {"true": True, "false": False}[text.lower()], int: int, float: float, str: str}
+    parse = {
+        bool: lambda text: {"true": True, "false": False}[text.lower()],
+        int: int,
+        float: float,
+        str: str,
+    }
     allowed = "not a value" if kind in parse else "only numbers, texts and booleans can be swept"
     try:
         return parse[kind](str(value))
     except (KeyError, ValueError):
-        raise UsageError(f"--grid {name}: {value}: {allowed} (its type is {kind.__name__})") from None
+        raise UsageError(
+            f"--grid {name}: {value}: {allowed} (its type is {kind.__name__})"
+        ) from None
 
 
 def text_of(value) -> str:
@@ -85,20 +100,31 @@ def plan(grids: list[dict], file: str, base: ConfigDict, overrides: dict) -> lis
     """
     names, runs = list(dict.fromkeys(name for grid in grids for name in grid)), []
     last = [name.rpartition(".")[2] for name in names]
-    short = {name: part if last.count(part) == 1 else name for name, part in zip(names, last, strict=True)}
-    combinations = [dict(zip(grid, values, strict=True)) for grid in grids for values in product(*grid.values())]
+    short = {
+        name: part if last.count(part) == 1 else name
+        for name, part in zip(names, last, strict=True)
+    }
+    combinations = [
+        dict(zip(grid, values, strict=True)) for grid in grids for values in product(*grid.values())
+    ]
     for fields in combinations:
         run_file = fields.pop(CONFIG, file)
-        config = base.copy_and_resolve_references() if run_file == file else load(run_file, overrides)
+        config = (
+            base.copy_and_resolve_references() if run_file == file else load(run_file, overrides)
+        )
         config.update_from_flattened_dict(fields)
         validate(config)
         values = {short[name]: value for name, value in fields.items()}
         if CONFIG in names:
             values = {CONFIG: _name_of(run_file), **values}
-        name = ",".join(f"{field}={text_of(value)}" for field, value in sorted(values.items())).replace("/", "_")
+        name = ",".join(
+            f"{field}={text_of(value)}" for field, value in sorted(values.items())
+        ).replace("/", "_")
         if name in (run.name for run in runs):
             raise UsageError(f"two runs would be called {name}; give one of them another value")
-        flags = [f"--config.{field}={text_of(value)}" for field, value in (overrides | fields).items()]
+        flags = [
+            f"--config.{field}={text_of(value)}" for field, value in (overrides | fields).items()
+        ]
         runs.append(Planned(name, values, config, [f"--config={run_file}", *flags]))
     return runs
 
@@ -113,7 +139,9 @@ def _name_of(file: str) -> str:
 def load(file: str, overrides: dict) -> ConfigDict:
     """Loads the config of a file and overrides fields."""
     if not pathlib.Path(file.partition(":")[0]).is_file():
-        raise UsageError(f"--grid {CONFIG}={file}: there is no such file; the project's own are in configs/")
+        raise UsageError(
+            f"--grid {CONFIG}={file}: there is no such file; the project's own are in configs/"
+        )
     config = _call(file, "get_config")
     config.update_from_flattened_dict(overrides)
     return config

@@ -10,7 +10,16 @@ import numpy as np
 from etils import epath
 
 from prope.encodings import layer_frequencies
-from prope.html.drawing import BORDER, GRID, TEXT, Picture, label_cells, label_ticks, panels, show_image
+from prope.html.drawing import (
+    BORDER,
+    GRID,
+    TEXT,
+    Picture,
+    label_cells,
+    label_ticks,
+    panels,
+    show_image,
+)
 from prope.inference.longcontext import RECORDS
 from prope.sweep.runs import P, Run, groups, read_run
 from prope.workdir.records import find_evaluations
@@ -23,14 +32,18 @@ def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
     """Selects the newest record of the last step, by task and length; in prose a task is another one."""
     tasks: dict[str, dict[int, dict]] = {}
     for record in find_evaluations(run.answers, control=None, step=run.step):
-        tasks.setdefault(record["task"] + "-in-prose" * (record["form"] == "prose"), {})[record["seq_len"]] = record
+        tasks.setdefault(record["task"] + "-in-prose" * (record["form"] == "prose"), {})[
+            record["seq_len"]
+        ] = record
     return tasks
 
 
 def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
     """Returns the length up to which a run answers 85 %, from its training length on; None if not even there."""
     lengths = [length for length in sorted(by_length) if length >= trained]
-    passed = list(itertools.takewhile(lambda length: by_length[length]["rank_accuracy"] >= _PASSED, lengths))
+    passed = list(
+        itertools.takewhile(lambda length: by_length[length]["rank_accuracy"] >= _PASSED, lengths)
+    )
     return passed[-1] if passed and passed[0] == trained else None
 
 
@@ -39,7 +52,10 @@ def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
     names = dict.fromkeys(task for run in runs for task in answers_by_task(run))
 
     def of(group: list[Run], task: str) -> str:
-        found = (effective_length(run.config.data.seq_len, answers_by_task(run).get(task, {})) for run in group)
+        found = (
+            effective_length(run.config.data.seq_len, answers_by_task(run).get(task, {}))
+            for run in group
+        )
         return ", ".join(str(length or "none") for length in found)
 
     return {name: {task: of(group, task) for task in names} for name, group in groups(runs).items()}
@@ -63,7 +79,10 @@ def maps(runs: list[Run]) -> list[Picture]:
     """Makes a picture of every task, with a map for each group of runs."""
     effective = effective_lengths(runs)
     names = next(iter(effective.values()))
-    return [_picture(task, groups(run for run in runs if task in answers_by_task(run)), effective) for task in names]
+    return [
+        _picture(task, groups(run for run in runs if task in answers_by_task(run)), effective)
+        for task in names
+    ]
 
 
 def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Picture:
@@ -71,9 +90,14 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     blocks = -(-len(by_group) // columns)
 
     def draw(figure) -> None:
-        above, below = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=(3, 2) * blocks)
+        above, below = panels(
+            figure, len(by_group), rows=2, wrap=columns, height_ratios=(3, 2) * blocks
+        )
         for axes, curve, (group, runs) in zip(above, below, by_group.items(), strict=True):
-            config, records = runs[0].config, [r for run in runs for r in answers_by_task(run)[task].values()]
+            config, records = (
+                runs[0].config,
+                [r for run in runs for r in answers_by_task(run)[task].values()],
+            )
             freqs = layer_frequencies(config.model)
             period = 2 * math.pi / freqs[freqs > 0].min() if freqs.any() else math.inf
             _draw_map(axes, records, config.data.seq_len, period)
@@ -97,7 +121,9 @@ def _draw_map(axes, records: list[dict], trained: int, period: float) -> None:
         for cell in record["cells"]:
             cells.setdefault((cell["row"], record["seq_len"]), []).append(cell["rank_accuracy"])
     rows, lengths = (sorted(set(values)) for values in zip(*cells, strict=True))
-    values = np.array([[np.mean(cells.get((row, length), np.nan)) for length in lengths] for row in rows])
+    values = np.array(
+        [[np.mean(cells.get((row, length), np.nan)) for length in lengths] for row in rows]
+    )
     show_image(axes, values, vmin=records[0]["chance"], vmax=1, aspect="auto")
     label_cells(axes, values, lambda share: f"{100 * share:.0f}", bright=0.6)
     axes.patch.set(hatch="///", edgecolor=GRID)  # seen where nothing was run
@@ -107,7 +133,13 @@ def _draw_map(axes, records: list[dict], trained: int, period: float) -> None:
     for distance, dashes in ((trained, "-"), (period, ":")):
         depths = 1 - distance / 2 ** np.interp(x, places, np.log2(lengths))
         if rows[-1] <= 1 < len(rows):
-            axes.plot(x, np.interp(depths, rows, range(len(rows)), left=np.nan), color=BORDER, ls=dashes, lw=2)
+            axes.plot(
+                x,
+                np.interp(depths, rows, range(len(rows)), left=np.nan),
+                color=BORDER,
+                ls=dashes,
+                lw=2,
+            )
     label_ticks(axes.xaxis, [f"{length:,}" for length in lengths], labelrotation=90)
     label_ticks(axes.yaxis, [f"{row:g}" for row in rows])
     axes.set(xlabel="length (tokens)", ylabel="depth" if rows[-1] <= 1 else "places back")
@@ -123,7 +155,10 @@ def _draw_distances(axes, records: list[dict], trained: int, period: float) -> N
             hits = cell["rank_accuracy"] * record["trials"], record["trials"]
             octaves.setdefault(2 ** int(math.log2(cell["distance"])), []).append(hits)
     counts = {1.5 * low: np.sum(octaves[low], axis=0) for low in sorted(octaves)}
-    intervals = [stats.binomtest(round(k), round(n)).proportion_ci(method="wilson") for k, n in counts.values()]
+    intervals = [
+        stats.binomtest(round(k), round(n)).proportion_ci(method="wilson")
+        for k, n in counts.values()
+    ]
     axes.fill_between(list(counts), *zip(*intervals, strict=True), color=TEXT, alpha=0.2, lw=0)
     axes.plot(list(counts), [k / n for k, n in counts.values()], color=TEXT, marker="o", ms=3)
     for distance, dashes in ((trained, "-"), (period, ":")):

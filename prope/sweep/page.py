@@ -19,7 +19,16 @@ from prope.html.page import number
 from prope.sweep import interventions
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
-from prope.sweep.runs import P, Run, against_reference, check_equal, groups, read_sweep, reference, table
+from prope.sweep.runs import (
+    P,
+    Run,
+    against_reference,
+    check_equal,
+    groups,
+    read_sweep,
+    reference,
+    table,
+)
 from prope.workdir.records import read_jsonl
 
 # Perplexity of Gemma 2B trained on 8192 tokens, on Wikipedia and FlanV2: Barbero et al. (ICLR 2025), Table 2.
@@ -33,11 +42,25 @@ PAPER = {  # by rope_type, wavelength and p
     ("partial", 10_000.0, 0.75): (4.4537, 6.4562),
 }
 PAPER_FIELDS = {
-    "model.layer_types": (), "model.rope_scaling_type": "none", "model.logit_scale": "none", "model.use_qk_norm": False,
-    "model.num_layers": 18, "model.embed_dim": 2048, "model.num_heads": 8, "model.num_kv_heads": 1,
-    "model.head_dim": 256, "model.hidden_dim": 16_384, "data.seq_len": 8192,
-}  # fmt: skip
-FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}  # the parts of FlanV2, as configs/gemma_2b_flan.py names folders
+    "model.layer_types": (),
+    "model.rope_scaling_type": "none",
+    "model.logit_scale": "none",
+    "model.use_qk_norm": False,
+    "model.num_layers": 18,
+    "model.embed_dim": 2048,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 256,
+    "model.hidden_dim": 16_384,
+    "data.seq_len": 8192,
+}
+FLAN = {
+    "flan2021",
+    "t0",
+    "niv2",
+    "cot",
+    "dialog",
+}  # the parts of FlanV2, as configs/gemma_2b_flan.py names folders
 
 
 def report_sweep(directory: epath.Path) -> dict:
@@ -47,44 +70,74 @@ def report_sweep(directory: epath.Path) -> dict:
     output = write(directory, runs, rows, pictures(runs) + interventions.pictures(changes), changes)
     for row, full in zip(table(runs), rows, strict=True):
         found = full["difference"]
-        apart = found and {"loss": found.difference, "interval": found.interval(), "over": full["over"]}
+        apart = found and {
+            "loss": found.difference,
+            "interval": found.interval(),
+            "over": full["over"],
+        }
         printed.append(row | {"minus_rope": apart})
-    listed = [change._asdict() | {"difference": change.difference.difference, "interval": change.difference.interval()}
-              for change in changes]  # fmt: skip
+    listed = [
+        change._asdict()
+        | {"difference": change.difference.difference, "interval": change.difference.interval()}
+        for change in changes
+    ]
     result = {"output": str(output), "runs": [run.record() for run in runs], "table": printed}
     return result | ({"interventions": listed} if listed else {})
 
 
 def write(
-    directory: epath.Path, runs: list[Run], rows: list[dict], pictures: list[Picture],
+    directory: epath.Path,
+    runs: list[Run],
+    rows: list[dict],
+    pictures: list[Picture],
     changes: Sequence[interventions.Change] = (),
-) -> epath.Path:  # fmt: skip
+) -> epath.Path:
     """Writes DIR/report/index.html and the pictures as PNG files beside it; returns the page's path."""
     fields = [flat(run.config) for run in runs]
     shapes = jax.eval_shape(lambda: model.init(runs[0].config.model, jax.random.key(0)))
     return page.write(
-        directory / "report", "sweep", pictures, title=f"Sweep {directory.resolve().name}", lead=lead(rows),
-        config=runs[0].config, parameters=num_parameters(shapes), by_p=all(P in run.values for run in runs), rows=rows,
-        swept=list(dict.fromkeys(name for run in runs for name in run.values)),  # a run may lack those of another grid
+        directory / "report",
+        "sweep",
+        pictures,
+        title=f"Sweep {directory.resolve().name}",
+        lead=lead(rows),
+        config=runs[0].config,
+        parameters=num_parameters(shapes),
+        by_p=all(P in run.values for run in runs),
+        rows=rows,
+        swept=list(
+            dict.fromkeys(name for run in runs for name in run.values)
+        ),  # a run may lack those of another grid
         errors_over=sorted({row["over"] for row in rows} - {""}),
-        windows=sorted({run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}),
+        windows=sorted(
+            {run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}
+        ),
         paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
-        effective_lengths=effective_lengths(runs), changes=changes, equality=equality(runs),
+        effective_lengths=effective_lengths(runs),
+        changes=changes,
+        equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={k: v for k, v in fields[0].items() if all(other[k] == v for other in fields)},
-    )  # fmt: skip
+    )
 
 
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:
     """Finds the paper's (dataset, perplexity) for a run; None unless dataset, model and length are the paper's."""
     fields, data = flat(config), config.data
     parts = {pathlib.PurePath(source.get("data_dir", "")).name for source in data.mixture}
-    dataset = {"wikipedia/20230601.en": "Wikipedia", "mixture": "FlanV2" if parts == FLAN else None}.get(data.dataset)
+    dataset = {
+        "wikipedia/20230601.en": "Wikipedia",
+        "mixture": "FlanV2" if parts == FLAN else None,
+    }.get(data.dataset)
     model = config.model
     perplexities = PAPER.get((model.rope_type, model.max_wavelength, model.rope_percentage))
-    same = data.tokenizer != "byte" and all(fields[name] == value for name, value in PAPER_FIELDS.items())
-    return (dataset, perplexities[dataset == "FlanV2"]) if dataset and same and perplexities else None
+    same = data.tokenizer != "byte" and all(
+        fields[name] == value for name, value in PAPER_FIELDS.items()
+    )
+    return (
+        (dataset, perplexities[dataset == "FlanV2"]) if dataset and same and perplexities else None
+    )
 
 
 def result_rows(runs: list[Run]) -> list[dict]:
@@ -93,9 +146,14 @@ def result_rows(runs: list[Run]) -> list[dict]:
     best = min((row["perplexity"] for row in rows if row["perplexity"] is not None), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
         config, base = group[0].config, reference(group[0].values, by_name)
-        row |= {"group": name, "pairs": f"{rotated_pairs(config.model)} of {config.model.head_dim // 2}"}
+        row |= {
+            "group": name,
+            "pairs": f"{rotated_pairs(config.model)} of {config.model.head_dim // 2}",
+        }
         row |= {"reference": base, "paper": paper_result(config)}
-        row["difference"], row["over"] = against_reference(group, by_name[base]) if base else (None, "")
+        row["difference"], row["over"] = (
+            against_reference(group, by_name[base]) if base else (None, "")
+        )
         row["best"] = best is not None and row["perplexity"] == best
     return rows
 
@@ -108,7 +166,11 @@ def lead(rows: list[dict]) -> str:
     text = f"{best['group']} has the lowest validation perplexity, {best['perplexity']:.4f}"
     if best["difference"] is None:  # RoPE, or there is no RoPE
         of_best = [row for row in rows if row["reference"] == best["group"] and row["difference"]]
-        close = [row["group"] for row in of_best if row["difference"].stderr and not row["difference"].distinguishable]
+        close = [
+            row["group"]
+            for row in of_best
+            if row["difference"].stderr and not row["difference"].distinguishable
+        ]
         return f"{text}." + (f" Not distinguishable from it: {', '.join(close)}." if close else "")
     loss, stderr, _ = difference = best["difference"]
     below = f"its loss is {abs(loss):.4f} nats per token {'below' if loss < 0 else 'above'} RoPE’s"
@@ -135,7 +197,11 @@ def equality(runs: list[Run]) -> dict:
     differing = [name for name in configs[0] if len({repr(fields[name]) for fields in configs}) > 1]
     proofs = (
         ("Initial weights", equal["init"], "hash to the same value in all runs of a seed"),
-        ("Batches", equal["batches"], f"hash to the same values at every logged step, up to {equal['steps']:,}"),
+        (
+            "Batches",
+            equal["batches"],
+            f"hash to the same values at every logged step, up to {equal['steps']:,}",
+        ),
     )
     swept = {name for run in runs for name in run.values}
     fields = [name for name in differing if not {name, name.rpartition(".")[2]} & swept]
@@ -147,13 +213,20 @@ def origin(run: Run) -> dict:
     starts = read_jsonl(run.workdir / "starts.jsonl")
     last = starts[-1] if starts else {}
     commit, seconds = str(last.get("commit") or "–"), training_seconds(run)
-    tokens = run.metrics[-1]["step"] * run.config.batch_size * run.config.data.seq_len if seconds else 0
+    tokens = (
+        run.metrics[-1]["step"] * run.config.batch_size * run.config.data.seq_len if seconds else 0
+    )
     return {
-        "devices": f"{last['devices']} × {last['device_kind']}" if {"devices", "device_kind"} <= last.keys() else "–",
-        "machine": last.get("machine") or "–", "jax": last.get("jax") or "–", "starts": len(starts) or "–",
+        "devices": f"{last['devices']} × {last['device_kind']}"
+        if {"devices", "device_kind"} <= last.keys()
+        else "–",
+        "machine": last.get("machine") or "–",
+        "jax": last.get("jax") or "–",
+        "starts": len(starts) or "–",
         "commit": commit[:10] + ("+changes" if commit.endswith("+changes") else ""),
-        "pace": tokens / seconds if seconds else None, "training_time": duration(seconds) if seconds else "–",
-    }  # fmt: skip
+        "pace": tokens / seconds if seconds else None,
+        "training_time": duration(seconds) if seconds else "–",
+    }
 
 
 def training_seconds(run: Run) -> float:

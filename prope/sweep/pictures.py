@@ -18,7 +18,12 @@ from prope.html.drawing import TEXT, Picture, legend, line, panels, styles
 from prope.inference.paired import Difference, average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.runs import SEED, P, Run, against_reference, group_name, groups, reference
-from prope.workdir.records import evaluations_of_training, find_evaluation, find_evaluations, read_jsonl
+from prope.workdir.records import (
+    evaluations_of_training,
+    find_evaluation,
+    find_evaluations,
+    read_jsonl,
+)
 from prope.workdir.run import read_config
 
 Curves = dict[str, dict[int | None, dict[float, float]]]
@@ -29,21 +34,42 @@ def draw_loss(workdir: epath.Path) -> epath.Path:
     config = read_config(workdir)
     steps = read_jsonl(workdir / "metrics.jsonl")
     if config is None or not steps:
-        raise UsageError(f"--workdir={workdir}: no metrics of a run there; give the --workdir that prope.train had")
+        raise UsageError(
+            f"--workdir={workdir}: no metrics of a run there; give the --workdir that prope.train had"
+        )
     records = read_jsonl(workdir / "eval.jsonl")
-    by_step = (evaluations_of_training(records, config, step) for step in sorted({r["step"] for r in records}))
+    by_step = (
+        evaluations_of_training(records, config, step)
+        for step in sorted({r["step"] for r in records})
+    )
     evaluations = [find_evaluation(of_step) for of_step in by_step if of_step]
 
     def draw(figure) -> None:
         axes = figure.subplots()
-        line(axes, {r["step"]: (r["loss"], None) for r in steps}, {"color": "#4477aa", "lw": 1.2}, "training batch")
+        line(
+            axes,
+            {r["step"]: (r["loss"], None) for r in steps},
+            {"color": "#4477aa", "lw": 1.2},
+            "training batch",
+        )
         if evaluations:
             last, style = evaluations[-1], {"color": "#cc3311", "lw": 1.2, "marker": "o", "ms": 4}
             label = f"validation, {last['loss']:.3f} at step {last['step']} ({last['bits_per_byte']:.2f} bits per byte)"
             line(axes, {r["step"]: (r["loss"], None) for r in evaluations}, style, label)
             unigram = last["loss"] * last["unigram_bits_per_byte"] / last["bits_per_byte"]
-            axes.axhline(unigram, color="#777777", lw=1, ls="--", label=f"token frequencies alone, {unigram:.3f}")
-        axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(0, math.ceil(steps[0]["loss"])))
+            axes.axhline(
+                unigram,
+                color="#777777",
+                lw=1,
+                ls="--",
+                label=f"token frequencies alone, {unigram:.3f}",
+            )
+        axes.set(
+            xlabel="step",
+            ylabel="loss (nats per token)",
+            xlim=(0, None),
+            ylim=(0, math.ceil(steps[0]["loss"])),
+        )
         axes.locator_params(axis="x", integer=True)
         axes.set_title(f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}")
         axes.legend(loc="best")
@@ -58,20 +84,31 @@ def pictures(runs: list[Run]) -> list[Picture]:
     by_name = groups(runs)
     base = {name: reference(group[0].values, by_name) for name, group in by_name.items()}
     steps = curves(runs, lambda run: {r["step"]: r["loss"] for r in run.metrics})
-    positions = curves(runs, lambda run: by_middle((run.evaluation or {}).get("by_position", []), "loss"))
+    positions = curves(
+        runs, lambda run: by_middle((run.evaluation or {}).get("by_position", []), "loss")
+    )
     longest = curves(runs, by_octave)
     answers = {run.name: accuracies(run) for run in runs}
     of_task = {
-        task: curves(runs, lambda r, t=task: by_middle([e for e in answers[r.name] if e["task"] == t], "accuracy"))
+        task: curves(
+            runs,
+            lambda r, t=task: by_middle([e for e in answers[r.name] if e["task"] == t], "accuracy"),
+        )
         for task in sorted({entry["task"] for entries in answers.values() for entry in entries})
     }
     nats, lengths = "validation loss (nats per token)", curves(runs, by_length)
     far = "Loss by position in the longest windows"
     drawn = (
         perplexity_picture(runs),
-        curves_picture("loss", "Training loss", "step", "loss (nats per token)", steps, base, robust=True),
-        curves_picture("position", "Loss by position in the window", "position (tokens)", nats, positions, base),
-        curves_picture("length", "Loss by context length", "tokens in a window", nats, lengths, base, log=True),
+        curves_picture(
+            "loss", "Training loss", "step", "loss (nats per token)", steps, base, robust=True
+        ),
+        curves_picture(
+            "position", "Loss by position in the window", "position (tokens)", nats, positions, base
+        ),
+        curves_picture(
+            "length", "Loss by context length", "tokens in a window", nats, lengths, base, log=True
+        ),
         curves_picture("far", far, "position (tokens)", nats, longest, base, log=True),
         accuracy_picture(of_task),
     )
@@ -80,8 +117,14 @@ def pictures(runs: list[Run]) -> list[Picture]:
 
 def curves(runs: list[Run], of: Callable[[Run], dict[float, float]]) -> Curves:
     """Collects the curves of all runs that have any points, by group and seed."""
-    by_group = {name: {run.values.get(SEED): of(run) for run in group} for name, group in groups(runs).items()}
-    by_group = {name: {seed: curve for seed, curve in seeds.items() if curve} for name, seeds in by_group.items()}
+    by_group = {
+        name: {run.values.get(SEED): of(run) for run in group}
+        for name, group in groups(runs).items()
+    }
+    by_group = {
+        name: {seed: curve for seed, curve in seeds.items() if curve}
+        for name, seeds in by_group.items()
+    }
     return {name: seeds for name, seeds in by_group.items() if seeds}
 
 
@@ -93,7 +136,9 @@ def by_middle(buckets: list[dict], name: str) -> dict[float, float]:
 def by_length(run: Run) -> dict[float, float]:
     """Reads the last step's loss by window length, two at least: on the same text, else at the same max_windows."""
     by_text: dict[tuple, dict[float, float]] = {}
-    for record in find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset):
+    for record in find_evaluations(
+        run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset
+    ):
         key = record.get("max_windows") or math.inf, record.get("fingerprint")
         by_text.setdefault(key, {})[record["seq_len"]] = record["loss"]
     lengths = [(key[0], len(losses), losses) for key, losses in by_text.items() if len(losses) > 1]
@@ -102,14 +147,20 @@ def by_length(run: Run) -> dict[float, float]:
 
 def by_octave(run: Run) -> dict[float, float]:
     """Reads the last step's loss by octave of positions in the longest windows; {} if training's are as long."""
-    records = find_evaluations(run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset)
+    records = find_evaluations(
+        run.evaluations, step=run.config.num_steps, dataset=run.config.data.dataset
+    )
     longer = [r for r in records if r["seq_len"] > run.config.data.seq_len and r.get("by_position")]
-    buckets = max(longer, key=lambda record: record["seq_len"], default={"by_position": []})["by_position"]
+    buckets = max(longer, key=lambda record: record["seq_len"], default={"by_position": []})[
+        "by_position"
+    ]
     losses = {}
     for _, group in itertools.groupby(buckets, lambda bucket: bucket["from"].bit_length()):
         octave = list(group)
         middle = (octave[0]["from"] + octave[-1]["to"]) / 2
-        losses[middle] = statistics.fmean([b["loss"] for b in octave], [b["tokens"] for b in octave])
+        losses[middle] = statistics.fmean(
+            [b["loss"] for b in octave], [b["tokens"] for b in octave]
+        )
     return losses
 
 
@@ -137,7 +188,11 @@ def curves_picture(
     name: str, title: str, x: str, y: str, by_group: Curves, base: dict, log=False, robust=False
 ) -> Picture | None:
     """Draws curves; on the right their differences from RoPE's, whose group `base` names for every group."""
-    apart = {g: subtract(seeds, by_group[base[g]]) for g, seeds in by_group.items() if base[g] in by_group}
+    apart = {
+        g: subtract(seeds, by_group[base[g]])
+        for g, seeds in by_group.items()
+        if base[g] in by_group
+    }
     apart = {g: points for g, seeds in apart.items() if seeds and (points := mean(seeds))}
     means = {g: points for g, seeds in by_group.items() if (points := mean(seeds))}
     if not means:
@@ -156,7 +211,9 @@ def curves_picture(
             axes.axhline(0, color=TEXT, lw=1.2)
             axes.set(xlabel=x, ylabel="difference (nats per token)", title="minus that of RoPE")
             if robust:  # the first steps would flatten all others
-                low, high = np.quantile([v for points in apart.values() for v, _ in points.values()], [0.025, 0.975])
+                low, high = np.quantile(
+                    [v for points in apart.values() for v, _ in points.values()], [0.025, 0.975]
+                )
                 axes.set_ylim(low - 0.3 * (high - low) - 1e-4, high + 0.3 * (high - low) + 1e-4)
         for axes in figure.axes:
             axes.locator_params(axis="x", integer=True)
@@ -177,7 +234,9 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
     """Draws perplexity by p: every run a dot, means over seeds with their spread, and the evaluation's own error."""
     swept, by_name, means = all(P in run.values for run in runs), groups(runs), {}
     title = "Validation perplexity" + (" by p" if swept else "")
-    lines: dict[str, dict[float | str, list[dict]]] = {}  # by the other swept fields, then by p: evaluations
+    lines: dict[
+        str, dict[float | str, list[dict]]
+    ] = {}  # by the other swept fields, then by p: evaluations
     apart: dict[str, dict[float, Difference]] = {}  # from RoPE's, likewise
     for name, group in by_name.items():
         values, base = group[0].values, reference(group[0].values, by_name)
@@ -202,16 +261,44 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             for x, evaluations in points.items():
                 values = [record["perplexity"] for record in evaluations]
                 centres.append(statistics.fmean(values))
-                axes.plot([x] * len(values), values, ls="", marker="o", ms=4, mfc="none", mec=style["color"], alpha=0.8)
+                axes.plot(
+                    [x] * len(values),
+                    values,
+                    ls="",
+                    marker="o",
+                    ms=4,
+                    mfc="none",
+                    mec=style["color"],
+                    alpha=0.8,
+                )
                 if len(values) > 1:
-                    axes.errorbar(x, centres[-1], statistics.stdev(values), color=style["color"], capsize=5, lw=1.6)
-                if errors := [record["loss_stderr"] for record in evaluations if record.get("loss_stderr")]:
-                    error = centres[-1] * statistics.fmean(errors)  # of an exponential, to first order
+                    axes.errorbar(
+                        x,
+                        centres[-1],
+                        statistics.stdev(values),
+                        color=style["color"],
+                        capsize=5,
+                        lw=1.6,
+                    )
+                if errors := [
+                    record["loss_stderr"] for record in evaluations if record.get("loss_stderr")
+                ]:
+                    error = centres[-1] * statistics.fmean(
+                        errors
+                    )  # of an exponential, to first order
                     axes.errorbar(x, centres[-1], error, color=TEXT, alpha=0.35, lw=5, zorder=1)
-            axes.plot(list(points), centres, **style | {"ms": 7} | ({} if swept else {"ls": ""}), label=name)
+            axes.plot(
+                list(points),
+                centres,
+                **style | {"ms": 7} | ({} if swept else {"ls": ""}),
+                label=name,
+            )
         axes.set(ylabel="validation perplexity", title=title)
         axes.set_yscale("log")  # a run that learns nothing leaves room for the others
-        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):  # plain numbers
+        for set_formatter in (
+            axes.yaxis.set_major_formatter,
+            axes.yaxis.set_minor_formatter,
+        ):  # plain numbers
             set_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.5)))
         for beside in right:
             for name, differences in apart.items():
@@ -219,7 +306,9 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
                 means_by_p = [d.difference for d in differences.values()]
                 beside.errorbar(list(differences), means_by_p, low, **style_of[name] | {"ls": ""})
             beside.axhline(0, color=TEXT, lw=1.2)
-            middle = statistics.median(abs(d.difference) for of_line in apart.values() for d in of_line.values())
+            middle = statistics.median(
+                abs(d.difference) for of_line in apart.values() for d in of_line.values()
+            )
             beside.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(max(middle, 1e-4))))
             beside.yaxis.set_major_formatter("{x:g}")
             beside.set(ylabel="difference (nats per token)", title="loss minus that of RoPE")
@@ -232,7 +321,9 @@ def perplexity_picture(runs: list[Run]) -> Picture | None:
             legend(axes)
 
     alt = f"Validation perplexity. {'; '.join(f'{name}: {mean:.4f}' for name, mean in means.items())}."
-    caption = "Circles are runs, filled marks their means. Bars with ends: standard deviation over seeds."
+    caption = (
+        "Circles are runs, filled marks their means. Bars with ends: standard deviation over seeds."
+    )
     caption += " Wide pale bars: standard error of the evaluation over documents, which runs on the same ones largely"
     caption += " share. Second panel: 95 % intervals of the paired differences."
     return Picture("perplexity", title, alt, caption, draw)
@@ -242,7 +333,10 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
     """Draws accuracy by distance: a panel for every task."""
     if not of_task:
         return None
-    means = {task: {group: mean(seeds) for group, seeds in by_group.items()} for task, by_group in of_task.items()}
+    means = {
+        task: {group: mean(seeds) for group, seeds in by_group.items()}
+        for task, by_group in of_task.items()
+    }
     columns, rows = min(len(means), 3), -(-len(means) // 3)
 
     def draw(figure) -> None:
@@ -257,8 +351,19 @@ def accuracy_picture(of_task: dict[str, Curves]) -> Picture | None:
         figure.axes[0].set_ylabel("share of correct answers")
         legend(figure.axes[0])
 
-    last = {f"{task}, {group}": list(points.values())[-1] for task, of in means.items() for group, points in of.items()}
+    last = {
+        f"{task}, {group}": list(points.values())[-1]
+        for task, of in means.items()
+        for group, points in of.items()
+    }
     ends = "; ".join(f"{name}: {mean:.3f}" for name, (mean, _) in last.items())
     alt = f"Accuracy by the distance at which the answer stands. At the greatest distance: {ends}."
     caption = "By the number of tokens between a question and its answer. Bands: standard errors over seeds."
-    return Picture("accuracy", "Accuracy by distance", alt, caption, draw, (max(4.4 * columns, 7.2), 3.9 * rows))
+    return Picture(
+        "accuracy",
+        "Accuracy by distance",
+        alt,
+        caption,
+        draw,
+        (max(4.4 * columns, 7.2), 3.9 * rows),
+    )

@@ -20,16 +20,30 @@ from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
 from prope.workdir.checkpoints import list_steps
-from prope.workdir.records import SAME_WINDOWS, evaluations_of_training, find_evaluation, find_pair, read_jsonl
+from prope.workdir.records import (
+    SAME_WINDOWS,
+    evaluations_of_training,
+    find_evaluation,
+    find_pair,
+    read_jsonl,
+)
 
 SEED, P, CONFIG = "seed", "rope_percentage", "config"  # names of swept fields
 # Fields that the initial weights do not depend on; then those that the batches do not depend on.
-NOT_OF_INIT = tuple(f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers"))
+NOT_OF_INIT = tuple(
+    f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers")
+)
 NOT_OF_BATCHES = ("data.cache_dir", "data.num_workers")
 METRICS = ("eval_loss", "perplexity", "bits_per_byte")
 UNEQUAL = {  # of two runs: the difference, and its remedy
-    "init": ("did not start equal", "Train them anew with one version of the code, in new directories"),
-    "batch": ("saw other batches", "Bring back the data of the first, and train the second in a new directory"),
+    "init": (
+        "did not start equal",
+        "Train them anew with one version of the code, in new directories",
+    ),
+    "batch": (
+        "saw other batches",
+        "Bring back the data of the first, and train the second in a new directory",
+    ),
 }
 DAMAGED_SWEEP = "remove it, and start the sweep again"  # remedy for an unreadable sweep.json
 
@@ -53,7 +67,11 @@ class Run:
     def last_evaluations(self) -> list[dict]:
         """The evaluations of the last step on the data of training; none without training's own."""
         records = evaluations_of_training(self.evaluations, self.config, self.config.num_steps)
-        return records if any(r.get("max_windows") == self.config.eval.max_windows for r in records) else []
+        return (
+            records
+            if any(r.get("max_windows") == self.config.eval.max_windows for r in records)
+            else []
+        )
 
     @property
     def evaluation(self) -> dict | None:
@@ -71,11 +89,16 @@ class Run:
         """Returns the run's entry in the sweep's result; None for numbers that are not there yet."""
         evaluation = self.evaluation or {}
         return {
-            "workdir": str(self.workdir), "values": self.values, "step": self.step,
-            "loss": self.metrics[-1]["loss"] if self.metrics else None, "eval_loss": evaluation.get("loss"),
-            "perplexity": evaluation.get("perplexity"), "bits_per_byte": evaluation.get("bits_per_byte"),
-            "init_hash": self.init_hash, "state": self.state,
-        }  # fmt: skip
+            "workdir": str(self.workdir),
+            "values": self.values,
+            "step": self.step,
+            "loss": self.metrics[-1]["loss"] if self.metrics else None,
+            "eval_loss": evaluation.get("loss"),
+            "perplexity": evaluation.get("perplexity"),
+            "bits_per_byte": evaluation.get("bits_per_byte"),
+            "init_hash": self.init_hash,
+            "state": self.state,
+        }
 
 
 def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
@@ -84,7 +107,9 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
     step, init_hash = 0, None
     if saved is not None:
         message = f"{workdir}: holds a run of another config"
-        run_dir.check_same(config, saved, message, "; choose another --workdir, or the config it was started with")
+        run_dir.check_same(
+            config, saved, message, "; choose another --workdir, or the config it was started with"
+        )
         if list_steps(workdir):
             opened = run_dir.open_run(workdir)
             step, init_hash = opened.step, opened.init_hash
@@ -102,7 +127,9 @@ def on_common_windows(runs: Iterable[Run]) -> list[Run]:
             common[fingerprint] = common.get(fingerprint, counts) & counts
 
     def drop(run: Run) -> Run:
-        extra = [r for r in run.last_evaluations if r.get("windows") not in common[r.get("fingerprint")]]
+        extra = [
+            r for r in run.last_evaluations if r.get("windows") not in common[r.get("fingerprint")]
+        ]
         return dataclasses.replace(run, evaluations=[r for r in run.evaluations if r not in extra])
 
     return [drop(run) if run.state == "finished" else run for run in runs]
@@ -111,11 +138,19 @@ def on_common_windows(runs: Iterable[Run]) -> list[Run]:
 def read_sweep(directory: epath.Path) -> list[Run]:
     """Reads the runs of a sweep that have started, in the order of its grid."""
     if (sweep := read_json(directory / "sweep.json", DAMAGED_SWEEP)) is None:
-        raise UsageError(f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py")
+        raise UsageError(
+            f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py"
+        )
     entries = [(directory / entry["name"], entry["values"]) for entry in sweep["runs"]]
-    runs = [read_run(folder, values, config) for folder, values in entries if (config := run_dir.read_config(folder))]
+    runs = [
+        read_run(folder, values, config)
+        for folder, values in entries
+        if (config := run_dir.read_config(folder))
+    ]
     if not runs:
-        raise UsageError(f"--sweep={directory}: none of its {len(sweep['runs'])} runs has started; run it first")
+        raise UsageError(
+            f"--sweep={directory}: none of its {len(sweep['runs'])} runs has started; run it first"
+        )
     return on_common_windows(runs)
 
 
@@ -133,7 +168,9 @@ def check_equal(runs: Iterable[Run]) -> dict:
             if expected != hashed:
                 difference, remedy = UNEQUAL[kind]
                 unequal = f"{difference} at step {step}: {kind}_hash {expected} and {hashed}"
-                raise RunFailed(f"{other.name} and {run.name} {unequal}; they cannot be compared. {remedy}")
+                raise RunFailed(
+                    f"{other.name} and {run.name} {unequal}; they cannot be compared. {remedy}"
+                )
             if other is not run:
                 compared[kind] |= {other.name, run.name}
                 last = max(last, step)
@@ -143,9 +180,16 @@ def check_equal(runs: Iterable[Run]) -> dict:
 def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
     """Yields (kind, step, the fields that the hash depends on, hash) of all hashes that a run logged."""
     fields = flat(run.config).items()
-    of_model = [field for field in fields if field[0].startswith("model.") and field[0] not in NOT_OF_INIT]
-    of_data = [field for field in fields if field[0].startswith("data.") and field[0] not in NOT_OF_BATCHES]
-    init, batches = repr([run.config.seed, of_model]), repr([run.config.seed, run.config.batch_size, of_data])
+    of_model = [
+        field for field in fields if field[0].startswith("model.") and field[0] not in NOT_OF_INIT
+    ]
+    of_data = [
+        field for field in fields if field[0].startswith("data.") and field[0] not in NOT_OF_BATCHES
+    ]
+    init, batches = (
+        repr([run.config.seed, of_model]),
+        repr([run.config.seed, run.config.batch_size, of_data]),
+    )
     if run.init_hash is not None:
         yield "init", 0, init, run.init_hash
     for record in run.metrics:
@@ -164,7 +208,11 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
 def group_name(values: dict) -> str:
     """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}; a config by its own name."""
     short = {P: "p = ", CONFIG: ""}
-    texts = [short.get(name, f"{name} = ") + text_of(value) for name, value in values.items() if name != SEED]
+    texts = [
+        short.get(name, f"{name} = ") + text_of(value)
+        for name, value in values.items()
+        if name != SEED
+    ]
     return ", ".join(texts) or "all runs"
 
 
@@ -192,7 +240,11 @@ def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference |
     pairs = []
     for run in group:
         other = by_seed.get(run.values.get(SEED))
-        if other and run.state == "finished" and (records := find_pair(run.last_evaluations, other.last_evaluations)):
+        if (
+            other
+            and run.state == "finished"
+            and (records := find_pair(run.last_evaluations, other.last_evaluations))
+        ):
             pairs.append((run, other, *records))
     return average(pairs)
 
@@ -207,7 +259,9 @@ def average(pairs: list[tuple[Run, Run, dict, dict]]) -> tuple[Difference | None
     if len(losses) != 1:
         return (average_seeds(losses), f"{len(losses)} seeds") if losses else (None, "")
     run, other, record, other_record = pairs[0]
-    fields = {name: record.get(name) for name in ("step", "dataset", "encoding", "factor", *SAME_WINDOWS)}
+    fields = {
+        name: record.get(name) for name in ("step", "dataset", "encoding", "factor", *SAME_WINDOWS)
+    }
     but = {name: other_record.get(name) for name in ("encoding", "factor")}
     with contextlib.suppress(UsageError):  # a run without sums
         return paired_difference(run.workdir, other.workdir, fields, but=but), "documents"

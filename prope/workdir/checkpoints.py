@@ -45,7 +45,10 @@ def list_steps(workdir: epath.PathLike) -> list[int]:
 
 
 def newest_undamaged(
-    directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any], remedy: str | None = None
+    directory: epath.Path,
+    steps: Sequence[int],
+    read: Callable[[int], Any],
+    remedy: str | None = None,
 ) -> tuple[int, Any]:
     """Returns (step, read(step)) of the first of `steps` for which `read` does not raise Damaged, in all processes.
 
@@ -69,11 +72,16 @@ class Checkpoints(contextlib.AbstractContextManager):
     def __init__(self, workdir: epath.PathLike, keep: ConfigDict | None = None):
         """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all checkpoints are kept."""
         self.directory = absolute(workdir) / "checkpoints"
-        self._saving, self._unchecked = 0, False  # the last step saved; whether it may have failed in the background
+        self._saving, self._unchecked = (
+            0,
+            False,
+        )  # the last step saved; whether it may have failed in the background
         kept = [] if keep is None else [policies.LatestN(keep.max_to_keep)]
         kept += [policies.EveryNSteps(keep.keep_every)] if keep and keep.keep_every else []
         for step in self.steps() if is_url(self.directory) else ():
-            if processes.is_first():  # one copied here from a disk has no mark, and Orbax would delete it
+            if (
+                processes.is_first()
+            ):  # one copied here from a disk has no mark, and Orbax would delete it
                 (self.directory / str(step) / _MARK).touch()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept) if kept else None,
@@ -90,8 +98,12 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Renames a damaged checkpoint to N.damaged, so that its step can be saved again; deletes nothing."""
         if processes.is_first():
             folder = self.directory / str(step)
-            names = itertools.chain([f"{step}.damaged"], (f"{step}.damaged-{n}" for n in itertools.count(2)))
-            folder.rename(next(path for path in map(self.directory.joinpath, names) if not path.exists()))
+            names = itertools.chain(
+                [f"{step}.damaged"], (f"{step}.damaged-{n}" for n in itertools.count(2))
+            )
+            folder.rename(
+                next(path for path in map(self.directory.joinpath, names) if not path.exists())
+            )
         processes.broadcast_from_first(0)  # the others wait for it
         self._manager.reload()
 
@@ -105,7 +117,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         with self._as_run_failed():
             self._manager.wait_until_finished()  # until `_list_files` has listed the one before
             self._saving = step
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)  # the caller has decided when
+            self._manager.save(
+                step, args=ocp.args.Composite(**items), force=True
+            )  # the caller has decided when
         self._unchecked = True
 
     def check(self) -> None:
@@ -132,14 +146,20 @@ class Checkpoints(contextlib.AbstractContextManager):
             if isinstance(error, jax.errors.JaxRuntimeError) or processes.is_peer_loss(error):
                 raise  # of a device, or because another process is gone
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
-            failed = f"checkpoint {self._saving} could not be written to {self.directory} ({reason})"
-            remedy = "those before it are whole: see to the storage, then run the same command again"
+            failed = (
+                f"checkpoint {self._saving} could not be written to {self.directory} ({reason})"
+            )
+            remedy = (
+                "those before it are whole: see to the storage, then run the same command again"
+            )
             raise RunFailed(f"{failed}; {remedy}") from error
 
     def _list_files(self) -> None:
         """Orbax calls this when all is written, just before a local folder gets its name."""
         if processes.is_first():
-            for folder in self.directory.iterdir():  # until then its name is the step's and a suffix of Orbax
+            for folder in (
+                self.directory.iterdir()
+            ):  # until then its name is the step's and a suffix of Orbax
                 step, _, suffix = folder.name.partition(".")
                 if step == str(self._saving) and not suffix.startswith("damaged"):
                     list_files(folder)
@@ -152,7 +172,9 @@ def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None
     """
     arrays = jax.device_put(params, may_alias=True)  # Orbax would copy NumPy's
     items = _json_items(config, data, {"params": arrays})
-    items["params"] = ocp.args.PyTreeSave(arrays, save_args=_chunks(arrays), ocdbt_target_data_file_size=_FILE)
+    items["params"] = ocp.args.PyTreeSave(
+        arrays, save_args=_chunks(arrays), ocdbt_target_data_file_size=_FILE
+    )
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     directory = absolute(workdir) / "checkpoints"
     with ocp.CheckpointManager(directory, options=options) as manager:
@@ -160,7 +182,9 @@ def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None
     list_files(directory / "0")
 
 
-def _json_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, ocp.args.CheckpointArgs]:
+def _json_items(
+    config: dict, data: dict, arrays: dict[str, Any]
+) -> dict[str, ocp.args.CheckpointArgs]:
     """The JSON items of a checkpoint; hashes of its arrays go into `config`."""
     config = config | {"array_hashes": {name: array_hashes(tree) for name, tree in arrays.items()}}
     return {"config": ocp.args.JsonSave(config), "data": ocp.args.JsonSave(data)}
@@ -169,4 +193,6 @@ def _json_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, o
 def _chunks(params):
     """How parameters are cut in a checkpoint: layers apart, so that one can be read alone."""
     by_layer, whole = (ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=axes) for axes in ((0,), ()))
-    return jax.tree_util.tree_map_with_path(lambda path, _: by_layer if path[0].key == "layers" else whole, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: by_layer if path[0].key == "layers" else whole, params
+    )

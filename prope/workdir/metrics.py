@@ -21,7 +21,9 @@ from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
 _URL_SECONDS = 30.0  # between writes to a URL, where a file cannot grow; a checkpoint or an evaluation writes too
-_MAX_SKIPS = 10  # steps in a row whose loss or gradient is not finite, with config.on_nonfinite=skip
+_MAX_SKIPS = (
+    10  # steps in a row whose loss or gradient is not finite, with config.on_nonfinite=skip
+)
 
 
 class MetricWriter(contextlib.ExitStack):
@@ -32,9 +34,14 @@ class MetricWriter(contextlib.ExitStack):
     """
 
     def __init__(
-        self, config: ConfigDict, workdir: epath.Path, start: int, stop: int,
-        model_flops_per_token: float, peak_flops: float | None,
-    ):  # fmt: skip
+        self,
+        config: ConfigDict,
+        workdir: epath.Path,
+        start: int,
+        stop: int,
+        model_flops_per_token: float,
+        peak_flops: float | None,
+    ):
         """Opens the files for steps start + 1 .. stop; `peak_flops`, of a device, may be unknown: None."""
         super().__init__()
         self._model_flops_per_token, self._peak_flops = model_flops_per_token, peak_flops
@@ -53,7 +60,9 @@ class MetricWriter(contextlib.ExitStack):
                 self.callback(self._flush)
             self._events = self.enter_context(_open_events(self._scratch or workdir, start + 1))
         shown = self._writes and sys.stderr.isatty()
-        self._bar = self.enter_context(tqdm(total=stop, initial=start, unit="step", disable=not shown))
+        self._bar = self.enter_context(
+            tqdm(total=stop, initial=start, unit="step", disable=not shown)
+        )
         if shown:
             self.enter_context(logging_redirect_tqdm([log]))  # lines stand above the bar
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
@@ -91,28 +100,52 @@ class MetricWriter(contextlib.ExitStack):
     def evaluation(self, step: int, record: dict) -> None:
         """Writes and shows an evaluation."""
         data, windows = self._config.data, self._config.eval.max_windows
-        identity = {"step": step, "dataset": data.dataset, "seq_len": data.seq_len, "max_windows": windows}
+        identity = {
+            "step": step,
+            "dataset": data.dataset,
+            "seq_len": data.seq_len,
+            "max_windows": windows,
+        }
         self._write("eval.jsonl", "eval", identity | record)
-        figures = (record[name] for name in ("loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte"))
-        log.info("step %d: validation loss %.4f, perplexity %.3f, %.4f bits per byte (unigram: %.4f)", step, *figures)
+        figures = (
+            record[name]
+            for name in ("loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte")
+        )
+        log.info(
+            "step %d: validation loss %.4f, perplexity %.3f, %.4f bits per byte (unigram: %.4f)",
+            step,
+            *figures,
+        )
 
     def evaluated(self, step: int) -> dict | None:
         """Returns the newest evaluation of `step` on this config's validation windows; None if there is none."""
-        records = evaluations_of_training(read_jsonl(self._workdir / "eval.jsonl"), self._config, step)
+        records = evaluations_of_training(
+            read_jsonl(self._workdir / "eval.jsonl"), self._config, step
+        )
         return find_evaluation(records, max_windows=self._config.eval.max_windows)
 
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; `loss` is None where metrics.jsonl was removed."""
-        evaluation, records = self.evaluated(self._stop), read_jsonl(self._workdir / "metrics.jsonl")
+        evaluation, records = (
+            self.evaluated(self._stop),
+            read_jsonl(self._workdir / "metrics.jsonl"),
+        )
         last = records[-1] if records else {"loss": None, "tokens_per_second": None}
         step, seconds, _ = self._logged
         # Over all steps of this start; where it made none, of the last logged step.
-        speed = (step - self._start) * self._step_tokens / seconds if seconds else last["tokens_per_second"]
+        speed = (
+            (step - self._start) * self._step_tokens / seconds
+            if seconds
+            else last["tokens_per_second"]
+        )
         return {
             "step": self._stop,
             "loss": last["loss"],
             "eval_loss": evaluation["loss"],
-            **{name: evaluation[name] for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte")},
+            **{
+                name: evaluation[name]
+                for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
+            },
             "rope_percentage": self._config.model.rope_percentage,
             "init_hash": init_hash,
             "tokens_per_second": speed,
@@ -136,7 +169,9 @@ class MetricWriter(contextlib.ExitStack):
         seconds = time.perf_counter() - self._began
         last, last_seconds, last_wait = self._logged
         step_seconds = (seconds - last_seconds) / (step - last)
-        model_flops = self._model_flops_per_token * self._step_tokens / step_seconds / jax.device_count()
+        model_flops = (
+            self._model_flops_per_token * self._step_tokens / step_seconds / jax.device_count()
+        )
         memory = jax.local_devices()[0].memory_stats() or {}
         self._logged = (step, seconds, self._data_wait)
         record = {
@@ -157,22 +192,30 @@ class MetricWriter(contextlib.ExitStack):
         self._bar.set_postfix_str(f"loss {metrics['loss']:.4f}, {speed}")
         if self._bar.disable:
             left = tqdm.format_interval((self._stop - step) * seconds / (step - self._start))
-            log.info("step %d/%d: loss %.4f, %s, %s left", step, self._stop, metrics["loss"], speed, left)
+            log.info(
+                "step %d/%d: loss %.4f, %s, %s left", step, self._stop, metrics["loss"], speed, left
+            )
 
     def _skip(self, step: int, metrics: dict[str, float]) -> None:
         """Records a step that was not finite and so changed nothing, or raises RunFailed."""
         self._skips_in_a_row += 1
         values = f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}"
-        remedy = f"Lower config.optimizer.learning_rate (now {self._config.optimizer.learning_rate})"
+        remedy = (
+            f"Lower config.optimizer.learning_rate (now {self._config.optimizer.learning_rate})"
+        )
         if self._config.on_nonfinite == "stop":
             start = f"{remedy} and start in a new --workdir, or go on here with --config.on_nonfinite=skip"
-            raise RunFailed(f"{values}; the earlier checkpoints in {self._workdir} are good. {start}")
+            raise RunFailed(
+                f"{values}; the earlier checkpoints in {self._workdir} are good. {start}"
+            )
         if self._skips_in_a_row == _MAX_SKIPS:
             last = f"the last of {_MAX_SKIPS} skipped in a row"
             raise RunFailed(f"{values}, {last}. {remedy} and start in a new --workdir")
         log.info("%s: skipped, %d in a row", values, self._skips_in_a_row)
         numbers = {name: str(value) for name, value in metrics.items()}  # JSON has no nan
-        self._write("skips.jsonl", "skips", {"step": step, "in_a_row": self._skips_in_a_row, **numbers})
+        self._write(
+            "skips.jsonl", "skips", {"step": step, "in_a_row": self._skips_in_a_row, **numbers}
+        )
 
     def _write(self, name: str, tag: str, record: dict) -> None:
         if not self._writes:
@@ -198,18 +241,22 @@ class MetricWriter(contextlib.ExitStack):
 def _describe_speed(record: dict) -> str:
     """Formats the figures of a logged step for a terminal; what is not known is left out."""
     figures = {
-        "{:,.0f} tokens/s": record["tokens_per_second"], "{:.3g} s/step": record["step_seconds"],
-        "{:.3g} TFLOP/s/device": record["model_tflops_per_second_per_device"], "MFU {:.1%}": record["mfu"],
+        "{:,.0f} tokens/s": record["tokens_per_second"],
+        "{:.3g} s/step": record["step_seconds"],
+        "{:.3g} TFLOP/s/device": record["model_tflops_per_second_per_device"],
+        "MFU {:.1%}": record["mfu"],
         "{:.2f} GB": record["memory_bytes"] and record["memory_bytes"] / 1e9,
         "data wait {:.1f} ms": record["data_wait_ms"],
-    }  # fmt: skip
+    }
     return ", ".join(text.format(value) for text, value in figures.items() if value is not None)
 
 
 def _open_events(workdir: epath.Path, first_step: int):
     """Opens a TensorBoard event file that replaces earlier ones from `first_step` on."""
     # tensorboardX imports these where they are installed, which takes seconds; scalars in a local folder need neither.
-    absent = [name for name in ("torch", "boto3", "google.cloud.storage") if name not in sys.modules]
+    absent = [
+        name for name in ("torch", "boto3", "google.cloud.storage") if name not in sys.modules
+    ]
     sys.modules.update(dict.fromkeys(absent))
     try:
         from tensorboardX import SummaryWriter

@@ -38,8 +38,13 @@ def list_files(folder: epath.Path) -> None:
     """Writes a checkpoint's files.json."""
     files = {}
     for name, size in files_below(folder).items():
-        if "/" in name and not name.endswith("/commit_success.txt"):  # of an item; Orbax writes those last
-            files[name] = [size, zlib.crc32((folder / name).read_bytes()) if size <= _SMALL else None]
+        if "/" in name and not name.endswith(
+            "/commit_success.txt"
+        ):  # of an item; Orbax writes those last
+            files[name] = [
+                size,
+                zlib.crc32((folder / name).read_bytes()) if size <= _SMALL else None,
+            ]
     (folder / FILES).write_text(json.dumps(files, indent=0))
 
 
@@ -140,15 +145,23 @@ class CheckpointReader:
             if (item, path) not in self._stores:
                 # Orbax stores an item as Zarr arrays, named by path, in one key-value store.
                 base = f"{(self._folder / item).as_uri()}/"
-                kvstore = {"driver": "ocdbt", "base": base, "path": keystr(path, simple=True, separator=".") + "/"}
+                kvstore = {
+                    "driver": "ocdbt",
+                    "base": base,
+                    "path": keystr(path, simple=True, separator=".") + "/",
+                }
                 spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
                 store = ts.open(spec, open=True, read=True).result()
                 if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
                     raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
                 self._stores[item, path] = store
             return self._stores[item, path][part].read().result()
-        except ValueError as error:  # TensorStore's, with the operating system's or a network's error as text
-            failed = re.search(r"os_error_code='(\d+)'|^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)", str(error))
+        except (
+            ValueError
+        ) as error:  # TensorStore's, with the operating system's or a network's error as text
+            failed = re.search(
+                r"os_error_code='(\d+)'|^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)", str(error)
+            )
             if failed and failed[1] != str(errno.ENOENT):
                 raise OSError(int(failed[1] or errno.EIO), first_line(error)) from error
             raise Damaged(f"{item}: {keystr(path)} cannot be read: {first_line(error)}") from error

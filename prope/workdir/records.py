@@ -9,7 +9,11 @@ from ml_collections import ConfigDict
 from prope.errors import log
 from prope.runtime.files import retry_reads
 
-SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # evaluations equal in these predicted the same tokens
+SAME_WINDOWS = (
+    "fingerprint",
+    "seq_len",
+    "windows",
+)  # evaluations equal in these predicted the same tokens
 
 
 def read_jsonl(path: epath.Path) -> list[dict]:
@@ -19,7 +23,11 @@ def read_jsonl(path: epath.Path) -> list[dict]:
         try:
             records.append(json.loads(line))
         except ValueError:
-            log.warning("%s: line %d is not JSON and is skipped; its process was killed as it wrote it", path, number)
+            log.warning(
+                "%s: line %d is not JSON and is skipped; its process was killed as it wrote it",
+                path,
+                number,
+            )
     return records
 
 
@@ -29,7 +37,9 @@ def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
     Those with another encoding than the run's (`prope.evaluate --encoding`) are left out, unless fields has one.
     """
     fields = {"encoding": None} | fields
-    return [record for record in records if all(record.get(k) == value for k, value in fields.items())]
+    return [
+        record for record in records if all(record.get(k) == value for k, value in fields.items())
+    ]
 
 
 def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: int) -> list[dict]:
@@ -37,7 +47,9 @@ def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: i
 
     Training evaluates a step before it saves it, so its own evaluation is the oldest with its max_windows.
     """
-    records = find_evaluations(records, step=step, dataset=config.data.dataset, seq_len=config.data.seq_len)
+    records = find_evaluations(
+        records, step=step, dataset=config.data.dataset, seq_len=config.data.seq_len
+    )
     own = find_evaluations(records, max_windows=config.eval.max_windows) or records
     return find_evaluations(records, fingerprint=own[0].get("fingerprint")) if own else []
 
@@ -48,7 +60,9 @@ def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     return max(newest_first, key=lambda record: record.get("windows") or 0, default=None)
 
 
-def find_pair(records: list[dict], others: list[dict], but: dict | None = None, **fields) -> tuple[dict, dict] | None:
+def find_pair(
+    records: list[dict], others: list[dict], but: dict | None = None, **fields
+) -> tuple[dict, dict] | None:
     """Returns the fullest evaluations with these values, `but` those of others, that were made on the same windows."""
     matching = find_evaluations(others, **fields | (but or {}))
     of_windows = {tuple(map(other.get, SAME_WINDOWS)): other for other in matching}

@@ -25,12 +25,18 @@ _REMEDY = "give the --workdir that prope.train had"
 class Run:
     """A run opened at one of its checkpoints, the one of `step`; the reader `checkpoint` verifies what it reads."""
 
-    def __init__(self, workdir: epath.Path, config: ConfigDict, steps: list[int], remedy: str | None = None):
+    def __init__(
+        self, workdir: epath.Path, config: ConfigDict, steps: list[int], remedy: str | None = None
+    ):
         """Opens the first of `steps`; the others are older ones that `first_undamaged` may try, as `remedy` says."""
         self.workdir, self.config, self.step = workdir, config, steps[0]
         self._steps, self._remedy = steps, remedy
         self.checkpoint = CheckpointReader(workdir / "checkpoints" / str(self.step))
-        check_same(config, self.checkpoint.config, f"{workdir}: config.json and checkpoint {self.step} disagree")
+        check_same(
+            config,
+            self.checkpoint.config,
+            f"{workdir}: config.json and checkpoint {self.step} disagree",
+        )
         self.init_hash: str = self.checkpoint.init_hash
 
     def first_undamaged(self, read: Callable[["Run"], Any]) -> tuple["Run", Any]:
@@ -43,7 +49,9 @@ class Run:
             run = self if step == self.step else Run(self.workdir, self.config, [step])
             return run, read(run)
 
-        return newest_undamaged(self.workdir / "checkpoints", self._steps, read_one, self._remedy)[1]
+        return newest_undamaged(self.workdir / "checkpoints", self._steps, read_one, self._remedy)[
+            1
+        ]
 
     def params(self, abstract: model.Params | None = None) -> model.Params:
         """Reads all parameters onto devices, sharded as `abstract` is; by default over all devices."""
@@ -63,11 +71,15 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
         if (config := read_config(path)) is None:
             raise UsageError(f"--workdir={workdir}: no run there (no config.json); {_REMEDY}")
     if not (steps := list_steps(path)):
-        raise UsageError(f"--workdir={workdir}: holds a run without a finished checkpoint; train it first")
+        raise UsageError(
+            f"--workdir={workdir}: holds a run without a finished checkpoint; train it first"
+        )
     remedy = None  # training's
     if step is not None:
         if step not in steps:
-            raise UsageError(f"--step={step}: {workdir} has no such checkpoint; it has {', '.join(map(str, steps))}")
+            raise UsageError(
+                f"--step={step}: {workdir} has no such checkpoint; it has {', '.join(map(str, steps))}"
+            )
         others = ", ".join(str(other) for other in steps if other != step)
         remedy, steps = f"--step={step} names it; the run also has {others or 'no other'}", [step]
 
@@ -88,7 +100,11 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
             remedy += f"; --init_from={path} in another --workdir trains its parameters for longer"
         check_same(config, existing, error, remedy)
     is_new, local = not path.exists(), pathlib.Path(path)
-    created = [] if is_url(path) else [folder for folder in (local, *local.parents) if not folder.exists()]
+    created = (
+        []
+        if is_url(path)
+        else [folder for folder in (local, *local.parents) if not folder.exists()]
+    )
     check_writable("--workdir", path)
     try:
         yield
@@ -112,7 +128,9 @@ def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
                 yield from find(below)
 
     if not (runs := list(find(as_path("workdir", workdir)))):
-        raise UsageError(f"--workdir={workdir}: no run there (no config.json), nor below it; {_REMEDY}")
+        raise UsageError(
+            f"--workdir={workdir}: no run there (no config.json), nor below it; {_REMEDY}"
+        )
     return runs
 
 
@@ -133,7 +151,9 @@ def check_same(config: ConfigDict, other: ConfigDict, message: str, remedy: str 
         raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
 
 
-def check_disk(directory: epath.Path, num_bytes: int, what="a checkpoint needs", flag="workdir") -> None:
+def check_disk(
+    directory: epath.Path, num_bytes: int, what="a checkpoint needs", flag="workdir"
+) -> None:
     """Raises UsageError where the disk has no room for what is to be written there."""
     if is_url(directory):
         return

@@ -24,7 +24,9 @@ class Chunk(NamedTuple):
 
     key: str  # identifies its documents within the source, and names it in messages
     num_bytes: int  # approximate size of the text
-    read: Callable[[], Iterator[Document]]  # in order; can be pickled; raises UsageError on damaged data
+    read: Callable[
+        [], Iterator[Document]
+    ]  # in order; can be pickled; raises UsageError on damaged data
     shard: str = ""  # URL of the file that must be copied here first; one worker reads its chunks one after the other
 
 
@@ -32,7 +34,9 @@ class Source(NamedTuple):
     """A collection of documents."""
 
     name: str  # as in config.data.dataset
-    identity: dict  # JSON values, equal exactly where the documents are; part of the store's fingerprint
+    identity: (
+        dict  # JSON values, equal exactly where the documents are; part of the store's fingerprint
+    )
     chunks: tuple[Chunk, ...]  # all documents, in order
 
     @property
@@ -92,7 +96,9 @@ class TextRule(NamedTuple):
         """Builds the document of a record; `where` names the record in an error."""
         segments = []
         for literal, name in self._parts:
-            segments += [literal.encode()] + ([check_utf8(values[name], where)] if name is not None else [])
+            segments += [literal.encode()] + (
+                [check_utf8(values[name], where)] if name is not None else []
+            )
         text = b"".join(segments)
         return Document(text, len(text) - len(segments[-1]) if self.loss_on == "targets" else 0)
 
@@ -105,10 +111,14 @@ def check_utf8(text: bytes, where: str) -> bytes:
         try:
             text.decode()
         except UnicodeDecodeError as error:
-            raise UsageError(f"{where}: not UTF-8 text (byte {error.start}); convert or remove it") from None
+            raise UsageError(
+                f"{where}: not UTF-8 text (byte {error.start}); convert or remove it"
+            ) from None
     return text
 
 
 def too_long(where: str) -> UsageError:
     """Returns the error for a document above MAX_DOCUMENT."""
-    return UsageError(f"{where}: a document of more than {MAX_DOCUMENT:,} bytes; cut it into several")
+    return UsageError(
+        f"{where}: a document of more than {MAX_DOCUMENT:,} bytes; cut it into several"
+    )

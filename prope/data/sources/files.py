@@ -16,14 +16,25 @@ from concurrent import futures
 import fsspec
 from etils import epath
 
-from prope.data.sources.base import MAX_DOCUMENT, Chunk, Document, Source, TextRule, check_utf8, chunk_bytes, too_long
+from prope.data.sources.base import (
+    MAX_DOCUMENT,
+    Chunk,
+    Document,
+    Source,
+    TextRule,
+    check_utf8,
+    chunk_bytes,
+    too_long,
+)
 from prope.errors import UsageError
 from prope.runtime.files import hash_file, is_url, local_cache, read_json, retry_reads, write_atomic
 
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
 _GZIP_RATIO = 3  # about how much gzip shrinks text
-_ALWAYS_HASHED = 2**26  # bytes of all files; up to here hashing again is faster than it is worth caching
+_ALWAYS_HASHED = (
+    2**26
+)  # bytes of all files; up to here hashing again is faster than it is worth caching
 
 
 def files(folder: epath.Path, rule: TextRule) -> Source:
@@ -32,31 +43,54 @@ def files(folder: epath.Path, rule: TextRule) -> Source:
     Raises UsageError where there is no such file, or the rule does not apply to it.
     """
     if not (paths := _list(folder)):
-        raise UsageError(f"config.data.data_dir={folder}: no .txt or .jsonl file (.gz or not) in it or below it")
+        raise UsageError(
+            f"config.data.data_dir={folder}: no .txt or .jsonl file (.gz or not) in it or below it"
+        )
     texts = [p for p in paths if not p.name.endswith(_JSON_LINES)]
     if rule.template and texts:
-        raise UsageError(f"{texts[0]}: has no fields for config.data.template to name; keep it in another folder")
-    listing = [(p.relative_to(folder).as_posix(), sha256) for p, sha256 in _hash_files(paths).items()]
-    return Source("files", {"dataset": "files", "files": listing, **rule.identity}, tuple(_chunks(folder, paths, rule)))
+        raise UsageError(
+            f"{texts[0]}: has no fields for config.data.template to name; keep it in another folder"
+        )
+    listing = [
+        (p.relative_to(folder).as_posix(), sha256) for p, sha256 in _hash_files(paths).items()
+    ]
+    return Source(
+        "files",
+        {"dataset": "files", "files": listing, **rule.identity},
+        tuple(_chunks(folder, paths, rule)),
+    )
 
 
 def _list(folder: epath.Path) -> dict[epath.Path, tuple[int, str, float]]:
     """Returns (size, what changes with the content, time of the last change) by path, sorted by path."""
     system, root = fsspec.core.url_to_fs(str(folder))
     found = system.find(root, detail=True)  # of a bucket in few requests
-    files = {folder / os.path.relpath(path, root): info for path, info in found.items() if path.endswith(_SUFFIXES)}
+    files = {
+        folder / os.path.relpath(path, root): info
+        for path, info in found.items()
+        if path.endswith(_SUFFIXES)
+    }
     if is_url(folder):
-        return {p: (i["size"], f"{i.get('generation') or i.get('ETag') or i}", 0.0) for p, i in sorted(files.items())}
+        return {
+            p: (i["size"], f"{i.get('generation') or i.get('ETag') or i}", 0.0)
+            for p, i in sorted(files.items())
+        }
     stats = {path: os.stat(path) for path in sorted(files) if path.is_file()}
-    return {path: (s.st_size, f"{s.st_mtime_ns} {s.st_ino}", s.st_mtime) for path, s in stats.items()}
+    return {
+        path: (s.st_size, f"{s.st_mtime_ns} {s.st_ino}", s.st_mtime) for path, s in stats.items()
+    }
 
 
 def _chunks(folder: epath.Path, paths: dict[epath.Path, tuple], rule: TextRule) -> Iterator[Chunk]:
     """Yields small text files in groups, and large .jsonl files in byte ranges."""
-    sizes = [size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path, (size, _, _) in paths.items()]
+    sizes = [
+        size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path, (size, _, _) in paths.items()
+    ]
     limit = chunk_bytes(sum(sizes))
     ends = zip(paths, sizes, itertools.accumulate(sizes), strict=True)
-    groups = itertools.groupby(ends, lambda entry: (entry[0].name.endswith(_JSON_LINES), entry[2] // limit))
+    groups = itertools.groupby(
+        ends, lambda entry: (entry[0].name.endswith(_JSON_LINES), entry[2] // limit)
+    )
     for (is_lines, _), group in groups:
         if not is_lines:
             texts, text_sizes, _ = zip(*group, strict=True)
@@ -67,8 +101,12 @@ def _chunks(folder: epath.Path, paths: dict[epath.Path, tuple], rule: TextRule) 
             whole = path.suffix == ".gz"  # cannot be entered in the middle
             for start in range(0, size, max(size, 1) if whole else limit):
                 stop = size if whole else min(start + limit, size)
-                read = functools.partial(_read_lines, path, rule, start, math.inf if whole else stop)
-                yield Chunk(f"{path.relative_to(folder)} from byte {start} to {stop}", stop - start, read)
+                read = functools.partial(
+                    _read_lines, path, rule, start, math.inf if whole else stop
+                )
+                yield Chunk(
+                    f"{path.relative_to(folder)} from byte {start} to {stop}", stop - start, read
+                )
 
 
 def _read_texts(paths: tuple[epath.Path, ...]) -> Iterator[Document]:
@@ -99,7 +137,9 @@ def _read_lines(path: epath.Path, rule: TextRule, start: int, stop: float) -> It
                 try:
                     yield _json_document(line, rule)
                 except UsageError as error:
-                    raise UsageError(f"{path} line {_lines_before(path, start) + number}: {error}") from None
+                    raise UsageError(
+                        f"{path} line {_lines_before(path, start) + number}: {error}"
+                    ) from None
 
 
 def _json_document(line: bytes, rule: TextRule) -> Document:
@@ -118,7 +158,9 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
     try:
         return rule.document({name: record[name].encode() for name in rule.features}, "its text")
     except UnicodeEncodeError:
-        raise UsageError("holds half a character (an unpaired surrogate); repair or remove it") from None
+        raise UsageError(
+            "holds half a character (an unpaired surrogate); repair or remove it"
+        ) from None
 
 
 def _lines_before(path: epath.Path, start: int) -> int:
@@ -148,11 +190,16 @@ def _hash_files(paths: dict[epath.Path, tuple]) -> dict[epath.Path, str]:
     """Returns the sha256 of every file; with many bytes, from a cache where size and version are the same."""
     cache = local_cache() / "hashes.json"
     large = sum(size for size, _, _ in paths.values()) >= _ALWAYS_HASHED
-    keys = {p: f"{p if is_url(p) else os.path.abspath(p)} {size} {s}" for p, (size, s, _) in paths.items()}
+    keys = {
+        p: f"{p if is_url(p) else os.path.abspath(p)} {size} {s}"
+        for p, (size, s, _) in paths.items()
+    }
     known = (read_json(cache) if large else None) or {}
     new = [path for path in paths if keys[path] not in known]
     with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        hashes = {keys[path]: value for path, value in zip(new, pool.map(hash_file, new), strict=True)}
+        hashes = {
+            keys[path]: value for path, value in zip(new, pool.map(hash_file, new), strict=True)
+        }
     if large and new:
         # A file written this very moment could change again without its time showing it.
         settled = {p for p in new if paths[p][2] < time.time() - 2}

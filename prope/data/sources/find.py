@@ -21,8 +21,13 @@ def find_source(data: ConfigDict) -> Source:
     if data.dataset == "python_docs":
         return python_docs()
     if is_generated(data.dataset):
-        raise UsageError(f"config.data.dataset={data.dataset}: is generated while it is read, and has no text")
-    folder, rule = epath.Path(data.data_dir), TextRule(data.text_feature, data.template, data.loss_on)
+        raise UsageError(
+            f"config.data.dataset={data.dataset}: is generated while it is read, and has no text"
+        )
+    folder, rule = (
+        epath.Path(data.data_dir),
+        TextRule(data.text_feature, data.template, data.loss_on),
+    )
 
     def find() -> Source:
         if not data.data_dir or not (any(folder.iterdir()) if is_url(folder) else folder.is_dir()):
@@ -34,8 +39,14 @@ def find_source(data: ConfigDict) -> Source:
     try:
         return retry_reads(folder, find)
     except FileNotFoundError:
-        hint = "" if data.dataset == "files" and not is_url(folder) else download_hint(data.dataset, folder)
-        raise MissingText(f"config.data.data_dir={data.data_dir}: there is no such folder{hint}") from None
+        hint = (
+            ""
+            if data.dataset == "files" and not is_url(folder)
+            else download_hint(data.dataset, folder)
+        )
+        raise MissingText(
+            f"config.data.data_dir={data.data_dir}: there is no such folder{hint}"
+        ) from None
 
 
 def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:

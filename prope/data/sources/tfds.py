@@ -30,21 +30,29 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:
         raise fail(f"its dataset_info.json or features.json cannot be read ({error})") from None
-    texts = [feature for feature, kind in info.features.items() if isinstance(kind, tfds.features.Text)]
+    texts = [
+        feature for feature, kind in info.features.items() if isinstance(kind, tfds.features.Text)
+    ]
     has = f"splits {sorted(info.splits)}, text features {sorted(texts)}"
     if "train" not in info.splits:
         raise UsageError(f"{folder}: needs a split 'train'; it has {has}")
     for feature in rule.features:
         if feature not in texts:
             hint = nearest(feature, texts)
-            raise UsageError(f"{folder}: no text feature {feature!r}{hint}; it has {has}; set {rule.option}")
+            raise UsageError(
+                f"{folder}: no text feature {feature!r}{hint}; it has {has}; set {rule.option}"
+            )
     split = info.splits["train"]
     shards = [epath.Path(path) for path in split.filepaths]
-    present = {path.name for path in folder.iterdir()}  # where is_file is false, storage may have failed
+    present = {
+        path.name for path in folder.iterdir()
+    }  # where is_file is false, storage may have failed
     if missing := [shard.name for shard in shards if shard.name not in present]:
         raise fail(f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
     if info.file_format.value not in _READERS:
-        raise UsageError(f"{folder}: is in {info.file_format.value} format; array_record and tfrecord can be read")
+        raise UsageError(
+            f"{folder}: is in {info.file_format.value} format; array_record and tfrecord can be read"
+        )
 
     read = functools.partial(_read, fail, info.features, info.file_format.value, rule)
     number, size = max(sum(split.shard_lengths), 1), int(split.num_bytes)
@@ -54,7 +62,10 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
         for start in range(0, max(length, 1), step):
             stop = min(start + step, length)
             read_chunk = functools.partial(read, shard, length, start, stop)
-            key, copied = f"{shard.name} from record {start} to {stop}", str(shard) if is_url(shard) else ""
+            key, copied = (
+                f"{shard.name} from record {start} to {stop}",
+                str(shard) if is_url(shard) else "",
+            )
             chunks.append(Chunk(key, (stop - start) * size // number, read_chunk, copied))
     # Not the file format: the same records in another container are the same documents.
     identity = {"dataset": name, "version": str(info.version), **rule.identity}
@@ -97,16 +108,24 @@ def _download(shard: epath.Path) -> BinaryIO:
             remedy = "free some space, or choose another folder, and run the same command again"
             raise RunFailed(f"PROPE_CACHE={scratch.parent}: {full}: {remedy}") from None
         copied = base64.b64encode(md5.digest()).decode()
-        if file.tell() != info["size"] or copied != info.get("md5Hash", copied):  # which composite objects do not have
+        if file.tell() != info["size"] or copied != info.get(
+            "md5Hash", copied
+        ):  # which composite objects do not have
             raise OSError("its copy is not what the bucket lists")
         on_error.pop_all()
     return file
 
 
 def _read(
-    fail: Callable[[str], UsageError], features, file_format: str, rule: TextRule,
-    shard: epath.Path, length: int, start: int, stop: int,
-) -> Iterator[Document]:  # fmt: skip
+    fail: Callable[[str], UsageError],
+    features,
+    file_format: str,
+    rule: TextRule,
+    shard: epath.Path,
+    length: int,
+    start: int,
+    stop: int,
+) -> Iterator[Document]:
     """Yields the documents of records start .. stop - 1 of a shard, which must have `length` records.
 
     Where a record cannot be read, it is tried once more, if the storage permits the file to be read at all.
@@ -120,7 +139,9 @@ def _read(
         try:
             for record in _READERS[file_format](path, position, None if stop == length else stop):
                 if position < stop:
-                    yield rule.document(features.deserialize_example_np(record), f"{shard} record {position + 1}")
+                    yield rule.document(
+                        features.deserialize_example_np(record), f"{shard} record {position + 1}"
+                    )
                 position += 1
             break
         except UsageError:
@@ -151,7 +172,9 @@ def array_record(path: str, start: int, stop: int | None) -> Iterator[bytes]:
 
 def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
     """Yields records start .. stop - 1 of a TFRecord file; to its end if stop is None."""
-    with open(path, "rb", buffering=0) as file:  # of skipped records it reads the 12 bytes before them only
+    with open(
+        path, "rb", buffering=0
+    ) as file:  # of skipped records it reads the 12 bytes before them only
         file.seek(0)  # on macOS, a path in /dev/fd shares the place with the descriptor
         for number in itertools.count() if stop is None else range(stop):
             if not (header := file.read(12)):  # its length, of 8 bytes, and 4 more
@@ -175,17 +198,25 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
         entries = list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         hint = download_hint(name, data_dir)
-        raise MissingText(f"config.data.data_dir={data_dir}: no dataset {name} in it{hint}") from None
+        raise MissingText(
+            f"config.data.data_dir={data_dir}: no dataset {name} in it{hint}"
+        ) from None
     if folder / "dataset_info.json" in entries:
         return folder
     if versions := [p for p in entries if p.match("*.*.*") and (p / "dataset_info.json").is_file()]:
-        return max(versions, key=lambda p: [int(n) if n.isdigit() else 0 for n in p.name.split(".")])
-    raise incomplete(name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it")
+        return max(
+            versions, key=lambda p: [int(n) if n.isdigit() else 0 for n in p.name.split(".")]
+        )
+    raise incomplete(
+        name, data_dir, f"there is no dataset_info.json in {folder} or in a version below it"
+    )
 
 
 def incomplete(name: str, data_dir: epath.Path, reason: str) -> UsageError:
     """Returns the error for a dataset of which something is missing or damaged."""
-    return UsageError(f"config.data.data_dir={data_dir}: {name} is incomplete: {reason}{download_hint(name, data_dir)}")
+    return UsageError(
+        f"config.data.data_dir={data_dir}: {name} is incomplete: {reason}{download_hint(name, data_dir)}"
+    )
 
 
 def download_hint(name: str, data_dir: str | epath.Path) -> str:

@@ -23,7 +23,11 @@ from prope.runtime.files import CONTEXT, kvstore
 
 SPLITS = ("train", "validation")
 COUNTS = ("tokens", "documents", "bytes", "given")  # per split in index.json: see `Store`
-PARTS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # arrays of what can be read
+PARTS = {
+    "train": ("train",),
+    "validation": ("validation",),
+    "all": SPLITS,
+}  # arrays of what can be read
 
 FORMAT = 2  # of the store; in its fingerprint
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
@@ -42,14 +46,22 @@ class Store:
     """
 
     path: str  # folder or URL; empty for a mixture of stores, and for generated windows
-    fingerprint: str  # hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens
+    fingerprint: (
+        str  # hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens
+    )
     index: dict
 
     def tokens(self, split: str) -> ts.TensorStore:
         """Opens the split's elements, [tokens]; slices are read with `.read().result()`."""
-        check = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}  # a store does not change
+        check = {
+            "recheck_cached_data": "open",
+            "recheck_cached_metadata": "open",
+        }  # a store does not change
         specs = [_spec(self.path, part) | check for part in PARTS[split]]
-        return ts.concat([ts.open(spec, context=CONTEXT, open=True, read=True).result() for spec in specs], axis=0)
+        return ts.concat(
+            [ts.open(spec, context=CONTEXT, open=True, read=True).result() for spec in specs],
+            axis=0,
+        )
 
     def count(self, name: str, split: str) -> int:
         """Counts the `tokens, documents, bytes` or `given` tokens of a split."""
@@ -57,12 +69,18 @@ class Store:
 
     def targets(self, split: str) -> int:
         """Counts the predicted tokens: all but every document's <bos> and the prompts."""
-        return self.count("tokens", split) - self.count("documents", split) - self.count("given", split)
+        return (
+            self.count("tokens", split)
+            - self.count("documents", split)
+            - self.count("given", split)
+        )
 
     def unigram_loss(self, split: str) -> float:
         """Computes the loss per token under the token frequencies of the train split."""
         names = {"train": "train_unigram_loss", "validation": "unigram_loss"}
-        return sum(self.targets(part) * self.index[names[part]] for part in PARTS[split]) / self.targets(split)
+        return sum(
+            self.targets(part) * self.index[names[part]] for part in PARTS[split]
+        ) / self.targets(split)
 
     def decode(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Splits elements of any shape into their ids, int32, and whether they belong to a prompt, bool."""
@@ -89,18 +107,24 @@ def fingerprint_of(rule: dict) -> str:
 
 def mixture_fingerprint(weights: Sequence[float], fingerprints: Sequence[str]) -> str:
     """Hashes the shares and fingerprints of a mixture."""
-    return fingerprint_of({"mixture": list(zip(integer_shares(weights), fingerprints, strict=True))})
+    return fingerprint_of(
+        {"mixture": list(zip(integer_shares(weights), fingerprints, strict=True))}
+    )
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
     """Returns the smallest integers in the ratio of the weights, which sum to 1 and are rounded to 1 / 10,000."""
     exact = [weight * _SHARE_UNIT for weight in weights]
     shares = [math.floor(value + 1e-9) for value in exact]
-    for source in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: _SHARE_UNIT - sum(shares)]:
+    for source in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[
+        : _SHARE_UNIT - sum(shares)
+    ]:
         shares[source] += 1
     if min(shares) < 1:
         allowed = f"1/{_SHARE_UNIT} of the sum"
-        raise UsageError(f"config.data.mixture: a weight is less than {allowed}; remove it, or make it more")
+        raise UsageError(
+            f"config.data.mixture: a weight is less than {allowed}; remove it, or make it more"
+        )
     divisor = math.gcd(*shares)
     return [share // divisor for share in shares]
 
@@ -115,13 +139,19 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
         entry = kvstore(path).read("index.json").result()
     except Exception as error:  # as many types as there are kinds of storage
         field = "cache_dir" if fingerprint else "store"
-        raise UsageError(f"config.data.{field}: the store {path} cannot be read: {first_line(error)}") from None
+        raise UsageError(
+            f"config.data.{field}: the store {path} cannot be read: {first_line(error)}"
+        ) from None
     if entry.state != "value":
         return None
     try:
         index = json.loads(entry.value)
         fingerprint = fingerprint or index["fingerprint"]
-        others = [name for name in (index["fingerprint"], fingerprint_of(index["rule"])) if name != fingerprint]
+        others = [
+            name
+            for name in (index["fingerprint"], fingerprint_of(index["rule"]))
+            if name != fingerprint
+        ]
         sizes = [index[split]["tokens"] for split in SPLITS]
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"the store {path}: its index.json is damaged; {remedy}") from None
@@ -133,15 +163,23 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
         try:
             length = store.tokens(split).shape[0]
         except ValueError as error:
-            raise UsageError(f"the store {path}: {split} cannot be read ({first_line(error)}); {remedy}") from None
+            raise UsageError(
+                f"the store {path}: {split} cannot be read ({first_line(error)}); {remedy}"
+            ) from None
         if length != size:
-            raise UsageError(f"the store {path}: {split} has {length} tokens, its index.json says {size}; {remedy}")
+            raise UsageError(
+                f"the store {path}: {split} has {length} tokens, its index.json says {size}; {remedy}"
+            )
     return store
 
 
-def write_array(path: str, split: str, dtype: np.dtype, size: int, arrays: Iterable[np.ndarray]) -> None:
+def write_array(
+    path: str, split: str, dtype: np.dtype, size: int, arrays: Iterable[np.ndarray]
+) -> None:
     """Writes a split of a new store: arrays of `dtype` one after the other, `size` elements together."""
-    store = ts.open(_spec(path, split) | {"metadata": _metadata(dtype, size)}, context=CONTEXT, create=True).result()
+    store = ts.open(
+        _spec(path, split) | {"metadata": _metadata(dtype, size)}, context=CONTEXT, create=True
+    ).result()
     shard, start, filled, writing = np.empty(SHARD, dtype), 0, 0, None
     for array in arrays:
         while len(array):
@@ -152,7 +190,11 @@ def write_array(path: str, split: str, dtype: np.dtype, size: int, arrays: Itera
                 if writing:
                     writing.result()
                 writing = store[start : start + filled].write(shard[:filled])
-                shard, start, filled = np.empty_like(shard), start + filled, 0  # the other is being written meanwhile
+                shard, start, filled = (
+                    np.empty_like(shard),
+                    start + filled,
+                    0,
+                )  # the other is being written meanwhile
     if writing:
         writing.result()
 
@@ -167,4 +209,10 @@ def _metadata(dtype: np.dtype, size: int) -> dict:
     sharding = {"chunk_shape": [_READ_TOKENS], "codecs": checked, "index_codecs": checked}
     codecs = [{"name": "sharding_indexed", "configuration": sharding}]
     grid = {"name": "regular", "configuration": {"chunk_shape": [SHARD]}}
-    return {"shape": [size], "data_type": dtype.name, "chunk_grid": grid, "codecs": codecs, "fill_value": 0}
+    return {
+        "shape": [size],
+        "data_type": dtype.name,
+        "chunk_grid": grid,
+        "codecs": codecs,
+        "fill_value": 0,
+    }

@@ -29,7 +29,13 @@ from prope.data.tokenizer import BOS, load_tokenizer
 from prope.errors import RunFailed, UsageError, first_line, is_disk_full, log
 from prope.runtime.files import is_url, kvstore, local_cache
 
-_SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")  # that a store is made with
+_SETTINGS = (
+    "dataset",
+    "text_feature",
+    "template",
+    "loss_on",
+    "validation_fraction",
+)  # that a store is made with
 
 
 def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> Store:
@@ -60,7 +66,10 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
     path = os.path.join(cache, name)
     if (store := find_store(path, fingerprint)) is None:
-        with _named_errors(cache), write_lock(cache, name, lambda: find_store(path, fingerprint)) as is_writer:
+        with (
+            _named_errors(cache),
+            write_lock(cache, name, lambda: find_store(path, fingerprint)) as is_writer,
+        ):
             if is_writer:
                 _write_store(source, data, rule, path, {} if stats is None else stats)
         store = find_store(path, fingerprint)
@@ -72,17 +81,27 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
 def _open_at(path: str, data: ConfigDict, tokenizer: str) -> Store:
     """Opens a store by its place; raises UsageError where it was made with other settings or another tokenizer."""
     if (store := find_store(path)) is None:
-        raise UsageError(f"config.data.store={path}: is no token store; give what prope.data.prepare prints as store")
+        raise UsageError(
+            f"config.data.store={path}: is no token store; give what prope.data.prepare prints as store"
+        )
     rule, source = store.index["rule"], store.index["rule"]["source"]
     if rule["format"] != arrays.FORMAT:
-        raise UsageError(f"the store {path}: has format {rule['format']}, not {arrays.FORMAT}; prepare it again")
-    made_with = {"template": ""} | rule | source | {"loss_on": "targets" if rule["marked"] else "all"}
+        raise UsageError(
+            f"the store {path}: has format {rule['format']}, not {arrays.FORMAT}; prepare it again"
+        )
+    made_with = (
+        {"template": ""} | rule | source | {"loss_on": "targets" if rule["marked"] else "all"}
+    )
     for name in _SETTINGS:
         if data[name] != (value := made_with.get(name, data[name])):
-            raise UsageError(f"config.data.{name}={data[name]}: the store {path} was made with {value!r}; set that")
+            raise UsageError(
+                f"config.data.{name}={data[name]}: the store {path} was made with {value!r}; set that"
+            )
     if rule["tokenizer"] != tokenizer:
         other = f"the store {path} was made with {rule['tokenizer']} (sha256 of the model)"
-        raise UsageError(f"config.data.tokenizer={data.tokenizer}: is {tokenizer}, and {other}; give that one")
+        raise UsageError(
+            f"config.data.tokenizer={data.tokenizer}: is {tokenizer}, and {other}; give that one"
+        )
     return store
 
 
@@ -92,9 +111,14 @@ def _entry(cache: str, data: ConfigDict, tokenizer: str, name: str | None = None
     It is what finds the store when the text is gone: fingerprints are of the text.
     """
     place = data.data_dir if is_url(data.data_dir) else str(pathlib.Path(data.data_dir).resolve())
-    entry = {field: data[field] for field in _SETTINGS} | {"data_dir": place, "tokenizer": tokenizer}
+    entry = {field: data[field] for field in _SETTINGS} | {
+        "data_dir": place,
+        "tokenizer": tokenizer,
+    }
     key = f"by_config/{arrays.fingerprint_of(entry)}.json"
-    with contextlib.suppress(ValueError):  # damaged, or in a cache of others, which may be read only
+    with contextlib.suppress(
+        ValueError
+    ):  # damaged, or in a cache of others, which may be read only
         entries = kvstore(cache)
         known = entries.read(key).result().value
         if name and known != (new := json.dumps(entry | {"store": name}, indent=2).encode()):
@@ -107,7 +131,9 @@ def check_split(store: Store, data: ConfigDict, split: str) -> None:
     """Raises UsageError where no document of the store of `config.data` is in the split."""
     if not store.count("documents", split):
         fraction = f"config.data.validation_fraction={data.validation_fraction}; change it, or add documents"
-        raise UsageError(f"{data.dataset}: no document falls into the {split} split with {fraction}")
+        raise UsageError(
+            f"{data.dataset}: no document falls into the {split} split with {fraction}"
+        )
 
 
 @contextlib.contextmanager
@@ -123,26 +149,42 @@ def _named_errors(cache: str):
         raise RunFailed(f"{killed}; {remedy}") from None
     except Exception as error:
         if is_disk_full(error):
-            place = f"PROPE_CACHE={local_cache()}" if is_url(cache) else f"config.data.cache_dir={cache}"
+            place = (
+                f"PROPE_CACHE={local_cache()}"
+                if is_url(cache)
+                else f"config.data.cache_dir={cache}"
+            )
             full = "the disk is full; a store needs room for itself and, until it is done, for its chunks"
             remedy = "Finished chunks are kept: free some space and run the same command again"
             raise UsageError(f"{place}: {full}. {remedy}") from error
         if isinstance(error, OSError) or (isinstance(error, ValueError) and is_url(cache)):
             reason = getattr(error, "strerror", None) or first_line(error)
-            raise UsageError(f"config.data.cache_dir={cache}: cannot be written: {reason}") from error
+            raise UsageError(
+                f"config.data.cache_dir={cache}: cannot be written: {reason}"
+            ) from error
         raise
 
 
 def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats: dict) -> None:
     """Writes the store; the caller holds its lock."""
     name = path.split("/")[-1]
-    chunks = pathlib.Path(local_cache() if is_url(path) else pathlib.Path(path).parent, f"{name}.chunks")
+    chunks = pathlib.Path(
+        local_cache() if is_url(path) else pathlib.Path(path).parent, f"{name}.chunks"
+    )
     records = workers.pack_chunks(source, data, rule["marked"], chunks, stats)
-    index = {split: {name: sum(r[split][name] for r in records) for name in COUNTS} for split in SPLITS}
+    index = {
+        split: {name: sum(r[split][name] for r in records) for name in COUNTS} for split in SPLITS
+    }
     index["empty"] = sum(record["empty"] for record in records)
     if index["empty"]:
-        first = next(chunk.key for chunk, record in zip(source.chunks, records, strict=True) if record["empty"])
-        log.info("data: %d documents without text were left out, the first in %s", index["empty"], first)
+        first = next(
+            chunk.key
+            for chunk, record in zip(source.chunks, records, strict=True)
+            if record["empty"]
+        )
+        log.info(
+            "data: %d documents without text were left out, the first in %s", index["empty"], first
+        )
     if not any(index[split]["documents"] for split in SPLITS):
         raise UsageError(f"{source.name}: has no document with text; add some")
     index |= {"rule": rule, "fingerprint": arrays.fingerprint_of(rule)}
@@ -157,7 +199,9 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     shutil.rmtree(chunks, ignore_errors=True)
 
 
-def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path, records: list[dict]) -> dict:
+def _concatenate(
+    path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path, records: list[dict]
+) -> dict:
     """Writes the two arrays; returns the losses of predicting by token frequencies (`unigram_loss` in the index)."""
     vocab_size = load_tokenizer(data.tokenizer).vocab_size
     dtype = arrays.element_dtype(vocab_size, marked)
@@ -166,14 +210,20 @@ def _concatenate(path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path
     def read(split: str) -> Iterator[np.ndarray]:
         for number, record in enumerate(records):
             elements = pack.read_elements(chunks, number, split, record, dtype)
-            counts[split] += np.bincount(elements[elements < vocab_size], minlength=vocab_size)  # not the prompts
+            counts[split] += np.bincount(
+                elements[elements < vocab_size], minlength=vocab_size
+            )  # not the prompts
             yield elements
 
     for split in SPLITS:
-        arrays.write_array(path, split, dtype, sum(record[split]["tokens"] for record in records), read(split))
+        arrays.write_array(
+            path, split, dtype, sum(record[split]["tokens"] for record in records), read(split)
+        )
         counts[split][BOS] = 0  # never predicted
     share = (counts["train"] + 1) / (counts["train"] + 1).sum()
-    losses = {split: float(-(n * np.log(share)).sum() / max(n.sum(), 1)) for split, n in counts.items()}
+    losses = {
+        split: float(-(n * np.log(share)).sum() / max(n.sum(), 1)) for split, n in counts.items()
+    }
     return {"unigram_loss": losses["validation"], "train_unigram_loss": losses["train"]}
 
 
@@ -183,8 +233,13 @@ def prepare(config: ConfigDict) -> dict:
     results = [_prepare_source(source, config.model.vocab_size) for source in sources]
     if config.data.dataset != "mixture":
         return results[0]
-    total = {name: sum(result[name] for result in results) for name in ("tokens", "documents", "bytes", "seconds")}
-    total["fingerprint"] = arrays.mixture_fingerprint(weights, [result["fingerprint"] for result in results])
+    total = {
+        name: sum(result[name] for result in results)
+        for name in ("tokens", "documents", "bytes", "seconds")
+    }
+    total["fingerprint"] = arrays.mixture_fingerprint(
+        weights, [result["fingerprint"] for result in results]
+    )
     parts = [{"weight": weight, **result} for weight, result in zip(weights, results, strict=True)]
     return {"store": [result["store"] for result in results]} | total | {"sources": parts}
 
@@ -201,8 +256,14 @@ def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
     for split in SPLITS:
         check_split(store, data, split)
     seconds = time.perf_counter() - start
-    result = {"store": store.path} | {name: store.count(name, "all") for name in ("tokens", "documents", "bytes")}
-    result |= {"fingerprint": store.fingerprint, "prepared": bool(stats), "seconds": round(seconds, 3)}
+    result = {"store": store.path} | {
+        name: store.count(name, "all") for name in ("tokens", "documents", "bytes")
+    }
+    result |= {
+        "fingerprint": store.fingerprint,
+        "prepared": bool(stats),
+        "seconds": round(seconds, 3),
+    }
     result |= {"tokens_per_second": None, "workers": 0}
     if stats.get("tokens"):
         result |= {
@@ -210,6 +271,8 @@ def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
             "workers": stats["workers"],
             # In a worker, with everything around it; and of the tokenizer alone in the same minutes.
             "worker_tokens_per_second": round(stats["tokens"] / stats["worker_seconds"]),
-            "tokenizer_tokens_per_second": round(stats["tokens"] / max(stats["tokenizer_seconds"], 1e-9)),
+            "tokenizer_tokens_per_second": round(
+                stats["tokens"] / max(stats["tokenizer_seconds"], 1e-9)
+            ),
         }
     return result | {name: store.index[name] for name in (*SPLITS, "empty")}

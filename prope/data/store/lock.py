@@ -38,7 +38,9 @@ def write_lock(cache: str, name: str, ready: Callable[[], object]) -> Iterator[b
             pause = min(1.2 * pause, 10 * POLL)
         is_writer = held and not ready()  # it may have become so before the lock was free
         if is_writer and lock.abandoned:
-            log.warning("data: %s ended while it prepared %s; going on from there", lock.holder, name)
+            log.warning(
+                "data: %s ended while it prepared %s; going on from there", lock.holder, name
+            )
         yield is_writer
     finally:
         if held:
@@ -53,7 +55,9 @@ class _FileLock:
     def __init__(self, folder: str, name: str):
         self._path = pathlib.Path(folder, name)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = filelock.FileLock(self._path, blocking=False, mode=0o666)  # users who share a cache wait, too
+        self._lock = filelock.FileLock(
+            self._path, blocking=False, mode=0o666
+        )  # users who share a cache wait, too
 
     def acquire(self) -> bool:
         self.abandoned = self._path.exists()  # the last holder did not release it
@@ -95,7 +99,9 @@ class _KeyLock:
     def release(self) -> None:
         self._stop.set()
         self._thread.join()
-        with contextlib.suppress(Exception):  # a full disk or a lost connection: the lock goes stale
+        with contextlib.suppress(
+            Exception
+        ):  # a full disk or a lost connection: the lock goes stale
             self._store.write(self._key, None, if_equal=self._generation).result()
 
     def _renew(self) -> None:
@@ -107,4 +113,7 @@ class _KeyLock:
     def _write(self, generation: bytes) -> bytes | None:
         """Writes the key; returns the new generation, or None if another one than `generation` was there."""
         value = f"process {os.getpid()} on {socket.gethostname()}\nat {time.time()}"
-        return self._store.write(self._key, value.encode(), if_equal=generation).result().generation or None
+        return (
+            self._store.write(self._key, value.encode(), if_equal=generation).result().generation
+            or None
+        )

@@ -29,10 +29,17 @@ from prope.runtime.files import write_atomic
 _SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound the memory
 
 
-def start_worker(tokenizer: str, validation_fraction: float, marked: bool, stop: Event | None = None) -> None:
+def start_worker(
+    tokenizer: str, validation_fraction: float, marked: bool, stop: Event | None = None
+) -> None:
     """Sets up this process as a worker; with `stop` it does nothing else, and exits with its parent."""
     global _tokenizer, _validation_fraction, _marked, _stop
-    _tokenizer, _validation_fraction, _marked, _stop = load_tokenizer(tokenizer), validation_fraction, marked, stop
+    _tokenizer, _validation_fraction, _marked, _stop = (
+        load_tokenizer(tokenizer),
+        validation_fraction,
+        marked,
+        stop,
+    )
     if stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -58,7 +65,10 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
     record: dict = {split: dict.fromkeys((*COUNTS, "crc"), 0) for split in SPLITS}
     record |= {"chunk": chunk.key, "empty": 0, "tokenizer_seconds": 0.0}
     with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context((folder / f"{number}.{split}").open("wb", 2**20)) for split in SPLITS}
+        files = {
+            split: stack.enter_context((folder / f"{number}.{split}").open("wb", 2**20))
+            for split in SPLITS
+        }
         for document in chunk.read():
             if not document.text[document.prompt_bytes :].strip():  # nothing to predict
                 record["empty"] += 1
@@ -75,13 +85,17 @@ def is_validation(document: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest()) < fraction * 2**64
 
 
-def read_elements(folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype) -> np.ndarray:
+def read_elements(
+    folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype
+) -> np.ndarray:
     """Returns the elements of a chunk; drops one whose file is not what was written, as after a power failure."""
     path = folder / f"{number}.{split}"
     elements = np.fromfile(path, dtype) if path.exists() else np.empty(0, dtype)
     if zlib.crc32(elements) != record[split]["crc"]:
         (folder / f"{number}.json").unlink(missing_ok=True)
-        raise RunFailed(f"{folder}: chunk {number} is damaged and was dropped; run the same command again")
+        raise RunFailed(
+            f"{folder}: chunk {number} is damaged and was dropped; run the same command again"
+        )
     return elements
 
 
@@ -89,8 +103,12 @@ def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
     """Writes <bos>, the tokens, <eos>, and adds to `counts`; returns the seconds spent in the tokenizer."""
     start = time.perf_counter()
     # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
-    prompt = [_tokenizer.encode(segment) for segment in _segments(document.text[: document.prompt_bytes])]
-    predicted = [_tokenizer.encode(segment) for segment in _segments(document.text[document.prompt_bytes :])]
+    prompt = [
+        _tokenizer.encode(segment) for segment in _segments(document.text[: document.prompt_bytes])
+    ]
+    predicted = [
+        _tokenizer.encode(segment) for segment in _segments(document.text[document.prompt_bytes :])
+    ]
     seconds = time.perf_counter() - start
     dtype = element_dtype(_tokenizer.vocab_size, _marked)
     tokens = [[BOS], *prompt, *predicted, [EOS]]
@@ -109,7 +127,11 @@ def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
 
 def _segments(text: bytes) -> Iterator[bytes]:
     """Yields segments of a long text that end after a line or a space."""
-    return cut_text(text, _SEGMENT_BYTES, lambda *span: max(text.rfind(b"\n", *span), text.rfind(b" ", *span)) + 1)
+    return cut_text(
+        text,
+        _SEGMENT_BYTES,
+        lambda *span: max(text.rfind(b"\n", *span), text.rfind(b" ", *span)) + 1,
+    )
 
 
 def cut_text(text: bytes, limit: int, find_cut: Callable[[int, int], int]) -> Iterator[bytes]:
