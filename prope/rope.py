@@ -33,11 +33,13 @@ def num_rotated_pairs(head_dim: int, rope_percentage: float) -> int:
     """
     if head_dim < 2 or head_dim % 2:
         raise ValueError(
-            f"head_dim must be even and positive, because RoPE rotates pairs of lanes; got {head_dim}"
+            "head_dim must be even and positive, because RoPE rotates pairs of lanes; "
+            f"got {head_dim}"
         )
     if rope_percentage is None or not 0 <= rope_percentage <= 1:  # also refuses nan
         raise ValueError(
-            f"rope_percentage must be a fraction in [0, 1] (1: RoPE, 0: NoPE); got {rope_percentage}"
+            "rope_percentage must be a fraction in [0, 1] (1: RoPE, 0: NoPE); "
+            f"got {rope_percentage}"
         )
     return int(rope_percentage * head_dim // 2)
 
@@ -45,7 +47,9 @@ def num_rotated_pairs(head_dim: int, rope_percentage: float) -> int:
 def frequencies(
     head_dim: int, max_wavelength: float = 10_000, rope_percentage: float = 1.0
 ) -> np.ndarray:
-    """Returns the radians per token of every pair, float64 [P], fastest first; 0 for pairs that are not rotated.
+    """Returns the radians per token of every pair, float64 [P], fastest first.
+
+    Pairs that are not rotated have 0.
 
     Raises:
       ValueError: as `num_rotated_pairs`, or max_wavelength is not a finite number above 1.
@@ -73,7 +77,14 @@ def rotation_table(positions: ArrayLike, freqs: np.ndarray) -> jax.Array:
             f"positions must be integers of at most 32 bits; got {positions.dtype}. "
             "Floating positions round (bfloat16 from 257 on): pass jnp.int32"
         )
-    wide = jnp.int32 if jnp.issubdtype(positions.dtype, jnp.signedinteger) else jnp.uint32
+    wide = (
+        jnp.int32
+        if jnp.issubdtype(
+            positions.dtype,
+            jnp.signedinteger,
+        )
+        else jnp.uint32
+    )
     high, low = _phase_per_token(tuple(map(float, freqs)))
     over_pairs = (1,) * positions.ndim + (-1,)
     cos, sin = _cos_sin(
@@ -89,7 +100,10 @@ def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
     # The two halves get an axis of their own: LLVM vectorises these loops and their gradient's.
     halves = inputs.astype(jnp.float32).reshape(*inputs.shape[:-1], 2, -1)
     first, second = jnp.split(halves, 2, axis=-2)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-2)
+    rotated = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin],
+        axis=-2,
+    )
     return rotated.astype(inputs.dtype).reshape(inputs.shape)
 
 
@@ -101,7 +115,7 @@ def apply_p_rope(
     max_wavelength: float = 10_000,
     rope_percentage: float = 1.0,
 ) -> jax.Array:
-    """Applies p-RoPE to queries or keys: the listing of the paper's appendix C, accurate at long range.
+    """Applies p-RoPE to queries or keys (the paper's appendix C), accurate at long range.
 
     Args:
       inputs: [B, T, N, H], any float dtype.
@@ -121,7 +135,8 @@ def apply_p_rope(
         raise ValueError(f"inputs must be [B, T, N, head_dim={head_dim}]; got shape {inputs.shape}")
     if positions.shape != inputs.shape[:2]:
         raise ValueError(
-            f"positions must be [B, T]={inputs.shape[:2]}, as inputs are; got shape {positions.shape}"
+            f"positions must be [B, T]={inputs.shape[:2]}, as inputs are; "
+            f"got shape {positions.shape}"
         )
     freqs = frequencies(head_dim, max_wavelength, rope_percentage)
     table = rotation_table(positions, freqs)
@@ -134,7 +149,10 @@ def interleaved_to_half_split(weights: ArrayLike) -> jax.Array:
     Interleaved pairs are lanes 2k and 2k + 1, as in RoFormer. `apply_p_rope` then gives the scores
     of that layout, because q.k ignores a permutation of both.
     """
-    return jnp.concatenate([weights[..., 0::2], weights[..., 1::2]], axis=-1)
+    return jnp.concatenate(
+        [weights[..., 0::2], weights[..., 1::2]],
+        axis=-1,
+    )
 
 
 @functools.cache
@@ -148,7 +166,11 @@ def _phase_per_token(freqs: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     return high, low
 
 
-def _phase(positions: jax.Array, high: np.ndarray, low: np.ndarray) -> jax.Array:
+def _phase(
+    positions: jax.Array,
+    high: np.ndarray,
+    low: np.ndarray,
+) -> jax.Array:
     """Computes |positions| * (high + low / 2^32) modulo 2^32, a binary fraction of a turn, uint32.
 
     The carries of the low word's products are left out: an error of at most 3e-9 radians.

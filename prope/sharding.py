@@ -1,13 +1,15 @@
-"""Where arrays live: the mesh, the mesh axes that shard each axis letter, and hashes that do not depend on them.
+"""Where arrays live: the mesh, the mesh axes that shard each axis letter, and hashes of arrays.
 
-The mesh has four axes. `data` replicates the parameters: one replica per TPU slice or GPU node by default, because
-only gradients pass between replicas. `fsdp` shards the parameters and the batch: a matrix is all-gathered when it is
-used. `context` splits every sequence into C parts, and shards the parameters too. `tensor` shards heads, hidden units
-and vocabulary. The model names axis letters, never mesh axes.
+The mesh has four axes. `data` replicates the parameters: one replica per TPU slice or GPU node by
+default, because only gradients pass between replicas. `fsdp` shards the parameters and the batch: a
+matrix is all-gathered when it is used. `context` splits every sequence over C devices, and shards
+the parameters too. `tensor` shards heads, hidden units and vocabulary. The model names axis
+letters, never mesh axes. Hashes do not depend on the mesh.
 
-Context parallelism: with C parts a batch of B sequences of T tokens has B C rows of T / C tokens. Part i of a sequence
-is its chunks i and 2C-1-i of 2C, so that all parts have as much causal attention to compute. Positions, targets and
-weights are split alike. All layers but attention work on rows; attention all-gathers the keys and values of a sequence.
+Context parallelism: a batch of B sequences of T tokens has B C rows of T / C tokens. The row of
+rank i holds chunks i and 2C-1-i of the 2C chunks of a sequence, so that all ranks have as much
+causal attention to compute. Positions, targets and weights are split alike. All layers but
+attention work on rows; attention all-gathers the keys and values of a sequence.
 """
 
 import contextlib
@@ -21,6 +23,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from prope import parameters
+
 _AXES = ("data", "fsdp", "context", "tensor")
 _FSDP = ("fsdp", "context")  # mesh axes over which a replica shards its parameters
 # Mesh axes of activations, and of parameters while they are used. Other letters are not sharded.
@@ -31,147 +35,172 @@ _MESH_AXES = {
     "F": ("tensor",),
     "V": ("tensor",),
 }
-# Axes of a parameter, by a name in its path; the optimizer's moments have the same paths. C stacks key and value, or
-# the two gates; L stacks layers. Neither is sharded, because loops run over them.
-_PARAM_AXES = {
-    "input_embedding": "VD",
-    "q_einsum": "NDH",
-    "kv_einsum": "CKDH",
-    "attn_vec_einsum": "NHD",
-    "gating_einsum": "CDF",
-    "linear": "FD",
-    "scale": "D",
-}
 _MIN_SHARD_SIZE = 2**16  # elements; smaller leaves are cheaper to replicate than to all-gather
 
 
 def make_mesh(
-    replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None, context: int = 1
+    replicas: int | None = None,
+    tensor: int = 1,
+    devices: Sequence | None = None,
+    context: int = 1,
 ) -> Mesh:
-    """Arranges the devices as (data=replicas, fsdp=the rest, context, tensor); by default a replica a slice or node."""
+    """Arranges the devices as (data=replicas, fsdp=the rest, context, tensor).
+
+    By default there is a replica for each TPU slice or GPU node.
+    """
     devices = jax.devices() if devices is None else list(devices)
     slices = num_slices(devices)
     replicas = slices if replicas is None else replicas
-    shape = (replicas, len(devices) // (replicas * context * tensor), context, tensor)
+    fsdp = len(devices) // (replicas * context * tensor)
+    shape = (replicas, fsdp, context, tensor)
     if slices > 1 and replicas % slices == 0:
-        within = (replicas // slices, *shape[1:])
         grid = mesh_utils.create_hybrid_device_mesh(
-            within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+            (replicas // slices, *shape[1:]),
+            (slices, 1, 1, 1),
+            devices,
+            allow_split_physical_axes=True,
         )
     elif slices > 1:  # replicas of several GPU nodes each
-        grid = np.array(sorted(devices, key=lambda device: device.slice_index)).reshape(shape)
+        by_node = sorted(devices, key=lambda device: device.slice_index)
+        grid = np.array(by_node).reshape(shape)
     else:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * 4)
 
 
 def num_slices(devices: Sequence) -> int:
-    """Counts the TPU slices, or on GPUs the nodes: groups of devices that only a data-centre network joins."""
+    """Counts the TPU slices, or on GPUs the nodes: devices between them share a slower network."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def use(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Makes programs that are traced within this context shard over the mesh, by the rules of this file."""
+    """Makes programs that are traced within this context shard over the mesh."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def num_shards(letter: str) -> int:
     """Counts the shards of an axis in use, on the mesh of the surrounding `use`; 1 outside."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else _size(mesh, _MESH_AXES.get(letter, ()))
+    if mesh.empty:
+        return 1
+    return _size(mesh, _MESH_AXES.get(letter, ()))
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
     """Shards x as an activation with these axes, such as "BTNH"."""
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, axes, x.shape))
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, _spec(mesh, axes, x.shape))
 
 
 def constrain_like_param(x: jax.Array, axes: str) -> jax.Array:
     """Shards x as a stored parameter with these axes is sharded, such as "NDH"."""
     mesh = jax.sharding.get_abstract_mesh()
-    return (
-        x if mesh.empty else jax.lax.with_sharding_constraint(x, _param_spec(mesh, axes, x.shape))
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(
+        x,
+        _param_spec(mesh, axes, x.shape),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def all_gather_param(x: jax.Array, axes: str) -> jax.Array:
-    """All-gathers a stored parameter for use; its gradient is reduce-scattered, so it never exists whole."""
+    """All-gathers a stored parameter for use; its gradient is reduce-scattered, never whole."""
     return constrain(x, axes)
 
 
-all_gather_param.defvjp(
-    lambda x, axes: (constrain(constrain_like_param(x, axes), axes), None),
-    lambda axes, _, cotangent: (constrain_like_param(cotangent, axes),),
-)
+def _all_gather_forward(x, axes):
+    return constrain(constrain_like_param(x, axes), axes), None
 
 
-def shard_mapped(function: Callable, axes: Sequence[str], results: Sequence[str] = ()) -> Callable:
-    """Wraps a function of arrays with these axes in shard_map; by default the result is sharded as the first array.
+def _all_gather_backward(axes, _, cotangent):
+    return (constrain_like_param(cotangent, axes),)
 
-    Results are named by their axes, from those of the arrays; one without B is a gradient from `sum_like_param`.
+
+all_gather_param.defvjp(_all_gather_forward, _all_gather_backward)
+
+
+def shard_mapped(
+    function: Callable,
+    axes: Sequence[str],
+    results: Sequence[str] = (),
+) -> Callable:
+    """Wraps a function of arrays with these axes in shard_map.
+
+    Results are named by their axes, from those of the arrays; one without B is a gradient from
+    `sum_like_param`. By default there is one result, sharded as the first array.
     """
 
     def run(*arrays):
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.size <= 1:
             return function(*arrays)
-        sizes = dict(
-            pair
-            for names, x in zip(axes, arrays, strict=True)
-            for pair in zip(names, x.shape, strict=True)
-        )
+        sizes = {}
+        for letters, x in zip(axes, arrays, strict=True):
+            sizes |= zip(letters, x.shape, strict=True)
 
-        def spec(names, rule=_spec):
-            return rule(mesh, names, [sizes[letter] for letter in names])
+        def spec(letters):
+            rule = _spec if "B" in letters else _param_spec
+            return rule(mesh, letters, [sizes[letter] for letter in letters])
 
-        specs = tuple(map(spec, axes))
-        out_specs = (
-            tuple(spec(names, _spec if "B" in names else _param_spec) for names in results)
-            or specs[0]
+        in_specs = tuple(
+            _spec(mesh, letters, x.shape) for letters, x in zip(axes, arrays, strict=True)
         )
-        return jax.shard_map(function, in_specs=specs, out_specs=out_specs, check_vma=False)(
-            *arrays
+        out_specs = tuple(map(spec, results)) or in_specs[0]
+        mapped = jax.shard_map(
+            function,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
+        return mapped(*arrays)
 
     return run
 
 
 def shard_axes(letter: str) -> tuple[str, ...]:
-    """Returns the mesh axes over which a shard-mapped function reduces an axis in use; none on one device."""
-    return _MESH_AXES[letter] if num_shards(letter) > 1 else ()
+    """Returns the mesh axes over which a shard-mapped function reduces an axis in use."""
+    if num_shards(letter) == 1:
+        return ()
+    return _MESH_AXES[letter]
 
 
 def sum_like_param(x: jax.Array, axes: str) -> jax.Array:
-    """Sums a shard-mapped gradient over the batch's shards by a reduce-scatter, sharded as its parameter is stored."""
+    """Sums a shard-mapped gradient over the batch's shards, sharded as its parameter is stored."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1:
         return x
-    spec = _param_spec(
-        mesh, axes, [size * num_shards(letter) for letter, size in zip(axes, x.shape, strict=True)]
-    )
+    whole_shape = [size * num_shards(letter) for letter, size in zip(axes, x.shape, strict=True)]
+    spec = _param_spec(mesh, axes, whole_shape)
     if _FSDP not in spec:
         return jax.lax.psum(x, _MESH_AXES["B"])
-    return jax.lax.psum(
-        jax.lax.psum_scatter(x, _FSDP, scatter_dimension=spec.index(_FSDP), tiled=True), "data"
+    scattered = jax.lax.psum_scatter(
+        x,
+        _FSDP,
+        scatter_dimension=spec.index(_FSDP),
+        tiled=True,
     )
+    return jax.lax.psum(scattered, "data")
 
 
 def embedding_lookup(
-    table: jax.Array, tokens: jax.Array, finish: Callable = lambda rows: rows
+    table: jax.Array, tokens: jax.Array, finish: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Computes finish(table[tokens]), `finish` elementwise, for a stored table [V, D] and tokens [B, T].
+    """Computes finish(table[tokens]), `finish` elementwise, for a table [V, D] and tokens [B, T].
 
-    Every device looks up its own columns for all tokens of its replica and exchanges them, so that neither the table
-    nor its gradient ever exists whole.
+    Every device looks up its own columns for all tokens of its replica and exchanges them, so that
+    neither the table nor its gradient ever exists whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or table.shape[-1] % _size(mesh, _FSDP) or tokens.shape[0] % num_shards("B"):
+    if mesh.empty or len(tokens) % num_shards("B") or table.shape[1] % _size(mesh, _FSDP):
         return constrain(finish(table[tokens]), "BTD")
     tokens = jax.lax.with_sharding_constraint(tokens, PartitionSpec("data"))
+    rows = finish(table[tokens])
     rows = jax.lax.with_sharding_constraint(
-        finish(table[tokens]), PartitionSpec("data", None, _FSDP)
+        rows,
+        PartitionSpec("data", None, _FSDP),
     )
     return constrain(rows, "BTD")
 
@@ -181,165 +210,224 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_MESH_AXES["B"]))
 
 
-def batch_shape(mesh: Mesh, batch_size: int, seq_len: int) -> tuple[int, int]:
+def batch_shape(
+    mesh: Mesh,
+    batch_size: int,
+    seq_len: int,
+) -> tuple[int, int]:
     """Returns the shape of a batch on the mesh: (rows, tokens of a row)."""
-    return batch_size * mesh.shape["context"], seq_len // mesh.shape["context"]
+    C = mesh.shape["context"]
+    return batch_size * C, seq_len // C
 
 
-def _parts_of_this_process(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
-    """Lists (sequence, part) of the rows of a batch that this process's devices hold, in order.
+def _local_rows(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
+    """Lists (sequence, context rank) of a batch's rows on this process's devices, in order.
 
-    A device has the same part of neighbouring sequences.
+    A device has the same rank of neighbouring sequences.
     """
-    num_rows, C = batch_size * mesh.shape["context"], mesh.shape["context"]
+    C = mesh.shape["context"]
+    num_rows = batch_size * C
     per_device = -(-num_rows // _size(mesh, _MESH_AXES["B"]))
-    slices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
-    rows = sorted({row for (rows,) in slices for row in range(*rows.indices(num_rows))})
-    return [
-        (row // (C * per_device) * per_device + row % per_device, row // per_device % C)
-        for row in rows
-    ]
+    indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,))
+    rows = set()
+    for (device_rows,) in indices.values():
+        rows |= set(range(*device_rows.indices(num_rows)))
+
+    def place(row: int) -> tuple[int, int]:
+        device, offset = divmod(row, per_device)
+        group, rank = divmod(device, C)
+        return group * per_device + offset, rank
+
+    return [place(row) for row in sorted(rows)]
 
 
 def rows_of_this_process(mesh: Mesh, batch_size: int) -> list[int]:
-    """Lists the sequences of a batch of which this process's devices hold parts, in order."""
-    return sorted({sequence for sequence, _ in _parts_of_this_process(mesh, batch_size)})
+    """Lists the sequences of a batch that this process's devices hold, or parts of, in order."""
+    return sorted({sequence for sequence, _ in _local_rows(mesh, batch_size)})
 
 
 def global_batch(
     mesh: Mesh, sequences: dict[str, np.ndarray], batch_size: int
 ) -> dict[str, jax.Array]:
     """Assembles the global batch from the sequences of `rows_of_this_process`."""
-    C, own = mesh.shape["context"], rows_of_this_process(mesh, batch_size)
-    parts = [
-        (own.index(sequence), part) for sequence, part in _parts_of_this_process(mesh, batch_size)
-    ]
+    C = mesh.shape["context"]
+    local = rows_of_this_process(mesh, batch_size)
+    rows = [(local.index(sequence), rank) for sequence, rank in _local_rows(mesh, batch_size)]
 
     def make(value):
         if C > 1:
-            positions = part_positions(C, value.shape[1])
-            value = np.stack([value[row, positions[part]] for row, part in parts])
+            positions = rank_positions(C, value.shape[1])
+            value = np.stack([value[index, positions[rank]] for index, rank in rows])
         shape = (batch_size * C, *value.shape[1:])
         return jax.make_array_from_process_local_data(batch_sharding(mesh), value, shape)
 
     return {name: make(value) for name, value in sequences.items()}
 
 
-def part_positions(C: int, T: int) -> np.ndarray:
-    """Returns the indices of the tokens that each of C parts of a sequence of T tokens has, [C, T / C]."""
+def rank_positions(C: int, T: int) -> np.ndarray:
+    """Returns the positions of the tokens of each context rank in a sequence of T, [C, T / C]."""
     if C == 1:
         return np.arange(T)[None]
     early, late = np.arange(T).reshape(2, C, -1)
     return np.concatenate([early, late[::-1]], axis=1)
 
 
-def num_parts() -> int:
-    """Returns C, the parts of a sequence, on the mesh of the surrounding `use`; 1 outside."""
+def context_size() -> int:
+    """Returns C, over how many devices a sequence is split; 1 outside `use`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.shape["context"]
+    if mesh.empty:
+        return 1
+    return mesh.shape["context"]
 
 
-def _join_parts(rows: jax.Array, sequences_per_device: int) -> jax.Array:
-    """Joins the rows of a batch, [.., T / C, ..] on axis 1, to whole sequences [B, T, ..] in the order of the text."""
-    C, (_, length, *rest) = num_parts(), rows.shape
-    chunks = rows.reshape(-1, C, sequences_per_device, 2, length // 2, *rest)
-    early, late = chunks[:, :, :, 0], chunks[:, ::-1, :, 1]
-    return jnp.concatenate([early, late], axis=1).swapaxes(1, 2).reshape(-1, C * length, *rest)
+def context_rank() -> jax.Array | int:
+    """Returns, in a shard-mapped function, which rows of its sequences a device has."""
+    if context_size() == 1:
+        return 0
+    return jax.lax.axis_index("context")
+
+
+def _join_rows(rows: jax.Array, sequences_per_device: int) -> jax.Array:
+    """Joins rows [.., T / C, ..] on axis 1 to sequences [B, T, ..] in the order of the text."""
+    C = context_size()
+    _, length, *rest = rows.shape
+    chunks = rows.reshape(
+        -1,
+        C,
+        sequences_per_device,
+        2,
+        length // 2,
+        *rest,
+    )
+    early = chunks[:, :, :, 0]
+    late = chunks[:, ::-1, :, 1]
+    in_order = jnp.concatenate([early, late], axis=1)
+    by_sequence = in_order.swapaxes(1, 2)
+    return by_sequence.reshape(-1, C * length, *rest)
 
 
 def whole_sequences(rows: jax.Array) -> jax.Array:
     """Returns the rows of a whole batch as its sequences, [B, T, ..], in the order of the text."""
-    if num_parts() == 1:
+    if context_size() == 1:
         return rows
-    sequences = _join_parts(rows, len(rows) // num_shards("B"))
+    sequences = _join_rows(rows, len(rows) // num_shards("B"))
     return jax.lax.with_sharding_constraint(sequences, PartitionSpec(("data", "fsdp")))
 
 
-def gather_parts(rows: jax.Array) -> jax.Array:
-    """All-gathers, in a shard-mapped function, the sequences of a device's rows: [b, T / C, ..] to [b, T, ..]."""
-    if num_parts() == 1:
+def all_gather_sequence(rows: jax.Array) -> jax.Array:
+    """All-gathers the sequences of a device's rows: [b, T / C, ..] to [b, T, ..].
+
+    It is called in a shard-mapped function, as are the two below.
+    """
+    if context_size() == 1:
         return rows
-    with jax.named_scope("gather_parts"):
-        return _join_parts(jax.lax.all_gather(rows, "context", tiled=True), len(rows))
-
-
-def part_index() -> jax.Array | int:
-    """Returns, in a shard-mapped function, which part of its sequences a device has."""
-    return 0 if num_parts() == 1 else jax.lax.axis_index("context")
+    with jax.named_scope("all_gather_sequence"):
+        gathered = jax.lax.all_gather(rows, "context", tiled=True)
+        return _join_rows(gathered, len(rows))
 
 
 def split_heads(rows: jax.Array) -> jax.Array:
-    """Exchanges, in a shard-mapped function, parts for heads: [b, T / C, N, H] to [b, T, N / C, H]; one is gathered."""
-    C = num_parts()
-    if C == 1 or rows.shape[2] == 1:
-        return gather_parts(rows)
-    return _join_parts(
-        jax.lax.all_to_all(rows, "context", split_axis=2, concat_axis=0, tiled=True), len(rows)
+    """Exchanges tokens for heads: [b, T / C, N, H] to [b, T, N / C, H].
+
+    One head is all-gathered.
+    """
+    if context_size() == 1 or rows.shape[2] == 1:
+        return all_gather_sequence(rows)
+    exchanged = jax.lax.all_to_all(
+        rows,
+        "context",
+        split_axis=2,
+        concat_axis=0,
+        tiled=True,
     )
+    return _join_rows(exchanged, len(rows))
 
 
 def join_heads(x: jax.Array) -> jax.Array:
-    """Does the opposite of `split_heads` for several heads: [b, T, N / C, H] to [b, T / C, N, H]."""
-    C, (b, T, *rest) = num_parts(), x.shape
+    """Does the opposite of `split_heads` for several heads."""
+    C = context_size()
     if C == 1:
         return x
-    early, late = jnp.unstack(x.reshape(b, 2, C, T // C // 2, *rest), axis=1)
-    parts = (
-        jnp.concatenate([early, late[:, ::-1]], axis=2).swapaxes(0, 1).reshape(C * b, T // C, *rest)
+    b, T, *rest = x.shape
+    chunks = x.reshape(b, 2, C, T // C // 2, *rest)
+    early, late = jnp.unstack(chunks, axis=1)
+    by_rank = jnp.concatenate([early, late[:, ::-1]], axis=2)
+    rows = by_rank.swapaxes(0, 1).reshape(C * b, T // C, *rest)
+    return jax.lax.all_to_all(
+        rows,
+        "context",
+        split_axis=0,
+        concat_axis=2,
+        tiled=True,
     )
-    return jax.lax.all_to_all(parts, "context", split_axis=0, concat_axis=2, tiled=True)
 
 
 def with_shardings(shapes, mesh: Mesh):
     """Adds the sharding of every leaf to a tree of `jax.ShapeDtypeStruct`."""
-    struct, shardings = jax.ShapeDtypeStruct, state_shardings(shapes, mesh)
-    return jax.tree.map(
-        lambda leaf, s: struct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings
-    )
+
+    def add(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(add, shapes, state_shardings(shapes, mesh))
 
 
 def state_shardings(state, mesh: Mesh):
-    """Chooses a sharding by its path for every leaf of parameters or optimizer state, arrays or shapes.
+    """Chooses a sharding by its path for every leaf of parameters or optimizer state.
 
-    Heads, hidden units and vocabulary are sharded over `tensor`, and the axis D over `fsdp`; where D does not divide,
-    the longest other axis that does. Small leaves, and those with no axis that divides, are replicated.
+    Heads, hidden units and vocabulary are sharded over `tensor`, and the axis D over `fsdp`; where
+    D does not divide, the longest other axis that does. Small leaves, and those with no axis that
+    divides, are replicated.
     """
 
-    def rule(path, leaf):
-        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        axes = next((_PARAM_AXES[name] for name in names if name in _PARAM_AXES), None)
-        if axes is None or leaf.size < _MIN_SHARD_SIZE:
+    def rule(keys, leaf):
+        found = parameters.find(keys)
+        if found is None or leaf.size < _MIN_SHARD_SIZE:
             return NamedSharding(mesh, PartitionSpec())
-        axes = "L" * ("layers" in names) + axes
+        _, axes = found
         return NamedSharding(mesh, _param_spec(mesh, axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(rule, state)
 
 
-def _param_spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
-    """Returns the spec of a stored parameter: that of an array in use, and one more axis over fsdp."""
+def _param_spec(
+    mesh,
+    axes: str,
+    shape: Sequence[int],
+) -> PartitionSpec:
+    """Returns the spec of a stored parameter: as in use, and one more axis over fsdp.
+
+    L and C are not sharded, because loops run over them.
+    """
     spec = list(_spec(mesh, axes, shape))
     free = [
         a
-        for a, name in enumerate(spec)
-        if (name is None or mesh.shape[name] == 1) and axes[a] not in "LC"
+        for a, mesh_axis in enumerate(spec)
+        if axes[a] not in "LC"
+        and (mesh_axis is None or mesh.shape[mesh_axis] == 1)
+        and shape[a] % _size(mesh, _FSDP) == 0
     ]
-    free = [a for a in free if shape[a] % _size(mesh, _FSDP) == 0]
     if free:
-        spec[max(free, key=lambda a: (axes[a] == "D", shape[a]))] = _FSDP
+        chosen = max(free, key=lambda a: (axes[a] == "D", shape[a]))
+        spec[chosen] = _FSDP
     return PartitionSpec(*spec)
 
 
-def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
-    """Returns the spec of an array in use; an axis that its mesh axes do not divide is not sharded."""
-    spec = []
-    for letter, size in zip(axes, shape, strict=True):
+def _spec(
+    mesh,
+    axes: str,
+    shape: Sequence[int],
+) -> PartitionSpec:
+    """Returns the spec of an array in use; an axis that its mesh axes do not divide stays whole."""
+
+    def shard(letter, size):
         mesh_axes = _MESH_AXES.get(letter, ())
-        divides = size % _size(mesh, mesh_axes) == 0
-        spec.append(
-            (mesh_axes if len(mesh_axes) > 1 else mesh_axes[0]) if mesh_axes and divides else None
-        )
-    return PartitionSpec(*spec)
+        if not mesh_axes or size % _size(mesh, mesh_axes):
+            return None
+        if len(mesh_axes) == 1:
+            return mesh_axes[0]
+        return mesh_axes
+
+    return PartitionSpec(*map(shard, axes, shape))
 
 
 def _size(mesh, axes: Sequence[str]) -> int:
@@ -348,19 +436,27 @@ def _size(mesh, axes: Sequence[str]) -> int:
 
 def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
     """Hashes a batch to uint32 []: runs that log equal hashes were trained on equal batches."""
-    stacked = jnp.stack([batch[name].astype(jnp.int32) for name in sorted(batch)], axis=-1)
-    return hash_bits(whole_sequences(stacked))
+    arrays = [batch[name].astype(jnp.int32) for name in sorted(batch)]
+    return hash_bits(whole_sequences(jnp.stack(arrays, axis=-1)))
 
 
-def hash_bits(leaf: jax.Array, stacked: bool = False) -> jax.Array:
-    """Hashes the bits of an array to uint32 [], by a sum over its elements; to [L], one per layer, if `stacked`."""
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(
-        jnp.uint32
-    )
+def hash_bits(
+    leaf: jax.Array,
+    stacked: bool = False,
+) -> jax.Array:
+    """Hashes the bits of an array to uint32 [], by a sum over its elements.
+
+    With `stacked` it hashes each layer of an array [L, ...] by itself, to [L].
+    """
+    bits_dtype = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(leaf, bits_dtype).astype(jnp.uint32)
+    strides = [math.prod(leaf.shape[axis + 1 :]) % 2**32 for axis in range(leaf.ndim)]
     index = sum(  # of each element in the flattened array
-        jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        * np.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
-        for axis in range(leaf.ndim)
+        jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(stride)
+        for axis, stride in enumerate(strides)
     )
-    mixed = (bits ^ (bits >> 15)) * (index * np.uint32(2654435761) | 1)
-    return jnp.sum(mixed ^ (mixed >> 13), axis=tuple(range(stacked, leaf.ndim)), dtype=jnp.uint32)
+    odd = index * np.uint32(2654435761) | 1
+    mixed = (bits ^ (bits >> 15)) * odd
+    mixed = mixed ^ (mixed >> 13)
+    summed_axes = tuple(range(stacked, leaf.ndim))
+    return jnp.sum(mixed, axis=summed_axes, dtype=jnp.uint32)

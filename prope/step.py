@@ -1,8 +1,12 @@
-"""The training step as a pure function: `train` runs it, `bench` measures it, `plan` compiles it."""
+"""The training step as a pure function.
+
+`train` runs it, `bench` measures it, `plan` compiles it.
+"""
 
 import functools
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +23,20 @@ from prope.sharding import hash_batch
 
 
 def resolve_attention(config: ConfigDict, device) -> ConfigDict:
-    """Returns the config with "auto" attention resolved for a device, and logs the choice with its reason.
+    """Returns the config with "auto" attention resolved for a device; logs the choice's reason.
 
     Raises:
       UsageError: the device cannot run the attention that the config names.
     """
-    c = config.model
     try:
-        seq_len, masked, parts = (
-            config.data.seq_len,
-            config.data.mask_documents,
-            config.mesh.context,
-        )
-        heads, kv_heads = c.num_heads // config.mesh.tensor, c.num_kv_heads // config.mesh.tensor
-        divide = heads % parts == 0 and (kv_heads <= 1 or kv_heads % parts == 0)
         name, reason = choose_implementation(
-            c.attention, device, seq_len, c.head_dim, c.dtype, masked, divide
+            config.model.attention,
+            device,
+            config.data.seq_len,
+            config.model.head_dim,
+            config.model.dtype,
+            segmented=config.data.mask_documents,
+            heads_divide=_context_divides_heads(config),
         )
     except ValueError as error:
         raise UsageError(f"config.model.{error}") from None
@@ -42,6 +44,14 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.model.attention = name
     return config
+
+
+def _context_divides_heads(config: ConfigDict) -> bool:
+    """Tells whether a device's heads, and its key/value heads unless it has one, can be split."""
+    C = config.mesh.context
+    heads = config.model.num_heads // config.mesh.tensor
+    kv_heads = config.model.num_kv_heads // config.mesh.tensor
+    return heads % C == 0 and (kv_heads <= 1 or kv_heads % C == 0)
 
 
 def init_state(
@@ -52,22 +62,36 @@ def init_state(
     return params, optimizer.init(params)
 
 
-def prepare(config: ConfigDict, devices: Sequence) -> tuple:
-    """Returns (config with its attention resolved, mesh, optimizer, state as shapes with shardings) for devices."""
+class Prepared(NamedTuple):
+    """What a training step is made from, for certain devices."""
+
+    config: ConfigDict  # with its attention resolved
+    mesh: jax.sharding.Mesh
+    optimizer: optax.GradientTransformation
+    state: tuple  # (params, opt_state) as shapes with shardings
+
+
+def prepare(config: ConfigDict, devices: Sequence) -> Prepared:
+    """Resolves a config for devices, which may be on no machine."""
     config = resolve_attention(config, devices[0])
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices, config.mesh.context)
     optimizer = make_optimizer(config)
     shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
-    return config, mesh, optimizer, sharding.with_shardings(shapes, mesh)
+    return Prepared(config, mesh, optimizer, sharding.with_shardings(shapes, mesh))
 
 
 def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a training batch."""
     shape = sharding.batch_shape(mesh, config.batch_size, config.data.seq_len)
     rows = sharding.batch_sharding(mesh)
-    names = ("tokens", "targets", "positions", "segment_ids")
-    batch = dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows))
-    return batch | {"weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)}
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+    return {
+        "tokens": integers,
+        "targets": integers,
+        "positions": integers,
+        "segment_ids": integers,
+        "weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows),
+    }
 
 
 def batch_hidden(
@@ -81,7 +105,10 @@ def batch_hidden(
 
 
 def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation):
-    """Makes the update (params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm", "batch_hash"})."""
+    """Makes the update (params, opt_state, batch) -> (params, opt_state, metrics).
+
+    The metrics are loss, grad_norm and batch_hash.
+    """
 
     def weighted_sum(params, batch):
         hidden = batch_hidden(config, params, batch)
@@ -89,23 +116,25 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
 
     def step(params, opt_state, batch):
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
-        rows = len(batch["tokens"]) // config.accumulation if config.accumulation > 1 else None
-        loss, gradient = optax.microbatch(jax.value_and_grad(weighted_sum), 1, rows)(params, batch)
-        tokens = jnp.maximum(
-            batch["weights"].sum(), 1
-        )  # of the whole batch: microbatches may differ in weight
-        loss, gradient = jax.tree.map(lambda total: total / tokens, (loss, gradient))
-        values = {
+        rows = len(batch["tokens"])
+        microbatch_rows = rows // config.accumulation if config.accumulation > 1 else None
+        loss_and_gradient = jax.value_and_grad(weighted_sum)
+        accumulated = optax.microbatch(loss_and_gradient, 1, microbatch_rows)
+        loss, gradient = accumulated(params, batch)
+        # The mean is over the whole batch, because microbatches may differ in weight.
+        num_tokens = jnp.maximum(batch["weights"].sum(), 1)
+        loss, gradient = jax.tree.map(lambda total: total / num_tokens, (loss, gradient))
+        metrics = {
             "loss": loss,
             "grad_norm": optax.tree.norm(gradient),
             "batch_hash": hash_batch(batch),
         }
-        updates, new_state = optimizer.update(gradient, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
+        updates, new_opt_state = optimizer.update(gradient, opt_state, params)
+        state = (optax.apply_updates(params, updates), new_opt_state)
         if config.on_nonfinite == "skip":
-            finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
-            new = keep_unless(finite, new, (params, opt_state))
-        return *new, values
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            state = keep_unless(finite, state, (params, opt_state))
+        return *state, metrics
 
     return step
 
@@ -113,13 +142,16 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
 def trace_step(
     config: ConfigDict, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
 ) -> jax.stages.Traced:
-    """Traces the training step for a mesh, whose devices may be on no machine, to be lowered and compiled.
+    """Traces the training step for a mesh, to be lowered and compiled.
 
-    `state` is (params, opt_state) as shapes with shardings. The step donates the buffers of its state.
+    Its devices may be on no machine. `state` is (params, opt_state) as shapes with shardings. The
+    step donates the buffers of its state.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = jax.jit(
-        make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None)
+        make_train_step(config, optimizer),
+        donate_argnums=(0, 1),
+        out_shardings=(*shardings, None),
     )
     with sharding.use(mesh), matmul_precision(config.model.dtype):
         return step.trace(*state, batch_shapes(config, mesh))

@@ -35,7 +35,7 @@ from prope.runtime.validate import validate, validate_devices
 
 @pytest.mark.parametrize("C", [1, 2, 4, 8])
 def test_parts_hold_every_token_once_and_as_much_causal_work(C):
-    positions = sharding.part_positions(C, 1024)
+    positions = sharding.rank_positions(C, 1024)
     assert sorted(positions.ravel().tolist()) == list(range(1024))
     work = (positions + 1).sum(axis=1)
     assert work.max() == work.min()
@@ -48,7 +48,7 @@ def test_parts_hold_every_token_once_and_as_much_causal_work(C):
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 700])
 def test_pairs_are_those_in_which_a_query_sees_a_key(C, window):
     T = 1024
-    positions = sharding.part_positions(C, T)
+    positions = sharding.rank_positions(C, T)
     block, listed = pairs.list_pairs(positions, window)
     seen, least = causal(T, window=window)[0], []
     for own, of_part in zip(positions, listed, strict=True):

@@ -25,7 +25,7 @@ PACKED = set((ROOT / "tests" / "packed.txt").read_text().split())  # files still
 
 # Rooms (a folder, or a file at the top of prope/), low to high: each imports only from lines above its own.
 LAYERS = [
-    ["errors", "rope"],
+    ["errors", "parameters", "rope"],
     ["encodings", "longcontext"],
     ["config"],
     ["sharding"],

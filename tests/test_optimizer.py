@@ -38,7 +38,7 @@ def test_the_rate_rises_to_the_peak_and_ends_where_it_should(warmup):
 def params():
     return {
         "layers": {
-            "norm": {"scale": jnp.full((2, 3), 0.5)},
+            "pre_ffw_norm": {"scale": jnp.full((2, 3), 0.5)},
             "mlp": {"linear": jnp.full((2, 3, 3), 0.5)},
         }
     }
@@ -46,12 +46,12 @@ def params():
 
 def test_matrices_decay_and_scales_do_not():
     mask = has_weight_decay(params())
-    assert mask == {"layers": {"norm": {"scale": False}, "mlp": {"linear": True}}}
+    assert mask == {"layers": {"pre_ffw_norm": {"scale": False}, "mlp": {"linear": True}}}
     optimizer = make_optimizer(config(warmup_steps=0))
     zeros = jax.tree.map(jnp.zeros_like, params())
     updates, _ = optimizer.update(zeros, optimizer.init(params()), params())
     rate = float(learning_rate(config(warmup_steps=0))(0))
-    np.testing.assert_array_equal(updates["layers"]["norm"]["scale"], 0)
+    np.testing.assert_array_equal(updates["layers"]["pre_ffw_norm"]["scale"], 0)
     np.testing.assert_allclose(updates["layers"]["mlp"]["linear"], -rate * 0.1 * 0.5, rtol=1e-6)
 
 

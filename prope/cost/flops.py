@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval
 from ml_collections import ConfigDict
 
 from prope.encodings import layer_windows
-from prope.sharding import part_positions
+from prope.sharding import rank_positions
 
 
 class Chip(NamedTuple):
@@ -129,7 +129,7 @@ CUDNN_MATMULS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_
 
 def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
     """Computes the FLOPs of the part of a sequence split over C devices that has most, over the parts' mean."""
-    tokens = part_positions(C, seq_len)
+    tokens = rank_positions(C, seq_len)
     keys = sum(
         np.minimum(tokens + 1, window or seq_len).sum(axis=1) for window in layer_windows(model)
     )

@@ -299,7 +299,7 @@ def _collectives_in(module: dict, computation: _Computation, chips_per_node: int
             if starts or not x.chained:
                 size = max(x.bytes, sum(operand.bytes for operand in computation.operands(x)))
                 size *= 2 if kind == "all-reduce" else 1
-                kind += " of keys and values" if "/gather_parts/" in x.attributes else ""
+                kind += " of keys and values" if "/all_gather_sequence/" in x.attributes else ""
                 apart = (
                     x.opcode.endswith("-done")
                     and _SYNC not in computation.instructions[x.operands[0]].attributes

@@ -6,78 +6,90 @@ import jax
 
 
 def choose_implementation(
-    requested: str, device, T: int, H: int, dtype: str, segmented: bool, heads_divide: bool = True
+    requested: str,
+    device,
+    T: int,
+    H: int,
+    dtype: str,
+    segmented: bool,
+    heads_divide: bool = True,
 ) -> tuple[str, str]:
-    """Returns the implementation for a device, and the reason: "auto" takes the fastest that can run.
+    """Returns the implementation for a device, and the reason: "auto" takes the fastest.
 
     Args:
       requested: "auto", "xla", "splash" or "cudnn".
-      device: a `jax.Device`, or any object with its `platform` and, for a GPU, its `compute_capability`.
+      device: a `jax.Device`, or any object with its `platform` and, for a GPU, its
+        `compute_capability`.
       T: length of the queries and keys.
       H: head_dim.
       dtype: of the queries, by name.
       segmented: whether `segment_ids` are passed.
-      heads_divide: whether mesh.context divides the heads of a device, those of the keys too unless that is one.
+      heads_divide: whether mesh.context divides the heads of a device, those of the keys too unless
+        there is only one.
 
     Raises:
       ValueError: the requested implementation cannot run there; names every obstacle.
     """
-    obstacles = {"xla": [], "splash": [], "cudnn": []}
-
-    def require(name: str, holds: bool, obstacle: str) -> None:
-        if not holds:
-            obstacles[name].append(obstacle)
-
-    version = str(getattr(device, "compute_capability", "")).split(".")
-    capability = (
-        tuple(map(int, version)) if all(map(str.isdecimal, version)) else (0, 0)
-    )  # AMD's is a name
-    gpu = device.platform in ("gpu", "cuda")
-    max_head_dim = 256 if capability >= (9, 0) else 128
-    require(
-        "splash", device.platform == "tpu", f"it is a TPU kernel, and this is a {device.platform}"
-    )
-    require("splash", T % 128 == 0, f"the sequence length must be a multiple of 128; got {T}")
-    require("splash", H % 128 == 0, f"head_dim must be a multiple of 128; got {H}")
-    require("cudnn", gpu, f"it is an NVIDIA kernel, and this is a {device.platform}")
-    require("cudnn", capability >= (8, 0) or not gpu, "it needs an Ampere GPU or a later one")
-    fits = max_head_dim >= H and H % 8 == 0
-    require("cudnn", fits, f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}")
-    require("cudnn", dtype == "bfloat16", f"dtype must be bfloat16; got {dtype}")
-    require(
-        "cudnn",
-        not segmented,
-        "it needs a dense mask to keep documents apart (data.mask_documents)",
-    )
-    require(
-        "cudnn",
-        heads_divide,
-        "mesh.context must divide a device's heads, and its key/value heads unless there is one",
-    )
-    refusals = {
-        name: f"{name} cannot be used: {'; '.join(found)}"
-        for name, found in obstacles.items()
-        if found
+    platform = device.platform
+    obstacles = {
+        "xla": [],
+        "splash": _splash_obstacles(platform, T, H),
+        "cudnn": _cudnn_obstacles(device, H, dtype, segmented, heads_divide),
     }
+    native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform)
+    candidate = native if requested == "auto" else requested
+    if candidate is None:
+        return "xla", f"there is no kernel for a {platform}"
+    refusal = f"{candidate} cannot be used: {'; '.join(obstacles[candidate])}"
     if requested != "auto":
-        if requested in refusals:
-            raise ValueError(f"attention={refusals[requested]}; take auto or xla")
+        if obstacles[requested]:
+            raise ValueError(f"attention={refusal}; take auto or xla")
         return requested, "as asked"
-    native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(device.platform)
-    if native is None:
-        return "xla", f"there is no kernel for a {device.platform}"
-    return (
-        ("xla", refusals[native])
-        if native in refusals
-        else (native, f"the fastest on a {device.platform}")
-    )
+    if obstacles[native]:
+        return "xla", refusal
+    return native, f"the fastest on a {platform}"
+
+
+def _splash_obstacles(platform: str, T: int, H: int) -> list[str]:
+    requirements = {
+        f"it is a TPU kernel, and this is a {platform}": platform == "tpu",
+        f"the sequence length must be a multiple of 128; got {T}": T % 128 == 0,
+        f"head_dim must be a multiple of 128; got {H}": H % 128 == 0,
+    }
+    return [obstacle for obstacle, holds in requirements.items() if not holds]
+
+
+def _cudnn_obstacles(device, H: int, dtype: str, segmented: bool, heads_divide: bool) -> list[str]:
+    on_gpu = device.platform in ("gpu", "cuda")
+    capability = _compute_capability(device)
+    max_head_dim = 256 if capability >= (9, 0) else 128
+    head_dim_fits = max_head_dim >= H and H % 8 == 0
+    divisor = "mesh.context must divide a device's heads, and its key/value heads unless it has one"
+    requirements = {
+        f"it is an NVIDIA kernel, and this is a {device.platform}": on_gpu,
+        "it needs an Ampere GPU or a later one": capability >= (8, 0) or not on_gpu,
+        f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}": head_dim_fits,
+        f"dtype must be bfloat16; got {dtype}": dtype == "bfloat16",
+        "it needs a dense mask to keep documents apart (data.mask_documents)": not segmented,
+        divisor: heads_divide,
+    }
+    return [obstacle for obstacle, holds in requirements.items() if not holds]
+
+
+def _compute_capability(device) -> tuple[int, ...]:
+    """Returns a GPU's compute capability as numbers; (0, 0) where it is a name, as AMD's."""
+    version = str(getattr(device, "compute_capability", "")).split(".")
+    if not all(map(str.isdecimal, version)):
+        return (0, 0)
+    return tuple(map(int, version))
 
 
 def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:
     """Makes matmuls of a float32 model, traced within this context, float32 on every device.
 
-    By default a TPU rounds to bfloat16 and an NVIDIA GPU to TF32. Matmuls of a bfloat16 model stay as they are.
+    By default a TPU rounds to bfloat16 and an NVIDIA GPU to TF32. Matmuls of a bfloat16 model stay
+    as they are.
     """
-    return (
-        jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
-    )
+    if dtype == "float32":
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()

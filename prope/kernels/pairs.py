@@ -1,14 +1,16 @@
 """Attention in plain XLA, for any device, over pairs of a block of queries and a block of keys.
 
-Only pairs in which some query sees some key are computed, one after the other, so memory is linear in the length. The
-parts of a split sequence compute as many pairs each. The gradient computes the scores again.
+Only pairs in which some query sees some key are computed, one after the other, so memory is linear
+in the length. The devices of a split sequence compute as many pairs each. The gradient computes the
+scores again.
 
-Axes: B batch, K key/value heads, G queries of a key/value head, T queries, S keys, H head_dim, C parts; of a block t
-queries and s keys, R = G t rows.
+Axes: B batch, K key/value heads, G queries of a key/value head, T queries, S keys, H head_dim,
+C context ranks; of a block t queries and s keys, R = G t rows.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,78 +21,177 @@ _MASKED_SCORE = float(jnp.finfo(jnp.float32).min)
 _MOST_UNROLLED = 10  # pairs, up to which a loop is slower than a program for each
 
 
-def attend_pairs(query, key, value, positions, part, segments=None, window: int | None = None):
+def attend_pairs(
+    query,
+    key,
+    value,
+    positions,
+    rank,
+    segments=None,
+    window: int | None = None,
+):
     """Attends causally, [B, K, G, T, H] to [B, K, S, H]; arguments as those of `splash`."""
     T = query.shape[3]
     block, pairs = list_pairs(positions, window)
-    if padding := -T % block:  # later queries are cut off, and no others see later keys
-        query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding), (0, 0)))
-        key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (key, value))
-        segments = segments and tuple(jnp.pad(ids, ((0, 0), (0, padding))) for ids in segments)
+    padding = -T % block
+    if padding:  # padded queries are cut off again, and no others see the padded keys
+        after = (0, padding)
+        query = jnp.pad(
+            query,
+            ((0, 0), (0, 0), (0, 0), after, (0, 0)),
+        )
+        key = jnp.pad(
+            key,
+            ((0, 0), (0, 0), after, (0, 0)),
+        )
+        value = jnp.pad(
+            value,
+            ((0, 0), (0, 0), after, (0, 0)),
+        )
         positions = np.arange(T + padding)[None]
-    of_part = (jnp.asarray(array)[part] for array in (positions, pairs))
-    return _attend(block, window, query, key, value, *of_part, segments)[:, :, :, :T]
+        if segments is not None:
+            segments = tuple(jnp.pad(ids, ((0, 0), after)) for ids in segments)
+    rank_positions = jnp.asarray(positions)[rank]
+    rank_pairs = jnp.asarray(pairs)[rank]
+    output = _attend(
+        block,
+        window,
+        query,
+        key,
+        value,
+        rank_positions,
+        rank_pairs,
+        segments,
+    )
+    return output[:, :, :, :T]
 
 
-def list_pairs(positions: np.ndarray, window: int | None) -> tuple[int, np.ndarray]:
-    """Lists the pairs of blocks that every part of a sequence computes: (tokens of a block, int32 [C, pairs, 2]).
+def list_pairs(
+    positions: np.ndarray,
+    window: int | None,
+) -> tuple[int, np.ndarray]:
+    """Lists the pairs of blocks that every rank computes: (tokens of a block, int32 [C, pairs, 2]).
 
     Args:
-      positions: [C, T], indices in the sequence of the queries of each part, in increasing chunks.
+      positions: [C, T], indices in the sequence of the queries of each rank, in increasing chunks.
       window: how many keys a query sees at most, its own included; None: all up to its own.
     """
     C, T = positions.shape
-    widest = T if window is None else min(window, T)
-    block = next(size for size in (512, 256, 128) if 8 * size <= widest or size == 128)
-    block = min(block, T) if C == 1 else math.gcd(block, T // 2)
-    first = positions[:, ::block]
-    oldest = 0 * first if window is None else np.maximum(first - window + 1, 0)
-    starts = [
-        [(q, k) for q in range(first.shape[1]) for k in range(old[q] // block, new[q] // block + 1)]
-        for new, old in zip(first, oldest, strict=True)
-    ]
-    longest = max(map(len, starts))
-    # Where a window leaves a part less to do, its last pair is followed by ones whose keys nobody sees.
-    padded = [own + [(own[-1][0], -(-C * T // block))] * (longest - len(own)) for own in starts]
-    return block, np.array(padded, np.int32)
+    block = _block_size(C, T, window)
+    num_key_blocks = -(-C * T // block)
+
+    def pairs_of_rank(positions: np.ndarray) -> list[tuple[int, int]]:
+        pairs = []
+        for query_block, first_query in enumerate(positions[::block]):
+            oldest_key = 0 if window is None else max(first_query - window + 1, 0)
+            key_blocks = range(oldest_key // block, first_query // block + 1)
+            pairs += [(query_block, key_block) for key_block in key_blocks]
+        return pairs
+
+    by_rank = [pairs_of_rank(rank) for rank in positions]
+    longest = max(map(len, by_rank))
+    for pairs in by_rank:
+        # Where a window leaves a rank less to do, its last pair is followed by ones whose keys
+        # nobody sees.
+        last_query_block, _ = pairs[-1]
+        pairs += [(last_query_block, num_key_blocks)] * (longest - len(pairs))
+    return block, np.array(by_rank, np.int32)
+
+
+def _block_size(C: int, T: int, window: int | None) -> int:
+    """Chooses 512, 256 or 128 tokens, so that some blocks are skipped; fewer in short sequences."""
+    visible = T if window is None else min(window, T)
+    block = next(size for size in (512, 256, 128) if 8 * size <= visible or size == 128)
+    if C == 1:
+        return min(block, T)
+    return math.gcd(block, T // 2)
+
+
+class _Sums(NamedTuple):
+    """The softmax of a block of queries over the keys so far, [B, K, R] and [B, K, R, H]."""
+
+    largest: jax.Array  # score
+    total: jax.Array  # of exp(score - largest)
+    values: jax.Array  # weighted by exp(score - largest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(block, window, query, key, value, positions, pairs, segments):
-    """Attends to whole blocks; `positions` [T] and `pairs` [pairs, 2] are those of this part."""
-    return _forward(block, window, query, key, value, positions, pairs, segments)[0]
+def _attend(
+    block,
+    window,
+    query,
+    key,
+    value,
+    positions,
+    pairs,
+    segments,
+):
+    """Attends to whole blocks; `positions` [T] and `pairs` [pairs, 2] are those of this rank."""
+    output, _ = _forward(
+        block,
+        window,
+        query,
+        key,
+        value,
+        positions,
+        pairs,
+        segments,
+    )
+    return output
 
 
-def _forward(block, window, query, key, value, positions, pairs, segments):
+def _forward(
+    block,
+    window,
+    query,
+    key,
+    value,
+    positions,
+    pairs,
+    segments,
+):
     B, K, G, T, H = query.shape
 
     def add_pair(carry, pair):
-        output, logsumexp, last, (largest, total, sums) = carry
+        output, logsumexp, last_query_block, sums = carry
+        query_block, key_block = pair
         scores = _scores(block, window, query, key, positions, pair, segments)
-        largest = jnp.where(
-            pair[0] == last, largest, -jnp.inf
-        )  # else the first keys of a block of queries
+        # A new block of queries starts anew.
+        largest = jnp.where(query_block == last_query_block, sums.largest, -jnp.inf)
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
-        weights, old = jnp.exp(scores - new_largest[..., None]), jnp.exp(largest - new_largest)
-        total = total * old + weights.sum(axis=-1)
-        v = _block(block, value, pair[1], 2)
-        sums = sums * old[..., None] + _dot("BKRS,BKSH->BKRH", weights.astype(v.dtype), v)
-        of_block = (sums / total[..., None]).astype(value.dtype).reshape(B, K, G, block, H)
-        output = jax.lax.dynamic_update_slice_in_dim(output, of_block, pair[0] * block, axis=3)
-        of_block = (new_largest + jnp.log(total)).reshape(B, K, G, block)
-        logsumexp = jax.lax.dynamic_update_slice_in_dim(
-            logsumexp, of_block, pair[0] * block, axis=3
+        weights = jnp.exp(scores - new_largest[..., None])
+        decay = jnp.exp(largest - new_largest)
+        total = sums.total * decay + weights.sum(axis=-1)
+        block_values = _block(block, value, key_block, axis=2)
+        weighted = _dot("BKRS,BKSH->BKRH", weights.astype(block_values.dtype), block_values)
+        values = sums.values * decay[..., None] + weighted
+        normalised = (values / total[..., None]).astype(value.dtype)
+        output = _write_rows(
+            block,
+            output,
+            normalised.reshape(B, K, G, block, H),
+            query_block,
         )
-        return (output, logsumexp, pair[0], (new_largest, total, sums)), None
+        block_logsumexp = new_largest + jnp.log(total)
+        logsumexp = _write_rows(
+            block, logsumexp, block_logsumexp.reshape(B, K, G, block), query_block
+        )
+        return (output, logsumexp, query_block, _Sums(new_largest, total, values)), None
 
     rows = jnp.zeros((B, K, G * block), jnp.float32)
-    start = jnp.zeros(query.shape, value.dtype), jnp.zeros((B, K, G, T), jnp.float32)
-    start = *start, jnp.int32(-1), (rows, rows, jnp.zeros((*rows.shape, H), jnp.float32))
-    output, logsumexp, *_ = _scan(add_pair, start, pairs)
-    output, logsumexp = (
-        checkpoint_name(output, "attention_out"),
-        checkpoint_name(logsumexp, "attention_out"),
+    start = (
+        jnp.zeros(query.shape, value.dtype),
+        jnp.zeros((B, K, G, T), jnp.float32),
+        jnp.int32(-1),
+        _Sums(
+            rows,
+            rows,
+            jnp.zeros((*rows.shape, H), jnp.float32),
+        ),
     )
+    output, logsumexp, _, _ = _scan(add_pair, start, pairs)
+    output = checkpoint_name(output, "attention_out")
+    logsumexp = checkpoint_name(logsumexp, "attention_out")
     return output, (query, key, value, positions, pairs, segments, output, logsumexp)
 
 
@@ -99,30 +200,33 @@ def _backward(block, window, residuals, cotangent):
     mean = (cotangent.astype(jnp.float32) * output).sum(axis=-1)
 
     def add_pair(gradients, pair):
-        q, g, row_logsumexp, row_mean = (
-            _rows(block, x, pair[0]) for x in (query, cotangent, logsumexp, mean)
+        grad_query, grad_key, grad_value = gradients
+        query_block, key_block = pair
+        q = _rows(block, query, query_block)
+        g = _rows(block, cotangent, query_block)
+        row_logsumexp = _rows(block, logsumexp, query_block)
+        row_mean = _rows(block, mean, query_block)
+        k = _block(block, key, key_block, axis=2)
+        v = _block(block, value, key_block, axis=2)
+        scores = _scores(block, window, query, key, positions, pair, segments)
+        weights = jnp.exp(scores - row_logsumexp[..., None])
+        grad_weights = _dot("BKRH,BKSH->BKRS", g, v)
+        grad_scores = weights * (grad_weights - row_mean[..., None])
+        weights = weights.astype(query.dtype)
+        grad_scores = grad_scores.astype(query.dtype)
+        block_grad_query = _dot("BKRS,BKSH->BKRH", grad_scores, k)
+        block_grad_query = block_grad_query.reshape(*query.shape[:3], block, -1)
+        block_grad_key = _dot("BKRS,BKRH->BKSH", grad_scores, q)
+        block_grad_value = _dot("BKRS,BKRH->BKSH", weights, g)
+        added = (
+            _add_block(block, grad_query, block_grad_query, query_block, axis=3),
+            _add_block(block, grad_key, block_grad_key, key_block, axis=2),
+            _add_block(block, grad_value, block_grad_value, key_block, axis=2),
         )
-        k, v = (_block(block, x, pair[1], 2) for x in (key, value))
-        weights = _scores(block, window, query, key, positions, pair, segments)
-        weights = jnp.exp(weights - row_logsumexp[..., None])
-        grad_scores = weights * (_dot("BKRH,BKSH->BKRS", g, v) - row_mean[..., None])
-        weights, grad_scores = weights.astype(query.dtype), grad_scores.astype(query.dtype)
-        of_query = _dot("BKRS,BKSH->BKRH", grad_scores, k).reshape(*query.shape[:3], block, -1)
-        of_key, of_value = (
-            _dot("BKRS,BKRH->BKSH", grad_scores, q),
-            _dot("BKRS,BKRH->BKSH", weights, g),
-        )
-        added = []
-        for total, x, i, axis in zip(
-            gradients, (of_query, of_key, of_value), (0, 1, 1), (3, 2, 2), strict=True
-        ):
-            x = _block(block, total, pair[i], axis) + x
-            added.append(jax.lax.dynamic_update_slice_in_dim(total, x, pair[i] * block, axis))
-        return tuple(added), None
+        return added, None
 
-    gradients = _scan(
-        add_pair, tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)), pairs
-    )
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
+    gradients = _scan(add_pair, start, pairs)
     return *(gradient.astype(query.dtype) for gradient in gradients), None, None, None
 
 
@@ -130,37 +234,55 @@ _attend.defvjp(_forward, _backward)
 
 
 def _scores(block, window, query, key, positions, pair, segments):
-    """Scores of a pair, [B, K, R, s], float32; _MASKED_SCORE where a query does not see a key."""
-    at, keys = (
-        _block(block, positions, pair[0], 0)[:, None],
-        pair[1] * block + jnp.arange(block)[None],
-    )
-    seen = keys <= at if window is None else (keys <= at) & (keys > at - window)
-    seen = jnp.expand_dims(seen, (0, 1, 2))
+    """Computes a pair's scores [B, K, R, s], float32; _MASKED_SCORE where a key is hidden."""
+    query_block, key_block = pair
+    query_positions = _block(block, positions, query_block, axis=0)[:, None]
+    key_positions = key_block * block + jnp.arange(block)[None]
+    visible = key_positions <= query_positions
+    if window is not None:
+        visible = visible & (key_positions > query_positions - window)
+    visible = jnp.expand_dims(visible, (0, 1, 2))
     if segments is not None:
-        own, others = (_block(block, ids, i, 1) for ids, i in zip(segments, pair, strict=True))
-        seen = seen & (own[:, None, None, :, None] == others[:, None, None, None])
-    scores = _dot("BKRH,BKSH->BKRS", _rows(block, query, pair[0]), _block(block, key, pair[1], 2))
-    of_query = scores.reshape(*query.shape[:3], block, block)
-    return jnp.where(seen, of_query, _MASKED_SCORE).reshape(scores.shape)
+        query_ids = _block(block, segments[0], query_block, axis=1)
+        key_ids = _block(block, segments[1], key_block, axis=1)
+        visible = visible & (query_ids[:, None, None, :, None] == key_ids[:, None, None, None])
+    rows = _rows(block, query, query_block)
+    scores = _dot(
+        "BKRH,BKSH->BKRS",
+        rows,
+        _block(block, key, key_block, axis=2),
+    )
+    by_query = scores.reshape(*query.shape[:3], block, block)
+    return jnp.where(visible, by_query, _MASKED_SCORE).reshape(scores.shape)
 
 
 def _scan(function, start, pairs):
     """Calls a function with every pair in turn; returns what it carries."""
-    return jax.lax.scan(
-        function, start, pairs, unroll=len(pairs) if len(pairs) <= _MOST_UNROLLED else 1
-    )[0]
+    unroll = len(pairs) if len(pairs) <= _MOST_UNROLLED else 1
+    carry, _ = jax.lax.scan(function, start, pairs, unroll=unroll)
+    return carry
 
 
 def _block(block, x, i, axis):
-    """Block i of an axis; beyond its end, the last one."""
+    """Reads block i of an axis; beyond its end, the last one."""
     return jax.lax.dynamic_slice_in_dim(x, i * block, block, axis)
 
 
 def _rows(block, x, i):
-    """Block i of [B, K, G, T, ..] as rows [B, K, R, ..]."""
-    x = _block(block, x, i, 3)
+    """Reads block i of [B, K, G, T, ..] as rows [B, K, R, ..]."""
+    x = _block(block, x, i, axis=3)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _write_rows(block, x, values, i):
+    """Replaces block i of [B, K, G, T, ..]."""
+    return jax.lax.dynamic_update_slice_in_dim(x, values, i * block, axis=3)
+
+
+def _add_block(block, total, values, i, axis):
+    """Adds values to block i of an axis."""
+    added = _block(block, total, i, axis) + values
+    return jax.lax.dynamic_update_slice_in_dim(total, added, i * block, axis)
 
 
 def _dot(equation, x, y):

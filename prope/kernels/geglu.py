@@ -1,0 +1,69 @@
+"""GeGLU: gelu(x W0) * (x W1) projected back, in an order that is fast on a CPU and saves memory.
+
+Axes: B batch, T length, D embed_dim, F hidden_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from prope.sharding import constrain, constrain_like_param
+
+
+def geglu_mlp(
+    x: Float[Array, "B T D"], gating: Float[Array, "2 D F"], linear: Float[Array, "F D"]
+) -> Float[Array, "B T D"]:
+    """Computes (gelu(x gating[0]) * (x gating[1])) linear; the gelu is the tanh form, as in Gemma.
+
+    Its matmuls are saved for the backward pass as "gate" and "up".
+    """
+    # With one axis of tokens, the gradient is twice as fast on a CPU.
+    rows = x.reshape(-1, x.shape[-1])
+    if x.shape[1] == 1:
+        # A CPU copies each half of gating: for one token that takes longer than the matmuls.
+        halves = jnp.stack([rows, rows]) @ gating
+        gate = halves[0]
+        up = halves[1]
+    else:
+        gate = rows @ gating[0]
+        up = rows @ gating[1]
+    gate = checkpoint_name(constrain(gate, "BF"), "gate")
+    up = checkpoint_name(constrain(up, "BF"), "up")
+    return constrain(
+        _project(gate, up, linear).reshape(x.shape),
+        "BTD",
+    )
+
+
+@jax.custom_vjp
+def _project(gate, up, linear):
+    """Computes (gelu(gate) * up) @ linear; its gradient recomputes the product, not saving it."""
+    return _gated(gate, up) @ linear
+
+
+def _gated(gate, up):
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def _project_forward(gate, up, linear):
+    return _project(gate, up, linear), (gate, up, linear)
+
+
+def _project_backward(residuals, cotangent):
+    gate, up, linear = residuals
+    grad_linear = constrain_like_param(
+        _gated(gate, up).T @ cotangent,
+        "FD",
+    )
+    grad_gated = constrain(cotangent @ linear.T, "BF")
+    # This order frees the product before the gradients of gate and up, each as large, exist.
+    grad_gated, grad_linear, gate, up = jax.lax.optimization_barrier(
+        (grad_gated, grad_linear, gate, up)
+    )
+    _, vjp = jax.vjp(_gated, gate, up)
+    grad_gate, grad_up = vjp(grad_gated)
+    return grad_gate, grad_up, grad_linear
+
+
+_project.defvjp(_project_forward, _project_backward)

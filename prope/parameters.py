@@ -1,0 +1,131 @@
+"""The table of the decoder's parameters: what all code needs to know of them, once.
+
+Initial values, sharding, weight decay, names in Hugging Face files, FLOPs and counts are read from
+`TABLE`. A new parameter is a row here, and a line in `prope/model.py` that uses it.
+
+Axes: L layers, D embed_dim, N query heads, K key/value heads, H head_dim, F hidden_dim, V vocab,
+C two matrices in one array (key and value, or the gate and what it multiplies).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+
+class Parameter(NamedTuple):
+    """A row: an array of float32, of one layer where its path begins with "layers"."""
+
+    axes: str
+    fan_in: str  # axes that its matmul contracts; none: the scale of a norm, which starts at 0
+    hf_names: tuple[str, ...]  # tensors in the files of transformers, one for each matrix of C
+    hf_axes: str  # of such a tensor; in "NH D", N and H are one axis
+    draw: int = 2  # which draw of its module gives the initial values, counted as Flax counts
+    required_field: str = ""  # of config.model: without it there is no such parameter
+
+    @property
+    def is_matrix(self) -> bool:
+        """Tells whether it is multiplied by, decays and counts for FLOPs; scales do not."""
+        return bool(self.fan_in)
+
+
+TABLE = {
+    "embedder/input_embedding": Parameter("VD", "D", ("embed_tokens",), "V D", draw=1),
+    "layers/pre_attention_norm/scale": Parameter("D", "", ("input_layernorm",), "D"),
+    "layers/attn/q_einsum/w": Parameter("NDH", "D", ("self_attn.q_proj",), "NH D"),
+    "layers/attn/kv_einsum/w": Parameter(
+        "CKDH", "D", ("self_attn.k_proj", "self_attn.v_proj"), "KH D"
+    ),
+    "layers/attn/query_norm/scale": Parameter(
+        "H", "", ("self_attn.q_norm",), "H", required_field="use_qk_norm"
+    ),
+    "layers/attn/key_norm/scale": Parameter(
+        "H", "", ("self_attn.k_norm",), "H", required_field="use_qk_norm"
+    ),
+    "layers/attn/attn_vec_einsum/w": Parameter("NHD", "NH", ("self_attn.o_proj",), "D NH"),
+    "layers/pre_ffw_norm/scale": Parameter("D", "", ("post_attention_layernorm",), "D"),
+    "layers/mlp/gating_einsum": Parameter(
+        "CDF", "D", ("mlp.gate_proj", "mlp.up_proj"), "F D", draw=3
+    ),
+    "layers/mlp/linear": Parameter("FD", "F", ("mlp.down_proj",), "D F", draw=4),
+    "final_norm/scale": Parameter("D", "", ("norm",), "D"),
+}
+
+
+def parameters(model: ConfigDict) -> dict[str, Parameter]:
+    """Returns the rows of the parameters that a run's `config.model` has, by path."""
+    return {
+        path: row
+        for path, row in TABLE.items()
+        if not row.required_field or model[row.required_field]
+    }
+
+
+def axis_sizes(model: ConfigDict) -> dict[str, int]:
+    """Returns the size of every axis letter."""
+    return {
+        "L": model.num_layers,
+        "D": model.embed_dim,
+        "N": model.num_heads,
+        "K": model.num_kv_heads,
+        "H": model.head_dim,
+        "F": model.hidden_dim,
+        "V": model.vocab_size,
+        "C": 2,
+    }
+
+
+def stacked_axes(path: str) -> str:
+    """Returns the axes of a parameter as it is stored: layers are stacked on a leading axis L."""
+    axes = TABLE[path].axes
+    return f"L{axes}" if path.startswith("layers/") else axes
+
+
+def shapes(model: ConfigDict) -> dict[str, Any]:
+    """Returns the tree of all parameters as `jax.ShapeDtypeStruct`."""
+    sizes = axis_sizes(model)
+
+    def shape(path: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct([sizes[axis] for axis in stacked_axes(path)], jnp.float32)
+
+    return nest({path: shape(path) for path in parameters(model)})
+
+
+def count_matmul_parameters(model: ConfigDict) -> int:
+    """Counts the scalars that a token is multiplied by: all matrices, the embedding as the head."""
+    sizes = axis_sizes(model)
+    return sum(
+        math.prod(sizes[axis] for axis in stacked_axes(path))
+        for path, row in parameters(model).items()
+        if row.is_matrix
+    )
+
+
+def find(keys: Sequence) -> tuple[Parameter, str] | None:
+    """Finds the row of a leaf by its key path, and the leaf's axes, with L where it is stacked.
+
+    The leaf may be a parameter, one of a single layer (without "layers" in its path), or a moment
+    of the optimizer.
+    """
+    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in keys]
+    for path, row in TABLE.items():
+        row_names = path.split("/")
+        length = min(len(names), len(row_names))
+        if length and names[-length:] == row_names[-length:]:
+            return row, f"L{row.axes}" if "layers" in names else row.axes
+    return None
+
+
+def nest(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Makes nested dicts of values by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = leaf
+    return tree
