@@ -1,7 +1,8 @@
-"""Frequencies of the encodings that p-RoPE is compared with, and the choice by a run's `config.model`.
+"""Frequencies of the encodings that p-RoPE is compared with, as a run's `config.model` names them.
 
-A function returns the radians per token of every pair, float64 [P], fastest first, 0 for pairs that do not rotate;
-`prope.rope` rotates by any of them. P = head_dim / 2; `length` is that of training, in tokens.
+A function returns the radians per token of every pair, float64 [P], fastest first, 0 for pairs that
+do not rotate; `prope.rope` rotates by any of them. P = head_dim / 2; `length` is that of training,
+in tokens.
 
 A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
@@ -13,98 +14,125 @@ import numpy as np
 from prope.rope import frequencies, num_rotated_pairs
 
 
-def partial_frequencies(head_dim: int, max_wavelength: float, rope_percentage: float) -> np.ndarray:
-    """RoPE of the first int(p d) lanes alone, whose number is the denominator: GPT-J, GPT-NeoX, Phi, Qwen3-Next."""
+def partial_frequencies(
+    head_dim: int,
+    max_wavelength: float,
+    rope_percentage: float,
+) -> np.ndarray:
+    """Returns RoPE of the first int(p d) lanes alone, whose number is the denominator.
+
+    Source: GPT-J, GPT-NeoX, Phi, Qwen3-Next.
+    """
     num_rotated_pairs(head_dim, rope_percentage)  # checks both
     lanes = int(rope_percentage * head_dim)
     if lanes % 2:
-        odd = f"partial rotates {lanes} of {head_dim} lanes; must be even"
-        raise ValueError(f"rope_percentage={rope_percentage}: {odd}")
-    return np.pad(
-        frequencies(lanes, max_wavelength) if lanes else np.empty(0), (0, (head_dim - lanes) // 2)
-    )
+        problem = f"partial rotates {lanes} of {head_dim} lanes; must be even"
+        raise ValueError(f"rope_percentage={rope_percentage}: {problem}")
+    freqs = frequencies(lanes, max_wavelength) if lanes else np.empty(0)
+    return np.pad(freqs, (0, (head_dim - lanes) // 2))
 
 
 def reversed_frequencies(
     head_dim: int, max_wavelength: float, rope_percentage: float
 ) -> np.ndarray:
-    """As many pairs as p-RoPE rotates, but the slowest (Barbero et al., Table 2: 0.75-reversed)."""
+    """Rotates as many pairs as p-RoPE, but the slowest (Barbero et al., Table 2: 0.75-reversed)."""
+    pairs = np.arange(head_dim // 2)
     dropped = head_dim // 2 - num_rotated_pairs(head_dim, rope_percentage)
-    return np.where(np.arange(head_dim // 2) < dropped, 0.0, frequencies(head_dim, max_wavelength))
+    return np.where(pairs < dropped, 0.0, frequencies(head_dim, max_wavelength))
 
 
 def cutoff_frequencies(
     head_dim: int, max_wavelength: float, length: int, cutoff: float = 1.0
 ) -> np.ndarray:
-    """RoPE of the pairs whose period is at most cutoff * length (FoPE, 2412.17739; HoPE, 2410.21216)."""
+    """Rotates the pairs whose period is at most cutoff * length.
+
+    Source: FoPE (2412.17739), HoPE (2410.21216).
+    """
     freqs = frequencies(head_dim, max_wavelength)
-    if not cutoff * length >= 2 * math.pi:
-        raise ValueError(
-            f"rope_cutoff={cutoff}: with original_seq_len={length} no pair rotates; for that, p is 0"
-        )
-    return np.where(2 * math.pi <= cutoff * length * freqs, freqs, 0.0)
+    longest_period = cutoff * length
+    if not longest_period >= 2 * math.pi:
+        problem = f"with original_seq_len={length} no pair rotates; for that, p is 0"
+        raise ValueError(f"rope_cutoff={cutoff}: {problem}")
+    return np.where(2 * math.pi <= longest_period * freqs, freqs, 0.0)
 
 
 def hard_clip_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
-    """RoPE without its slowest n pairs (CoPE's HardClip, 2602.05258)."""
+    """Returns RoPE without its slowest n pairs (CoPE's HardClip, 2602.05258)."""
     freqs = frequencies(head_dim, max_wavelength)
-    return np.where(np.arange(len(freqs)) < len(freqs) - clip_low_n, freqs, 0.0)
+    pairs = np.arange(len(freqs))
+    return np.where(pairs < len(freqs) - clip_low_n, freqs, 0.0)
 
 
 def clipped_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
-    """RoPE whose slowest n pairs are slowed by a cosine of the index, down to 0 (CoPE, 2602.05258, by its code)."""
+    """Slows the slowest n pairs by a cosine of the index, down to 0 (CoPE, 2602.05258)."""
     freqs = frequencies(head_dim, max_wavelength)
     if clip_low_n == 1:
-        raise ValueError(
-            "clip_low_n=1: the taper needs two pairs or more; rope_type hard_clip drops one"
-        )
+        problem = "the taper needs two pairs or more; rope_type hard_clip drops one"
+        raise ValueError(f"clip_low_n=1: {problem}")
     n = min(clip_low_n, len(freqs))
     taper = (1 + np.cos(np.pi * np.arange(n) / max(n - 1, 1))) / 2
-    return freqs * np.pad(taper, (len(freqs) - n, 0), constant_values=1.0)
-
-
-def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
-    """Half of the pairs, from a turn in 32 tokens to two in `length` (RoPE-ID, 2603.18017), geometrically."""
-    rotated, rest = divmod(head_dim // 2, 2)
-    if rotated < 2 or rest or length <= 64:
-        needs = "rope_id needs > 64 and a multiple of 4, >= 8"
-        raise ValueError(f"original_seq_len={length}, head_dim={head_dim}: {needs}")
-    return np.pad(
-        2 * math.pi / 32 * (64 / length) ** (np.arange(rotated) / (rotated - 1)), (0, rotated)
+    return freqs * np.pad(
+        taper,
+        (len(freqs) - n, 0),
+        constant_values=1.0,
     )
 
 
+def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
+    """Rotates half of the pairs, geometrically from a turn in 32 tokens to two in `length`.
+
+    Source: RoPE-ID (2603.18017).
+    """
+    rotated, rest = divmod(head_dim // 2, 2)
+    if rotated < 2 or rest or length <= 64:
+        problem = "rope_id needs > 64 and a multiple of 4, >= 8"
+        raise ValueError(f"original_seq_len={length}, head_dim={head_dim}: {problem}")
+    progress = np.arange(rotated) / (rotated - 1)
+    freqs = 2 * math.pi / 32 * (64 / length) ** progress
+    return np.pad(freqs, (0, rotated))
+
+
 def least_wavelength(head_dim: int, length: int) -> float:
-    """The least base, in steps of 0.1 %, with sum_k cos(m f_k) >= 0 at every distance m < length (2405.14591)."""
-    wavelength, distances = float(length), np.arange(length)
+    """Finds the least base, in steps of 0.1 %, for which sum_k cos(m f_k) >= 0 at all m < length.
 
-    def sums(at: np.ndarray) -> np.ndarray:
-        return np.cos(at[:, None] * frequencies(head_dim, wavelength)).sum(axis=1)
+    Source: 2405.14591.
+    """
+    distances = np.arange(length)
 
-    while (negative := distances[sums(distances) < 0]).size:
-        while (
-            sums(negative[-1:]).min() < 0
-        ):  # most steps fail at the distance where the one before did
+    def negative_distances(wavelength: float, distances: np.ndarray) -> np.ndarray:
+        angles = distances[:, None] * frequencies(head_dim, wavelength)
+        return distances[np.cos(angles).sum(axis=1) < 0]
+
+    wavelength = float(length)
+    negative = negative_distances(wavelength, distances)
+    while negative.size:
+        # Most steps fail at the distance where the one before did: it is tried alone first.
+        while negative_distances(wavelength, negative[-1:]).size:
             wavelength *= 1.001
+        negative = negative_distances(wavelength, distances)
     return wavelength
 
 
 def ntk_wavelength(head_dim: int, max_wavelength: float, factor: float) -> float:
-    """The base at which the slowest pair is `factor` times slower and the fastest is as before (2309.00071, def. 1)."""
+    """Returns the base that slows the slowest pair by `factor` and the fastest not at all.
+
+    Source: 2309.00071, definition 1.
+    """
     if head_dim == 2:
-        raise ValueError(
-            "rope_scaling_type=ntk: one pair alone has no slower ones; rotate two or more"
-        )
+        problem = "one pair alone has no slower ones; rotate two or more"
+        raise ValueError(f"rope_scaling_type=ntk: {problem}")
     return max_wavelength * factor ** (head_dim / (head_dim - 2))
 
 
 def dynamic_wavelength(
     head_dim: int, max_wavelength: float, factor: float, length: int, seq_len: int
 ) -> float:
-    """`ntk_wavelength` by the evaluated length; factor 1 is the paper's (2309.00071, section 3.3; transformers)."""
-    return ntk_wavelength(
-        head_dim, max_wavelength, factor * max(seq_len, length) / length - (factor - 1)
-    )
+    """Returns `ntk_wavelength` by the evaluated length; factor 1 is the paper's.
+
+    Source: 2309.00071, section 3.3, and transformers.
+    """
+    growth = factor * max(seq_len, length) / length - (factor - 1)
+    return ntk_wavelength(head_dim, max_wavelength, growth)
 
 
 def yarn_frequencies(
@@ -116,13 +144,23 @@ def yarn_frequencies(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
 ) -> np.ndarray:
-    """YaRN by index, as its code and transformers have it: from beta_fast to beta_slow turns a ramp from f to f / s."""
+    """Slows pairs by YaRN: a ramp by index, from f at beta_fast turns to f / s at beta_slow.
 
-    def pair(turns):
-        return head_dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(max_wavelength))
+    Source: its code and transformers.
+    """
 
-    low, high = max(math.floor(pair(beta_fast)), 0), min(math.ceil(pair(beta_slow)), head_dim - 1)
-    slowed = np.clip((np.arange(len(freqs)) - low) / (high - low or 1e-3), 0, 1)
+    def pair_of_turns(turns: float) -> float:
+        wavelengths = math.log(length / (2 * math.pi * turns))
+        return head_dim * wavelengths / (2 * math.log(max_wavelength))
+
+    first = max(math.floor(pair_of_turns(beta_fast)), 0)
+    last = min(math.ceil(pair_of_turns(beta_slow)), head_dim - 1)
+    pairs = np.arange(len(freqs))
+    slowed = np.clip(
+        (pairs - first) / (last - first or 1e-3),
+        0,
+        1,
+    )
     return freqs + (freqs / factor - freqs) * slowed
 
 
@@ -133,13 +171,17 @@ def llama3_frequencies(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
 ) -> np.ndarray:
-    """Llama 3: a ramp over the turns in `length`, from f / s at low_freq_factor to f at high (llama-models)."""
+    """Slows pairs by Llama 3's ramp over the turns in `length`: f / s at low, f at high.
+
+    Source: llama-models.
+    """
     turns = length * freqs / (2 * math.pi)
-    kept = np.clip((turns - low_freq_factor) / max(high_freq_factor - low_freq_factor, 1e-9), 0, 1)
+    width = max(high_freq_factor - low_freq_factor, 1e-9)
+    kept = np.clip((turns - low_freq_factor) / width, 0, 1)
     return freqs / factor + (freqs - freqs / factor) * kept
 
 
-# Of each rope_type: its function, and the fields of config.model that this takes after head_dim.
+# By rope_type: the function, and the fields of config.model that it takes after head_dim.
 TYPES = {
     "proportional": (frequencies, ("max_wavelength", "rope_percentage")),
     "partial": (partial_frequencies, ("max_wavelength", "rope_percentage")),
@@ -149,7 +191,7 @@ TYPES = {
     "cope": (clipped_frequencies, ("max_wavelength", "clip_low_n")),
     "rope_id": (rope_id_frequencies, ("original_seq_len",)),
 }
-# Of each rope_scaling_type and logit_scale: the fields of config.model that it takes.
+# By rope_scaling_type: the fields of config.model that it takes.
 SCALINGS = {
     "none": (),
     "linear": ("rope_scaling_factor",),
@@ -161,50 +203,52 @@ SCALINGS = {
     "remove": ("scaled_pairs",),
     "interpolate": ("scaled_pairs", "rope_scaling_factor"),
 }
+INTERVENTIONS = ("stop", "remove", "interpolate")  # scalings of a band of pairs, which test its use
+# By logit_scale: the fields of config.model that it takes.
 LOGIT_SCALES = {
     "none": (),
     "yarn": ("rope_scaling_factor",),
     "drope": ("rope_scaling_factor", "logit_scale_coefficient"),
 }
-INTERVENTIONS = (
-    "stop",
-    "remove",
-    "interpolate",
-)  # scalings of a band of pairs, whose part they show
 LAYER_TYPES = ("sliding_attention", "full_attention")
+# By the field of config.model that names a kind of encoding: the fields that each kind takes.
+CHOICES = {
+    "rope_type": {name: fields for name, (_, fields) in TYPES.items()},
+    "rope_scaling_type": SCALINGS,
+    "logit_scale": LOGIT_SCALES,
+}
+WINDOW_FIELDS = ("sliding_window", "local_max_wavelength", "local_rope_percentage")
 # All fields of the encoding in config.model.
 FIELDS = {
-    "rope_type",
-    "rope_scaling_type",
-    "logit_scale",
     "layer_types",
-    "sliding_window",
-    "local_max_wavelength",
-    "local_rope_percentage",
-    *(name for _, names in TYPES.values() for name in names),
-    *(name for names in (SCALINGS | LOGIT_SCALES).values() for name in names),
+    *WINDOW_FIELDS,
+    *CHOICES,
+    *(name for kinds in CHOICES.values() for fields in kinds.values() for name in fields),
 }
 
 
 def can_rescale(rope_type: str, scaling: str | None) -> bool:
-    """Tells whether a scaling, some of which change the wavelength or go by it, applies to a rope_type."""
-    return scaling not in ("ntk", "dynamic", "yarn") or "max_wavelength" in TYPES[rope_type][1]
+    """Tells whether a scaling, some of which need a wavelength, applies to a rope_type."""
+    _, fields = TYPES[rope_type]
+    return scaling not in ("ntk", "dynamic", "yarn") or "max_wavelength" in fields
 
 
 def layer_windows(model) -> list[int | None]:
-    """Returns of every layer how many keys a query sees, its own included, [L]; None: all before it."""
+    """Returns how many keys a query of each layer sees, its own included, [L]; None: all before."""
     pattern = tuple(model.layer_types) or ("full_attention",)
     kinds = pattern * (model.num_layers // len(pattern))
     return [model.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def layer_percentages(model) -> list[float]:
-    """Returns rope_percentage of every layer, [L]; `config.model` holds one number, or one per layer."""
-    p, local, windows = model.rope_percentage, model.local_rope_percentage, layer_windows(model)
-    percentages = [p] * model.num_layers if isinstance(p, int | float) else p
+    """Returns rope_percentage of every layer, [L]; `config.model` holds one number, or a tuple."""
+    p = model.rope_percentage
+    percentages = [p] * model.num_layers if isinstance(p, int | float) else list(p)
+    if model.local_rope_percentage is None:
+        return percentages
     return [
-        p if local is None or window is None else local
-        for p, window in zip(percentages, windows, strict=True)
+        p if window is None else model.local_rope_percentage
+        for p, window in zip(percentages, layer_windows(model), strict=True)
     ]
 
 
@@ -213,55 +257,60 @@ def layer_frequencies(model, seq_len: int | None = None) -> np.ndarray:
 
     Args:
       model: the config.
-      seq_len: evaluated length, on which the scaling "dynamic" depends; that of training by default.
+      seq_len: evaluated length, for the scaling "dynamic"; original_seq_len by default.
 
     Raises:
       ValueError: a field does not fit the type; the text names it.
     """
-    layers = list(
-        zip(layer_percentages(model), [w is not None for w in layer_windows(model)], strict=True)
-    )
-    of_layer = {layer: _frequencies(model, *layer, seq_len) for layer in set(layers)}
-    return np.stack([of_layer[layer] for layer in layers])
+    is_local = [window is not None for window in layer_windows(model)]
+    layers = list(zip(layer_percentages(model), is_local, strict=True))
+    by_kind = {kind: _frequencies(model, *kind, seq_len) for kind in set(layers)}
+    return np.stack([by_kind[kind] for kind in layers])
 
 
-def _frequencies(model, p: float, local: bool, seq_len: int | None) -> np.ndarray:
-    wavelength, factor, length = (
-        model.max_wavelength,
-        model.rope_scaling_factor,
-        model.original_seq_len,
-    )
-    scaling = "none" if local else model.rope_scaling_type
-    if local and model.local_max_wavelength is not None:
+def _frequencies(
+    model,
+    p: float,
+    is_local: bool,
+    seq_len: int | None,
+) -> np.ndarray:
+    """Returns the frequencies of a layer with this rope_percentage, with or without a window."""
+    factor = model.rope_scaling_factor
+    length = model.original_seq_len
+    scaling = "none" if is_local else model.rope_scaling_type
+    wavelength = model.max_wavelength
+    if is_local and model.local_max_wavelength is not None:
         wavelength = model.local_max_wavelength
-    lanes = (
-        int(p * model.head_dim) if model.rope_type == "partial" else model.head_dim
-    )  # of the exponent
+    # The denominator of the exponent.
+    lanes = int(p * model.head_dim) if model.rope_type == "partial" else model.head_dim
     if scaling == "ntk":
         wavelength = ntk_wavelength(lanes, wavelength, factor)
     elif scaling == "dynamic":
         wavelength = dynamic_wavelength(lanes, wavelength, factor, length, seq_len or length)
     function, fields = TYPES[model.rope_type]
-    values = {"max_wavelength": wavelength, "rope_percentage": p}
-    freqs = function(model.head_dim, *(values.get(name, model[name]) for name in fields))
+    values = model.to_dict() | {"max_wavelength": wavelength, "rope_percentage": p}
+    freqs = function(model.head_dim, *(values[name] for name in fields))
     if scaling == "linear":
         return freqs / factor
     if scaling == "yarn":
-        return yarn_frequencies(
-            freqs, lanes, wavelength, factor, length, model.beta_fast, model.beta_slow
-        )
+        betas = (model.beta_fast, model.beta_slow)
+        return yarn_frequencies(freqs, lanes, wavelength, factor, length, *betas)
     if scaling == "llama3":
-        return llama3_frequencies(
-            freqs, factor, length, model.low_freq_factor, model.high_freq_factor
-        )
-    divisor = {"stop": math.inf, "interpolate": factor}.get(scaling, 1.0)
-    return np.where(in_band(model), freqs / divisor, freqs)
+        ramp = (model.low_freq_factor, model.high_freq_factor)
+        return llama3_frequencies(freqs, factor, length, *ramp)
+    if scaling == "stop":
+        return np.where(in_band(model), 0.0, freqs)
+    if scaling == "interpolate":
+        return np.where(in_band(model), freqs / factor, freqs)
+    return freqs
 
 
 def in_band(model) -> np.ndarray:
-    """Tells of every pair whether it is one of `scaled_pairs`, (first, last), [P]; none by default."""
-    first, last = model.scaled_pairs or (0, -1)
+    """Tells of every pair whether it is one of `scaled_pairs`, (first, last), [P]."""
     pairs = np.arange(model.head_dim // 2)
+    if not model.scaled_pairs:
+        return np.zeros(len(pairs), bool)
+    first, last = model.scaled_pairs
     return (first <= pairs) & (pairs <= last)
 
 
@@ -271,38 +320,41 @@ def rotated_pairs_by_layer(model) -> list[int]:
 
 
 def rotated_pairs(model) -> int | list[int]:
-    """Returns `rotated_pairs_by_layer` as commands print it: one number, where the config has one for all layers."""
+    """Returns `rotated_pairs_by_layer` as commands print it: one number where all layers agree."""
     pairs = rotated_pairs_by_layer(model)
-    return (
-        pairs[0]
-        if isinstance(model.rope_percentage, int | float) and not model.layer_types
-        else pairs
-    )
+    one_encoding = isinstance(model.rope_percentage, int | float) and not model.layer_types
+    return pairs[0] if one_encoding else pairs
 
 
 def describe(model) -> str:
-    """Returns what rotates, for a log: "p-RoPE rotates 24 of 32 pairs"; a cutoff and a hard clip are p-RoPE, too."""
-    name = {
+    """Returns what rotates, for a log: "p-RoPE rotates 24 of 32 pairs"."""
+    # A cutoff and a hard clip are p-RoPE, too.
+    names = {
         "proportional": "p-RoPE",
         "cutoff": "p-RoPE by cutoff",
         "hard_clip": "p-RoPE by hard_clip",
     }
-    scaled = f" (scaled by {model.rope_scaling_type})" if model.rope_scaling_type != "none" else ""
-    pairs = f"{rotated_pairs(model)} of {model.head_dim // 2} pairs"
-    return f"{name.get(model.rope_type, model.rope_type)} rotates {pairs}{scaled}"
+    name = names.get(model.rope_type, model.rope_type)
+    text = f"{name} rotates {rotated_pairs(model)} of {model.head_dim // 2} pairs"
+    if model.rope_scaling_type == "none":
+        return text
+    return f"{text} (scaled by {model.rope_scaling_type})"
 
 
 def logit_scale(model) -> float | np.ndarray:
-    """Returns the factor on the logits of layers without a window, by the scaling factor s = rope_scaling_factor.
+    """Returns the factor on logits of layers without a window, by s = rope_scaling_factor.
 
-    yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s (2512.12167). With the
-    scaling "remove" it is that of every lane of the queries, [1, 1, 1, H]: 0 where the pair adds nothing.
+    yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s
+    (2512.12167). With the scaling "remove" it is that of every lane of the queries, [1, 1, 1, H]: 0
+    where the pair adds nothing.
     """
     log = math.log(model.rope_scaling_factor)
-    scale = {"yarn": (0.1 * log + 1) ** 2, "drope": 1 + (model.logit_scale_coefficient or 0) * log}
-    scale = scale.get(model.logit_scale, 1.0)
-    return (
-        np.where(np.tile(in_band(model), (1, 1, 1, 2)), 0.0, scale)
-        if model.rope_scaling_type == "remove"
-        else scale
-    )
+    scale = 1.0
+    if model.logit_scale == "yarn":
+        scale = (0.1 * log + 1) ** 2
+    elif model.logit_scale == "drope":
+        scale = 1 + model.logit_scale_coefficient * log
+    if model.rope_scaling_type != "remove":
+        return scale
+    removed_lanes = np.tile(in_band(model), (1, 1, 1, 2))
+    return np.where(removed_lanes, 0.0, scale)
