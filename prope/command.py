@@ -6,7 +6,6 @@ Logs go to stderr; the dictionary that `main` returns is printed to stdout as th
 """
 
 import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from difflib import get_close_matches
 
 from absl import flags
 
-from prope.config import default_config, flat
+from prope.config import FIELDS, default_config, flat
 from prope.errors import INTERRUPTED, UsageError, as_ending, is_disk_full, log, nearest
 
 _WIDTH = 120  # columns of --help
@@ -171,16 +170,9 @@ def _meaning(flag: flags.Flag) -> str:
 
 
 def _describe_fields() -> dict[str, tuple[object, str]]:
-    """Returns (default, comment in the source) of every field of `default_config`, by dotted name."""
-    values, prefixes, above, fields = flat(default_config()), {"config": ""}, "", {}
-    for line in map(str.strip, inspect.getsource(default_config).splitlines()):
-        if group := re.match(r"config\.(\w+) = (\w+) = ConfigDict", line):
-            prefixes[group[2]] = f"{group[1]}."
-        elif field := re.match(r"(\w+)\.(\w+) = [^#]*(?:# (.*))?", line):
-            name = prefixes[field[1]] + field[2]
-            fields[name] = (values[name], above + (field[3] or ""))
-        above = f"{above}{line[2:]} " if line.startswith("# ") else ""
-    return fields
+    """Returns (default, meaning) of every config field, by dotted name."""
+    defaults = flat(default_config())
+    return {name: (defaults[name], field.meaning) for name, field in FIELDS.items()}
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

@@ -26,14 +26,15 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope.config import GENERATED
 from prope.data.batch import Batch, padding
 from prope.data.store.arrays import SPLITS, Store, fingerprint_of
 from prope.data.tokenizer import BOS, ByteTokenizer
 from prope.errors import UsageError
 from prope.longcontext import tasks as longcontext
 from prope.longcontext.draws import Draw
-from prope.runtime.validate import SYNTHETIC as TASKS
 
+TASKS = GENERATED["synthetic"]
 OFFSETS = (1, 2, 3, 4)  # k of copy
 LETTERS = VALUES = 8
 KEYS = 16
