@@ -1,5 +1,8 @@
 import dataclasses
+import functools
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -20,17 +23,28 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A script's `pytest &` ignores Ctrl-C, and so would the commands that the tests stop by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# One compilation cache for all workers, kept for the next run: its keys hold the program, the flags and the versions.
+# One compilation cache for all workers, kept for the next run: its keys hold the program, the
+# flags and the versions.
 PROGRAMS = pathlib.Path(
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs")
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-# Where Python is told to keep no bytecode, as in many containers, every process would compile all that it imports.
+# Where Python is told to keep no bytecode, as in many containers, every process would compile
+# all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = f"{ROOT}/.pytest_cache/bytecode"
 
 CONFIG = f"--config={ROOT}/configs/quickstart.py:tiny"
+pytest.register_assert_rewrite("makers")
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs JAX's CUDA plugin: pip install -e '.[plan-gpu]'",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +55,7 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """The one line that a failed command leaves; fails where there is a traceback or another line."""
+        """The one line that a failed command leaves; fails if there is a traceback or another."""
         assert self.code != 0 and "Traceback" not in self.stderr, self.stderr
         lines = [
             line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped:"))
@@ -71,9 +85,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture, so that runs of all tests have the same bits
 def pytest_runtest_setup(item):
-    """Has LLVM optimize little, here and in commands, which halves compile times, but for tests marked `optimized`.
+    """Has LLVM optimize little, here and in commands, which halves compile times.
 
-    Compiled HLO and memory are the same. PROPE_TESTS=optimized optimizes all.
+    Tests marked `optimized` are optimized; PROPE_TESTS=optimized optimizes all. Compiled HLO and
+    memory are the same.
     """
     import jax
 
@@ -102,7 +117,7 @@ def cache_dir(shared_dir) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def once(shared_dir):
-    """Calls `make(directory)` in one worker only: (directory, what `make` returned), for reading by all."""
+    """Calls `make(directory)` in one worker only: (directory, result), for reading by all."""
 
     def run(name: str, make) -> tuple[pathlib.Path, object]:
         directory, result = shared_dir / name, shared_dir / f"{name}.json"
@@ -189,7 +204,7 @@ def train(run_command):
 
 @pytest.fixture(scope="session")
 def trained(once, train):
-    """A run of 20 steps, saved at 10 and 20, which no test may change: (workdir, what the command printed)."""
+    """A run of 20 steps, saved at 10 and 20, which no test may change: (workdir, result)."""
 
     def make(directory):
         outcome = train(directory / "run", "--config.log_every=1")
@@ -226,7 +241,7 @@ def losses(workdir) -> dict[int, float]:
 
 @pytest.fixture(scope="session")
 def run_and_export(tmp_path_factory):
-    from exchange import make_run
+    from makers import make_run
 
     from prope.hf import exporter as export_hf
 
@@ -246,7 +261,7 @@ def exported(run_and_export, tmp_path):
 @pytest.fixture(scope="session")
 def sentencepiece_model(tmp_path_factory):
     import sentencepiece
-    from test_data import articles
+    from makers import articles
 
     prefix = str(tmp_path_factory.mktemp("sp") / "model")
     sentencepiece.SentencePieceTrainer.train(
@@ -265,3 +280,59 @@ def sentencepiece_model(tmp_path_factory):
         add_dummy_prefix=False,
     )
     return f"{prefix}.model"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Two runs with the same weights, p = 0 and p = 1, and the documents they read."""
+    from makers import edit_run, letter_documents, make_run, write_lines
+
+    base = tmp_path_factory.mktemp("evaluate")
+    (base / "text").mkdir()
+    write_lines(base / "text" / "a.jsonl", [{"text": text} for text in letter_documents()])
+    (base / "runs").mkdir()
+    for name, p in (("nope", 0.0), ("rope", 1.0)):
+        make_run(base / "runs" / name, p)
+        edit_run(base / "runs" / name, base)
+    return base
+
+
+@pytest.fixture
+def runs(base, tmp_path):
+    """A copy of the runs that a test may write to."""
+    return shutil.copytree(base / "runs", tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A sweep whose numbers are drawn at random, everything evaluated."""
+    from makers import write_sweep
+
+    directory = tmp_path_factory.mktemp("template")
+    write_sweep(directory)
+    return directory
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Has the CPU run the TPU's attention kernel from its source."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    make = functools.partial(splash_attention_kernel.make_splash_mqa, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa", make)
+
+
+@pytest.fixture(scope="session")
+def gemma_rope():
+    """The file of the gemma package that rotates, without the package around it."""
+    try:
+        files = importlib.metadata.files("gemma")
+    except importlib.metadata.PackageNotFoundError:
+        install = "pip install --no-deps gemma==3.3.0, as .ci/run does"
+        pytest.skip(f"compares with DeepMind's gemma: {install}")
+    name = "gemma/gm/math/_positional_embeddings.py"
+    (path,) = (file.locate() for file in files if str(file) == name)
+    spec = importlib.util.spec_from_file_location("gemma_rope", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.apply_rope

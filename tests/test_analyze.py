@@ -3,54 +3,28 @@
 import itertools
 import re
 import shutil
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from exchange import make_run
+from makers import KNOWN_HEAD_DIM as H
+from makers import analysis_options as asked
+from makers import draw_model as draw
+from makers import head_kinds as kinds
+from makers import make_known_heads as constructed
+from makers import make_run, small
+from makers import run_layers as layers_of
+from makers import text_with_q as text
 from scipy import stats
-from test_model import draw, small
 
 from prope import model
 from prope.analysis import analysis as analyze
-from prope.analysis import census, compare, measures, page, theory
+from prope.analysis import census, compare, measures, page
 from prope.config import default_config, set_layer_percentages
-from prope.encodings import layer_frequencies
 from prope.kernels import pairs
-from prope.rope import frequencies, rotation_table
-from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.hashes import hash_arrays
-from prope.workdir.run import write_config
-
-H = 32
-
-
-def asked(**flags) -> types.SimpleNamespace:
-    names = dict.fromkeys(("step", *analyze._OPTIONS)) | {
-        "sequences": 3,
-        "channels": 2,
-        "again": False,
-        "paper": False,
-    }
-    return types.SimpleNamespace(**names | flags)
-
-
-def at_layer(params, number):
-    return jax.tree.map(lambda leaf: leaf[number], params["layers"])
-
-
-def layers_of(config, params, tokens, positions):
-    """(residual stream after, captured) of every layer, one at a time."""
-    x = model.embed(config, model.embedding(params), tokens)
-    for number, freqs in enumerate(layer_frequencies(config)):
-        x, captured = model.layer(
-            config, at_layer(params, number), x, rotation_table(positions, freqs)
-        )
-        yield x, captured
-
+from prope.rope import frequencies
 
 # --- Capture ----------------------------------------------------------------------------------------------------
 
@@ -280,84 +254,6 @@ def test_the_high_frequency_share_counts_turned_pairs_only():
 
 # --- Decoders whose heads are known -----------------------------------------------------------------------------
 
-LETTER = 4 + ord("q")  # what the semantic head looks for
-
-
-def text() -> str:
-    """256 letters; every twentieth is a q."""
-    letters = np.random.default_rng(0).choice(list("abcdefgh "), 256)
-    letters[5::20] = "q"
-    return "".join(letters)
-
-
-def constructed(workdir, p, written_for=0.75, alter=None):
-    """A layer with a diagonal, a previous-token, a semantic and an even head; weights for p = `written_for`.
-
-    The residual stream has a constant in lane 0, and in lane 1 whether the token is a q. `alter` may change the rows of
-    the embedding, and the weights of queries and keys.
-    """
-    config = default_config()
-    D = 64
-    config.model.update(
-        {
-            "num_layers": 1,
-            "embed_dim": D,
-            "num_heads": 4,
-            "num_kv_heads": 4,
-            "head_dim": H,
-            "hidden_dim": 8,
-            "vocab_size": 260,
-            "rope_percentage": float(p),
-        }
-    )
-    config.data.update({"seq_len": 256})
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((260, D))
-    rows[:, :2] = 0
-    rows *= (np.sqrt(D - 2) / np.linalg.norm(rows, axis=1))[:, None]
-    rows[:, :2] = 1, -1
-    rows[LETTER, 1] = 1
-    assert np.allclose(
-        (rows**2).mean(axis=1), 1
-    )  # so that the norm before attention leaves them as they are
-    turns = frequencies(H, rope_percentage=written_for)
-    query, key = np.zeros((4, D, H)), np.zeros((4, D, H))
-    query[0], key[0] = theory.head_weights(0, 0.1, 257, turns, D)
-    query[1], key[1] = theory.head_weights(1, 0.1, 257, turns, D)
-    still = np.flatnonzero(turns == 0)[:2]
-    query[2, 0, still], key[2, 1, still] = (
-        10.0,
-        10.0,
-    )  # 2 * 100 / sqrt(32) for a q, as much less for another
-    if alter:
-        alter(rows, query, key, turns)
-    value, out = rng.standard_normal((4, D, H)) / 8, rng.standard_normal((4, H, D)) / 8
-    write_decoder(workdir, config, rows, query[None], key[None], value[None], out[None])
-
-
-def write_decoder(workdir, config, rows, query, key, value, out=0):
-    """Saves a run that embeds tokens as `rows` [V, D], with these weights of attention, by layer; the MLPs are 0."""
-    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
-    params["embedder"]["input_embedding"][:] = rows / np.sqrt(rows.shape[1])
-    attn = params["layers"]["attn"]
-    attn["q_einsum"]["w"][:], attn["kv_einsum"]["w"][:, 0], attn["kv_einsum"]["w"][:, 1] = (
-        query,
-        key,
-        value,
-    )
-    attn["attn_vec_einsum"]["w"][:] = out
-    save(workdir, config, params)
-
-
-def save(workdir, config, params):
-    workdir.mkdir()
-    write_config(workdir, config)
-    params = jax.tree.map(jnp.asarray, params)
-    identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
-    with Checkpoints(workdir) as checkpoints:
-        checkpoints.save(1, params, {"count": np.zeros(())}, identity, {"examples": 0})
-
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
@@ -367,10 +263,6 @@ def known(tmp_path_factory):
     for p in (0, 0.75):
         constructed(base / "runs" / f"p={p}", p)
     return base
-
-
-def kinds(analysis) -> list[str]:
-    return [head["kind"] for head in analysis["heads"]]
 
 
 def test_the_census_names_exactly_the_constructed_heads(known):

@@ -8,28 +8,18 @@ import re
 import matplotlib.figure
 import numpy as np
 import pytest
-from test_analyze import H, asked, constructed, text
-from test_report import Page
+from makers import KNOWN_HEAD_DIM as H
+from makers import Page
+from makers import analysis_options as asked
+from makers import draw_picture as drawn
+from makers import make_known_heads as constructed
+from makers import map_values as images
+from makers import text_with_q as text
 
 from prope.analysis import analysis as analyze
 from prope.analysis import choices, maps, page
 from prope.data.tokenizer import BOS
 from prope.html import drawing
-
-
-def drawn(picture) -> matplotlib.figure.Figure:
-    figure = matplotlib.figure.Figure(figsize=picture.size, layout="constrained")
-    picture.draw(figure)
-    return figure
-
-
-def images(picture) -> dict[str, np.ndarray]:
-    """Values of a picture's maps, by title."""
-    return {
-        axes.get_title(): np.asarray(axes.images[0].get_array())
-        for axes in drawn(picture).axes
-        if axes.images
-    }
 
 
 def test_values_stand_beside_queries_and_keys_of_every_head():

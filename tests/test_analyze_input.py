@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from exchange import make_run
-from test_analyze import asked, at_layer
+from makers import analysis_options as asked
+from makers import layer_params as at_layer
+from makers import make_run
 
 from prope.analysis import analysis as analyze
 from prope.analysis import page, sequences, theory_page

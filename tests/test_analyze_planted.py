@@ -16,8 +16,11 @@ import types
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_analyze import asked, kinds, write_decoder
-from test_analyze_figures import drawn, images
+from makers import analysis_options as asked
+from makers import draw_picture as drawn
+from makers import head_kinds as kinds
+from makers import map_values as images
+from makers import write_decoder
 
 from prope.analysis import analysis as analyze
 from prope.analysis import channels, maps, page, theory

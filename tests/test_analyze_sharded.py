@@ -8,47 +8,14 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from exchange import make_run
-from test_analyze import asked
-from test_channels import make_walk
-from test_sharded import on_eight_devices
+from makers import analysis_options as asked
+from makers import compare_analyses as difference
+from makers import make_run, make_walk, on_eight_devices
 
 from prope import sharding
 from prope.analysis import analysis, walk
 
 B, T = 5, 24
-
-
-def columns(tree, place=(), found=None) -> dict[str, list]:
-    """The values of a JSON object, those of a list together, by their names."""
-    found = {} if found is None else found
-    if isinstance(tree, dict | list):
-        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            columns(value, place if isinstance(tree, list) else (*place, name), found)
-    elif place[-1] not in ("seconds", "device", "workdir", "output"):
-        found.setdefault(".".join(place), []).append(tree)
-    return found
-
-
-def difference(one, two) -> float:
-    """The largest difference of two analyses, relative to the largest of its array, and of losses to the loss."""
-    ones, twos = columns(one), columns(two)
-    assert ones.keys() == twos.keys()
-    largest = 0.0
-    for name, values in ones.items():
-        if not any(isinstance(value, float) for value in values):
-            assert values == twos[name], name
-            continue
-        assert [value is None for value in values] == [value is None for value in twos[name]], name
-        ours, theirs = (
-            np.array([v for v in column if v is not None]) for column in (values, twos[name])
-        )
-        of_loss = name.endswith(("difference", "stderr"))
-        scale = one["loss"]["loss"] if of_loss else np.abs(ours).max()
-        apart = np.abs(ours - theirs).max() / max(scale, 1e-30)
-        assert np.isfinite(ours).all() and apart <= 1e-5, f"{name}: {apart}"
-        largest = max(largest, apart)
-    return largest
 
 
 def over_meshes(kv_heads, *shapes):

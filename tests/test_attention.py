@@ -8,93 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from makers import assert_attention_close as assert_close
+from makers import attention_with_gradients as with_gradients
+from makers import cotangent_of
+from makers import draw_attention as draw
+from makers import draw_segments as documents
+from oracles import attention as reference
+from oracles import causal_mask as causal
 
 from prope.attention import attention, choose_implementation
 from prope.cost.flops import count_flops
 from prope.cost.hlo import array_shapes
-
-
-def draw(T, S, N, K, H=16, B=2, dtype=np.float32):
-    rng = np.random.default_rng(0)
-    shapes = ((T, N), (S, K), (S, K))
-    return [
-        jnp.asarray(2 * rng.standard_normal((B, length, heads, H)), dtype)
-        for length, heads in shapes
-    ]
-
-
-def cotangent_of(query):
-    """The cotangent of the output."""
-    return jnp.asarray(np.random.default_rng(1).standard_normal(query.shape), query.dtype)
-
-
-def documents(B, T, seed=2):
-    """Segments as a packed window has them: some of one token, a row that is one, and zeros where it ends early."""
-    rng = np.random.default_rng(seed)
-    segments = 1 + np.sort(rng.integers(0, 5, (B, T)), axis=1)
-    segments[0, -T // 5 :] = 0
-    segments[0, 0] = 9
-    segments[-1] = 1 if B > 1 else segments[-1]
-    return jnp.asarray(segments, jnp.int32)
-
-
-def causal(T, segments=None, window=None):
-    """[1, T, T] or [B, T, T]: which keys a query sees."""
-    seen = np.tril(np.ones((1, T, T), bool))
-    if window is not None:
-        seen &= np.arange(T)[:, None] - np.arange(T) < window
-    if segments is None:
-        return seen
-    segments = np.asarray(segments)
-    return seen & (segments[:, :, None] == segments[:, None, :])
-
-
-def reference(query, key, value, seen, cotangent=None):
-    """The output and, for its `cotangent`, those of query, key and value."""
-    query, key, value = (np.asarray(part, np.float64) for part in (query, key, value))
-    (N, H), K = query.shape[2:], key.shape[2]
-    of_head = np.arange(N) * K // N
-    keys, values = key[:, :, of_head], value[:, :, of_head]
-    scores = np.einsum("btnh,bsnh->bnts", query, keys) / np.sqrt(H)
-    scores = np.where(seen[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    output = np.einsum("bnts,bsnh->btnh", weights, values)
-    if cotangent is None:
-        return output
-    cotangent = np.asarray(cotangent, np.float64)
-    grad_scores = np.einsum("btnh,bsnh->bnts", cotangent, values)
-    grad_scores = (
-        weights * (grad_scores - (weights * grad_scores).sum(-1, keepdims=True)) / np.sqrt(H)
-    )
-    gradients = [np.einsum("bnts,bsnh->btnh", grad_scores, keys)]
-    for of_keys in (
-        np.einsum("bnts,btnh->bsnh", grad_scores, query),
-        np.einsum("bnts,btnh->bsnh", weights, cotangent),
-    ):
-        gradients.append(np.stack([of_keys[:, :, of_head == k].sum(2) for k in range(K)], axis=2))
-    return output, *gradients
-
-
-@functools.partial(jax.jit, static_argnames=("implementation", "window"))
-def with_gradients(
-    query, key, value, cotangent, segments=None, *, implementation="xla", window=None
-):
-    run = functools.partial(
-        attention, segment_ids=segments, implementation=implementation, window=window
-    )
-    output, vjp = jax.vjp(run, query, key, value)
-    return output, *vjp(cotangent)
-
-
-def assert_close(actual, expected, rtol):
-    for name, ours, theirs in zip(
-        ("output", "query", "key", "value"), actual, expected, strict=True
-    ):
-        np.testing.assert_allclose(
-            ours, theirs, rtol=0, atol=rtol * np.abs(theirs).max(), err_msg=name
-        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -201,13 +125,6 @@ def test_softmax_is_float32_for_bfloat16_inputs():
     wide = [part.astype(jnp.float32) for part in (q, k, v, cotangent_of(q))]
     expected = reference(*wide[:3], causal(300), wide[3])
     assert_close([part.astype(jnp.float32) for part in actual], expected, 0.015)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The TPU's kernel, run by the CPU from its source."""
-    make = functools.partial(splash_attention_kernel.make_splash_mqa, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa", make)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CONFIG
-from test_rope import oracle
+from oracles import rotation as oracle
 
 from prope.cost import bench
 from prope.cost.bench import medians, paper_listing, peak_bytes, repeat_matmul

@@ -5,9 +5,8 @@ import pathlib
 
 import browser
 import pytest
-from exchange import make_run
-from test_analyze import asked
-from test_report import template  # noqa: F401
+from makers import analysis_options as asked
+from makers import make_run
 
 from prope.analysis import analysis, theory_page
 from prope.cost import suite
@@ -21,7 +20,7 @@ GROUNDS = {"light": "rgb(246, 248, 250)", "dark": "rgb(13, 17, 23)"}
 
 
 @pytest.fixture(scope="module")
-def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:  # noqa: F811
+def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:
     """A page of each kind, by its template."""
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "a.txt"

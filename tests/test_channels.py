@@ -6,20 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange import make_run
-from test_analyze import H, at_layer, layers_of
-from test_model import draw, small
+from makers import KNOWN_HEAD_DIM as H
+from makers import draw_model as draw
+from makers import layer_params as at_layer
+from makers import make_run, make_walk, small
+from makers import run_layers as layers_of
 
 from prope import model
 from prope.analysis import channels, measures, walk
 from prope.rope import frequencies, rotation_table
-from prope.workdir.run import open_run, read_config
-
-
-def make_walk(workdir, B=3, T=24):
-    config = read_config(workdir)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T)).astype(np.int32)
-    return walk.Walk(config.model, open_run(workdir, 7), tokens)
 
 
 def plain_losses(config, params, tokens):

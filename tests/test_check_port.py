@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import write_golden
 from conftest import ROOT
-from test_mutants import MUTANTS, load
-from test_parity import gemma_rope  # noqa: F401
-from test_rope import oracle
+from makers import ROPE_MUTANTS as MUTANTS
+from makers import load_source as load
+from oracles import rotation as oracle
 
 from prope.encodings import partial_frequencies
 from prope.golden.check import (
@@ -434,7 +434,7 @@ def test_transformers_passes_with_float32_angles(tmp_path):
     assert check(exact)[1]["equal"], "float32 frequencies are equal without the flag"
 
 
-def test_gemma_passes_with_float32_angles(gemma_rope):  # noqa: F811
+def test_gemma_passes_with_float32_angles(gemma_rope):
     values = {}
     for name in PROPORTIONAL:
         _, theta, p = settings(name)

@@ -12,17 +12,14 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import CONFIG, ROOT, logged, losses
-from test_attention import (
-    assert_close,
-    causal,
-    cotangent_of,
-    documents,
-    draw,
-    reference,
-    with_gradients,
-)
-from test_plan import needs_cuda, needs_libtpu
+from conftest import CONFIG, ROOT, logged, losses, needs_cuda, needs_libtpu
+from makers import assert_attention_close as assert_close
+from makers import attention_with_gradients as with_gradients
+from makers import cotangent_of
+from makers import draw_attention as draw
+from makers import draw_segments as documents
+from oracles import attention as reference
+from oracles import causal_mask as causal
 
 from prope import attention, sharding
 from prope.config import default_config

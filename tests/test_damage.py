@@ -8,15 +8,15 @@ import json
 import pathlib
 import re
 import shutil
-import types
 
 import jax
 import numpy as np
 import pytest
 from etils import epath
-from exchange import make_run, same
-from test_analyze import asked
-from test_data import articles
+from makers import NO_WINDOWS as WINDOWS
+from makers import analysis_options as asked
+from makers import articles, make_run, same
+from makers import restore_training as start
 
 from prope import sharding
 from prope.analysis import analysis
@@ -26,10 +26,10 @@ from prope.inference import evaluation, generation
 from prope.optimizer import make_optimizer
 from prope.runtime import files
 from prope.step import init_state
-from prope.train import data_state, start_or_resume
+from prope.train import data_state
 from prope.workdir import reader as readers
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.hashes import array_hashes, hash_arrays, hash_on_host
+from prope.workdir.hashes import array_hashes, hash_on_host
 from prope.workdir.run import Run, open_run, read_config, write_config
 
 ITEMS = {
@@ -47,7 +47,6 @@ ITEMS = {
     ]
     for item in ("params", "opt_state")
 }
-WINDOWS = types.SimpleNamespace(store=types.SimpleNamespace(fingerprint="0" * 16))
 JSON = [f"checkpoints/20/{name}" for name in ("config/metadata", "data/metadata", "files.json")]
 KINDS = [*ITEMS["params"], *ITEMS["opt_state"], *JSON, "config.json"]
 # Orbax writes these when all is saved, and nothing reads them back.
@@ -353,19 +352,6 @@ def export(workdir, output, step):
     content = (output / "hf" / "model.safetensors").read_bytes()
     shutil.rmtree(output / "hf")
     return content
-
-
-def start(config, folder, init_from=None):
-    """Restores what training starts from, in this process and without data."""
-    optimizer, mesh = make_optimizer(config), sharding.make_mesh()
-    state = sharding.with_shardings(
-        jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh
-    )
-    with Checkpoints(folder) as checkpoints:
-        step, *arrays, _ = start_or_resume(
-            config, checkpoints, init_from, optimizer, state, WINDOWS
-        )
-    return step, *map(hash_arrays, arrays)
 
 
 NAMED = {

@@ -7,99 +7,21 @@ import shutil
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
-from array_record.python.array_record_module import ArrayRecordWriter
-from tensorboardX.record_writer import RecordWriter
+from makers import WIKIPEDIA as NAME
+from makers import articles, documents_of, write_text, write_tfds
+from makers import data_config as settings
+from makers import data_refused as refused
+from makers import read_tokens as stream
 
-from prope.config import default_config
 from prope.data.sources import files
 from prope.data.sources import tfds as tfds_files
 from prope.data.sources.find import find_source
 from prope.data.store import arrays as store_lib
 from prope.data.store import build as prepare
 from prope.data.store import pack, workers
-from prope.data.tokenizer import BOS, EOS, ByteTokenizer, load_tokenizer
+from prope.data.tokenizer import BOS, EOS, load_tokenizer
 from prope.data.windows import Windows, prefetch, shuffled_index, train_batch
 from prope.errors import UsageError
-
-NAME = "wikipedia/20230601.en"
-
-
-def articles(number=200):
-    """Texts of very different lengths, some with more bytes than characters."""
-    rng = np.random.default_rng(0)
-    words = ["rope", "turn", "Zürich", "数学", "pair", "\n", "frequency", "é"]
-    return [" ".join(rng.choice(words, rng.integers(1, 200))) + f" {i}" for i in range(number)]
-
-
-def write_tfds(root, file_format, texts, name=NAME):
-    """A dataset in TFDS's layout, two shards, written without TensorFlow."""
-    folder = root / name / "1.0.0"
-    folder.mkdir(parents=True)
-    features = tfds.features.FeaturesDict(
-        {"title": tfds.features.Text(), "text": tfds.features.Text()}
-    )
-    features.save_config(str(folder))
-    cut = len(texts) // 3
-    shards, size = [texts[:cut], texts[cut:]], 0
-    for number, shard in enumerate(shards):
-        path = str(folder / f"wikipedia-train.{file_format}-{number:05d}-of-00002")
-        writer = (
-            ArrayRecordWriter(path, "group_size:1")
-            if file_format == "array_record"
-            else RecordWriter(path)
-        )
-        for text in shard:
-            record = features.serialize_example(
-                features.encode_example({"title": "t", "text": text})
-            )
-            writer.write(record)
-            size += len(record)
-        writer.close()
-    template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
-    split = {"name": "train", "numBytes": str(size), "shardLengths": [str(len(s)) for s in shards]}
-    info = {
-        "name": "wikipedia",
-        "configName": "20230601.en",
-        "version": "1.0.0",
-        "fileFormat": file_format,
-        "moduleName": "tensorflow_datasets.text.wikipedia",
-        "splits": [split | {"filepathTemplate": template}],
-    }
-    (folder / "dataset_info.json").write_text(json.dumps(info))
-    return folder
-
-
-def write_text(root, texts):
-    """Three files whose order by path is that of the texts, written in another order."""
-    (root / "deeper").mkdir(parents=True)
-    (root / "deeper" / "c.txt").write_text(texts[-1])
-    lines = [json.dumps({"text": text, "id": 1}) + "\n\n" for text in texts[1:-1]]
-    (root / "b.jsonl").write_text("".join(lines))
-    (root / "a.txt").write_text(texts[0])
-    return root
-
-
-def settings(tmp_path, dataset="python_docs", data_dir="", **fields):
-    config = default_config().data
-    config.update(
-        {"dataset": dataset, "data_dir": str(data_dir), "cache_dir": str(tmp_path / "cache")}
-        | fields
-    )
-    return config
-
-
-def stream(store, split):
-    return np.asarray(store.tokens(split).read().result())
-
-
-def documents_of(store, split):
-    """The documents of a split, from its tokens alone."""
-    tokens = stream(store, split)
-    assert tokens[0] == BOS and tokens[-1] == EOS
-    documents = np.split(tokens, np.flatnonzero(tokens == BOS))[1:]
-    assert all(document[-1] == EOS for document in documents)
-    return [ByteTokenizer().decode(document) for document in documents]
 
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
@@ -366,12 +288,6 @@ def test_sentencepiece_makes_a_store(tmp_path, sentencepiece_model):
 
 
 # --- What cannot be used ----------------------------------------------------------------------------------------
-
-
-def refused(config, says, vocab_size=260):
-    with pytest.raises(UsageError, match=says) as caught:
-        prepare.open_store(config, vocab_size)
-    assert "\n" not in str(caught.value)
 
 
 def test_data_that_is_not_there(tmp_path):

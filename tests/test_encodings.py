@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_model import draw, forward, reference, small
+from makers import draw_model as draw
+from makers import forward, small
+from oracles import decoder as reference
 
 from prope import encodings, model
 from prope.config import default_config, from_dict, set_layer_percentages

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from exchange import make_run
 from jax import extend
+from makers import edit_run as edit
+from makers import evaluate_run as ask
 
 from prope import model
 from prope.data.windows import Windows
@@ -19,67 +20,10 @@ from prope.errors import UsageError
 from prope.inference import evaluation as evaluate
 from prope.inference import losses, paired
 from prope.runtime.files import append_jsonl
-from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.run import open_run, read_config, write_config
+from prope.workdir.run import open_run, read_config
 
 T = 64  # of training
 BOS = 2
-
-
-def texts() -> list[str]:
-    """Documents from one letter to ten windows long, each with letters of its own."""
-    rng = np.random.default_rng(1)
-    return [
-        "".join(map(chr, rng.choice(rng.integers(97, 123, 5), size)))
-        for size in rng.geometric(1 / 150, 120).tolist()
-    ]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """Two runs with the same weights, p = 0 and p = 1, and the documents they read."""
-    base = tmp_path_factory.mktemp("evaluate")
-    (base / "text").mkdir()
-    (base / "text" / "a.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts())
-    )
-    (base / "runs").mkdir()
-    for name, p in (("nope", 0.0), ("rope", 1.0)):
-        make_run(base / "runs" / name, p)
-        edit(base / "runs" / name, base)
-    return base
-
-
-def edit(workdir, base, **fields) -> None:
-    """Gives a run its data, and other values, in config.json and in its checkpoint."""
-    config = read_config(workdir)
-    data = {
-        "dataset": "files",
-        "data_dir": str(base / "text"),
-        "cache_dir": str(base / "cache"),
-        "seq_len": T,
-    }
-    config.data.update(data | {"validation_fraction": 0.3})
-    config.update_from_flattened_dict(fields)
-    params = open_run(workdir).params()
-    shutil.rmtree(workdir / "checkpoints")
-    write_config(workdir, config)
-    with Checkpoints(workdir) as checkpoints:
-        for step in (7, 9):  # the second with other weights
-            identity = {"config": config.to_dict(), "init_hash": ""}
-            checkpoints.save(step, params, {"count": np.zeros(())}, identity, {"examples": 0})
-            params = jax.tree.map(lambda leaf: leaf * 0.9, params)
-
-
-@pytest.fixture
-def runs(base, tmp_path):
-    """A copy of the runs that a test may write to."""
-    return shutil.copytree(base / "runs", tmp_path / "runs")
-
-
-def ask(workdir, **flags) -> list[dict]:
-    """The records of the command with these flags."""
-    return list(evaluate.evaluations(evaluate.Options(**{"workdir": str(workdir)} | flags)))
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from exchange import make_run
+from makers import make_run
 
 from prope.analysis.sequences import read_sequences
 from prope.config import default_config

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange import GEMMA_2B, GEMMA_7B, SIZES, edit, make_run, same, save, stored
+from makers import GEMMA_2B, GEMMA_7B, SIZES, articles, edit, make_run, same, save, stored
 from safetensors.numpy import save_file
-from test_data import articles
 
 from prope import model
 from prope.config import default_config

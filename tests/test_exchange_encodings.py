@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from exchange import SIZES, edit, make_run, same
+from makers import SIZES, edit, make_run, same
 
 from prope import model
 from prope.config import default_config

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from exchange import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, make_run, save, stored
+from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, make_run, save, stored
 
 from prope import model
 from prope.errors import UsageError

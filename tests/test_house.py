@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import io
 import pathlib
+import re
 import sys
 import tokenize
 
@@ -280,6 +281,31 @@ def test_every_line_is_one_thought():
     assert {name: found[name] for name in found.keys() - PACKED} == {}
 
 
+def imported_tests(file: pathlib.Path) -> set[str]:
+    """Other test files that one imports, also in code that it hands to a process."""
+    names = re.findall(r"\b(?:from|import) (?:tests\.)?(test_\w+)", file.read_text())
+    return set(names) - {file.stem}
+
+
+def test_no_test_file_imports_another():
+    files = list((ROOT / "tests").glob("test_*.py"))
+    imported = {file.name: imported_tests(file) for file in files}
+    assert {name: others for name, others in imported.items() if others} == {}
+    for name in ("oracles", "makers"):
+        assert not imported_tests(ROOT / "tests" / f"{name}.py")
+
+
+def test_oracles_are_independent_of_the_code_under_test():
+    tree = ast.parse((ROOT / "tests" / "oracles.py").read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    assert names == {"math", "numpy"}
+
+
 def test_folders_are_explained_on_a_page():
     for top in TOPS:
         folders = (path for path in (ROOT / top).rglob("*") if path.is_dir())
@@ -348,6 +374,16 @@ def test_upward_imports_are_found():
         "hf.writer": {"analysis.page", "hf.reader", "cost.hlo"},
     }
     assert upward(edges) == ["rope imports config", "hf.writer imports analysis.page"]
+
+
+@pytest.mark.parametrize(
+    "form", ["from {} import f", "import {}", 'code = "from tests.{} import *"']
+)
+def test_imports_between_tests_are_found(tmp_path, form):
+    file = tmp_path / "test_one.py"
+    lines = [form.format(name) for name in ("test_one", "test_two")]
+    file.write_text("\n".join(lines))
+    assert imported_tests(file) == {"test_two"}
 
 
 def test_what_is_too_dense_is_found():

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import matplotlib.figure
 import numpy as np
 import pytest
+from makers import edit_run as edit
+from makers import evaluate_run as ask
 from scipy import stats
-from test_evaluate import ask, base, edit, runs  # noqa: F401
 
 from prope import model
 from prope.config import default_config
@@ -35,7 +36,7 @@ def losses(workdir, intervene=None, **flags) -> list[float]:
     ]
 
 
-def test_all_pairs_stopped_are_nope_and_removed_are_the_mean_of_all_values(runs):  # noqa: F811
+def test_all_pairs_stopped_are_nope_and_removed_are_the_mean_of_all_values(runs):
     last = open_run(runs / "rope").config.model.head_dim // 2 - 1
     (nope,), (rope,) = losses(runs / "nope"), losses(runs / "rope")
     (stopped,) = losses(runs / "rope", f"stop:0-{last}")
@@ -47,7 +48,7 @@ def test_all_pairs_stopped_are_nope_and_removed_are_the_mean_of_all_values(runs)
     assert abs(removed[0] - nope) > 1e-4
 
 
-def test_slow_pairs_stopped_are_p_rope_and_interpolated_ones_are_slower(runs, base):  # noqa: F811
+def test_slow_pairs_stopped_are_p_rope_and_interpolated_ones_are_slower(runs, base):
     P = open_run(runs / "rope").config.model.head_dim // 2
     shutil.copytree(runs / "rope", runs / "half")
     edit(runs / "half", base, **{"model.rope_percentage": 0.5})
@@ -58,7 +59,7 @@ def test_slow_pairs_stopped_are_p_rope_and_interpolated_ones_are_slower(runs, ba
     assert interpolated != losses(runs / "rope", seq_len="2x")[0]
 
 
-def test_a_removed_band_adds_nothing_to_logits(runs):  # noqa: F811
+def test_a_removed_band_adds_nothing_to_logits(runs):
     """As if the queries' weights of its lanes were 0."""
     run = open_run(runs / "rope", 7)
     params, P = run.params(), run.config.model.head_dim // 2
@@ -79,7 +80,7 @@ def test_a_removed_band_adds_nothing_to_logits(runs):  # noqa: F811
     assert removed == pytest.approx(losses(runs / "zeros")[0], rel=1e-7) != plain
 
 
-def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(runs):  # noqa: F811
+def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(runs):
     (plain,), (stopped,) = ask(runs / "rope"), ask(runs / "rope", intervene="stop:0-1")
     ask(runs / "rope", encoding="yarn", factor=4.0)
     for but, other in (({"encoding": "stop:0-1"}, stopped), ({}, plain)):
@@ -100,7 +101,7 @@ def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(
     )
 
 
-def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):  # noqa: F811
+def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):
     caplog.set_level("INFO", "prope")
     ask(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)
     assert "hold more text" not in caplog.text
@@ -127,7 +128,7 @@ def test_bands_are_parsed():
             parse_interventions(bad, config)
 
 
-def test_what_cannot_be_asked_for(runs, base):  # noqa: F811
+def test_what_cannot_be_asked_for(runs, base):
     for flags, says in (
         (
             {"intervene": "stop:0-1", "encoding": "yarn"},

@@ -5,24 +5,20 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-from test_attention import (  # noqa: F401
-    assert_close,
-    causal,
-    cotangent_of,
-    draw,
-    interpreted,
-    reference,
-    with_gradients,
-)
-from test_plan import needs_libtpu
+from conftest import ROOT, needs_libtpu
+from makers import assert_attention_close as assert_close
+from makers import attention_with_gradients as with_gradients
+from makers import cotangent_of
+from makers import draw_attention as draw
+from oracles import attention as reference
+from oracles import causal_mask as causal
 
 from prope.kernels import splash
 from prope.runtime import xla_flags
 
 
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):  # noqa: F811
+def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):
     monkeypatch.setattr(
         splash, "choose_blocks", lambda *_: splash.Blocks(256, 128, 128, 128, 2**30 * fused)
     )

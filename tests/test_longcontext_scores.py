@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange import make_run
+from makers import make_run
 from ml_collections import FrozenConfigDict
 
 from prope import model, sharding

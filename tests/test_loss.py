@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_sharded import MESHES, on_eight_devices
+from makers import MESHES, on_eight_devices
+from oracles import cross_entropy as reference
 
 from prope import loss, sharding
 from prope.cost.hlo import array_shapes
@@ -22,22 +23,6 @@ def draw(B=2, T=12, D=8, V=30, dtype=np.float32):
     weights.ravel()[::4] = 0
     arrays = (hidden, dtype), (embedding, np.float32), (targets, np.int32), (weights, np.float32)
     return [jnp.asarray(array, dtype) for array, dtype in arrays]
-
-
-def reference(hidden, embedding, targets, weights):
-    """Losses [B, T], and the gradients of their weighted sum for hidden and embedding."""
-    hidden, embedding, weights = (
-        np.asarray(array, np.float64) for array in (hidden, embedding, weights)
-    )
-    logits = hidden @ embedding.T
-    share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    is_target = np.eye(len(embedding))[np.asarray(targets)]
-    grad_logits = (share - is_target) * weights[..., None]
-    return (
-        -np.log((share * is_target).sum(-1)),
-        grad_logits @ embedding,
-        np.einsum("btv,btd->vd", grad_logits, hidden),
-    )
 
 
 def check(arrays, tolerance=1e-5, place=lambda array: array):

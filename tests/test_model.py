@@ -7,123 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-from ml_collections import FrozenConfigDict
-from test_rope import oracle as turn
+from makers import draw_model as draw
+from makers import forward, small
+from makers import initial_params as start
+from oracles import decoder as reference
 
 from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.cost.flops import num_parameters
 from prope.loss import weighted_loss
-
-
-def small(**fields):
-    config = default_config().model
-    fields = {
-        "num_layers": 3,
-        "embed_dim": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "hidden_dim": 48,
-        "vocab_size": 50,
-        "rope_percentage": 0.75,
-    } | fields
-    config.update(fields)
-    return config
-
-
-def start(config, seed=0):
-    return jax.jit(functools.partial(model.init, config))(jax.random.key(seed))
-
-
-def draw(config, B=2, T=12, seed=0):
-    """Parameters with no zeros in them, so that every one matters, and tokens."""
-    params = start(config, seed)
-    rng = np.random.default_rng(seed)
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape).astype(np.float32), params
-    )
-    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (B, T)), jnp.int32)
-    return params, tokens, jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-
-
-def reference(
-    config, params, tokens, positions, segments=None, freqs=None, windows=None, scale=1.0
-):
-    """Logits [B, T, V]: loops over layers, heads and queries, all in float64.
-
-    `freqs` are of every layer, p-RoPE's by default; a layer with a window sees so many keys; `scale` multiplies the
-    logits of those without.
-    """
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    tokens, positions = np.asarray(tokens), np.asarray(positions)
-    table, layers = params["embedder"]["input_embedding"], params["layers"]
-    B, T = tokens.shape
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1 + scale)
-
-    def gelu(x):
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-    x = table[tokens] * np.sqrt(config.embed_dim)
-    for layer in range(config.num_layers):
-        at = jax.tree.map(lambda leaf: leaf[layer], layers)  # noqa: B023
-        normed = norm(x, at["pre_attention_norm"]["scale"])
-        attended = np.zeros_like(x)
-        for n in range(N):
-            k = n * K // N
-            query, key, value = (
-                normed @ w
-                for w in (at["attn"]["q_einsum"]["w"][n], *at["attn"]["kv_einsum"]["w"][:, k])
-            )
-            if "query_norm" in at["attn"]:
-                query = norm(query, at["attn"]["query_norm"]["scale"])
-                key = norm(key, at["attn"]["key_norm"]["scale"])
-            window = windows and windows[layer]
-            query = query if window else query * scale
-            if freqs is None:
-                theta, p = (
-                    config.max_wavelength,
-                    np.broadcast_to(config.rope_percentage, config.num_layers)[layer],
-                )
-                query, key = (
-                    turn(part[:, :, None], positions, theta, p)[:, :, 0] for part in (query, key)
-                )
-            else:
-                turns = np.exp(1j * positions[..., None] * freqs[layer])
-                pairs = [
-                    (part[..., : H // 2] + 1j * part[..., H // 2 :]) * turns
-                    for part in (query, key)
-                ]
-                query, key = (np.concatenate([part.real, part.imag], axis=-1) for part in pairs)
-            for b in range(B):
-                for t in range(T):
-                    seen = [
-                        s
-                        for s in range(t + 1)
-                        if segments is None or segments[b, s] == segments[b, t]
-                    ]
-                    seen = [s for s in seen if not window or s > t - window]
-                    scores = key[b, seen] @ query[b, t] / np.sqrt(H)
-                    weights = np.exp(scores - scores.max())
-                    averaged = weights @ value[b, seen] / weights.sum()
-                    attended[b, t] += averaged @ at["attn"]["attn_vec_einsum"]["w"][n]
-        x = x + attended
-        normed = norm(x, at["pre_ffw_norm"]["scale"])
-        gate, up = (normed @ w for w in at["mlp"]["gating_einsum"])
-        x = x + (gelu(gate) * up) @ at["mlp"]["linear"]
-    return norm(x, params["final_norm"]["scale"]) @ table.T
-
-
-def forward(config, params, tokens, positions, segments=None):
-    return _forward(FrozenConfigDict(config), params, tokens, positions, segments)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(config, params, tokens, positions, segments):
-    return model.logits(params, model.hidden_states(config, params, tokens, positions, segments))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.75, 1.0])

@@ -4,16 +4,15 @@
 file (the package's own needs are large, and the rotation has none of them).
 """
 
-import importlib.metadata
-import importlib.util
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange import make_run
-from test_rope import draw, oracle
+from makers import draw_inputs as draw
+from makers import make_run
+from oracles import rotation as oracle
 
 from prope import apply_p_rope
 from prope.hf import exporter, importer
@@ -44,24 +43,6 @@ def test_frequencies_are_transformers_proportional_ones_to_one_ulp(d, max_wavele
             np.float32
         )  # theirs are computed in float32
         assert np.abs(ours.view(np.int32).astype(np.int64) - theirs.view(np.int32)).max() <= 1
-
-
-@pytest.fixture(scope="module")
-def gemma_rope():
-    """The file of the gemma package that rotates, without the package around it."""
-    try:
-        files = importlib.metadata.files("gemma")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(
-            "compares with DeepMind's gemma: pip install --no-deps gemma==3.3.0, as .ci/run does"
-        )
-    (path,) = (
-        file.locate() for file in files if str(file) == "gemma/gm/math/_positional_embeddings.py"
-    )
-    spec = importlib.util.spec_from_file_location("gemma_rope", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.apply_rope
 
 
 @pytest.mark.parametrize("p", [0, 0.1, 0.25, 0.5, 0.75, 1])

@@ -1,6 +1,5 @@
 """Plans for devices that are not here: small models, compiled for TPUs and GPUs where their compilers are installed."""
 
-import importlib.util
 import json
 import os
 import runpy
@@ -8,19 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CONFIG, ROOT
+from conftest import CONFIG, ROOT, needs_cuda, needs_libtpu
 
 from prope.config import default_config, differences
 from prope.cost.plan import _does_not_fit, search
 from prope.runtime import xla_flags
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
-needs_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="needs JAX's CUDA plugin: pip install -e '.[plan-gpu]'",
-)
 pytestmark = pytest.mark.optimized  # the compilers of TPUs and GPUs read that setting as well
 SMALL = (
     "--config.model.head_dim=128",

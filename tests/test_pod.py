@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,24 +13,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, finish, flipped, logged, losses
+from makers import LOGGED, WIDE, free_port, line_of, start_patched, start_two_patched
 
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run
-
-LOGGED = (
-    "--config.log_every=1",
-    "--config.eval.max_windows=7",
-)  # windows that no number of devices divides
-WIDE = (
-    *LOGGED,
-    "--config.model.embed_dim=256",
-)  # wide enough that parameters are split over devices
-
-
-def free_port() -> int:
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return any_port.getsockname()[1]
 
 
 @pytest.fixture
@@ -58,15 +43,6 @@ def start_pod(start_command):
         ]
 
     return start
-
-
-def line_of(outcome) -> str:
-    """The one line of ours that a process ends with, among what JAX's runtime may say."""
-    (line,) = [
-        line for line in outcome.stderr.splitlines() if line.startswith(("error:", "stopped:"))
-    ]
-    assert "Traceback" not in outcome.stderr, outcome.stderr
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -300,17 +276,6 @@ def test_bad_input_of_one_process_ends_both(start_pod, trained, tmp_path):
         )
 
 
-def start_patched(patch: str, workdir, *arguments, **environment) -> subprocess.Popen:
-    """Starts prope.train on the tiny config, with a line of Python before."""
-    script = f"import os, sys; from prope import train, command; from prope.errors import UsageError\n{patch}\n"
-    script += "command.run(train.main, train.define_flags, train.leave)"
-    command = [sys.executable, "-c", script, CONFIG, f"--workdir={workdir}", *arguments]
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
 @pytest.mark.slow
 def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_dir):
     """As one that is started by hand on a host of a pod, where JAX finds the others without being told."""
@@ -323,17 +288,6 @@ def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_d
         stderr.splitlines()[-1],
     )
     assert not (tmp_path / "run").exists()
-
-
-def start_two_patched(patch: str, tmp_path, cache_dir) -> list:
-    """Starts the two processes of a run, each with the patch, which tells them apart by $PROPE_PROCESS."""
-    pod = {
-        "PROPE_PROCESSES": "2",
-        "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}",
-        "PROPE_CACHE": str(cache_dir),
-    }
-    pod |= {"PROPE_HEARTBEAT_TIMEOUT": "10"}
-    return [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import time
 import pytest
 from conftest import CONFIG, ROOT, finish
 from etils import epath
-from test_analyze_sharded import difference
-from test_pod import WIDE, free_port, line_of
+from makers import WIDE, free_port, line_of
+from makers import compare_analyses as difference
 
 from prope.runtime.files import upload
 
@@ -181,7 +181,7 @@ def test_the_first_process_alone_writes_an_analysis(twice):
         "sys.addaudithook(note)\n"
         "text = 'README.md' if os.environ['PROPE_PROCESS'] == '0' else '/only/the/first/reads/it'\n"
         "with p.joined():\n"
-        "    from test_analyze import asked\n"
+        "    from makers import analysis_options as asked\n"
         "    made = analysis.analyse_all(epath.Path(workdir), asked(text=text, seq_len=40, channels=1))\n"
         "print(json.dumps([sorted(written), made]))"
     )

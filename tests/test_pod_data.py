@@ -6,8 +6,7 @@ import time
 
 import pytest
 from conftest import CONFIG, finish, losses
-from test_data import articles, write_text
-from test_pod import free_port, start_two_patched
+from makers import articles, free_port, start_two_patched, write_text
 
 from prope.workdir.run import read_config
 

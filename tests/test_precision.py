@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from makers import analysis_options
 
 from prope import sharding
 from prope.analysis import analysis
@@ -86,9 +87,7 @@ def sample(workdir):
 
 
 def analyse(workdir):
-    from test_analyze import asked
-
-    analysis.analyse(workdir, asked(sequences=1, seq_len=32, channels=1, again=True))
+    analysis.analyse(workdir, analysis_options(sequences=1, seq_len=32, channels=1, again=True))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -19,7 +18,11 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_data import NAME, articles, documents_of, settings, stream, write_text, write_tfds
+from makers import WIKIPEDIA as NAME
+from makers import articles, documents_of, write_text, write_tfds
+from makers import data_config as settings
+from makers import hash_files as digest
+from makers import read_tokens as stream
 
 from prope.data.sources import files
 from prope.data.sources import tfds as tfds_files
@@ -29,18 +32,6 @@ from prope.data.store import lock, pack, workers
 from prope.errors import RunFailed, UsageError
 
 KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
-
-
-def digest(folder):
-    """Of the names and the bytes of all files below a folder."""
-    folder = pathlib.Path(folder)
-    listing = [
-        (str(p.relative_to(folder)), p.read_bytes())
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
-    ]
-    assert len(listing) >= 5  # two arrays, each with a shard, and the index
-    return hashlib.sha256(repr(listing).encode()).hexdigest()
 
 
 # --- The same store, however it was made ------------------------------------------------------------------------

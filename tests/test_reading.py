@@ -7,7 +7,9 @@ import re
 
 import pytest
 from etils import epath
-from test_data import NAME, articles, settings, write_text, write_tfds
+from makers import WIKIPEDIA as NAME
+from makers import articles, write_text, write_tfds
+from makers import data_config as settings
 
 from prope import command
 from prope.data.sources import tfds

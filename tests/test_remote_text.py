@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from etils import epath
-from test_data import NAME, articles, refused, settings, write_text, write_tfds
-from test_prepare import digest
+from makers import WIKIPEDIA as NAME
+from makers import articles, free_port, write_text, write_tfds
+from makers import data_config as settings
+from makers import data_refused as refused
+from makers import hash_files as digest
 
 from prope.data import view
 from prope.data.sources import files, tfds
@@ -192,8 +195,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.mark.parametrize("code", [401, 403])
 def test_a_bucket_that_may_not_be_read(tmp_path, run_command, code):
-    from test_pod import free_port
-
     port = free_port()
     with subprocess.Popen(
         [sys.executable, "-c", DENIES, str(port), str(code)], stderr=subprocess.DEVNULL

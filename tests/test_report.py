@@ -1,6 +1,5 @@
 """The page of a sweep: its numbers are those of the runs' files, and it asks for nothing."""
 
-import html.parser
 import json
 import math
 import pathlib
@@ -15,6 +14,10 @@ import numpy as np
 import pytest
 import scipy.stats
 from conftest import ROOT
+from makers import SWEEP_PERCENTAGES as PERCENTAGES
+from makers import SWEEP_SEEDS as SEEDS
+from makers import SWEEP_STEPS as STEPS
+from makers import Page, read_lines, write_lines
 
 from prope.config import default_config
 from prope.errors import RunFailed, UsageError
@@ -22,107 +25,6 @@ from prope.html import drawing
 from prope.inference import paired
 from prope.sweep import page as sweep_page
 from prope.sweep import pictures, runs
-from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.run import write_config
-
-PERCENTAGES, SEEDS, STEPS = (0.0, 0.25, 1.0), (0, 1), (1, 5, 10)
-
-
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory):
-    """A sweep whose numbers are drawn at random: three values of p and two seeds, everything evaluated."""
-    directory = tmp_path_factory.mktemp("template")
-    rng = np.random.default_rng(0)
-    entries = []
-    for p in PERCENTAGES:
-        for seed in SEEDS:
-            values = {"rope_percentage": p, "seed": seed}
-            workdir = directory / f"rope_percentage={p:g},seed={seed}"
-            workdir.mkdir()
-            config = default_config()
-            config.update_from_flattened_dict(
-                {"model.rope_percentage": p, "seed": seed, "num_steps": 10}
-            )
-            config.data.tokenizer = "<b>.model"
-            write_config(workdir, config)
-            with Checkpoints(workdir) as checkpoints:
-                identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
-                checkpoints.save(
-                    10, {"x": np.zeros(1)}, {"x": np.zeros(1)}, identity, {"examples": 0}
-                )
-            speed = {"tokens_per_second": 4096.0}  # a step of 16 x 256 tokens a second
-            write_lines(
-                workdir / "metrics.jsonl",
-                [
-                    {
-                        "step": step,
-                        "loss": rng.uniform(2, 3),
-                        "batch_hash": f"{seed}{step}",
-                        **speed,
-                    }
-                    for step in STEPS
-                ],
-            )
-            records = [
-                {
-                    "step": 10,
-                    "dataset": "python_docs",
-                    "seq_len": 1024,
-                    "max_windows": 3,
-                    "loss": 9.0,
-                }
-            ]
-            for seq_len in (256, 512):
-                loss = rng.uniform(1, 2)
-                positions = [
-                    {"from": a, "to": a + 64, "loss": rng.uniform(1, 2), "tokens": 9}
-                    for a in (0, 64)
-                ]
-                distances = [
-                    {"task": task, "from": a, "to": 2 * a, "accuracy": rng.uniform(), "answers": 5}
-                    for task in ("copy", "recall")
-                    for a in (8, 16)
-                ]
-                records.append(
-                    {
-                        "step": 10,
-                        "dataset": "python_docs",
-                        "split": "validation",
-                        "seq_len": seq_len,
-                        "max_windows": None,
-                        "loss": loss,
-                        "loss_stderr": 0.01,
-                        "perplexity": math.exp(loss),
-                        "bits_per_byte": loss / math.log(2),
-                        "by_position": positions,
-                        "accuracy_by_distance": distances,
-                    }
-                )
-            rescaled = {"seq_len": 2048, "encoding": "yarn", "factor": 8.0, "loss": 8.0}
-            write_lines(
-                workdir / "eval.jsonl",
-                [records[-1] | {"step": 5}, *records, records[-1] | rescaled],
-            )
-            entries.append({"name": workdir.name, "values": values})
-    started = {
-        "devices": 8,
-        "device_kind": "TPU v5p",
-        "commit": "0123456789abcdef+changes",
-        "jax": "0.10.2",
-    }
-    write_lines(directory / entries[0]["name"] / "starts.jsonl", [{"step": 0}, started])
-    (directory / "sweep.json").write_text(
-        json.dumps({"runs": [*entries, {"name": "to come", "values": {}}]})
-    )
-    return directory
 
 
 @pytest.fixture
@@ -131,35 +33,6 @@ def made(template, tmp_path):
     import shutil
 
     return shutil.copytree(template, tmp_path / "sweep")
-
-
-class Page(html.parser.HTMLParser):
-    """What a browser would see: tables as rows of texts, tags with their attributes, all text."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.tables, self.tags, self.text, self.open = [], [], "", []
-        self.feed(path.read_text())
-        assert not self.open, f"not closed: {self.open}"
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "link", "img", "source"):
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        if tag == "tr":
-            self.tables[-1].append([])
-        if tag in ("th", "td"):
-            self.tables[-1][-1].append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if any(tag in self.open for tag in ("th", "td")):
-            self.tables[-1][-1][-1] += data
 
 
 def page_of(directory):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from makers import draw_inputs as draw
+from oracles import rotation as oracle
 
 from prope import apply_p_rope
 from prope.rope import frequencies, interleaved_to_half_split, num_rotated_pairs
@@ -16,27 +18,6 @@ pytestmark = pytest.mark.optimized
 
 BOUND = 3e-7  # of max|input|, for float32
 LANDMARKS = [0, 1, 255, 256, 257, 4095, 8191, 131071, 1048575]
-
-
-def oracle(inputs, positions, max_wavelength=10_000, p=1.0):
-    """The definition, pair by pair, in float64: pair k is lanes k and k + d/2, frequency theta^(-2k/d)."""
-    inputs = np.asarray(inputs, np.float64)
-    d = inputs.shape[-1]
-    output = inputs.copy()
-    for k in range(int(p * d // 2)):
-        angle = np.asarray(positions, np.float64)[:, :, None] * float(max_wavelength) ** (
-            -2 * k / d
-        )
-        first, second = inputs[..., k], inputs[..., k + d // 2]
-        output[..., k] = first * np.cos(angle) - second * np.sin(angle)
-        output[..., k + d // 2] = second * np.cos(angle) + first * np.sin(angle)
-    return output
-
-
-def draw(d, positions, seed=0, heads=2, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    # Uniform, so that both lanes of a pair are often near the maximum, where the errors are largest.
-    return rng.uniform(-1, 1, (*np.shape(positions), heads, d)).astype(dtype)
 
 
 @pytest.mark.parametrize("p", [0, 0.1, 0.25, 0.5, 0.7, 0.75, 1])

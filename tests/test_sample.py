@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from exchange import make_run
+from makers import draw_model as draw
+from makers import forward, make_run, small
 from ml_collections import FrozenConfigDict
-from test_model import draw, forward, reference, small
+from oracles import decoder as reference
 
 from prope import model
 from prope.cost.hlo import array_shapes

@@ -2,18 +2,15 @@
 
 import functools
 import math
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import AbstractMesh
+from makers import on_eight_devices
 
 from prope import loss, model, sharding
 from prope.config import default_config
@@ -23,27 +20,6 @@ from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
 from prope.step import compile_step, init_state, make_train_step
 from prope.workdir.hashes import hash_arrays
-
-MESHES = [
-    (1, 8, 1),
-    (2, 4, 1),
-    (4, 2, 1),
-    (8, 1, 1),
-    (2, 2, 2),
-    (1, 4, 2),
-    (1, 1, 8),
-]  # data, fsdp, tensor
-
-
-def on_eight_devices(module: str, function: str) -> None:
-    """Runs a function of these tests in a process with eight devices."""
-    flags = "--xla_force_host_platform_device_count=8"
-    quick = str(jax.config.read("jax_disable_most_optimizations")).lower()  # as here
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = quick
-    command = [sys.executable, "-c", f"import {module}; {module}.{function}()"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def small(**fields):

@@ -8,7 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from test_data import NAME, articles, documents_of, settings, stream, write_text, write_tfds
+from makers import WIKIPEDIA as NAME
+from makers import articles, documents_of, write_text, write_tfds
+from makers import data_config as settings
+from makers import read_tokens as stream
 
 from prope.config import default_config, differences, from_dict
 from prope.data.mixture import interleave_sources, open_windows

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from conftest import CONFIG
 from etils import epath
-from test_data import NAME, articles, refused, settings, write_text, write_tfds
+from makers import WIKIPEDIA as NAME
+from makers import articles, write_text, write_tfds
+from makers import data_config as settings
+from makers import data_refused as refused
 
 from prope.config import default_config, differences
 from prope.data.mixture import open_windows

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT
-from exchange import make_run
+from makers import make_run
 from scipy import stats
 
 from prope import model, sharding

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, logged, losses
-from test_damage import start
-from test_data import NAME, articles, write_tfds
+from makers import WIKIPEDIA as NAME
+from makers import articles, write_tfds
+from makers import restore_training as start
 
 from prope import command, sharding
 from prope.data.windows import Windows

@@ -1,0 +1,253 @@
+"""References in float64, written in NumPy from the formulas; nothing of prope is imported.
+
+Axis letters: B batch, T query length, S key length, D embed_dim, N query heads, K key/value heads,
+H head_dim, F hidden_dim, V vocab, L layers, P = H/2 rotation pairs.
+"""
+
+import math
+
+import numpy as np
+from numpy import einsum
+
+
+def float64(array):
+    return np.asarray(array, np.float64)
+
+
+# --- Rotation ---------------------------------------------------------------------------------
+
+
+def frequencies(head_dim, max_wavelength=10_000, p=1.0):
+    """Returns theta^(-2k/d) for the fastest int(p d / 2) pairs and 0 for the others, [P]."""
+    theta = float(max_wavelength)
+    freqs = np.zeros(head_dim // 2)
+    for k in range(int(p * head_dim // 2)):
+        freqs[k] = theta ** (-2 * k / head_dim)
+    return freqs
+
+
+def rotate(inputs, positions, freqs):
+    """Rotates lanes k and k + H/2 of inputs [B, T, N, H] by positions [B, T] times freqs [P]."""
+    first, second = np.split(float64(inputs), 2, axis=-1)
+    radians = float64(positions)[..., None] * freqs
+    radians = np.expand_dims(radians, 2)
+    cos = np.cos(radians)
+    sin = np.sin(radians)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    return np.concatenate([rotated_first, rotated_second], axis=-1)
+
+
+def rotation(inputs, positions, max_wavelength=10_000, p=1.0):
+    """Applies p-RoPE to inputs [B, T, N, H]."""
+    head_dim = np.shape(inputs)[-1]
+    freqs = frequencies(head_dim, max_wavelength, p)
+    return rotate(inputs, positions, freqs)
+
+
+# --- Attention --------------------------------------------------------------------------------
+
+
+def causal_mask(T, segments=None, window=None):
+    """Returns which keys a query sees, [1, T, T], or [B, T, T] with segments [B, T]."""
+    places = np.arange(T)
+    distance = places[:, None] - places
+    seen = distance[None] >= 0
+    if window is not None:
+        seen &= distance < window
+    if segments is not None:
+        segments = np.asarray(segments)
+        seen = seen & (segments[:, :, None] == segments[:, None])
+    return seen
+
+
+def softmax(scores):
+    """Softmax over the last axis; -inf has weight 0."""
+    largest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - largest)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def attention(query, key, value, seen, cotangent=None):
+    """Returns the output [B, T, N, H]; with its cotangent, also those of query, key and value.
+
+    Query is [B, T, N, H], key and value are [B, S, K, H], `seen` is [B, T, S].
+    """
+    query = float64(query)
+    N, H = query.shape[2:]
+    K = key.shape[2]
+    key_head = np.arange(N) * K // N
+    keys = float64(key)[:, :, key_head]
+    values = float64(value)[:, :, key_head]
+    scores = einsum("btnh,bsnh->bnts", query, keys)
+    scores = scores / np.sqrt(H)
+    scores = np.where(seen[:, None], scores, -np.inf)
+    weights = softmax(scores)
+    output = einsum("bnts,bsnh->btnh", weights, values)
+    if cotangent is None:
+        return output
+
+    def sum_over_shared(grad):
+        sums = [grad[:, :, key_head == k].sum(2) for k in range(K)]
+        return np.stack(sums, axis=2)
+
+    cotangent = float64(cotangent)
+    grad_weights = einsum("btnh,bsnh->bnts", cotangent, values)
+    mean = (weights * grad_weights).sum(-1, keepdims=True)
+    grad_scores = weights * (grad_weights - mean)
+    grad_scores = grad_scores / np.sqrt(H)
+    grad_query = einsum("bnts,bsnh->btnh", grad_scores, keys)
+    grad_keys = einsum("bnts,btnh->bsnh", grad_scores, query)
+    grad_values = einsum("bnts,btnh->bsnh", weights, cotangent)
+    return (
+        output,
+        grad_query,
+        sum_over_shared(grad_keys),
+        sum_over_shared(grad_values),
+    )
+
+
+# --- Decoder ----------------------------------------------------------------------------------
+
+
+def rms_norm(x, params):
+    """RMSNorm over the last axis, with Gemma's 1 + scale."""
+    mean_square = (x**2).mean(-1, keepdims=True)
+    normed = x / np.sqrt(mean_square + 1e-6)
+    return normed * (1 + params["scale"])
+
+
+def gelu(x):
+    """GELU in its form with tanh."""
+    inner = x + 0.044715 * x**3
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * inner))
+
+
+def map_leaves(function, tree):
+    """Applies a function to the arrays of nested dictionaries."""
+    if isinstance(tree, dict):
+        return {name: map_leaves(function, branch) for name, branch in tree.items()}
+    return function(tree)
+
+
+def self_attention(params, x, positions, seen, freqs, scale):
+    """One layer's attention of x [B, T, D]; `scale` multiplies its logits."""
+    query_weights = params["q_einsum"]["w"]
+    key_weights, value_weights = params["kv_einsum"]["w"]
+    query = einsum("btd,ndh->btnh", x, query_weights)
+    key = einsum("bsd,kdh->bskh", x, key_weights)
+    value = einsum("bsd,kdh->bskh", x, value_weights)
+    if "query_norm" in params:
+        query = rms_norm(query, params["query_norm"])
+        key = rms_norm(key, params["key_norm"])
+    query = scale * rotate(query, positions, freqs)
+    key = rotate(key, positions, freqs)
+    output = attention(query, key, value, seen)
+    return einsum("btnh,nhd->btd", output, params["attn_vec_einsum"]["w"])
+
+
+def mlp(params, x):
+    """One layer's gated MLP of x [B, T, D]."""
+    gate_weights, up_weights = params["gating_einsum"]
+    hidden = gelu(x @ gate_weights) * (x @ up_weights)
+    return hidden @ params["linear"]
+
+
+def decoder(
+    config,
+    params,
+    tokens,
+    positions,
+    segments=None,
+    freqs=None,
+    windows=None,
+    scale=1.0,
+):
+    """Returns the logits [B, T, V] of Gemma 1's decoder.
+
+    `freqs` [L, P] are p-RoPE's by default. A layer of `windows` that is not None sees so many keys.
+    `scale` multiplies the attention logits of layers without a window.
+    """
+    params = map_leaves(float64, params)
+    table = params["embedder"]["input_embedding"]
+    T = np.shape(tokens)[1]
+    if freqs is None:
+        percentages = np.broadcast_to(config.rope_percentage, config.num_layers)
+        theta = config.max_wavelength
+        freqs = [frequencies(config.head_dim, theta, p) for p in percentages]
+    x = table[np.asarray(tokens)]
+    x = x * np.sqrt(config.embed_dim)
+    for number in range(config.num_layers):
+        layer = map_leaves(lambda leaf: leaf[number], params["layers"])  # noqa: B023
+        window = windows[number] if windows else None
+        normed = rms_norm(x, layer["pre_attention_norm"])
+        x = x + self_attention(
+            layer["attn"],
+            normed,
+            positions,
+            causal_mask(T, segments, window),
+            freqs[number],
+            1.0 if window else scale,
+        )
+        normed = rms_norm(x, layer["pre_ffw_norm"])
+        x = x + mlp(layer["mlp"], normed)
+    hidden = rms_norm(x, params["final_norm"])
+    return hidden @ table.T
+
+
+# --- Loss and optimizer -----------------------------------------------------------------------
+
+
+def cross_entropy(hidden, embedding, targets, weights):
+    """Returns losses [B, T] and the gradients of their weighted sum for hidden and embedding."""
+    hidden = float64(hidden)
+    embedding = float64(embedding)
+    weights = float64(weights)
+    probabilities = softmax(hidden @ embedding.T)
+    is_target = np.eye(len(embedding))[np.asarray(targets)]
+    losses = -np.log((probabilities * is_target).sum(-1))
+    grad_logits = weights[..., None] * (probabilities - is_target)
+    grad_hidden = grad_logits @ embedding
+    grad_embedding = einsum("btv,btd->vd", grad_logits, hidden)
+    return losses, grad_hidden, grad_embedding
+
+
+def learning_rate(
+    update,
+    num_updates,
+    warmup,
+    peak,
+    final,
+):
+    """The rate of an update (1, 2, ..): a linear warmup, then a cosine from `peak` to `final`."""
+    if update < warmup:
+        return peak * update / warmup
+    done = (update - warmup) / (num_updates - warmup)
+    angle = math.pi * min(done, 1)
+    return final + (peak - final) * (1 + math.cos(angle)) / 2
+
+
+def adamw(
+    weights,
+    gradients,
+    rates,
+    clip_norm,
+    weight_decay,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+):
+    """Yields the weights after each update by AdamW with clipped gradients."""
+    mu = np.zeros_like(weights)
+    nu = np.zeros_like(weights)
+    for index, gradient in enumerate(gradients):
+        norm = np.linalg.norm(gradient)
+        clipped = gradient / max(norm / clip_norm, 1)
+        mu = b1 * mu + (1 - b1) * clipped
+        nu = b2 * nu + (1 - b2) * clipped**2
+        corrected_mu = mu / (1 - b1 ** (index + 1))
+        corrected_nu = nu / (1 - b2 ** (index + 1))
+        step = corrected_mu / (np.sqrt(corrected_nu) + eps)
+        step = step + weight_decay * weights
+        weights = weights - rates[index] * step
+        yield weights
