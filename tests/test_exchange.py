@@ -23,6 +23,7 @@ from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
 from prope.hf import tensors as tensor_files
+from prope.hf.layout import list_tensors
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run
 
@@ -222,7 +223,7 @@ def test_the_released_configs_are_full_rope(tmp_path, released, parameters):
         8192,
         1,
     )
-    tensors = {tensor.name: tensor.shape for tensor in gemma_hf.tensors(config.model)}
+    tensors = {tensor.name: tensor.shape for tensor in list_tensors(config.model)}
     assert sum(np.prod(shape) for shape in tensors.values()) == parameters
     heads, width = released["num_attention_heads"], released["hidden_size"]
     assert tensors["model.layers.17.self_attn.o_proj.weight"] == (width, heads * 256)
@@ -308,7 +309,7 @@ def test_one_shard_or_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch, dtype
     config.model.update(
         SIZES | {"num_layers": 12, "embed_dim": 512, "hidden_dim": 1024, "vocab_size": 1024}
     )
-    expected = gemma_hf.tensors(config.model)
+    expected = list_tensors(config.model)
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -18,6 +18,8 @@ from prope.errors import UsageError
 from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
+from prope.hf import layout
+from prope.hf.layout import list_tensors
 
 
 def refused(tmp_path, says, source=None, workdir="back", **arguments):
@@ -196,7 +198,7 @@ def test_a_later_gemma_without_post_norms_would_be_computed(tmp_path, name):
         config_class, attn_implementation="eager"
     ).eval()
     weights, scale = {}, (144 / 64) ** 0.5
-    for tensor in gemma_hf.tensors(config.model):
+    for tensor in list_tensors(config.model):
         parameter = functools.reduce(operator.getitem, tensor.path, params)
         parameter = np.asarray(parameter if tensor.layer is None else parameter[tensor.layer])
         value = dataclasses.replace(tensor, scale=1.0, offset=0.0).read(parameter, np.float32)
@@ -352,7 +354,7 @@ def test_what_is_there_is_left_alone(tmp_path, exported):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_a_half_written_output_goes_away(tmp_path, exported, monkeypatch, error):
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(gemma_hf.Tensor, "read", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(layout.Tensor, "read", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):
         export_hf.export(tmp_path / "run", tmp_path / "new")
     monkeypatch.setattr(import_hf, "save_imported", lambda *_: (_ for _ in ()).throw(error))

@@ -1,4 +1,4 @@
-"""Opens and writes the safetensors files of a checkpoint: one, or several shards and their index."""
+"""Opens and writes the safetensors files of a checkpoint: one, or shards and their index."""
 
 import json
 import math
@@ -11,8 +11,9 @@ from etils import epath
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from prope.errors import UsageError
+from prope.errors import UsageError, usage_error
 from prope.hf import gemma
+from prope.hf.layout import INDEX, WEIGHTS, Tensor
 from prope.workdir.run import check_disk
 
 _MAX_SHARD = 2 * 10**9  # bytes; as much is in memory, since the library writes a file at once
@@ -26,84 +27,98 @@ class Stored(NamedTuple):
 
 
 def open_tensors(source: epath.Path) -> dict[str, Stored]:
-    """Opens all tensors of the checkpoint in a directory, by name; raises UsageError where a file is not whole."""
-    whole, index = source / gemma.WEIGHTS, source / gemma.INDEX
-    if whole.is_file():
-        return _open_file(whole)
+    """Opens all tensors of the checkpoint in a directory, by name.
+
+    Raises UsageError where a file is not whole.
+    """
+    if (source / WEIGHTS).is_file():
+        return _open_file(source / WEIGHTS)
+    index = source / INDEX
     if not index.is_file():
+        problem = f"has neither {WEIGHTS} nor {INDEX}"
         remedy = "other formats are not read: load them with transformers and call save_pretrained"
-        raise UsageError(f"--input={source}: has neither {whole.name} nor {index.name}; {remedy}")
-    shards = gemma.read_json(index).get("weight_map")
-    if not isinstance(shards, dict):
-        raise UsageError(
-            f"{index}: has no weight_map, which names every tensor's shard; download it again"
-        )
+        raise usage_error("--input", source, problem, remedy)
+    weight_map = gemma.read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        problem = "has no weight_map, which names every tensor's shard"
+        raise UsageError(f"{index}: {problem}; download it again")
     stored = {}
-    for shard in sorted(set(map(str, shards.values()))):
-        if not (source / shard).is_file():
-            raise UsageError(
-                f"{index}: names the shard {shard}, which is not there; download it too"
-            )
-        tensors = _open_file(source / shard)
-        named = {name for name, file in shards.items() if file == shard}
-        if tensors.keys() != named:
-            others = (
-                f"{index.name} says that its tensors are others: {some(tensors.keys() ^ named)}"
-            )
-            raise UsageError(f"{source / shard}: {others}; download both again")
-        stored |= tensors
+    for shard in sorted(set(map(str, weight_map.values()))):
+        stored |= _open_shard(index, shard, weight_map)
     return stored
+
+
+def _open_shard(index: epath.Path, shard: str, weight_map: dict) -> dict[str, Stored]:
+    path = index.parent / shard
+    if not path.is_file():
+        raise UsageError(f"{index}: names the shard {shard}, which is not there; download it too")
+    tensors = _open_file(path)
+    listed = {name for name, file in weight_map.items() if file == shard}
+    if tensors.keys() != listed:
+        differing = some(tensors.keys() ^ listed)
+        problem = f"{index.name} says that its tensors are others: {differing}"
+        raise UsageError(f"{path}: {problem}; download both again")
+    return tensors
 
 
 def _open_file(path: epath.Path) -> dict[str, Stored]:
     try:
         file = safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
-        raise UsageError(
-            f"{path}: not a whole safetensors file ({error}); download it again"
-        ) from None
+        problem = f"not a whole safetensors file ({error})"
+        raise UsageError(f"{path}: {problem}; download it again") from None
     return {name: Stored(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
 def write_tensors(
-    folder: epath.Path, tensors: list[gemma.Tensor], read: Callable[..., np.ndarray], dtype: str
+    folder: epath.Path, tensors: list[Tensor], read: Callable[..., np.ndarray], dtype: str
 ) -> None:
     """Writes model.safetensors, or, if it would be larger than 2 GB, shards and their index.
 
-    `read(path, layer)` returns the parameter with a path, or one layer of it, and is called in the order of `tensors`.
-    Raises UsageError where the disk has no room for them.
+    `read(path, layer)` returns the parameter with a path, or one layer of it, and is called in the
+    order of `tensors`. Raises UsageError where the disk has no room for them.
     """
-    shards: list[list[gemma.Tensor]] = [[]]
-    sizes = {tensor.name: math.prod(tensor.shape) * jnp.dtype(dtype).itemsize for tensor in tensors}
-    for tensor in tensors:
-        if (
-            shards[-1]
-            and sum(sizes[other.name] for other in shards[-1]) + sizes[tensor.name] > _MAX_SHARD
-        ):
-            shards.append([])
-        shards[-1].append(tensor)
+    itemsize = jnp.dtype(dtype).itemsize
+    sizes = {tensor.name: math.prod(tensor.shape) * itemsize for tensor in tensors}
     total = sum(sizes.values())
     check_disk(folder, total, "the tensors need", "output")
+    shards = _cut_shards(tensors, sizes)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        file = (
-            gemma.WEIGHTS
-            if len(shards) == 1
-            else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        )
-        values = {
-            tensor.name: tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype))
-            for tensor in shard
-        }
-        save_file(values, folder / file, {"format": "pt"})  # transformers requires this entry
-        del values  # before the next shard is read
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else WEIGHTS
+        _write_file(folder / file, shard, read, dtype)
         weight_map |= {tensor.name: file for tensor in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / gemma.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _cut_shards(tensors: list[Tensor], sizes: dict[str, int]) -> list[list[Tensor]]:
+    """Cuts a list of tensors so that those of a shard fit into its size."""
+    shards: list[list[Tensor]] = [[]]
+    shard_size = 0
+    for tensor in tensors:
+        size = sizes[tensor.name]
+        if shards[-1] and shard_size + size > _MAX_SHARD:
+            shards.append([])
+            shard_size = 0
+        shards[-1].append(tensor)
+        shard_size += size
+    return shards
+
+
+def _write_file(
+    path: epath.Path, tensors: list[Tensor], read: Callable[..., np.ndarray], dtype: str
+) -> None:
+    values = {}
+    for tensor in tensors:
+        parameter = read(tensor.path, tensor.layer)
+        values[tensor.name] = tensor.read(parameter, jnp.dtype(dtype))
+    save_file(values, path, {"format": "pt"})  # transformers requires this entry
 
 
 def some(names: Iterable[str]) -> str:
     """Returns the first three names, and how many more there are."""
     names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
