@@ -1,14 +1,13 @@
-"""The attention of Gemma 3 on a sample of Wikipedia: five layers with a window to one without, and two wavelengths.
+"""Gemma 3's attention on a sample of Wikipedia: five local layers to a global one.
 
-What       wiki_sample.py with the layers of Gemma 3, 1B: five local, one global. Kept: the pattern, RoPE of wavelength
-           1e4 in local layers and 1e6 in global ones, RMSNorm of queries and keys. Not kept: the window is 512 of 32k
-           tokens there, which would be 8 of 512; here it is 64, so that five local layers reach back 315 tokens. Nor
-           is the rescaling of global layers by 8 (4B and larger), for longer text; head_dim 256; 26 layers.
-Command    python -m prope.train --config=configs/gemma3_like.py --workdir=W --config.data.data_dir=DATA
-           DATA as in wiki_sample.py; --config=configs/gemma3_like.py:tiny tries the plumbing.
-Hardware   Two CPU cores and 2 GB of memory.
-Hours      0.11: 1.5 times a run of wiki_sample.py, for six layers instead of four. Computed, not measured.
-Expected   Not yet run. Its rivals are wiki_sample.py's p = 0.75 and p = 1, with --config.model.num_layers=6.
+What       wiki_sample.py with the layers of Gemma 3, 1B: RoPE of wavelength 1e4 in local layers,
+           1e6 in global ones; RMSNorm of queries and keys. The window is 64 of 512, so that five
+           local layers reach back 315 (there: 512 of 32k).
+Command    python -m prope.train --config=configs/gemma3_like.py --workdir=W \\
+               --config.data.data_dir=DATA
+Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
+Hours      0.11: 1.5 times a run of wiki_sample.py, for six layers instead of four. Computed.
+Expected   Not yet run. Its rivals are wiki_sample.py's, with --config.model.num_layers=6.
 """
 
 import pathlib

@@ -1,19 +1,15 @@
-"""Gemma 2B at 1,048,576 tokens: the run of gemma_2b_128k.py, trained further on 8 times longer windows.
+"""Gemma 2B at 1,048,576 tokens: the run of gemma_2b_128k.py, trained on 8 times longer windows.
 
-What       A third stage. Wavelength 10,000,000 and p = 0.75, by the rule of gemma_2b_128k.py, whose page has the
-           practice of the field: the slowest pair that rotates turns once in 985,127 tokens. Qwen2.5-1M (2501.15383)
-           has this wavelength too, with RoPE, trained on 256K tokens; LWM (2402.08268) trained from 4K to 1M in stages.
-Command    python -m prope.train --config=configs/gemma_2b_1m.py --workdir=W --init_from=W128K \
-               --config.data.data_dir=gs://tfds-data/datasets \
+What       A third stage by --init_from. Wavelength 10,000,000 and p = 0.75, by the rule of
+           gemma_2b_128k.py: the slowest pair that rotates turns once in 985,127 tokens.
+Command    python -m prope.train --config=configs/gemma_2b_1m.py --workdir=W --init_from=W128K \\
+               --config.data.data_dir=gs://tfds-data/datasets \\
                --config.data.tokenizer=gs://gemma-data/tokenizers/tokenizer_gemma2.model
-           W128K is the workdir of gemma_2b_128k.py. To try the plumbing on a laptop: configs/gemma_2b_1m.py:tiny
-Data       Wikipedia, as before, so that length alone differs; see gemma_2b_128k.py.
-Hardware   A slice of 512 TPU v5p. 128 chips share a sequence (config.mesh.context): 8,192 tokens a chip.
-           python -m prope.plan --config=configs/gemma_2b_1m.py --topology=v5p:8x8x8
-           46 GB of 103 (compiled, not run); on 64 H200 give --config.mesh.context=8 --config.batch_size=8
-           --config.model.remat=save_qkv: 75 GB of 139.
-Hours      1.05 billion tokens, about 2.6e20 FLOPs, 94 % of them attention: 0.6 hours on 512 v5p at 55 % of their peak.
-           Computed, not measured.
+Hardware   512 TPU v5p, 128 chips a sequence: 46 GB of 103 a chip, by prope.plan
+           --topology=v5p:8x8x8 (not run); 64 H200 with --config.mesh.context=8
+           --config.batch_size=8 --config.model.remat=save_qkv: 75 GB of 139.
+Hours      1.05 billion tokens, about 2.6e20 FLOPs, 94 % of them attention: 0.6 on 512 v5p at 55 %
+           of their peak. Computed.
 Expected   Not yet run. The steps and the learning rate are ours.
 """
 

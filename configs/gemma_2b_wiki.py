@@ -1,23 +1,16 @@
-"""Gemma 2B from scratch on English Wikipedia: the run of Barbero et al. (ICLR 2025), section 6 and appendix C.
+"""Gemma 2B from scratch on English Wikipedia: the run of Barbero et al. (ICLR 2025), section 6.
 
-What       One row of the paper's Table 2 for each value of rope_percentage. Validation perplexity there, on its own
-           split of the same dump, 8192 tokens, wavelength 10 000:
-               NoPE (p = 0) 4.8594   p = 0.25: 4.5302   p = 0.75: 4.4414   RoPE (p = 1) 4.4627
-Command    python -m prope.train --config=configs/gemma_2b_wiki.py --workdir=W \
-               --config.data.data_dir=gs://tfds-data/datasets \
+What       One row of the paper's Table 2 for each rope_percentage: configs/table2.py has them all.
+Command    python -m prope.train --config=configs/gemma_2b_wiki.py --workdir=W \\
+               --config.data.data_dir=gs://tfds-data/datasets \\
                --config.data.tokenizer=gs://gemma-data/tokenizers/tokenizer_gemma2.model
-           Both are public: wikipedia/20230601.en as TFDS prepares it (21 GB), and Gemma's tokenizer. Copies
-           on a disk do as well. launch/README.md has every command on a pod. To try the plumbing on a laptop first, in
-           seconds: --config=configs/gemma_2b_wiki.py:tiny
-Hardware   A slice of 64 TPU v5p, or of 256 v5e; 8 nodes of 8 H100 with 80 GB. To see first what fits, on any machine:
-           python -m prope.plan --config=configs/gemma_2b_wiki.py --topology=v5p:4x4x4
-           512 sequences on 64 v5p are 8 a chip, computed in two parts: 59 GB of 103 (compiled, not run); on 64 H100
-           give --config.accumulation=4: 44 GB of 78, the share that launch/run.sh gpu takes; on 256 v5e, 2 a chip,
-           give --config.accumulation=1 --config.model.remat=save_qkv: 11 GB of 17.
-Hours      42 billion tokens, about 7.1e20 FLOPs: 12 hours on 64 v5p at 55 % of their peak. Computed, not measured.
-Expected   Not yet run at this size. The paper's text does not survive with three of its numbers, which are assumed
-           here and marked so: the steps, the batch and the share of validation documents. The learning rate and its
-           schedule, which the paper does not give, are ours.
+           Both are public (21 GB); copies on a disk do as well. launch/README.md is about pods.
+Hardware   64 TPU v5p: 59 GB of 103 a chip, by prope.plan --topology=v5p:4x4x4 (not run); 64 H100
+           with --config.accumulation=4: 44 GB of 78; 256 v5e with --config.accumulation=1
+           --config.model.remat=save_qkv: 11 GB of 17.
+Hours      42 billion tokens, about 7.1e20 FLOPs: 12 on 64 v5p at 55 % of their peak. Computed.
+Expected   Not yet run. Paper, validation perplexity: NoPE 4.8594, p = 0.25 4.5302, p = 0.75 4.4414,
+           RoPE 4.4627. Steps, batch, validation share and learning rate are assumed: marked below.
 """
 
 from prope.config import default_config, sized

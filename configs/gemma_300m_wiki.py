@@ -1,14 +1,13 @@
 """A 300 M decoder of Gemma's shape on English Wikipedia: p-RoPE's effect on one GPU, in hours.
 
-What       The experiment of gemma_2b_wiki.py at a size that one GPU trains: 101 M parameters in 12 layers and 197 M in
-           the embedding, one KV head, 2048 tokens.
-Command    python -m prope.train --config=configs/gemma_300m_wiki.py --workdir=W \
+What       The experiment of gemma_2b_wiki.py at a size that one GPU trains: 101 M parameters in 12
+           layers and 197 M in the embedding, one KV head, 2048 tokens.
+Command    python -m prope.train --config=configs/gemma_300m_wiki.py --workdir=W \\
                --config.data.data_dir=DATA --config.data.tokenizer=tokenizer.model
-           DATA and tokenizer.model as in gemma_2b_wiki.py; --config=configs/gemma_300m_wiki.py:tiny tries the plumbing.
-Hardware   One H100 with 80 GB, of which JAX takes 78 under launch/run.sh gpu: 38 GB in two parts and 68 GB in one, as
-           compiled by prope.plan --topology=h100:1, not run. On less memory set config.accumulation to 4 or 8, which
-           changes no result.
-Hours      3.9 billion tokens, about 7.5e18 FLOPs: 5 hours on one H100 at 40 % of its peak. Computed, not measured.
+           DATA and tokenizer.model as in gemma_2b_wiki.py.
+Hardware   One H100 with 80 GB: 38 GB in two parts, 68 GB in one, by prope.plan --topology=h100:1
+           (not run). On less memory config.accumulation of 4 or 8 changes no result.
+Hours      3.9 billion tokens, about 7.5e18 FLOPs: 5 on one H100 at 40 % of its peak. Computed.
 Expected   Not yet run.
 """
 

@@ -1,13 +1,13 @@
 """Five values of p on a laptop's CPU in minutes: launch/sweep.py's first example.
 
-What       quickstart.py five times, for rope_percentage 0, 0.25, 0.5, 0.75 and 1, with fewer steps. The runs start from
-           equal weights and see equal batches.
+What       quickstart.py five times, for rope_percentage 0, 0.25, 0.5, 0.75 and 1, with fewer steps.
+           The runs start from equal weights and see equal batches.
 Command    python launch/sweep.py --config=configs/quick_sweep.py --workdir=W
            python -m prope.report --sweep=W
 Hardware   Two CPU cores and 2 GB of memory.
 Hours      0.09: five runs of 66 seconds.
-Expected   Validation perplexity 13.14, 5.35, 5.15, 5.14 and 5.13 for p = 0, 0.25, 0.5, 0.75 and 1, of one seed each:
-           the last three are as good as equal.
+Expected   Validation perplexity 13.14, 5.35, 5.15, 5.14 and 5.13 for p = 0, 0.25, 0.5, 0.75 and 1,
+           one seed each: the last three are as good as equal.
 """
 
 import pathlib

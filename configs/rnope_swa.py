@@ -1,12 +1,12 @@
-"""RNoPE-SWA (2501.18795) on a sample of Wikipedia: three RoPE layers with a window, then one without either.
+"""RNoPE-SWA (2501.18795) on a sample of Wikipedia: three RoPE layers with a window, one with none.
 
-What       wiki_sample.py with the layers of RNoPE-SWA. Kept: the pattern, wavelength 1e4, no norm of queries and keys.
-           Not kept: the window of 4096 tokens, here 128 of 512; 8B parameters. encodings_wiki.py has this encoding
-           beside the others.
-Command    python -m prope.train --config=configs/rnope_swa.py --workdir=W --config.data.data_dir=DATA
-           DATA as in wiki_sample.py; --config=configs/rnope_swa.py:tiny tries the plumbing.
-Hardware   Two CPU cores and 2 GB of memory.
-Hours      0.08, as a run of wiki_sample.py. Computed, not measured.
+What       wiki_sample.py with the layers of RNoPE-SWA: every fourth layer sees all tokens and does
+           not rotate. The window is 128 of 512 tokens (there: 4096). encodings_wiki.py has this
+           encoding beside the others.
+Command    python -m prope.train --config=configs/rnope_swa.py --workdir=W \\
+               --config.data.data_dir=DATA
+Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
+Hours      0.08, as a run of wiki_sample.py. Computed.
 Expected   Not yet run. Its rivals are wiki_sample.py's p = 0.75 and p = 1.
 """
 

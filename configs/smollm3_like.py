@@ -1,12 +1,12 @@
-"""The encoding of SmolLM3 on a sample of Wikipedia: every fourth layer does not rotate, and all layers see all tokens.
+"""SmolLM3's encoding on a sample of Wikipedia: every fourth layer does not rotate.
 
-What       wiki_sample.py with the layers of SmolLM3. Kept: the pattern, and the wavelength of its first stage, 5e4 at
-           4096 tokens. Not kept: 2e6 and 5e6 in later stages, at 32k and 64k tokens, and YaRN up to 128k, which
+What       wiki_sample.py with the layers of SmolLM3, which all see all tokens, and the wavelength
+           of its first stage, 5e4. Its later stages have 2e6 and 5e6, and YaRN up to 128k, which
            prope.evaluate --encoding=yarn does without training.
-Command    python -m prope.train --config=configs/smollm3_like.py --workdir=W --config.data.data_dir=DATA
-           DATA as in wiki_sample.py; --config=configs/smollm3_like.py:tiny tries the plumbing.
-Hardware   Two CPU cores and 2 GB of memory.
-Hours      0.08, as a run of wiki_sample.py. Computed, not measured.
+Command    python -m prope.train --config=configs/smollm3_like.py --workdir=W \\
+               --config.data.data_dir=DATA
+Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
+Hours      0.08, as a run of wiki_sample.py. Computed.
 Expected   Not yet run. Its rivals are wiki_sample.py's p = 0.75 and p = 1.
 """
 

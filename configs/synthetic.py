@@ -1,25 +1,16 @@
-"""The paper's Table 1 as an experiment of minutes: which encoding can attend by position, which by meaning.
+"""The paper's Table 1 in minutes: which encoding can attend by position, which by meaning.
 
-What       93,000 parameters on synthetic/mix, generated as it is read: repeat the letter that stood 1 to 4 tokens
-           before (positional), and give the value of a key that was set anywhere before (semantic); see
-           prope/data/synthetic.py. The wavelength suits the length as the paper's does: over a window of training the
-           slowest pair turns by 1.7 radians (there: 0.9), over one eight times as long by 14.
-Command    python launch/sweep.py --config=configs/synthetic.py --workdir=W --rope_percentage=0,0.75,1 --grid=seed=0,1,2
+What       93,000 parameters on synthetic/mix, generated as it is read: repeat the letter that stood
+           1 to 4 tokens before (positional), and give the value of a key set anywhere before
+           (semantic); see prope/data/tasks/README.md. Over a window of training the slowest pair
+           turns by 1.7 radians (in the paper: 0.9), over one eight times as long by 14.
+Command    python launch/sweep.py --config=configs/synthetic.py --workdir=W \\
+               --rope_percentage=0,0.75,1 --grid=seed=0,1,2
            python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=128
            python -m prope.report --sweep=W
-           --config.data.dataset=synthetic/copy and synthetic/recall are the two tasks alone.
 Hardware   Two CPU cores and 1 GB of memory.
-Hours      0.03 a run: 2,048,000 tokens at 20,000 tokens/s, and the start; measured beside another run.
-Expected   Right answers in %, by length of the window (guessing: 12.5); means of 3 seeds, 128 windows:
-
-                      copy: 1x    2x    4x    8x     recall: 1x    2x    4x    8x
-           p = 0          36.3  30.0  22.6  17.9           99.9  99.9  97.5  90.2
-           p = 0.75      100.0  99.9  99.8  99.3          100.0  99.7  97.9  91.8
-           p = 1         100.0  99.8  99.4  96.5           98.4  68.3  43.7  30.1
-
-           Seeds differ by up to 4 (standard deviation). p = 0 is above guessing on copy: the causal mask tells it
-           something of where it is, near the start of a window. p = 1 recalls what it learnt to within 128 tokens;
-           from 128 on it guesses (14 %).
+Hours      0.03 a run: 2,048,000 tokens at 20,000 tokens/s, and the start.
+Expected   configs/results/synthetic.md: right answers in % by length of the window.
 """
 
 from prope.config import default_config, sized

@@ -1,24 +1,16 @@
-"""The paper's Table 2: Gemma 2B from scratch on Wikipedia and on FlanV2, in seven encodings; 14 runs.
+"""The paper's Table 2: Gemma 2B from scratch on Wikipedia and on FlanV2, in seven encodings.
 
-What       gemma_2b_wiki.py and gemma_2b_flan.py, each for rope_percentage 0, 0.25, 0.75 and 1, RoPE at wavelength 5e5,
-           and two other ways to rotate three quarters of the pairs. Perplexity there:
-                                                          Wikipedia   FlanV2
-               NoPE (p = 0)                                  4.8594   6.6429
-               p = 0.25                                      4.5302   6.5111
-               p = 0.75                                      4.4414   6.4422
-               RoPE (p = 1)                                  4.4627   6.4429
-               RoPE, wavelength 5e5                          4.4485   6.4593
-               0.75-reversed: the slowest three quarters     4.4592   6.4683
-               0.75-partial: RoPE of three quarters          4.4537   6.4562
-           The text of the paper that defines partial was not seen: it is taken for the RoPE of GPT-NeoX, whose
-           wavelengths span the pairs that rotate.
+What       gemma_2b_wiki.py and gemma_2b_flan.py, each for rope_percentage 0, 0.25, 0.75 and 1, RoPE
+           at wavelength 5e5, and two other ways to rotate three quarters of the pairs. "Partial" is
+           taken for GPT-NeoX's, since the paper's definition was not seen.
 Command    python launch/sweep.py --config=configs/table2.py --workdir=W
            python -m prope.report --sweep=W
-           with the data of both, which the two files' pages describe, in ./data, and Gemma's tokenizer.model in this
-           folder. --config=configs/table2.py:tiny tries the plumbing; --dry-run prints the 14 commands.
-Hardware   As gemma_2b_wiki.py: a slice of 64 TPU v5p or, with the flags there, of 256 v5e or 64 H100.
-Hours      168: 14 runs of 12 hours on 64 v5p at 55 % of their peak. Computed, not measured.
-Expected   The paper's numbers, as far as what is assumed on the two pages holds. Not yet run.
+           with the data of both pages in ./data and Gemma's tokenizer.model in this folder;
+           --dry-run prints the 14 commands.
+Hardware   As gemma_2b_wiki.py: a slice of 64 TPU v5p or, with the flags there, of 256 v5e or 64
+           H100.
+Hours      168: 14 runs of 12 on 64 v5p at 55 % of their peak. Computed.
+Expected   Not yet run. The paper's perplexities: configs/results/gemma_2b.md.
 """
 
 import pathlib

@@ -1,26 +1,16 @@
-"""p-RoPE on a sample of Wikipedia, byte by byte, on a laptop's CPU: five values of p and three seeds.
+"""p-RoPE on a sample of Wikipedia, byte by byte, on a laptop's CPU: five values of p, three seeds.
 
-What       1.0 M parameters on windows of 512 bytes of a few MB of Wikipedia articles: the paper's comparison at a size
-           that two cores train in minutes a run. It shows the instruments, not the paper's result: at this size and
-           length differences between p are small, which is why every p has three seeds.
-Command    python launch/sweep.py --config=configs/wiki_sample.py --workdir=W --config.data.data_dir=DATA
+What       1.0 M parameters on windows of 512 bytes: the paper's comparison at a size that two cores
+           train in minutes. Differences between p are small at this size, hence three seeds.
+Command    python launch/sweep.py --config=configs/wiki_sample.py --workdir=W \\
+               --config.data.data_dir=DATA
+           python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=48
            python -m prope.report --sweep=W
-           DATA holds wikipedia/20230601.en in TFDS's layout, whole or a few articles under that name. For a whole
-           Wikipedia add --config.eval.max_windows=512, since every validation window is evaluated otherwise.
+           DATA holds wikipedia/20230601.en in TFDS's layout, whole or a few articles under that
+           name; with a whole Wikipedia give --config.eval.max_windows=512.
 Hardware   Two CPU cores and 2 GB of memory.
 Hours      0.9: 15 runs of 3.5 minutes, at 12,500 tokens/s; computed from one of them.
-Expected   On 106 articles of May 2016, stored under that name; by p, the validation loss (mean and standard deviation
-           of 3 seeds), and the loss on 48 windows of 512, 1024, 2048 and 4096 tokens:
-
-           p = 0      2.5068  0.0006     2.516  2.506  2.511  2.517
-           p = 0.25   1.6479  0.0197     1.669  1.650  1.698  1.815
-           p = 0.5    1.6419  0.0084     1.663  1.636  1.659  1.702
-           p = 0.75   1.6417  0.0039     1.664  1.928  2.500  2.867
-           p = 1      1.6481  0.0057     1.671  1.912  2.463  2.893
-
-           p = 0 barely learns in so few steps. p = 0.75 is below p = 1 with every seed, by 0.0064 (95 % interval:
-           0.0021 to 0.0107); p = 0.25 and 0.5 are not distinguishable from p = 1. The report has the intervals.
-           Windows beyond 512: python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=48
+Expected   On 106 articles of May 2016: configs/results/wiki_sample.md.
 """
 
 from prope.config import default_config, sized

@@ -107,7 +107,7 @@ def bench_attention(shape: tuple[int, int, int, int]) -> dict:
     )
     seconds = {}
     for blocks in (b for b in candidates if max(b.keys_at_once, b.keys_at_once_backward) <= b.keys):
-        attend = functools.partial(splash, positions=positions, part=0, blocks=blocks)
+        attend = functools.partial(splash, positions=positions, rank=0, blocks=blocks)
         loss = functools.partial(
             lambda attend, *qkv: attend(*qkv).astype(jnp.float32).sum(), attend
         )
