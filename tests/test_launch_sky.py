@@ -16,7 +16,7 @@ from etils import epath
 from launchers import clean_environment
 
 from prope.config import default_config
-from prope.sweep.execute import run_command
+from prope.sweep.execute import Sweep, job_name, split_launcher
 from prope.sweep.grid import plan
 
 VERSION = "0.14.1"
@@ -72,39 +72,42 @@ def read(line):  # as the program sky does
 """
 
 
-@pytest.mark.slow
-def test_skypilot_reads_the_job_by_every_command_of_its_page_and_of_a_sweep(
-    ask_skypilot, monkeypatch
-):
-    monkeypatch.setenv("PROPE_COMMIT", "abc")
-    (run,) = plan([{"seed": [0]}], "file.py", default_config(), {"data.tokenizer": "my model"})
-    of_sweep = run_command(
-        "sky", ["--gpus=H100:8", "--no-use-spot", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run
-    )
-    page = (
-        (ROOT / "launch/sky.md")
-        .read_text()
-        .replace("\\\n", " ")
-        .replace("$(git rev-parse HEAD)", "abc")
-    )
-    lines = [*re.findall(r"^sky jobs launch .*$", page, re.MULTILINE), shlex.join(of_sweep)]
-    answers = ask_skypilot(f"{READ}answer = [read(line) for line in {lines}]")
-    slice, gpus = {"tpu-v5p-128": 1}, {"H100": 8}
-    names = ["prepare", "p075", "evaluate", "p075", of_sweep[4].removeprefix("--name=")]
-    accelerators = [None, slice, slice, gpus, gpus]
-    nodes, spot = [1, 1, 1, 8, 1], [True, True, True, True, False]
-    assert [answer[:4] for answer in answers] == [
-        list(row) for row in zip(names, accelerators, spot, nodes, strict=True)
+def commands_of_the_page() -> list[str]:
+    """The lines of sky.md that launch a job, then what its sweep's launcher makes of a run."""
+    page = (ROOT / "launch/sky.md").read_text().replace("\\\n", " ")
+    page = page.replace("$(git rev-parse HEAD)", "abc")
+    (launcher,) = re.findall(r'--launcher="(sky .*?)"', page)
+    values = {"data.tokenizer": 'it\'s "my" model', "profile": (10, 12)}
+    (run,) = plan([{"seed": [0]}], "file.py", default_config(), values)
+    sweep = Sweep(epath.Path("gs://B/W"), [run], split_launcher(launcher))
+    return [
+        *re.findall(r"^sky jobs launch .*$", page, re.MULTILINE),
+        shlex.join(sweep.command(run)),
     ]
-    assert [answer[4]["PLATFORM"] for answer in answers] == ["cpu", "v5p", "v5p", "gpu", "gpu"]
-    assert [answer[4]["PROPE_COMMIT"] for answer in answers] == ["", "abc", "", "", "abc"]
-    assert all(
-        re.match(r"python -m prope\.(train|evaluate|data\.prepare) ", answer[4]["COMMAND"])
-        for answer in answers
-    )
-    assert shlex.split(answers[-1][4]["COMMAND"])[4:6] == [
-        "--config.data.tokenizer=my model",
+
+
+@pytest.mark.slow
+def test_skypilot_reads_the_job_by_every_command_of_its_page(ask_skypilot):
+    answers = ask_skypilot(f"{READ}answer = [read(line) for line in {commands_of_the_page()}]")
+    slice, gpus = {"tpu-v5p-128": 1}, {"H100": 8}
+    assert [answer[:4] for answer in answers] == [
+        ["prepare", None, True, 1],
+        ["p075", slice, True, 1],
+        ["evaluate", slice, True, 1],
+        ["p075", gpus, True, 8],
+        [job_name("W-seed=0"), slice, True, 1],
+    ]
+    environments = [answer[4] for answer in answers]
+    assert [env["PLATFORM"] for env in environments] == ["cpu", "v5p", "v5p", "gpu", "v5p"]
+    assert [env["PROPE_COMMIT"] for env in environments] == ["", "abc", "", "", "abc"]
+    for env in environments:
+        assert re.match(r"python -m prope\.(train|evaluate|data\.prepare) ", env["COMMAND"])
+    assert shlex.split(environments[-1]["COMMAND"])[3:] == [
+        "--config=file.py",
+        '--config.data.tokenizer=it\'s "my" model',
+        "--config.profile=(10, 12)",
         "--config.seed=0",
+        "--workdir=gs://B/W/seed=0",
     ]
 
 

@@ -33,7 +33,7 @@ DRY = [
     (r"bash launch/(quickstart|test)\.sh.*", r"bash -n launch/\1.sh"),
     (r"bash launch/(image|gke_jobset|local_pod)\.sh", r"bash launch/\1.sh --dry-run"),
     (r"bash launch/tpu_vm\.sh (\w+)", r"bash launch/tpu_vm.sh \1 --dry-run"),
-    (r"--backend=", "--dry-run --backend="),
+    (r"--launcher=", "--dry-run --launcher="),
 ]
 SMALL = [
     (r"(configs/\w+\.py)\b(?!:)", r"\1:tiny"),

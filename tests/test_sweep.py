@@ -15,7 +15,6 @@ from etils import epath
 
 from prope.config import default_config, from_dict
 from prope.errors import UsageError
-from prope.runtime.files import read_json
 from prope.sweep import execute
 from prope.sweep.grid import plan
 from prope.sweep.runs import read_run
@@ -179,30 +178,26 @@ def test_a_directory_of_another_sweep_is_refused(whole):
     directory, _ = whole
     three = [{"model.rope_percentage": [0.0, 0.5, 1.0]}]
     base = from_dict(json.loads((directory / "sweep.json").read_text())["config"])
-    assert (
-        execute.record_sweep(directory, plan(three, "", base, {}), three, base, {})["grids"]
-        == three
-    )
+
+    def check(grids, config):
+        execute.check_same_sweep(directory, plan(grids, "", config, {}), grids, config)
+
+    check(three, base)
     other = base.copy_and_resolve_references()
     other.batch_size = 16
+    two = [{"model.rope_percentage": [0.0, 1.0]}]
     for grids, config, says in (
-        (
-            [{"model.rope_percentage": [0.0, 1.0]}],
-            base,
-            "has also the run rope_percentage=0.5; name its values too",
-        ),
+        (two, base, "has also the run rope_percentage=0.5; name its values too"),
         ([{"seed": [0, 1]}], base, "has also the run rope_percentage=0; name its values too"),
         (three, other, r"of another config \(batch_size: 8, not 16\)"),
     ):
         with pytest.raises(UsageError, match=says):
-            execute.record_sweep(directory, plan(grids, "", config, {}), grids, config, {})
+            check(grids, config)
     with pytest.raises(UsageError, match="holds a run, not a sweep"):
-        execute.record_sweep(directory / "rope_percentage=0", [], three, base, {})
+        execute.check_same_sweep(directory / "rope_percentage=0", [], three, base)
     run = plan(three, "", other, {})[0]
-    with pytest.raises(
-        UsageError,
-        match=r"rope_percentage=0: holds a run of another config \(batch_size: 8, not 16\)",
-    ):
+    says = r"rope_percentage=0: holds a run of another config \(batch_size: 8, not 16\)"
+    with pytest.raises(UsageError, match=says):
         read_run(directory / run.name, run.values, run.config)
 
 
@@ -312,7 +307,7 @@ def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code
 def test_a_stopped_sweep_says_that_it_was_stopped(monkeypatch, number, code, expected):
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    children = execute.ChildProcesses(lock=0)
+    children = execute.ChildProcesses()
     handlers[number](number, None)
     assert children.exit_code(code) == expected
 
@@ -357,170 +352,147 @@ def test_a_dry_run_prints_the_commands_and_leaves_nothing(finish, start, tmp_pat
     }
 
 
+# A program that launches: it writes down its arguments and ends with LAUNCHER_CODE.
+QUEUE = """#!/usr/bin/env python3
+import json, os, sys
+with open("queue.jsonl", "a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+sys.exit(int(os.environ.get("LAUNCHER_CODE", 0)))
+"""
+VALUES = ('--config.data.tokenizer=it\'s "my" $HOME {name}', "--config.profile=10,12")
+
+
+@pytest.fixture
+def queue(tmp_path):
+    """Puts the program into a folder: (the folder, a function that returns what it was handed)."""
+    (tmp_path / "queue").write_text(QUEUE)
+    (tmp_path / "queue").chmod(0o755)
+
+    def read() -> list[list[str]]:
+        return [json.loads(line) for line in (tmp_path / "queue.jsonl").read_text().splitlines()]
+
+    return tmp_path, read
+
+
 @pytest.mark.slow
-def test_a_launcher_gets_every_run(finish, tmp_path):
-    """With a program in sbatch's place, which says what it got: the runs are handed over, and not waited for."""
-    (tmp_path / "sbatch").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>got\n')
-    (tmp_path / "sbatch").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    given = ("--backend=slurm", "--", "--nodes=2", "--processes_per_node=node", "--exclusive")
-    code, result, err = finish(*SEEDS, *given, cwd=tmp_path, **path)
-    assert code == 0 and [run["state"] for run in result["runs"]] == ["submitted"] * 3, err
-    lines = (tmp_path / "got").read_text().splitlines()
-    names = [
-        re.match(
-            r"--job-name=(w-seed-\d-[0-9a-f]{8}) --dependency=singleton --nodes=2 --exclusive ",
-            line,
-        )[1]
-        for line in lines
-    ]
-    assert len(set(names)) == 3
-    script = f"{ROOT}/launch/slurm.sbatch --processes_per_node=node"
-    assert lines[2].endswith(
-        f"{script} -- python -m prope.train {CONFIG} --config.seed=2 --workdir=W/seed=2"
+@pytest.mark.parametrize(
+    "launcher",
+    ["./queue '--for={name} of us' --", "bash -c './queue \"--for={name} of us\" -- {command}'"],
+    ids=["words that follow", "a text within a word"],
+)
+def test_a_launcher_gets_every_run_once(launcher, queue, finish):
+    folder, handed_out = queue
+    arguments = (*SEEDS, *VALUES, f"--launcher={launcher}")
+    code, result, err = finish(*arguments, cwd=folder)
+    assert code == 0, err
+    assert [run["state"] for run in result["runs"]] == ["submitted"] * 3
+    assert len({words[0] for words in handed_out()}) == 3
+    for seed, words in enumerate(handed_out()):
+        assert re.fullmatch(rf"--for=w-seed-{seed}-[0-9a-f]{{8}} of us", words[0])
+        assert words[1:] == [
+            "--",
+            "python",
+            "-m",
+            "prope.train",
+            CONFIG,
+            VALUES[0],
+            "--config.profile=(10, 12)",
+            f"--config.seed={seed}",
+            f"--workdir=W/seed={seed}",
+        ]
+    record = folder / "W/launched/seed=1"
+    code, again, err = finish(*arguments, cwd=folder)
+    assert (code, again) == (0, result) and len(handed_out()) == 3
+    assert re.search(
+        rf"seed=1: was handed to a launcher at {record.read_text().strip()}, and is not started "
+        "twice; to start it again, see that it has ended, then remove W/launched/seed=1",
+        err,
     )
-    code, _, err = finish(*SEEDS, "--backend=sky", cwd=tmp_path)
-    assert code == 2 and "--backend=sky: needs the program sky; install it" in error_of(err)
-    code, _, err = finish(*SEEDS, "--", "--nodes=2", cwd=tmp_path)
-    assert code == 2 and "--nodes=2: flags after -- are a launcher's" in error_of(err)
-    code, _, err = finish(*SEEDS, "--backend=gke", "--", "--name=x", cwd=tmp_path)
-    assert code == 2 and "--name=x: every run gets a name of its own" in error_of(err)
+    record.unlink()
+    assert finish(*arguments, cwd=folder)[:2] == (0, result)
+    assert len(handed_out()) == 4 and handed_out()[3] == handed_out()[1]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_fails_is_asked_again(queue, finish):
+    folder, handed_out = queue
+    arguments = (CONFIG, "--grid=seed=0", "--workdir=W", "--launcher=./queue")
+    for count in (1, 2):
+        code, result, err = finish(*arguments, cwd=folder, LAUNCHER_CODE="3")
+        assert code == 1 and "seed=0 (exit code 3)" in error_of(err)
+        assert result["runs"][0]["state"] == "failed" and len(handed_out()) == count
+
+
+class ListedCodes:
+    """Stands for child processes, which end with the codes of a list; a str is a signal to us."""
+
+    def __init__(self, codes):
+        self.codes = list(codes)
+        self.commands = []
+        self.stop_signal = None
+
+    def run(self, command, lock):
+        self.commands.append(command)
+        code = self.codes.pop(0)
+        if isinstance(code, str):
+            self.stop_signal = signal.SIGTERM
+            code = int(code)
+        return code, ""
+
+    exit_code = execute.ChildProcesses.exit_code
 
 
 @pytest.mark.parametrize(
-    ("backend", "expected"),
+    ("codes", "state", "recorded"),
     [
-        ("tpu_vm", ["bash", f"{ROOT}/launch/tpu_vm.sh", "run", "--spot", "--"]),
-        ("gke", ["bash", f"{ROOT}/launch/gke_jobset.sh", "--name=NAME", "--spot", "--"]),
+        ([0], "submitted", True),
+        ([1], "failed", False),
+        ([2], "failed", False),
+        ([76, 0], "submitted", True),
+        ([76, 1], "failed", False),
+        ([76, 76, 76, 76], "failed", False),
+        ([-9], "failed", True),  # what it launched may go on
+        ([75], None, False),
+        ([130], None, False),
+        (["-15"], None, True),
+        (["1"], None, True),
+        (["0"], None, True),
     ],
 )
-def test_what_launchers_are_given(backend, expected):
-    (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {})
-    name = execute.job_name("W-rope_percentage=0.25")
-    line = execute.run_command(backend, ["--spot"], pathlib.Path("/mnt/W"), run)
-    train = [
-        "--config=file.py",
-        "--config.model.rope_percentage=0.25",
-        "--workdir=/mnt/W/rope_percentage=0.25",
-    ]
-    assert line == [part.replace("NAME", name) for part in expected] + [
-        "python",
-        "-m",
-        "prope.train",
-        *train,
-    ]
-    assert len(execute.job_name("x" * 99)) == 40 and execute.job_name("x" * 99) != execute.job_name(
-        "x" * 98
-    )
+def test_what_a_launcher_that_ends_has_done(codes, state, recorded, tmp_path):
+    (run,) = plan([{"seed": [0]}], "file.py", default_config(), {})
+    sweep = execute.Sweep(epath.Path(tmp_path), [run], ["queue"])
+    processes = ListedCodes(codes)
+    if state is None:
+        with pytest.raises(SystemExit):
+            sweep.execute(processes, 0)
+    else:
+        sweep.execute(processes, 0)
+        assert sweep.result()["runs"][0]["state"] == state
+    assert not processes.codes and len(processes.commands) == len(codes)
+    assert (tmp_path / "launched/seed=0").exists() == recorded
 
 
-def test_what_skypilot_is_given(monkeypatch):
-    (run,) = plan(
-        [{"model.rope_percentage": [0.25]}],
-        "file.py",
-        default_config(),
-        {"data.tokenizer": "my model"},
-    )
-    monkeypatch.setenv("PROPE_COMMIT", "abc")
-    line = execute.run_command(
-        "sky", ["--gpus=H100:8", "--env=PLATFORM=gpu"], epath.Path("gs://B/W"), run
-    )
-    name = execute.job_name("W-rope_percentage=0.25")
-    assert line[:5] == ["sky", "jobs", "launch", "--yes", f"--name={name}"]
-    assert line[5:8] == ["--detach-run", "--gpus=H100:8", "--env=PLATFORM=gpu"]
-    command = (
-        "--config=file.py '--config.data.tokenizer=my model' --config.model.rope_percentage=0.25"
-    )
-    command = f"python -m prope.train {command} --workdir=gs://B/W/rope_percentage=0.25"
-    assert line[8:] == [
-        f"--env=COMMAND={command}",
-        "--env=PROPE_COMMIT=abc",
-        f"{ROOT}/launch/sky.yaml",
-    ]
-    assert "--detach-run" not in execute.run_command("sky", ["--wait"], epath.Path("gs://B/W"), run)
+@pytest.mark.parametrize(
+    ("launcher", "says"),
+    [
+        ("", "--launcher=: names no command; give one"),
+        ("  ", "names no command"),
+        ("sbatch 'x", "--launcher=sbatch 'x: cannot be split into words: No closing quotation"),
+        ("no-such-program x", "--launcher=no-such-program: there is no such program; install it"),
+    ],
+)
+def test_a_launcher_that_cannot_be_used_is_refused_first(launcher, says, tmp_path):
+    grids = [{"seed": [0]}]
+    with pytest.raises(UsageError, match=re.escape(says)):
+        execute.run_sweep(f"{tmp_path}/W", "", default_config(), {}, grids, launcher)
+    assert not list(tmp_path.iterdir())
 
 
-# What stands for SkyPilot: a queue of jobs, which never end.
-SKY = """#!/usr/bin/env python3
-import json, pathlib, sys
-queue = pathlib.Path("queue")
-if sys.argv[2] == "queue":
-    print(json.dumps([{"job_id": 1, "job_name": name} for name in queue.read_text().split()] if queue.exists() else []))
-else:
-    with queue.open("a") as file:
-        print(*[a.removeprefix("--name=") for a in sys.argv if a.startswith("--name=")], file=file)
-"""
-
-
-@pytest.mark.slow
-def test_a_job_in_skypilots_queue_is_not_handed_out_again(finish, tmp_path, bucket):
-    (tmp_path / "sky").write_text(SKY)
-    (tmp_path / "sky").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    given = (CONFIG, "--grid=seed=0,1,2", f"--workdir={bucket}/W", "--backend=sky")
-    for _ in range(2):
-        code, result, err = finish(*given, cwd=tmp_path, **path)
-        assert code == 0 and [run["state"] for run in result["runs"]] == ["submitted"] * 3, err
-        assert len((tmp_path / "queue").read_text().split()) == 3
-    assert err.count("is in SkyPilot's queue already") == 3
-    assert len(read_json(epath.Path(bucket) / "W" / "sweep.json")["runs"]) == 3
-
-
-# What stands for gcloud: workers that print what a run ends with, and keep its files to themselves.
-TPU_VM = """#!/usr/bin/env python3
-import json, re, sys
-(command,) = [a for a in sys.argv if a.startswith("--command=")] or [""]
-if "running" in command:
-    print("exit 0")
-elif command.endswith("prope_run/out"):
-    print(json.dumps({"step": 20, "loss": 1.0, "eval_loss": 2.0, "perplexity": 7.4, "bits_per_byte": 2.9,
-                      "init_hash": "aa"}))
-elif "launch/run.sh" in command:
-    print(re.search(r"--workdir=\\S+", command)[0], file=open("started", "a"))
-"""
-
-
-@pytest.mark.slow
-def test_folders_of_other_machines_are_not_made_here(finish, tmp_path):
-    (tmp_path / "gcloud").write_text(TPU_VM)
-    (tmp_path / "gcloud").chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PROPE_CACHE": str(tmp_path / "cache"),
-    }
-    workdir = tmp_path / "mounted_there/W"
-    flags = ("--name=a", "--type=v5p-8", "--poll=1")
-    given = (CONFIG, "--grid=seed=0,1", f"--workdir={workdir}", "--backend=tpu_vm", "--", *flags)
-    code, result, err = finish(*given, cwd=tmp_path, **environment)
-    assert code == 0 and [run["state"] for run in result["runs"]] == ["finished"] * 2, err
-    assert not workdir.parent.exists()
-    assert (tmp_path / "started").read_text().split() == [
-        f"--workdir={workdir}/seed={seed}" for seed in (0, 1)
-    ]
-    (state,) = (tmp_path / "cache/sweeps").iterdir()
-    assert re.fullmatch("W-[0-9a-f]{8}", state.name) and read_json(state / "sweep.json")[
-        "grids"
-    ] == [{"seed": [0, 1]}]
-    code, again, err = finish(*given, cwd=tmp_path, **environment)  # what has ended is known
-    assert (code, again) == (0, result), err
-    assert len((tmp_path / "started").read_text().split()) == 2 and not workdir.parent.exists()
-
-
-def test_a_run_that_leaves_no_files_here_is_known_by_what_it_printed(tmp_path):
-    (run,) = plan([{"model.rope_percentage": [0.25]}], "file.py", default_config(), {})
-    made = execute.Sweep(tmp_path, [run])
-    assert made.read(run).state == "new"
-    printed = {
-        "step": 1000,
-        "loss": 1.0,
-        "eval_loss": 2.0,
-        "perplexity": 7.4,
-        "bits_per_byte": 2.9,
-        "init_hash": "aa",
-    }
-    made.printed[run.name] = printed
-    record = made.read(run).record()
-    assert record["state"] == "finished" and printed.items() <= record.items()
+def test_a_job_has_a_short_name_of_its_own():
+    assert execute.job_name("W-rope_percentage=0.25") == "w-rope-percentage-0-25-56980f49"
+    assert len(execute.job_name("x" * 99)) == 40
+    assert execute.job_name("x" * 99) != execute.job_name("x" * 98)
 
 
 @pytest.mark.slow

@@ -1,34 +1,32 @@
-"""Runs a sweep, one run after the other, in a local process or through a launcher; skips finished runs."""
+"""Carries out a sweep: its runs one after the other here, or each by the command of a launcher."""
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
-import pathlib
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import differences, from_dict
-from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, UsageError, log
+from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, log, usage_error
 from prope.runtime.files import (
     absolute,
+    as_path,
     check_writable,
-    is_url,
     local_cache,
     read_json,
     write_atomic,
 )
-from prope.runtime.startup import find_commit
 from prope.sweep.grid import Planned, plan
 from prope.sweep.runs import (
     DAMAGED_SWEEP,
@@ -40,91 +38,83 @@ from prope.sweep.runs import (
     table_text,
 )
 
-PROGRAMS = {
-    "tpu_vm": "gcloud",
-    "gke": "kubectl",
-    "slurm": "sbatch",
-    "sky": "sky",
-}  # that launchers call
-MAX_RETRIES = 3  # of a run that ended with LOST or by a signal
+MAX_RETRIES = 3  # of a run that lost another process, or was killed
+OTHER_SWEEP = "choose another --workdir, or the arguments that it was started with"
 
 
-def record_sweep(
-    directory: epath.Path, runs: list[Planned], grids: list[dict], base: ConfigDict, source: dict
-) -> dict:
-    """Returns the content of sweep.json; compared with an existing one, runs may only be added."""
+def check_same_sweep(
+    directory: epath.Path, runs: list[Planned], grids: list[dict], base: ConfigDict
+) -> None:
+    """Raises UsageError where the directory holds a run, or a sweep that this one does not extend."""
     if (directory / "config.json").exists():
-        raise UsageError(
-            f"--workdir={directory}: holds a run, not a sweep; choose another --workdir"
-        )
-    if (saved := read_json(directory / "sweep.json", DAMAGED_SWEEP)) is not None:
-        remedy = "; choose another --workdir, or the arguments that it was started with"
-        message = f"--workdir={directory}: holds a sweep"
-        planned = {run.name for run in runs}
-        if missing := [run["name"] for run in saved["runs"] if run["name"] not in planned]:
-            raise UsageError(
-                f"{message} that has also the run {missing[0]}; name its values too{remedy}"
-            )
-        differing = differences(base, from_dict(saved["config"]))
-        swept = {name for grid in grids for name in grid}
-        if differing := [line for line in differing if line.partition(":")[0] not in swept]:
-            raise UsageError(f"{message} of another config ({'; '.join(differing)}){remedy}")
-    names = [{"name": run.name, "values": run.values} for run in runs]
-    return {**source, "grids": grids, "runs": names, "config": base.to_dict()}
-
-
-def state_folder(directory: epath.Path) -> pathlib.Path:
-    """Returns the folder of what this machine knows of a sweep: its lock, and what was handed to a launcher."""
-    return (
-        local_cache()
-        / "sweeps"
-        / f"{directory.name}-{zlib.crc32(str(absolute(directory)).encode()):08x}"
-    )
+        problem = "holds a run, not a sweep"
+        raise usage_error("--workdir", directory, problem, "choose another --workdir")
+    saved = read_json(directory / "sweep.json", DAMAGED_SWEEP)
+    if saved is None:
+        return
+    planned = {run.name for run in runs}
+    missing = [run["name"] for run in saved["runs"] if run["name"] not in planned]
+    if missing:
+        problem = f"holds a sweep that has also the run {missing[0]}"
+        remedy = f"name its values too; {OTHER_SWEEP}"
+        raise usage_error("--workdir", directory, problem, remedy)
+    swept = {name for grid in grids for name in grid}
+    lines = differences(base, from_dict(saved["config"]))
+    differing = [line for line in lines if line.partition(":")[0] not in swept]
+    if differing:
+        problem = f"holds a sweep of another config ({'; '.join(differing)})"
+        raise usage_error("--workdir", directory, problem, OTHER_SWEEP)
 
 
 @contextlib.contextmanager
 def locked(directory: epath.Path) -> Iterator[int]:
-    """Locks a sweep on this machine; yields its descriptor, which runs inherit: those that outlive us hold it."""
-    state = state_folder(directory)
-    check_writable("PROPE_CACHE", state)
-    with open(state / "lock", "w") as file:
+    """Locks a sweep on this machine; yields the lock's descriptor, for runs that may outlive it."""
+    folder = local_cache() / "sweeps"
+    check_writable("PROPE_CACHE", folder)
+    checksum = zlib.crc32(str(absolute(directory)).encode())
+    with open(folder / f"{directory.name}-{checksum:08x}.lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            at_work = "a sweep, or a run of one, is at work there"
-            raise UsageError(f"--workdir={directory}: {at_work}; wait for it") from None
+            problem = "a sweep, or a run of one, is at work there"
+            raise usage_error("--workdir", directory, problem, "wait for it") from None
         yield file.fileno()
 
 
 class ChildProcesses:
     """Runs one child process at a time and forwards SIGTERM and SIGINT to it."""
 
-    def __init__(self, lock: int):
-        self._lock = lock
+    def __init__(self):
         self._child: subprocess.Popen | None = None
-        self.stop_signal: int | None = None  # that the sweep has received
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._forward)
+        self.stop_signal: int | None = None  # that this process has received
+        signal.signal(signal.SIGTERM, self._forward)
+        signal.signal(signal.SIGINT, self._forward)
 
-    def run(self, line: list[str]) -> tuple[int, str, dict]:
-        """Runs a command with its output on stderr; returns (exit code, last error line, printed JSON object)."""
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    def run(self, command: list[str], lock: int | None) -> tuple[int, str]:
+        """Runs a command with its output on stderr; returns its exit code and its last error.
+
+        The child holds the lock, too, so that nothing else starts while it outlives this process.
+        """
         self._child = subprocess.Popen(
-            line, text=True, errors="replace", pass_fds=[self._lock], **pipe
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            pass_fds=[] if lock is None else [lock],
         )
         if self.stop_signal:  # it came while the child was started
             self._child.send_signal(self.stop_signal)
-        error, result = "", {}
-        for text in self._child.stdout:
-            sys.stderr.write(text)
+        error = ""
+        for line in self._child.stdout:
+            sys.stderr.write(line)
             sys.stderr.flush()
-            error = text.strip() if text.startswith(("error:", "stopped:")) else error
-            with contextlib.suppress(ValueError):
-                result = json.loads(text) if text.startswith("{") else result
-        return self._child.wait(), error, result
+            if line.startswith(("error:", "stopped:")):
+                error = line.strip()
+        return self._child.wait(), error
 
     def exit_code(self, code: int) -> int:
-        """Returns the exit code of a stopped sweep, given that of its child."""
+        """Returns the exit code of a stopped sweep, whose child ended with `code`."""
         if code == 0:  # it had just finished
             return PREEMPTED if self.stop_signal == signal.SIGTERM else INTERRUPTED
         return code if code > 0 else 128 - code  # as shells do for a signal
@@ -136,170 +126,38 @@ class ChildProcesses:
 
 
 def in_foreground() -> bool:
-    """Returns whether the terminal's Ctrl-C reaches runs by itself; a second signal would stop them from saving."""
+    """Tells whether the terminal's Ctrl-C reaches runs too; a second one would end their saving."""
     with contextlib.suppress(OSError), open("/dev/tty") as terminal:
         return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     return False
 
 
-@dataclasses.dataclass
-class Sweep:
-    """The runs of a sweep, what carries them out, and their outcomes so far."""
-
-    directory: epath.Path
-    runs: list[Planned]
-    backend: str = "local"
-    launcher_flags: Sequence[str] = ()
-    printed: dict[str, dict] = dataclasses.field(
-        default_factory=dict
-    )  # results of commands, by run
-    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by run
-
-    @property
-    def submits(self) -> bool:
-        """Whether a command ends as soon as its run is in a queue."""
-        return self.backend in ("gke", "slurm", "sky") and "--wait" not in self.launcher_flags
-
-    @property
-    def visible(self) -> bool:
-        """Whether this machine sees the runs' files, which may be on a disk of the machines that train."""
-        return (
-            self.backend in ("local", "slurm") or is_url(self.directory) or self.directory.exists()
-        )
-
-    def read(self, planned: Planned) -> Run:
-        """Reads a run from its files; from what it printed if it left no files on this machine."""
-        run = read_run(self.directory / planned.name, planned.values, planned.config)
-        result = self.printed.get(planned.name, {})
-        if run.started or "eval_loss" not in result:
-            return run
-        step, data, windows = result["step"], planned.config.data, planned.config.eval.max_windows
-        record = {
-            "step": step,
-            "dataset": data.dataset,
-            "seq_len": data.seq_len,
-            "max_windows": windows,
-        }
-        record |= {
-            "loss": result["eval_loss"],
-            **{name: result[name] for name in ("perplexity", "bits_per_byte")},
-        }
-        fields = {"metrics": [{"step": step, "loss": result["loss"]}], "evaluations": [record]}
-        return dataclasses.replace(
-            run, started=True, step=step, init_hash=result["init_hash"], **fields
-        )
-
-    def read_all(self) -> list[Run]:
-        """Reads all runs, in the order of the grid."""
-        return on_common_windows([self.read(run) for run in self.runs])
-
-    def execute(self, processes: ChildProcesses) -> None:
-        """Carries out every run that is not finished.
-
-        Raises:
-          RunFailed: initial weights or batches that must be equal are not.
-          SystemExit: the sweep, or a run, was asked to stop.
-        """
-        for number, run in enumerate(self.runs, 1):
-            for start in range(MAX_RETRIES + 1):
-                if processes.stop_signal or self.read(run).state == "finished":
-                    break
-                log.info(
-                    "run %d of %d, %s: starts%s",
-                    number,
-                    len(self.runs),
-                    run.name,
-                    " again" if start else "",
-                )
-                command = run_command(self.backend, self.launcher_flags, self.directory, run)
-                if self.backend == "sky" and in_sky_queue(
-                    job_name(f"{self.directory.name}-{run.name}")
-                ):
-                    log.info("%s: is in SkyPilot's queue already", run.name)
-                    self.printed[run.name] = {}
-                    break
-                code, error, self.printed[run.name] = processes.run(command)
-                if self.backend != "local":
-                    write_atomic(
-                        state_folder(self.directory) / "handed_out.json",
-                        json.dumps(self.printed, indent=2),
-                    )
-                if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
-                    log.info(
-                        "stopped in %s; the same command goes on from its last checkpoint", run.name
-                    )
-                    sys.exit(processes.exit_code(code))
-                self.failed.pop(run.name, None)
-                if code:
-                    reason = (
-                        f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                    )
-                    self.failed[run.name] = f"{reason}{f', {error}' if error else ''}"
-                elif not self.submits and self.read(run).state != "finished":
-                    self.failed[run.name] = (
-                        f"ended without an evaluation of step {run.config.num_steps}"
-                    )
-                if run.name in self.failed:
-                    log.info("%s: %s", run.name, self.failed[run.name])
-                if code != LOST and code >= 0:
-                    break
-            if processes.stop_signal:
-                sys.exit(processes.exit_code(0))
-            check_equal(self.read_all())
-
-    def result(self) -> dict:
-        """Returns the command's JSON object."""
-        runs, records = self.read_all(), []
-        for run in runs:
-            submitted = self.submits and run.name in self.printed and run.state != "finished"
-            state = "failed" if run.name in self.failed else "submitted" if submitted else run.state
-            records.append(run.record() | {"state": state})
-        return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
+def split_launcher(text: str | None) -> list[str]:
+    """Splits a launcher's command into words, as a shell does; [] where there is none."""
+    if text is None:
+        return []
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        problem = f"cannot be split into words: {error}"
+        raise usage_error("--launcher", text, problem, "quote it as for a shell") from None
+    if not words:
+        remedy = "give one, such as --launcher='sbatch launch/slurm.sbatch --'"
+        raise usage_error("--launcher", text, "names no command", remedy)
+    return words
 
 
-def run_command(
-    backend: str, launcher_flags: Sequence[str], directory: epath.Path, run: Planned
-) -> list[str]:
-    """Returns the command that carries out a run: prope.train here, or a launcher with its flags."""
-    folder = pathlib.Path(__file__).parents[2] / "launch"
-    python = sys.executable if backend == "local" else "python"
-    train = [python, "-m", "prope.train", *run.arguments, f"--workdir={directory / run.name}"]
-    name = job_name(f"{directory.name}-{run.name}")
-    if backend == "tpu_vm":
-        return ["bash", f"{folder}/tpu_vm.sh", "run", *launcher_flags, "--", *train]
-    if backend == "gke":
-        return ["bash", f"{folder}/gke_jobset.sh", f"--name={name}", *launcher_flags, "--", *train]
-    if backend == "sky":
-        detach = [] if "--wait" in launcher_flags else ["--detach-run"]
-        own = [flag for flag in launcher_flags if flag != "--wait"]
-        given = [f"--env=COMMAND={shlex.join(train)}", f"--env=PROPE_COMMIT={find_commit() or ''}"]
-        return [
-            "sky",
-            "jobs",
-            "launch",
-            "--yes",
-            f"--name={name}",
-            *detach,
-            *own,
-            *given,
-            f"{folder}/sky.yaml",
-        ]
-    if backend == "slurm":  # a second job for a run waits until the first has ended
-        of_script = [
-            flag
-            for flag in launcher_flags
-            if flag.startswith(("--processes_per_node", "--max_restarts"))
-        ]
-        of_sbatch = [flag for flag in launcher_flags if flag not in of_script]
-        sbatch = ["sbatch", f"--job-name={name}", "--dependency=singleton", *of_sbatch]
-        return [*sbatch, f"{folder}/slurm.sbatch", *of_script, "--", *train]
-    return train
+def fill_in(launcher: list[str], name: str, command: list[str]) -> list[str]:
+    """Puts the name and the command of a run into a launcher's words.
 
-
-def in_sky_queue(name: str) -> bool:
-    """Tells whether SkyPilot has a job of this name that has not ended; a second one would write to the same files."""
-    command = ["sky", "jobs", "queue", "--all", "--skip-finished", "--output=json"]
-    return f'"{name}"' in subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+    {name} becomes the name, {command} the command as one text for a shell. Where no word has
+    {command}, the command's words follow the launcher's.
+    """
+    text = shlex.join(command)
+    words = [word.replace("{name}", name).replace("{command}", text) for word in launcher]
+    if any("{command}" in word for word in launcher):
+        return words
+    return [*words, *command]
 
 
 def job_name(text: str) -> str:
@@ -308,58 +166,179 @@ def job_name(text: str) -> str:
     return f"{plain[:31].rstrip('-')}-{zlib.crc32(text.encode()):08x}"
 
 
+class Sweep:
+    """The runs of a sweep and what carries them out: this machine, or a launcher's command.
+
+    A launcher that exits with 0 has taken the run, or the run has ended; with another code the
+    run is not going on. What was handed to it stands in `launched/RUN` until that is known.
+    """
+
+    def __init__(self, directory: epath.Path, runs: list[Planned], launcher: list[str]):
+        self.directory = directory
+        self.runs = runs
+        self.launcher = launcher  # its words; empty: the runs are carried out here
+        self.failed: dict[str, str] = {}  # reasons, by run
+
+    def command(self, run: Planned) -> list[str]:
+        """Returns the command that carries out a run."""
+        python = "python" if self.launcher else sys.executable
+        workdir = f"--workdir={self.directory / run.name}"
+        train = [python, "-m", "prope.train", *run.arguments, workdir]
+        if not self.launcher:
+            return train
+        return fill_in(self.launcher, job_name(f"{self.directory.name}-{run.name}"), train)
+
+    def read(self, planned: Planned) -> Run:
+        """Reads a run from its files."""
+        return read_run(self.directory / planned.name, planned.values, planned.config)
+
+    def read_all(self) -> list[Run]:
+        """Reads all runs, in the order of the grid."""
+        return on_common_windows([self.read(run) for run in self.runs])
+
+    def launch_record(self, name: str) -> epath.Path:
+        """Returns the file that is there from the moment a run is handed to a launcher."""
+        return self.directory / "launched" / name
+
+    def state(self, run: Run) -> str:
+        """Returns new, submitted, unfinished, finished or failed."""
+        if run.name in self.failed:
+            return "failed"
+        if run.state != "finished" and self.launch_record(run.name).exists():
+            return "submitted"
+        return run.state
+
+    def execute(self, processes: ChildProcesses, lock: int) -> None:
+        """Carries out every run that is neither finished nor with a launcher.
+
+        Raises:
+          RunFailed: initial weights or batches that must be equal are not.
+          SystemExit: the sweep, or a run, was asked to stop.
+        """
+        for number, run in enumerate(self.runs, 1):
+            state = self.state(self.read(run))
+            if state == "submitted":
+                self._log_submitted(run.name)
+            elif state != "finished":
+                log.info("run %d of %d, %s: starts", number, len(self.runs), run.name)
+                self._carry_out(run, processes, lock)
+                check_equal(self.read_all())
+            if processes.stop_signal:
+                sys.exit(processes.exit_code(0))
+
+    def _log_submitted(self, name: str) -> None:
+        """Logs since when a run is with a launcher, and how to start it again."""
+        record = self.launch_record(name)
+        log.info(
+            "%s: was handed to a launcher at %s, and is not started twice; "
+            "to start it again, see that it has ended, then remove %s",
+            name,
+            record.read_text().strip(),
+            record,
+        )
+
+    def _carry_out(self, run: Planned, processes: ChildProcesses, lock: int) -> None:
+        """Starts a run, and starts it again where it lost another process or was killed."""
+        for start in range(MAX_RETRIES + 1):
+            if start:
+                log.info("%s: starts again", run.name)
+            code = self._start(run, processes, lock)
+            was_killed = code < 0 and not self.launcher
+            is_lost = code == LOST or was_killed
+            if not is_lost or self.read(run).state == "finished":
+                return
+
+    def _start(self, run: Planned, processes: ChildProcesses, lock: int) -> int:
+        """Starts a run, or hands it to the launcher, and waits; returns the exit code."""
+        record = self.launch_record(run.name)
+        if self.launcher:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(record, time.strftime("%Y-%m-%d %H:%M:%S UTC\n", time.gmtime()))
+        code, error = processes.run(self.command(run), None if self.launcher else lock)
+        if self.launcher and code > 0 and not processes.stop_signal:
+            record.unlink()
+        if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
+            log.info("stopped in %s; the same command goes on from its last checkpoint", run.name)
+            if record.exists():
+                self._log_submitted(run.name)
+            sys.exit(processes.exit_code(code))
+        self.failed.pop(run.name, None)
+        reason = self._failure(run, code, error)
+        if reason:
+            self.failed[run.name] = reason
+            log.info("%s: %s", run.name, reason)
+        return code
+
+    def _failure(self, run: Planned, code: int, error: str) -> str:
+        """Says why a run has failed that ended with `code`; "" where it has not."""
+        ending = f", {error}" if error else ""
+        if code > 0:
+            return f"exit code {code}{ending}"
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}{ending}"
+        if not self.launcher and self.read(run).state != "finished":
+            return f"ended without an evaluation of step {run.config.num_steps}"
+        return ""
+
+    def result(self) -> dict:
+        """Returns the command's JSON object."""
+        runs = self.read_all()
+        records = [run.record() | {"state": self.state(run)} for run in runs]
+        return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
+
+
 def run_sweep(
     workdir: str,
     file: str,
     base: ConfigDict,
     overrides: dict,
     grids: list[dict],
-    backend: str = "local",
-    launcher_flags: Sequence[str] = (),
+    launcher: str | None = None,
     dry_run: bool = False,
 ) -> dict:
     """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
-    All runs get the config `base` of `file` with `overrides`, and the values of `grids`, from `read_grids`. A dry run
-    only prints the commands.
+    All runs get the config `base` of `file` with `overrides`, and the values of `grids`, from
+    `read_grids`. A dry run only prints the commands.
 
     Raises:
-      UsageError: the directory holds a run or another sweep, or a config is invalid.
+      UsageError: the directory holds a run or another sweep, or an argument is invalid.
       RunFailed: a run failed; the others are done.
     """
-    directory, runs = epath.Path(workdir), plan(grids, file, base, overrides)
-    sweep, state = Sweep(directory, runs, backend, launcher_flags), state_folder(directory)
-    if not sweep.visible:
-        sweep.printed = read_json(state / "handed_out.json") or {}
-        log.info("%s is not on this machine: what was handed out is in %s", directory, state)
-    home = directory if sweep.visible else state
-    record = record_sweep(home, runs, grids, base, {"config_file": file, "overrides": overrides})
+    directory = as_path("workdir", workdir)
+    runs = plan(grids, file, base, overrides)
+    sweep = Sweep(directory, runs, split_launcher(launcher))
+    check_same_sweep(directory, runs, grids, base)
     log.info("%d runs in %s:", len(runs), directory)
     for run in sweep.read_all():
-        log.info(
-            "  %s: %s",
-            run.name,
-            f"resumes at step {run.step}" if run.state == "unfinished" else run.state,
-        )
+        state = sweep.state(run)
+        if state == "unfinished":
+            state = f"resumes at step {run.step}"
+        log.info("  %s: %s", run.name, state)
     if dry_run:
         for run in runs:
-            print(shlex.join(run_command(backend, launcher_flags, directory, run)))
+            print(shlex.join(sweep.command(run)))
         return sweep.result()
-    if backend != "local" and shutil.which(PROGRAMS[backend]) is None:
-        raise UsageError(
-            f"--backend={backend}: needs the program {PROGRAMS[backend]}; install it, or put it on PATH"
-        )
+    if sweep.launcher and shutil.which(sweep.launcher[0]) is None:
+        remedy = "install it, or put it on PATH"
+        raise usage_error("--launcher", sweep.launcher[0], "there is no such program", remedy)
     check_equal(sweep.read_all())
+    record = {
+        "config_file": file,
+        "overrides": overrides,
+        "grids": grids,
+        "runs": [{"name": run.name, "values": run.values} for run in runs],
+        "config": base.to_dict(),
+    }
     with locked(directory) as lock:
-        check_writable("--workdir", home)
-        write_atomic(home / "sweep.json", json.dumps(record, indent=2) + "\n")
-        sweep.execute(ChildProcesses(lock))
+        check_writable("--workdir", directory)
+        write_atomic(directory / "sweep.json", json.dumps(record, indent=2) + "\n")
+        sweep.execute(ChildProcesses(), lock)
     result = sweep.result()
     log.info("%s", table_text(result["table"]))
     if sweep.failed:
         print(json.dumps(result), flush=True)
-        why = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
-        raise RunFailed(
-            f"{len(sweep.failed)} of {len(runs)} runs failed: {why}; the same command tries these again"
-        )
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
+        problem = f"{len(sweep.failed)} of {len(runs)} runs failed: {reasons}"
+        raise RunFailed(f"{problem}; the same command tries these again")
     return result
