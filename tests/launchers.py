@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import filelock
 from conftest import ROOT
 
 TOOLS = pathlib.Path(sys.executable).parent
@@ -68,6 +69,24 @@ def start(
     )
 
 
+def own_environment(name: str, version: str) -> pathlib.Path:
+    """Installs a package into an environment of its own, which later runs of the tests use again."""
+    folder = ROOT / f".pytest_cache/{name}-{version}"
+    folder.parent.mkdir(exist_ok=True)
+    with filelock.FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            uv = [sys.executable, "-m", "uv", "--quiet"]  # seconds, where pip takes minutes
+            for command in (
+                ["venv", "--python", sys.executable, folder],
+                ["pip", "install", f"{name}=={version}", "--python", folder],
+            ):
+                done = subprocess.run([*uv, *command], capture_output=True, text=True, timeout=500)
+                assert done.returncode == 0, done.stderr
+            (folder / "done").touch()
+    return folder
+
+
 def wait_for(file, lines: int) -> None:
     """Until a file, which processes write a line each to, has so many."""
     deadline = time.monotonic() + 60
@@ -122,29 +141,12 @@ if "scp" in arguments:
     for w in workers:
         shutil.copy(source, here / w / target.split(":")[1])
 """
-# kubectl: a JobSet whose state is the next line of a file, each time it is asked for.
-KUBECTL = """
-if arguments[0] == "get":
-    state, *rest = (here / "states").read_text().split(",")
-    (here / "states").write_text(",".join(rest))
-    if state == "lost":
-        sys.exit(1)
-    print(state, end="")
-elif arguments[0] == "create":
-    (here / "created.yaml").write_text(sys.stdin.read())
-elif arguments[0] == "logs":
-    print('{"step": 1}')
-"""
 # srun: every task at once; exits with the greatest code, as Slurm's does.
 SRUN = """
 ntasks = next(int(a.split("=")[1]) for a in arguments if a.startswith("--ntasks="))
 command = arguments[arguments.index("bash"):]
 tasks = [subprocess.Popen(command, env=os.environ | {"SLURM_PROCID": str(i)}) for i in range(ntasks)]
 sys.exit(max(task.wait() % 256 for task in tasks))
-"""
-DOCKER = """
-if arguments[0] == "build":
-    (here / "context.tar").write_bytes(sys.stdin.buffer.read())
 """
 SCONTROL = """
 sys.exit(int(os.environ.get("REQUEUE_CODE", 0)))
@@ -155,13 +157,7 @@ def put_programs(tmp_path) -> dict[str, str]:
     """Puts the programs into a folder; returns the variables with which they are found there, before any others."""
     folder = tmp_path / "programs"
     folder.mkdir()
-    codes = {
-        "gcloud": GCLOUD,
-        "kubectl": KUBECTL,
-        "srun": SRUN,
-        "scontrol": SCONTROL,
-        "docker": DOCKER,
-    }
+    codes = {"gcloud": GCLOUD, "srun": SRUN, "scontrol": SCONTROL}
     for name, code in codes.items():
         (folder / name).write_text(RECORD.format(python=sys.executable, here=str(tmp_path)) + code)
         (folder / name).chmod(0o755)

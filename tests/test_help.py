@@ -191,7 +191,6 @@ def test_every_script_refuses_what_it_does_not_know(path):
         ("quickstart.sh", ["runs/a", "runs/b"], "runs/b: unexpected argument"),
         ("setup.sh", ["gpus"], "gpus: there is no such extra"),
         ("setup.sh", ["gpu", "test"], "test: unexpected argument"),
-        ("image.sh", ["--image=a", "b"], "b: unexpected argument"),
         ("tpu_vm.sh", ["logs", "--name=a", "b"], "b: logs takes no command"),
         ("run.sh", [], "no platform"),
         ("run.sh", ["tpu9", "true"], "v5e, v5p, v6e, gpu, cpu; got tpu9"),

@@ -12,7 +12,7 @@ from conftest import ROOT
 from launchers import HANDLE, TOOLS, clean_environment, launch, refused, start, wait_for
 
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
-NEW = ("local_pod.sh", "tpu_vm.sh", "gke_jobset.sh", "slurm.sbatch", "image.sh")
+NEW = ("local_pod.sh", "tpu_vm.sh", "slurm.sbatch")
 
 
 def test_shellcheck_finds_nothing():

@@ -4,16 +4,14 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
-import filelock
 import pytest
 import yaml
 from conftest import ROOT
 from etils import epath
-from launchers import clean_environment
+from launchers import clean_environment, own_environment
 
 from prope.config import default_config
 from prope.sweep.execute import Sweep, job_name, split_launcher
@@ -25,20 +23,8 @@ TASK = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
 
 @pytest.fixture(scope="module")
 def ask_skypilot(tmp_path_factory):
-    """Runs code where SkyPilot is installed, in an environment of its own that later runs of the tests use again."""
-    folder = ROOT / f".pytest_cache/skypilot-{VERSION}"
-    folder.parent.mkdir(exist_ok=True)
-    with filelock.FileLock(f"{folder}.lock"):
-        if not (folder / "done").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            uv = [sys.executable, "-m", "uv", "--quiet"]  # seconds, where pip takes minutes
-            install = ["pip", "install", f"skypilot=={VERSION}", "--python"]
-            for command in (["venv", "--python", sys.executable], install):
-                done = subprocess.run(
-                    [*uv, *command, folder], capture_output=True, text=True, timeout=500
-                )
-                assert done.returncode == 0, done.stderr
-            (folder / "done").touch()
+    """Runs code where SkyPilot is installed."""
+    folder = own_environment("skypilot", VERSION)
     home = tmp_path_factory.mktemp("home")
     catalogs = home / ".sky/catalogs/v8/common"  # which SkyPilot would download
     catalogs.mkdir(parents=True)
