@@ -66,17 +66,6 @@ commit() {
   echo "$hash"
 }
 
-# committed_tree ALLOW_CHANGES: prints what git archive takes; if allowed, with the changes of tracked files.
-committed_tree() {
-  local tree=
-  [[ -e $ROOT/.git ]] || fail "$ROOT: is not a git clone, whose committed files would be copied"
-  if [[ $(git -C "$ROOT" status --porcelain) ]]; then
-    [[ $1 ]] || fail "the tree holds changes that are not committed; commit them, or give --allow-changes"
-    tree=$(git -C "$ROOT" stash create)
-  fi
-  echo "${tree:-HEAD}"
-}
-
 # final CODE: succeeds if a run that ended with CODE is not restarted.
 final() {
   [[ $1 =~ ^(0|1|2|130)$ ]]

@@ -117,7 +117,7 @@ NEXT = 'read -r code rest <"$0"; echo "$rest" >"$0"; echo "said $code"; echo "lo
 # What every program of another's does here: it records its arguments, then does as the code below it says.
 RECORD = """#!{python}
 import json, os, pathlib, shutil, subprocess, sys
-here = pathlib.Path({here!r})
+here = pathlib.Path("{here}")
 arguments = sys.argv[1:]
 with open(here / "calls", "a") as file:
     print(json.dumps([pathlib.Path(sys.argv[0]).name, *arguments]), file=file)
@@ -131,15 +131,10 @@ if "ssh" in arguments:
     started = [subprocess.Popen(["bash", "-c", flag("command")], cwd=here / w, env=os.environ | dict(
         HOME=str(here / w), HOSTNAME=f"w{w}")) for w in workers]
     sys.exit(max(process.wait() for process in started))
-if "describe" in arguments:
-    states = here / "states"
-    state, _, rest = states.read_text().partition(",") if states.exists() else ("ACTIVE", "", "")
-    states.write_text(rest)
-    print(state)
 if "scp" in arguments:
-    source, target = [a for a in arguments if "prope" in a and not a.startswith("-")][-2:]
+    source, target = arguments[4:6]
     for w in workers:
-        shutil.copy(source, here / w / target.split(":")[1])
+        shutil.copy(source, here / w / target.partition(":")[2])
 """
 # srun: every task at once; exits with the greatest code, as Slurm's does.
 SRUN = """
@@ -159,7 +154,7 @@ def put_programs(tmp_path) -> dict[str, str]:
     folder.mkdir()
     codes = {"gcloud": GCLOUD, "srun": SRUN, "scontrol": SCONTROL}
     for name, code in codes.items():
-        (folder / name).write_text(RECORD.format(python=sys.executable, here=str(tmp_path)) + code)
+        (folder / name).write_text(RECORD.format(python=sys.executable, here=tmp_path) + code)
         (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:{TOOLS}:{os.environ['PATH']}"}
 

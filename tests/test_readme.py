@@ -64,10 +64,13 @@ PAGES = ("launch/gke.md", "launch/sky.md", "launch/slurm.md", "launch/tpu_vm.md"
 HANDED = [
     (r"gs://my-bucket", "runs/bucket"),
     (r"\.venv-(sky|xpk)/bin/", ""),
-    (r"^(.* -- )(python -m .*)$", r"\1\2\n\2"),
-    (r"^(.*(?:COMMAND|--command)=)\"(?:cd .* && |\$START )?(python -m [^\"]*)\"(.*)$", r'\1"\2"\3\n\2'),
+    (r"^(.* -- |\$JOB )(python -m .*)$", r"\1\2\n\2"),
+    (
+        r"^(.*(?:COMMAND|--command)=)\"(?:cd .* && |\$START )?(python -m [^\"]*)\"(.*)$",
+        r'\1"\2"\3\n\2',
+    ),
 ]
-STANDINS = ("sbatch", "gcloud", "sky", "xpk", "pip")
+STANDINS = ("sbatch", "gcloud", "sky", "ssh-add", "xpk", "pip")
 # `python` there: a command of the project checks its flags and its config, and does no more.
 PARSES = """#!{python}
 import os, runpy, sys
@@ -201,7 +204,7 @@ def put_programs(folder: pathlib.Path) -> dict[str, str]:
     """Puts the stand-ins into folder/bin; returns an environment in which they are found first."""
     (folder / "bin").mkdir()
     for name in STANDINS:
-        (folder / "bin" / name).write_text('#!/bin/sh\necho "$@"\n')
+        (folder / "bin" / name).write_text('#!/bin/sh\necho ACTIVE "$@"\n')  # a state of gcloud's
         (folder / "bin" / name).chmod(0o755)
     return environment() | {
         "PATH": f"{folder}/bin:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
