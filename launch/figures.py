@@ -9,42 +9,63 @@ import pathlib
 import sys
 
 FOLDER = pathlib.Path(__file__).parent / "figures"
+HEAD_DIM = 32
+PERCENTAGES = (0.0, 0.25, 0.5, 0.75, 1.0)
+FREQUENCIES = {0: "1", -1: "0.1", -2: "0.01", -3: "0.001", -4: "0.0001"}  # by logarithm
 
 
-def draw_lanes(head_dim: int = 32):
+def draw_lanes():
     """Returns a figure of the frequency of every lane of a head, for five values of p."""
+    import matplotlib
     import matplotlib.figure
     import numpy as np
 
     from prope.rope import frequencies, num_rotated_pairs
 
-    pairs, percentages = head_dim // 2, (0.0, 0.25, 0.5, 0.75, 1.0)
+    pairs = HEAD_DIM // 2
+    rows = []
+    for p in PERCENTAGES:
+        freqs = frequencies(HEAD_DIM, rope_percentage=p)
+        freqs = np.where(freqs > 0, freqs, np.nan)
+        rows.append(np.tile(np.log10(freqs), 2))
     figure = matplotlib.figure.Figure(figsize=(8, 3.1), layout="constrained")
     axes = figure.subplots()
-    rows = []
-    for p in percentages:
-        freqs = frequencies(head_dim, rope_percentage=p)
-        logarithm = np.log10(freqs, where=freqs > 0, out=np.full(pairs, np.nan))
-        rows.append(np.concatenate([logarithm, logarithm]))
     colours = matplotlib.colormaps["viridis_r"].with_extremes(bad="#e6e6e6")
-    image = axes.imshow(rows, cmap=colours, vmin=-4, vmax=0, aspect="auto")
-    axes.set_xticks(np.arange(head_dim + 1) - 0.5, minor=True)
-    axes.set_yticks(np.arange(len(percentages) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", lw=1.5)
-    axes.tick_params(which="both", length=0)
-    axes.set_yticks(range(len(percentages)), [f"p = {p:g}" for p in percentages])
-    for row, p in enumerate(percentages):
-        rotated = num_rotated_pairs(head_dim, p)
-        axes.text(head_dim - 0.2, row, f"{rotated} of {pairs} pairs", va="center", fontsize=9)
+    image = axes.imshow(
+        rows,
+        cmap=colours,
+        vmin=-4,
+        vmax=0,
+        aspect="auto",
+    )
+    _draw_grid(axes, np.arange(HEAD_DIM + 1), np.arange(len(rows) + 1))
+    axes.set_yticks(range(len(rows)), [f"p = {p:g}" for p in PERCENTAGES])
+    for row, p in enumerate(PERCENTAGES):
+        rotated = num_rotated_pairs(HEAD_DIM, p)
+        axes.text(
+            HEAD_DIM - 0.2,
+            row,
+            f"{rotated} of {pairs} pairs",
+            va="center",
+            fontsize=9,
+        )
     axes.axvline(pairs - 0.5, color="black", lw=1.5)
-    at = [0, 5, pairs, pairs + 5, head_dim - 1]
-    axes.set_xticks(at, at)
+    lanes = [0, 5, pairs, pairs + 5, HEAD_DIM - 1]
+    axes.set_xticks(lanes, lanes)
     axes.set_xlabel(f"lane of the head; lane k and lane k + {pairs} are a pair and rotate together")
-    axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=axes, pad=0.12, ticks=[0, -1, -2, -3, -4])
-    bar.ax.set_yticklabels(["1", "0.1", "0.01", "0.001", "0.0001"])
+    bar = figure.colorbar(image, ax=axes, pad=0.12)
+    bar.set_ticks(list(FREQUENCIES), labels=FREQUENCIES.values())
     bar.set_label("radians per token (grey: not rotated)", fontsize=9)
     return figure
+
+
+def _draw_grid(axes, columns, rows) -> None:
+    """Separates the cells by white lines."""
+    axes.set_xticks(columns - 0.5, minor=True)
+    axes.set_yticks(rows - 0.5, minor=True)
+    axes.grid(which="minor", color="white", lw=1.5)
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
 
 
 def _main(arguments: list[str]) -> None:

@@ -1,19 +1,22 @@
 """Trains one run per value of a config field, and checks that the runs differ in nothing else.
 
-    python launch/sweep.py --config=configs/quickstart.py --workdir=W --rope_percentage=0,0.25,0.5,1
-    python launch/sweep.py --config=configs/quick_sweep.py --workdir=W --grid=seed=0,1 \\
-        --grid=model.rope_percentage=0,1
+    python launch/sweep.py --config=configs/quickstart.py --workdir=W --rope_percentage=0,0.5,1
+    python launch/sweep.py --config=configs/quick_sweep.py --workdir=W --grid=seed=0,1
     python launch/sweep.py .. --launcher="sbatch --wait --nodes=8 .. launch/slurm.sbatch --"
 
 The runs are trained here one after the other, in W/rope_percentage=0.25 and so on. Rerun the same
-command to skip finished runs and resume the others; more values add runs. Without --grid the config
-file's own grid is used, its get_sweep(). --config.FIELD=VALUE applies to every run.
+command to skip finished runs and resume the others; more values add runs. Several --grid sweep the
+product of their values; without --grid the config file's own grid is used, its get_sweep().
+--config.FIELD=VALUE applies to every run.
 
---launcher hands each run's command to another command instead, whose words the run's follow. Within
-a word {command} becomes the run's command, quoted for a shell, and {name} a name of its own, of at
-most 40 small letters, digits and hyphens. W is a bucket's URL, or a folder that this machine and
-those that train share. A launcher that exits with 0 has taken the run or ended it: a run with a file
-W/launched/RUN is not started twice. To start it again, see that it has ended, then remove that file.
+--launcher hands the command of each run to another command, as its last words. Where the launcher
+has {command}, that becomes the run's command as one text, quoted for a shell; {name} becomes a
+name for the run, of at most 40 small letters, digits and hyphens. W is a bucket's URL, or a folder
+that this machine shares with those that train.
+
+A launcher that exits with 0 has taken the run, or the run has ended. With another exit code the
+run is not going on. A run that was taken has a file W/launched/RUN and is not started twice; to
+start it again, see that it has ended, then remove the file.
 """
 
 from absl import flags

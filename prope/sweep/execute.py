@@ -45,7 +45,7 @@ OTHER_SWEEP = "choose another --workdir, or the arguments that it was started wi
 def check_same_sweep(
     directory: epath.Path, runs: list[Planned], grids: list[dict], base: ConfigDict
 ) -> None:
-    """Raises UsageError where the directory holds a run, or a sweep that this one does not extend."""
+    """Raises UsageError where the directory holds a run, or a sweep that is not extended."""
     if (directory / "config.json").exists():
         problem = "holds a run, not a sweep"
         raise usage_error("--workdir", directory, problem, "choose another --workdir")

@@ -1,14 +1,16 @@
 """The grid of a sweep: config fields, their values, and the run of each combination of values."""
 
+import collections
+import itertools
 import pathlib
 import runpy
-from itertools import product
 from typing import NamedTuple
 
+from absl import flags
 from ml_collections import ConfigDict
 
 from prope.config import flat
-from prope.errors import UsageError, nearest
+from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.validate import validate
 
 P = "model.rope_percentage"
@@ -27,70 +29,84 @@ class Planned(NamedTuple):
 def read_grids(
     texts: list[str], percentages: str | None, file: str, base: ConfigDict, overrides: dict
 ) -> list[dict]:
-    """Reads the values of every swept field, {"model.rope_percentage": [0.0, 0.25]}, from flags or the config file.
+    """Reads the swept values, {"model.rope_percentage": [0.0, 0.25]}, of flags or else of the file.
 
     The file's get_sweep() may return several grids: the sweep has the runs of all of them.
     """
-    where, grid, known = "--grid", {}, flat(base)
-    flags = [("--rope_percentage", f"{P}={percentages}")] if percentages is not None else []
-    for flag, text in [*flags, *(("--grid", text) for text in texts)]:
+    where = "--grid"
+    grids = [_read_flags(texts, percentages)]
+    if not grids[0]:
+        where = f"get_sweep() of {file.partition(':')[0]}:"
+        swept = _call(file, "get_sweep")
+        if swept is None:
+            remedy = "say what to sweep: --rope_percentage=0,0.25,0.5,0.75,1 or --grid=seed=0,1,2"
+            raise usage_error("--config", file, "has no get_sweep()", remedy)
+        grids = [swept] if isinstance(swept, dict) else swept
+    known = flat(base)
+    for grid in grids:
+        for name in grid:
+            if name != CONFIG and name not in known:
+                problem = f"there is no such config field{nearest(name, known)}"
+                raise UsageError(f"{where} {name}: {problem}")
+            if name in overrides:
+                remedy = "give it here or in the grid"
+                raise usage_error(f"--config.{name}", overrides[name], "is swept", remedy)
+    return [
+        {name: _convert_all(f"{where} {name}", name, grid[name], base) for name in grid}
+        for grid in grids
+    ]
+
+
+def _read_flags(texts: list[str], percentages: str | None) -> dict[str, list[str]]:
+    """Reads the fields and values of --rope_percentage and --grid."""
+    if percentages is not None:
+        texts = [f"{P}={percentages}", *texts]
+    grid = {}
+    for text in texts:
         name, equals, values = text.partition("=")
         if not equals:
-            raise UsageError(f"{flag} {text}: must be a field and its values, such as seed=0,1,2")
+            remedy = "write a field and its values, such as seed=0,1,2"
+            raise usage_error("--grid", text, "has no values", remedy)
         if name in grid:
-            raise UsageError(f"{flag} {text}: {name} is given twice; give all its values at once")
+            raise usage_error(
+                "--grid", text, f"{name} is given twice", "give all its values at once"
+            )
         grid[name] = [value.strip() for value in values.split(",") if value.strip()]
-    grids = [grid]
-    if not grid:
-        where = f"get_sweep() of {file.partition(':')[0]}:"
-        if (swept := _call(file, "get_sweep")) is None:
-            examples = "--rope_percentage=0,0.25,0.5,0.75,1 or --grid=FIELD=VALUE,VALUE"
-            raise UsageError(
-                f"--config={file}: has no get_sweep(), so say what to sweep: {examples}"
-            )
-        grids = [dict(grid) for grid in ([swept] if isinstance(swept, dict) else swept)]
-    for fields, name, values in [(grid, *field) for grid in grids for field in grid.items()]:
-        if name != CONFIG and name not in known:
-            raise UsageError(f"{where} {name}: there is no such config field{nearest(name, known)}")
-        if name in overrides:
-            raise UsageError(
-                f"--config.{name}={overrides[name]}: {name} is swept; give it here or in the grid"
-            )
-        if not values:
-            raise UsageError(f"{where} {name}=: names no values; write {name}=VALUE,VALUE")
-        fields[name] = [value if name == CONFIG else convert(name, value, base) for value in values]
-        for value in fields[name]:
-            if fields[name].count(value) > 1:
-                raise UsageError(
-                    f"{where} {name}: the value {text_of(value)} is given twice; remove one"
-                )
-    return grids
+    return grid
 
 
-def convert(name: str, value, base: ConfigDict):
+def _convert_all(field: str, name: str, values, base: ConfigDict) -> list:
+    """Converts the values of a swept field, which must be different, to its type."""
+    if not values:
+        raise usage_error(field, "", "names no values", "write FIELD=VALUE,VALUE")
+    converted = [value if name == CONFIG else _convert(name, value, base) for value in values]
+    for value in converted:
+        if converted.count(value) > 1:
+            raise usage_error(field, text_of(value), "is given twice", "remove one")
+    return converted
+
+
+def _convert(name: str, value, base: ConfigDict):
     """Converts a text or a number to the type of a field."""
-    *outer, last = name.split(".")
-    kind = (base[outer[0]] if outer else base).get_type(last)
-    parse = {
-        bool: lambda text: {"true": True, "false": False}[text.lower()],
-        int: int,
-        float: float,
-        str: str,
-    }
-    allowed = "not a value" if kind in parse else "only numbers, texts and booleans can be swept"
+    *groups, last = name.split(".")
+    group = base[groups[0]] if groups else base
+    kind = group.get_type(last)
+    parsers = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
+    allowed = "not a value" if kind in parsers else "only numbers, texts and booleans can be swept"
     try:
-        return parse[kind](str(value))
+        return parsers[kind](str(value))
     except (KeyError, ValueError):
-        raise UsageError(
-            f"--grid {name}: {value}: {allowed} (its type is {kind.__name__})"
-        ) from None
+        problem = f"{allowed} (its type is {kind.__name__})"
+        raise usage_error(f"--grid {name}", value, problem) from None
 
 
 def text_of(value) -> str:
     """Formats a value for run names and command lines: 0.25, and 1 for 1.0."""
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return repr(value + 0.0).removesuffix(".0")  # + 0.0: no -0
+    return str(value)
 
 
 def plan(grids: list[dict], file: str, base: ConfigDict, overrides: dict) -> list[Planned]:
@@ -98,57 +114,67 @@ def plan(grids: list[dict], file: str, base: ConfigDict, overrides: dict) -> lis
 
     A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0.
     """
-    names, runs = list(dict.fromkeys(name for grid in grids for name in grid)), []
-    last = [name.rpartition(".")[2] for name in names]
-    short = {
-        name: part if last.count(part) == 1 else name
-        for name, part in zip(names, last, strict=True)
-    }
-    combinations = [
-        dict(zip(grid, values, strict=True)) for grid in grids for values in product(*grid.values())
-    ]
-    for fields in combinations:
-        run_file = fields.pop(CONFIG, file)
-        config = (
-            base.copy_and_resolve_references() if run_file == file else load(run_file, overrides)
-        )
-        config.update_from_flattened_dict(fields)
-        validate(config)
-        values = {short[name]: value for name, value in fields.items()}
-        if CONFIG in names:
-            values = {CONFIG: _name_of(run_file), **values}
-        name = ",".join(
-            f"{field}={text_of(value)}" for field, value in sorted(values.items())
-        ).replace("/", "_")
-        if name in (run.name for run in runs):
-            raise UsageError(f"two runs would be called {name}; give one of them another value")
-        flags = [
-            f"--config.{field}={text_of(value)}" for field, value in (overrides | fields).items()
-        ]
-        runs.append(Planned(name, values, config, [f"--config={run_file}", *flags]))
+    short_names = _short_names(grids)
+    runs = []
+    for grid in grids:
+        for values in itertools.product(*grid.values()):
+            fields = dict(zip(grid, values, strict=True))
+            run = _plan_run(fields, short_names, file, base, overrides)
+            if run.name in [other.name for other in runs]:
+                text = f"two runs would be called {run.name}; give one of them another value"
+                raise UsageError(text)
+            runs.append(run)
     return runs
 
 
-def _name_of(file: str) -> str:
-    """Names a config file by its argument, such as a method; by its stem where it has none, or a size as argument."""
+def _short_names(grids: list[dict]) -> dict[str, str]:
+    """Shortens the swept fields to their last part, where that names one field alone."""
+    names = {name for grid in grids for name in grid}
+    last_parts = {name: name.rpartition(".")[2] for name in names}
+    counts = collections.Counter(last_parts.values())
+    return {name: last if counts[last] == 1 else name for name, last in last_parts.items()}
+
+
+def _plan_run(
+    fields: dict, short_names: dict[str, str], file: str, base: ConfigDict, overrides: dict
+) -> Planned:
+    """Names a run and makes its config and its arguments."""
+    run_file = fields.pop(CONFIG, file)
+    config = base.copy_and_resolve_references() if run_file == file else _load(run_file, overrides)
+    config.update_from_flattened_dict(fields)
+    validate(config)
+    values = {short_names[name]: value for name, value in fields.items()}
+    if CONFIG in short_names:
+        values = {CONFIG: _config_name(run_file), **values}
+    texts = [f"{name}={text_of(value)}" for name, value in sorted(values.items())]
+    arguments = [f"--config={run_file}"]
+    for name, value in (overrides | fields).items():
+        arguments.append(f"--config.{name}={text_of(value)}")
+    return Planned(",".join(texts).replace("/", "_"), values, config, arguments)
+
+
+def _config_name(file: str) -> str:
+    """Names a config file by its argument, such as a method; by its stem without one, or a size."""
     path, _, argument = file.partition(":")
     stem = pathlib.Path(path).stem
-    return f"{stem}_{argument}" if argument in ("full", "tiny") else argument or stem
+    if argument in ("full", "tiny"):
+        return f"{stem}_{argument}"
+    return argument or stem
 
 
-def load(file: str, overrides: dict) -> ConfigDict:
+def _load(file: str, overrides: dict) -> ConfigDict:
     """Loads the config of a file and overrides fields."""
     if not pathlib.Path(file.partition(":")[0]).is_file():
-        raise UsageError(
-            f"--grid {CONFIG}={file}: there is no such file; the project's own are in configs/"
-        )
+        remedy = "the project's own are in configs/"
+        raise usage_error(f"--grid {CONFIG}", file, "there is no such file", remedy)
     config = _call(file, "get_config")
     config.update_from_flattened_dict(overrides)
     return config
 
 
 def _call(file: str, name: str):
-    """Calls the function `name` of a Python file, "PATH" or "PATH:ARGUMENT"; None if there is no such function."""
+    """Calls a function of a Python file, "PATH" or "PATH:ARGUMENT"; None if it has none."""
     path, _, argument = file.partition(":")
     function = runpy.run_path(path).get(name)
-    return function and function(*([argument] if argument else []))
+    arguments = [argument] if argument else []
+    return function and function(*arguments)

@@ -1,9 +1,9 @@
-"""The runs of a sweep, read from their files: progress, losses, and whether the runs may be compared.
+"""Reads the runs of a sweep from their files: progress, losses, and whether they may be compared.
 
-A sweep is a directory of runs beside sweep.json, which names the swept fields and their values. No device is touched.
+A sweep is a directory of runs beside sweep.json, which names the swept fields and their values. No
+device is touched.
 """
 
-import contextlib
 import dataclasses
 import re
 import statistics
@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.encodings import FIELDS, rotated_pairs
-from prope.errors import RunFailed, UsageError
+from prope.errors import RunFailed, UsageError, usage_error
 from prope.inference.paired import Difference, average_seeds, paired_difference
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
@@ -28,22 +28,18 @@ from prope.workdir.records import (
     read_jsonl,
 )
 
-SEED, P, CONFIG = "seed", "rope_percentage", "config"  # names of swept fields
-# Fields that the initial weights do not depend on; then those that the batches do not depend on.
-NOT_OF_INIT = tuple(
-    f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers")
-)
-NOT_OF_BATCHES = ("data.cache_dir", "data.num_workers")
+# Names of swept fields.
+SEED = "seed"
+P = "rope_percentage"
+CONFIG = "config"
+# Fields that the initial weights, and those that the batches, do not depend on.
+NOT_OF_INIT = {f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers")}
+NOT_OF_BATCHES = {"data.cache_dir", "data.num_workers"}
 METRICS = ("eval_loss", "perplexity", "bits_per_byte")
-UNEQUAL = {  # of two runs: the difference, and its remedy
-    "init": (
-        "did not start equal",
-        "Train them anew with one version of the code, in new directories",
-    ),
-    "batch": (
-        "saw other batches",
-        "Bring back the data of the first, and train the second in a new directory",
-    ),
+# What two runs with different hashes did, and the remedy.
+UNEQUAL = {
+    "init": ("did not start equal", "train them anew with one version of the code"),
+    "batch": ("saw other batches", "bring back the data of the first, and train the second anew"),
 }
 DAMAGED_SWEEP = "remove it, and start the sweep again"  # remedy for an unreadable sweep.json
 
@@ -67,11 +63,10 @@ class Run:
     def last_evaluations(self) -> list[dict]:
         """The evaluations of the last step on the data of training; none without training's own."""
         records = evaluations_of_training(self.evaluations, self.config, self.config.num_steps)
-        return (
-            records
-            if any(r.get("max_windows") == self.config.eval.max_windows for r in records)
-            else []
-        )
+        max_windows = self.config.eval.max_windows
+        if any(record.get("max_windows") == max_windows for record in records):
+            return records
+        return []
 
     @property
     def evaluation(self) -> dict | None:
@@ -80,13 +75,13 @@ class Run:
 
     @property
     def state(self) -> str:
-        """new | unfinished | finished; finished: with a checkpoint and an evaluation of the last step."""
+        """new | unfinished | finished: with a checkpoint and an evaluation of the last step."""
         if self.step >= self.config.num_steps and self.evaluation:
             return "finished"
         return "unfinished" if self.started else "new"
 
     def record(self) -> dict:
-        """Returns the run's entry in the sweep's result; None for numbers that are not there yet."""
+        """Returns the run's entry in the sweep's result; None for numbers that are not there."""
         evaluation = self.evaluation or {}
         return {
             "workdir": str(self.workdir),
@@ -102,96 +97,108 @@ class Run:
 
 
 def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
-    """Reads the run of `config` in `workdir`, which need not exist yet; another run there is a UsageError."""
+    """Reads the run of `config` in `workdir`, if it is there; another run there is a UsageError."""
     saved = run_dir.read_config(workdir)
-    step, init_hash = 0, None
+    step = 0
+    init_hash = None
     if saved is not None:
         message = f"{workdir}: holds a run of another config"
-        run_dir.check_same(
-            config, saved, message, "; choose another --workdir, or the config it was started with"
-        )
+        remedy = "; choose another --workdir, or the config it was started with"
+        run_dir.check_same(config, saved, message, remedy)
         if list_steps(workdir):
-            opened = run_dir.open_run(workdir)
-            step, init_hash = opened.step, opened.init_hash
-    records = (read_jsonl(workdir / f"{name}.jsonl") for name in ("metrics", "eval", "longcontext"))
-    return Run(workdir.name, workdir, values, config, saved is not None, step, init_hash, *records)
+            checkpoint = run_dir.open_run(workdir)
+            step = checkpoint.step
+            init_hash = checkpoint.init_hash
+    return Run(
+        workdir.name,
+        workdir,
+        values,
+        config,
+        started=saved is not None,
+        step=step,
+        init_hash=init_hash,
+        metrics=read_jsonl(workdir / "metrics.jsonl"),
+        evaluations=read_jsonl(workdir / "eval.jsonl"),
+        answers=read_jsonl(workdir / "longcontext.jsonl"),
+    )
 
 
-def on_common_windows(runs: Iterable[Run]) -> list[Run]:
-    """Drops evaluations of the last step on windows that another finished run on the same data lacks."""
+def on_common_windows(runs: list[Run]) -> list[Run]:
+    """Drops last evaluations on windows that another finished run on the same data lacks."""
     common: dict[str | None, set] = {}  # numbers of windows, by fingerprint of the data
     for run in runs:
         if run.state == "finished":
             counts = {record.get("windows") for record in run.last_evaluations}
             fingerprint = run.evaluation.get("fingerprint")
             common[fingerprint] = common.get(fingerprint, counts) & counts
-
-    def drop(run: Run) -> Run:
-        extra = [
-            r for r in run.last_evaluations if r.get("windows") not in common[r.get("fingerprint")]
-        ]
-        return dataclasses.replace(run, evaluations=[r for r in run.evaluations if r not in extra])
-
-    return [drop(run) if run.state == "finished" else run for run in runs]
+    selected = []
+    for run in runs:
+        if run.state == "finished":
+            dropped = []
+            for record in run.last_evaluations:
+                if record.get("windows") not in common[record.get("fingerprint")]:
+                    dropped.append(record)
+            kept = [record for record in run.evaluations if record not in dropped]
+            run = dataclasses.replace(run, evaluations=kept)
+        selected.append(run)
+    return selected
 
 
 def read_sweep(directory: epath.Path) -> list[Run]:
     """Reads the runs of a sweep that have started, in the order of its grid."""
-    if (sweep := read_json(directory / "sweep.json", DAMAGED_SWEEP)) is None:
-        raise UsageError(
-            f"--sweep={directory}: no sweep there (no sweep.json); give the --workdir of launch/sweep.py"
-        )
-    entries = [(directory / entry["name"], entry["values"]) for entry in sweep["runs"]]
-    runs = [
-        read_run(folder, values, config)
-        for folder, values in entries
-        if (config := run_dir.read_config(folder))
-    ]
+    sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
+    if sweep is None:
+        problem = "no sweep there (no sweep.json)"
+        raise usage_error("--sweep", directory, problem, "give the --workdir of launch/sweep.py")
+    runs = []
+    for entry in sweep["runs"]:
+        config = run_dir.read_config(directory / entry["name"])
+        if config is not None:
+            runs.append(read_run(directory / entry["name"], entry["values"], config))
     if not runs:
-        raise UsageError(
-            f"--sweep={directory}: none of its {len(sweep['runs'])} runs has started; run it first"
-        )
+        problem = f"none of its {len(sweep['runs'])} runs has started"
+        raise usage_error("--sweep", directory, problem, "run it first")
     return on_common_windows(runs)
 
 
-def check_equal(runs: Iterable[Run]) -> dict:
-    """Compares the logged hashes of initial weights, and of the batch of every step that two runs logged.
+def check_equal(runs: list[Run]) -> dict:
+    """Compares the logged hashes of initial weights, and of batches that two runs logged.
 
-    Returns {"init": runs whose initial weights were compared with another's, "batches": the same for batches, "steps":
-    the last step whose batches were compared}. Raises RunFailed where weights or batches that should be equal are not.
+    Returns {"init": runs whose initial weights were compared with another's, "batches": the same
+    for batches, "steps": the last step whose batches were compared}. Raises RunFailed where weights
+    or batches that should be equal are not.
     """
     first: dict[tuple, tuple[Run, str]] = {}
-    compared, last = {"init": set(), "batch": set()}, 0
+    compared = {"init": set(), "batch": set()}
+    last_step = 0
     for run in runs:
         for kind, step, fields, hashed in _hashes(run):
             other, expected = first.setdefault((kind, step, fields), (run, hashed))
             if expected != hashed:
                 difference, remedy = UNEQUAL[kind]
-                unequal = f"{difference} at step {step}: {kind}_hash {expected} and {hashed}"
-                raise RunFailed(
-                    f"{other.name} and {run.name} {unequal}; they cannot be compared. {remedy}"
-                )
+                hashes = f"{kind}_hash {expected} and {hashed}"
+                text = f"{other.name} and {run.name} {difference} at step {step}: {hashes}"
+                raise RunFailed(f"{text}; {remedy}")
             if other is not run:
                 compared[kind] |= {other.name, run.name}
-                last = max(last, step)
-    return {"init": len(compared["init"]), "batches": len(compared["batch"]), "steps": last}
+                last_step = max(last_step, step)
+    counts = {"init": len(compared["init"]), "batches": len(compared["batch"])}
+    return {**counts, "steps": last_step}
 
 
 def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
-    """Yields (kind, step, the fields that the hash depends on, hash) of all hashes that a run logged."""
-    fields = flat(run.config).items()
-    of_model = [
-        field for field in fields if field[0].startswith("model.") and field[0] not in NOT_OF_INIT
-    ]
-    of_data = [
-        field for field in fields if field[0].startswith("data.") and field[0] not in NOT_OF_BATCHES
-    ]
-    init, batches = (
-        repr([run.config.seed, of_model]),
-        repr([run.config.seed, run.config.batch_size, of_data]),
-    )
+    """Yields (kind, step, the fields that the hash depends on, hash) of all logged hashes."""
+    config = run.config
+    model = []
+    data = []
+    for name, value in flat(config).items():
+        if name.startswith("model.") and name not in NOT_OF_INIT:
+            model.append((name, value))
+        if name.startswith("data.") and name not in NOT_OF_BATCHES:
+            data.append((name, value))
     if run.init_hash is not None:
-        yield "init", 0, init, run.init_hash
+        yield "init", 0, repr([config.seed, model]), run.init_hash
+    batches = repr([config.seed, config.batch_size, data])
     for record in run.metrics:
         if record.get("batch_hash") is not None:
             yield "batch", record["step"], batches, record["batch_hash"]
@@ -206,20 +213,20 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def group_name(values: dict) -> str:
-    """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}; a config by its own name."""
-    short = {P: "p = ", CONFIG: ""}
-    texts = [
-        short.get(name, f"{name} = ") + text_of(value)
-        for name, value in values.items()
-        if name != SEED
-    ]
+    """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}."""
+    prefixes = {P: "p = ", CONFIG: ""}  # a config is named by itself
+    texts = []
+    for name, value in values.items():
+        if name != SEED:
+            texts.append(prefixes.get(name, f"{name} = ") + text_of(value))
     return ", ".join(texts) or "all runs"
 
 
 def reference(values: dict, names: Container[str]) -> str | None:
-    """Returns which of the groups is the RoPE to compare with: p = 1, or "rope" among configs that are methods.
+    """Returns which of the groups is the RoPE to compare with: p = 1, or "rope" among methods.
 
-    The other values are the same if there is such a group, else those of the encoding are left out. None for RoPE.
+    The other values are the same if there is such a group, else those of the encoding are left out.
+    None for RoPE.
     """
     rope = dict(values)
     if P in values:
@@ -227,12 +234,14 @@ def reference(values: dict, names: Container[str]) -> str | None:
     elif CONFIG in values:
         rope[CONFIG] = re.sub("^[^-]*", "rope", values[CONFIG])  # cope-tiny: rope-tiny
     plain = {name: value for name, value in rope.items() if name == P or name not in FIELDS}
-    found = [group_name(others) for others in (rope, plain) if others != values]
-    return next((name for name in found if name in names), None)
+    for others in (rope, plain):
+        if others != values and group_name(others) in names:
+            return group_name(others)
+    return None
 
 
 def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference | None, str]:
-    """Computes `average` of a group's validation loss minus RoPE's: equal initial weights, batches and windows.
+    """Averages a group's validation loss minus RoPE's over seeds: see `average`.
 
     The difference is None without finished runs of a common seed.
     """
@@ -240,45 +249,48 @@ def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference |
     pairs = []
     for run in group:
         other = by_seed.get(run.values.get(SEED))
-        if (
-            other
-            and run.state == "finished"
-            and (records := find_pair(run.last_evaluations, other.last_evaluations))
-        ):
-            pairs.append((run, other, *records))
+        if other is not None and run.state == "finished":
+            records = find_pair(run.last_evaluations, other.last_evaluations)
+            if records is not None:
+                pairs.append((run, other, *records))
     return average(pairs)
 
 
 def average(pairs: list[tuple[Run, Run, dict, dict]]) -> tuple[Difference | None, str]:
-    """Averages the losses of runs minus those of others, by two records of the same windows for every seed.
+    """Averages losses minus those of other runs, by two records of the same windows for every seed.
 
-    Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or "" if a run has kept
-    no sums and there is no standard error.
+    Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or
+    "" if a run has kept no sums and there is no standard error.
     """
     losses = [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
-    if len(losses) != 1:
-        return (average_seeds(losses), f"{len(losses)} seeds") if losses else (None, "")
+    if not losses:
+        return None, ""
+    if len(losses) > 1:
+        return average_seeds(losses), f"{len(losses)} seeds"
     run, other, record, other_record = pairs[0]
-    fields = {
-        name: record.get(name) for name in ("step", "dataset", "encoding", "factor", *SAME_WINDOWS)
-    }
-    but = {name: other_record.get(name) for name in ("encoding", "factor")}
-    with contextlib.suppress(UsageError):  # a run without sums
-        return paired_difference(run.workdir, other.workdir, fields, but=but), "documents"
-    return average_seeds(losses), ""
+    names = ("step", "dataset", "encoding", "factor", *SAME_WINDOWS)
+    fields = {name: record.get(name) for name in names}
+    other_fields = {name: other_record.get(name) for name in ("encoding", "factor")}
+    try:
+        difference = paired_difference(run.workdir, other.workdir, fields, but=other_fields)
+    except UsageError:  # a run without sums
+        return average_seeds(losses), ""
+    return difference, "documents"
 
 
 def table(runs: Iterable[Run]) -> list[dict]:
-    """Makes a row per group: means over its finished runs, and sample standard deviations, `eval_loss_sd` and so on.
+    """Makes a row per group: means over its finished runs, and their standard deviations.
 
-    A standard deviation is None for a single run.
+    A standard deviation, such as `eval_loss_sd`, is None for a single run.
     """
-    rows, by_name = [], groups(runs)
-    fields = dict.fromkeys(k for group in by_name.values() for k in group[0].values if k != SEED)
+    by_name = groups(runs)
+    fields = {name: None for group in by_name.values() for name in group[0].values if name != SEED}
+    rows = []
     for group in by_name.values():
         records = [run.record() for run in group if run.state == "finished"]
-        row = {k: group[0].values.get(k) for k in fields}
-        row |= {"rotated_pairs": rotated_pairs(group[0].config.model), "runs": len(records)}
+        row = {name: group[0].values.get(name) for name in fields}
+        row["rotated_pairs"] = rotated_pairs(group[0].config.model)
+        row["runs"] = len(records)
         for name in METRICS:
             values = [record[name] for record in records]
             row[name] = statistics.fmean(values) if values else None
@@ -290,14 +302,18 @@ def table(runs: Iterable[Run]) -> list[dict]:
 def table_text(rows: list[dict]) -> str:
     """Formats the table for a terminal: mean ± standard deviation."""
     columns = [name for name in rows[0] if not name.endswith("_sd")]
-
-    def cell(row: dict, name: str) -> str:
-        value, deviation = row[name], row.get(f"{name}_sd")
-        if value is None:
-            return "-"
-        text = f"{value:.4f}" if name in METRICS else str(value)
-        return f"{text} ± {deviation:.4f}" if deviation is not None else text
-
-    lines = [columns, *([cell(row, name) for name in columns] for row in rows)]
+    lines = [columns]
+    for row in rows:
+        lines.append([_cell(row, name) for name in columns])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def _cell(row: dict, name: str) -> str:
+    """Formats an entry of the table."""
+    value = row[name]
+    deviation = row.get(f"{name}_sd")
+    if value is None:
+        return "-"
+    text = f"{value:.4f}" if name in METRICS else str(value)
+    return text if deviation is None else f"{text} ± {deviation:.4f}"
