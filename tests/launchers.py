@@ -1,4 +1,4 @@
-"""What the tests of launch/ share: a way to run its scripts, and programs that stand for those of a cloud."""
+"""Runs the scripts of launch/ for tests, beside programs that stand for those of a cloud."""
 
 import json
 import os
@@ -16,10 +16,10 @@ TOOLS = pathlib.Path(sys.executable).parent
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment, without what the scripts take defaults from."""
-    ours = ("PROPE_", "SLURM_", "XLA_FLAGS", "SSH_AUTH_SOCK", "PYTHON")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return kept | {"PYTHON": sys.executable} | more
+    """Returns this process's environment, without what the scripts take defaults from."""
+    defaults = ("PROPE_", "SLURM_", "XLA_FLAGS", "SSH_AUTH_SOCK", "PYTHON")
+    others = {name: value for name, value in os.environ.items() if not name.startswith(defaults)}
+    return others | {"PYTHON": sys.executable} | more
 
 
 def launch(script: str, *arguments, root=ROOT, **environment: str) -> subprocess.CompletedProcess:
@@ -35,31 +35,27 @@ def launch(script: str, *arguments, root=ROOT, **environment: str) -> subprocess
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """The one line of a script that was given what it cannot use."""
+    """Returns the one line with which a script refuses its arguments."""
     assert done.returncode == 2 and not done.stdout, done
     assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
     return done.stderr
 
 
-# bash cannot take a signal that was ignored when it began, as Ctrl-C is in a background job. Not by preexec_fn: that
-# forks this process, in which JAX may have threads.
-HEAR_CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+# bash cannot take a signal that was ignored when it began, as Ctrl-C is in a background job. Not by
+# preexec_fn: that forks this process, in which JAX may have threads.
+HEAR_CTRL_C = """import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 def start(
     script: str, *arguments, root=ROOT, group: bool = False, **environment: str
 ) -> subprocess.Popen:
-    """Leaves a script running; in a process group of its own if asked to."""
-    command = [
-        sys.executable,
-        "-c",
-        HEAR_CTRL_C,
-        "bash",
-        f"{root}/launch/{script}",
-        *map(str, arguments),
-    ]
+    """Starts a script; in a process group of its own if asked to."""
+    hear_ctrl_c = [sys.executable, "-c", HEAR_CTRL_C]
     return subprocess.Popen(
-        command,
+        [*hear_ctrl_c, "bash", f"{root}/launch/{script}", *map(str, arguments)],
         cwd=root,
         env=clean_environment(**environment),
         stdout=subprocess.PIPE,
@@ -70,7 +66,7 @@ def start(
 
 
 def own_environment(name: str, version: str) -> pathlib.Path:
-    """Installs a package into an environment of its own, which later runs of the tests use again."""
+    """Installs a package into an environment of its own, which later runs of the tests reuse."""
     folder = ROOT / f".pytest_cache/{name}-{version}"
     folder.parent.mkdir(exist_ok=True)
     with filelock.FileLock(f"{folder}.lock"):
@@ -88,15 +84,15 @@ def own_environment(name: str, version: str) -> pathlib.Path:
 
 
 def wait_for(file, lines: int) -> None:
-    """Until a file, which processes write a line each to, has so many."""
+    """Waits until a file, to which every process writes a line, has so many."""
     deadline = time.monotonic() + 60
     while not file.exists() or len(file.read_text().splitlines()) < lines:
         assert time.monotonic() < deadline, f"{file}: fewer than {lines} lines after 60 s"
         time.sleep(0.02)
 
 
-# Says that it is there, and ends as prope does when a signal comes. Ctrl-C reaches it only as Python's own exception,
-# which there is not where a shell has started it with SIGINT ignored.
+# Says that it is there, and ends as prope does when a signal comes. Ctrl-C reaches it only as
+# Python's exception, which is not raised where a shell has started it with SIGINT ignored.
 HANDLE = """import os, signal, sys, time
 def end(number, frame):
     print("got", number, file=sys.stderr)
@@ -112,9 +108,14 @@ except KeyboardInterrupt:
 """
 
 # A command whose every start ends with the next of the codes in a file, and says so.
-NEXT = 'read -r code rest <"$0"; echo "$rest" >"$0"; echo "said $code"; echo "log $code" >&2; exit "$code"'
+NEXT = """read -r code rest <"$0"
+echo "$rest" >"$0"
+echo "said $code"
+echo "log $code" >&2
+exit "$code"
+"""
 
-# What every program of another's does here: it records its arguments, then does as the code below it says.
+# The head of every stand-in: it records its arguments.
 RECORD = """#!{python}
 import json, os, pathlib, shutil, subprocess, sys
 here = pathlib.Path("{here}")
@@ -128,8 +129,11 @@ def flag(name):
     return next((a.split("=", 1)[1] for a in arguments if a.startswith(f"--{name}=")), None)
 workers = ["0", "1"] if flag("worker") == "all" else [flag("worker")]
 if "ssh" in arguments:
-    started = [subprocess.Popen(["bash", "-c", flag("command")], cwd=here / w, env=os.environ | dict(
-        HOME=str(here / w), HOSTNAME=f"w{w}")) for w in workers]
+    started = []
+    for w in workers:
+        command = ["bash", "-c", flag("command")]
+        home = os.environ | {"HOME": str(here / w)}
+        started.append(subprocess.Popen(command, cwd=here / w, env=home))
     sys.exit(max(process.wait() for process in started))
 if "scp" in arguments:
     source, target = arguments[4:6]
@@ -140,7 +144,9 @@ if "scp" in arguments:
 SRUN = """
 ntasks = next(int(a.split("=")[1]) for a in arguments if a.startswith("--ntasks="))
 command = arguments[arguments.index("bash"):]
-tasks = [subprocess.Popen(command, env=os.environ | {"SLURM_PROCID": str(i)}) for i in range(ntasks)]
+tasks = []
+for i in range(ntasks):
+    tasks.append(subprocess.Popen(command, env=os.environ | {"SLURM_PROCID": str(i)}))
 sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = """
@@ -149,7 +155,7 @@ sys.exit(int(os.environ.get("REQUEUE_CODE", 0)))
 
 
 def put_programs(tmp_path) -> dict[str, str]:
-    """Puts the programs into a folder; returns the variables with which they are found there, before any others."""
+    """Puts the stand-ins into a folder; returns the variables with which they are found first."""
     folder = tmp_path / "programs"
     folder.mkdir()
     codes = {"gcloud": GCLOUD, "srun": SRUN, "scontrol": SCONTROL}
@@ -160,34 +166,27 @@ def put_programs(tmp_path) -> dict[str, str]:
 
 
 def calls(tmp_path) -> list[list[str]]:
-    """What the programs were given, each call its name and arguments."""
+    """Returns the calls of the stand-ins, each its name and arguments."""
     file = tmp_path / "calls"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def make_clone(tmp_path) -> tuple[pathlib.Path, str]:
-    """A small clone of this project with one commit, and its hash."""
+def make_clone(tmp_path) -> pathlib.Path:
+    """Makes a small clone of this project with one commit."""
     root = tmp_path / "clone"
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "prope/runtime").mkdir(parents=True)
-    for name in (
-        "prope/__init__.py",
-        "prope/rope.py",
-        "prope/runtime/xla_flags.py",
-        "pyproject.toml",
-    ):
-        shutil.copy(ROOT / name, root / name)
     (root / "prope/__init__.py").write_text("")
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", root]
-    for command in (
-        ["init", "-q"],
-        ["config", "user.name", "x"],
-        ["config", "user.email", "x@example.org"],
-        ["add", "."],
-        ["commit", "-q", "-m", "one"],
-    ):
-        subprocess.run([*git, *command], check=True)
-    head = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return root, head
+    for name in ("prope/runtime/xla_flags.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, root / name)
+    commit(root)
+    return root
+
+
+def commit(root) -> None:
+    """Commits all that is below a folder."""
+    author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
+        subprocess.run(["git", *command], cwd=root, check=True)

@@ -19,24 +19,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 @pytest.mark.parametrize("beside", [True, False], ids=["beside the clone", "in the clone"])
 def test_an_editable_install_is_not_shadowed_by_its_clone(beside, tmp_path):
     pytest.importorskip("hatchling")
-    clone, site = tmp_path / "prope", tmp_path / "site"
+    clone = tmp_path / "prope"
+    site = tmp_path / "site"
     shutil.copytree(ROOT / "prope", clone / "prope", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    build = [
-        sys.executable,
-        "-m",
-        "hatchling",
-        "build",
-        "--target",
-        "wheel:editable",
-        "--directory",
-        site,
-    ]
-    subprocess.run(build, cwd=clone, check=True, capture_output=True, timeout=60)
+    build = ["hatchling", "build", "--target", "wheel:editable", "--directory"]
+    command = [sys.executable, "-m", *build, site]
+    subprocess.run(command, cwd=clone, check=True, capture_output=True, timeout=60)
     with zipfile.ZipFile(next(site.glob("*.whl"))) as wheel:
         wheel.extractall(site)
-    # As python starts with that site-packages folder, but without what else is installed as a path here.
+    # As python starts with that site-packages folder, without what else is installed here.
     code = f"""import site, sys
 sys.path.insert(0, "")
 sys.path.append({sysconfig.get_path("purelib")!r})

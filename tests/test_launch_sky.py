@@ -32,8 +32,9 @@ def ask_skypilot(tmp_path_factory):
     (catalogs / "metadata.csv").write_text("GPU,MemoryGB,Manufacturer\nH100,80,NVIDIA\n")
 
     def ask(code: str):
-        """The object that the code calls `answer`."""
-        code = f"import json, sky\nfile = {str(ROOT / 'launch/sky.yaml')!r}\n{code}\nprint(json.dumps(answer))"
+        """Returns the object that the code calls `answer`."""
+        file = f"file = {str(ROOT / 'launch/sky.yaml')!r}"
+        code = "\n".join(["import json, sky", file, code, "print(json.dumps(answer))"])
         environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
         command = [folder / "bin/python", "-c", code]
         done = subprocess.run(
@@ -75,12 +76,12 @@ def commands_of_the_page() -> list[str]:
 @pytest.mark.slow
 def test_skypilot_reads_the_job_by_every_command_of_its_page(ask_skypilot):
     answers = ask_skypilot(f"{READ}answer = [read(line) for line in {commands_of_the_page()}]")
-    slice, gpus = {"tpu-v5p-128": 1}, {"H100": 8}
+    slice = {"tpu-v5p-128": 1}
     assert [answer[:4] for answer in answers] == [
         ["prepare", None, True, 1],
         ["p075", slice, True, 1],
         ["evaluate", slice, True, 1],
-        ["p075", gpus, True, 8],
+        ["p075", {"H100": 8}, True, 8],
         [job_name("W-seed=0"), slice, True, 1],
     ]
     environments = [answer[4] for answer in answers]
@@ -111,9 +112,11 @@ def test_skypilot_restarts_what_is_not_final(ask_skypilot):
     codes = [[75], [76], [76, 137, 137], [137, 75], [1], [2], [130], [1, 137], [137, 2, 137]]
     restarted = ask_skypilot(f"""
 from sky.jobs.recovery_strategy import StrategyExecutor
-task = sky.Task.from_yaml_config(sky.utils.yaml_utils.read_yaml(file), env_overrides={{"COMMAND": "x"}})
+config = sky.utils.yaml_utils.read_yaml(file)
+task = sky.Task.from_yaml_config(config, env_overrides={{"COMMAND": "x"}})
 def restarts(codes):
-    again, backend = sky.Task.from_yaml_config(task.to_yaml_config()), sky.backends.CloudVmRayBackend()
+    again = sky.Task.from_yaml_config(task.to_yaml_config())
+    backend = sky.backends.CloudVmRayBackend()
     executor = StrategyExecutor.make("c", backend, again, 1, 0, None, set(), None, None)
     return executor.should_restart_on_failure(codes)
 answer = [restarts(each) for each in {codes}]
@@ -135,7 +138,7 @@ print(*sys.argv[1:], *(os.environ.get(name) for name in names), "XLA_FLAGS" in o
 
 @pytest.fixture
 def host(tmp_path):
-    """Runs the task's commands with COMMAND as on a host, in a folder that stands for the clone there."""
+    """Runs the job's commands as on a host, in a folder that stands for the clone there."""
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "prope").symlink_to(ROOT / "prope")
     (tmp_path / ".venv/bin").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch with an srun and an scontrol that record what they are given; srun runs it."""
+"""launch/slurm.sbatch with an srun that runs its tasks here, and an scontrol."""
 
 import os
 import re
@@ -29,38 +29,20 @@ JOB = {
 @pytest.mark.parametrize(
     ("mode", "tasks", "flags"),
     [
-        (
-            "gpu",
-            "4",
-            "--nodes=2 --ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4 --kill-on-bad-exit=0",
-        ),
-        (
-            "node",
-            "2",
-            "--nodes=2 --ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9 --kill-on-bad-exit=0",
-        ),
+        ("gpu", "4", "--ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4"),
+        ("node", "2", "--ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9"),
     ],
 )
 def test_slurm_prints_the_step(mode, tasks, flags, fakes, tmp_path):
     arguments = ["--dry-run", f"--processes_per_node={mode}", "--", "python", "-m", "x", "a b"]
     done = launch("slurm.sbatch", *arguments, **JOB, **fakes)
     words = shlex.split(done.stdout)
-    start, end = words.index("-c"), words.index("task")
-    assert words[: start + 1] + words[end:] == [
-        "env",
-        f"PROPE_PROCESSES={tasks}",
-        f"PROPE_PROCESSES_PER_NODE={mode}",
-        "srun",
-        *flags.split(),
-        "bash",
-        "-c",
-        "task",
-        "bash",
-        "launch/run.sh",
-        "gpu",
-        "python",
-        "-m",
-        "x",
+    start = words.index("-c")
+    environment = f"env PROPE_PROCESSES={tasks} PROPE_PROCESSES_PER_NODE={mode}"
+    srun = f"srun --nodes=2 {flags} --kill-on-bad-exit=0 bash -c"
+    assert words[: start + 1] == f"{environment} {srun}".split()
+    assert words[start + 2 :] == [
+        *["task", "bash", "launch/run.sh", "gpu", "python", "-m", "x"],
         "a b",
     ]
     assert not calls(tmp_path)

@@ -12,6 +12,7 @@ from launchers import (
     RECORD,
     calls,
     clean_environment,
+    commit,
     launch,
     make_clone,
     put_programs,
@@ -65,10 +66,9 @@ SETUP = "mkdir -p .venv/bin && echo export ACTIVATED=$1 >.venv/bin/activate\n"
 @pytest.fixture
 def installed(fakes, tmp_path):
     """A clone that was installed on two workers: (the clone, its commit, variables to run it)."""
-    clone, _ = make_clone(tmp_path)
+    clone = make_clone(tmp_path)
     (clone / "launch/setup.sh").write_text(SETUP)
-    author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    subprocess.run(["git", *author, "commit", "-aqm", "two"], cwd=clone, check=True)
+    commit(clone)
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=clone, text=True)
     for worker in "01":
         (tmp_path / worker / "prope").mkdir(parents=True)

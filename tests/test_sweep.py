@@ -1,4 +1,4 @@
-"""A sweep as a user runs it: what it leaves, what it proves, and that being killed changes nothing."""
+"""A sweep as a user runs it: what it leaves, what it proves, and that kills change nothing."""
 
 import json
 import os
@@ -20,12 +20,8 @@ from prope.sweep.grid import plan
 from prope.sweep.runs import read_run
 
 PERCENTAGES = ("0", "0.5", "1")
-THREE = (
-    CONFIG,
-    f"--rope_percentage={','.join(PERCENTAGES)}",
-    "--config.log_every=1",
-    "--config.checkpoint_every=5",
-)
+EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=5")
+THREE = (CONFIG, "--rope_percentage=0,0.5,1", *EVERY_STEP)
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +29,16 @@ def start(cache_dir):
     """Starts launch/sweep.py in a process group of its own."""
 
     def run(*arguments, cwd=ROOT, **environment) -> subprocess.Popen:
-        env = os.environ | {"PROPE_CACHE": str(cache_dir), "PYTHONPATH": str(ROOT)} | environment
-        command = [sys.executable, str(ROOT / "launch" / "sweep.py"), *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **pipes)
+        ours = {"PROPE_CACHE": str(cache_dir), "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "launch" / "sweep.py"), *map(str, arguments)],
+            cwd=cwd,
+            env=os.environ | ours | environment,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     return run
 
@@ -66,6 +68,10 @@ def whole(once, finish):
     return directory / "sweep", result
 
 
+def run_of(directory, p: str) -> pathlib.Path:
+    return directory / f"rope_percentage={p}"
+
+
 def error_of(err: str) -> str:
     lines = [line for line in err.splitlines() if line.startswith(("error:", "stopped:"))]
     assert "Traceback" not in err and lines and err.splitlines()[-1] == lines[-1], err
@@ -73,31 +79,42 @@ def error_of(err: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_sweep_differs_in_p_and_in_nothing_else(whole):
+def test_runs_of_a_sweep_differ_in_p_and_in_nothing_else(whole):
     directory, result = whole
-    runs = [directory / f"rope_percentage={p}" for p in PERCENTAGES]
-    assert [run["workdir"] for run in result["runs"]] == list(map(str, runs))
-    assert [run["values"] for run in result["runs"]] == [
-        {"rope_percentage": float(p)} for p in PERCENTAGES
-    ]
-    assert {run["state"] for run in result["runs"]} == {"finished"} and {
-        run["step"] for run in result["runs"]
-    } == {20}
-    assert len({run["init_hash"] for run in result["runs"]}) == 1 and result["runs"][0]["init_hash"]
-    hashes = [logged(run, "batch_hash") for run in runs]
-    assert all(other == hashes[0] for other in hashes) and len(hashes[0]) == 20
-    assert result["equal"] == {"init": 3, "batches": 3, "steps": 20}
-    configs = [json.loads((run / "config.json").read_text()) for run in runs]
-    assert [config["model"].pop("rope_percentage") for config in configs] == list(
-        map(float, PERCENTAGES)
-    )
+    hashes = logged(run_of(directory, "0"), "batch_hash")
+    configs = []
+    for p, record in zip(PERCENTAGES, result["runs"], strict=True):
+        run = run_of(directory, p)
+        assert record["workdir"] == str(run)
+        assert record["values"] == {"rope_percentage": float(p)}
+        assert (record["state"], record["step"]) == ("finished", 20)
+        assert record["init_hash"] and record["init_hash"] == result["runs"][0]["init_hash"]
+        assert logged(run, "batch_hash") == hashes and len(hashes) == 20
+        configs.append(json.loads((run / "config.json").read_text()))
+        assert configs[-1]["model"].pop("rope_percentage") == float(p)
     assert all(config == configs[0] for config in configs)
-    for run, record, row in zip(runs, result["runs"], result["table"], strict=True):
+    assert result["equal"] == {"init": 3, "batches": 3, "steps": 20}
+
+
+@pytest.mark.slow
+def test_the_table_has_the_last_evaluation_of_every_run(whole):
+    directory, result = whole
+    for p, record, row in zip(PERCENTAGES, result["runs"], result["table"], strict=True):
+        run = run_of(directory, p)
         last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
         assert (record["eval_loss"], record["perplexity"]) == (last["loss"], last["perplexity"])
         assert (row["eval_loss"], row["bits_per_byte"]) == (last["loss"], last["bits_per_byte"])
-        assert record["loss"] == losses(run)[20] and (row["runs"], row["eval_loss_sd"]) == (1, None)
+        assert record["loss"] == losses(run)[20]
+        assert (row["runs"], row["eval_loss_sd"]) == (1, None)
     assert [row["rotated_pairs"] for row in result["table"]] == [0, 8, 16]
+
+
+def wait_until(there, process) -> None:
+    """Waits for a file or folder that a process makes."""
+    deadline = time.monotonic() + 300
+    while not there.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -105,14 +122,11 @@ def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, t
     directory, result = whole
     for p in ("0", "0.5"):
         process = start(*THREE, f"--workdir={tmp_path}")
-        run = tmp_path / f"rope_percentage={p}"
-        deadline = time.monotonic() + 300
-        while not (run / "checkpoints" / "5").is_dir():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        run = run_of(tmp_path, p)
+        wait_until(run / "checkpoints" / "5", process)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        # What no kill can be timed to do: lines that were logged after the checkpoint that is gone back to.
+        # What no kill can be timed to do: a line that was cut short.
         with (run / "metrics.jsonl").open("a") as lines:
             lines.write('{"step": 19, "loss": 0.0, "batch_hash": "')
     code, again, err = finish(*THREE, f"--workdir={tmp_path}")
@@ -121,38 +135,29 @@ def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, t
     assert err.count(": starts\n") == 2 and err.count("resumed from step") == 1
     assert (again["table"], again["equal"]) == (result["table"], result["equal"])
     for p in PERCENTAGES:
-        assert losses(tmp_path / f"rope_percentage={p}") == losses(
-            directory / f"rope_percentage={p}"
-        )
+        assert losses(run_of(tmp_path, p)) == losses(run_of(directory, p))
 
 
 @pytest.mark.slow
 def test_a_sweep_in_a_bucket_is_the_one_on_disk(whole, finish, run_command, bucket):
     directory, result = whole
-    workdir, two = f"{bucket}/sweep", (CONFIG, "--rope_percentage=0,1", *THREE[2:])
-    code, remote, err = finish(*two, f"--workdir={workdir}")
+    workdir = epath.Path(bucket) / "sweep"
+    two = (CONFIG, "--rope_percentage=0,1", *EVERY_STEP, f"--workdir={workdir}")
+    code, remote, err = finish(*two)
     assert code == 0, err
     assert remote["table"] == [result["table"][0], result["table"][2]]
     assert remote["equal"] == {"init": 2, "batches": 2, "steps": 20}
-    assert [run["workdir"] for run in remote["runs"]] == [
-        f"{workdir}/rope_percentage={p}" for p in (0, 1)
-    ]
-    for p in (0, 1):
-        there, here = (
-            epath.Path(workdir) / f"rope_percentage={p}",
-            directory / f"rope_percentage={p}",
-        )
+    for p, record in zip("01", remote["runs"], strict=True):
+        assert record["workdir"] == str(run_of(workdir, p))
+        lines = (run_of(workdir, p) / "metrics.jsonl").read_text().splitlines()
         for name in ("loss", "batch_hash"):
-            records = [
-                json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()
-            ]
-            assert {record["step"]: record[name] for record in records} == logged(here, name)
-    code, again, err = finish(*two, f"--workdir={workdir}")
+            values = {metric["step"]: metric[name] for metric in map(json.loads, lines)}
+            assert values == logged(run_of(directory, p), name)
+    code, again, err = finish(*two)
     assert (code, again) == (0, remote) and "starts" not in err
     report = run_command("prope.report", f"--sweep={workdir}")
-    assert report.code == 0 and report.result["output"] == f"{workdir}/report/index.html", (
-        report.stderr
-    )
+    assert report.code == 0, report.stderr
+    assert report.result["output"] == f"{workdir}/report/index.html"
     assert "</html>" in epath.Path(report.result["output"]).read_text()
 
 
@@ -161,46 +166,40 @@ def test_a_finished_sweep_is_not_made_again_and_may_grow(whole, finish):
     directory, result = whole
     code, again, err = finish(*THREE, f"--workdir={directory}")
     assert (code, again) == (0, result) and "starts" not in err
-    more = (
-        CONFIG,
-        "--rope_percentage=0,0.1,0.25,0.5,0.75,1",
-        *THREE[2:],
-        f"--workdir={directory}",
-        "--dry-run",
-    )
-    code, plan, err = finish(*more)
-    assert code == 0 and [run["state"] for run in plan["runs"]].count("finished") == 3
-    assert "rope_percentage=0.1: new" in err
+    six = (CONFIG, "--rope_percentage=0,0.1,0.25,0.5,0.75,1", *EVERY_STEP)
+    code, grown, err = finish(*six, f"--workdir={directory}", "--dry-run")
+    assert code == 0 and "rope_percentage=0.1: new" in err
+    assert [run["state"] for run in grown["runs"]].count("finished") == 3
 
 
 @pytest.mark.slow
 def test_a_directory_of_another_sweep_is_refused(whole):
     directory, _ = whole
     three = [{"model.rope_percentage": [0.0, 0.5, 1.0]}]
+    two = [{"model.rope_percentage": [0.0, 1.0]}]
     base = from_dict(json.loads((directory / "sweep.json").read_text())["config"])
+    other = base.copy_and_resolve_references()
+    other.batch_size = 16
 
     def check(grids, config):
         execute.check_same_sweep(directory, plan(grids, "", config, {}), grids, config)
 
     check(three, base)
-    other = base.copy_and_resolve_references()
-    other.batch_size = 16
-    two = [{"model.rope_percentage": [0.0, 1.0]}]
-    for grids, config, says in (
-        (two, base, "has also the run rope_percentage=0.5; name its values too"),
-        ([{"seed": [0, 1]}], base, "has also the run rope_percentage=0; name its values too"),
-        (three, other, r"of another config \(batch_size: 8, not 16\)"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            check(grids, config)
+    with pytest.raises(UsageError, match="also the run rope_percentage=0.5; name its values too"):
+        check(two, base)
+    with pytest.raises(UsageError, match="also the run rope_percentage=0; name its values too"):
+        check([{"seed": [0, 1]}], base)
+    differing = r"of another config \(batch_size: 8, not 16\)"
+    with pytest.raises(UsageError, match=f"holds a sweep {differing}"):
+        check(three, other)
     with pytest.raises(UsageError, match="holds a run, not a sweep"):
-        execute.check_same_sweep(directory / "rope_percentage=0", [], three, base)
+        execute.check_same_sweep(run_of(directory, "0"), [], three, base)
     run = plan(three, "", other, {})[0]
-    says = r"rope_percentage=0: holds a run of another config \(batch_size: 8, not 16\)"
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=f"rope_percentage=0: holds a run {differing}"):
         read_run(directory / run.name, run.values, run.config)
 
 
+# In the place of prope.train: it says that it has started, then ends as the test says.
 FAKE = """
 import json, os, pathlib, signal, sys, time
 workdir = [a for a in sys.argv if a.startswith("--workdir=")][0].partition("=")[2]
@@ -230,15 +229,14 @@ sys.exit(act)
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder in which prope.train is a program that ends as the test says, start by start."""
+    """A folder in which prope.train is that program; it is given the acts of every seed."""
     (tmp_path / "prope").mkdir()
     (tmp_path / "prope" / "__init__.py").touch()
     (tmp_path / "prope" / "train.py").write_text(FAKE)
 
     def write(acts: dict) -> pathlib.Path:
-        (tmp_path / "acts.json").write_text(
-            json.dumps({f"seed={seed}": act for seed, act in acts.items()})
-        )
+        by_name = {f"seed={seed}": act for seed, act in acts.items()}
+        (tmp_path / "acts.json").write_text(json.dumps(by_name))
         return tmp_path
 
     return write
@@ -255,10 +253,9 @@ def test_a_failed_run_does_not_stop_the_others(fake, finish):
     folder = fake({0: [1], 1: [0], 2: [2]})
     code, result, err = finish(*SEEDS, cwd=folder)
     assert code == 1 and started(folder) == ["seed=0", "seed=1", "seed=2"]
-    assert (
-        "3 of 3 runs failed: seed=0 (exit code 1, stopped: because); seed=1 (ended without an evaluation of step 20);"
-        in error_of(err)
-    )
+    error = error_of(err)
+    assert "3 of 3 runs failed: seed=0 (exit code 1, stopped: because); seed=1 (ended" in error
+    assert "seed=1 (ended without an evaluation of step 20); seed=2 (exit code 2" in error
     assert {run["state"] for run in result["runs"]} == {"failed"}
 
 
@@ -283,9 +280,7 @@ def test_a_run_that_was_asked_to_stop_ends_the_sweep(fake, finish):
 def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code):
     folder = fake({0: ["wait"]})
     process = start(*SEEDS, cwd=folder)
-    while not (folder / "waiting").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(folder / "waiting", process)
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -316,9 +311,7 @@ def test_a_stopped_sweep_says_that_it_was_stopped(monkeypatch, number, code, exp
 def test_a_run_that_outlives_its_sweep_keeps_others_away(fake, start, finish):
     folder = fake({0: ["wait"]})
     process = start(*SEEDS, cwd=folder)
-    while not (folder / "waiting").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(folder / "waiting", process)
     os.kill(process.pid, signal.SIGKILL)  # the sweep alone
     process.wait()
     code, _, err = finish(*SEEDS, cwd=folder)
@@ -328,28 +321,21 @@ def test_a_run_that_outlives_its_sweep_keeps_others_away(fake, start, finish):
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_commands_and_leaves_nothing(finish, start, tmp_path):
-    given = (
-        "--config.optimizer.learning_rate=1e-4",
-        "--config.data.tokenizer=my model",
-        "--dry-run",
-    )
-    process = start(
-        CONFIG, f"--workdir={tmp_path}/W", "--grid=seed=0,1", "--rope_percentage=0,0.50", *given
-    )
+def test_a_dry_run_prints_the_commands_and_leaves_nothing(start, tmp_path):
+    values = ("--config.optimizer.learning_rate=1e-4", "--config.data.tokenizer=my model")
+    grids = ("--grid=seed=0,1", "--rope_percentage=0,0.50")
+    process = start(CONFIG, f"--workdir={tmp_path}/W", *grids, *values, "--dry-run")
     out, err = process.communicate()
     assert process.returncode == 0, err
-    lines = out.splitlines()[:-1]
+    *lines, last = out.splitlines()
     assert len(lines) == 4 and not (tmp_path / "W").exists()
     assert lines[1] == (
         f"{sys.executable} -m prope.train {CONFIG} --config.optimizer.learning_rate=0.0001 "
         f"'--config.data.tokenizer=my model' --config.model.rope_percentage=0 --config.seed=1 "
         f"--workdir={tmp_path}/W/rope_percentage=0,seed=1"
     )
-    assert json.loads(out.splitlines()[-1])["runs"][3]["values"] == {
-        "rope_percentage": 0.5,
-        "seed": 1,
-    }
+    values = json.loads(last)["runs"][3]["values"]
+    assert values == {"rope_percentage": 0.5, "seed": 1}
 
 
 # A program that launches: it writes down its arguments and ends with LAUNCHER_CODE.
@@ -414,13 +400,14 @@ def test_a_launcher_gets_every_run_once(launcher, queue, finish):
 
 
 @pytest.mark.slow
-def test_a_launcher_that_fails_is_asked_again(queue, finish):
+def test_a_launcher_that_fails_is_asked_again(queue, finish, bucket):
     folder, handed_out = queue
-    arguments = (CONFIG, "--grid=seed=0", "--workdir=W", "--launcher=./queue")
-    for count in (1, 2):
-        code, result, err = finish(*arguments, cwd=folder, LAUNCHER_CODE="3")
-        assert code == 1 and "seed=0 (exit code 3)" in error_of(err)
-        assert result["runs"][0]["state"] == "failed" and len(handed_out()) == count
+    arguments = (CONFIG, "--grid=seed=0", f"--workdir={bucket}/W", "--launcher=./queue")
+    # Each start with the launcher's exit code, the run's state then, and how often it was asked.
+    for code, state, asked in (("3", "failed", 1), ("0", "submitted", 2), ("0", "submitted", 2)):
+        _, result, err = finish(*arguments, cwd=folder, LAUNCHER_CODE=code)
+        assert result["runs"][0]["state"] == state and len(handed_out()) == asked
+        assert state == "submitted" or "seed=0 (exit code 3)" in error_of(err)
 
 
 class ListedCodes:
@@ -496,13 +483,15 @@ def test_a_job_has_a_short_name_of_its_own():
 
 
 @pytest.mark.slow
-def test_what_a_config_refuses_is_found_before_the_first_run(finish, tmp_path):
-    code, _, err = finish(CONFIG, "--rope_percentage=0,0.5,1.5", f"--workdir={tmp_path}/W")
-    assert code == 2 and "model.rope_percentage=1.5: must be a fraction" in error_of(err)
-    code, _, err = finish(CONFIG, f"--workdir={tmp_path}/W")
-    assert code == 2 and "has no get_sweep(), so say what to sweep" in error_of(err)
-    code, _, err = finish(
-        CONFIG, "--rope_percentage=0", "--config.model.rope_percentage=1", f"--workdir={tmp_path}/W"
-    )
-    assert code == 2 and "model.rope_percentage is swept" in error_of(err)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rope_percentage=0,0.5,1.5"], "model.rope_percentage=1.5: must be a fraction"),
+        ([], "has no get_sweep(); say what to sweep: --rope_percentage=0"),
+        (["--rope_percentage=0", "--config.model.rope_percentage=1"], "=1.0: is swept; give it"),
+    ],
+)
+def test_what_a_config_refuses_is_found_before_the_first_run(arguments, says, finish, tmp_path):
+    code, _, err = finish(CONFIG, *arguments, f"--workdir={tmp_path}/W")
+    assert code == 2 and says in error_of(err)
     assert not (tmp_path / "W").exists()
