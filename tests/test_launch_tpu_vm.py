@@ -168,6 +168,7 @@ def test_tpu_vm_tells_a_run_that_was_killed(installed, tmp_path):
 
 def test_tpu_vm_gives_up_on_workers_that_do_not_answer(installed, tmp_path):
     clone, _, variables = installed
-    (tmp_path / "programs/gcloud").write_text("#!/bin/sh\nexit 255\n")
+    (tmp_path / "programs/gcloud").write_text("#!/bin/sh\necho called >&2\nexit 255\n")
     done = launch("tpu_vm.sh", "logs", root=clone, **variables)
     assert done.returncode == 1 and "stopped: a is lost; logs follows the run again" in done.stderr
+    assert done.stderr.count("called") == 1 + 5  # its log, then its state

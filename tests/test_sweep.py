@@ -478,8 +478,9 @@ def test_a_launcher_that_cannot_be_used_is_refused_first(launcher, says, tmp_pat
 
 def test_a_job_has_a_short_name_of_its_own():
     assert execute.job_name("W-rope_percentage=0.25") == "w-rope-percentage-0-25-56980f49"
-    assert len(execute.job_name("x" * 99)) == 40
-    assert execute.job_name("x" * 99) != execute.job_name("x" * 98)
+    names = {execute.job_name(text) for text in ("x" * 98, "x" * 99, "2026-W", "ü", "-" * 40 + "x")}
+    assert len(names) == 5
+    assert all(re.fullmatch("[a-z][-a-z0-9]{0,38}[a-z0-9]", name) for name in names)
 
 
 @pytest.mark.slow

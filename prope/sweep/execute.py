@@ -161,8 +161,10 @@ def fill_in(launcher: list[str], name: str, command: list[str]) -> list[str]:
 
 
 def job_name(text: str) -> str:
-    """Makes a unique name of at most 40 small letters, digits and hyphens from a text."""
+    """Makes a unique name of at most 40 small letters, digits and hyphens, a letter first."""
     plain = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not plain[:1].isalpha():
+        plain = f"run-{plain}"
     return f"{plain[:31].rstrip('-')}-{zlib.crc32(text.encode()):08x}"
 
 
