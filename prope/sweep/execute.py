@@ -71,8 +71,7 @@ def locked(directory: epath.Path) -> Iterator[int]:
     """Locks a sweep on this machine; yields the lock's descriptor, for runs that may outlive it."""
     folder = local_cache() / "sweeps"
     check_writable("PROPE_CACHE", folder)
-    checksum = zlib.crc32(str(absolute(directory)).encode())
-    with open(folder / f"{directory.name}-{checksum:08x}.lock", "w") as file:
+    with open(folder / job_name(str(absolute(directory))), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
