@@ -1,8 +1,7 @@
-"""Measures the training step, the rotation alone, or all that is worth knowing, on this machine.
+"""Measures the training step, the rotation alone, on this machine.
 
     python -m prope.bench --config=configs/quickstart.py
     python -m prope.bench --rope
-    python -m prope.bench --suite --output=FOLDER
 
 It times warm steps of the real training step on random tokens, alternating with a plain matmul of the model's dtype.
 `matmul_fraction` is the model's FLOPs per second divided by the matmul's, and so means something on any machine.
@@ -14,10 +13,6 @@ Started on every host of a pod as training is, it measures the step on all their
 --attention times the TPU's splash attention for many block sizes, the fastest first.
 
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
-
---suite takes about ten minutes: rates of the machine, rotation, attention by implementation and length, the head, steps
-of three sizes by remat and by length, decoding, saving and restoring. It writes a page and suite.jsonl to --output; the
-same command goes on where it was interrupted.
 """
 
 from absl import flags
@@ -46,13 +41,6 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array"
     )
-    flags.DEFINE_boolean("suite", False, "measure everything")
-    flags.DEFINE_string(
-        "output", "runs/bench", "with --suite: folder of the page, index.html, and of suite.jsonl"
-    )
-    flags.DEFINE_float(
-        "minutes", 10.0, "with --suite: nothing is begun after so long", lower_bound=0.0
-    )
     flags.DEFINE_float("rope_percentage", 0.75, "with --rope: p", lower_bound=0.0, upper_bound=1.0)
 
 
@@ -62,18 +50,10 @@ def main() -> dict:
     from prope.runtime import processes
     from prope.runtime.validate import validate
 
-    if FLAGS.suite:
-        from prope.cost.suite import run_suite
-
-        if processes.count() > 1:
-            raise UsageError(
-                f"--suite: measures one process; got {processes.count()}; start it on one host alone"
-            )
-        return run_suite(FLAGS.output, FLAGS.minutes)
     if not (FLAGS.rope or FLAGS.attention):
         if FLAGS.config is None:
             raise UsageError(
-                "prope.bench needs --config=FILE to measure its training step, --rope or --suite"
+                "prope.bench needs --config=FILE to measure its training step, or --rope or --attention"
             )
         validate(FLAGS.config)
         return bench_step(FLAGS.config, FLAGS.steps)

@@ -9,7 +9,6 @@ from makers import analysis_options as asked
 from makers import make_run
 
 from prope.analysis import analysis, theory_page
-from prope.cost import suite
 from prope.sweep.page import report_sweep
 
 pytestmark = [
@@ -28,21 +27,7 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:
     for p in (0.0, 0.75):
         make_run(folder / f"rope_percentage={p:g},seed=0,model.max_wavelength=10000", p)
     compared = analysis.analyse_all(folder, asked(text=str(text), heads="0.1,1.2", window="20:66"))
-    rates = {"seconds": 0.123, "value": 1234.5, "unit": "GFLOP/s", "share": 0.42, "of": "matmul"}
-    rows = [
-        {"group": "machine", "name": "matmul"} | rates,
-        {"group": "step", "name": "2.5 B, none", "error": "no memory"},
-    ]
-    for x in (512, 32_768):
-        rows += [
-            {"group": "attention", "name": f"{s}, {x:,} tokens", "series": s, "x": x} | rates
-            for s in ("xla", "cudnn")
-        ]
-    machine = suite.describe_machine() | {
-        "xla_flags": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false " * 4}
-    }
     return {
-        "benchmarks": pathlib.Path(suite.write_page(folder / "bench", machine, rows, left=3)),
         "sweep": pathlib.Path(report_sweep(template)["output"]),
         "comparison": pathlib.Path(compared["output"]),
         "analysis": pathlib.Path(compared["runs"][1], "analysis", "index.html"),
@@ -53,9 +38,7 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-@pytest.mark.parametrize(
-    "kind", ["benchmarks", "sweep", "comparison", "analysis", "without rotation", "theory"]
-)
+@pytest.mark.parametrize("kind", ["sweep", "comparison", "analysis", "without rotation", "theory"])
 def test_nothing_is_cut_off_and_labels_are_readable(pages, tmp_path, kind, width, scheme):
     found = browser.look(pages[kind], tmp_path, width, scheme)
     assert found["wider"] <= 0 and found["cut"] == found["outside"] == found["errors"] == []

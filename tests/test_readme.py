@@ -42,7 +42,6 @@ SMALL = [
     (r"--seq_len=1x,2x,\S+", "--seq_len=1x,2x"),
     # A tiny model fits with ever larger batches; test_plan searches.
     (r"--search\b", "--sequences_per_chip=1"),
-    (r"--suite\b", "--suite --minutes=0"),
     # Compilers of chips read this, too.
     (r"(python -m prope\.plan)", r"JAX_DISABLE_MOST_OPTIMIZATIONS=false \1"),
     (r"--max_windows=\d+", "--max_windows=2"),

@@ -50,7 +50,7 @@ def medians(programs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     return {name: statistics.median(times[2:]) for name, times in seconds.items()}
 
 
-def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: int = 15) -> dict:
+def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float) -> dict:
     """Times the rotation of [B, T, N, H], forward and with its gradient, in multiples of a copy.
 
     `forward_backward` computes the value and the gradient of sum(rotated * cotangent). `output_and_gradient` writes the
@@ -74,7 +74,7 @@ def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float, rounds: i
             functools.partial(output_and_gradient, rotate)
         )
     seconds = medians(
-        {name: functools.partial(program, inputs) for name, program in programs.items()}, rounds
+        {name: functools.partial(program, inputs) for name, program in programs.items()}, 15
     )
     result = {
         "device": jax.devices()[0].device_kind,
@@ -131,8 +131,8 @@ def bench_attention(shape: tuple[int, int, int, int]) -> dict:
     return {"device": device.device_kind, "shape": list(shape), "best": table[0], "blocks": table}
 
 
-def bench_step(config: ConfigDict, steps: int, matmul: tuple[int, int] | None = None) -> dict:
-    """Times warm steps of the training step on all devices, alternating with a plain matmul: (size, repeats)."""
+def bench_step(config: ConfigDict, steps: int) -> dict:
+    """Times warm steps of the training step on all devices, alternating with a plain matmul."""
     check_count()
     devices = jax.devices()
     validate_devices(config, devices)
@@ -150,7 +150,7 @@ def bench_step(config: ConfigDict, steps: int, matmul: tuple[int, int] | None = 
         return metrics  # ready when the whole step is
 
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
-    size, repeats = matmul or ((2048, 8) if devices[0].platform == "cpu" else (8192, 64))
+    size, repeats = (2048, 8) if devices[0].platform == "cpu" else (8192, 64)
     square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
     seconds = medians({"step": train, "matmul": repeat_matmul(square, repeats)}, steps)
     result = {"device": devices[0].device_kind, "devices": len(devices)} | describe(
