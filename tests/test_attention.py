@@ -17,8 +17,8 @@ from oracles import attention as reference
 from oracles import causal_mask as causal
 
 from prope.attention import attention, choose_implementation
-from prope.cost.flops import count_flops
 from prope.cost.hlo import array_shapes
+from prope.cost.traced import count_flops
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -244,8 +244,7 @@ PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
-from prope.cost import flops as cost
-from prope.cost import hlo
+from prope.cost import hlo, traced
 
 devices, D, dtype = DEVICES
 n = len(devices)
@@ -266,9 +265,9 @@ for unroll in (1, True):
         lambda x, w: step(x, w, unroll), mesh=mesh, in_specs=(P(), P(None, None, "x")), out_specs=P(), check_vma=False
     )
     arguments = jax.ShapeDtypeStruct((D, D), dtype), jax.ShapeDtypeStruct((3, 5, D, D), dtype)
-    traced = jax.jit(spread).trace(*arguments)
-    text = traced.lower().compile().as_text()
-    found[str(unroll)] = cost.count_flops(traced.jaxpr), hlo.collectives(text), text.count(" while(")
+    step = jax.jit(spread).trace(*arguments)
+    text = step.lower().compile().as_text()
+    found[str(unroll)] = traced.count_flops(step.jaxpr), hlo.collectives(text), text.count(" while(")
     open(sys.argv[1] + str(unroll), "w").write(text)
 print(json.dumps(found))
 """

@@ -1,18 +1,11 @@
-"""Counts the matmul FLOPs of a training step in its jaxpr, and compares them with the peaks of chips.
-
-XLA's own cost analysis counts a loop's body once and a Pallas kernel as 0. Here a loop counts as often as it runs, and
-what cannot be counted is an error. No device is touched.
-"""
+"""Has the peaks of chips, the FLOPs of a model by closed formulas, and the roofline."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.interpreters import partial_eval
 from ml_collections import ConfigDict
 
 from prope.encodings import layer_windows
@@ -64,7 +57,7 @@ def roofline_seconds(
     network.
 
     Args:
-      flops: of one chip, `count_flops` / chips.
+      flops: of one chip, `prope.cost.traced.count_flops` / chips.
       hbm: bytes of one chip, from `prope.cost.hlo.hbm_bytes`.
       traffic: of one chip, from `prope.cost.hlo.collectives`.
       chip: from `CHIPS`. What takes a network that is not known is None and not in the maximum.
@@ -108,25 +101,6 @@ def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
     return 6.0 * (model.num_layers * layer + model.vocab_size * D) + 6.0 * N * H * keys
 
 
-# Primitives that run their one jaxpr once, with their operands as its arguments.
-_CALLS = (
-    "jit",
-    "checkpoint",
-    "remat2",
-    "closed_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "shard_map",
-)
-# Primitives whose work is in no jaxpr.
-_OPAQUE = re.compile(
-    "pallas_call|ffi_call|custom_partitioning|dot_product_attention|ragged_dot|scaled_(dot|matmul)|.*wgmma"
-)
-
-# Of cuDNN's attention by JAX's primitive: the backward pass computes the scores again.
-CUDNN_MATMULS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
-
-
 def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
     """Computes the FLOPs of the part of a sequence split over C devices that has most, over the parts' mean."""
     tokens = rank_positions(C, seq_len)
@@ -135,103 +109,3 @@ def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
     )
     mean = model_flops_per_token(model, seq_len) * seq_len / C
     return float(1 + 12.0 * model.num_heads * model.head_dim * (keys.max() - keys.mean()) / mean)
-
-
-def count_flops(jaxpr: ClosedJaxpr, kernels: Mapping[str, float] | None = None) -> float:
-    """Counts the FLOPs of all matmuls and convolutions of a jaxpr, over all devices, with recomputation by remat.
-
-    A scan counts its length times, a cond its costliest branch, a shard_map once per device. Work that the compiler
-    replicates over devices is counted once. Splash attention kernels count the blocks that their mask visits, cuDNN's
-    half of all pairs of query and key.
-
-    Args:
-      jaxpr: from `jax.make_jaxpr(step)(..)` or `jax.jit(step).trace(..).jaxpr`.
-      kernels: FLOPs of one call on one device, by name, for kernels other than splash attention's and cuDNN's.
-
-    Raises:
-      ValueError: matmuls in a loop of unknown length, or a kernel of unknown FLOPs; the text names it.
-    """
-    # Dead code is removed first: remat repeats whole layers, and the compiler drops what is not used.
-    needed, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
-    return _count(ClosedJaxpr(needed, jaxpr.consts), kernels or {})[0]
-
-
-def _count(closed, kernels: Mapping[str, float], arguments: Sequence = ()) -> tuple[float, list]:
-    """Returns the FLOPs, and the values of constant results; arguments that are not constants are None or left out."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    known = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False))
-    known |= zip(jaxpr.invars, arguments, strict=False)
-
-    def value(atom):
-        return atom.val if isinstance(atom, Literal) else known.get(atom)
-
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        name, operands = eqn.primitive.name, [value(atom) for atom in eqn.invars]
-        inner = [
-            p for v in eqn.params.values() for p in (v if isinstance(v, list | tuple) else [v])
-        ]
-        inner = [p for p in inner if isinstance(p, ClosedJaxpr | Jaxpr)]
-        if name == "dot_general":
-            contracted = [
-                eqn.invars[0].aval.shape[axis] for axis in eqn.params["dimension_numbers"][0][0]
-            ]
-            total += 2.0 * eqn.outvars[0].aval.size * math.prod(contracted)
-        elif name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval
-            features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-            total += 2.0 * eqn.outvars[0].aval.size * kernel.size / features
-        elif (
-            name == "dynamic_slice"
-        ):  # of a constant: a device's part, for which the mean over all stands
-            known[eqn.outvars[0]] = operands[0]
-        elif _OPAQUE.match(name):
-            total += _kernel_flops(eqn, operands, kernels)
-        elif name in _CALLS and len(inner) == 1:
-            flops, results = _count(inner[0], kernels, operands)
-            known |= zip(eqn.outvars, results, strict=True)
-            devices = [
-                eqn.params["mesh"].shape[axis] for axis in eqn.params.get("newly_manual_axes", ())
-            ]
-            total += flops * math.prod(devices)  # 1, except for a shard_map
-        elif name == "scan":
-            old = "num_consts" in eqn.params  # before JAX 0.11
-            constants = operands[
-                : eqn.params["num_consts"] if old else len(eqn.params["ft_in"].unpack()[0])
-            ]
-            total += eqn.params["length"] * _count(inner[0], kernels, constants)[0]
-        elif name == "cond":
-            total += max(_count(branch, kernels, operands[1:])[0] for branch in inner)
-        elif any(_count(body, kernels)[0] for body in inner):
-            raise ValueError(
-                f"the matmuls in a {name} cannot be counted: how often it runs is not known"
-            )
-    return total, [value(atom) for atom in jaxpr.outvars]
-
-
-def _kernel_flops(eqn: JaxprEqn, operands: list, kernels: Mapping[str, float]) -> float:
-    """Returns the FLOPs of one call of a kernel on one device."""
-    name = str(
-        eqn.params.get("name") or eqn.params.get("name_and_src_info") or eqn.primitive.name
-    ).split(" ")[0]
-    if name in kernels:
-        return kernels[name]
-    if name in CUDNN_MATMULS:  # causal, as this project calls it
-        (B, T, N, H), S = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
-        window = min(eqn.params.get("sliding_window_length") or S, S)
-        return CUDNN_MATMULS[name] * 2.0 * B * N * T * H * (window - window**2 / (2 * S))
-    if not (eqn.primitive.name == "pallas_call" and name.startswith("splash_")):
-        raise ValueError(
-            f"the FLOPs of the kernel {name} are not known: give them as kernels={{{name!r}: ..}}"
-        )
-    grid = eqn.params["grid_mapping"]
-    share = 1.0
-    if (
-        grid.num_index_operands
-    ):  # data_next, block_mask, ..: a grid step computes where block_mask is not 0
-        if operands[1] is None:
-            raise ValueError(
-                f"the blocks that the kernel {name} visits are not known: its mask is no constant"
-            )
-        share = float(np.count_nonzero(operands[1]) / operands[1].size)
-    return math.prod(grid.grid) * share * _count(eqn.params["jaxpr"], kernels)[0]

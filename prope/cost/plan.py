@@ -11,6 +11,7 @@ from prope import sharding
 from prope.config import REMAT
 from prope.cost import flops, hlo
 from prope.cost.bench import describe
+from prope.cost.traced import count_flops
 from prope.errors import log
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
@@ -34,7 +35,7 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     config, mesh, optimizer, state = prepare(config, devices)
     tokens = config.batch_size * config.data.seq_len
     traced = trace_step(config, optimizer, mesh, state)
-    step_flops = flops.count_flops(traced.jaxpr)
+    step_flops = count_flops(traced.jaxpr)
     result = {"topology": topology, "slices": slices, "chips": len(devices)} | describe(
         config, mesh, state[0]
     )
