@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import array_shapes
 from makers import assert_attention_close as assert_close
 from makers import attention_with_gradients as with_gradients
 from makers import cotangent_of
@@ -17,7 +18,6 @@ from oracles import attention as reference
 from oracles import causal_mask as causal
 
 from prope.attention import attention, choose_implementation
-from prope.cost.hlo import array_shapes
 from prope.cost.traced import count_flops
 
 

@@ -235,6 +235,7 @@ import json, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 from prope.config import default_config
+from compiled import array_shapes
 from prope.cost import hlo
 from prope.cost.topology import find_devices
 from prope.step import prepare, trace_step
@@ -243,7 +244,7 @@ config.model.update(num_layers=2, num_heads=8, head_dim=128, vocab_size=25600, d
 config.batch_size, config.mesh.context, config.data.seq_len = 1, 4, 131_072
 config, mesh, optimizer, state = prepare(config, find_devices(sys.argv[1], 1))
 text = trace_step(config, optimizer, mesh, state).lower().compile().as_text()
-print(json.dumps([sorted(hlo.array_shapes(text, in_fusions=False)), hlo.collectives(text), hlo.kernels(text)]))
+print(json.dumps([sorted(array_shapes(text, in_fusions=False)), hlo.collectives(text), hlo.kernels(text)]))
 """
 
 
@@ -257,7 +258,10 @@ print(json.dumps([sorted(hlo.array_shapes(text, in_fusions=False)), hlo.collecti
     ],
 )
 def test_at_131072_tokens_no_scores_logits_or_float32_keys_are_whole(topology, kernel, exchange):
-    environment = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+    environment = os.environ | {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
     command = [sys.executable, "-c", COMPILE, topology]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900

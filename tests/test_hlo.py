@@ -10,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import array_shapes
 from conftest import ROOT
 
 from prope.cost import hlo
@@ -156,7 +157,7 @@ def test_hbm_bytes_of_a_module_written_by_hand():
 
 
 def test_shapes_are_all_listed():
-    assert hlo.array_shapes(MODULE) == {
+    assert array_shapes(MODULE) == {
         ("f32", (4, 1024)),
         ("f32", (1, 1024)),
         ("f32", (1024,)),
@@ -265,9 +266,9 @@ for unroll in (1, True):
         lambda x, w: step(x, w, unroll), mesh=mesh, in_specs=(P(), P(None, None, "x")), out_specs=P(), check_vma=False
     )
     arguments = jax.ShapeDtypeStruct((D, D), dtype), jax.ShapeDtypeStruct((3, 5, D, D), dtype)
-    step = jax.jit(spread).trace(*arguments)
-    text = step.lower().compile().as_text()
-    found[str(unroll)] = traced.count_flops(step.jaxpr), hlo.collectives(text), text.count(" while(")
+    program = jax.jit(spread).trace(*arguments)
+    text = program.lower().compile().as_text()
+    found[str(unroll)] = traced.count_flops(program.jaxpr), hlo.collectives(text), text.count(" while(")
     open(sys.argv[1] + str(unroll), "w").write(text)
 print(json.dumps(found))
 """

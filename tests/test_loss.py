@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import array_shapes
 from makers import MESHES, on_eight_devices
 from oracles import cross_entropy as reference
 
 from prope import loss, sharding
-from prope.cost.hlo import array_shapes
 
 
 def draw(B=2, T=12, D=8, V=30, dtype=np.float32):

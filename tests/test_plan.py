@@ -266,7 +266,7 @@ def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
     program = f"""
 import functools, json, jax
 from prope import sharding, step
-from prope.cost import hlo
+from compiled import array_shapes
 from prope.cost import topology
 from prope.config import default_config
 from prope.optimizer import make_optimizer
@@ -278,9 +278,13 @@ mesh = sharding.make_mesh(devices=topology.find_devices("v5e:2x2", 1))
 optimizer = make_optimizer(config)
 state = sharding.with_shardings(jax.eval_shape(functools.partial(step.init_state, config, optimizer)), mesh)
 text = step.compile_step(config, optimizer, mesh, state).as_text()
-print(json.dumps([dims for _, dims in hlo.array_shapes(text)]))
+print(json.dumps([dims for _, dims in array_shapes(text)]))
 """
-    environment = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{ROOT}/tests",
+    }
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,

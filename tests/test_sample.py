@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from compiled import array_shapes
 from makers import draw_model as draw
 from makers import forward, make_run, small
 from ml_collections import FrozenConfigDict
 from oracles import decoder as reference
 
 from prope import model
-from prope.cost.hlo import array_shapes
 from prope.data.tokenizer import EOS
 from prope.errors import UsageError
 from prope.inference import generation as sample

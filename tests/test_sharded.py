@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import array_shapes
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import AbstractMesh
 from makers import on_eight_devices
 
 from prope import loss, model, sharding
 from prope.config import default_config
-from prope.cost.hlo import array_shapes
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices

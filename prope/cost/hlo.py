@@ -92,19 +92,6 @@ def kernels(text: str) -> dict[str, int]:
     return dict(sorted(_total(_read(text), "ENTRY", count).items()))
 
 
-def array_shapes(text: str, in_fusions: bool = True) -> set[tuple[str, tuple[int, ...]]]:
-    """Lists (dtype, dims) of the arrays of a compiled module; those inside fusions, in no memory, may be left out."""
-    module = _read(text)
-    fusions = {
-        x.attribute("calls")
-        for c in module.values()
-        for x in c.instructions.values()
-        if x.opcode == "fusion"
-    }
-    kept = [c for name, c in module.items() if in_fusions or name not in fusions]
-    return {(a.dtype, a.dims) for c in kept for x in c.instructions.values() for a in x.arrays}
-
-
 class _Array(NamedTuple):
     dtype: str
     dims: tuple[int, ...]
