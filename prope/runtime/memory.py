@@ -1,4 +1,4 @@
-"""How much memory a compiled program needs, whether its devices have it, and its reuse on a CPU."""
+"""Computes what memory a program needs, checks that devices have it, and reuses it on a CPU."""
 
 import ctypes
 import os
@@ -10,18 +10,18 @@ from ml_collections import ConfigDict
 
 from prope.errors import UsageError
 
-_MALLOC_OPTIONS = {
-    -4: 0,
-    -1: -1,
-}  # M_MMAP_MAX, M_TRIM_THRESHOLD: blocks of any size from a heap that never shrinks
+# Options of glibc's malloc, which take blocks of any size from a heap that never shrinks.
+_M_MMAP_MAX = -4
+_M_TRIM_THRESHOLD = -1
 
 
 def step_bytes(memory) -> int:
-    """Sums what a compiled step needs on a device, from its `memory_analysis()`; the program itself not counted."""
-    inputs_and_outputs = (
-        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    )
-    return inputs_and_outputs + memory.temp_size_in_bytes
+    """Sums what a compiled step needs on a device, without the program itself.
+
+    `memory` is its `memory_analysis()`.
+    """
+    inputs_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return inputs_and_outputs - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
 def device_bytes(device: jax.Device) -> int | None:
@@ -31,8 +31,10 @@ def device_bytes(device: jax.Device) -> int | None:
         return limit
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     container = pathlib.Path("/sys/fs/cgroup/memory.max")
-    if container.is_file() and (text := container.read_text().strip()).isdecimal():
-        host = min(host, int(text))
+    if container.is_file():
+        text = container.read_text().strip()
+        if text.isdecimal():
+            host = min(host, int(text))
     return host // jax.local_device_count()
 
 
@@ -42,34 +44,34 @@ def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
 
 
 def check_activations(config: ConfigDict, remedy: str) -> None:
-    """Raises UsageError, before a compilation of minutes, where not even what every layer keeps fits.
+    """Raises UsageError, before a compilation of minutes, where not even the least fits.
 
-    That is its input [rows of a microbatch, seq_len, embed_dim], and two such arrays of hidden_dim where remat saves
-    wide matmuls. Attention keeps more.
+    That is what every layer keeps: its input [rows of a microbatch, seq_len, embed_dim], and two
+    such arrays of hidden_dim where remat saves wide matmuls. Attention keeps more.
     """
-    model, tensor = config.model, config.mesh.tensor
-    tokens = (
-        config.batch_size
-        // config.accumulation
-        * config.data.seq_len
-        // (jax.device_count() // tensor)
-    )
-    width = model.embed_dim + (
-        2 * model.hidden_dim // tensor if model.remat in ("none", "minimal") else 0
-    )
-    _check(model.num_layers * tokens * width * jnp.dtype(model.dtype).itemsize, remedy)
+    model = config.model
+    tensor = config.mesh.tensor
+    tokens = config.batch_size // config.accumulation * config.data.seq_len
+    tokens_per_device = tokens // (jax.device_count() // tensor)
+    width = model.embed_dim
+    if model.remat in ("none", "minimal"):
+        width += 2 * model.hidden_dim // tensor
+    itemsize = jnp.dtype(model.dtype).itemsize
+    _check(model.num_layers * tokens_per_device * width * itemsize, remedy)
 
 
 def reuse_memory() -> None:
-    """Makes programs on a CPU reuse the memory of earlier ones; else the kernel takes back and zeroes every page.
+    """Makes programs on a CPU reuse the memory of earlier ones.
 
-    That took a quarter of a small model's step. A program allocates in the thread that runs it: here in the calling
-    one, whose arena of glibc's malloc, the first, is the only one that holds blocks above 64 MB.
+    Else the kernel takes back and zeroes every page, which took a quarter of a small model's step.
+    A program allocates in the thread that runs it: here in the calling one, whose arena of glibc's
+    malloc, the first, is the only one that holds blocks above 64 MB.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # macOS has none
-    for option, value in _MALLOC_OPTIONS.items():
-        mallopt(option, value)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # macOS has none
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _check(needed: int, remedy: str) -> None:

@@ -15,8 +15,8 @@ from prope.runtime.files import upload
 class Profiler(AbstractContextManager):
     """Traces the steps first .. last in the first process and writes the trace to W/profile.
 
-    jax.profiler writes to a local folder, whose files are copied to W, which may be a URL. Storage that fails then ends
-    no run.
+    jax.profiler writes to a local folder, whose files are copied to W, which may be a URL. Storage
+    that fails then ends no run.
     """
 
     def __init__(
@@ -25,9 +25,13 @@ class Profiler(AbstractContextManager):
         workdir: epath.PathLike,
         pause: Callable[[], AbstractContextManager],
     ):
-        """`steps` is config.profile; `pause` excludes what is done within it from the time of training."""
-        self._steps = range(steps[0], steps[1] + 1) if steps and processes.is_first() else range(0)
-        self._target, self._pause = epath.Path(workdir) / "profile", pause
+        """`steps` is config.profile; time within `pause` is not counted as training."""
+        self._steps = range(0)
+        if steps and processes.is_first():
+            first, last = steps
+            self._steps = range(first, last + 1)
+        self._target = epath.Path(workdir) / "profile"
+        self._pause = pause
         self._traced: list[int] = []  # steps in the open trace
 
     def run(self, step: int, update: Callable, *arguments):
@@ -35,7 +39,7 @@ class Profiler(AbstractContextManager):
         if step not in self._steps:
             return update(*arguments)
         if not self._traced:
-            jax.block_until_ready(arguments)  # the steps before do not belong to the trace
+            jax.block_until_ready(arguments)  # earlier steps stay out of the trace
             self._scratch = tempfile.TemporaryDirectory()
             jax.profiler.start_trace(self._scratch.name)
         self._traced.append(step)
@@ -48,18 +52,19 @@ class Profiler(AbstractContextManager):
 
     def _write(self) -> None:
         """Ends the trace and copies it to W."""
+        first = self._traced[0]
+        last = self._traced[-1]
+        self._traced = []
         with self._pause(), self._scratch as folder:
             jax.profiler.stop_trace()
             try:
                 upload(folder, self._target)
-                log.info(
-                    "steps %d to %d are traced: %s", self._traced[0], self._traced[-1], self._target
-                )
             except Exception as error:
                 if not is_storage_error(error):
                     raise
                 log.warning("%s: the trace cannot be written: %s", self._target, first_line(error))
-        self._traced = []
+            else:
+                log.info("steps %d to %d are traced: %s", first, last, self._target)
 
     def __exit__(self, *error):
         """Writes the trace of a range that the end of the run, or an error, has cut short."""
