@@ -1,14 +1,16 @@
-"""Measures the training step, the rotation alone, on this machine.
+"""Measures the training step, or the rotation alone, on this machine.
 
     python -m prope.bench --config=configs/quickstart.py
     python -m prope.bench --rope
 
-It times warm steps of the real training step on random tokens, alternating with a plain matmul of the model's dtype.
-`matmul_fraction` is the model's FLOPs per second divided by the matmul's, and so means something on any machine.
+It times warm steps of the real training step on random tokens, alternating with a plain matmul of
+the model's dtype. `matmul_fraction` is the model's FLOPs per second divided by the matmul's, and so
+means something on any machine.
 
-`mfu` counts 6 FLOPs per matmul parameter, with the head's V x D and without the embedding's lookup, and causal
-attention, 6 L N H T per token. Recomputation is not counted. It is null if the device's peak is not known.
-Started on every host of a pod as training is, it measures the step on all their devices, and the matmul on one.
+`mfu` counts 6 FLOPs per matmul parameter, with the head's V x D and without the embedding's lookup,
+and causal attention, 6 L N H T per token. Recomputation is not counted. It is null if the device's
+peak is not known. Started on every host of a pod as training is, it measures the step on all their
+devices, and the matmul on one.
 
 --attention times the TPU's splash attention for many block sizes, the fastest first.
 
@@ -20,7 +22,7 @@ from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
-from prope.errors import UsageError
+from prope.errors import UsageError, usage_error
 
 
 def define_flags() -> None:
@@ -50,21 +52,26 @@ def main() -> dict:
     from prope.runtime import processes
     from prope.runtime.validate import validate
 
-    if not (FLAGS.rope or FLAGS.attention):
-        if FLAGS.config is None:
-            raise UsageError(
-                "prope.bench needs --config=FILE to measure its training step, or --rope or --attention"
-            )
-        validate(FLAGS.config)
-        return bench_step(FLAGS.config, FLAGS.steps)
+    if FLAGS.attention:
+        shape = _parse_shape()
+        return processes.call_on_first(lambda: bench_attention(shape))
+    if FLAGS.rope:
+        arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
+        return processes.call_on_first(lambda: bench_rope(*arguments))
+    if FLAGS.config is None:
+        what = "its training step, or --rope or --attention"
+        raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
+    validate(FLAGS.config)
+    return bench_step(FLAGS.config, FLAGS.steps)
+
+
+def _parse_shape() -> tuple[int, ...]:
     shape = tuple(int(size) if size.isdecimal() else 0 for size in FLAGS.shape)
     if len(shape) != 4 or 0 in shape or shape[-1] % 2:
-        raise UsageError(
-            f"--shape={','.join(FLAGS.shape)}: must be four numbers B,T,N,H from 1 on, the last one even"
-        )
-    if FLAGS.attention:
-        return processes.call_on_first(lambda: bench_attention(shape))
-    return processes.call_on_first(lambda: bench_rope(shape, FLAGS.dtype, FLAGS.rope_percentage))
+        text = ",".join(FLAGS.shape)
+        rule = "must be four numbers B,T,N,H from 1 on, the last one even"
+        raise usage_error("--shape", text, rule)
+    return shape
 
 
 if __name__ == "__main__":

@@ -3,18 +3,20 @@
     python -m prope.plan --config=configs/gemma_2b_wiki.py --topology=v5e:4x4 --sequences_per_chip=2
     python -m prope.plan --config=configs/gemma_300m_wiki.py --topology=h100:1
 
-Needs XLA's compiler, which is libtpu (pip install -e '.[tpu]') or JAX's CUDA plugin (pip install -e '.[plan-gpu]'),
-and no TPU or GPU. What it reports is of two kinds:
+Needs XLA's compiler, which is libtpu (pip install -e '.[tpu]') or JAX's CUDA plugin (pip install -e
+'.[plan-gpu]'), and no TPU or GPU. What it reports is of two kinds:
 
-    compiled   whether the step fits and what fills a chip's memory, the collectives, the kernels, the HBM traffic
-    roofline   ideal_*: a lower bound of the step time, our own count of FLOPs and bytes against the chip's peaks, with
-               perfect overlap. A real step takes longer.
+    compiled   whether the step fits and what fills a chip's memory, the collectives, the kernels,
+               the HBM traffic
+    roofline   ideal_*: a lower bound of the step time, our own count of FLOPs and bytes against the
+               chip's peaks, with perfect overlap. A real step takes longer.
 
-A topology is a TPU and the shape of a slice in chips, v5e:4x4, v5p:4x4x4, v6e:16x16, or a GPU and nodes x GPUs of a
-node, a100:8, h100:8x8, h200:1, b200:8 (a100 has 80 GB). --slices=N joins N TPU slices by the data-centre network, with
-a replica of the parameters on each, as on each node of GPUs. What crosses that network is counted apart ("between
-slices"), at the speed of a host's network cards. A GPU's memory is the share that JAX takes under `launch/run.sh gpu`.
---search tries every remat with more and more sequences per chip and plans the fastest that fits.
+A topology is a TPU and the shape of a slice in chips, v5e:4x4, v5p:4x4x4, v6e:16x16, or a GPU and
+nodes x GPUs of a node, a100:8, h100:8x8, h200:1, b200:8 (a100 has 80 GB). --slices=N joins N TPU
+slices by the data-centre network, with a replica of the parameters on each, as on each node of
+GPUs. What crosses that network is counted apart ("between slices"), at the speed of a host's
+network cards. A GPU's memory is the share that JAX takes under `launch/run.sh gpu`. --search tries
+every remat with more and more sequences per chip and plans the fastest that fits.
 """
 
 import os
@@ -24,7 +26,7 @@ from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
-from prope.errors import UsageError
+from prope.errors import usage_error
 from prope.runtime import xla_flags
 
 
@@ -57,28 +59,27 @@ def main() -> dict:
 
     config = FLAGS.config
     validate(config)
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # the planned devices are not here, and those here stay untouched
-    options, chip = {}, FLAGS.topology.partition(":")[0]
-    if (
-        FLAGS.xla_flags and chip in xla_flags.TPU
-    ):  # the variable is read by libtpu and by the choice of blocks
-        os.environ["LIBTPU_INIT_ARGS"], options = xla_flags.with_users(
-            chip, os.environ.get("LIBTPU_INIT_ARGS", "")
-        )
+    # The planned devices are not here, and those that are here stay untouched.
+    jax.config.update("jax_platforms", "cpu")
+    options = {}
+    chip, _, _ = FLAGS.topology.partition(":")
+    if FLAGS.xla_flags and chip in xla_flags.TPU:
+        # The variable is read by libtpu and by the choice of blocks.
+        users = os.environ.get("LIBTPU_INIT_ARGS", "")
+        os.environ["LIBTPU_INIT_ARGS"], options = xla_flags.with_users(chip, users)
     devices = find_devices(FLAGS.topology, FLAGS.slices)
     if FLAGS.sequences_per_chip is not None:
         rows = FLAGS.sequences_per_chip * len(devices)
         if rows < 1 or rows % 1:  # also refuses inf
-            raise UsageError(
-                f"--sequences_per_chip={FLAGS.sequences_per_chip}: is {rows} on {len(devices)} chips"
-            )
-        config.batch_size, config.accumulation = int(rows), 1
+            problem = f"is {rows} on {len(devices)} chips"
+            raise usage_error("--sequences_per_chip", FLAGS.sequences_per_chip, problem)
+        config.batch_size = int(rows)
+        config.accumulation = 1
     if FLAGS.xla_flags and chip not in xla_flags.TPU:
         options = xla_flags.GPU
         jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
-    return (search if FLAGS.search else plan)(config, FLAGS.topology, devices, options)
+    compute = search if FLAGS.search else plan
+    return compute(config, FLAGS.topology, devices, options)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,28 @@
 
 import re
 
-Shape = tuple[str, tuple[int, ...]]
+_FUSED = r" fusion\(.*calls=%?([\w.\-]+)"
+_HEADER = r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$"
+_ARRAY = r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\]"
 
 
-def array_shapes(text: str, in_fusions: bool = True) -> set[Shape]:
+def array_shapes(text: str, in_fusions: bool = True) -> set[tuple[str, tuple[int, ...]]]:
     """Lists (dtype, dims) of the arrays of a compiled module.
 
     Those inside fusions, which are in no memory, may be left out.
     """
-    fusions = set(re.findall(r" fusion\(.*calls=%?([\w.\-]+)", text))
+    fused = set(re.findall(_FUSED, text))
     shapes = set()
     counted = True
     for line in text.splitlines():
-        header = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        header = re.match(_HEADER, line)
         if header:
-            counted = in_fusions or header[1] not in fusions
+            counted = in_fusions or header[1] not in fused
         elif counted:
-            result = line.partition(" = ")[2].partition("(%")[0]
-            for dtype, sizes in re.findall(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\]", result):
-                dims = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+            _, _, instruction = line.partition(" = ")
+            result, _, _ = instruction.partition("(%")
+            for dtype, sizes in re.findall(_ARRAY, result):
+                sizes = sizes.replace("<=", "").split(",")
+                dims = tuple(int(size) for size in sizes if size)
                 shapes.add((dtype, dims))
     return shapes

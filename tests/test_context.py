@@ -236,7 +236,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from prope.config import default_config
 from compiled import array_shapes
-from prope.cost import hlo
+from prope.cost import hlo, traffic
 from prope.cost.topology import find_devices
 from prope.step import prepare, trace_step
 config = default_config()
@@ -244,7 +244,9 @@ config.model.update(num_layers=2, num_heads=8, head_dim=128, vocab_size=25600, d
 config.batch_size, config.mesh.context, config.data.seq_len = 1, 4, 131_072
 config, mesh, optimizer, state = prepare(config, find_devices(sys.argv[1], 1))
 text = trace_step(config, optimizer, mesh, state).lower().compile().as_text()
-print(json.dumps([sorted(array_shapes(text, in_fusions=False)), hlo.collectives(text), hlo.kernels(text)]))
+module = hlo.parse(text)
+shapes = sorted(array_shapes(text, in_fusions=False))
+print(json.dumps([shapes, traffic.collectives(module), traffic.kernels(module)]))
 """
 
 

@@ -1,7 +1,8 @@
-"""Times the training step and the rotation on this machine; `prope.bench` says what the figures mean."""
+"""Times the step, the rotation or a TPU's attention; `prope.bench` says what the figures mean."""
 
 import functools
 import itertools
+import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -13,168 +14,202 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.cost import flops
-from prope.cost.flops import num_parameters
-from prope.errors import UsageError, log
+from prope.errors import UsageError, first_line, log, usage_error
 from prope.kernels.splash import Blocks, choose_blocks, splash
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
-from prope.step import compile_step, init_state, prepare
+from prope.step import Prepared, compile_step, init_state, prepare
+
+Shape = tuple[int, int, int, int]
 
 
-def paper_listing(inputs, positions, head_dim, max_wavelength=10_000, rope_percentage=1.0):
-    """Applies p-RoPE by the listing of the paper's appendix C: float32 angles, infinite timescales for slow pairs."""
-    num_rotated = int(rope_percentage * head_dim // 2)
-    fraction = 2.0 * jnp.arange(0, num_rotated) / head_dim
-    timescale = jnp.pad(
-        max_wavelength**fraction, (0, head_dim // 2 - num_rotated), constant_values=jnp.inf
-    )
-    angle = (positions[..., None] / timescale[None, None])[..., None, :]
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    first, second = jnp.split(inputs, 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(inputs.dtype)
+def medians(programs: dict, rounds: int, *arguments) -> dict:
+    """Times programs alternately; returns each one's median seconds.
 
-
-def medians(programs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Times the programs alternately; returns each one's median seconds, without the first two rounds."""
+    The first two rounds do not count.
+    """
     seconds = {name: [] for name in programs}
     for _ in range(rounds + 2):
         for name, program in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(program())
-            seconds[name].append(time.perf_counter() - start)
+            jax.block_until_ready(program(*arguments))
+            elapsed = time.perf_counter() - start
+            seconds[name].append(elapsed)
     return {name: statistics.median(times[2:]) for name, times in seconds.items()}
 
 
-def bench_rope(shape: tuple[int, int, int, int], dtype: str, p: float) -> dict:
-    """Times the rotation of [B, T, N, H], forward and with its gradient, in multiples of a copy.
+def paper_listing(inputs, positions, head_dim, max_wavelength=10_000, rope_percentage=1.0):
+    """Applies p-RoPE by the listing of the paper's appendix C.
 
-    `forward_backward` computes the value and the gradient of sum(rotated * cotangent). `output_and_gradient` writes the
-    rotated array and the gradient.
+    Its angles are float32, and the timescales of slow pairs infinite.
+    """
+    num_rotated = int(rope_percentage * head_dim // 2)
+    num_slow = head_dim // 2 - num_rotated
+    fraction = 2.0 * jnp.arange(0, num_rotated) / head_dim
+    timescale = max_wavelength**fraction
+    timescale = jnp.pad(timescale, (0, num_slow), constant_values=jnp.inf)
+    angle = positions[..., None] / timescale[None, None]
+    angle = angle[..., None, :]
+    sin = jnp.sin(angle)
+    cos = jnp.cos(angle)
+    first, second = jnp.split(inputs, 2, axis=-1)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    rotated = jnp.concatenate([rotated_first, rotated_second], axis=-1)
+    return rotated.astype(inputs.dtype)
+
+
+def bench_rope(shape: Shape, dtype: str, p: float) -> dict:
+    """Times the rotation of [B, T, N, H], in multiples of a copy.
+
+    `forward_backward` computes the value and the gradient of sum(rotated * cotangent).
+    `output_and_gradient` writes the rotated array and the gradient.
     """
     B, T, _, H = shape
-    inputs, cotangent = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
+    inputs = jax.random.normal(jax.random.key(0), shape, dtype)
+    cotangent = jax.random.normal(jax.random.key(1), shape, dtype)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-
-    def output_and_gradient(rotate, x):
-        rotated, vjp = jax.vjp(rotate, x)
-        return rotated, vjp(cotangent)[0]
-
     programs = {"copy": jax.jit(lambda x: x + 1)}
     for name, function in (("prope", apply_p_rope), ("paper", paper_listing)):
         rotate = functools.partial(function, positions=positions, head_dim=H, rope_percentage=p)
-        weighted_sum = functools.partial(lambda rotate, x: (rotate(x) * cotangent).sum(), rotate)
-        programs[f"{name} forward"] = jax.jit(rotate)
-        programs[f"{name} forward_backward"] = jax.jit(jax.value_and_grad(weighted_sum))
-        programs[f"{name} output_and_gradient"] = jax.jit(
-            functools.partial(output_and_gradient, rotate)
-        )
-    seconds = medians(
-        {name: functools.partial(program, inputs) for name, program in programs.items()}, 15
-    )
+        for kind, program in _rotation_programs(rotate, cotangent).items():
+            programs[name, kind] = program
+    seconds = medians(programs, 15, inputs)
+    copy = seconds.pop("copy")
     result = {
         "device": jax.devices()[0].device_kind,
         "shape": list(shape),
         "dtype": dtype,
         "rope_percentage": p,
+        "copy_seconds": copy,
+        "prope": {},
+        "paper": {},
     }
-    result["copy_seconds"] = copy = seconds.pop("copy")
-    for name, value in seconds.items():
-        function, program = name.split()
-        result.setdefault(function, {})[program] = round(value / copy, 2)
-        log.info("%-26s %6.2f x a copy", name, value / copy)
+    for (name, kind), value in seconds.items():
+        copies = value / copy
+        result[name][kind] = round(copies, 2)
+        log.info("%s %s: %.2f x a copy", name, kind, copies)
     return result
 
 
-def bench_attention(shape: tuple[int, int, int, int]) -> dict:
-    """Times multi-query splash attention [B, T, N, H] with its gradient, in bfloat16, for many block sizes of a TPU."""
+def _rotation_programs(rotate: Callable, cotangent: jax.Array) -> dict[str, Callable]:
+    def weighted_sum(x):
+        return (rotate(x) * cotangent).sum()
+
+    def output_and_gradient(x):
+        rotated, vjp = jax.vjp(rotate, x)
+        return rotated, vjp(cotangent)[0]
+
+    return {
+        "forward": jax.jit(rotate),
+        "forward_backward": jax.jit(jax.value_and_grad(weighted_sum)),
+        "output_and_gradient": jax.jit(output_and_gradient),
+    }
+
+
+def bench_attention(shape: Shape) -> dict:
+    """Times splash attention and its gradient for many block sizes of a TPU.
+
+    It is multi-query attention of queries [B, T, N, H], in bfloat16.
+    """
     B, T, N, H = shape
-    device, small, large = jax.devices()[0], (512, 1024, 2048), (512, 2048)
+    device = jax.devices()[0]
     if device.platform != "tpu":
         raise UsageError(
-            f"--attention sweeps blocks of the TPU's splash attention, and this is a {device.platform}"
+            "--attention sweeps blocks of the TPU's splash attention, and this is a "
+            f"{device.platform}"
         )
-    shapes = ((B, 1, N, T, H), (B, 1, T, H), (B, 1, T, H))
-    arrays = [jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes]
-    positions = np.arange(T)[None]
-    sweep = itertools.product(small, small, large, large, (2**40, 0))
-    candidates = dict.fromkeys(
-        [choose_blocks(device.device_kind, H), *itertools.starmap(Blocks, sweep)]
-    )
+    query = jax.random.normal(jax.random.key(0), (B, 1, N, T, H), jnp.bfloat16)
+    key = query[:, :, 0]
     seconds = {}
-    for blocks in (b for b in candidates if max(b.keys_at_once, b.keys_at_once_backward) <= b.keys):
-        attend = functools.partial(splash, positions=positions, rank=0, blocks=blocks)
-        loss = functools.partial(
-            lambda attend, *qkv: attend(*qkv).astype(jnp.float32).sum(), attend
-        )
-        program = jax.jit(jax.grad(loss, (0, 1, 2)))
+    for blocks in _candidate_blocks(choose_blocks(device.device_kind, H)):
+        program = _attention_gradient(blocks, T)
         try:
-            seconds[blocks] = medians({"attention": functools.partial(program, *arrays)}, 5)[
-                "attention"
-            ]
+            seconds |= medians({blocks: program}, 5, query, key, key)
         except jax.errors.JaxRuntimeError as error:  # they need more VMEM than there is
-            log.info("%s: %s", blocks, str(error).splitlines()[0])
+            log.info("%s: %s", blocks, first_line(error))
         else:
             log.info("%s: %.2f ms", blocks, 1e3 * seconds[blocks])
     if not seconds:
-        raise UsageError(
-            f"--shape={','.join(map(str, shape))}: no blocks of splash attention compile for it"
-        )
-    table = [
-        blocks._asdict() | {"seconds": seconds[blocks]}
-        for blocks in sorted(seconds, key=seconds.get)
-    ]
-    return {"device": device.device_kind, "shape": list(shape), "best": table[0], "blocks": table}
+        text = ",".join(map(str, shape))
+        raise usage_error("--shape", text, "no blocks of splash attention compile for it")
+    table = [{**blocks._asdict(), "seconds": value} for blocks, value in seconds.items()]
+    table.sort(key=operator.itemgetter("seconds"))
+    return {
+        "device": device.device_kind,
+        "shape": list(shape),
+        "best": table[0],
+        "blocks": table,
+    }
+
+
+def _candidate_blocks(chosen: Blocks) -> list[Blocks]:
+    sizes = (512, 1024, 2048)
+    at_once = (512, 2048)
+    fused_bytes = (2**40, 0)
+    sweep = itertools.product(sizes, sizes, at_once, at_once, fused_bytes)
+    candidates = dict.fromkeys([chosen, *itertools.starmap(Blocks, sweep)])
+    return [b for b in candidates if max(b.keys_at_once, b.keys_at_once_backward) <= b.keys]
+
+
+def _attention_gradient(blocks: Blocks, T: int) -> Callable:
+    positions = np.arange(T)[None]
+
+    def loss(query, key, value):
+        attended = splash(query, key, value, positions, rank=0, blocks=blocks)
+        return attended.astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1, 2)))
 
 
 def bench_step(config: ConfigDict, steps: int) -> dict:
-    """Times warm steps of the training step on all devices, alternating with a plain matmul."""
+    """Times warm steps of training on all devices, alternating with a plain matmul on one."""
     check_count()
     devices = jax.devices()
+    first = devices[0]
     validate_devices(config, devices)
-    config, mesh, optimizer, shapes = prepare(config, devices)
+    prepared = prepare(config, devices)
+    config, mesh, optimizer, shapes = prepared
     start = time.perf_counter()
-    update = compile_step(config, optimizer, mesh, shapes)
+    step = compile_step(config, optimizer, mesh, shapes)
     compile_seconds = time.perf_counter() - start
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    state = jax.jit(functools.partial(init_state, config, optimizer), out_shardings=shardings)()
-    batch = random_batch(config, mesh)
-
-    def train():
-        nonlocal state
-        *state, metrics = update(*state, batch)
-        return metrics  # ready when the whole step is
-
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
-    size, repeats = (2048, 8) if devices[0].platform == "cpu" else (8192, 64)
+    size = 8192
+    repeats = 64
+    if first.platform == "cpu":
+        size = 2048
+        repeats = 8
     square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
-    seconds = medians({"step": train, "matmul": repeat_matmul(square, repeats)}, steps)
-    result = {"device": devices[0].device_kind, "devices": len(devices)} | describe(
-        config, mesh, shapes[0]
-    )
+    programs = {
+        "step": _repeat_step(step, prepared),
+        "matmul": repeat_matmul(square, repeats),
+    }
+    seconds = medians(programs, steps)
+
+    described = describe(config, mesh, shapes[0])
     tokens = config.batch_size * config.data.seq_len
-    per_device = result["model_flops_per_token"] * tokens / seconds["step"] / len(devices)
-    matmul_rate, peak = (
-        repeats * 2 * size**3 / seconds["matmul"],
-        flops.peak_flops(devices[0].device_kind),
-    )
-    memory = update.memory_analysis()
-    speed = f"{seconds['step']:.3f} s a step, {tokens / seconds['step']:,.0f} tokens/s"
-    share = 100 * per_device / matmul_rate
-    log.info(
-        "%s; %.0f GFLOP/s of a device, %.0f %% of its matmul rate", speed, per_device / 1e9, share
-    )
-    return result | {
+    tokens_per_second = tokens / seconds["step"]
+    model_rate = described["model_flops_per_token"] * tokens_per_second
+    matmul_rate = repeats * 2 * size**3 / seconds["matmul"]
+    rate_of_device = model_rate / len(devices)
+    share = rate_of_device / matmul_rate
+    peak_rate = flops.peak_flops(first.device_kind)
+    memory = step.memory_analysis()
+    speed = f"{seconds['step']:.3f} s a step, {tokens_per_second:,.0f} tokens/s"
+    log.info("%s; %.0f %% of the matmul rate", speed, 100 * share)
+    return {
+        "device": first.device_kind,
+        "devices": len(devices),
+        **described,
         "step_seconds": seconds["step"],
-        "tokens_per_second": tokens / seconds["step"],
-        "model_flops_per_second": per_device * len(devices),
+        "tokens_per_second": tokens_per_second,
+        "model_flops_per_second": model_rate,
         "matmul_flops_per_second": matmul_rate,
-        "matmul_fraction": per_device / matmul_rate,
-        "mfu": per_device / peak if peak else None,
+        "matmul_fraction": share,
+        "mfu": peak_rate and rate_of_device / peak_rate,
         "peak_bytes": peak_bytes(jax.local_devices()[0], memory),
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
@@ -182,8 +217,24 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
     }
 
 
+def _repeat_step(step: jax.stages.Compiled, prepared: Prepared) -> Callable[[], dict]:
+    """Builds a program that takes the next step on one batch; its metrics are ready when all is."""
+    config, mesh, optimizer, shapes = prepared
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    init = functools.partial(init_state, config, optimizer)
+    state = jax.jit(init, out_shardings=shardings)()
+    batch = random_batch(config, mesh)
+
+    def program():
+        nonlocal state
+        *state, metrics = step(*state, batch)
+        return metrics
+
+    return program
+
+
 def repeat_matmul(square: jax.Array, repeats: int) -> Callable[[], jax.Array]:
-    """Builds a program that squares a matrix `repeats` times, each result in the memory of the last."""
+    """Builds a program that squares a matrix `repeats` times, each time into the same memory."""
     matmul = jax.jit(lambda x, old: x @ x, donate_argnums=1, keep_unused=True)
     result = jnp.zeros_like(square)
 
@@ -198,39 +249,39 @@ def repeat_matmul(square: jax.Array, repeats: int) -> Callable[[], jax.Array]:
 
 def describe(config: ConfigDict, mesh: jax.sharding.Mesh, parameters: model.Params) -> dict:
     """Returns what bench and plan print of the step that they measure."""
-    of_model = {name: config.model[name] for name in ("dtype", "remat", "attention")}
+    c = config.model
+    T = config.data.seq_len
     return {
         "mesh": dict(mesh.shape),
-        "parameters": num_parameters(parameters),
+        "parameters": flops.num_parameters(parameters),
         "batch_size": config.batch_size,
         "accumulation": config.accumulation,
-        "seq_len": config.data.seq_len,
-        **of_model,
-        "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
+        "seq_len": T,
+        "dtype": c.dtype,
+        "remat": c.remat,
+        "attention": c.attention,
+        "model_flops_per_token": flops.model_flops_per_token(c, T),
     }
 
 
 def random_batch(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """Draws a batch of random tokens in which every document is one window long."""
-    B, T = config.batch_size, config.data.seq_len
+    B = config.batch_size
+    T = config.data.seq_len
     rows = sharding.rows_of_this_process(mesh, B)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T + 1), np.int32)[
-        rows
-    ]
-    ones, positions = (
-        np.ones((len(rows), T), np.int32),
-        np.tile(np.arange(T, dtype=np.int32), (len(rows), 1)),
-    )
-    batch = {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "positions": positions,
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T + 1), np.int32)
+    ones = np.ones((len(rows), T), np.int32)
+    sequences = {
+        "tokens": tokens[rows, :-1],
+        "targets": tokens[rows, 1:],
+        "positions": ones * np.arange(T, dtype=np.int32),
         "segment_ids": ones,
+        "weights": ones.astype(np.float32),
     }
-    return sharding.global_batch(mesh, batch | {"weights": ones.astype(np.float32)}, B)
+    return sharding.global_batch(mesh, sequences, B)
 
 
 def peak_bytes(device: jax.Device, memory) -> int:
-    """Returns the process's peak memory on a device; where it does not count (CPU), what the step needs."""
+    """Returns the process's peak memory on a device; on a CPU, what the step needs."""
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return step_bytes(memory) if peak is None else peak

@@ -1,15 +1,17 @@
-"""Compiles the training step for devices that are not here, and finds the largest batch that fits them."""
+"""Compiles the training step for devices that are not here, and finds the largest batch for them."""
 
+import functools
 import math
 import re
 import time
+from collections.abc import Callable
 
 import jax
 from ml_collections import ConfigDict
 
 from prope import sharding
 from prope.config import REMAT
-from prope.cost import flops, hlo
+from prope.cost import flops, hlo, traffic
 from prope.cost.bench import describe
 from prope.cost.traced import count_flops
 from prope.errors import log
@@ -18,149 +20,181 @@ from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
 from prope.step import prepare, trace_step
 
+# What is only known of a step that fits.
+_COMPILED = (
+    "bytes_per_chip",
+    "collectives",
+    "kernels",
+    "ideal_step_seconds",
+    "ideal_tokens_per_second",
+    "ideal_mfu",
+)
+
 
 def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Compiles the training step for these devices; returns what the command prints."""
-    name = topology.partition(":")[0]
-    chip, gpu = flops.CHIPS[name], name not in xla_flags.TPU
-    # JAX tells the nodes of GPUs apart, as slices, only where they are attached.
-    slices = (
-        len({device.process_index for device in devices}) if gpu else sharding.num_slices(devices)
-    )
+    name, _, _ = topology.partition(":")
+    is_gpu = name not in xla_flags.TPU
+    chip = flops.CHIPS[name]
+    slices = _count_nodes(devices) if is_gpu else sharding.num_slices(devices)
     if config.mesh.data is None:
         config = config.copy_and_resolve_references()
         config.mesh.data = slices
-    limit = int(chip.hbm_bytes * (xla_flags.GPU_MEMORY_FRACTION if gpu else 1))
     validate_devices(config, devices)
     config, mesh, optimizer, state = prepare(config, devices)
-    tokens = config.batch_size * config.data.seq_len
     traced = trace_step(config, optimizer, mesh, state)
+    tokens = config.batch_size * config.data.seq_len
     step_flops = count_flops(traced.jaxpr)
-    result = {"topology": topology, "slices": slices, "chips": len(devices)} | describe(
-        config, mesh, state[0]
-    )
-    result |= {
+    usable_memory = xla_flags.GPU_MEMORY_FRACTION if is_gpu else 1
+    result = {
+        "topology": topology,
+        "slices": slices,
+        "chips": len(devices),
+        **describe(config, mesh, state[0]),
         "sequences_per_chip": config.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
         "busiest_part": flops.busiest_part(config.model, config.data.seq_len, config.mesh.context),
-        "hbm_bytes_per_chip": limit,
+        "hbm_bytes_per_chip": int(chip.hbm_bytes * usable_memory),
         "xla_flags": flags,
     }
     # Tuning a GPU's kernels would need the GPU.
-    options = flags | ({"xla_gpu_autotune_level": 0} if gpu else {})
+    options = flags | {"xla_gpu_autotune_level": 0} if is_gpu else flags
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return (
-            result
-            | _does_not_fit(str(error))
-            | {"compile_seconds": round(time.perf_counter() - start, 1)}
-        )
+        result |= _does_not_fit(str(error))
+        compiled = None
     compile_seconds = round(time.perf_counter() - start, 1)
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if compiled:
+        result |= _memory_of_chip(compiled, state, result["hbm_bytes_per_chip"])
+        result |= _traffic_of_chip(compiled, len(devices) // slices if is_gpu else None)
+        result |= _ideal_speed(result, step_flops, chip)
+    return result | {"compile_seconds": compile_seconds}
+
+
+def _count_nodes(gpus: list) -> int:
+    """Counts the nodes; JAX tells them apart, as slices, only of GPUs that are attached."""
+    return len({gpu.process_index for gpu in gpus})
+
+
+def _does_not_fit(message: str) -> dict:
+    """Reads the size in the compiler's error, such as "Used 17.66G of 15.75G hbm"."""
+    log.info("does not fit: %s", message.splitlines()[0])
+    # Another one says "temporaries (49.06G) exceeds".
+    match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
+    size = None
+    if match:
+        number, unit = match.groups()
+        size = round(float(number) * 2 ** {"K": 10, "M": 20, "G": 30}[unit])
+    return {"fits": False, "peak_bytes_per_chip": size} | dict.fromkeys(_COMPILED)
+
+
+def _memory_of_chip(compiled: jax.stages.Compiled, state: tuple, limit: int) -> dict:
+    """Returns what fills a chip's memory."""
+    params, opt_state = state
+    memory = compiled.memory_analysis()
+    program = memory.generated_code_size_in_bytes
+    peak = step_bytes(memory) + program
     sizes = {
-        "parameters": _bytes_per_chip(state[0]),
-        "optimizer_state": _bytes_per_chip(state[1]),
+        "parameters": _bytes_per_chip(params),
+        "optimizer_state": _bytes_per_chip(opt_state),
         "temporaries": memory.temp_size_in_bytes,
-        "program": memory.generated_code_size_in_bytes,
+        "program": program,
     }
-    peak = step_bytes(memory) + memory.generated_code_size_in_bytes
-    traffic = hlo.collectives(text, len(devices) // slices if gpu else None)
-    hbm_bytes = hlo.hbm_bytes(text)
-    seconds = flops.roofline_seconds(step_flops / len(devices), hbm_bytes, traffic, chip)
-    ideal = seconds.pop("step")
-    return result | {
+    return {
         "fits": peak <= limit,  # the compiler accepts slightly more
         "peak_bytes_per_chip": peak,
         "bytes_per_chip": sizes | {"batch_and_padding": peak - sum(sizes.values())},
-        "collectives": traffic,
-        "kernels": hlo.kernels(text),
-        "hbm_traffic_bytes": hbm_bytes,
-        "ideal_basis": "roofline of traced FLOPs and compiled traffic: a lower bound, not a measurement",
-        "ideal_step_seconds": ideal,
-        "ideal_seconds_by": seconds,
-        "ideal_tokens_per_second": tokens / ideal,
-        "ideal_mfu": result["model_flops_per_token"] * tokens / len(devices) / chip.flops / ideal,
-        "compile_seconds": compile_seconds,
+    }
+
+
+def _traffic_of_chip(compiled: jax.stages.Compiled, chips_per_node: int | None) -> dict:
+    """Returns what a chip exchanges with others, and with its memory."""
+    module = hlo.parse(compiled.as_text())
+    return {
+        "collectives": traffic.collectives(module, chips_per_node),
+        "kernels": traffic.kernels(module),
+        "hbm_traffic_bytes": traffic.hbm_bytes(module),
     }
 
 
 def _bytes_per_chip(shapes) -> int:
-    leaves = jax.tree.leaves(shapes)
-    return sum(
-        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves
-    )
+    size = 0
+    for leaf in jax.tree.leaves(shapes):
+        size += leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return size
 
 
-def _does_not_fit(message: str) -> dict:
-    """Reads the size in the compiler's error: "Used 17.66G of 15.75G hbm" or "temporaries (49.06G) exceeds"."""
-    match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
-    size = round(float(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[match[2]]) if match else None
-    log.info("does not fit: %s", message.splitlines()[0])
-    unknown = (
-        "bytes_per_chip",
-        "collectives",
-        "kernels",
-        "ideal_step_seconds",
-        "ideal_tokens_per_second",
-        "ideal_mfu",
+def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
+    """Returns the roofline of the step's FLOPs and traffic."""
+    chips = result["chips"]
+    tokens = result["batch_size"] * result["seq_len"]
+    seconds_by = flops.roofline_seconds(
+        step_flops / chips, result["hbm_traffic_bytes"], result["collectives"], chip
     )
-    return {"fits": False, "peak_bytes_per_chip": size} | dict.fromkeys(unknown)
+    seconds = max(filter(None, seconds_by.values()))
+    model_flops = result["model_flops_per_token"] * tokens
+    basis = "roofline of traced FLOPs and compiled traffic: a lower bound, not a measurement"
+    return {
+        "ideal_basis": basis,
+        "ideal_step_seconds": seconds,
+        "ideal_seconds_by": seconds_by,
+        "ideal_tokens_per_second": tokens / seconds,
+        "ideal_mfu": model_flops / chips / chip.flops / seconds,
+    }
 
 
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
-    """Returns the plan with the most tokens per second, over every remat and the largest batch that fits.
-
-    The last batch that fits and the one tried before or after it predict the largest, until that has been tried.
-    """
-    plans = []
+    """Returns the plan with the most tokens per second, over every remat and the batches that fit."""
+    groups = len(devices) // (config.mesh.tensor * config.mesh.context)
 
     def attempt(remat: str, rows: int) -> dict:
         candidate = config.copy_and_resolve_references()
-        candidate.model.remat, candidate.batch_size, candidate.accumulation = (
-            remat,
-            rows * groups,
-            1,
-        )
-        plans.append(result := plan(candidate, topology, devices, flags))
-        size = (
-            f"{result['peak_bytes_per_chip'] / 2**30:.2f} GiB" if result["fits"] else "does not fit"
-        )
-        log.info(
-            "remat=%s, %d sequences on %d chips: %s",
-            remat,
-            candidate.batch_size,
-            len(devices),
-            size,
-        )
+        candidate.model.remat = remat
+        candidate.batch_size = rows * groups
+        candidate.accumulation = 1
+        result = plan(candidate, topology, devices, flags)
+        size = "does not fit"
+        if result["fits"]:
+            size = f"{result['peak_bytes_per_chip'] / 2**30:.2f} GiB"
+        batch = f"remat={remat}, {candidate.batch_size} sequences on {len(devices)} chips"
+        log.info("%s: %s", batch, size)
         return result
 
-    groups = len(devices) // (config.mesh.tensor * config.mesh.context)
+    plans = []
     for remat in REMAT:
-        rows, too_many, sizes = (
-            1,
-            math.inf,
-            [(0, 0)],
-        )  # sizes: (rows, bytes) of the batches that fit
-        while sizes[-1][0] < rows < too_many:
-            result = attempt(remat, rows)
-            limit = result["hbm_bytes_per_chip"]
-            tried = (
-                rows,
-                result["peak_bytes_per_chip"] or 2 * limit,
-            )  # the compiler does not always tell
-            if result["fits"]:
-                sizes.append(tried)
-                tried = sizes[-2]
-            else:
-                too_many = rows
-            last, size = sizes[-1]
-            more = int((limit - size) * (last - tried[0]) / ((size - tried[1]) or 1))
-            rows = min(2 if last == 1 else max(3, last + more), too_many - 1)
+        plans += _search_batch(functools.partial(attempt, remat))
     fitting = [result for result in plans if result["fits"]]
     best = max(fitting, key=lambda result: result["ideal_tokens_per_second"], default=plans[-1])
     columns = ("remat", "sequences_per_chip", "fits", "peak_bytes_per_chip", "ideal_mfu")
     return best | {"search": [{name: result[name] for name in columns} for result in plans]}
+
+
+def _search_batch(attempt: Callable[[int], dict]) -> list[dict]:
+    """Plans batches of so many rows until the largest that fits is found; returns all plans.
+
+    A line through the last batch that fits and the one tried before or after it predicts the next.
+    """
+    plans = []
+    fitting = [(0, 0)]  # rows and bytes of the batches that fit
+    too_many = math.inf
+    rows = 1
+    while fitting[-1][0] < rows < too_many:
+        result = attempt(rows)
+        plans.append(result)
+        limit = result["hbm_bytes_per_chip"]
+        other = (rows, result["peak_bytes_per_chip"] or 2 * limit)  # not all compilers tell
+        if result["fits"]:
+            fitting.append(other)
+            other = fitting[-2]
+        else:
+            too_many = rows
+        last, size = fitting[-1]
+        other_rows, other_size = other
+        more = int((limit - size) * (last - other_rows) / ((size - other_size) or 1))
+        rows = 2 if last == 1 else max(3, last + more)
+        rows = min(rows, too_many - 1)
+    return plans

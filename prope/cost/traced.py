@@ -46,7 +46,8 @@ def count_flops(closed: ClosedJaxpr) -> float:
     # Remat repeats whole layers, of which the compiler drops what no result needs.
     results = [True] * len(closed.out_avals)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, results, instantiate=True)
-    return _count(jaxpr, [], dict(zip(jaxpr.constvars, closed.consts, strict=True)))
+    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    return _count(jaxpr, [], constants)
 
 
 def _count(jaxpr: Jaxpr, operands: list, constants: dict) -> float:
@@ -73,8 +74,9 @@ def _count_equation(eqn: JaxprEqn, constants: dict) -> float:
         flops = _count(bodies[0], operands, constants)
         results = [_value(atom, constants) for atom in bodies[0].outvars]
         constants.update(zip(eqn.outvars, results, strict=True))
-        axes = eqn.params.get("newly_manual_axes", ())  # a shard_map's
-        return flops * math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
+        for axis in eqn.params.get("newly_manual_axes", ()):  # a shard_map's
+            flops *= eqn.params["mesh"].shape[axis]
+        return flops
     if name == "dynamic_slice":
         # One device's share of a mask, for which the mean over all devices stands.
         constants[eqn.outvars[0]] = operands[0]
@@ -100,7 +102,8 @@ def _count_kernel(eqn: JaxprEqn, operands: list, bodies: list[Jaxpr]) -> float:
         S = eqn.invars[1].aval.shape[1]
         window = min(eqn.params.get("sliding_window_length") or S, S)
         keys = window - window**2 / (2 * S)  # the mean over causal queries
-        return _CUDNN[primitive] * 2.0 * B * N * T * H * keys
+        matmul = 2.0 * B * N * T * H * keys
+        return _CUDNN[primitive] * matmul
     if primitive != "pallas_call" or not name.startswith("splash_"):
         raise ValueError(f"the FLOPs of the kernel {name} are not known")
     grid = eqn.params["grid_mapping"]
