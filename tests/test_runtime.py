@@ -162,16 +162,16 @@ def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
 @pytest.mark.parametrize(("stats", "expected"), [({"bytes_limit": 7}, 7), ({}, None), (None, None)])
 def test_an_accelerators_memory_is_what_it_says(stats, expected):
     """Not the host's, where the driver does not say."""
-    assert (
-        memory.device_bytes(SimpleNamespace(platform="tpu", memory_stats=lambda: stats)) == expected
-    )
+    device = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+    assert memory.device_bytes(device) == expected
 
 
 def test_a_cpus_memory_is_its_share_of_the_hosts():
-    host = int(pathlib.Path("/proc/meminfo").read_text().split()[1]) * 1024  # MemTotal, in KiB
-    limit = pathlib.Path("/sys/fs/cgroup/memory.max")  # of a container
-    text = limit.read_text().strip() if limit.exists() else "max"
-    least = min(host, int(text) if text != "max" else host)
-    assert memory.device_bytes(jax.devices()[0]) == pytest.approx(
-        least / jax.local_device_count(), rel=0.01
-    )
+    _, total_kib, *_ = pathlib.Path("/proc/meminfo").read_text().split()
+    host = int(total_kib) * 1024
+    container = pathlib.Path("/sys/fs/cgroup/memory.max")
+    text = container.read_text().strip() if container.exists() else "max"
+    if text != "max":
+        host = min(host, int(text))
+    share = host / jax.local_device_count()
+    assert memory.device_bytes(jax.devices()[0]) == pytest.approx(share, rel=0.01)
