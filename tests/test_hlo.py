@@ -214,7 +214,7 @@ def test_a_loop_runs_as_often_as_its_condition_says(old, new, rounds):
     [
         ("direction=LT", "direction=EQ"),
         ("add(%i.4, %two)", "multiply(%i.4, %two)"),
-        ("add(%i.4, %two)", "add(%i.4, %row.4)"),
+        ("%two = s32[]{:T(128)} constant(2)", "%two = s32[]{:T(128)} partition-id()"),
         ("add(%i.4, %two)", "add(%i.4, %i.4)"),
         ("%two = s32[]{:T(128)} constant(2)", "%two = s32[]{:T(128)} constant(0)"),
     ],
