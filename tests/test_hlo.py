@@ -206,7 +206,20 @@ def test_traffic_between_slices_is_counted_apart():
 )
 def test_a_loop_runs_as_often_as_its_condition_says(old, new, rounds):
     assert MODULE.count(old) == 1
-    assert collectives(MODULE.replace(old, new))["collective-permute"]["count"] == rounds
+    assert count_rounds(MODULE.replace(old, new)) == rounds
+
+
+def count_rounds(text):
+    return collectives(text)["collective-permute"]["count"]
+
+
+@pytest.mark.parametrize(("direction", "rounds"), [("GE", 4), ("GT", 3), ("NE", 3)])
+def test_a_loop_may_count_down(direction, rounds):
+    """From 7 by 2 to 1, with it or without."""
+    text = MODULE.replace("direction=LT", f"direction={direction}")
+    text = text.replace("%zero.0 = s32[]{:T(128)} constant(0)", "%zero.0 = s32[] constant(7)")
+    text = text.replace("constant(2)", "constant(-2)").replace("constant(8)", "constant(1)")
+    assert count_rounds(text) == rounds
 
 
 @pytest.mark.parametrize(
@@ -214,9 +227,11 @@ def test_a_loop_runs_as_often_as_its_condition_says(old, new, rounds):
     [
         ("direction=LT", "direction=EQ"),
         ("add(%i.4, %two)", "multiply(%i.4, %two)"),
-        ("%two = s32[]{:T(128)} constant(2)", "%two = s32[]{:T(128)} partition-id()"),
-        ("add(%i.4, %two)", "add(%i.4, %i.4)"),
-        ("%two = s32[]{:T(128)} constant(2)", "%two = s32[]{:T(128)} constant(0)"),
+        ("add(%i.4, %two)", "add(%i.4, %two)\n  %next = s32[] add(%next, %i.4)"),
+        ("constant(2)", "partition-id()"),
+        ("constant(2)", "constant(0)"),
+        ("constant(8)", "partition-id()"),
+        ("get-tuple-element(%state.2), index=0", "get-tuple-element(%state.2), index=1"),
     ],
 )
 def test_a_loop_of_unknown_length_is_named(old, new):
@@ -289,12 +304,13 @@ def test_asynchronous_computations_count_once():
 
 
 def test_an_elementwise_program_reads_and_writes_once():
-    def scale_and_add(x, y):
-        return (x * 2 + y).astype(jnp.bfloat16)
+    def compare(x, y):
+        return x * 2 > y
 
-    x = jnp.zeros((100, 128))
-    compiled = jax.jit(scale_and_add).lower(x, x).compile()
-    assert hbm_bytes(compiled.as_text()) == 100 * 128 * (4 + 4 + 2)
+    x = jnp.zeros((100, 128), jnp.bfloat16)
+    y = jnp.zeros((100, 128))
+    compiled = jax.jit(compare).lower(x, y).compile()
+    assert hbm_bytes(compiled.as_text()) == 100 * 128 * (2 + 4 + 1)
 
 
 # 3 x 5 layers. The comments give the elements of each collective's larger side on one device.
@@ -420,3 +436,9 @@ def test_what_leaves_a_node_of_gpus_is_counted_apart(groups, between):
     assert collectives(text) == within
     apart = {"all-reduce between slices": counted(1, between, 1)}
     assert collectives(text, 2) == (apart if between else within)
+
+
+def test_an_exchange_between_nodes_is_not_shared_by_their_gpus():
+    text = ALL_REDUCE.replace("all-reduce", "all-to-all")
+    text = text.replace("GROUPS", "replica_groups={{0,1,2,3}}")
+    assert collectives(text, 2) == {"all-to-all between slices": counted(1, 4096 // 2, 1)}
