@@ -127,24 +127,34 @@ def flops_of(function, *shapes):
     return count_flops(jaxpr)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 32, 1, 1), (2, 8, 1, 4)])
-def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(shape):
+def flops_of_step(config, mesh_shape):
+    optimizer = make_optimizer(config)
+    mesh = AbstractMesh(mesh_shape, sharding._AXES, axis_types=(AxisType.Auto,) * 4)
+    state = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    step = make_train_step(config, optimizer)
+    with sharding.use(mesh):
+        batch = batch_shapes(config, mesh)
+        jaxpr = jax.make_jaxpr(step)(*state, batch)
+    return count_flops(jaxpr)
+
+
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        (1, 1, 1, 1),
+        (2, 32, 1, 1),
+        (2, 8, 1, 4),
+    ],
+)
+def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(mesh_shape):
     """Of short sequences: a flash attention's backward pass computes its scores again."""
     config = default_config()
     config.model.update(gemma_2b().to_dict())
     config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla")
     config.batch_size = 64
     config.data.seq_len = 128
-    optimizer = make_optimizer(config)
-    mesh = AbstractMesh(shape, sharding._AXES, axis_types=(AxisType.Auto,) * 4)
-    state = jax.eval_shape(functools.partial(init_state, config, optimizer))
-    step = make_train_step(config, optimizer)
-    with sharding.use(mesh):
-        batch = batch_shapes(config, mesh)
-        jaxpr = jax.make_jaxpr(step)(*state, batch)
-    per_token = count_flops(jaxpr) / (64 * 128)
-    model_flops = flops.model_flops_per_token(config.model, 128)
-    assert 1 <= per_token / model_flops <= 1.01
+    model_flops = 64 * 128 * flops.model_flops_per_token(config.model, 128)
+    assert 1 <= flops_of_step(config, mesh_shape) / model_flops <= 1.01
 
 
 def layer(x, w):
@@ -272,6 +282,7 @@ def test_a_kernel_of_unknown_flops_is_an_error():
 
 QUERY = (2, 3, 1024, 128)
 KEY = (2, 1024, 128)
+QKV = (QUERY, KEY, KEY)
 BLOCK_MATMUL = 2 * 256 * 256 * 128  # of a block of 256 queries and 256 keys
 
 
@@ -301,8 +312,8 @@ def test_splash_attention_counts_the_blocks_that_it_visits(block_kv, blocks):
     attend = jax.vmap(splash_attention(block_kv))
     heads = 2 * 3
     once = heads * blocks * 2 * BLOCK_MATMUL
-    assert flops_of(attend, QUERY, KEY, KEY) == once
-    assert flops_of(repeat(attend, 5), QUERY, KEY, KEY) == 5 * once
+    assert flops_of(attend, *QKV) == once
+    assert flops_of(repeat(attend, 5), *QKV) == 5 * once
 
 
 @pytest.mark.parametrize(
@@ -323,14 +334,23 @@ def test_splash_attention_backward_in_scanned_remat(matmuls, sizes):
     attention = heads * 10 * (forward_twice + matmuls) * BLOCK_MATMUL
     output_dot_cotangent = heads * 1024 * 128 * 2
     training = jax.grad(loss, argnums=(0, 1, 2))
-    assert flops_of(training, QUERY, KEY, KEY) == 5 * (attention + output_dot_cotangent)
+    assert flops_of(training, *QKV) == 5 * (attention + output_dot_cotangent)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_ranks_of_a_split_sequence_share_its_blocks(scan_layers):
+    config = default_config()
+    config.model.update(attention="splash", head_dim=128, num_layers=2, scan_layers=scan_layers)
+    config.batch_size = 2
+    config.data.seq_len = 4096
+    assert flops_of_step(config, (1, 1, 2, 1)) == flops_of_step(config, (1, 1, 1, 1))
 
 
 def test_splash_attention_with_a_mask_that_is_not_a_constant_is_an_error():
     def attend(kernel, *arrays):
         return kernel(*arrays)
 
-    shapes = [jax.ShapeDtypeStruct(shape[1:], jnp.float32) for shape in (QUERY, KEY, KEY)]
+    shapes = [jax.ShapeDtypeStruct(shape[1:], jnp.float32) for shape in QKV]
     jaxpr = jax.make_jaxpr(attend)(splash_attention(), *shapes)
     with pytest.raises(ValueError, match="splash_mqa_fwd.* visits are not constant"):
         count_flops(jaxpr)
