@@ -31,10 +31,10 @@ HEAD = 25_600 * 256
 
 @pytest.fixture(scope="module")
 def plan(run_command):
-    def run(*arguments, **environment):
+    def run(*arguments, config=CONFIG, **environment):
         # Tests may run side by side; libtpu would let one process in.
         environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
-        return run_command("prope.plan", CONFIG, *arguments, **environment)
+        return run_command("prope.plan", config, *arguments, **environment)
 
     return run
 
@@ -224,14 +224,15 @@ def test_the_other_large_pages_take_the_same_step():
 @needs_cuda
 def test_gemma_300m_fits_one_gpu(plan):
     page = f"--config={ROOT}/configs/gemma_300m_wiki.py"
-    assert plan(page, "--topology=h100:1").result["fits"]
+    assert plan("--topology=h100:1", config=page).result["fits"]
 
 
 @pytest.mark.slow
 @needs_cuda
 def test_gemma_2b_fits_nodes_of_gpus_and_exchanges_beside_the_matmuls(plan):
     page = f"--config={ROOT}/configs/gemma_2b_wiki.py"
-    result = plan(page, "--topology=h100:8x8", "--config.accumulation=4").result
+    nodes = ("--topology=h100:8x8", "--config.accumulation=4")
+    result = plan(*nodes, config=page).result
     assert result["fits"], result["peak_bytes_per_chip"]
     traffic = result["collectives"]
     gathers = traffic["all-gather"]

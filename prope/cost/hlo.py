@@ -157,7 +157,7 @@ _FOLLOWED = ("add", "bitcast", "convert", "copy", "copy-start", "copy-done", "fu
 
 
 def _count_trips(loop: Instruction) -> int:
-    """Returns how often a loop runs: the compiler for CPUs and GPUs notes it, that for TPUs not."""
+    """Returns how often a loop runs: as the compiler notes, or, on TPUs, as is derived."""
     note = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if note:
         return int(note[1])

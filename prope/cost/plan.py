@@ -148,7 +148,7 @@ def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
 
 
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
-    """Returns the plan with the most tokens per second, over every remat and the batches that fit."""
+    """Returns the fastest plan over every remat and the largest batch that fits."""
     groups = len(devices) // (config.mesh.tensor * config.mesh.context)
 
     def attempt(remat: str, rows: int) -> dict:

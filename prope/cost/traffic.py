@@ -21,10 +21,14 @@ _COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_SYNC = '"is_sync":true'  # of a start on a GPU whose done follows at once
+# A start on a GPU has this where its done follows at once.
+_SYNC = '"is_sync":true'
 _BETWEEN_SLICES = r'_xla_megascale_target="\{([\d,:]+)\}.*?_xla_megascale_transfer_type="(\w+)"'
+# These read from their first operand only what they result in.
 _SLICES = ("dynamic-slice", "slice", "gather")
+# These write into their first operand only the update.
 _UPDATES = ("dynamic-update-slice", "scatter")
+# These move no data by themselves; so do custom calls whose attributes match _FREE_CALLS.
 _FREE = (
     "parameter",
     "constant",
