@@ -1,4 +1,4 @@
-"""Compiles the training step for devices that are not here, and finds the largest batch for them."""
+"""Compiles the training step for devices that are not here; searches the largest batch."""
 
 import functools
 import math
