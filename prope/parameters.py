@@ -94,14 +94,17 @@ def shapes(model: ConfigDict) -> dict[str, Any]:
     return nest({path: shape(path) for path in parameters(model)})
 
 
-def count_matmul_parameters(model: ConfigDict) -> int:
-    """Counts the scalars that a token is multiplied by: all matrices, the embedding as the head."""
+def count(model: ConfigDict, matrices_only: bool = False) -> int:
+    """Counts the scalars of all parameters, or of those that a token is multiplied by.
+
+    The embedding is one of these: as the head, not as the lookup.
+    """
     sizes = axis_sizes(model)
-    return sum(
-        math.prod(sizes[axis] for axis in stacked_axes(path))
-        for path, row in parameters(model).items()
-        if row.is_matrix
-    )
+    total = 0
+    for path, row in parameters(model).items():
+        if row.is_matrix or not matrices_only:
+            total += math.prod(sizes[axis] for axis in stacked_axes(path))
+    return total
 
 
 def find(keys: Sequence) -> tuple[Parameter, str] | None:

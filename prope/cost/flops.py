@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope import parameters
 from prope.encodings import layer_windows
 from prope.sharding import rank_positions
 
@@ -78,19 +79,12 @@ def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
     sees T / 2 keys on average, or W - W^2 / 2T within a window, in two matmuls forward and four
     backward.
     """
-    D = model.embed_dim
-    N = model.num_heads
-    H = model.head_dim
-    query_and_output = 2 * D * N * H
-    key_and_value = 2 * D * model.num_kv_heads * H
-    mlp = 3 * D * model.hidden_dim
-    layers = model.num_layers * (query_and_output + key_and_value + mlp)
-    head = model.vocab_size * D
     twice_the_keys = 0.0
     for window in layer_windows(model):
         W = min(window or seq_len, seq_len)
         twice_the_keys += 2 * W - W**2 / seq_len
-    return 6.0 * (layers + head) + 6.0 * N * H * twice_the_keys
+    matmuls = 6.0 * parameters.count(model, matrices_only=True)
+    return matmuls + 6.0 * model.num_heads * model.head_dim * twice_the_keys
 
 
 def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
