@@ -11,6 +11,11 @@ import shutil
 import subprocess
 import time
 
+import matplotlib.figure
+import pytest
+
+from prope.html import drawing
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -24,33 +29,14 @@ frame.addEventListener("load", () => {{
   const page = frame.contentDocument, view = frame.contentWindow, width = page.documentElement.clientWidth;
   const shown = element => element.getClientRects().length > 0;
   const name = element => element.textContent.trim().slice(0, 60);
-  const found = {{wider: page.documentElement.scrollWidth - width, scrolled: [], cut: [], fonts: [], outside: [],
-    overlapping: [], faint: []}};
+  const found = {{wider: page.documentElement.scrollWidth - width, scrolled: [], cut: [], labels: [], faint: []}};
   for (const box of page.querySelectorAll(".scroll"))
     if (box.scrollWidth > box.clientWidth + 1) found.scrolled.push(name(box));
   for (const text of page.querySelectorAll("h1, h2, p, figcaption, summary"))
     if (shown(text) && !text.closest(".scroll") && text.getBoundingClientRect().right > width)
       found.cut.push(name(text));
-  for (const svg of page.querySelectorAll("svg")) {{
-    if (!shown(svg)) continue;
-    const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
-    for (const text of svg.querySelectorAll("text")) {{
-      found.fonts.push(scale * parseFloat(view.getComputedStyle(text).fontSize));
-      const at = text.getBoundingClientRect();
-      if (at.left < box.left - 1 || at.right > box.right + 1 || at.top < box.top - 1 || at.bottom > box.bottom + 1)
-        found.outside.push(name(text));
-    }}
-  }}
-  for (const svg of page.querySelectorAll("svg")) {{
-    const labels = [...svg.querySelectorAll("text")].filter(text => shown(text) && name(text)).map(text => {{
-      const at = text.getBoundingClientRect();
-      const ink = Math.min(at.width, at.height) * 0.12;  // boxes are higher than letters
-      return [name(text), at.left + ink, at.right - ink, at.top + ink, at.bottom - ink];
-    }});
-    labels.forEach((a, i) => labels.slice(i + 1).forEach(b => {{
-      if (a[1] < b[2] && b[1] < a[2] && a[3] < b[4] && b[3] < a[4]) found.overlapping.push(a[0] + " | " + b[0]);
-    }}));
-  }}
+  for (const image of page.querySelectorAll("img"))  // drawn with 150 pixels an inch
+    found.labels.push(10 / 72 * 150 * image.clientWidth / image.naturalWidth);
   const pen = document.createElement("canvas").getContext("2d", {{willReadFrequently: true}});
   const colour = text => {{
     pen.clearRect(0, 0, 1, 1);
@@ -62,14 +48,13 @@ frame.addEventListener("load", () => {{
     const c = rgb[i] / 255;
     return sum + weight * (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
   }}, 0);
-  const texts = "h1, h2, p, a, code, small, output, summary, figcaption, span, li, td, th, text";
+  const texts = "h1, h2, p, a, code, small, output, summary, figcaption, span, li, td, th";
   for (const text of page.querySelectorAll(texts)) {{
-    const style = view.getComputedStyle(text), drawn = text.closest("svg");
+    const style = view.getComputedStyle(text);
     if (!shown(text) || !name(text)) continue;
-    if (/fill: #/.test(text.getAttribute("style"))) continue;  // on a map, by whose colours it is chosen
     let ground = text;
     while (colour(view.getComputedStyle(ground).backgroundColor)[3] < 255) ground = ground.parentElement;
-    const both = [drawn ? style.fill : style.color, view.getComputedStyle(ground).backgroundColor];
+    const both = [style.color, view.getComputedStyle(ground).backgroundColor];
     const [low, high] = both.map(colour).map(luminance).sort((a, b) => a - b), ratio = (high + 0.05) / (low + 0.05);
     if (ratio < 4.5) found.faint.push(name(text) + " " + ratio.toFixed(2));
   }}
@@ -102,9 +87,7 @@ def look(page: pathlib.Path, folder: pathlib.Path, width: int, scheme: str) -> d
       wider     pixels by which the page is wider than the window
       scrolled  boxes that are wider than the window and scroll
       cut       texts outside of such boxes that leave the window
-      fonts     sizes of the labels of pictures, in pixels
-      outside   labels that leave their picture
-      overlapping  pairs of labels of a picture that lie on one another
+      labels    heights of labels of 10 points in each picture, in pixels
       faint     texts whose contrast is below 4.5
       repeated  ids that more than one element has
       ground    the background's colour
@@ -122,6 +105,44 @@ def look(page: pathlib.Path, folder: pathlib.Path, width: int, scheme: str) -> d
     done = run(*options, "--dump-dom", around.as_uri())
     found = json.loads(html.unescape(re.search("<pre>(.*?)</pre>", done.stdout, re.DOTALL)[1]))
     return found | {"errors": [line for line in done.stderr.splitlines() if "CONSOLE" in line]}
+
+
+def measure_labels(picture) -> dict:
+    """Draws a picture and measures its labels.
+
+    Returns:
+      texts        of all labels
+      smallest     size of the smallest label, in points
+      outside      labels that leave the picture
+      overlapping  pairs of labels that lie on one another
+    """
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(drawing.STYLE):
+        figure = matplotlib.figure.Figure(figsize=picture.size, layout="constrained")
+        picture.draw(figure)
+        patch.setattr(matplotlib.text.Text, "draw", lambda text, renderer: drawn.append(text))
+        figure.draw_without_rendering()
+    labels = [text for text in drawn if text.get_visible() and text.get_text().strip()]
+    boxes = []
+    for text in labels:
+        box = text.get_window_extent()
+        ink = 0.12 * min(box.width, box.height)  # boxes are higher than letters
+        boxes.append((text.get_text(), box.padded(-ink)))
+    left, bottom, right, top = figure.bbox.padded(1).extents
+    return {
+        "texts": [name for name, _ in boxes],
+        "smallest": min(text.get_fontsize() for text in labels),
+        "outside": [
+            name
+            for name, box in boxes
+            if box.x0 < left or box.x1 > right or box.y0 < bottom or box.y1 > top
+        ],
+        "overlapping": [
+            f"{name} | {other}"
+            for (name, box), (other, other_box) in itertools.combinations(boxes, 2)
+            if box.overlaps(other_box)
+        ],
+    }
 
 
 class Tab:

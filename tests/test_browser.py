@@ -1,4 +1,4 @@
-"""The pages as headless Chromium lays them out, on a screen and on a phone, light and dark; mouse, finger, keyboard."""
+"""The pages in headless Chromium: on a screen and on a phone, light and dark; mouse, finger, keyboard."""
 
 import json
 import pathlib
@@ -9,6 +9,7 @@ from makers import analysis_options as asked
 from makers import make_run
 
 from prope.analysis import analysis, theory_page
+from prope.html.drawing import Picture
 from prope.sweep.page import report_sweep
 
 pytestmark = [
@@ -19,8 +20,23 @@ GROUNDS = {"light": "rgb(246, 248, 250)", "dark": "rgb(13, 17, 23)"}
 
 
 @pytest.fixture(scope="module")
-def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:
-    """A page of each kind, by its template."""
+def pictures():
+    """The pictures that are drawn while this fixture lasts."""
+    drawn = []
+    render = Picture.render
+
+    def record(picture):
+        drawn.append(picture)
+        return render(picture)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Picture, "render", record)
+        yield drawn
+
+
+@pytest.fixture(scope="module")
+def pages(template, pictures, tmp_path_factory) -> dict[str, pathlib.Path]:
+    """A page of each kind, by its template; `pictures` collects what is drawn on them."""
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "a.txt"
     text.write_text("What turns,\nand what does not. " * 8)
@@ -41,15 +57,23 @@ def pages(template, tmp_path_factory) -> dict[str, pathlib.Path]:
 @pytest.mark.parametrize("kind", ["sweep", "comparison", "analysis", "without rotation", "theory"])
 def test_nothing_is_cut_off_and_labels_are_readable(pages, tmp_path, kind, width, scheme):
     found = browser.look(pages[kind], tmp_path, width, scheme)
-    assert found["wider"] <= 0 and found["cut"] == found["outside"] == found["errors"] == []
-    assert found["overlapping"] == found["faint"] == found["repeated"] == []
-    assert min(found["fonts"]) >= 11
+    assert found["wider"] <= 0
+    assert found["cut"] == found["errors"] == found["faint"] == found["repeated"] == []
+    assert 11 <= min(found["labels"]) <= max(found["labels"]) <= 16
     assert found["ground"] == GROUNDS[scheme]
     if width == 1200:
         assert found["scrolled"] == []
     files = [link for link in found["links"] if not link.startswith("#")]
     assert all((pages[kind].parent / link).is_file() for link in files), files
     assert len(files) == (2 if kind == "comparison" else 0)
+
+
+def test_labels_of_pictures_are_whole_and_apart(pages, pictures):
+    assert {"perplexity", "accuracy", "usage", "head_0_1", "scores"} < {p.name for p in pictures}
+    for picture in pictures:
+        found = browser.measure_labels(picture)
+        assert found["smallest"] == 10, picture.name
+        assert found["outside"] == found["overlapping"] == [], picture.name
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +91,14 @@ def cell(tab, row: int, column: int, number: int = 0) -> tuple[float, float]:
     """Scrolls a cell of a map of head 0.1 into view: its middle in pixels of the window."""
     return tab.ask(
         f"""(() => {{
-        const images = [...{MAP}.querySelectorAll("image[transform^=matrix]")];
-        const image = images.filter(image => image.getClientRects().length)[{number}];
-        image.scrollIntoView();
+        const [left, bottom, width, height] = JSON.parse({MAP}.querySelector("figure").dataset.maps)[{number}].box;
+        const image = {MAP}.querySelector("img");
+        const x = left + ({column} + 0.5) / 47 * width, y = 1 - bottom - height + ({row} + 0.5) / 47 * height;
+        const scroll = {MAP}.querySelector(".scroll");
+        scroll.scrollLeft = x * image.clientWidth - 200;
+        scrollBy(0, image.getBoundingClientRect().top + y * image.clientHeight - 450);
         const box = image.getBoundingClientRect();
-        const y = box.top + ({row} + 0.5) * box.height / 47;
-        scrollBy(0, y - 450);
-        return [box.left + ({column} + 0.5) * box.width / 47, image.getBoundingClientRect().top + y - box.top];
+        return [box.left + x * box.width, box.top + y * box.height];
         }})()"""
     )
 
@@ -94,19 +119,16 @@ def expected(page: pathlib.Path, row: int, column: int, kind: str = "map") -> st
     return f"query {tokens[row]}, key {tokens[column]}: {head[kind][row][column]:.3g} ({name})"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_a_map_names_every_token_and_reads_out_a_cell(pages, tab, width, scheme):
+def test_a_map_names_every_token_and_reads_out_a_cell(pages, pictures, tab, width):
     page = pages["analysis"]
-    tab.open(page, width, scheme)
-    labels = tab.ask(
-        f"[...{MAP}.querySelectorAll('svg.{'wide' if width == 1200 else 'narrow'} text')].map(t => t.textContent)"
-    )
+    tab.open(page, width)
     found = json.loads(page.with_name("analysis.json").read_text())["window"]
     names = [f"{i} {name}" for i, name in zip(found["positions"], found["tokens"], strict=True)]
     assert "21 ' '" in names and "43 '\\n'" in names and len(names) == 47
-    count = [labels.count(name) for name in names]  # rows and columns of two maps
-    assert count == [4] * 47 if width == 1200 else min(count) == 2
+    (picture, *_) = [picture for picture in pictures if picture.name == "head_0_1"]
+    labels = browser.measure_labels(picture)["texts"]
+    assert [labels.count(name) for name in names] == [4] * 47, "rows and columns of two maps"
     tab.move(*cell(tab, 30, 11))
     assert tab.ask(READ) == expected(page, 30, 11) and "query 49 '" in expected(page, 30, 11)
     box = tab.ask(
@@ -219,17 +241,21 @@ def test_the_look_finds_what_is_cut_off(tmp_path):
     page.write_text(
         "<!DOCTYPE html><body style='background: #fff'><p style='width: 900px'>too wide</p>"
         "<div class='scroll' style='overflow: auto'><div style='width: 700px'>wide</div></div>"
-        "<svg viewBox='0 0 500 50' width='250'><text x='480' y='20' style='font-size: 20px'>leaves</text>"
-        "<text x='9' y='20' fill='#888'>one</text>"
-        "<text x='12' y='24'>two</text></svg><i id='x'></i><i id='x'></i>"
+        "<p style='color: #888'>one</p><i id='x'></i><i id='x'></i>"
         "<a href='none.html'>a</a><script>console.error('no')</script>"
     )
     found = browser.look(page, tmp_path, 400, "light")
     assert found["wider"] > 400 and found["cut"] == ["too wide"] and found["scrolled"] == ["wide"]
-    assert (
-        found["fonts"][0] == 10
-        and found["outside"] == ["leaves"]
-        and found["links"] == ["none.html"]
-    )
-    assert found["overlapping"] == ["one | two"] and found["repeated"] == ["x"]
+    assert found["links"] == ["none.html"] and found["repeated"] == ["x"]
     assert found["faint"] == ["one 3.54"] and len(found["errors"]) == 1
+
+
+def test_labels_that_leave_a_picture_or_overlap_are_found():
+    def draw(figure) -> None:
+        figure.text(0.9, 0.5, "leaves the picture")
+        figure.text(0.1, 0.2, "one")
+        figure.text(0.11, 0.22, "two", size="small")
+
+    found = browser.measure_labels(Picture("", "", "", "", draw, (4, 2)))
+    assert found["smallest"] < 10 and found["outside"] == ["leaves the picture"]
+    assert found["overlapping"] == ["one | two"]

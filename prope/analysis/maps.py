@@ -92,7 +92,7 @@ def maps(analysis: dict, head: dict) -> list[Picture]:
 
     def draw_attention(figure) -> None:
         both = {"weights": (weights, 0.5, 0, 1), "logits": (logits, 1, least, most)}
-        axes_of = panels(figure, 2, stacked=stacked, labels=len(tokens), sharey=True)
+        axes_of = panels(figure, 2, wrap=1 if stacked else 2, sharey=True)
         for axes, (title, limits) in zip(axes_of.flat, both.items(), strict=True):
             figure.colorbar(
                 show_image(axes, *limits, aspect="auto"), ax=axes, pad=0.02, fraction=0.06
@@ -102,7 +102,7 @@ def maps(analysis: dict, head: dict) -> list[Picture]:
             label_ticks(axes.yaxis, tokens)
 
     def draw_norms(figure) -> None:
-        axes_of = panels(figure, 2, labels=len(tokens), sharey=True)[0]
+        axes_of = panels(figure, 2, sharey=True)[0]
         for axes, (kind, values) in zip(axes_of, norms.items(), strict=True):
             heat(axes, values, f"norms of the {kind}", "token", tokens, [turned] * len(tokens))
 

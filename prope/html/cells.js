@@ -6,29 +6,30 @@ for (const figure of document.querySelectorAll("[data-maps]")) {
   output.textContent = "Numbers: point at a cell or tap it, or focus the picture and press arrow keys.";
   box.after(output);
   box.setAttribute("role", "application");
-  box.setAttribute("aria-description", drawing.getAttribute("aria-label"));
-  const places = () => [...drawing.querySelectorAll("image[transform^=matrix]")]  // maps, not their scales
-    .filter(image => image.getClientRects().length).map(image => image.getBoundingClientRect());
+  box.setAttribute("aria-description", drawing.querySelector("img").alt);
   const read = (map, row, column) => {
     const value = maps[map]?.values[row]?.split(" ")[column];
     if (!value) return false;
-    const { title, names, labels: [rows, columns] } = maps[map], all = drawing.getBoundingClientRect();
-    const { left, top, width, height } = places()[map], x = width / columns.length, y = height / rows.length;
-    const corner = `left: ${left - all.left + column * x}px; top: ${top - all.top + row * y}px`;
-    mark.style.cssText = `${corner}; width: ${x}px; height: ${y}px`;
+    const { title, names, labels: [rows, columns], box: [left, bottom, width, height] } = maps[map];
+    const x = width / columns.length, y = height / rows.length, top = 1 - bottom - height;
+    const corner = `left: ${100 * (left + column * x)}%; top: ${100 * (top + row * y)}%`;
+    mark.style.cssText = `${corner}; width: ${100 * x}%; height: ${100 * y}%`;
     drawing.append(mark);
     output.textContent = `${names[0]} ${rows[row]}, ${names[1]} ${columns[column]}: ${value} (${title})`;
     output.className = "read";
     at = [map, row, column];
     return true;
   };
-  const point = event => places().forEach(({ left, top, width, height }, map) => {
-    const [rows, columns] = maps[map].labels.map(names => names.length);
-    read(map, Math.floor((event.clientY - top) / height * rows), Math.floor((event.clientX - left) / width * columns));
-  });
+  const point = event => {
+    const all = drawing.getBoundingClientRect();
+    const x = (event.clientX - all.left) / all.width, y = (event.clientY - all.top) / all.height;
+    maps.forEach(({ labels: [rows, columns], box: [left, bottom, width, height] }, map) => {
+      const row = Math.floor((y - 1 + bottom + height) / height * rows.length);
+      read(map, row, Math.floor((x - left) / width * columns.length));
+    });
+  };
   drawing.addEventListener("pointermove", point);
   drawing.addEventListener("pointerdown", point);
-  addEventListener("resize", () => at && read(...at));
   box.addEventListener("keydown", event => {
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!step || event.altKey || event.ctrlKey || event.metaKey) return;

@@ -5,49 +5,59 @@ import hashlib
 import math
 import pathlib
 
+import jinja2
 from etils import epath
 from markupsafe import Markup
 
-from prope.html.drawing import Picture, palette
+from prope.html.drawing import Picture
+
+_FOLDER = pathlib.Path(__file__).parent
 
 
 def write(folder: epath.Path, template: str, pictures: list[Picture], **data) -> epath.Path:
-    """Writes index.html and its pictures as PNG files into a folder, made if missing; returns the page's path.
+    """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
 
     The template of this name in `prope/html/` gets `pictures`, by name, and `data`, whose text is escaped.
     """
-    import jinja2
-
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for picture in pictures:
-        png, svg, maps = picture.render()
+        png, maps = picture.render()
         (folder / f"{picture.name}.png").write_bytes(png)
-        drawn[picture.name] = vars(picture) | {"svg": Markup(svg), "maps": maps}
-    loader = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
+        drawn[picture.name] = vars(picture) | {"png": _base64(png), "maps": maps}
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters["number"] = number
-    script = pathlib.Path(__file__).with_name("cells.js").read_text()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    script = Markup(script) if any(picture["maps"] for picture in drawn.values()) else ""
-    environment.globals |= {"palette": palette(), "script": script, "digest": Markup(digest)}
+    if any(picture["maps"] for picture in drawn.values()):
+        script = (_FOLDER / "cells.js").read_text()
+        digest = hashlib.sha256(script.encode()).digest()
+        environment.globals.update(script=Markup(script), digest=_base64(digest))
+    html = environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
     output = folder / "index.html"
-    output.write_text(
-        environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
-    )
+    output.write_text(html)
     return output
+
+
+def _base64(content: bytes) -> Markup:
+    return Markup(base64.b64encode(content).decode())
 
 
 def number(value: float | None, form: str = ".4f", error: float | None = None) -> str | Markup:
     """Formats a number and, small beside it, its error, of which two digits are shown; a dash for None."""
     if value is None:
         return "–"
-    digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4
-    text = f"{value:{form if error is None else form.replace('.4f', f'.{digits}f')}}".replace(
-        "-", "−"
-    )  # unbreakable
-    return (
-        text if error is None else Markup("{} <small>± {:.{}f}</small>").format(text, error, digits)
-    )
+    if error is None:
+        return _with_minus(f"{value:{form}}")
+    digits = 4
+    if error:
+        digits = min(4, max(0, 1 - math.floor(math.log10(error))))
+    text = _with_minus(f"{value:{form.replace('.4f', f'.{digits}f')}}")
+    return Markup("{} <small>± {:.{}f}</small>").format(text, error, digits)
+
+
+def _with_minus(text: str) -> str:
+    """Replaces hyphens by minus signs, at which no line breaks."""
+    return text.replace("-", "−")

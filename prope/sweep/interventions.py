@@ -92,7 +92,6 @@ def _picture(kind: str, found: list[Change]) -> Picture:
                 of_group,
                 lambda change: f"{round(change, 2) + 0:+.2f}",
                 bright=0.3 * reach,
-                size="small",
             )
             axes.set(title=name, xlabel="tokens in a window")
             label_ticks(axes.xaxis, [f"{T:,}" for T in lengths])
