@@ -3,8 +3,8 @@
     python -m prope.report --workdir=runs/quickstart
     python -m prope.report --sweep=runs/sweep
 
-The first writes W/loss.png, and W/longcontext/ where tasks were evaluated; the second DIR/report/index.html, which
-needs no network, and its pictures as PNG.
+The first writes W/loss.png, and W/longcontext/ where tasks were evaluated. The second writes
+DIR/report/index.html, which needs no network, and its pictures as PNG files.
 """
 
 from absl import flags

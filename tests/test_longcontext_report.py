@@ -12,7 +12,7 @@ from prope.config import default_config
 from prope.html import drawing
 from prope.inference.longcontext import RECORDS
 from prope.runtime import files
-from prope.sweep import maps, pictures, runs
+from prope.sweep import maps, runs
 from prope.sweep.page import report_sweep
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import write_config
@@ -163,20 +163,6 @@ def test_curves_stand_below_their_maps_where_maps_wrap():
             and place.height > lower.height
         )
     assert [axes.get_visible() for axes in figure.axes].count(False) == 6
-
-
-def test_many_tasks_are_drawn_three_in_a_row():
-    points = {"p = 1": {0: {4.0: 0.5, 8.0: 0.75}}}
-    picture = pictures.accuracy_picture({f"task {i}": points for i in range(7)})
-    figure = matplotlib.figure.Figure(figsize=picture.size)
-    picture.draw(figure)
-    assert (
-        picture.size[0] < 15
-        and [axes.get_visible() for axes in figure.axes] == [True] * 7 + [False] * 2
-    )
-    assert [axes.get_title() for axes in figure.axes[:7]] == [
-        f"Accuracy: task {i}" for i in range(7)
-    ]
 
 
 def test_a_run_of_its_own_gets_its_maps(sweep):

@@ -37,10 +37,15 @@ def made(template, tmp_path):
     return shutil.copytree(template, tmp_path / "sweep")
 
 
+def pictures_of(directory):
+    found = runs.read_sweep(directory)
+    return pictures.pictures(found, sweep_page.result_rows(found))
+
+
 def page_of(directory):
     """The page without its pictures, which take time; they are drawn below."""
     found = runs.read_sweep(directory)
-    for picture in pictures.pictures(found):
+    for picture in pictures_of(directory):
         lines_of(picture)
     return Page(sweep_page.write(directory, found, sweep_page.result_rows(found), [])), [
         run.record() for run in found
@@ -112,7 +117,7 @@ def test_a_page_of_methods_compares_them_with_rope(made):
         methods.values()
     )
     assert [row[1:] for row in page.tables[0][1:]] == [row[1:] for row in by_p.tables[0][1:]]
-    drawn = {picture.name: picture for picture in pictures.pictures(runs.read_sweep(made))}
+    drawn = {picture.name: picture for picture in pictures_of(made)}
     means = [
         statistics.mean(final(made, p, seed)["perplexity"] for seed in SEEDS) for p in PERCENTAGES
     ]
@@ -126,16 +131,19 @@ def test_a_page_of_methods_compares_them_with_rope(made):
     )
 
 
-def test_a_long_legend_stands_below_the_panels():
-    for count in (6, 7):
-        curves = {f"m{i}": {0: {1.0: 1.0, 2.0: 2.0}} for i in range(count)}
-        picture = pictures.curves_picture("loss", "", "x", "y", curves, dict.fromkeys(curves, "m0"))
-        figure = matplotlib.figure.Figure(figsize=(4, 4))
-        picture.draw(figure)
-        inside, below = figure.axes[0].get_legend(), figure.legends
-        assert ((inside is None), len(below)) == ((False, 0) if count == 6 else (True, 1))
-        (shown,) = below or [inside]
-        assert [text.get_text() for text in shown.get_texts()] == list(curves)
+def test_a_legend_stands_below_the_panels_in_as_many_columns_as_have_room():
+    for width, columns in ((9.6, 4), (5, 2)):
+        figure = matplotlib.figure.Figure(figsize=(width, 4), layout="constrained")
+        axes = figure.subplots()
+        names = [f"p = 0.{i}, a field" for i in range(6)]
+        for name in names:
+            axes.plot([0, 1], [0, 1], label=name)
+        drawing.legend(axes)
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == names
+        assert len({text.get_window_extent().x0 for text in legend.get_texts()}) == columns
+        assert legend.get_window_extent().y1 < axes.get_window_extent().y0
 
 
 def test_a_row_of_panels_wraps():
@@ -224,11 +232,7 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(made):
         apart = f"{full[p] - full[1.0]:+.4f}".replace("-", "−")
         assert row[6] == "–" if p == 1 else row[6].startswith(f"{apart} (")
     assert [record["eval_loss"] for record in records] == list(full.values())
-    (position,) = [
-        picture
-        for picture in pictures.pictures(runs.read_sweep(made))
-        if picture.name == "position"
-    ]
+    (position,) = [picture for picture in pictures_of(made) if picture.name == "position"]
     assert [line[1] for line in lines_of(position)[0]] == [[loss] for loss in full.values()]
     path = made / entries[0]["name"] / "eval.jsonl"
     write_lines(path, read_lines(path)[1:2])
@@ -261,12 +265,12 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(made):
         and "default-src 'none'" in source
     )
     texts = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
-    assert len(texts) == 6 and min(map(len, texts)) > 40
+    assert len(texts) == 7 and min(map(len, texts)) > 40
     assert ("html", {"lang": "en"}) in page.tags and sum(tag == "h1" for tag, _ in page.tags) == 1
     assert "'<b>.model'" not in source and "&lt;b&gt;.model" in source
     files = sorted(path.name for path in (made / "report").iterdir())
-    names = ("accuracy", "far", "index", "length", "loss", "perplexity", "position")
-    assert files == [f"{name}.{'html' if name == 'index' else 'png'}" for name in names]
+    names = ["accuracy-copy", "accuracy-recall", "far", "length", "loss", "perplexity", "position"]
+    assert files == sorted(["index.html", *(f"{name}.png" for name in names)])
     png = (made / "report" / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     assert source.count(base64.b64encode(png).decode()) == 1
@@ -283,8 +287,9 @@ def lines_of(picture):
 
 
 def test_the_pictures_show_what_the_files_say(made):
-    drawn = {picture.name: picture for picture in pictures.pictures(runs.read_sweep(made))}
-    assert list(drawn) == ["perplexity", "loss", "position", "length", "far", "accuracy"]
+    drawn = {picture.name: picture for picture in pictures_of(made)}
+    names = ["perplexity", "loss", "position", "length", "far"]
+    assert list(drawn) == [*names, "accuracy-copy", "accuracy-recall"]
 
     def logged(p, seed):
         return [
@@ -316,7 +321,7 @@ def test_the_pictures_show_what_the_files_say(made):
     np.testing.assert_allclose(
         left[0][1], np.mean([[b["loss"] for b in of_seed] for of_seed in buckets], axis=0)
     )
-    copy, recall = lines_of(drawn["accuracy"])
+    copy, recall = (lines_of(drawn[f"accuracy-{task}"])[0] for task in ("copy", "recall"))
     assert copy[0][0] == recall[0][0] == [12, 24]
     found = [final(made, 0, seed, 512)["accuracy_by_distance"] for seed in SEEDS]
     expected = np.mean([[entry["accuracy"] for entry in record] for record in found], axis=0)
@@ -368,7 +373,7 @@ def test_runs_of_a_grid_without_p_have_their_place(made):
     page, _ = page_of(made)
     names = ["p = 0", "rope_type = partial", "p = 1"]
     assert [row[0] for row in page.tables[0]] == ["run", *names]
-    perplexity = pictures.pictures(runs.read_sweep(made))[0]
+    perplexity = pictures_of(made)[0]
     assert re.findall("|".join(names), perplexity.alt) == names
 
 
@@ -383,9 +388,7 @@ def test_what_is_missing_is_left_out(made):
     for path in [*made.glob("*/eval.jsonl"), *made.glob("*/metrics.jsonl")]:
         path.unlink()
     page, _ = page_of(made)
-    assert (
-        "No run has finished yet." in page.text and pictures.pictures(runs.read_sweep(made)) == []
-    )
+    assert "No run has finished yet." in page.text and pictures_of(made) == []
     assert "Initial weights: equal" in page.text and "Batches: not proven" in page.text
 
 
@@ -494,9 +497,7 @@ def test_runs_that_share_one_logged_step_are_drawn(made):
         shutil.rmtree(path)
     for path in made.glob("*/metrics.jsonl"):
         write_lines(path, read_lines(path)[:1])
-    (loss,) = [
-        picture for picture in pictures.pictures(runs.read_sweep(made)) if picture.name == "loss"
-    ]
+    (loss,) = [picture for picture in pictures_of(made) if picture.name == "loss"]
     assert [line[0] for line in lines_of(loss)[0]] == [[1]] * 2
 
 
@@ -507,21 +508,15 @@ def test_one_bad_run_does_not_flatten_the_others(made):
         write_lines(
             path, [record | {"perplexity": 30 * record["perplexity"]} for record in records]
         )
-    (picture,) = [
-        picture
-        for picture in pictures.pictures(runs.read_sweep(made))
-        if picture.name == "perplexity"
-    ]
+    (picture,) = [picture for picture in pictures_of(made) if picture.name == "perplexity"]
     figure = matplotlib.figure.Figure()
     picture.draw(figure)
     perplexity, difference = figure.axes
     assert perplexity.get_yscale() == "log"
     apart = [final(made, 0.25, seed)["loss"] - final(made, 1.0, seed)["loss"] for seed in SEEDS]
-    (mean,) = [
-        line.get_ydata()[1]
-        for line in difference.lines
-        if list(line.get_xdata())[:2] == [0.0, 0.25]
-    ]
+    points = difference.lines[0]
+    assert list(points.get_xdata()) == [0.0, 0.25]
+    mean = points.get_ydata()[1]
     assert mean == pytest.approx(np.mean(apart))
 
 

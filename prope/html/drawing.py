@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import matplotlib.figure
 import numpy as np
+from etils import epath
 from matplotlib.colors import PowerNorm, to_hex
 
 # Seven and four have no common divisor, so 28 lines in a row look different.
@@ -53,6 +54,13 @@ class Picture:
             self.draw(figure)
             figure.savefig(png, format="png", metadata={"Software": None})
         return png.getvalue(), cells(figure)
+
+    def save(self, folder: epath.Path) -> epath.Path:
+        """Writes the picture as FOLDER/NAME.png; returns its path."""
+        png, _ = self.render()
+        path = folder / f"{self.name}.png"
+        path.write_bytes(png)
+        return path
 
 
 def panels(figure, columns: int, rows=1, wrap=math.inf, **options) -> np.ndarray:
@@ -199,14 +207,8 @@ def heat(axes, values, title: str, rows: str, labels: list, rotated: list[int] |
 
 
 def legend(axes) -> None:
-    """Adds a legend, below all panels where it is too long to stand in one."""
+    """Adds a legend below all panels."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(labels) <= 6:
-        axes.legend(loc="best")
-        return
-    figure = axes.figure
     widest_entry = 0.7 + 0.1 * max(map(len, labels))  # inches
-    columns = max(int(figure.get_figwidth() // widest_entry), 1)
-    rows = math.ceil(len(labels) / columns)
-    figure.set_figheight(figure.get_figheight() + 0.25 * rows)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    columns = max(int(axes.figure.get_figwidth() // widest_entry), 1)
+    axes.figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -1,4 +1,4 @@
-"""Writes HTML pages that hold all they show: readable without a network, in light and dark, in print and aloud."""
+"""Writes HTML pages that hold all they show: readable without a network, in print and aloud."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ _FOLDER = pathlib.Path(__file__).parent
 def write(folder: epath.Path, template: str, pictures: list[Picture], **data) -> epath.Path:
     """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
 
-    The template of this name in `prope/html/` gets `pictures`, by name, and `data`, whose text is escaped.
+    The template of this name in `prope/html/` gets `pictures`, by name, and `data`, escaped.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
@@ -46,7 +46,7 @@ def _base64(content: bytes) -> Markup:
 
 
 def number(value: float | None, form: str = ".4f", error: float | None = None) -> str | Markup:
-    """Formats a number and, small beside it, its error, of which two digits are shown; a dash for None."""
+    """Formats a number and, small beside it, two digits of its error; a dash for None."""
     if value is None:
         return "–"
     if error is None:

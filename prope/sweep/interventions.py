@@ -1,8 +1,9 @@
-"""Shows which frequencies break: the loss with a band of pairs stopped, removed or interpolated, minus that without.
+"""Shows which frequencies break: how stopping, removing or slowing bands of pairs changes the loss.
 
-What is read are the records of `prope.evaluate --intervene`, on the same tokens as a plain evaluation of the run.
+What is read are the records of `prope.evaluate --intervene`, on the tokens of a plain evaluation.
 """
 
+import collections
 from typing import NamedTuple
 
 import numpy as np
@@ -13,108 +14,122 @@ from prope.inference.paired import Difference
 from prope.sweep.runs import Run, average, groups
 from prope.workdir.records import find_pair
 
+_WORDS = {
+    "stop": ("Bands stopped", "no longer rotated"),
+    "remove": ("Bands removed", "removed from logits"),
+    "interpolate": ("Bands interpolated", "rotated more slowly"),
+}
+
 
 class Change(NamedTuple):
-    """The change of a group's loss by an intervention, nats per token, over seeds; of a single run, over documents."""
+    """The change of a group's loss by an intervention, in nats per token."""
 
     group: str
     kind: str
     band: tuple[int, int]  # first and last pair
-    factor: float  # of interpolate; 1 of the others
+    factor: float  # by which `interpolate` slows; 1 for others
     seq_len: int
     pairs: str  # the band, with the factor where the group has several at this length
-    difference: Difference
+    difference: Difference  # over seeds; over documents for a single run
 
 
 def changes(runs: list[Run]) -> list[Change]:
-    """Computes the changes of the last step's loss by kind, group, band, factor and length, in this order."""
-    found, plain = [], {"encoding": None, "factor": None}
-    for group, members in groups(runs).items():
-        by_case: dict[tuple, list[tuple[Run, Run, dict, dict]]] = {}
-        for run in members:
-            about = {"step": run.config.num_steps, "dataset": run.config.data.dataset}
-            changed = [
-                record for record in run.evaluations if ":" in (record.get("encoding") or "")
-            ]
-            for encoding, factor, T in {
-                (r["encoding"], r["factor"], r["seq_len"]) for r in changed
-            }:
-                fields = about | {"seq_len": T, "encoding": encoding, "factor": factor}
-                if pair := find_pair(run.evaluations, run.evaluations, plain, **fields):
-                    by_case.setdefault((encoding, factor, T), []).append((run, run, *pair))
-        for (encoding, factor, T), of_seeds in by_case.items():
-            kind, _, pairs = encoding.partition(":")
-            band, factors = (
-                tuple(map(int, pairs.split("-"))),
-                [f for e, f, t in by_case if (e, t) == (encoding, T)],
-            )
-            pairs += f" by {factor:g}" if len(factors) > 1 else ""
-            found.append(Change(group, kind, band, factor, T, pairs, average(of_seeds)[0]))
-    order = list(groups(runs))
-    return sorted(
-        found,
-        key=lambda c: (
-            INTERVENTIONS.index(c.kind),
-            order.index(c.group),
-            c.band,
-            c.factor,
-            c.seq_len,
-        ),
-    )
+    """Computes the changes of the last step's loss, by kind, group, band, factor and length."""
+    found = []
+    for kind in INTERVENTIONS:
+        for name, group in groups(runs).items():
+            found += sorted(_changes(kind, name, group))
+    return found
 
 
-def pictures(found: list[Change]) -> list[Picture]:
-    """Makes a picture of every kind of intervention: for each group of runs a map of the change by band and length."""
-    return [
-        _picture(kind, of_kind)
-        for kind in INTERVENTIONS
-        if (of_kind := [c for c in found if c.kind == kind])
-    ]
+def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
+    cases = {
+        (record["encoding"], record["factor"], record["seq_len"])
+        for run in group
+        for record in run.evaluations
+        if (record.get("encoding") or "").startswith(f"{kind}:")
+    }
+    found = []
+    for encoding, factor, seq_len in cases:
+        fields = {"encoding": encoding, "factor": factor, "seq_len": seq_len}
+        pairs = []
+        for run in group:
+            records = _find_records(run, fields)
+            if records:
+                pairs.append((run, run, *records))
+        if not pairs:
+            continue
+        difference, _ = average(pairs)
+        label = encoding.removeprefix(f"{kind}:")
+        first, last = label.split("-")
+        band = (int(first), int(last))
+        found.append(Change(name, kind, band, factor, seq_len, label, difference))
+    counts = collections.Counter((change.band, change.seq_len) for change in found)
+    for i, change in enumerate(found):
+        if counts[change.band, change.seq_len] > 1:
+            found[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
+    return found
 
 
-def _picture(kind: str, found: list[Change]) -> Picture:
-    names, lengths = list(dict.fromkeys(c.group for c in found)), sorted({c.seq_len for c in found})
-    labels = list(dict.fromkeys(c.pairs for c in sorted(found, key=lambda c: (c.band, c.factor))))
-    values = np.full((len(names), len(labels), len(lengths)), np.nan)
-    for c in found:
-        values[names.index(c.group), labels.index(c.pairs), lengths.index(c.seq_len)] = (
-            c.difference.difference
-        )
-    reach = np.nanmax(np.abs(values))
+def _find_records(run: Run, fields: dict) -> tuple[dict, dict] | None:
+    """Finds a run's last evaluations with an intervention and without, on the same tokens."""
+    plain = {"encoding": None, "factor": None}
+    fields = fields | {"step": run.config.num_steps, "dataset": run.config.data.dataset}
+    return find_pair(run.evaluations, run.evaluations, plain, **fields)
+
+
+def pictures(changes: list[Change]) -> list[Picture]:
+    """Makes a picture of every kind of intervention, with a map for each group of runs."""
+    drawn = []
+    for kind in INTERVENTIONS:
+        of_kind = [change for change in changes if change.kind == kind]
+        if of_kind:
+            drawn.append(_picture(kind, of_kind))
+    return drawn
+
+
+def _picture(kind: str, changes: list[Change]) -> Picture:
+    groups = list(dict.fromkeys(change.group for change in changes))
+    lengths = sorted({change.seq_len for change in changes})
+    by_band = sorted(changes, key=lambda change: (change.band, change.factor))
+    bands = list(dict.fromkeys(change.pairs for change in by_band))
+    values = np.full((len(groups), len(bands), len(lengths)), np.nan)
+    for change in changes:
+        group = groups.index(change.group)
+        band = bands.index(change.pairs)
+        length = lengths.index(change.seq_len)
+        values[group, band, length] = change.difference.difference
+    largest = np.nanmax(np.abs(values))
 
     def draw(figure) -> None:
-        for axes, name, of_group in zip(
-            panels(figure, len(names), sharey=True)[0], names, values, strict=True
-        ):
-            show_image(axes, of_group, vmin=-reach, vmax=reach, aspect="auto")
-            label_cells(
-                axes,
-                of_group,
-                lambda change: f"{round(change, 2) + 0:+.2f}",
-                bright=0.3 * reach,
-            )
-            axes.set(title=name, xlabel="tokens in a window")
-            label_ticks(axes.xaxis, [f"{T:,}" for T in lengths])
-            label_ticks(axes.yaxis, labels)
-        figure.axes[0].set_ylabel("pairs, fastest first")
+        row = panels(figure, len(groups), sharey=True)[0]
+        for axes, group, of_group in zip(row, groups, values, strict=True):
+            show_image(axes, of_group, vmin=-largest, vmax=largest, aspect="auto")
+            label_cells(axes, of_group, _signed, bright=0.3 * largest)
+            axes.set(title=group, xlabel="tokens in a window")
+            label_ticks(axes.xaxis, [f"{length:,}" for length in lengths])
+            label_ticks(axes.yaxis, bands)
+        row[0].set_ylabel("pairs, fastest first")
 
-    longest = [c for c in found if c.seq_len == lengths[-1]]
-    least, most = (choose(longest, key=lambda c: c.difference.difference) for choose in (min, max))
-    ends = [
-        f"{c.difference.difference:+.3f} in {c.group} for pairs {c.pairs}" for c in (least, most)
-    ]
-    title = {
-        "stop": "Bands stopped",
-        "remove": "Bands removed",
-        "interpolate": "Bands interpolated",
-    }[kind]
-    words = {
-        "stop": "no longer rotated",
-        "remove": "removed from logits",
-        "interpolate": "rotated more slowly",
-    }[kind]
-    caption = f"Loss with a band {words}, minus the loss as it is, nats per token, without training. Means over seeds."
-    alt = f"Least and greatest change at {lengths[-1]} tokens: {'; '.join(ends)}."
-    return Picture(
-        kind, title, alt, caption, draw, (min(2.4 * len(names) + 0.6, 13), 1.2 + 0.3 * len(labels))
+    title, words = _WORDS[kind]
+    caption = (
+        f"Loss with a band {words}, minus the loss as it is, nats per token, without training."
     )
+    caption += " Means over seeds."
+    size = (min(2.4 * len(groups) + 0.6, 12.9), 1.2 + 0.3 * len(bands))
+    return Picture(kind, title, _extremes(changes, lengths[-1]), caption, draw, size)
+
+
+def _signed(change: float) -> str:
+    return f"{round(change, 2) + 0:+.2f}"  # adding 0 makes -0.0 positive
+
+
+def _extremes(changes: list[Change], seq_len: int) -> str:
+    """Names the least and the greatest change at a length."""
+    texts = {}
+    for change in changes:
+        if change.seq_len == seq_len:
+            loss = change.difference.difference
+            texts[loss] = f"{loss:+.3f} in {change.group} for pairs {change.pairs}"
+    ends = f"{texts[min(texts)]}; {texts[max(texts)]}"
+    return f"Least and greatest change at {seq_len} tokens: {ends}."

@@ -1,4 +1,4 @@
-"""Reports on a sweep: its page with the result beside the paper's, what all runs share, and where they were trained."""
+"""Reports on a sweep: its result beside the paper's, what all runs share, where they trained."""
 
 import datetime
 import pathlib
@@ -16,6 +16,7 @@ from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
+from prope.inference.paired import Difference
 from prope.sweep import interventions
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
@@ -31,8 +32,9 @@ from prope.sweep.runs import (
 )
 from prope.workdir.records import read_jsonl
 
-# Perplexity of Gemma 2B trained on 8192 tokens, on Wikipedia and FlanV2: Barbero et al. (ICLR 2025), Table 2.
-PAPER = {  # by rope_type, wavelength and p
+# Perplexity of Gemma 2B trained on 8192 tokens of Wikipedia and of FlanV2, by rope_type, wavelength
+# and p: Barbero et al. (ICLR 2025), Table 2.
+PAPER = {
     ("proportional", 10_000.0, 0.0): (4.8594, 6.6429),
     ("proportional", 10_000.0, 0.25): (4.5302, 6.5111),
     ("proportional", 10_000.0, 0.75): (4.4414, 6.4422),
@@ -54,157 +56,186 @@ PAPER_FIELDS = {
     "model.hidden_dim": 16_384,
     "data.seq_len": 8192,
 }
-FLAN = {
-    "flan2021",
-    "t0",
-    "niv2",
-    "cot",
-    "dialog",
-}  # the parts of FlanV2, as configs/gemma_2b_flan.py names folders
+# The sources of FlanV2, as configs/gemma_2b_flan.py names folders.
+FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}
 
 
 def report_sweep(directory: epath.Path) -> dict:
     """Writes the page of a sweep and its pictures; returns what the command prints."""
-    runs, printed = read_sweep(directory), []
-    changes, rows = interventions.changes(runs), result_rows(runs)
-    output = write(directory, runs, rows, pictures(runs) + interventions.pictures(changes), changes)
-    for row, full in zip(table(runs), rows, strict=True):
-        found = full["difference"]
-        apart = found and {
-            "loss": found.difference,
-            "interval": found.interval(),
-            "over": full["over"],
-        }
-        printed.append(row | {"minus_rope": apart})
-    listed = [
-        change._asdict()
-        | {"difference": change.difference.difference, "interval": change.difference.interval()}
-        for change in changes
-    ]
-    result = {"output": str(output), "runs": [run.record() for run in runs], "table": printed}
-    return result | ({"interventions": listed} if listed else {})
+    runs = read_sweep(directory)
+    rows = result_rows(runs)
+    changes = interventions.changes(runs)
+    drawn = pictures(runs, rows) + interventions.pictures(changes)
+    output = write(directory, runs, rows, drawn, changes)
+    printed = []
+    for row, result in zip(table(runs), rows, strict=True):
+        row["minus_rope"] = None
+        if result["difference"]:
+            row["minus_rope"] = describe(result["difference"], "loss") | {"over": result["over"]}
+        printed.append(row)
+    record = {
+        "output": str(output),
+        "runs": [run.record() for run in runs],
+        "table": printed,
+    }
+    if changes:
+        record["interventions"] = [
+            change._asdict() | describe(change.difference, "difference") for change in changes
+        ]
+    return record
+
+
+def describe(difference: Difference, name: str) -> dict:
+    """Returns a difference and its interval as fields of a record."""
+    return {name: difference.difference, "interval": difference.interval()}
 
 
 def write(
     directory: epath.Path,
     runs: list[Run],
     rows: list[dict],
-    pictures: list[Picture],
+    drawn: list[Picture],
     changes: Sequence[interventions.Change] = (),
 ) -> epath.Path:
-    """Writes DIR/report/index.html and the pictures as PNG files beside it; returns the page's path."""
-    fields = [flat(run.config) for run in runs]
-    shapes = jax.eval_shape(lambda: model.init(runs[0].config.model, jax.random.key(0)))
+    """Writes DIR/report/index.html and its pictures; returns the page's path."""
+    config = runs[0].config
+    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+    finished = [run for run in runs if run.state == "finished"]
+    # A run may lack the fields of another grid.
+    swept = dict.fromkeys(name for run in runs for name in run.values)
+    differing = differing_fields(runs)
     return page.write(
         directory / "report",
         "sweep",
-        pictures,
+        drawn,
         title=f"Sweep {directory.resolve().name}",
         lead=lead(rows),
-        config=runs[0].config,
+        config=config,
         parameters=num_parameters(shapes),
         by_p=all(P in run.values for run in runs),
         rows=rows,
-        swept=list(
-            dict.fromkeys(name for run in runs for name in run.values)
-        ),  # a run may lack those of another grid
-        errors_over=sorted({row["over"] for row in rows} - {""}),
-        windows=sorted(
-            {run.evaluation.get("windows") or 0 for run in runs if run.state == "finished"}
-        ),
-        paper_data=sorted({row["paper"][0] for row in rows if row["paper"]}),
+        swept=list(swept),
+        windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
         effective_lengths=effective_lengths(runs),
         changes=changes,
         equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
-        settings={k: v for k, v in fields[0].items() if all(other[k] == v for other in fields)},
+        settings={name: value for name, value in flat(config).items() if name not in differing},
     )
 
 
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:
-    """Finds the paper's (dataset, perplexity) for a run; None unless dataset, model and length are the paper's."""
-    fields, data = flat(config), config.data
-    parts = {pathlib.PurePath(source.get("data_dir", "")).name for source in data.mixture}
-    dataset = {
-        "wikipedia/20230601.en": "Wikipedia",
-        "mixture": "FlanV2" if parts == FLAN else None,
-    }.get(data.dataset)
+    """Finds the paper's (dataset, perplexity) for a run on the paper's data, model and length."""
+    fields = flat(config)
+    if any(fields[name] != value for name, value in PAPER_FIELDS.items()):
+        return None
+    if config.data.tokenizer == "byte":
+        return None
     model = config.model
-    perplexities = PAPER.get((model.rope_type, model.max_wavelength, model.rope_percentage))
-    same = data.tokenizer != "byte" and all(
-        fields[name] == value for name, value in PAPER_FIELDS.items()
-    )
-    return (
-        (dataset, perplexities[dataset == "FlanV2"]) if dataset and same and perplexities else None
-    )
+    encoding = (model.rope_type, model.max_wavelength, model.rope_percentage)
+    if encoding not in PAPER:
+        return None
+    wikipedia, flan = PAPER[encoding]
+    if config.data.dataset == "wikipedia/20230601.en":
+        return "Wikipedia", wikipedia
+    folders = {pathlib.PurePath(source.get("data_dir", "")).name for source in config.data.mixture}
+    if config.data.dataset == "mixture" and folders == FLAN:
+        return "FlanV2", flan
+    return None
 
 
 def result_rows(runs: list[Run]) -> list[dict]:
-    """Extends the rows of `table` by group, rotated pairs, difference from RoPE, and the paper's perplexity."""
-    rows, by_name = table(runs), groups(runs)
-    best = min((row["perplexity"] for row in rows if row["perplexity"] is not None), default=None)
+    """Extends the rows of `table` by what the page and its pictures show."""
+    rows = table(runs)
+    by_name = groups(runs)
+    perplexities = [row["perplexity"] for row in rows if row["perplexity"] is not None]
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
-        config, base = group[0].config, reference(group[0].values, by_name)
-        row |= {
-            "group": name,
-            "pairs": f"{rotated_pairs(config.model)} of {config.model.head_dim // 2}",
-        }
-        row |= {"reference": base, "paper": paper_result(config)}
-        row["difference"], row["over"] = (
-            against_reference(group, by_name[base]) if base else (None, "")
+        model = group[0].config.model
+        rope = reference(group[0].values, by_name)
+        difference = None
+        over = ""
+        if rope:
+            difference, over = against_reference(group, by_name[rope])
+        row.update(
+            group=name,
+            values=group[0].values,
+            pairs=f"{rotated_pairs(model)} of {model.head_dim // 2}",
+            reference=rope,
+            difference=difference,
+            over=over,
+            paper=paper_result(group[0].config),
+            best=bool(perplexities) and row["perplexity"] == min(perplexities),
         )
-        row["best"] = best is not None and row["perplexity"] == best
     return rows
 
 
 def lead(rows: list[dict]) -> str:
     """States the result in one sentence, with as much certainty as the runs give it."""
-    best = next((row for row in rows if row["best"]), None)
-    if best is None:
+    best = [row for row in rows if row["best"]]
+    if not best:
         return "No run has finished yet."
-    text = f"{best['group']} has the lowest validation perplexity, {best['perplexity']:.4f}"
-    if best["difference"] is None:  # RoPE, or there is no RoPE
-        of_best = [row for row in rows if row["reference"] == best["group"] and row["difference"]]
-        close = [
-            row["group"]
-            for row in of_best
-            if row["difference"].stderr and not row["difference"].distinguishable
-        ]
-        return f"{text}." + (f" Not distinguishable from it: {', '.join(close)}." if close else "")
-    loss, stderr, _ = difference = best["difference"]
-    below = f"its loss is {abs(loss):.4f} nats per token {'below' if loss < 0 else 'above'} RoPE’s"
-    if stderr is None:
-        return f"{text}; {below}. One run of each cannot tell whether that is more than chance."
+    group = best[0]["group"]
+    difference = best[0]["difference"]
+    text = f"{group} has the lowest validation perplexity, {best[0]['perplexity']:.4f}"
+    if difference is None:  # RoPE, or there is no RoPE
+        return f"{text}.{_close(rows, group)}"
+    side = "below" if difference.difference < 0 else "above"
+    loss = f"its loss is {abs(difference.difference):.4f} nats per token {side} RoPE’s"
+    if difference.stderr is None:
+        certainty = "One run of each cannot tell whether that is more than chance."
+        return f"{text}; {loss}. {certainty}"
     low, high = (number(end, "+.4f") for end in difference.interval())
+    over = f"over {best[0]['over']}"
     if difference.distinguishable:
-        return f"{text}; {below} (95 % interval over {best['over']}: {low} to {high})."
-    interval = f"the 95 % interval of the loss difference over {best['over']}, {low} to {high} nats per token"
-    return f"{text}, but is not distinguishable from RoPE: {interval}, holds 0."
+        return f"{text}; {loss} (95 % interval {over}: {low} to {high})."
+    return (
+        f"{text}, but is not distinguishable from RoPE: the 95 % interval of the loss difference"
+        f" {over}, {low} to {high} nats per token, holds 0."
+    )
+
+
+def _close(rows: list[dict], rope: str) -> str:
+    """Lists the groups whose loss is not distinguishable from RoPE's."""
+    close = []
+    for row in rows:
+        difference = row["difference"]
+        if row["reference"] != rope or difference is None:
+            continue
+        if difference.stderr and not difference.distinguishable:
+            close.append(row["group"])
+    return f" Not distinguishable from it: {', '.join(close)}." if close else ""
+
+
+def differing_fields(runs: list[Run]) -> list[str]:
+    """Lists the fields of the config that are not equal in all runs."""
+    configs = [flat(run.config) for run in runs]
+    return [name for name in configs[0] if len({repr(config[name]) for config in configs}) > 1]
 
 
 def equality(runs: list[Run]) -> dict:
     """Compares configs and logged hashes.
 
-    Returns {"error": why runs may not be compared, "fields": those that differ though they are not swept, "proofs":
-    (name, number of runs whose hashes were compared, result)}.
+    Returns:
+      error: why the runs may not be compared, or None.
+      fields: those that differ though they are not swept.
+      proofs: (name, number of runs whose hashes were compared, result).
     """
     try:
         equal = check_equal(runs)
     except RunFailed as error:
         return {"error": str(error)}
-    configs = [flat(run.config) for run in runs]
-    differing = [name for name in configs[0] if len({repr(fields[name]) for fields in configs}) > 1]
-    proofs = (
-        ("Initial weights", equal["init"], "hash to the same value in all runs of a seed"),
-        (
-            "Batches",
-            equal["batches"],
-            f"hash to the same values at every logged step, up to {equal['steps']:,}",
-        ),
-    )
     swept = {name for run in runs for name in run.values}
-    fields = [name for name in differing if not {name, name.rpartition(".")[2]} & swept]
+    fields = []
+    for name in differing_fields(runs):
+        short_name = name.rpartition(".")[2]
+        if name not in swept and short_name not in swept:
+            fields.append(name)
+    batches = f"hash to the same values at every logged step, up to {equal['steps']:,}"
+    proofs = [
+        ("Initial weights", equal["init"], "hash to the same value in all runs of a seed"),
+        ("Batches", equal["batches"], batches),
+    ]
     return {"error": None, "fields": fields, "proofs": proofs}
 
 
@@ -212,30 +243,40 @@ def origin(run: Run) -> dict:
     """Describes the machine on which a run was last started, and how long it trained."""
     starts = read_jsonl(run.workdir / "starts.jsonl")
     last = starts[-1] if starts else {}
-    commit, seconds = str(last.get("commit") or "–"), training_seconds(run)
-    tokens = (
-        run.metrics[-1]["step"] * run.config.batch_size * run.config.data.seq_len if seconds else 0
-    )
+    devices = "–"
+    if "devices" in last and "device_kind" in last:
+        devices = f"{last['devices']} × {last['device_kind']}"
+    commit = last.get("commit") or "–"
+    changes = "+changes" if commit.endswith("+changes") else ""
+    seconds = training_seconds(run)
+    pace = None
+    if seconds:
+        pace = run.metrics[-1]["step"] * tokens_per_step(run) / seconds
     return {
-        "devices": f"{last['devices']} × {last['device_kind']}"
-        if {"devices", "device_kind"} <= last.keys()
-        else "–",
+        "devices": devices,
         "machine": last.get("machine") or "–",
         "jax": last.get("jax") or "–",
         "starts": len(starts) or "–",
-        "commit": commit[:10] + ("+changes" if commit.endswith("+changes") else ""),
-        "pace": tokens / seconds if seconds else None,
+        "commit": commit[:10] + changes,
+        "pace": pace,
         "training_time": duration(seconds) if seconds else "–",
     }
 
 
+def tokens_per_step(run: Run) -> int:
+    """Returns the number of tokens in a batch."""
+    return run.config.batch_size * run.config.data.seq_len
+
+
 def training_seconds(run: Run) -> float:
     """Sums the tokens between logged steps over the logged speed."""
-    tokens, before, seconds = run.config.batch_size * run.config.data.seq_len, 0, 0.0
+    seconds = 0.0
+    last_step = 0
     for record in run.metrics:
-        if record.get("tokens_per_second"):
-            seconds += (record["step"] - before) * tokens / record["tokens_per_second"]
-        before = record["step"]
+        speed = record.get("tokens_per_second")
+        if speed:
+            seconds += (record["step"] - last_step) * tokens_per_step(run) / speed
+        last_step = record["step"]
     return seconds
 
 
