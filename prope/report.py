@@ -12,15 +12,13 @@ from absl.flags import FLAGS
 from etils import epath
 
 from prope import command
-from prope.errors import UsageError
+from prope.errors import UsageError, usage_error
 
 
 def define_flags() -> None:
     """Defines the command's flags."""
     flags.DEFINE_string("workdir", None, "directory of a run: draws W/loss.png")
-    flags.DEFINE_string(
-        "sweep", None, "directory of a sweep: writes DIR/report/index.html, which needs no network"
-    )
+    flags.DEFINE_string("sweep", None, "directory of a sweep: writes DIR/report/index.html")
 
 
 def main() -> dict:
@@ -35,20 +33,27 @@ def main() -> dict:
     from prope.sweep.page import report_sweep
     from prope.sweep.pictures import draw_loss
 
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # only files are read; an accelerator may be in use by another run
+    # Only files are read, and an accelerator may be in use by another run.
+    jax.config.update("jax_platforms", "cpu")
     if FLAGS.sweep is not None:
         return report_sweep(epath.Path(FLAGS.sweep))
     workdir = epath.Path(FLAGS.workdir)
     if (workdir / "sweep.json").exists():
-        raise UsageError(f"--workdir={workdir}: holds a sweep, not a run; give --sweep={workdir}")
+        remedy = f"give --sweep={workdir}"
+        raise usage_error("--workdir", workdir, "holds a sweep, not a run", remedy)
     tasks, effective = draw_tasks(workdir)
-    output = (
-        str(draw_loss(workdir)) if not tasks or (workdir / "metrics.jsonl").exists() else tasks[0]
-    )  # imported
-    result = {"output": output, "runs": [str(workdir)]}
-    return result | ({"tasks": tasks, "effective_lengths": effective} if tasks else {})
+    if not tasks:
+        return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}
+    output = tasks[0]
+    # An imported run was not trained here.
+    if (workdir / "metrics.jsonl").exists():
+        output = str(draw_loss(workdir))
+    return {
+        "output": output,
+        "runs": [str(workdir)],
+        "tasks": tasks,
+        "effective_lengths": effective,
+    }
 
 
 if __name__ == "__main__":
