@@ -203,6 +203,22 @@ def test_runs_of_a_grid_without_p_have_their_place(sweep):
     assert re.findall("|".join(names), alt) == names
 
 
+def test_lines_of_perplexity_are_the_swept_fields_beside_p(sweep):
+    def change(values) -> None:
+        values["rope_type"] = "partial" if values.pop("seed") else "proportional"
+
+    edit_values(sweep, change)
+    axes, _ = draw_picture(pictures_by_name(sweep)["perplexity"]).axes
+    lines = axes.containers
+    names = [line.get_label() for line in lines]
+    assert names == ["rope_type = proportional", "rope_type = partial"]
+    for seed, line in enumerate(lines):
+        x, y = line.lines[0].get_data()
+        assert list(x) == list(PERCENTAGES)
+        expected = [final(sweep, p, seed)["perplexity"] for p in PERCENTAGES]
+        assert list(y) == pytest.approx(expected)
+
+
 def write_evaluation(folder, rng, fingerprint, windows, max_windows) -> dict:
     """Writes the sums of an evaluation whose losses are drawn; returns its record."""
     losses = rng.uniform(100, 200, (30, 2))
@@ -285,6 +301,14 @@ def test_what_is_missing_is_left_out(sweep):
     assert pictures_by_name(sweep) == {}
     assert "Initial weights: equal" in page.text
     assert "Batches: not proven" in page.text
+
+
+def test_a_field_that_differs_though_it_is_not_swept_is_named(sweep):
+    assert "all fields are equal but those swept." in write_page(sweep).text
+    path = run_folder(sweep, 0) / "config.json"
+    path.write_text(path.read_text().replace('"log_every": 10', '"log_every": 7'))
+    text = write_page(sweep).text
+    assert "all fields are equal but those swept and log_every." in text
 
 
 def test_runs_that_may_not_be_compared_are_said_to_be_so(sweep):
@@ -592,6 +616,26 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
     assert pictures.by_octave(run) == pytest.approx(expected)
     run.evaluations = others
     assert pictures.by_octave(run) == {}
+
+
+def test_lengths_are_compared_on_the_fullest_text_that_has_several():
+    config = default_config()
+    config.num_steps = 10
+    record = {"step": 10, "dataset": "python_docs"}
+    evaluations = []
+    for fingerprint, max_windows, lengths in (
+        ("only one", None, [4096]),
+        ("full", None, [256, 512]),
+        ("few", 48, [256, 512, 1024]),
+    ):
+        text = record | {"fingerprint": fingerprint, "max_windows": max_windows}
+        for seq_len in lengths:
+            loss = f"{fingerprint}, {seq_len}"
+            evaluations.append(text | {"seq_len": seq_len, "loss": loss})
+    run = SimpleNamespace(config=config, evaluations=evaluations)
+    assert pictures.by_length(run) == {256: "full, 256", 512: "full, 512"}
+    run.evaluations = evaluations[:1]
+    assert pictures.by_length(run) == {}
 
 
 def test_runs_that_share_one_logged_step_are_drawn(sweep):
