@@ -3,9 +3,11 @@
 import itertools
 import json
 import pathlib
+from typing import NamedTuple
 
 import browser
-import matplotlib.figure
+import matplotlib.text
+import matplotlib.transforms
 import pytest
 from makers import analysis_options, make_run
 
@@ -21,24 +23,22 @@ GROUNDS = {"light": "rgb(246, 248, 250)", "dark": "rgb(13, 17, 23)"}
 
 
 @pytest.fixture(scope="module")
-def pictures():
-    """The pictures that are drawn while this fixture lasts."""
-    drawn = []
+def drawn(template, tmp_path_factory) -> tuple[dict, list]:
+    """A page of each kind, by its template; the pictures on them."""
+    pictures = []
     render = drawing.Picture.render
 
     def record(picture):
-        drawn.append(picture)
+        pictures.append(picture)
         return render(picture)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing.Picture, "render", record)
-        yield drawn
+        pages = write_pages(tmp_path_factory.mktemp("runs"), template)
+    return pages, pictures
 
 
-@pytest.fixture(scope="module")
-def pages(template, pictures, tmp_path_factory) -> dict[str, pathlib.Path]:
-    """A page of each kind, by its template; `pictures` collects what is drawn on them."""
-    folder = tmp_path_factory.mktemp("runs")
+def write_pages(folder: pathlib.Path, sweep: pathlib.Path) -> dict[str, pathlib.Path]:
     text = folder / "a.txt"
     text.write_text("What turns,\nand what does not. " * 8)
     for p in (0.0, 0.75):
@@ -47,12 +47,22 @@ def pages(template, pictures, tmp_path_factory) -> dict[str, pathlib.Path]:
     compared = analysis.analyse_all(folder, options)
     nope, rope = (pathlib.Path(run, "analysis", "index.html") for run in compared["runs"])
     return {
-        "sweep": pathlib.Path(report_sweep(template)["output"]),
+        "sweep": pathlib.Path(report_sweep(sweep)["output"]),
         "comparison": pathlib.Path(compared["output"]),
         "analysis": rope,
         "without rotation": nope,
         "theory": pathlib.Path(theory_page.write(folder / "theory")["output"]),
     }
+
+
+@pytest.fixture(scope="module")
+def pages(drawn) -> dict[str, pathlib.Path]:
+    return drawn[0]
+
+
+@pytest.fixture(scope="module")
+def pictures(drawn) -> list[drawing.Picture]:
+    return drawn[1]
 
 
 @pytest.fixture(scope="module")
@@ -104,31 +114,44 @@ def test_what_is_cut_off_or_faint_is_measured(tab, tmp_path):
     assert len(tab.errors) == 1
 
 
-def draw_labels(picture) -> list[matplotlib.text.Text]:
-    """The labels that are drawn in a picture."""
-    labels = []
+class Label(NamedTuple):
+    """A label as it is drawn in a picture."""
+
+    text: str
+    size: float
+    box: matplotlib.transforms.Bbox
+    picture: matplotlib.transforms.Bbox
+
+
+def draw_labels(picture) -> list[Label]:
+    """Renders a picture; returns its labels."""
+    labels = {}
 
     def record(text, renderer) -> None:
         if text.get_visible() and text.get_text().strip():
-            labels.append(text)
+            labels[text] = Label(
+                text.get_text(),
+                text.get_fontsize(),
+                text.get_window_extent(),
+                text.figure.bbox.frozen(),
+            )
 
-    with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(drawing.STYLE):
-        figure = matplotlib.figure.Figure(figsize=picture.size, layout="constrained")
-        picture.draw(figure)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matplotlib.text.Text, "draw", record)
-        figure.draw_without_rendering()
-    return labels
+        picture.render()
+    return list(labels.values())
 
 
 def check_labels(picture) -> tuple[list[str], list[str]]:
     """Finds labels that leave the picture, and pairs of labels that lie on one another."""
     boxes = []
-    for text in draw_labels(picture):
-        box = text.get_window_extent()
-        ink = 0.12 * min(box.width, box.height)  # boxes are higher than letters
-        boxes.append((text.get_text(), box.padded(-ink)))
-        whole = text.figure.bbox
-    outside = [name for name, box in boxes if whole.count_contains(box.corners()) < 4]
+    outside = []
+    for label in draw_labels(picture):
+        ink = 0.12 * min(label.box.width, label.box.height)  # boxes are higher than letters
+        box = label.box.padded(-ink)
+        boxes.append((label.text, box))
+        if label.picture.count_contains(box.corners()) < 4:
+            outside.append(label.text)
     overlapping = []
     for (name, box), (other, other_box) in itertools.combinations(boxes, 2):
         if box.overlaps(other_box):
@@ -140,7 +163,7 @@ def test_labels_of_pictures_are_whole_apart_and_of_one_size(pages, pictures):
     names = {picture.name for picture in pictures}
     assert {"perplexity", "accuracy-copy", "usage", "head_0_1", "scores"} < names
     for picture in pictures:
-        assert {text.get_fontsize() for text in draw_labels(picture)} == {10}, picture.name
+        assert {label.size for label in draw_labels(picture)} == {10}, picture.name
         assert check_labels(picture) == ([], []), picture.name
 
 
@@ -208,6 +231,12 @@ def scroll_to_cell(tab, row: int, column: int, number: int = 0) -> tuple[float, 
     )
 
 
+def box_of(tab, element) -> list[float]:
+    """Left, top, right and bottom of an element in the window."""
+    box = f"{element}.getBoundingClientRect()"
+    return tab.ask(f"(box => [box.left, box.top, box.right, box.bottom])({box})")
+
+
 def read_out(tab) -> str:
     """What the page says about a cell of head 0.1."""
     return tab.ask(f"{MAP}.querySelector('output').textContent")
@@ -233,7 +262,7 @@ def test_a_map_names_every_token(pages, pictures):
     assert "43 '\\n'" in names
     assert len(names) == 47
     picture = next(picture for picture in pictures if picture.name == "head_0_1")
-    labels = [text.get_text() for text in draw_labels(picture)]
+    labels = [label.text for label in draw_labels(picture)]
     assert [labels.count(name) for name in names] == [4] * 47, "rows and columns of two maps"
 
 
@@ -241,13 +270,14 @@ def test_a_map_names_every_token(pages, pictures):
 def test_a_map_reads_out_the_cell_that_is_pointed_at(pages, tab, width):
     page = pages["analysis"]
     tab.open(page, width)
-    tab.move(*scroll_to_cell(tab, 30, 11))
+    x, y = scroll_to_cell(tab, 30, 11)
+    tab.move(x, y)
     assert read_out(tab) == expected(page, 30, 11)
     assert "query 49 '" in read_out(tab)
-    output = f"{MAP}.querySelector('output')"
-    left, top, bottom = tab.ask(
-        f"(box => [box.left, box.top, box.bottom])({output}.getBoundingClientRect())"
-    )
+    left, top, right, bottom = box_of(tab, f"{MAP}.querySelector('i')")
+    assert left < x < right
+    assert top < y < bottom
+    left, top, _, bottom = box_of(tab, f"{MAP}.querySelector('output')")
     assert left >= 0
     assert 0 <= top < bottom <= 900, "in view wherever the page is"
     tab.move(*scroll_to_cell(tab, 11, 30))
@@ -275,12 +305,8 @@ def test_arrow_keys_move_over_the_cells_of_all_maps(pages, tab):
     for keys, cell in walk:
         tab.press(*keys)
         assert read_out(tab) == expected(page, *cell), (keys, cell)
-    # The page follows the mark.
-    top, bottom, height = tab.ask(
-        f"(box => [box.top, box.bottom, innerHeight])"
-        f"({MAP}.querySelector('i').getBoundingClientRect())"
-    )
-    assert 0 <= top < bottom <= height
+    _, top, _, bottom = box_of(tab, f"{MAP}.querySelector('i')")
+    assert 0 <= top < bottom <= 900, "the page follows"
 
 
 @pytest.mark.parametrize("width", [1200, 390])
