@@ -60,7 +60,6 @@ def sweep(tmp_path_factory):
     entries = []
     for p in (0.25, 1.0):
         for seed in (0, 1):
-            values = {"rope_percentage": p, "seed": seed}
             workdir = directory / f"rope_percentage={p:g},seed={seed}"
             workdir.mkdir()
             config = default_config()
@@ -69,13 +68,16 @@ def sweep(tmp_path_factory):
             config.num_steps = 10
             config.data.seq_len = TRAINED
             write_config(workdir, config)
-            save_checkpoints(workdir, config, {10: {"x": np.full(1, seed)}})
+            params = {"x": np.full(1, seed)}
+            save_checkpoints(workdir, config, {10: params})
             records = [ask(p, seed, length) for length in LENGTHS]
             not_drawn = records[0] | {"rank_accuracy": 0.0, "cells": []}
             for other in ({"control": "removed"}, {"encoding": "yarn"}, {"step": 5}):
                 records.append(not_drawn | other)
             write_lines(workdir / RECORDS, records)
-            entries.append({"name": workdir.name, "values": values})
+            values = {"rope_percentage": p, "seed": seed}
+            entry = {"name": workdir.name, "values": values}
+            entries.append(entry)
     (directory / "sweep.json").write_text(json.dumps({"runs": entries}))
     return directory
 

@@ -3,7 +3,6 @@
 What is read are the records of `prope.evaluate --intervene`, on the tokens of a plain evaluation.
 """
 
-import collections
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +50,11 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
     }
     found = []
     for encoding, factor, seq_len in cases:
-        fields = {"encoding": encoding, "factor": factor, "seq_len": seq_len}
+        fields = {
+            "encoding": encoding,
+            "factor": factor,
+            "seq_len": seq_len,
+        }
         pairs = []
         for run in group:
             records = _find_records(run, fields)
@@ -64,9 +67,9 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         first, last = label.split("-")
         band = (int(first), int(last))
         found.append(Change(name, kind, band, factor, seq_len, label, difference))
-    counts = collections.Counter((change.band, change.seq_len) for change in found)
+    places = [(change.band, change.seq_len) for change in found]
     for i, change in enumerate(found):
-        if counts[change.band, change.seq_len] > 1:
+        if places.count(places[i]) > 1:
             found[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
     return found
 
@@ -116,20 +119,12 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
         f"Loss with a band {words}, minus the loss as it is, nats per token, without training."
     )
     caption += " Means over seeds."
-    size = (min(2.4 * len(groups) + 0.6, 12.9), 1.2 + 0.3 * len(bands))
-    return Picture(kind, title, _extremes(changes, lengths[-1]), caption, draw, size)
+    alt = "Maps of the change of the loss by band and length, from"
+    alt += f" {np.nanmin(values):+.3f} to {np.nanmax(values):+.3f}."
+    width = min(2.4 * len(groups) + 0.6, 12.9)
+    height = 1.2 + 0.3 * len(bands)
+    return Picture(kind, title, alt, caption, draw, (width, height))
 
 
 def _signed(change: float) -> str:
     return f"{round(change, 2) + 0:+.2f}"  # adding 0 makes -0.0 positive
-
-
-def _extremes(changes: list[Change], seq_len: int) -> str:
-    """Names the least and the greatest change at a length."""
-    texts = {}
-    for change in changes:
-        if change.seq_len == seq_len:
-            loss = change.difference.difference
-            texts[loss] = f"{loss:+.3f} in {change.group} for pairs {change.pairs}"
-    ends = f"{texts[min(texts)]}; {texts[max(texts)]}"
-    return f"Least and greatest change at {seq_len} tokens: {ends}."

@@ -69,10 +69,7 @@ def draw_loss(workdir: epath.Path) -> epath.Path:
             xlabel="step",
             ylabel=LOSS,
             title=f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}",
-            xlim=(0, None),
-            ylim=(0, math.ceil(steps[0]["loss"])),
         )
-        axes.locator_params(axis="x", integer=True)
         axes.legend(loc="best")
 
     return Picture("loss", "", "", "", draw, size=(7, 4.2)).save(workdir)
