@@ -60,7 +60,7 @@ def define_flags() -> None:
     split = "documents to read; by default validation, and all of a text that the run was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
     flags.DEFINE_boolean("again", False, "recompute what eval.jsonl, or longcontext.jsonl, has")
-    tasks = "ask for what stands far back: all, or some, as in passkey,niah-16; prope/longcontext/README.md has them"
+    tasks = "ask for what stands far back: all, or some, as in passkey,niah-16; prope/data/tasks/README.md has them"
     flags.DEFINE_string("tasks", None, tasks)
     form = "of tasks: compact, or prose for models of text; by default prose where the tokenizer is not byte"
     flags.DEFINE_enum("form", None, ["compact", "prose"], form)

@@ -27,7 +27,7 @@ PACKED = set((ROOT / "tests" / "packed.txt").read_text().split())  # files still
 # Rooms (a folder, or a file at the top of prope/), low to high: each imports only from lines above its own.
 LAYERS = [
     ["errors", "parameters", "rope"],
-    ["encodings", "longcontext"],
+    ["encodings"],
     ["config"],
     ["sharding"],
     ["kernels"],
@@ -69,7 +69,6 @@ FOLDERS = {
     "sweep",
     "workdir",
 }
-FOLDERS |= {"longcontext"}
 
 Imports = dict[
     str, set[str]

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from prope.config import default_config
+from prope.config import GENERATED, default_config
 from prope.data.mixture import open_text, open_windows
 from prope.data.store.build import prepare
+from prope.data.tasks.draws import LETTERS, Draw
+from prope.data.tasks.retrieval import DEPTHS
+from prope.data.tasks.tasks import TASKS, VARIANTS, make_prompt
 from prope.data.tokenizer import BOS, ByteTokenizer
 from prope.errors import UsageError
-from prope.longcontext.draws import LETTERS, Draw
-from prope.longcontext.tasks import DEPTHS, TASKS, VARIANTS, make_prompt
 from prope.runtime.validate import validate
 
 UNITS = 60
@@ -25,9 +26,19 @@ ALL = [
 FORMS = [pytest.param(False, id="compact"), pytest.param(True, id="prose")]
 
 
+def test_the_config_names_the_tasks_that_are_made():
+    assert GENERATED["longcontext"][0] == "mix"
+    assert {task.partition("-")[0] for task in VARIANTS} == set(TASKS)
+    for name, task in TASKS.items():
+        assert name in VARIANTS, "its default"
+        assert f"{name}-{task.option}" not in VARIANTS, "one name for each"
+    for task in VARIANTS:
+        assert len(windows(task).read([0])["tokens"][0]) == 256
+
+
 def parse_task(task: str) -> tuple[str, int]:
     name, _, option = task.partition("-")
-    return name, int(option or TASKS[name].options[0])
+    return name, int(option or TASKS[name].option)
 
 
 def draw_prompt(task, prose=False, row=None, seed=0, n=UNITS, removed=False):

@@ -11,12 +11,12 @@ from makers import make_run
 from ml_collections import FrozenConfigDict
 
 from prope import model, sharding
+from prope.data.tasks.tasks import TASKS, make_prompt
 from prope.data.tokenizer import BOS, ByteTokenizer, load_tokenizer
 from prope.errors import UsageError
 from prope.hf.exporter import export
 from prope.inference import generation, longcontext
 from prope.inference.evaluation import Options, evaluations
-from prope.longcontext.tasks import TASKS, make_prompt
 from prope.workdir.run import open_run
 
 

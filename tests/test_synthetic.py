@@ -17,9 +17,9 @@ from scipy import stats
 
 from prope import model, sharding
 from prope.config import default_config
-from prope.data import synthetic
 from prope.data.mixture import open_windows
 from prope.data.sources.find import find_source
+from prope.data.tasks import synthetic
 from prope.data.windows import train_batch
 from prope.errors import UsageError
 from prope.inference.losses import make_evaluation

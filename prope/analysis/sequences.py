@@ -5,7 +5,7 @@ import numpy as np
 from prope.analysis.measures import FROM
 from prope.config import override_dataset
 from prope.data.mixture import open_text
-from prope.data.synthetic import text_of
+from prope.data.tasks.synthetic import text_of
 from prope.data.tokenizer import BOS, load_tokenizer, token_name
 from prope.errors import UsageError, log
 from prope.runtime.files import read_text

@@ -14,17 +14,19 @@ from prope.config import is_generated
 from prope.data.batch import Batch, padding
 from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store, integer_shares, mixture_fingerprint
-from prope.data.synthetic import Synthetic
+from prope.data.tasks.windows import GeneratedWindows
 from prope.data.windows import Windows
 from prope.errors import UsageError
 
 _ENDLESS = 2**96  # indices of a generated source: windows of 2**64 seeds
 
 
-def open_windows(data: ConfigDict, vocab_size: int, split: str) -> "Windows | Mixture | Synthetic":
+def open_windows(
+    data: ConfigDict, vocab_size: int, split: str
+) -> "Windows | Mixture | GeneratedWindows":
     """Returns the windows that a run's `config.data` names: of one source, of a mixture, or generated."""
     if is_generated(data.dataset):
-        return Synthetic(data, vocab_size, split)
+        return GeneratedWindows(data, vocab_size, split)
     return (Mixture if data.dataset == "mixture" else Windows)(data, vocab_size, split)
 
 
@@ -70,7 +72,7 @@ class Mixture:
         self._parts = integer_shares(self.weights)
         self._order, self._ranks = interleave_sources(self._parts)
         counts = [
-            _ENDLESS if isinstance(w, Synthetic) and split == "train" else w.count
+            _ENDLESS if isinstance(w, GeneratedWindows) and split == "train" else w.count
             for w in self.sources
         ]
         *self._offsets, self.count = itertools.accumulate(counts, initial=0)
@@ -118,7 +120,9 @@ class Mixture:
 def _predicted_share(data: ConfigDict, vocab_size: int, store: Store) -> float:
     """Computes which share of a source's tokens is predicted; of generated windows, in 64 of them."""
     if is_generated(data.dataset):
-        return float(Synthetic(data, vocab_size, "validation").read(range(64))["weights"].mean())
+        return float(
+            GeneratedWindows(data, vocab_size, "validation").read(range(64))["weights"].mean()
+        )
     return store.targets("train") / max(store.count("tokens", "train"), 1)
 
 

@@ -10,12 +10,11 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import is_generated
-from prope.data import synthetic
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
 from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store
-from prope.data.synthetic import Synthetic
+from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
 from prope.data.windows import train_batch
 from prope.errors import UsageError
@@ -47,7 +46,7 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         raise UsageError(f"--plot={plot}: {none}; remove it")
     tokenizer = load_tokenizer(config.data.tokenizer)
     windows = open_windows(config.data, config.model.vocab_size, "train")
-    generated, rows = isinstance(windows, Synthetic), min(rows, config.batch_size)
+    generated, rows = isinstance(windows, GeneratedWindows), min(rows, config.batch_size)
     batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
     for row in range(rows):
         window = windows.at(step * config.batch_size + row, config.seed)
@@ -55,15 +54,11 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
             f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ==="
         )
         of_row = {name: values[row] for name, values in batch.items()}
-        lines = (
-            synthetic.describe(windows, windows.window(window))
-            if generated
-            else describe(of_row, tokenizer)
-        )
+        lines = windows.describe(window) if generated else describe(of_row, tokenizer)
         print("\n".join(lines), end="\n\n")
     sources, lengths = [], {}
     for weight, source in zip(windows.weights, windows.sources, strict=True):
-        if isinstance(source, Synthetic):
+        if isinstance(source, GeneratedWindows):
             continue
         lengths[source.name] = measured = document_lengths(source.store)
         values = np.quantile(measured, list(_QUANTILES.values()), method="nearest").tolist()

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from prope import sharding
 from prope.config import override_dataset
 from prope.data.mixture import open_text
+from prope.data.tasks.tasks import parse_tasks
 from prope.data.windows import Windows
 from prope.encodings import (
     INTERVENTIONS,
@@ -29,7 +30,6 @@ from prope.errors import UsageError, log
 from prope.inference.longcontext import RECORDS, Prompts
 from prope.inference.losses import Selection, make_evaluation, select
 from prope.inference.paired import sums_folder
-from prope.longcontext.tasks import parse_tasks
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl
 from prope.runtime.validate import validate

@@ -1,4 +1,4 @@
-"""Evaluates checkpoints on the tasks of prope/longcontext; the room behind python -m prope.evaluate --tasks.
+"""Evaluates checkpoints on the tasks of prope/data/tasks; the room behind python -m prope.evaluate --tasks.
 
 A forward pass reads a prompt once; up to eight candidates go on from its KV cache: the right answer, and foils of as
 many tokens. W/longcontext.jsonl has a record per step, task and length, W/eval/STEP/ its trials for `paired_answers`.
@@ -25,14 +25,14 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model, sharding
 from prope.data.store.arrays import fingerprint_of
+from prope.data.tasks.draws import Prompt
+from prope.data.tasks.tasks import DEPTHS, FORMAT, TASKS, make_prompt
 from prope.data.tokenizer import BOS, PAD, load_tokenizer
 from prope.errors import UsageError, log
 from prope.inference import paired
 from prope.inference.generation import check_vocabulary, fill_cache, split_layers
 from prope.inference.losses import Selection
 from prope.kernels.choice import matmul_precision
-from prope.longcontext.draws import Prompt
-from prope.longcontext.tasks import DEPTHS, FORMAT, TASKS, make_prompt
 from prope.runtime import processes
 
 RECORDS = "longcontext.jsonl"

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from prope import model, sharding
 from prope.data.batch import padding
 from prope.data.store.arrays import fingerprint_of
-from prope.data.synthetic import Synthetic
+from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import BOS
 from prope.data.windows import Windows
 from prope.inference import paired
@@ -104,7 +104,7 @@ def make_evaluation(
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     batch_size = -(-min(config.eval.batch_size, count) // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
-    synthetic = isinstance(windows, Synthetic)
+    synthetic = isinstance(windows, GeneratedWindows)
     bucket_width = 1024 if windows.seq_len >= _LONG else max(config.data.seq_len // 8, 1)
 
     def read(start: int) -> dict[str, np.ndarray]:

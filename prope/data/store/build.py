@@ -24,7 +24,7 @@ from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store import arrays, pack, workers
 from prope.data.store.arrays import COUNTS, SPLITS, Store, find_store
 from prope.data.store.lock import write_lock
-from prope.data.synthetic import Synthetic
+from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import BOS, load_tokenizer
 from prope.errors import RunFailed, UsageError, first_line, is_disk_full, log
 from prope.runtime.files import is_url, kvstore, local_cache
@@ -249,7 +249,7 @@ def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
     if is_generated(data.dataset):
         log.info("%s is generated while it is read: there is nothing to prepare", data.dataset)
         empty = dict.fromkeys(("tokens", "documents", "bytes", "seconds"), 0)
-        fingerprint = Synthetic(data, vocab_size, "train").store.fingerprint
+        fingerprint = GeneratedWindows(data, vocab_size, "train").store.fingerprint
         return {"store": None} | empty | {"fingerprint": fingerprint, "prepared": False}
     start, stats = time.perf_counter(), {}
     store = open_store(data, vocab_size, stats)

@@ -1,0 +1,1 @@
+"""Generated tasks with known answers: training windows of all of them, prompts of eight."""

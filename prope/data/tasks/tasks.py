@@ -1,0 +1,131 @@
+"""The eight long-context tasks: longcontext/NAME, and longcontext/mix, a task per window.
+
+To add one: a function that draws prompts, one that draws training windows, and a line in TASKS;
+README.md shows how. `prope.config.GENERATED` lists the names that a config may have.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from prope.config import GENERATED
+from prope.data.tasks import texts
+from prope.data.tasks.draws import Draw, Key, Prompt, Window, window_without_answers
+from prope.data.tasks.retrieval import Retrieval, pairs, symbols_after_mark
+from prope.data.tasks.texts import Task
+from prope.data.tokenizer import BOS, ByteTokenizer
+from prope.errors import nearest, usage_error
+
+FORMAT = 1  # of the rules by which prompts are drawn
+VARIANTS = GENERATED["longcontext"][1:]  # without mix
+VOCABULARY = ByteTokenizer.vocab_size
+_BYTES = ByteTokenizer()
+
+_PASSKEY = pairs(("#{1}.", "#"), ("The pass key is {1}\n", "The pass key is"), digits=5, repeat=3)
+_NIAH = pairs(("={}{}", "?{}"), ("The code of {} is {}\n", "The code of {} is"))
+_LOOKUP = pairs(("{}{}", "/{}"), ("{}: {}\n", "{}:"), double=True)
+_CHAIN = pairs(("{}:{}", "&{}"), ("Set {} to {}\n", "The value of {} is"), chained=True)
+TASKS = {
+    "passkey": Retrieval(_PASSKEY, count=1, draw_filler=Draw.cycle),
+    "niah": Retrieval(_NIAH, option=4),
+    "lookup": Retrieval(_LOOKUP),
+    "chain": Retrieval(_CHAIN, count=2, option=2),
+    "offset": Task(texts.offset, texts.offset_window, rows=texts.OFFSETS),
+    "index": Retrieval(symbols_after_mark, count=1),
+    "flipflop": Task(texts.flipflop, texts.flipflop_window, option=80),
+    "duplicate": Task(texts.duplicate, texts.duplicate_window),
+}
+NAMES = tuple(TASKS)
+
+
+def parse_tasks(flag: str) -> list[str]:
+    """Reads --tasks: all, or a list of NAME and NAME-N."""
+    tasks = list(NAMES) if flag == "all" else flag.split(",")
+    for task in tasks:
+        if task not in VARIANTS:
+            problem = f"there is no task {task}{nearest(task, VARIANTS)}"
+            raise usage_error("--tasks", flag, problem, f"there are {', '.join(VARIANTS)}")
+    return tasks
+
+
+def split_name(task: str) -> tuple[str, int]:
+    """Splits NAME-N into its name and option; without N the option is the task's default."""
+    name, _, option = task.partition("-")
+    return name, int(option or TASKS[name].option)
+
+
+def make_prompt(
+    task: str,
+    prose: bool,
+    length: int,
+    row: float,
+    trial: int,
+    seed: int,
+    removed: bool,
+    size: Callable[[str], int],
+) -> Prompt:
+    """Makes the prompt with as many units as fit into `length` tokens with its answer.
+
+    The other arguments, but for `size`, which counts the tokens of a text with <bos>, determine all
+    draws.
+    """
+    name, option = split_name(task)
+    number = NAMES.index(name)
+    row_key = round(row * 2**20)
+    key = (FORMAT, number, option, prose, length, row_key, trial)
+
+    def make(n: int) -> Prompt:
+        draw = Draw(seed, key, option, prose, removed)
+        return TASKS[name].prompt(draw, n, row)
+
+    def measure(n: int) -> int:
+        prompt = make(n)
+        return size(prompt.text + prompt.answer + prompt.rest)
+
+    # An offset reaches back over as many units as its row says.
+    fewest = int(max(2, *TASKS[name].rows))
+    shortest = measure(fewest)
+    if shortest > length:
+        problem = f"{task} needs at least {shortest} tokens"
+        raise usage_error("--seq_len", length, problem, "take longer ones")
+    low = fewest  # units that fit
+    high = 16 * length  # units that do not
+    n = fewest + 1
+    while high - low > 1:
+        used = measure(n)
+        if used <= length:
+            low = n
+        else:
+            high = n
+        # If all units were as long as those so far, so many would fit.
+        growth = max(used - shortest, 1)
+        more = (length - shortest) * (n - fewest) / growth
+        n = max(fewest + int(more), low + 1)
+        n = min(n, high - 1)
+    return make(low)
+
+
+def draw_window(task: str, T: int, index: int, key: Key) -> Window:
+    """Draws a training window of T bytes, a function of the arguments."""
+    if task == "mix":
+        rng = Draw(index, (3, *key)).stream()
+        task = NAMES[rng.integers(len(NAMES))]
+    name, option = split_name(task)
+    number = NAMES.index(name)
+    key = (4, number, option, *key)
+    draw = Draw(index, key, option)
+    text, answers = TASKS[name].window(draw, T)
+    tokens = _BYTES.encode(text[:T].encode())
+    stream = np.append(np.int32(BOS), tokens)
+    window = window_without_answers(stream)
+    for answer in answers:
+        # <bos> comes first, so a character is the target of its index in the text.
+        places = slice(answer.start, answer.start + answer.size)
+        window.task[places] = number
+        window.distance[places] = answer.distance - 1
+    return window
+
+
+def text_of(ids) -> str:
+    """Returns tokens as text."""
+    return _BYTES.decode(ids)
