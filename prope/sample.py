@@ -3,9 +3,10 @@
     python -m prope.sample --workdir=runs/quickstart --prompt="Return a new list that"
     python -m prope.sample --workdir=runs/quickstart --prompts=FILE --temperature=0
 
-The prompts are read in chunks, which fill the KV cache; one compiled loop then samples a token for every row at a time.
-A row's continuation does not depend on the other rows, up to rounding. Row i draws with fold_in(key(seed), i).
-Started on every host of a pod as training is, it uses all their devices; process 0 reads the prompts and prints.
+The prompts are read in chunks, which fill the KV cache; one compiled loop then samples a token for
+every row at a time. A row's continuation does not depend on the other rows, up to rounding. Row i
+draws with fold_in(key(seed), i). Started on every host of a pod as training is, it uses all their
+devices; process 0 reads the prompts and prints.
 """
 
 from absl import flags

@@ -43,7 +43,7 @@ from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
 from prope.errors import UsageError, log
-from prope.inference.losses import make_evaluation
+from prope.inference.losses import LossEvaluation
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import (
@@ -123,13 +123,15 @@ def train(
         )
         writer = session.enter_context(MetricWriter(config, path, start, stop, *costs))
         profiler = session.enter_context(Profiler(config.profile, path, writer.pause))
-        evaluation = make_evaluation(local_config, validation, mesh)
+        evaluation = LossEvaluation(local_config, validation)
 
         def evaluate(step: int) -> None:
             """Evaluates; a request to stop ends it half-way, and the resumed run makes up for it."""
             with writer.pause():
                 go_on = functools.partial(session.poll, f"a part of the evaluation of step {step}")
-                if (record := evaluation(params, path / "eval" / str(step), go_on)) is not None:
+                if (
+                    record := evaluation.evaluate(params, mesh, path / "eval" / str(step), go_on)
+                ) is not None:
                     writer.evaluation(step, record)
 
         def save(step: int) -> None:

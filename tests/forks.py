@@ -12,7 +12,12 @@ import threading
 import time
 
 _context = multiprocessing.get_context("forkserver")
-_preload = ("prope.inference.evaluation", "prope.inference.generation", "prope.train")
+_preload = (
+    "prope.inference.asking",
+    "prope.inference.evaluation",
+    "prope.inference.generation",
+    "prope.train",
+)
 _context.set_forkserver_preload(["forks", "grain", "jinja2", "matplotlib.figure", *_preload])
 
 

@@ -503,9 +503,9 @@ def edit_run(workdir, base, **fields) -> None:
 
 def evaluate_run(workdir, **flags) -> list[dict]:
     """The records of prope.evaluate with these flags."""
-    from prope.inference.evaluation import Options, evaluations
+    from prope.inference.evaluation import LossOptions, evaluations
 
-    return list(evaluations(Options(**{"workdir": str(workdir)} | flags)))
+    return list(evaluations(LossOptions(**{"workdir": str(workdir)} | flags)))
 
 
 # --- Analysis ---------------------------------------------------------------------------------

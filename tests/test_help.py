@@ -87,6 +87,8 @@ def defined_flags(path) -> dict[str, str]:
                 else str(default)
             )
             said[name] = f"default: {text}"
+        elif node.func.attr == "define_flags":
+            said |= defined_flags(ROOT / "prope/inference/options.py")
         elif node.func.attr == "mark_flags_as_required":
             required = set(ast.literal_eval(node.args[0]))
     return said | dict.fromkeys(required, "required")

@@ -44,6 +44,7 @@ LAYERS = [
     [
         "train",
         "evaluate",
+        "ask",
         "sample",
         "analyze",
         "report",

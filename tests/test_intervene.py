@@ -1,7 +1,6 @@
-"""Bands of pairs that are stopped, removed or interpolated for an evaluation: other models that must be the same."""
+"""Bands of pairs that are stopped, removed or interpolated, against models that are the same."""
 
 import itertools
-import json
 import shutil
 
 import jax
@@ -9,8 +8,7 @@ import jax.numpy as jnp
 import matplotlib.figure
 import numpy as np
 import pytest
-from makers import edit_run as edit
-from makers import evaluate_run as ask
+from makers import edit_run, evaluate_run, read_lines, save_checkpoints
 from scipy import stats
 
 from prope import model
@@ -18,355 +16,361 @@ from prope.config import default_config
 from prope.encodings import in_band, layer_frequencies
 from prope.errors import UsageError
 from prope.hf.rotation import choose_class
-from prope.inference.evaluation import parse_interventions
+from prope.inference.opening import parse_interventions
 from prope.inference.paired import paired_difference
 from prope.loss import token_losses
 from prope.runtime.validate import validate
 from prope.sweep import interventions
 from prope.sweep.runs import Run
-from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.records import find_evaluation, read_jsonl
+from prope.workdir.records import find_evaluation
 from prope.workdir.run import open_run
 
+P = 32  # pairs of the runs
 
-def losses(workdir, intervene=None, **flags) -> list[float]:
-    return [
-        record["loss"]
-        for record in ask(workdir, **({"intervene": intervene} | flags if intervene else flags))
-    ]
+
+def loss_of(workdir, intervene=None, **flags) -> float:
+    (record,) = evaluate_run(workdir, intervene=intervene, **flags)
+    return record["loss"]
 
 
 def test_all_pairs_stopped_are_nope_and_removed_are_the_mean_of_all_values(runs):
-    last = open_run(runs / "rope").config.model.head_dim // 2 - 1
-    (nope,), (rope,) = losses(runs / "nope"), losses(runs / "rope")
-    (stopped,) = losses(runs / "rope", f"stop:0-{last}")
-    assert stopped == pytest.approx(nope, rel=1e-6) != rope
-    removed = [losses(runs / name, f"remove:0-{last}")[0] for name in ("rope", "nope")]
-    assert removed[0] == pytest.approx(removed[1], rel=1e-6), (
-        "without logits it does not matter what rotates"
-    )
-    assert abs(removed[0] - nope) > 1e-4
+    nope = loss_of(runs / "nope")
+    stopped = loss_of(runs / "rope", f"stop:0-{P - 1}")
+    assert stopped == pytest.approx(nope, rel=1e-6) != loss_of(runs / "rope")
+    # Without logits it does not matter what rotates.
+    removed = loss_of(runs / "rope", f"remove:0-{P - 1}")
+    assert removed == pytest.approx(loss_of(runs / "nope", f"remove:0-{P - 1}"), rel=1e-6)
+    assert abs(removed - nope) > 1e-4
 
 
 def test_slow_pairs_stopped_are_p_rope_and_interpolated_ones_are_slower(runs, base):
-    P = open_run(runs / "rope").config.model.head_dim // 2
-    shutil.copytree(runs / "rope", runs / "half")
-    edit(runs / "half", base, **{"model.rope_percentage": 0.5})
-    (stopped,) = losses(runs / "rope", f"stop:{P // 2}-{P - 1}")
-    assert stopped == losses(runs / "half", step="7")[0]  # the weights of step 9 before
-    (interpolated,) = losses(runs / "rope", f"interpolate:0-{P - 1}", seq_len="2x")
-    assert interpolated == losses(runs / "rope", seq_len="2x", encoding="linear")[0]
-    assert interpolated != losses(runs / "rope", seq_len="2x")[0]
+    rope = runs / "rope"
+    half = shutil.copytree(rope, runs / "half")
+    edit_run(half, base, **{"model.rope_percentage": 0.5})
+    # The weights of step 9 before.
+    assert loss_of(rope, f"stop:{P // 2}-{P - 1}") == loss_of(half, step="7")
+    interpolated = loss_of(rope, f"interpolate:0-{P - 1}", seq_len="2x")
+    assert interpolated == loss_of(rope, seq_len="2x", encoding="linear")
+    assert interpolated != loss_of(rope, seq_len="2x")
 
 
 def test_a_removed_band_adds_nothing_to_logits(runs):
     """As if the queries' weights of its lanes were 0."""
     run = open_run(runs / "rope", 7)
-    params, P = run.params(), run.config.model.head_dim // 2
+    params = run.params()
     lanes = np.isin(np.arange(2 * P) % P, (1, 2))
-    w = np.array(params["layers"]["attn"]["q_einsum"]["w"])
-    w[..., lanes] = 0
-    params["layers"]["attn"]["q_einsum"]["w"] = w
-    (removed,), (plain,) = (
-        losses(runs / "rope", "remove:1-2", step="7"),
-        losses(runs / "rope", step="7"),
-    )
-    shutil.copytree(runs / "rope", runs / "zeros")
-    shutil.rmtree(runs / "zeros" / "checkpoints")
-    (runs / "zeros" / "eval.jsonl").unlink()
-    with Checkpoints(runs / "zeros") as checkpoints:
-        identity = {"config": run.config.to_dict(), "init_hash": ""}
-        checkpoints.save(7, params, {"count": np.zeros(())}, identity, {"examples": 0})
-    assert removed == pytest.approx(losses(runs / "zeros")[0], rel=1e-7) != plain
+    attention = params["layers"]["attn"]
+    w = attention["q_einsum"]["w"]
+    attention["q_einsum"]["w"] = jnp.where(lanes, 0, w)
+    removed = loss_of(runs / "rope", "remove:1-2", step="7")
+    plain = loss_of(runs / "rope", step="7")
+    zeros = shutil.copytree(runs / "rope", runs / "zeros")
+    shutil.rmtree(zeros / "checkpoints")
+    (zeros / "eval.jsonl").unlink()
+    save_checkpoints(zeros, run.config, {7: params})
+    assert removed == pytest.approx(loss_of(zeros), rel=1e-7) != plain
 
 
 def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(runs):
-    (plain,), (stopped,) = ask(runs / "rope"), ask(runs / "rope", intervene="stop:0-1")
-    ask(runs / "rope", encoding="yarn", factor=4.0)
-    for but, other in (({"encoding": "stop:0-1"}, stopped), ({}, plain)):
-        found = paired_difference(runs / "rope", runs / "rope", {"step": 9}, but=but)
+    rope = runs / "rope"
+    (plain,) = evaluate_run(rope)
+    (stopped,) = evaluate_run(rope, intervene="stop:0-1")
+    evaluate_run(rope, encoding="yarn", factor=4.0)
+    for second, other in (({"encoding": "stop:0-1"}, stopped), ({}, plain)):
+        found = paired_difference(rope, rope, {"step": 9}, second_fields=second)
         assert found.difference == pytest.approx(plain["loss"] - other["loss"], abs=1e-7)
-    assert (
-        paired_difference(
-            runs / "rope", runs / "nope" if losses(runs / "nope") else "", {"step": 9}
-        ).samples
-        > 1
-    )
-    records = read_jsonl(runs / "rope" / "eval.jsonl")
-    assert find_evaluation(records, step=9, seq_len=plain["seq_len"]) == plain, (
-        "others do not count as the run's own"
-    )
-    assert json.dumps(ask(runs / "rope", intervene="stop:0-1")) == json.dumps([stopped]), (
-        "computed once"
-    )
+    evaluate_run(runs / "nope")
+    assert paired_difference(rope, runs / "nope", {"step": 9}).samples > 1
+    records = read_lines(rope / "eval.jsonl")
+    assert find_evaluation(records, step=9, seq_len=64) == plain, "others are not the run's"
+    assert evaluate_run(rope, intervene="stop:0-1") == [stopped], "computed once"
+    assert len(read_lines(rope / "eval.jsonl")) == 3
 
 
 def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):
     caplog.set_level("INFO", "prope")
-    ask(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)
+    evaluate_run(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)
     assert "hold more text" not in caplog.text
-    ask(runs / "rope", seq_len="1x,2x", max_windows=1)
+    evaluate_run(runs / "rope", seq_len="1x,2x", max_windows=1)
     assert "--max_windows: longer windows hold more text" in caplog.text
 
 
 def test_bands_are_parsed():
     config = default_config().model
-    eighths = [
-        f"{kind}:{start}-{start + 3}" for kind in ("stop", "remove") for start in range(0, 32, 4)
-    ]
+    eighths = []
+    for kind in ("stop", "remove"):
+        eighths += [f"{kind}:{start}-{start + 3}" for start in range(0, 32, 4)]
     assert parse_interventions("stop,remove", config) == eighths
-    assert parse_interventions("stop:3, remove:18-20,stop:3-3", config) == [
-        "stop:3-3",
-        "remove:18-20",
-    ]
-    assert parse_interventions(None, config) == []
+    bands = parse_interventions("stop:3, remove:18-20,stop:3-3", config)
+    assert bands == ["stop:3-3", "remove:18-20"]
+    says = "--intervene=.*: .* is not stop, remove, interpolate, alone or with a band"
     for bad in ("halt:1-2", "stop:20-18", "stop:31-32", "", "stop:", "stop:-1", "stop,"):
-        with pytest.raises(
-            UsageError,
-            match="--intervene=.*: .* is not stop, remove, interpolate, alone or with a band",
-        ):
+        with pytest.raises(UsageError, match=says):
             parse_interventions(bad, config)
 
 
-def test_what_cannot_be_asked_for(runs, base):
-    for flags, says in (
-        (
-            {"intervene": "stop:0-1", "encoding": "yarn"},
-            "--encoding=yarn and --intervene=stop:0-1: give one of them",
-        ),
-        (
-            {"intervene": "stop:0-1", "factor": 2.0},
-            "--factor=2.0: goes with --encoding, such as yarn, or --intervene=int",
-        ),
-    ):
-        with pytest.raises(UsageError, match=says):
-            ask(runs, **flags)
-    edit(
-        runs / "nope",
-        base,
-        **{"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 2.0},
-    )
-    with pytest.raises(
-        UsageError,
-        match="--intervene=remove:0-1: the run has rope_scaling_type=linear; only runs without",
-    ):
-        ask(runs / "nope", intervene="remove:0-1")
-    edit(
-        runs / "nope", base, **{"model.rope_scaling_type": "none", "model.rope_scaling_factor": 1.0}
-    )
+def test_runs_that_do_not_rotate_a_band_are_left_out(runs, base):
     with pytest.raises(UsageError, match="--intervene=stop:0-1: no run there rotates these pairs"):
-        ask(runs / "nope", intervene="stop:0-1")
-    assert [r["workdir"] for r in ask(runs, intervene="stop:0-1")] == [str(runs / "rope")], (
-        "the other one is left out"
+        evaluate_run(runs / "nope", intervene="stop:0-1")
+    (record,) = evaluate_run(runs, intervene="stop:0-1")
+    assert record["workdir"] == str(runs / "rope")
+    scaled = {"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 2.0}
+    edit_run(runs / "nope", base, **scaled)
+    says = "--intervene=remove:0-1: the run has rope_scaling_type=linear; only runs without"
+    with pytest.raises(UsageError, match=says):
+        evaluate_run(runs / "nope", intervene="remove:0-1")
+
+
+# --- The config -------------------------------------------------------------------------------
+
+
+def band_config(kind, band):
+    config = default_config()
+    config.model.update({"rope_scaling_type": kind, "scaled_pairs": band})
+    if kind == "interpolate":
+        config.model.rope_scaling_factor = 4.0
+    return config
+
+
+@pytest.mark.parametrize(
+    "band",
+    [
+        (),
+        (1,),
+        (3, 2),
+        (0, 32),
+        (-1, 2),
+        (0, 1.5),
+    ],
+)
+def test_a_band_is_two_pairs(band):
+    says = "config.model.scaled_pairs=.*: must be two pairs of 0 to 31"
+    with pytest.raises(UsageError, match=says):
+        validate(band_config("stop", band))
+
+
+@pytest.mark.parametrize("kind", ["stop", "interpolate"])
+@pytest.mark.parametrize(
+    "band",
+    [
+        (0, 3),
+        (30, 31),
+        (7, 7),
+    ],
+)
+def test_the_config_takes_a_band_of_its_pairs(kind, band):
+    config = band_config(kind, band)
+    validate(config)
+    first, last = band
+    freqs = 10_000.0 ** (-np.arange(32) / 32)
+    freqs[first : last + 1] /= 4 if kind == "interpolate" else np.inf
+    expected = np.tile(freqs, (4, 1))
+    np.testing.assert_allclose(
+        layer_frequencies(config.model),
+        expected,
+        rtol=1e-14,
     )
-    for name in ("nope", "rope"):
-        shutil.rmtree(runs / name / "checkpoints")
-    with pytest.raises(UsageError, match="no run there has a finished checkpoint; train one first"):
-        ask(runs, intervene="stop:0-1")
+    assert in_band(config.model).sum() == last - first + 1
 
 
-def test_the_config_takes_a_band_of_its_pairs():
-    config = default_config()
-    config.model.rope_scaling_type = "stop"
-    for band in ((), (1,), (3, 2), (0, 32), (-1, 2), (0, 1.5)):
-        config.model.scaled_pairs = band
-        with pytest.raises(
-            UsageError, match="config.model.scaled_pairs=.*: must be two pairs of 0 to 31"
-        ):
-            validate(config)
-    for kind, band in itertools.product(("stop", "interpolate"), ((0, 3), (30, 31), (7, 7))):
-        config.model.update({"rope_scaling_type": kind, "scaled_pairs": band})
-        config.model.rope_scaling_factor = 4.0 if kind == "interpolate" else 1.0
-        validate(config)
-        expected = 10_000.0 ** (-np.arange(32) / 32)
-        expected[band[0] : band[1] + 1] /= 4 if kind == "interpolate" else np.inf
-        np.testing.assert_allclose(
-            layer_frequencies(config.model), np.tile(expected, (4, 1)), rtol=1e-14
-        )
-        assert in_band(config.model).sum() == band[1] - band[0] + 1
-    config.model.update({"rope_scaling_type": "none", "rope_scaling_factor": 1.0})
-    with pytest.raises(
-        UsageError, match="config.model.scaled_pairs=.*: has no effect with rope_type=proportional"
-    ):
-        validate(config)
+def test_a_band_needs_an_intervention_and_transformers_has_none():
+    says = "config.model.scaled_pairs=.*: has no effect with rope_type=proportional"
+    with pytest.raises(UsageError, match=says):
+        validate(band_config("none", (0, 3)))
+    says = "rope_scaling_type=remove: no class of transformers removes pairs"
+    with pytest.raises(UsageError, match=says):
+        choose_class(band_config("remove", (0, 3)).model)
 
 
-def test_transformers_has_no_class_with_removed_pairs():
-    config = default_config()
-    config.model.update({"rope_scaling_type": "remove", "scaled_pairs": (0, 3)})
-    with pytest.raises(
-        UsageError, match="rope_scaling_type=remove: no class of transformers removes pairs"
-    ):
-        choose_class(config.model)
+# --- A planted band ---------------------------------------------------------------------------
+
+SIZES = {
+    "num_layers": 1,
+    "embed_dim": 16,
+    "num_heads": 1,
+    "head_dim": 16,
+    "hidden_dim": 8,
+    "vocab_size": 4,
+    "max_wavelength": 100.0,
+}
 
 
 def planted(seed: int) -> tuple[dict, int]:
-    """Parameters of a layer that copies the first token's letter through one slow pair; and that pair."""
-    rng, config = np.random.default_rng(seed), breaking("none")
-    pair, shapes = (
-        int(rng.integers(4, 8)),
-        jax.eval_shape(lambda: model.init(config, jax.random.key(0))),
-    )
+    """Parameters of a layer that copies the first token through a slow pair, and that pair."""
+    rng = np.random.default_rng(seed)
+    pair = int(rng.integers(4, 8))
+    shapes = jax.eval_shape(lambda: model.init(breaking("none"), jax.random.key(0)))
     params = jax.tree.map(lambda leaf: 0.01 * rng.standard_normal(leaf.shape, np.float32), shapes)
     params["embedder"]["input_embedding"][:3] += np.eye(3, 16)  # a filler, and two letters
     attention = params["layers"]["attn"]
     attention["q_einsum"]["w"][0, 0, 0, pair] += 6
-    attention["kv_einsum"]["w"][0, 0, 0, [0, 1, 2], pair] += [-2, 2, 2]
-    attention["kv_einsum"]["w"][0, 1, 0, [1, 2], [0, 1]] += 1
+    key, value = attention["kv_einsum"]["w"][0, :, 0]
+    key[:3, pair] += [-2, 2, 2]
+    value[[1, 2], [0, 1]] += 1
     attention["attn_vec_einsum"]["w"][0, 0, [0, 1], [1, 2]] += 3
     return params, pair
 
 
 def breaking(kind: str, pair: int = 0):
     config = default_config().model
-    sizes = {
-        "num_layers": 1,
-        "embed_dim": 16,
-        "num_heads": 1,
-        "head_dim": 16,
-        "hidden_dim": 8,
-        "vocab_size": 4,
-    }
-    band = {"scaled_pairs": (pair, pair)} if kind != "none" else {}
-    factor = 32.0 if kind == "interpolate" else 1.0
-    config.update(
-        sizes
-        | band
-        | {"max_wavelength": 100.0, "rope_scaling_type": kind, "rope_scaling_factor": factor}
-    )
+    config.update(SIZES | {"rope_scaling_type": kind})
+    if kind != "none":
+        config.scaled_pairs = (pair, pair)
+    if kind == "interpolate":
+        config.rope_scaling_factor = 32.0
     return config
 
 
 @pytest.mark.slow
 def test_the_band_that_breaks_is_found_in_20_of_20_draws():
-    """The planted pair works in windows of 8 tokens, and passes a quarter turn in windows of 256."""
+    """The planted pair works in windows of 8 tokens; in 256 it passes a quarter turn."""
 
-    def loss_of(kind: str, pair: int = 0):
+    def make_loss(kind: str, pair: int = 0):
         @jax.jit
         def loss(params, tokens):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
             hidden = model.hidden_states(breaking(kind, pair), params, tokens, positions)
             targets = jnp.broadcast_to(tokens[:, :1], tokens.shape)
-            return token_losses(hidden, model.embedding(params), targets)[:, -1].mean()
+            return token_losses(
+                hidden,
+                model.embedding(params),
+                targets,
+            )[:, -1].mean()
 
         return loss
 
-    texts = {T: jnp.zeros((2, T), jnp.int32).at[:, 0].set(jnp.array([1, 2])) for T in (8, 256)}
-    plain, kinds = loss_of("none"), ("stop", "interpolate", "remove")
-    changed = {kind: [loss_of(kind, pair) for pair in range(8)] for kind in kinds}
+    letters = jnp.array([1, 2])
+    short = jnp.zeros((2, 8), jnp.int32).at[:, 0].set(letters)
+    long = jnp.zeros((2, 256), jnp.int32).at[:, 0].set(letters)
+    plain = make_loss("none")
+    changed = {}
+    for kind in ("stop", "interpolate", "remove"):
+        changed[kind] = [make_loss(kind, pair) for pair in range(8)]
     for seed in range(20):
         params, pair = planted(seed)
-        short, long = (float(plain(params, texts[T])) for T in (8, 256))
-        assert short < 0.2 < 1 < long, "it breaks"
+        broken = plain(params, long)
+        assert plain(params, short) < 0.2 < 1 < broken, "it breaks"
         for kind in ("stop", "interpolate"):
-            losses = [float(loss(params, texts[256])) for loss in changed[kind]]
-            assert np.argmin(losses) == pair and losses[pair] < 0.2, f"{kind} mends it"
-            assert min(np.delete(losses, pair)) > long - 0.3, "and no other band does"
-        assert np.argmax([float(loss(params, texts[8])) for loss in changed["remove"]]) == pair
+            losses = [float(loss(params, long)) for loss in changed[kind]]
+            assert np.argmin(losses) == pair
+            assert losses[pair] < 0.2, f"{kind} mends it"
+            assert min(np.delete(losses, pair)) > broken - 0.3, "and no other band does"
+        losses = [float(loss(params, short)) for loss in changed["remove"]]
+        assert np.argmax(losses) == pair
 
 
-def test_the_report_shows_the_changes_of_every_band(tmp_path):
-    """Means and Student's t intervals over seeds; plain evaluations on other windows do not count."""
-    rng, group = np.random.default_rng(0), []
-    plain, changed = (
-        rng.random((2, 3, 2)),
-        rng.random((2, 3, 2, 2, 3)),
-    )  # group, seed, length; and kind, band
-    for g, s in itertools.product(range(2), range(3)):
-        config, records = default_config(), []
-        common = {
-            "step": config.num_steps,
-            "dataset": "python_docs",
-            "split": "validation",
-            "windows": 3,
-        }
-        for t, T in enumerate((256, 2048)):
-            record = common | {"seq_len": T, "fingerprint": "same"}
-            records += [
-                record | {"loss": plain[g, s, t]},
-                record | {"fingerprint": "other", "loss": 9.0, "windows": 9},
-            ]
-            for (k, kind), (b, band) in itertools.product(
-                enumerate(("stop", "remove")), enumerate(("0-3", "4-7", "8-11"))
-            ):
-                loss = plain[g, s, t] + changed[g, s, t, k, b]
-                records.append(record | {"encoding": f"{kind}:{band}", "factor": 1.0, "loss": loss})
-        records.append(
-            common
-            | {
-                "seq_len": 256,
-                "fingerprint": "same",
-                "encoding": "yarn",
-                "factor": 2.0,
-                "loss": 7.0,
-            }
-        )
-        values = {"rope_percentage": (0.5, 1.0)[g], "seed": s}
-        group.append(
-            Run(f"{g}{s}", tmp_path, values, config, True, config.num_steps, None, [], records, [])
-        )
-    found = interventions.changes(group)
-    assert len(found) == 2 * 2 * 2 * 3
-    for change in found:
-        at = (
-            ("p = 0.5", "p = 1").index(change.group),
-            slice(None),
-            (256, 2048).index(change.seq_len),
-        )
-        values = changed[at][:, ("stop", "remove").index(change.kind), change.band[0] // 4]
-        expected = stats.ttest_1samp(values, 0).confidence_interval()
-        assert change.difference.difference == pytest.approx(values.mean())
-        assert change.difference.interval() == pytest.approx(tuple(expected))
-    stop, remove = interventions.pictures(found)
-    assert (stop.name, remove.name) == ("stop", "remove")
-    figure = matplotlib.figure.Figure(figsize=stop.size, layout="constrained")
-    stop.draw(figure)
-    means = changed.mean(axis=1)[:, :, 0].swapaxes(1, 2)  # group, band, length
-    for axes, values in zip(figure.axes, means, strict=True):
-        np.testing.assert_allclose(axes.images[0].get_array(), values)
-        assert [text.get_text() for text in axes.texts] == [
-            f"{value:+.2f}" for value in values.ravel()
-        ]
+# --- The report -------------------------------------------------------------------------------
+
+RECORD = {
+    "dataset": "python_docs",
+    "split": "validation",
+    "fingerprint": "same",
+    "windows": 3,
+}
+KINDS = ("stop", "remove")
+BANDS = ("0-3", "4-7", "8-11")
+LENGTHS = (256, 2048)
 
 
-def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
-    """Factors are no seeds: a run of one seed has no interval over seeds. Pairs 4 to 7 have one factor only."""
-    config, losses = default_config(), {("0-3", 4.0): 1.5, ("0-3", 2.0): 1.2, ("4-7", 2.0): 1.1}
-    record = {
-        "step": config.num_steps,
-        "dataset": "python_docs",
-        "seq_len": 512,
-        "fingerprint": "same",
-        "windows": 3,
-    }
-    records = [record | {"loss": 1.0}]
-    records += [
-        record | {"encoding": f"interpolate:{b}", "factor": f, "loss": loss}
-        for (b, f), loss in losses.items()
-    ]
-    run = Run(
-        "a",
-        tmp_path,
-        {"rope_percentage": 1.0},
+def make_sweep_run(folder, p, seed, losses):
+    """A run of a sweep with records of these losses, {(seq_len, encoding, factor): loss}."""
+    config = default_config()
+    steps = config.num_steps
+    records = []
+    for (seq_len, encoding, factor), loss in losses.items():
+        record = RECORD | {"step": steps, "seq_len": seq_len, "loss": loss}
+        if encoding:
+            record |= {"encoding": encoding, "factor": factor}
+        else:  # plain evaluations on other windows do not count
+            records.append(
+                record
+                | {
+                    "fingerprint": "other",
+                    "loss": 9.0,
+                    "windows": 9,
+                }
+            )
+        records.append(record)
+    values = {"rope_percentage": p, "seed": seed}
+    return Run(
+        f"{p}-{seed}",
+        folder,
+        values,
         config,
         True,
-        config.num_steps,
+        steps,
         None,
         [],
         records,
         [],
     )
-    found = interventions.changes([run])
-    assert [(c.pairs, c.factor) for c in found] == [
-        ("0-3 by 2", 2.0),
-        ("0-3 by 4", 4.0),
-        ("4-7", 2.0),
-    ]
-    np.testing.assert_allclose([c.difference.difference for c in found], [0.2, 0.5, 0.1])
-    (picture,) = interventions.pictures(found)
+
+
+def draw(picture):
     figure = matplotlib.figure.Figure(figsize=picture.size, layout="constrained")
     picture.draw(figure)
-    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.2], [0.5], [0.1]])
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == [
-        c.pairs for c in found
-    ]
+    return figure.axes
+
+
+# [group, seed, length, kind, band]
+CHANGED = np.random.default_rng(1).random((2, 3, 2, 2, 3))
+
+
+@pytest.fixture
+def changes(tmp_path):
+    """What the report finds in the runs of a sweep, p = 0.5 and 1, of three seeds."""
+    rng = np.random.default_rng(0)
+    group = []
+    for g, seed in itertools.product(range(2), range(3)):
+        losses = {(256, "yarn", 2.0): 7.0}
+        for t, T in enumerate(LENGTHS):
+            plain = losses[T, None, None] = rng.random()
+            for k, b in itertools.product(range(2), range(3)):
+                encoding = f"{KINDS[k]}:{BANDS[b]}"
+                losses[T, encoding, 1.0] = plain + CHANGED[g, seed, t, k, b]
+        run = make_sweep_run(tmp_path, (0.5, 1.0)[g], seed, losses)
+        group.append(run)
+    return interventions.changes(group)
+
+
+def test_the_report_has_the_changes_of_every_band(changes):
+    """Means and Student's t intervals over seeds."""
+    assert len(changes) == 2 * 2 * 2 * 3
+    for change in changes:
+        g = ("p = 0.5", "p = 1").index(change.group)
+        t = LENGTHS.index(change.seq_len)
+        k = KINDS.index(change.kind)
+        values = CHANGED[g, :, t, k, change.band[0] // 4]
+        interval = stats.ttest_1samp(values, 0).confidence_interval()
+        assert change.difference.difference == pytest.approx(values.mean())
+        assert change.difference.interval() == pytest.approx(tuple(interval))
+
+
+def test_the_report_shows_the_changes_of_every_band(changes):
+    stop, remove = interventions.pictures(changes)
+    assert (stop.name, remove.name) == KINDS
+    means = CHANGED.mean(axis=1)[:, :, 0].swapaxes(1, 2)  # group, band, length
+    for axes, values in zip(draw(stop), means, strict=True):
+        np.testing.assert_allclose(axes.images[0].get_array(), values)
+        labels = [f"{value:+.2f}" for value in values.ravel()]
+        assert [text.get_text() for text in axes.texts] == labels
+
+
+def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
+    """A run of one seed has no interval over seeds. Pairs 4 to 7 have one factor only."""
+    losses = {
+        (512, None, None): 1.0,
+        (512, "interpolate:0-3", 4.0): 1.5,
+        (512, "interpolate:0-3", 2.0): 1.2,
+        (512, "interpolate:4-7", 2.0): 1.1,
+    }
+    changes = interventions.changes([make_sweep_run(tmp_path, 1.0, 0, losses)])
+    pairs = ["0-3 by 2", "0-3 by 4", "4-7"]
+    assert [change.pairs for change in changes] == pairs
+    assert [change.factor for change in changes] == [2.0, 4.0, 2.0]
+    differences = [change.difference.difference for change in changes]
+    np.testing.assert_allclose(differences, [0.2, 0.5, 0.1])
+    (picture,) = interventions.pictures(changes)
+    axes = draw(picture)[0]
+    np.testing.assert_allclose(axes.images[0].get_array()[:, 0], differences)
+    assert [text.get_text() for text in axes.get_yticklabels()] == pairs

@@ -11,7 +11,7 @@ from makers import draw_picture, save_checkpoints, write_lines
 
 from prope.config import default_config
 from prope.html import drawing
-from prope.inference.longcontext import RECORDS
+from prope.inference.asking import RECORDS
 from prope.runtime import files
 from prope.sweep import maps, runs
 from prope.sweep.page import report_sweep
@@ -37,10 +37,10 @@ def ask(p, seed, length) -> dict:
         cell = {
             "row": row,
             "distance": 1.4 * max((1 - row) * length, 4),
-            "rank_accuracy": share(p, seed, length, row),
+            "accuracy": share(p, seed, length, row),
         }
         cells.append(cell)
-    accuracies = [cell["rank_accuracy"] for cell in cells]
+    accuracies = [cell["accuracy"] for cell in cells]
     return {
         "step": 10,
         "task": "niah",
@@ -50,7 +50,7 @@ def ask(p, seed, length) -> dict:
         "chance": 0.125,
         "trials": 50,
         "cells": cells,
-        "rank_accuracy": float(np.mean(accuracies)),
+        "accuracy": float(np.mean(accuracies)),
     }
 
 
@@ -71,7 +71,7 @@ def sweep(tmp_path_factory):
             params = {"x": np.full(1, seed)}
             save_checkpoints(workdir, config, {10: params})
             records = [ask(p, seed, length) for length in LENGTHS]
-            not_drawn = records[0] | {"rank_accuracy": 0.0, "cells": []}
+            not_drawn = records[0] | {"accuracy": 0.0, "cells": []}
             for other in ({"control": "removed"}, {"encoding": "yarn"}, {"step": 5}):
                 records.append(not_drawn | other)
             write_lines(workdir / RECORDS, records)
@@ -122,11 +122,11 @@ def test_lines_of_a_map_are_the_training_length_and_the_slowest_pairs_period(pic
 def test_the_effective_length_ends_before_the_first_failure(picture):
     assert "p = 0.25: 512, 512; p = 1: 256, 256." in picture.alt
     records = {
-        128: {"rank_accuracy": 0.1},
-        256: {"rank_accuracy": 0.9},
-        512: {"rank_accuracy": 0.85},
-        1024: {"rank_accuracy": 0.8},
-        2048: {"rank_accuracy": 1.0},
+        128: {"accuracy": 0.1},
+        256: {"accuracy": 0.9},
+        512: {"accuracy": 0.85},
+        1024: {"accuracy": 0.8},
+        2048: {"accuracy": 1.0},
     }
     assert maps.effective_length(256, records) == 512
     assert maps.effective_length(300, records) is None, "the training length was not evaluated"

@@ -237,15 +237,9 @@ def write_evaluation(folder, rng, fingerprint, windows, max_windows) -> dict:
         "bits_per_byte": loss,
         "by_position": [{"from": 0, "to": 256, "loss": loss}],
     }
-    paired.write_sums(
-        folder / "eval" / "10",
-        record,
-        losses,
-        tokens,
-        edges=np.array([0, 128, 256]),
-        source=np.zeros(30, int),
-        shares=[1.0],
-    )
+    edges = np.array([0, 128, 256])
+    sums = paired.Sums(losses, tokens, edges, np.zeros(30, int), [1.0])
+    paired.write_sums(folder / "eval" / "10", record, sums)
     return record
 
 

@@ -19,7 +19,7 @@ from makers import restore_training as start
 from prope import command, sharding
 from prope.data.windows import Windows
 from prope.errors import UsageError
-from prope.inference.losses import make_evaluation
+from prope.inference.losses import LossEvaluation
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.reader import CheckpointReader
@@ -144,7 +144,8 @@ def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_
     params, found = run.params(), []
     for size in (1, 3, 8):
         run.config.eval.update({"batch_size": size, "max_windows": 10})
-        found.append(make_evaluation(run.config, windows, sharding.make_mesh())(params))
+        evaluation = LossEvaluation(run.config, windows)
+        found.append(evaluation.evaluate(params, sharding.make_mesh()))
     assert {record["tokens"] for record in found} == {outcome.result["tokens"]}
     np.testing.assert_allclose(
         [record["loss"] for record in found], outcome.result["loss"], rtol=1e-6
@@ -159,7 +160,7 @@ def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache
     params["embedder"]["input_embedding"] *= 0
     windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
     run.config.eval.update({"batch_size": 512, "max_windows": None})
-    found = make_evaluation(run.config, windows, sharding.make_mesh())(params)
+    found = LossEvaluation(run.config, windows).evaluate(params, sharding.make_mesh())
     assert found["tokens"] == windows.store.targets("validation")
     np.testing.assert_allclose(found["loss"], np.log(260), rtol=1e-6)
     size = windows.store.index["validation"]["bytes"]

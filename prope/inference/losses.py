@@ -1,13 +1,15 @@
 """The loss of parameters on windows, summed by document and by position.
 
-Every predicted token counts once. Losses are added up in float64, so the batch size does not change the result.
+Every predicted token counts once. Losses are added up in float64, so the batch size does not change
+the result.
 
 Axes: B batch, T seq_len of the windows, C documents, Q buckets of positions.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from prope import model, sharding
-from prope.data.batch import padding
+from prope.data.batch import Batch, padding
 from prope.data.store.arrays import fingerprint_of
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import BOS
@@ -36,217 +38,281 @@ class Selection(NamedTuple):
     """The windows that are evaluated."""
 
     indices: list[int]
-    fingerprint: str  # of their text: equal for all windows of a split, and, with max_tokens, at every seq_len
+    # Of their text: equal for all windows of a split, and, with max_tokens, at every seq_len.
+    fingerprint: str
 
 
 def select(
-    windows: Windows, max_windows: int | None, max_tokens: int | None = None, longest: int = 0
+    windows: Windows,
+    max_windows: int | None,
+    max_tokens: int | None = None,
+    longest: int = 0,
 ) -> Selection:
-    """Selects all windows; or `max_windows`, evenly spread; or those that hold the same `max_tokens` at any seq_len.
+    """Selects all windows, or `max_windows`, evenly spread, or the same `max_tokens` at any length.
 
-    The last are cut from evenly spread stretches of `longest` tokens. Of a mixture, if not all, every source has the
-    share of the windows that it has in training.
+    The last are cut from evenly spread stretches of `longest` tokens. Of a mixture, if not all,
+    every source has the share of the windows that it has in training.
     """
-    stretch, number, rule = 1, max_windows, {}  # stretch: in windows
+    number = max_windows
+    stretch = 1  # windows that are selected together
+    rule = {}
     if max_tokens is not None:
-        stretch, number = longest // windows.seq_len, max_tokens // longest
+        number = max_tokens // longest
+        stretch = longest // windows.seq_len
         rule = {"max_tokens": max_tokens, "longest": longest}
-    rule |= {"split": windows.split} if windows.split != "validation" else {}
-    indices, offset = [], 0
+    if windows.split != "validation":
+        rule["split"] = windows.split
+    indices = []
+    offset = 0
     for source, weight in zip(windows.sources, windows.weights, strict=True):
         stretches = -(-source.count // stretch)
-        chosen = stretches if number is None else min(max(round(number * weight), 1), stretches)
-        starts = [i * stretches // chosen * stretch for i in range(chosen)]
-        indices += [
-            offset + start + k
-            for start in starts
-            for k in range(stretch)
-            if start + k < source.count
-        ]
+        chosen = stretches
+        if number is not None:
+            wanted = max(round(number * weight), 1)
+            chosen = min(wanted, stretches)
+        for i in range(chosen):
+            start = i * stretches // chosen * stretch
+            stop = min(start + stretch, source.count)
+            indices += range(offset + start, offset + stop)
         offset += source.count
     fingerprint = windows.store.fingerprint
-    return Selection(
-        indices, fingerprint_of({"store": fingerprint, **rule}) if rule else fingerprint
-    )
+    if rule:
+        fingerprint = fingerprint_of({"store": fingerprint, **rule})
+    return Selection(indices, fingerprint)
 
 
-def make_evaluation(
-    config: ConfigDict, windows: Windows, mesh: Mesh, selection: Selection | None = None
-) -> Callable[..., dict | None]:
-    """Makes a function that evaluates parameters on a selection of `windows`, by default config.eval.max_windows.
+def run_batches(
+    step: Callable[[Batch], dict[str, jax.Array]],
+    config: ConfigDict,
+    mesh: Mesh,
+    count: int,
+    read: Callable[[list[int]], Batch],
+    go_on: Callable[[], bool] = lambda: True,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields what a step computes of the sequences 0 .. count - 1, batch by batch.
 
-    Its arguments are the parameters; a folder for the sums by document or None; and a callback before
-    every batch, in all processes alike, which stops the evaluation (result None) by returning False. It returns:
-
-    fingerprint, seq_len    of the selected text; tokens in a window
-    split                   train, validation or all
-    windows, tokens         numbers of windows read and of tokens predicted
-    documents               number of documents that these tokens are of
-    loss, perplexity        nats per token; its exponential. Of a mixture, the mean over its sources, weighted by their
-                            shares of the predicted tokens in training
-    loss_stderr             standard error of the loss over documents (`paired.mean_and_stderr`), None for a single one;
-                            parts of a document in windows that are not neighbours count as documents
-    bits_per_byte           the loss in total bits over the bytes of the text
-    unigram_bits_per_byte   the same for predicting every token by its frequency in the training split
-    sources                 mixtures only: of every source `dataset, weight` (of its windows in training), `share` (of
-                            the predicted tokens), `windows, documents, tokens, loss, loss_stderr`
-    by_position             [{"from", "to", "loss", "tokens"}] for positions from .. to - 1 in the window, where there
-                            are tokens; an eighth of the training length each, 1024 in windows of 8192 tokens or more
-    accuracy                synthetic data only: the share of answers that get the highest logit
-    accuracy_by_distance    synthetic data only: [{"task", "from", "to", "accuracy", "answers"}] for answers that stand
-                            from .. to - 1 tokens before their question
+    Args:
+      step: computes arrays, whose first axis is the batch, from a batch on all devices.
+      config: of the run; `eval.batch_size` is the most sequences of a batch.
+      mesh: the devices.
+      count: how many sequences there are.
+      read: reads this process's sequences of a batch; those from `count` on fill it up.
+      go_on: called before every batch, in all processes alike; there is none after False.
     """
-    chosen, fingerprint = selection or select(windows, config.eval.max_windows)
-    count = len(chosen)
-    source_of = np.repeat(
-        np.arange(len(windows.sources)), [source.count for source in windows.sources]
-    )[chosen]
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    batch_size = -(-min(config.eval.batch_size, count) // shards) * shards
+    wanted = min(config.eval.batch_size, count)
+    batch_size = -(-wanted // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
-    synthetic = isinstance(windows, GeneratedWindows)
-    bucket_width = 1024 if windows.seq_len >= _LONG else max(config.data.seq_len // 8, 1)
+    for start in range(0, count, batch_size):
+        if not go_on():
+            return
+        sequences = read([start + row for row in local_rows])
+        with sharding.use(mesh), matmul_precision(config.model.dtype):
+            batch = sharding.global_batch(mesh, sequences, batch_size)
+            results = step(batch)
+        rows = min(batch_size, count - start)
+        yield {name: np.asarray(values)[:rows] for name, values in results.items()}
 
-    def read(start: int) -> dict[str, np.ndarray]:
-        indices = [chosen[start + row] for row in local_rows if start + row < count]
-        fill = padding(len(local_rows) - len(indices), windows.seq_len)
-        return {
-            name: np.concatenate([rows, fill[name]]) for name, rows in windows.read(indices).items()
-        }
 
-    def score(params, batch):
-        hidden = batch_hidden(config, params, batch)
-        scores = {name: batch[name] for name in ("weights", "segment_ids")}
-        scores["losses"] = token_losses(hidden, model.embedding(params), batch["targets"])
-        if synthetic:  # one sequence at a time, so that the logits of a batch never exist whole
-            predictions = jax.lax.map(lambda row: model.logits(params, row).argmax(axis=-1), hidden)
-            scores["correct"] = predictions == batch["targets"]
-        scores, targets = jax.tree.map(sharding.whole_sequences, (scores, batch["targets"]))
-        return scores | {"ends_document": targets[:, -1] == BOS}
+class LossEvaluation:
+    """Evaluates parameters on a selection of windows, by default of config.eval.max_windows."""
 
-    step = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    compiled = None
+    def __init__(self, config: ConfigDict, windows: Windows, selection: Selection | None = None):
+        self.config = config
+        self.windows = windows
+        self.selection = selection or select(windows, config.eval.max_windows)
+        self.dataset = config.data.dataset
+        self.seq_len = windows.seq_len
+        self.split = windows.split
+        self._compiled = None
 
     def evaluate(
+        self,
         params: model.Params,
+        mesh: Mesh,
         sums_folder: epath.Path | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> dict | None:
-        nonlocal compiled
-        sums, correct = _DocumentSums(windows.seq_len, bucket_width), []
-        for start in range(0, count, batch_size):
-            if not go_on():
-                return None
-            with sharding.use(mesh), matmul_precision(config.model.dtype):
-                batch = sharding.global_batch(mesh, read(start), batch_size)
-                if compiled is None:
-                    compiled = step.lower(params, batch).compile()
-                    check_memory(
-                        compiled, f"lower the batch size, now {batch_size}, or the windows' length"
-                    )
-                scores = compiled(params, batch)
-            scores = {name: np.asarray(values) for name, values in scores.items()}
-            indices = chosen[start : start + batch_size]
-            correct.extend(scores.pop("correct", ())[: len(indices)])
-            for row, index in enumerate(indices):
-                source = source_of[start + row]
-                sums.add(index, source, **{name: values[row] for name, values in scores.items()})
-        (losses, tokens), source = (
-            np.concatenate(sums.of_windows, axis=1),
-            np.array(sums.sources),
-        )  # [C, Q]; [C]
-        totals, counts = losses.sum(axis=1), tokens.sum(axis=1)
-        summary = _summarize(totals, counts, source, windows.shares)
-        split, stores = windows.split, [source.store for source in windows.sources]
-        bytes_per_token = np.dot(
-            windows.shares, [s.count("bytes", split) / s.targets(split) for s in stores]
-        )
-        unigram = float(np.dot(windows.shares, [store.unigram_loss(split) for store in stores]))
-        bits_per_byte = 1 / float(bytes_per_token) / math.log(2)
+        """Returns the record of parameters; None where `go_on` ends the evaluation.
+
+        Args:
+          params: the parameters.
+          mesh: the devices, the same ones in every call.
+          sums_folder: where the sums by document are written; None: nowhere.
+          go_on: called before every batch, in all processes alike; False ends the evaluation.
+        """
+        windows = self.windows
+        indices, fingerprint = self.selection
+        count = len(indices)
+        sizes = [source.count for source in windows.sources]
+        source_of = np.repeat(range(len(sizes)), sizes)[indices]
+        by_document = DocumentSums(self.seq_len, self.config.data.seq_len)
+        correct = []
+        row = 0
+
+        def step(batch):
+            return self._compile(params, batch, mesh)(params, batch)
+
+        for scores in run_batches(step, self.config, mesh, count, self._read, go_on):
+            correct.extend(scores.pop("correct", ()))
+            for i in range(len(scores["losses"])):
+                window = {name: values[i] for name, values in scores.items()}
+                by_document.add(indices[row], source_of[row], **window)
+                row += 1
+        if row < count:
+            return None
+        sums = by_document.finish(windows.shares)
         record = {
             "fingerprint": fingerprint,
-            "seq_len": windows.seq_len,
-            "split": split,
+            "seq_len": self.seq_len,
+            "split": self.split,
             "windows": count,
-            **summary,
-            "perplexity": math.exp(min(summary["loss"], 700.0)),
-            "bits_per_byte": summary["loss"] * bits_per_byte,
-            "unigram_bits_per_byte": unigram * bits_per_byte,
-            "by_position": [
-                {
-                    "from": int(start),
-                    "to": int(stop),
-                    "tokens": int(tokens[:, q].sum()),
-                    "loss": paired.mean_and_stderr(
-                        losses[:, q], tokens[:, q], source, windows.shares
-                    )[0],
-                }
-                for q, (start, stop) in enumerate(itertools.pairwise(sums.edges))
-                if tokens[:, q].any()
-            ],
+            **summarize(sums),
+            "by_position": summarize_positions(sums),
         }
-        if len(windows.sources) > 1:
-            parts = zip(windows.sources, windows.weights, windows.shares, strict=True)
-            record["sources"] = [
-                {
-                    "dataset": part.name,
-                    "weight": weight,
-                    "share": float(share),
-                    "windows": int((source_of == s).sum()),
-                }
-                | _summarize(totals[source == s], counts[source == s])
-                for s, (part, weight, share) in enumerate(parts)
-            ]
-        if synthetic:
-            record |= windows.accuracy(chosen, np.array(correct))
+        record |= per_byte(windows, record["loss"])
+        if len(sizes) > 1:
+            record["sources"] = summarize_sources(windows, source_of, sums)
+        if isinstance(windows, GeneratedWindows):
+            record |= windows.accuracy(indices, np.array(correct))
         if sums_folder is not None and processes.is_first():
-            of_documents = {"edges": sums.edges, "source": source, "shares": windows.shares}
-            paired.write_sums(sums_folder, record, losses, tokens, **of_documents)
+            paired.write_sums(sums_folder, record, sums)
         return record
 
-    return evaluate
+    def _read(self, rows: list[int]) -> Batch:
+        """Reads windows by their place in the selection; places after the last are padding."""
+        selected = self.selection.indices
+        indices = [selected[row] for row in rows if row < len(selected)]
+        batch = self.windows.read(indices)
+        fill = padding(len(rows) - len(indices), self.seq_len)
+        return {name: np.concatenate([batch[name], fill[name]]) for name in batch}
+
+    def _compile(self, params, batch, mesh) -> jax.stages.Compiled:
+        """Compiles `_score`, once."""
+        if self._compiled is None:
+            replicated = NamedSharding(mesh, PartitionSpec())
+            step = jax.jit(self._score, out_shardings=replicated)
+            self._compiled = step.lower(params, batch).compile()
+            size = self.config.eval.batch_size
+            less = f"lower the batch size, now {size}, or the windows' length"
+            check_memory(self._compiled, less)
+        return self._compiled
+
+    def _score(self, params, batch) -> dict[str, jax.Array]:
+        """Scores every token of a batch, [B, T], and finds windows that end a document, [B]."""
+        hidden = batch_hidden(self.config, params, batch)
+        targets = batch["targets"]
+        scores = {
+            "weights": batch["weights"],
+            "segment_ids": batch["segment_ids"],
+            "losses": token_losses(hidden, model.embedding(params), targets),
+        }
+        if isinstance(self.windows, GeneratedWindows):
+            # One sequence at a time, so that the logits of a batch never exist whole.
+            predict = functools.partial(_likeliest, params)
+            scores["correct"] = jax.lax.map(predict, hidden) == targets
+        scores = jax.tree.map(sharding.whole_sequences, scores)
+        last = sharding.whole_sequences(targets)[:, -1]
+        return scores | {"ends_document": last == BOS}
 
 
-def _summarize(loss: np.ndarray, tokens: np.ndarray, *sources) -> dict:
-    """Computes the loss of a source, or of a mixture, from sums by document; None where no token is predicted."""
-    mean, stderr = paired.mean_and_stderr(loss, tokens, *sources) if tokens.any() else (None, None)
+def _likeliest(params, hidden):
+    return model.logits(params, hidden).argmax(axis=-1)
+
+
+class DocumentSums:
+    """Sums losses by document and by bucket of positions, window after window."""
+
+    def __init__(self, T: int, training_length: int):
+        width = 1024 if T >= _LONG else max(training_length // 8, 1)
+        # [Q + 1]: the first position of each bucket, and T.
+        self._edges = np.append(np.arange(0, T, width), T)
+        self._bucket = np.arange(T) // width
+        self._windows: list[np.ndarray] = []  # of each [2, documents, Q]: losses and tokens
+        self._sources: list[int] = []  # of every document
+        self._last = -2  # index of the previous window
+        self._ended = True  # whether its last document ended with it
+
+    def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
+        """Adds the window with this index, arrays [T]; a document may go on from the one before."""
+        documents = max(int(segment_ids.max()), 1)
+        Q = len(self._edges) - 1
+        # Padding has weight 0, so its cell does not matter.
+        cell = np.maximum(segment_ids - 1, 0) * Q + self._bucket
+        sums = []
+        for values in (losses.astype(np.float64) * weights, weights):
+            cells = np.bincount(cell, values, documents * Q)
+            sums.append(cells.reshape(documents, Q))
+        sums = np.stack(sums)
+        if index == self._last + 1 and not self._ended:
+            self._windows[-1][:, -1] += sums[:, 0]
+            sums = sums[:, 1:]
+        if sums.shape[1]:
+            self._windows.append(sums)
+            self._sources += [source] * sums.shape[1]
+        self._last = index
+        self._ended = ends_document
+
+    def finish(self, shares) -> paired.Sums:
+        """Returns the sums of all windows, of sources with these shares."""
+        losses, tokens = np.concatenate(self._windows, axis=1)
+        sources = np.array(self._sources)
+        return paired.Sums(losses, tokens, self._edges, sources, shares)
+
+
+def summarize(sums: paired.Sums, rows=slice(None)) -> dict:
+    """Computes the loss of all documents, or of some; None where no token is predicted."""
+    tokens = sums.tokens[rows].sum(axis=1)
+    loss, stderr = sums.mean_and_stderr(rows) if tokens.any() else (None, None)
     return {
         "documents": int((tokens > 0).sum()),
         "tokens": int(tokens.sum()),
-        "loss": mean,
+        "loss": loss,
         "loss_stderr": stderr,
     }
 
 
-class _DocumentSums:
-    """Sums losses by document and by bucket of positions."""
+def summarize_positions(sums: paired.Sums) -> list[dict]:
+    """Computes the loss of each bucket of positions that has tokens."""
+    buckets = []
+    edges = itertools.pairwise(sums.edges.tolist())
+    for q, (start, stop) in enumerate(edges):
+        tokens = int(sums.tokens[:, q].sum())
+        if tokens:
+            loss, _ = sums.mean_and_stderr(columns=slice(q, q + 1))
+            bucket = {"from": start, "to": stop, "tokens": tokens, "loss": loss}
+            buckets.append(bucket)
+    return buckets
 
-    def __init__(self, T: int, bucket_width: int):
-        self.edges = np.append(
-            np.arange(0, T, bucket_width), T
-        )  # [Q + 1]; edges[q] is the first position of bucket q
-        self._bucket = np.arange(T) // bucket_width
-        self.of_windows: list[np.ndarray] = []  # [2, documents, Q] of a window: losses and tokens
-        self.sources: list[int] = []  # of every document
-        self._last, self._ended = (
-            -2,
-            True,
-        )  # index of the previous window, and whether its document ended with it
 
-    def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
-        """Adds the window with this index, arrays [T]; a document may go on from the window before."""
-        documents, Q = max(int(segment_ids.max()), 1), len(self.edges) - 1
-        cell = (
-            np.maximum(segment_ids - 1, 0) * Q + self._bucket
-        )  # padding has weight 0, so its cell does not matter
-        summands = (losses.astype(np.float64) * weights, weights)
-        sums = np.stack(
-            [np.bincount(cell, values, documents * Q).reshape(documents, Q) for values in summands]
-        )
-        if index == self._last + 1 and not self._ended:
-            self.of_windows[-1][:, -1] += sums[:, 0]
-            sums = sums[:, 1:]
-        if sums.shape[1]:
-            self.of_windows.append(sums)
-            self.sources += [source] * sums.shape[1]
-        self._last, self._ended = index, ends_document
+def summarize_sources(windows: Windows, source_of: np.ndarray, sums: paired.Sums) -> list[dict]:
+    """Computes the loss of each source of a mixture; `source_of` are those of the windows."""
+    sources = []
+    for s, source in enumerate(windows.sources):
+        about = {
+            "dataset": source.name,
+            "weight": windows.weights[s],
+            "share": float(windows.shares[s]),
+            "windows": int((source_of == s).sum()),
+        }
+        sources.append(about | summarize(sums, sums.source == s))
+    return sources
+
+
+def per_byte(windows: Windows, loss: float) -> dict:
+    """Converts a loss to perplexity and bits per byte, by what the stores count."""
+    split = windows.split
+    sizes = []
+    unigrams = []
+    for source in windows.sources:
+        store = source.store
+        sizes.append(store.count("bytes", split) / store.targets(split))
+        unigrams.append(store.unigram_loss(split))
+    bytes_per_token = float(np.dot(windows.shares, sizes))
+    unigram = float(np.dot(windows.shares, unigrams))
+    bits_per_byte = 1 / bytes_per_token / math.log(2)
+    return {
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": loss * bits_per_byte,
+        "unigram_bits_per_byte": unigram * bits_per_byte,
+    }

@@ -1,13 +1,15 @@
 """Standard errors of losses, and paired differences of two runs, from sums by document.
 
-Tokens of a document are correlated, so documents, not tokens, are the independent samples. Two runs evaluated on the
-same windows find the same documents hard, so their difference by document is much more precise than either loss.
-FINGERPRINT-SEQ_LEN-WINDOWS.npz in `sums_folder` therefore holds, for an evaluation of W:
+Tokens of a document are correlated, so documents, not tokens, are the independent samples. Two runs
+evaluated on the same windows find the same documents hard, so their difference by document is much
+more precise than either loss. FINGERPRINT-SEQ_LEN-WINDOWS.npz in `sums_folder` therefore holds, for
+an evaluation of W:
 
-loss    float32 [C, Q]: sums of the loss in nats, by document and by bucket of positions in the window
+loss    float32 [C, Q]: sums of the loss in nats, by document and by bucket of positions
 tokens  int32 [C, Q]: numbers of tokens
 edges   int64 [Q + 1]: bucket q holds positions edges[q] .. edges[q + 1] - 1
-source  int64 [C], shares float64 [S]: of a mixture, the source of every document, and the share of every source
+source  int64 [C]: of a mixture, the source of every document
+shares  float64 [S]: of a mixture, the share of every source
 
 Axes: C documents, in the order of the windows, Q buckets of positions, S sources.
 """
@@ -22,13 +24,13 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from prope.errors import UsageError
+from prope.errors import UsageError, usage_error
 from prope.runtime.files import write_atomic
 from prope.workdir.records import SAME_WINDOWS, find_evaluation, find_pair, read_jsonl
 
 
 class Difference(NamedTuple):
-    """Loss of the first run minus loss of the second, nats per token: a mean over documents, or over seeds."""
+    """Loss of the first run minus that of the second, nats per token: a mean over samples."""
 
     difference: float
     stderr: float | None  # None: one sample
@@ -40,20 +42,42 @@ class Difference(NamedTuple):
 
         if self.stderr is None:
             return None
-        reach = float(stats.t.ppf(0.975, self.samples - 1)) * self.stderr
+        quantile = float(stats.t.ppf(0.975, self.samples - 1))
+        reach = quantile * self.stderr
         return self.difference - reach, self.difference + reach
 
     @property
     def distinguishable(self) -> bool:
         """Whether the 95 % interval leaves 0 out."""
-        interval = self.interval()
-        return interval is not None and interval[0] * interval[1] > 0
+        if self.stderr is None:
+            return False
+        low, high = self.interval()
+        return low * high > 0
+
+
+class Sums(NamedTuple):
+    """The sums of an evaluation by document and by bucket of positions, as they are saved."""
+
+    loss: np.ndarray
+    tokens: np.ndarray
+    edges: np.ndarray
+    source: np.ndarray
+    shares: Sequence[float]
+
+    def mean_and_stderr(self, rows=slice(None), columns=slice(None)) -> tuple[float, float | None]:
+        """Computes the loss per token of some documents in some buckets, and its standard error."""
+        loss = self.loss[rows, columns].sum(axis=1)
+        tokens = self.tokens[rows, columns].sum(axis=1)
+        return mean_and_stderr(loss, tokens, self.source[rows], self.shares)
 
 
 def average_seeds(losses: Sequence[float]) -> Difference:
     """Averages independent samples, one per seed, such as paired differences."""
-    stderr = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None
-    return Difference(statistics.fmean(losses), stderr, len(losses))
+    count = len(losses)
+    stderr = None
+    if count > 1:
+        stderr = statistics.stdev(losses) / count**0.5
+    return Difference(statistics.fmean(losses), stderr, count)
 
 
 def mean_and_stderr(
@@ -64,38 +88,51 @@ def mean_and_stderr(
 ) -> tuple[float, float | None]:
     """Computes the loss per token and its standard error from sums by document.
 
-    Of a mixture it is the mean over sources, weighted by their shares; sources without tokens do not count.
+    Of a mixture it is the mean over sources, weighted by their shares; sources without tokens do
+    not count.
 
-    The mean of a source is a ratio of two sums that both vary by document. Its standard error is the jackknife's (Efron
-    and Tibshirani, An Introduction to the Bootstrap, eq. 11.5): with mean_c the mean without document c,
-    sqrt((C - 1) / C * sum_c (mean_c - average of all mean_c)^2). Where few documents hold most of the tokens, the
-    usual linear formula is much too small.
+    The mean of a source is a ratio of two sums that both vary by document. Its standard error is
+    the jackknife's (Efron and Tibshirani, An Introduction to the Bootstrap, eq. 11.5): with mean_c
+    the mean without document c, sqrt((C - 1) / C * sum_c (mean_c - average of all mean_c)^2). Where
+    few documents hold most of the tokens, the usual linear formula is much too small.
 
     Args:
       loss: [C] nats, summed over the tokens of a document.
-      tokens: [C] numbers of tokens. Documents without tokens do not count; with fewer than two, the error is None.
+      tokens: [C] numbers of tokens. Documents without tokens do not count; with fewer than two, the
+        error is None.
       source: [C] indices into `shares`, by default one source.
       shares: [S] of the predicted tokens.
     """
-    source = np.zeros(len(tokens), int) if source is None else source
-    present = [s for s in range(len(shares)) if tokens[source == s].any()]
-    means, errors = zip(
-        *(_mean_of_source(loss[source == s], tokens[source == s]) for s in present), strict=True
-    )
-    share = np.take(shares, present) / np.take(shares, present).sum()
-    return float(np.dot(share, means)), None if None in errors else float(
-        np.linalg.norm(share * errors)
-    )
+    if source is None:
+        source = np.zeros(len(tokens), int)
+    weights = []
+    means = []
+    errors = []
+    for s, share in enumerate(shares):
+        rows = (source == s) & (tokens > 0)
+        if rows.any():
+            mean, error = _mean_of_source(loss[rows], tokens[rows])
+            weights.append(share)
+            means.append(mean)
+            errors.append(error)
+    weights = np.array(weights) / np.sum(weights)
+    mean = float(np.dot(weights, means))
+    if None in errors:
+        return mean, None
+    return mean, float(np.linalg.norm(weights * errors))
 
 
-def _mean_of_source(loss: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
-    nonempty = tokens > 0
-    loss, tokens = np.asarray(loss, np.float64)[nonempty], np.asarray(tokens, np.float64)[nonempty]
-    mean, C = float(loss.sum() / tokens.sum()), len(tokens)
+def _mean_of_source(loss, tokens) -> tuple[float, float | None]:
+    loss = loss.astype(np.float64)
+    tokens = tokens.astype(np.float64)
+    C = len(tokens)
+    mean = float(loss.sum() / tokens.sum())
     if C < 2:
         return mean, None
     left_out = (loss.sum() - loss) / (tokens.sum() - tokens)
-    return mean, float(np.sqrt((C - 1) / C * ((left_out - left_out.mean()) ** 2).sum()))
+    squares = (left_out - left_out.mean()) ** 2
+    variance = (C - 1) / C * squares.sum()
+    return mean, float(np.sqrt(variance))
 
 
 def paired_difference(
@@ -104,77 +141,90 @@ def paired_difference(
     about: dict | None = None,
     positions: tuple[int, int] | None = None,
     file: str = "eval.jsonl",
-    but: dict | None = None,
+    second_fields: dict | None = None,
 ) -> Difference:
-    """Computes the difference of two runs' losses on the same windows, with its standard error over documents.
+    """Computes the difference of two runs' losses on the same windows, and its standard error.
 
-    The fullest evaluations that both runs have are compared, and of equally full ones the newest. Raises UsageError,
-    which names the command that makes them, where an evaluation or its sums are missing.
+    The fullest evaluations that both runs have are compared, and of equally full ones the newest.
+    Raises UsageError, which names the command that makes them, where an evaluation or its sums are
+    missing.
 
     Args:
+      workdir_a: the first run.
+      workdir_b: the second run.
       about: values that both records in `file` must have, such as {"step": 700, "seq_len": 512}.
-      positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be edges of buckets.
-      but: values of the second run's record that differ, such as {"encoding": "stop:16-19"}; both may be one run.
+      positions: (from, to): only tokens at positions from .. to - 1 of their windows; both must be
+        edges of buckets.
+      file: the name of the records.
+      second_fields: values of the second run's record that differ, such as
+        {"encoding": "stop:16-19"}; both may be one run.
     """
-    workdirs, fields = (workdir_a, workdir_b), {"split": "validation"} | (about or {})
-    records, others = (read_jsonl(epath.Path(workdir) / file) for workdir in workdirs)
-    if (pair := find_pair(records, others, but, **fields)) is None:
+    fields = {"split": "validation"} | (about or {})
+    records = read_jsonl(epath.Path(workdir_a) / file)
+    others = read_jsonl(epath.Path(workdir_b) / file)
+    pair = find_pair(records, others, second_fields, **fields)
+    if pair is None:
         workdir = workdir_a
-        if unmatched := find_evaluation(records, **fields):
-            workdir, fields = (
-                workdir_b,
-                fields | {name: unmatched.get(name) for name in SAME_WINDOWS} | (but or {}),
-            )
-        remedy = (
+        unmatched = find_evaluation(records, **fields)
+        if unmatched:
+            workdir = workdir_b
+            fields |= {name: unmatched.get(name) for name in SAME_WINDOWS}
+            fields |= second_fields or {}
+        raise UsageError(
+            f"{workdir}: has no evaluation with {fields}; "
             f"run python -m prope.evaluate --workdir={workdir} with the flags of the other run's"
         )
-        raise UsageError(f"{workdir}: has no evaluation with {fields}; {remedy}")
-    (loss, tokens, edges, *sources), (loss_b, tokens_b, *_) = map(_read_sums, workdirs, pair)
-    if loss.shape != loss_b.shape or (tokens != tokens_b).any():
-        remedy = "both runs must have the same config.data and training length"
+    a = _read_sums(workdir_a, pair[0])
+    b = _read_sums(workdir_b, pair[1])
+    if a.loss.shape != b.loss.shape or (a.tokens != b.tokens).any():
         raise UsageError(
-            f"{workdir_a} and {workdir_b}: their evaluations count other tokens; {remedy}"
+            f"{workdir_a} and {workdir_b}: their evaluations count other tokens; "
+            "both runs must have the same config.data and training length"
         )
-    if not set(positions or ()) <= set(edges.tolist()):
-        raise UsageError(f"positions={positions}: must be two of {', '.join(map(str, edges))}")
-    columns = slice(*np.searchsorted(edges, positions)) if positions else slice(None)
-    differences = loss[:, columns].astype(np.float64) - loss_b[:, columns]
-    counts = tokens[:, columns].sum(axis=1)
-    return Difference(
-        *mean_and_stderr(differences.sum(axis=1), counts, *sources), int((counts > 0).sum())
-    )
+    columns = slice(None)
+    if positions:
+        if not set(positions) <= set(a.edges.tolist()):
+            edges = ", ".join(map(str, a.edges))
+            raise usage_error("positions", positions, f"must be two of {edges}")
+        columns = slice(*np.searchsorted(a.edges, positions))
+    loss = a.loss.astype(np.float64) - b.loss
+    mean, stderr = a._replace(loss=loss).mean_and_stderr(columns=columns)
+    tokens = a.tokens[:, columns].sum(axis=1)
+    return Difference(mean, stderr, int((tokens > 0).sum()))
 
 
 def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
-    """Returns the folder of an evaluation's sums: W/eval/STEP, or a folder in it of an encoding that was rescaled."""
+    """Returns the folder of an evaluation's sums: W/eval/STEP, or one in it of an encoding."""
     folder = epath.Path(workdir) / "eval" / str(record["step"])
     encoding = record.get("encoding")
-    return folder / f"{encoding.replace(':', '-')}-{record['factor']}" if encoding else folder
+    if encoding:
+        folder /= f"{encoding.replace(':', '-')}-{record['factor']}"
+    return folder
 
 
-def write_sums(
-    folder: epath.Path, record: dict, loss: np.ndarray, tokens: np.ndarray, **others
-) -> None:
-    """Writes the sums of an evaluation, and `edges, source, shares`, into its `sums_folder`."""
+def write_sums(folder: epath.Path, record: dict, sums: Sums, **others: np.ndarray) -> None:
+    """Writes the sums of an evaluation, and other arrays, into its `sums_folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = io.BytesIO()
-    np.savez_compressed(
-        arrays, loss=loss.astype(np.float32), tokens=tokens.astype(np.int32), **others
-    )
-    write_atomic(_path(folder, record), arrays.getvalue())
+    loss = sums.loss.astype(np.float32)
+    tokens = sums.tokens.astype(np.int32)
+    sums = sums._replace(loss=loss, tokens=tokens)
+    file = io.BytesIO()
+    np.savez_compressed(file, **sums._asdict(), **others)
+    write_atomic(_path(folder, record), file.getvalue())
 
 
 def _path(folder: epath.Path, record: dict) -> epath.Path:
-    return folder / ("-".join(str(record.get(name)) for name in SAME_WINDOWS) + ".npz")
+    name = "-".join(str(record.get(field)) for field in SAME_WINDOWS)
+    return folder / f"{name}.npz"
 
 
-def _read_sums(workdir: epath.PathLike, record: dict) -> tuple[np.ndarray, ...]:
-    """Reads (loss, tokens, edges, source, shares)."""
+def _read_sums(workdir: epath.PathLike, record: dict) -> Sums:
     path = _path(sums_folder(workdir, record), record)
     try:
         with np.load(io.BytesIO(path.read_bytes())) as saved:
-            return tuple(saved[name] for name in ("loss", "tokens", "edges", "source", "shares"))
+            return Sums(*(saved[name] for name in Sums._fields))
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
-        command = f"python -m prope.evaluate --workdir={workdir} --again with the flags of that evaluation"
-        made = f"(step {record['step']}, seq_len {record['seq_len']})"
-        raise UsageError(f"{path}: cannot be read; run {command} {made}") from None
+        raise UsageError(
+            f"{path}: cannot be read; run python -m prope.evaluate --workdir={workdir} --again "
+            f"with the flags of step {record['step']}, seq_len {record['seq_len']}"
+        ) from None

@@ -21,7 +21,7 @@ from prope.html.drawing import (
     panels,
     show_image,
 )
-from prope.inference.longcontext import RECORDS
+from prope.inference.asking import RECORDS
 from prope.sweep.runs import P, Run, groups, read_run
 from prope.workdir.records import find_evaluations
 from prope.workdir.run import read_config
@@ -50,7 +50,7 @@ def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
     for length in sorted(by_length):
         if length < trained:
             continue
-        if by_length[length]["rank_accuracy"] < _PASSED:
+        if by_length[length]["accuracy"] < _PASSED:
             break
         effective = length
     return effective if trained in by_length else None
@@ -180,7 +180,7 @@ def _average_cells(records: list[dict]) -> tuple[list, list, np.ndarray]:
     for record in records:
         for cell in record["cells"]:
             place = (cell["row"], record["seq_len"])
-            shares.setdefault(place, []).append(cell["rank_accuracy"])
+            shares.setdefault(place, []).append(cell["accuracy"])
     rows = sorted({row for row, _ in shares})
     lengths = sorted({length for _, length in shares})
     shape = (len(rows), len(lengths))
@@ -197,7 +197,7 @@ def _draw_distances(axes, records: list[dict], distances: dict) -> None:
     for record in records:
         for cell in record["cells"]:
             octave = 2 ** int(math.log2(cell["distance"]))
-            right = cell["rank_accuracy"] * record["trials"]
+            right = cell["accuracy"] * record["trials"]
             new = np.array([right, record["trials"]])
             counts[octave] = counts.get(octave, 0) + new
     octaves = sorted(counts)

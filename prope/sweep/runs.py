@@ -272,7 +272,9 @@ def average(pairs: list[tuple[Run, Run, dict, dict]]) -> tuple[Difference | None
     fields = {name: record.get(name) for name in names}
     other_fields = {name: other_record.get(name) for name in ("encoding", "factor")}
     try:
-        difference = paired_difference(run.workdir, other.workdir, fields, but=other_fields)
+        difference = paired_difference(
+            run.workdir, other.workdir, fields, second_fields=other_fields
+        )
     except UsageError:  # a run without sums
         return average_seeds(losses), ""
     return difference, "documents"

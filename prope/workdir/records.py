@@ -61,10 +61,13 @@ def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
 
 
 def find_pair(
-    records: list[dict], others: list[dict], but: dict | None = None, **fields
+    records: list[dict], others: list[dict], second_fields: dict | None = None, **fields
 ) -> tuple[dict, dict] | None:
-    """Returns the fullest evaluations with these values, `but` those of others, that were made on the same windows."""
-    matching = find_evaluations(others, **fields | (but or {}))
+    """Returns the fullest evaluations on the same windows that have these values.
+
+    `second_fields` are values of the second that differ.
+    """
+    matching = find_evaluations(others, **fields | (second_fields or {}))
     of_windows = {tuple(map(other.get, SAME_WINDOWS)): other for other in matching}
     shared = [record for record in records if tuple(map(record.get, SAME_WINDOWS)) in of_windows]
     record = find_evaluation(shared, **fields)

@@ -41,13 +41,20 @@ class GeneratedWindows:
         self._tasks = _FAMILIES[family]
         ids = self._tasks.VOCABULARY
         if vocab_size < ids:
-            remedy = f"set config.model.vocab_size to {ids} or more"
-            problem = f"{family} data has {ids} ids"
-            raise usage_error("config.model.vocab_size", vocab_size, problem, remedy)
+            raise usage_error(
+                "config.model.vocab_size",
+                vocab_size,
+                f"{family} data has {ids} ids",
+                f"set config.model.vocab_size to {ids} or more",
+            )
         shortest = _MIN_TOKENS.get(self.task, 64)
         if data.seq_len < shortest:
-            problem = f"windows of {data.dataset} need at least {shortest} tokens"
-            raise usage_error("seq_len", data.seq_len, problem, "raise config.data.seq_len")
+            raise usage_error(
+                "seq_len",
+                data.seq_len,
+                f"windows of {data.dataset} need at least {shortest} tokens",
+                "raise config.data.seq_len",
+            )
         self.name = data.dataset
         self.seq_len = data.seq_len
         self.position_range = data.position_range

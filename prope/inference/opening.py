@@ -1,0 +1,243 @@
+"""Opens the models that a command evaluates, and keeps their records.
+
+A model is a run at a checkpoint, with its encoding or a changed one, at a length. evaluation.py
+computes losses of them, asking.py asks them tasks.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from prope import sharding
+from prope.encodings import (
+    INTERVENTIONS,
+    SCALINGS,
+    can_rescale,
+    describe,
+    layer_frequencies,
+    rotated_pairs,
+)
+from prope.errors import log, usage_error
+from prope.inference.options import Options
+from prope.inference.paired import sums_folder
+from prope.runtime import processes
+from prope.runtime.files import append_jsonl
+from prope.runtime.validate import validate
+from prope.workdir.checkpoints import list_steps
+from prope.workdir.records import find_evaluation, read_jsonl
+from prope.workdir.run import Run, find_runs, open_run
+
+_BANDS = 8  # that --intervene tries where it names none
+
+
+def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
+    """Opens every checkpoint that the flags name, with the encodings to evaluate; None: its own.
+
+    Raises UsageError where a run or a checkpoint is missing, or nothing is left to evaluate.
+    """
+    workdirs = processes.call_on_first(lambda: list(map(str, find_runs(options.workdir))))
+    several = len(workdirs) > 1
+    opened = []
+    for workdir in workdirs:
+        steps = list_steps(workdir)
+        if several and not steps:
+            log.info("%s: left out, for it has no finished checkpoint yet", workdir)
+            continue
+        for step in steps if options.step == "all" else [options.step]:
+            run = open_run(workdir, None if step is None else int(step))
+            rope_type = run.config.model.rope_type
+            if several and not can_rescale(rope_type, options.encoding):
+                log.info("%s: left out, for rope_type %s has no wavelength", workdir, rope_type)
+                continue
+            with processes.raise_on_all():
+                opened.append((run, choose_encodings(run, options)))
+    if not opened:
+        which = f" that --encoding={options.encoding} can rescale" if options.encoding else ""
+        problem = f"no run there has a finished checkpoint{which}"
+        raise usage_error("--workdir", options.workdir, problem, "train one first")
+    if not any(encodings for _, encodings in opened):
+        raise usage_error(
+            "--intervene",
+            options.intervene,
+            "no run there rotates these pairs",
+            "give faster ones, or remove",
+        )
+    return opened
+
+
+def choose_encodings(run: Run, options: Options) -> list[str | None]:
+    """Returns the encoding of the flags, or the interventions that change what the run computes."""
+    if options.intervene is None:
+        return [options.encoding]
+    encodings = []
+    for encoding in parse_interventions(options.intervene, run.config.model):
+        if changes_rotation(run.config, encoding):
+            encodings.append(encoding)
+        else:
+            log.info("%s: %s left out, for these pairs do not rotate", run.workdir, encoding)
+    return encodings
+
+
+def parse_interventions(text: str, model: ConfigDict) -> list[str]:
+    """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth."""
+    P = model.head_dim // 2
+    width = -(-P // _BANDS)
+    pattern = rf"({'|'.join(INTERVENTIONS)})(?::(\d+)(?:-(\d+))?)?"
+    encodings = []
+    for entry in text.split(","):
+        match = re.fullmatch(pattern, entry.strip())
+        if match and match[2]:
+            bands = [(int(match[2]), int(match[3] or match[2]))]
+        else:
+            bands = [(first, min(first + width, P) - 1) for first in range(0, P, width)]
+        for first, last in bands:
+            if not match or not first <= last < P:
+                kinds = ", ".join(INTERVENTIONS)
+                raise usage_error(
+                    "--intervene",
+                    text,
+                    f"{entry!r} is not {kinds}, alone or with a band of pairs 0 to {P - 1}",
+                    "give a list such as stop:0-1,remove",
+                )
+            encodings.append(f"{match[1]}:{first}-{last}")
+    return list(dict.fromkeys(encodings))
+
+
+def changes_rotation(config: ConfigDict, encoding: str) -> bool:
+    """Tells whether an intervention does anything: pairs that do not rotate cannot be stopped."""
+    changed = config.copy_and_resolve_references()
+    rescale(changed, encoding)
+    changed.model.rope_scaling_factor = 2.0
+    freqs = layer_frequencies(config.model)
+    is_same = np.array_equal(layer_frequencies(changed.model), freqs)
+    return not is_same or encoding.startswith("remove")
+
+
+def rescale(config: ConfigDict, encoding: str | None) -> None:
+    """Sets the scaling that --encoding or --intervene names, for the length of the training."""
+    if encoding is None:
+        return
+    model = config.model
+    scaling, _, band = encoding.partition(":")
+    if band:
+        if model.rope_scaling_type != "none":
+            raise usage_error(
+                "--intervene",
+                encoding,
+                f"the run has rope_scaling_type={model.rope_scaling_type}",
+                "only runs without one can be tested",
+            )
+        model.scaled_pairs = tuple(map(int, band.split("-")))
+    model.rope_scaling_type = scaling
+    if scaling == "yarn":
+        model.logit_scale = "yarn"
+    if "original_seq_len" in SCALINGS[scaling] and model.original_seq_len is None:
+        model.original_seq_len = config.data.position_range or config.data.seq_len
+
+
+def parse_lengths(text: str | None, trained: int) -> list[int]:
+    """Parses --seq_len: 512,0.5x,8x are 512 tokens, and half and eight times those of training."""
+    lengths = []
+    for entry in ["1x"] if text is None else text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+|[0-9]*\.[0-9]+(?=x))(x?)\s*", entry)
+        unit = trained if match and match[2] else 1
+        length = int(float(match[1]) * unit) if match else 0
+        if length == 0:
+            raise usage_error(
+                "--seq_len",
+                text,
+                f"{entry!r} is neither a number of tokens nor a multiple of the training's",
+                "give a list such as 512 or 1x,2x,8x",
+            )
+        lengths.append(length)
+    return list(dict.fromkeys(lengths))
+
+
+def configs_by_length(
+    config: ConfigDict, options: Options, encoding: str | None
+) -> dict[int, ConfigDict]:
+    """Makes the config of a run for each length, with the encoding rescaled to it."""
+    config = config.copy_and_resolve_references()
+    model = config.model
+    model.attention = "auto"  # for this machine, which need not be the one that trained
+    rescale(config, encoding)
+    validate(config)
+    trained = config.data.seq_len
+    configs = {}
+    for T in parse_lengths(options.seq_len, trained):
+        configs[T] = config_T = config.copy_and_resolve_references()
+        if encoding and "rope_scaling_factor" in SCALINGS[model.rope_scaling_type]:
+            growth = max(T / (model.original_seq_len or trained), 1.0)
+            if encoding == "dynamic":
+                growth = 1.0  # its formula has the length
+            config_T.model.rope_scaling_factor = options.factor or growth
+        # As many tokens at a time as at the training's length, so that memory suffices.
+        batch_size = max(config.eval.batch_size * trained // max(T, trained), 1)
+        config_T.eval.batch_size = options.batch_size or batch_size
+    return configs
+
+
+def records(
+    options: Options,
+    open_evaluations: Callable[[Run, str | None], list],
+    file: str,
+    **fields,
+) -> Iterator[dict]:
+    """Yields the record of each evaluation, computed where the run's `file` does not have it.
+
+    Args:
+      options: the flags.
+      open_evaluations: opens what evaluates the parameters of a run with an encoding: all, before
+        the first is computed.
+      file: the name of the records in the run's directory.
+      fields: more values of new records.
+    """
+    plan = []
+    for run, encodings in open_runs(options):
+        cases = []
+        with processes.raise_on_all():
+            for encoding in encodings:
+                for evaluation in open_evaluations(run, encoding):
+                    cases.append((encoding, evaluation))
+        plan.append((run, cases))
+    for run, cases in plan:
+        path = run.workdir / file
+        params = None
+        for encoding, evaluation in cases:
+            model = evaluation.config.model
+            cache_key = {
+                "step": run.step,
+                "dataset": evaluation.dataset,
+                "seq_len": evaluation.seq_len,
+                "fingerprint": evaluation.selection.fingerprint,
+                "windows": len(evaluation.selection.indices),
+            }
+            if encoding:
+                cache_key |= {"encoding": encoding, "factor": model.rope_scaling_factor}
+            record = cache_key | {
+                "split": evaluation.split,
+                "rope_percentage": model.rope_percentage,
+                "rotated_pairs": rotated_pairs(model),
+            }
+            run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
+            windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
+            description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
+            cached = None if options.again else find_evaluation(read_jsonl(path), **cache_key)
+            cached = processes.broadcast_from_first(cached)
+            if cached:
+                log.info("%s is in %s", description, file)
+                yield record | cached | run_identity
+                continue
+            log.info("evaluating %s; %s", description, describe(model))
+            if params is None:
+                # Without --step, those of the newest undamaged checkpoint.
+                run, params = run.first_undamaged(Run.params)
+                record["step"] = run.step
+            folder = sums_folder(run.workdir, record)
+            result = evaluation.evaluate(params, sharding.make_mesh(), folder)
+            record |= fields | result | run_identity
+            if processes.is_first():
+                append_jsonl(path, record)
+            yield record

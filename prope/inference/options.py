@@ -1,0 +1,72 @@
+"""Flags that prope.evaluate and prope.ask share: which models, and at which lengths."""
+
+import dataclasses
+
+from absl import flags
+from absl.flags import FLAGS
+
+from prope.errors import log, usage_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Which models to evaluate; the fields are flags, which `define_flags` explains."""
+
+    workdir: str
+    step: str | None = None
+    batch_size: int | None = None
+    seq_len: str | None = None
+    encoding: str | None = None
+    intervene: str | None = None
+    factor: float | None = None
+    again: bool = False
+
+    def __post_init__(self):
+        if self.step not in (None, "all") and not self.step.isdecimal():
+            raise usage_error("--step", self.step, "must be the number of a checkpoint, or all")
+        if self.encoding and self.intervene:
+            other = f"--intervene={self.intervene}"
+            raise usage_error("--encoding", self.encoding, f"{other} is given, too", "give one")
+        scaled = self.encoding or "interpolate" in (self.intervene or "")
+        if self.factor is not None and not scaled:
+            raise usage_error(
+                "--factor",
+                self.factor,
+                "nothing is scaled by it",
+                "it goes with --encoding, such as yarn, or --intervene=interpolate",
+            )
+
+
+def define_flags(file: str) -> None:
+    """Defines the flags of `Options`; records are kept in W/`file`."""
+    flags.DEFINE_string("workdir", None, "directory of a run, or one with runs below it: of all")
+    flags.DEFINE_string("step", None, "number of a checkpoint, or 'all'; the newest by default")
+    at_a_time = "sequences at a time: changes the speed, not the result"
+    flags.DEFINE_integer("batch_size", None, at_a_time, lower_bound=1)
+    lengths = "tokens: numbers, or multiples of the training length, as in 512,2x,8x; 1x by default"
+    flags.DEFINE_string("seq_len", None, lengths)
+    scalings = ["linear", "ntk", "dynamic", "yarn", "llama3"]
+    scaling = "rescale the encoding without training, for longer text; yarn scales the logits too"
+    flags.DEFINE_enum("encoding", None, scalings, scaling)
+    bands = "stop, remove or interpolate a band of pairs, as in stop:16-19; without a band, "
+    flags.DEFINE_string("intervene", None, f"{bands}every eighth of the pairs in turn")
+    factor = "with --encoding or --intervene=interpolate: how many times longer the text is than "
+    factor += "in training; by default each --seq_len over the training's, of dynamic 1"
+    flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
+    flags.DEFINE_boolean("again", False, f"recompute what {file} has")
+    flags.mark_flags_as_required(["workdir"])
+
+
+def from_flags(kind: type[Options]) -> Options:
+    """Reads the flags that are the fields of a kind of options."""
+    return kind(**{field.name: FLAGS[field.name].value for field in dataclasses.fields(kind)})
+
+
+def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
+    """Returns the last record; logs several in short, and adds these fields of all of them."""
+    if len(records) == 1:
+        return records[0]
+    short = [{name: record[name] for name in fields} for record in records]
+    for record in short:
+        log.info("%s", ", ".join(f"{name} {value}" for name, value in record.items()))
+    return records[-1] | {"evaluations": short}

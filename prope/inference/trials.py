@@ -1,0 +1,149 @@
+"""Scores the answers of a model: the right one of a prompt, beside foils of as many tokens.
+
+A forward pass reads a prompt once; all candidates go on from its KV cache.
+
+Axes: B prompts, T length, C candidates, A tokens of an answer, R trials.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from prope import model
+from prope.data.tasks.draws import Prompt
+from prope.data.tokenizer import BOS, PAD
+from prope.errors import usage_error
+from prope.inference.generation import fill_cache, split_layers
+from prope.inference.losses import run_batches
+
+_FOILS = 7
+_REMEDY = "take another --form, or other tasks"
+
+
+class Trial(NamedTuple):
+    """A prompt as tokens."""
+
+    tokens: np.ndarray  # int32, <bos> first
+    candidates: np.ndarray  # int32 [C, A], the right answer first
+    kinds: list[str]  # of the foils, [C - 1]
+    distance: int  # tokens from the answer back to the evidence
+
+
+def encode(tokenizer, task: str, prompt: Prompt) -> Trial:
+    """Encodes a prompt, its answer and the first foils of as many tokens.
+
+    Raises UsageError where the tokenizer has too few of them, or joins a prompt and its answer.
+    """
+    tokens = tokenizer.encode(prompt.text.encode())
+
+    def encode_answer(text: str) -> np.ndarray:
+        whole = tokenizer.encode((prompt.text + text).encode())
+        answer = whole[len(tokens) :]
+        if not len(answer) or not np.array_equal(whole[: len(tokens)], tokens):
+            raise usage_error(
+                "--tasks",
+                task,
+                f"the tokenizer joins the prompt's end, {prompt.text[-20:]!r}, and {text!r}",
+                _REMEDY,
+            )
+        return answer
+
+    kind_of = {}
+    for kind, texts in prompt.foils.items():
+        for text in texts:
+            kind_of.setdefault(text, kind)
+    kind_of.pop(prompt.answer, None)
+    wanted = min(len(kind_of), _FOILS)
+    right = encode_answer(prompt.answer)
+    foils = []
+    kinds = []
+    for text, kind in kind_of.items():
+        if len(foils) == wanted:
+            break
+        foil = encode_answer(text)
+        if len(foil) == len(right):
+            foils.append(foil)
+            kinds.append(kind)
+    if len(foils) < wanted:
+        raise usage_error(
+            "--tasks",
+            task,
+            f"{len(foils)} of {wanted} wrong answers have as many tokens as {prompt.answer!r}",
+            _REMEDY,
+        )
+    before = prompt.text[: prompt.source]
+    distance = len(tokens) - len(tokenizer.encode(before.encode()))
+    tokens = np.append(np.int32(BOS), tokens)
+    return Trial(tokens, np.stack([right, *foils]), kinds, distance)
+
+
+@functools.cache
+def _make_score(config: FrozenConfigDict, mesh: Mesh):
+    """Makes the function that scores a batch: arrays [B, C] and [B], as `score_trials`."""
+
+    def score(params, tokens, lengths, candidates):
+        layers = split_layers(config, params)
+        # The hidden state of a prompt's last token predicts the first of every answer.
+        last, cache = fill_cache(config, layers, tokens, lengths)
+
+        def score_candidate(answer):  # [B, A]
+            hidden = last
+            if answer.shape[1] > 1:
+                rest, _ = model.decode(config, layers, answer[:, :-1], cache, lengths)
+                hidden = jnp.concatenate([last, rest], axis=1)
+            logits = model.logits(params, hidden)
+            is_padding = answer == PAD
+            logprobs = jax.nn.log_softmax(logits)
+            logprobs = jnp.take_along_axis(logprobs, answer[..., None], axis=-1)
+            logprobs = logprobs[..., 0] * ~is_padding
+            is_likeliest = logits.argmax(axis=-1) == answer
+            exact = is_likeliest | is_padding
+            return logprobs.sum(axis=-1), exact.all(axis=-1)
+
+        candidates = candidates.swapaxes(0, 1)
+        logprobs, exact = jax.lax.map(score_candidate, candidates)
+        return {"logprobs": logprobs.T, "exact": exact[0]}
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(score, out_shardings=replicated)
+
+
+def score_trials(
+    config: ConfigDict,
+    params: model.Params,
+    T: int,
+    trials: list[Trial],
+    mesh: Mesh,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores trials, padded to T tokens: log-probabilities [R, C], and which are exact, [R]."""
+    R = len(trials)
+    C = len(trials[0].candidates)
+    A = max(trial.candidates.shape[1] for trial in trials)
+    score = _make_score(FrozenConfigDict(config.model), mesh)
+
+    def read(rows):
+        batch = {
+            "tokens": np.zeros((len(rows), T), np.int32),
+            "lengths": np.zeros(len(rows), np.int32),
+            "candidates": np.zeros((len(rows), C, A), np.int32),
+        }
+        for i, row in enumerate(rows):
+            tokens, candidates, *_ = trials[min(row, R - 1)]
+            length = len(tokens)
+            batch["lengths"][i] = length
+            batch["tokens"][i, :length] = tokens
+            batch["candidates"][i, :, : candidates.shape[1]] = candidates
+        return batch
+
+    def step(batch):
+        return score(params, **batch)
+
+    batches = list(run_batches(step, config, mesh, R, read))
+    logprobs = [scores["logprobs"] for scores in batches]
+    exact = [scores["exact"] for scores in batches]
+    return np.concatenate(logprobs), np.concatenate(exact)
