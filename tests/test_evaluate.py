@@ -375,22 +375,17 @@ def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
     last = outcome.result
     short = last.pop("evaluations")
     assert short[-1].items() <= last.items()
-    lines = outcome.stderr.splitlines()[-4:]
-    expected = [
-        ("nope", 32),
-        ("nope", 64),
-        ("rope", 32),
-        ("rope", 64),
-    ]
-    for record, line, (name, length) in zip(
-        short,
-        lines,
-        expected,
-        strict=True,
-    ):
+    header, *lines = outcome.stderr.splitlines()[-5:]
+    columns = header.split()[-8:]  # the log's first line begins with its time
+    assert columns == list(short[0])
+    expected = [("nope", 32), ("nope", 64), ("rope", 32), ("rope", 64)]
+    for record, line, (name, length) in zip(short, lines, expected, strict=True):
         assert record["workdir"] == str(runs / name)
         assert record["seq_len"] == length
-        assert f"loss {record['loss']}" in line
+        cells = dict(zip(columns, line.split(), strict=True))
+        assert cells["workdir"] == name
+        assert cells["seq_len"] == str(length)
+        assert float(cells["loss"]) == pytest.approx(record["loss"], rel=1e-4)
     one = run_command("prope.evaluate", f"--workdir={runs / 'rope'}", "--max_windows=5")
     assert one.result == last
     assert one.stderr.count("\n") == 1

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope import model, sharding
+from prope import parameters, sharding
 from prope.cost import flops
 from prope.errors import UsageError, first_line, log, usage_error
 from prope.kernels.splash import Blocks, choose_blocks, splash
@@ -189,7 +189,7 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
     }
     seconds = medians(programs, steps)
 
-    described = describe(config, mesh, shapes[0])
+    described = describe(config, mesh)
     tokens = config.batch_size * config.data.seq_len
     tokens_per_second = tokens / seconds["step"]
     model_rate = described["model_flops_per_token"] * tokens_per_second
@@ -247,13 +247,13 @@ def repeat_matmul(square: jax.Array, repeats: int) -> Callable[[], jax.Array]:
     return program
 
 
-def describe(config: ConfigDict, mesh: jax.sharding.Mesh, parameters: model.Params) -> dict:
+def describe(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict:
     """Returns what bench and plan print of the step that they measure."""
     c = config.model
     T = config.data.seq_len
     return {
         "mesh": dict(mesh.shape),
-        "parameters": flops.num_parameters(parameters),
+        "parameters": parameters.count(c),
         "batch_size": config.batch_size,
         "accumulation": config.accumulation,
         "seq_len": T,

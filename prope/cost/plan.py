@@ -50,7 +50,7 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "topology": topology,
         "slices": slices,
         "chips": len(devices),
-        **describe(config, mesh, state[0]),
+        **describe(config, mesh),
         "sequences_per_chip": config.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
         "busiest_part": flops.busiest_part(config.model, config.data.seq_len, config.mesh.context),

@@ -1,6 +1,7 @@
 """Flags that prope.evaluate and prope.ask share: which models, and at which lengths."""
 
 import dataclasses
+import os
 
 from absl import flags
 from absl.flags import FLAGS
@@ -63,10 +64,31 @@ def from_flags(kind: type[Options]) -> Options:
 
 
 def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
-    """Returns the last record; logs several in short, and adds these fields of all of them."""
+    """Returns the last record; logs several as a table, and adds these fields of all of them."""
     if len(records) == 1:
         return records[0]
     short = [{name: record[name] for name in fields} for record in records]
+    parent = os.path.commonpath([os.path.dirname(record["workdir"]) for record in records])
+    lines = [list(fields)]
     for record in short:
-        log.info("%s", ", ".join(f"{name} {value}" for name, value in record.items()))
+        shown = record | {"workdir": os.path.relpath(record["workdir"], parent)}
+        lines.append([_cell(value) for value in shown.values()])
+    log.info("%s", text_table(lines))
     return records[-1] | {"evaluations": short}
+
+
+def text_table(lines: list[list[str]]) -> str:
+    """Aligns the columns of lines of cells for a terminal."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def _cell(value) -> str:
+    """Formats an entry of the table."""
+    if value is None:
+        return "-"
+    if isinstance(value, list | tuple):
+        return "per layer"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.5g}" if isinstance(value, float) else value

@@ -4,13 +4,11 @@ import datetime
 import pathlib
 from collections.abc import Sequence
 
-import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope import model
+from prope import parameters
 from prope.config import flat
-from prope.cost.flops import num_parameters
 from prope.encodings import rotated_pairs
 from prope.errors import RunFailed
 from prope.html import page
@@ -99,7 +97,6 @@ def write(
 ) -> epath.Path:
     """Writes DIR/report/index.html and its pictures; returns the page's path."""
     config = runs[0].config
-    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     finished = [run for run in runs if run.state == "finished"]
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
@@ -111,7 +108,7 @@ def write(
         title=f"Sweep {directory.resolve().name}",
         lead=lead(rows),
         config=config,
-        parameters=num_parameters(shapes),
+        parameters=parameters.count(config.model),
         by_p=all(P in run.values for run in runs),
         rows=rows,
         swept=list(swept),

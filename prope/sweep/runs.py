@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from prope.config import flat
 from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import RunFailed, UsageError, usage_error
+from prope.inference.options import text_table
 from prope.inference.paired import Difference, average_seeds, paired_difference
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
@@ -307,8 +308,7 @@ def table_text(rows: list[dict]) -> str:
     lines = [columns]
     for row in rows:
         lines.append([_cell(row, name) for name in columns])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+    return text_table(lines)
 
 
 def _cell(row: dict, name: str) -> str:
