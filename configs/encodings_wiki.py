@@ -54,7 +54,8 @@ def parse(argument, methods, sizes):
     size = size or "full"
     if method not in methods or size not in sizes:
         raise ValueError(
-            f"{argument}: must be a method ({', '.join(methods)}), a size ({', '.join(sizes)}) or both"
+            f"{argument}: must be a method ({', '.join(methods)}), "
+            f"a size ({', '.join(sizes)}) or both"
         )
     return method, size
 

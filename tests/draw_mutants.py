@@ -1,9 +1,12 @@
-"""Draws small changes of `prope/` by cosmic-ray (`pip install cosmic-ray`) and says which ones the tests notice.
+"""Draws small changes of `prope/` and says which ones the tests notice.
+
+They are those of cosmic-ray (`pip install cosmic-ray`).
 
     python tests/draw_mutants.py --count=80 --seed=0 --output=mutants.jsonl
 
-Each changed file is tested by the files below, first without the slow tests, then with them; the first failure ends it.
-A position is drawn first, then one of the operators that change it. Run it in a clone of its own: it edits files.
+Each changed file is tested by the files below, first without the slow tests, then with them; the
+first failure ends it. A position is drawn first, then one of the operators that change it.
+Run it in a clone that nothing else uses: it edits files.
 """
 
 import argparse
@@ -49,6 +52,8 @@ TESTS = {
     "runtime/validate.py": "config train",
     "runtime/files.py": "damage reading places faults",
     "runtime/memory.py": "runtime evaluate_text",
+    "runtime/xla_flags.py": "plan runtime",
+    "runtime/profiler.py": "profile",
     "inference": "evaluate evaluate_text sample",
     "inference/generation.py": "sample",
     "inference/asking.py": "longcontext_scores",
@@ -117,7 +122,8 @@ def main() -> None:
         with open(options.output, "a") as file:
             file.write(json.dumps(record) + "\n")
         print(
-            f"{number}: {record['file']} {record['operator']}: {record['outcome']} ({tier or 'all'})",
+            f"{number}: {record['file']} {record['operator']}: "
+            f"{record['outcome']} ({tier or 'all'})",
             flush=True,
         )
 

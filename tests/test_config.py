@@ -1,4 +1,4 @@
-"""What a config may say; and every config of the project, at full size as shapes and at a small one as a step."""
+"""Configs: what a field may hold; every config of the project builds, and trains when small."""
 
 import importlib.util
 import json
@@ -189,7 +189,8 @@ def test_a_small_size_says_what_it_replaces(caplog):
     caplog.set_level("INFO", "prope")
     config = load(ROOT / "configs" / "gemma_2b_wiki.py", "tiny")
     assert caplog.messages == [
-        "tiny: python_docs replaces wikipedia/20230601.en; --config.data.dataset and .data_dir choose another",
+        "tiny: python_docs replaces wikipedia/20230601.en; "
+        "--config.data.dataset and .data_dir choose another",
         "tiny: the byte tokenizer replaces tokenizer.model",
     ]
     assert (config.data.dataset, config.data.tokenizer, config.model.vocab_size) == (
@@ -314,7 +315,8 @@ def test_p_may_be_a_number_per_layer():
     for wrong, says in (
         (
             (1.0, 0.5),
-            r"rope_percentage=\(1.0, 0.5\): must be one number, or one for each of model.num_layers=4",
+            r"rope_percentage=\(1.0, 0.5\): must be one number, "
+            r"or one for each of model.num_layers=4",
         ),
         (
             (1.0, 0.5, math.nan, 0),
@@ -343,7 +345,8 @@ def test_p_may_be_a_number_per_layer():
         ),
         (
             {"model.num_kv_heads": 2, "mesh.tensor": 4},
-            "model.num_kv_heads=2: must be 1, which every device keeps, or a multiple of mesh.tensor=4",
+            "model.num_kv_heads=2: must be 1, which every device keeps, "
+            "or a multiple of mesh.tensor=4",
         ),
         ({"model.num_kv_heads": 1, "mesh.tensor": 4}, None),
         ({"model.num_kv_heads": 2, "mesh.tensor": 2}, None),
@@ -413,10 +416,8 @@ def test_devices_must_divide_the_batch(devices, slices, fields, says):
 def test_attention_is_chosen_for_the_device_and_said(caplog):
     config = default_config()
     config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
-    tpu, gpu = (
-        SimpleNamespace(platform="tpu"),
-        SimpleNamespace(platform="gpu", compute_capability="9.0"),
-    )
+    tpu = SimpleNamespace(platform="tpu")
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
     with caplog.at_level("INFO", "prope"):
         found = [
             resolve_attention(config, device).model.attention
@@ -433,11 +434,13 @@ def test_attention_is_chosen_for_the_device_and_said(caplog):
         "splash",
         "xla",
     ]
-    config.model.attention, config.data.seq_len = "splash", 200
+    config.model.attention = "splash"
+    config.data.seq_len = 200
     with pytest.raises(UsageError) as refused:
         resolve_attention(config, tpu)
     assert str(refused.value) == (
-        "config.model.attention=splash cannot be used: the sequence length must be a multiple of 128; got 200; "
+        "config.model.attention=splash cannot be used: "
+        "the sequence length must be a multiple of 128; got 200; "
         "take auto or xla"
     )
 
@@ -470,15 +473,15 @@ def test_a_saved_config_comes_back_and_a_field_from_elsewhere_is_refused():
 
 
 def test_what_makes_another_run():
-    config, other = default_config(), default_config()
-    other.log_every, other.data.data_dir, other.model.remat, other.mesh.data = (
-        7,
-        "elsewhere",
-        "full",
-        2,
-    )
+    config = default_config()
+    other = default_config()
+    other.log_every = 7
+    other.data.data_dir = "elsewhere"
+    other.model.remat = "full"
+    other.mesh.data = 2
     assert differences(config, other) == []
-    other.model.rope_percentage, other.seed = 0.5, 3
+    other.model.rope_percentage = 0.5
+    other.seed = 3
     assert sorted(differences(config, other)) == [
         "model.rope_percentage: 0.5, not 1.0",
         "seed: 3, not 0",

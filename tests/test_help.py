@@ -1,4 +1,4 @@
-"""The first minute: every command and script answers --help at once, and refuses words that it does not know."""
+"""Every command and script answers --help at once, and refuses words that it does not know."""
 
 import ast
 import importlib.util
@@ -36,7 +36,7 @@ HEAVY = {
     "torch",
 }
 
-# Runs a module or file as a program does, and at its end says on stderr what it has imported of HEAVY.
+# Runs a module or file as a program does; says on stderr what it has imported of HEAVY.
 WATCH = f"""
 import atexit, runpy, sys
 atexit.register(lambda: print(*sorted({HEAVY} & set(sys.modules)), file=sys.stderr))
@@ -234,7 +234,8 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
         (
             "train",
             ["--config={c}", "--config.model.rope_percentage=None"],
-            "--config.model.rope_percentage=None: must be a number: p in [0, 1]: 1 is RoPE, 0 is NoPE",
+            "--config.model.rope_percentage=None: must be a number: "
+            "p in [0, 1]: 1 is RoPE, 0 is NoPE",
         ),
         ("train", ["--rope_percentage=1"], "(did you mean --config.model.rope_percentage?)"),
         ("train", ["--model.head_dim=8"], "(did you mean --config.model.head_dim?)"),
@@ -321,7 +322,12 @@ case "$*" in
   *) echo "$@" >>{0}/calls ;;
 esac
 """
-NEW = "#!/bin/sh\nmkdir -p .venv/bin\ncp {0}/new .venv/bin/python\ntouch .venv/bin/activate\necho new $@ >>{0}/calls\n"
+NEW = """#!/bin/sh
+mkdir -p .venv/bin
+cp {0}/new .venv/bin/python
+touch .venv/bin/activate
+echo new $@ >>{0}/calls
+"""
 
 
 @pytest.mark.parametrize(("extra", "code"), [("tpu", 0), ("gcs", 0), ("", 1)])
@@ -379,7 +385,8 @@ INTERRUPTED = {
 @pytest.mark.parametrize("when", INTERRUPTED)
 def test_ctrl_c_ends_a_command_without_a_traceback(when):
     code, presses, expected = INTERRUPTED[when]
-    script = f"import sys, time\nfrom prope import command\ndef say(word): print(word, flush=True)\n{code}\n"
+    head = "import sys, time\nfrom prope import command\ndef say(word): print(word, flush=True)"
+    script = f"{head}\n{code}\n"
     process = start_python("-c", f"{script}\ncommand.run(main, lambda: None)")
     for _ in range(presses):
         assert process.stdout.readline() == "ready\n"

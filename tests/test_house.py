@@ -24,7 +24,8 @@ NOT_CODE = {
 }
 PACKED = set((ROOT / "tests" / "packed.txt").read_text().split())  # files still to be unpacked
 
-# Rooms (a folder, or a file at the top of prope/), low to high: each imports only from lines above its own.
+# Rooms (a folder, or a file at the top of prope/), low to high.
+# Each imports only from lines above its own.
 LAYERS = [
     ["errors", "parameters", "rope"],
     ["encodings"],
@@ -82,7 +83,7 @@ def module_name(file: pathlib.Path, package: pathlib.Path) -> str:
 
 
 def read_imports(package: pathlib.Path) -> Imports:
-    """What every module imports anywhere in its file, in functions too; modules of prope as "prope.x"."""
+    """Reads what every module imports, in functions too; modules of prope as "prope.x"."""
     modules = {module_name(file, package): file for file in package.rglob("*.py")}
     imports: Imports = {}
     for name, file in modules.items():
@@ -315,7 +316,7 @@ def test_folders_are_explained_on_a_page():
             assert len(names) <= 5 or explained, f"{folder}: {len(names)} files and no README.md"
 
 
-# --- These tests notice what they are for ------------------------------------------------------------------------
+# --- These tests notice what they are for
 
 
 def write_package(folder: pathlib.Path, files: dict[str, str]) -> Imports:
@@ -330,7 +331,8 @@ def test_imports_of_every_form_are_read(tmp_path):
     found = write_package(
         tmp_path,
         {
-            "model": "import flax.linen as nn, prope.rope\ndef f():\n    from prope.data import tokens\n",
+            "model": "import flax.linen as nn, prope.rope\n"
+            "def f():\n    from prope.data import tokens\n",
             "rope": "from jax import numpy\nif False:\n    import prope\n",
             "errors": "from prope import rope",
             "data/__init__": "",

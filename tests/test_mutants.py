@@ -1,4 +1,4 @@
-"""The tests of the rotation notice the errors that people make: each, planted in a copy, must fail a test."""
+"""The tests of the rotation notice the errors that people make, each planted in a copy."""
 
 import itertools
 import sys
@@ -27,7 +27,7 @@ def cases(test) -> Iterator[dict]:
 
 
 def first_failure(monkeypatch, replace: tuple[str, str] = ("", "")) -> str | None:
-    """The first test of tests/test_rope.py that fails, in this process, where a text of prope/rope.py is replaced."""
+    """Names the first test of tests/test_rope.py that fails where a text of rope.py is replaced."""
     file = ROOT / "prope" / "rope.py"
     source = file.read_text()
     assert replace[0] in source, "the mutant no longer fits the code"

@@ -184,7 +184,11 @@ def test_a_page_of_methods_compares_them_with_rope(sweep):
     perplexities, differences = lines_of(pictures_by_name(sweep)["perplexity"])
     assert_line(perplexities[0], methods.values(), means_by_p(sweep))
     losses = means_by_p(sweep, "loss")
-    assert_line(differences[0], ["nope", "cope"], np.subtract(losses[:2], losses[2]))
+    assert_line(
+        differences[0],
+        ["nope", "cope"],
+        np.subtract(losses[:2], losses[2]),
+    )
 
 
 def test_runs_of_a_grid_without_p_have_their_place(sweep):
@@ -238,7 +242,13 @@ def write_evaluation(folder, rng, fingerprint, windows, max_windows) -> dict:
         "by_position": [{"from": 0, "to": 256, "loss": loss}],
     }
     edges = np.array([0, 128, 256])
-    sums = paired.Sums(losses, tokens, edges, np.zeros(30, int), [1.0])
+    sums = paired.Sums(
+        losses,
+        tokens,
+        edges,
+        np.zeros(30, int),
+        [1.0],
+    )
     paired.write_sums(folder / "eval" / "10", record, sums)
     return record
 
@@ -659,7 +669,10 @@ def test_one_bad_run_does_not_flatten_the_others(sweep):
     assert y[1] == pytest.approx(apart.mean())
 
 
-@pytest.mark.parametrize(("width", "columns"), [(9.6, 4), (5, 2)])
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [(9.6, 4), (5, 2)],
+)
 def test_a_legend_stands_below_the_panels_in_as_many_columns_as_have_room(width, columns):
     names = [f"p = 0.{i}, a field" for i in range(6)]
     figure = matplotlib.figure.Figure(figsize=(width, 4), layout="constrained")
