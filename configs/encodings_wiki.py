@@ -99,7 +99,7 @@ def encoding(method, model, length):
 def get_config(argument: str = "full"):
     method, size = parse(argument, METHODS + CUTOFFS, SIZES)
     config = wiki_sample["get_config"]()
-    config.optimizer.learning_rate = 6e-3  # of :rates, the best of every method or within 0.005
+    config.optimizer.learning_rate = 6e-3  # in :rates the best of every method, or within 0.005
     config.num_steps = config.eval_every = {"rates": 300, "long": 500}.get(size, 700)
     config.eval.max_windows = 256
     if size == "long":

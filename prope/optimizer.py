@@ -18,7 +18,7 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
         init_value=0.0,
         peak_value=config.optimizer.learning_rate,
         warmup_steps=config.optimizer.warmup_steps,
-        decay_steps=config.num_steps,  # of the whole run, warmup included
+        decay_steps=config.num_steps,  # the whole run, warmup included
         end_value=config.optimizer.final_learning_rate,
     )
     return lambda count: schedule(count + 1)

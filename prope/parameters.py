@@ -22,9 +22,9 @@ class Parameter(NamedTuple):
     axes: str
     fan_in: str  # axes that its matmul contracts; none: the scale of a norm, which starts at 0
     hf_names: tuple[str, ...]  # tensors in the files of transformers, one for each matrix of C
-    hf_axes: str  # of such a tensor; in "NH D", N and H are one axis
+    hf_axes: str  # axes of such a tensor; in "NH D", N and H are one axis
     draw: int = 2  # which draw of its module gives the initial values, counted as Flax counts
-    required_field: str = ""  # of config.model: without it there is no such parameter
+    required_field: str = ""  # field of config.model that must be true for it to exist
 
     @property
     def is_matrix(self) -> bool:

@@ -380,10 +380,10 @@ def state_shardings(state, mesh: Mesh):
     """
 
     def rule(keys, leaf):
-        found = parameters.find(keys)
-        if found is None or leaf.size < _MIN_SHARD_SIZE:
+        parameter = parameters.find(keys)
+        if parameter is None or leaf.size < _MIN_SHARD_SIZE:
             return NamedSharding(mesh, PartitionSpec())
-        _, axes = found
+        _, axes = parameter
         return NamedSharding(mesh, _param_spec(mesh, axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(rule, state)
@@ -451,7 +451,8 @@ def hash_bits(
     bits_dtype = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(leaf, bits_dtype).astype(jnp.uint32)
     strides = [math.prod(leaf.shape[axis + 1 :]) % 2**32 for axis in range(leaf.ndim)]
-    index = sum(  # of each element in the flattened array
+    # The index of each element in the flattened array.
+    index = sum(
         jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(stride)
         for axis, stride in enumerate(strides)
     )

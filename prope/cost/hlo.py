@@ -34,7 +34,7 @@ class Instruction:
     operands: list["Instruction"]
     inside: str  # the text in the parentheses
     attributes: str  # the text after them
-    computations: dict[str, "Computation"]  # of the whole module
+    computations: dict[str, "Computation"]  # all of the module
     users: list[tuple["Instruction", int]] = dataclasses.field(default_factory=list)
 
     def attribute(self, key: str) -> str | None:

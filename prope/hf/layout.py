@@ -23,10 +23,10 @@ class Tensor:
 
     name: str  # in the file
     shape: tuple[int, ...]  # in the file
-    path: tuple[str, ...]  # of the parameter in the nested dictionary
-    layer: int | None  # of the parameter, if it is stacked
-    index: tuple[int, ...]  # of the matrix, if the parameter holds two
-    order: tuple[int, ...]  # of the matrix's axes in the file, some of which are one axis there
+    path: tuple[str, ...]  # the parameter in the nested dictionary
+    layer: int | None  # the layer, if the parameter is stacked
+    index: tuple[int, ...]  # which matrix, if the parameter holds two
+    order: tuple[int, ...]  # permutation of the matrix's axes; the file joins some of them
     scale: float = 1.0  # the file holds scale * (parameter + offset)
     offset: float = 0.0
 

@@ -114,7 +114,7 @@ def fill_cache(
     B, T = prompts.shape
     chunks = -(-T // _CHUNK)
     size = -(-T // chunks)
-    # Of this padding nothing is written: it has no slots.
+    # Nothing is written for this padding: it has no slots.
     padding = -T % size
     prompts = jnp.pad(prompts, ((0, 0), (0, padding)))
 

@@ -38,7 +38,7 @@ class Selection(NamedTuple):
     """The windows that are evaluated."""
 
     indices: list[int]
-    # Of their text: equal for all windows of a split, and, with max_tokens, at every seq_len.
+    # Hash of the text: equal for all windows of a split, and, with max_tokens, at every seq_len.
     fingerprint: str
 
 
@@ -228,8 +228,8 @@ class DocumentSums:
         # [Q + 1]: the first position of each bucket, and T.
         self._edges = np.append(np.arange(0, T, width), T)
         self._bucket = np.arange(T) // width
-        self._windows: list[np.ndarray] = []  # of each [2, documents, Q]: losses and tokens
-        self._sources: list[int] = []  # of every document
+        self._windows: list[np.ndarray] = []  # one [2, documents, Q] a window: losses and tokens
+        self._sources: list[int] = []  # the source of every document
         self._last = -2  # index of the previous window
         self._ended = True  # whether its last document ended with it
 

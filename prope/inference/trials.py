@@ -30,7 +30,7 @@ class Trial(NamedTuple):
 
     tokens: np.ndarray  # int32, <bos> first
     candidates: np.ndarray  # int32 [C, A], the right answer first
-    kinds: list[str]  # of the foils, [C - 1]
+    kinds: list[str]  # kind of each foil, [C - 1]
     distance: int  # tokens from the answer back to the evidence
 
 

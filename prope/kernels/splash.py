@@ -18,7 +18,7 @@ class Blocks(NamedTuple):
 
     queries: int
     keys: int
-    keys_at_once: int  # of a block, in one matmul of the forward pass
+    keys_at_once: int  # keys of a block in one matmul of the forward pass
     keys_at_once_backward: int
     fused_bytes: int  # the most that these gradients may take; 0: two kernels
 

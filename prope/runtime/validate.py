@@ -44,20 +44,20 @@ def _check_encoding(model: ConfigDict) -> None:
 
 
 def _check_fields_of_kinds(model: ConfigDict) -> None:
-    needed = {*encodings.CHOICES, "layer_types"}
+    required = {*encodings.CHOICES, "layer_types"}
     for field, kinds in encodings.CHOICES.items():
-        needed |= set(kinds[model[field]])
+        required |= set(kinds[model[field]])
     optional = set()
     if "sliding_attention" in model.layer_types:
-        needed.add("sliding_window")
+        required.add("sliding_window")
         optional = {"local_max_wavelength", "local_rope_percentage"}
-    allowed = needed | optional
+    allowed = required | optional
     chosen = [f"{field}={model[field]}" for field in (*encodings.CHOICES, "layer_types")]
     for name in sorted(encodings.FIELDS):
         value = model[name]
         default = FIELDS[f"model.{name}"].default
         is_set = value is not None if isinstance(default, type) else value != default
-        if name in needed and value is None:
+        if name in required and value is None:
             raise usage_error(f"config.model.{name}", value, "must have a value: its type needs it")
         if is_set and name not in allowed:
             problem = (

@@ -38,7 +38,7 @@ from prope.sweep.runs import (
     table_text,
 )
 
-MAX_RETRIES = 3  # of a run that lost another process, or was killed
+MAX_RETRIES = 3  # restarts of a run that lost another process, or was killed
 OTHER_SWEEP = "choose another --workdir, or the arguments that it was started with"
 
 

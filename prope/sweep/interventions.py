@@ -34,11 +34,11 @@ class Change(NamedTuple):
 
 def changes(runs: list[Run]) -> list[Change]:
     """Computes the changes of the last step's loss, by kind, group, band, factor and length."""
-    found = []
+    computed = []
     for kind in INTERVENTIONS:
         for name, group in groups(runs).items():
-            found += sorted(_changes(kind, name, group))
-    return found
+            computed += sorted(_changes(kind, name, group))
+    return computed
 
 
 def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
@@ -48,7 +48,7 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         for record in run.evaluations
         if (record.get("encoding") or "").startswith(f"{kind}:")
     }
-    found = []
+    computed = []
     for encoding, factor, seq_len in cases:
         fields = {
             "encoding": encoding,
@@ -66,12 +66,12 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         label = encoding.removeprefix(f"{kind}:")
         first, last = label.split("-")
         band = (int(first), int(last))
-        found.append(Change(name, kind, band, factor, seq_len, label, difference))
-    places = [(change.band, change.seq_len) for change in found]
-    for i, change in enumerate(found):
+        computed.append(Change(name, kind, band, factor, seq_len, label, difference))
+    places = [(change.band, change.seq_len) for change in computed]
+    for i, change in enumerate(computed):
         if places.count(places[i]) > 1:
-            found[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
-    return found
+            computed[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
+    return computed
 
 
 def _find_records(run: Run, fields: dict) -> tuple[dict, dict] | None:
@@ -85,9 +85,9 @@ def pictures(changes: list[Change]) -> list[Picture]:
     """Makes a picture of every kind of intervention, with a map for each group of runs."""
     drawn = []
     for kind in INTERVENTIONS:
-        of_kind = [change for change in changes if change.kind == kind]
-        if of_kind:
-            drawn.append(_picture(kind, of_kind))
+        same_kind = [change for change in changes if change.kind == kind]
+        if same_kind:
+            drawn.append(_picture(kind, same_kind))
     return drawn
 
 
@@ -106,9 +106,9 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
 
     def draw(figure) -> None:
         row = panels(figure, len(groups), sharey=True)[0]
-        for axes, group, of_group in zip(row, groups, values, strict=True):
-            show_image(axes, of_group, vmin=-largest, vmax=largest, aspect="auto")
-            label_cells(axes, of_group, _signed, bright=0.3 * largest)
+        for axes, group, losses in zip(row, groups, values, strict=True):
+            show_image(axes, losses, vmin=-largest, vmax=largest, aspect="auto")
+            label_cells(axes, losses, _signed, bright=0.3 * largest)
             axes.set(title=group, xlabel="tokens in a window")
             label_ticks(axes.xaxis, [f"{length:,}" for length in lengths])
             label_ticks(axes.yaxis, bands)

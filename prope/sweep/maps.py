@@ -94,8 +94,8 @@ def maps(runs: list[Run]) -> list[Picture]:
     tasks = next(iter(effective.values()))
     pictures = []
     for task in tasks:
-        asked = [run for run in runs if task in answers_by_task(run)]
-        pictures.append(_picture(task, groups(asked), effective))
+        task_runs = [run for run in runs if task in answers_by_task(run)]
+        pictures.append(_picture(task, groups(task_runs), effective))
     return pictures
 
 
@@ -185,9 +185,9 @@ def _average_cells(records: list[dict]) -> tuple[list, list, np.ndarray]:
     lengths = sorted({length for _, length in shares})
     shape = (len(rows), len(lengths))
     values = np.full(shape, np.nan)
-    for (row, length), of_seeds in shares.items():
+    for (row, length), by_seed in shares.items():
         place = rows.index(row), lengths.index(length)
-        values[place] = np.mean(of_seeds)
+        values[place] = np.mean(by_seed)
     return rows, lengths, values
 
 

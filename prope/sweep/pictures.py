@@ -49,9 +49,9 @@ def draw_loss(workdir: epath.Path) -> epath.Path:
     records = read_jsonl(workdir / "eval.jsonl")
     evaluations = []
     for step in sorted({record["step"] for record in records}):
-        of_step = evaluations_of_training(records, config, step)
-        if of_step:
-            evaluations.append(find_evaluation(of_step))
+        step_records = evaluations_of_training(records, config, step)
+        if step_records:
+            evaluations.append(find_evaluation(step_records))
 
     def draw(figure) -> None:
         axes = figure.subplots()

@@ -51,10 +51,10 @@ class Run:
 
     name: str
     workdir: epath.Path
-    values: dict  # of the swept fields, by their short names
+    values: dict  # values of the swept fields, by their short names
     config: ConfigDict
     started: bool
-    step: int  # of the newest checkpoint; 0 without one
+    step: int  # step of the newest checkpoint; 0 without one
     init_hash: str | None
     metrics: list[dict]
     evaluations: list[dict]

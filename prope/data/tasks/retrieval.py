@@ -52,8 +52,8 @@ def pairs(
             for key in names[i * links : (i + 1) * links]:
                 facts.append(fact.format(key, target))
                 target = key
-            asked = (question.format(target), value)
-            episodes.append(Episode(facts, [asked] * repeat))
+            answered = (question.format(target), value)
+            episodes.append(Episode(facts, [answered] * repeat))
         return episodes, unused
 
     return draw_episodes
@@ -114,8 +114,8 @@ class Retrieval:
         """Hides facts in n units: those asked for from unit floor(depth * n) on, evenly."""
         count = self.count or draw.option
         episodes, unused = self.draw_episodes(draw, count or n + 1)
-        asked, *others = episodes
-        (question, answer), *neighbours = asked.questions
+        target, *others = episodes
+        (question, answer), *neighbours = target.questions
         foils = {
             "neighbour": [answer for _, answer in neighbours],
             "value": [answer for other in others for _, answer in other.questions],
@@ -127,10 +127,10 @@ class Retrieval:
             units = [other.facts[0] for other in others]
             others = []
         if draw.removed:
-            asked = asked._replace(facts=[""])
+            target = target._replace(facts=[""])
         items = []
         starts = [depth, *draw.stream().random(len(others))]
-        for start, episode in zip(starts, [asked, *others], strict=True):
+        for start, episode in zip(starts, [target, *others], strict=True):
             for i, fact in enumerate(episode.facts):
                 place = start + (1 - start) * i / len(episode.facts)
                 items.append(Item(place * n, fact))

@@ -16,7 +16,7 @@ from prope.data.tasks.texts import Task
 from prope.data.tokenizer import BOS, ByteTokenizer
 from prope.errors import nearest, usage_error
 
-FORMAT = 1  # of the rules by which prompts are drawn
+FORMAT = 1  # version of the rules by which prompts are drawn
 VARIANTS = GENERATED["longcontext"][1:]  # without mix
 VOCABULARY = ByteTokenizer.vocab_size
 _BYTES = ByteTokenizer()

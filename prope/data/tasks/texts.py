@@ -9,14 +9,14 @@ from prope.data.tasks.draws import LETTERS, Answer, Draw, Prompt, log_uniform
 from prope.data.tasks.retrieval import DEPTHS
 
 OFFSETS = (1, 2, 4, 8, 16, 32)
-Text = tuple[str, list[Answer]]  # of a training window
+Text = tuple[str, list[Answer]]  # a training window and its answers
 
 
 class Task(NamedTuple):
     """A task whose text itself is the evidence; a `Retrieval` has the same attributes."""
 
-    prompt: Callable[[Draw, int, float], Prompt]  # of so many units, for a row
-    window: Callable[[Draw, int], Text]  # of so many characters or more, in compact form
+    prompt: Callable[[Draw, int, float], Prompt]  # (draw, units, depth) -> a prompt
+    window: Callable[[Draw, int], Text]  # (draw, least characters) -> compact text
     option: int = 0  # N of NAME-N, if the name has none
     rows: tuple[float, ...] = DEPTHS
 

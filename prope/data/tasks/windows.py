@@ -20,13 +20,13 @@ from prope.data.tasks import synthetic, tasks
 from prope.data.tasks.draws import Window
 from prope.errors import usage_error
 
-# Of config.data.dataset FAMILY/TASK: a module with NAMES, VOCABULARY, draw_window and text_of.
+# config.data.dataset=FAMILY/TASK: the module of FAMILY has NAMES, VOCABULARY, draw_window, text_of.
 _FAMILIES = {"synthetic": synthetic, "longcontext": tasks}
 _MIN_TOKENS = {"copy": 16, "recall": 32}  # so that every kind of answer fits in; of others 64
 _VALIDATION_WINDOWS = 512
 _HELD_OUT = 4  # one in so many windows may be in the validation split
-_ENTRIES = 2**32  # of the endless list of a seed
-_FORMAT = 1  # of the rule that generates windows; in the fingerprint
+_ENTRIES = 2**32  # windows that a seed gives: more than any run reads
+_FORMAT = 1  # version of the rule that generates windows; in the fingerprint
 _GUESSES = 8  # answers among which `unigram_loss` is that of guessing
 
 
