@@ -332,7 +332,7 @@ def test_imported_parameters_are_verified(run_and_export, tmp_path):
 
 def evaluate(workdir, output, step):
     step = step and str(step)
-    options = evaluation.Options(str(workdir), step, max_windows=2, again=True)
+    options = evaluation.LossOptions(str(workdir), step, max_windows=2, again=True)
     return next(evaluation.evaluations(options))["loss"]
 
 

@@ -79,7 +79,7 @@ def test_a_bfloat16_step_is_as_fast_as_before():
 
 
 def evaluate(workdir):
-    list(evaluation.evaluations(evaluation.Options(str(workdir), max_windows=1, again=True)))
+    list(evaluation.evaluations(evaluation.LossOptions(str(workdir), max_windows=1, again=True)))
 
 
 def sample(workdir):

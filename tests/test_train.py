@@ -452,7 +452,7 @@ def test_bad_config_files_get_one_line(run_command, tmp_path):
         (
             "from prope.config import default_config, set_layer_percentages as set_layers\ndef get_config():\n"
             "    c = default_config()\n    set_layers(c, [None, 1])\n    return c",
-            r"file\.py line 4: rope_percentage of layers: \[None, 1\]: must be fractions in \[0, 1\]$",
+            r"config\.model\.rope_percentage=\[None, 1\]: must be fractions in \[0, 1\]",
         ),
     ):
         (tmp_path / "file.py").write_text(text)
