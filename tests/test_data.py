@@ -45,7 +45,7 @@ def test_every_document_arrives_once_and_whole(tmp_path, kind):
             "tokens": size + 2 * len(documents),
             "documents": len(documents),
             "bytes": size,
-            "given": 0,
+            "prompt_tokens": 0,
         }
         assert store.index[split] == expected
         assert store.targets(split) == size + len(documents)

@@ -445,8 +445,8 @@ def test_splits_share_no_window_and_seeds_differ():
     validation = windows("mix", split="validation")
     seen = []
     for i in range(100):
-        seen.append(train.window(train.at(i, seed=0)))
-        seen.append(train.window(train.at(i, seed=1)))
+        seen.append(train.window(train.window_index(i, seed=0)))
+        seen.append(train.window(train.window_index(i, seed=1)))
         seen.append(validation.window(i))
     assert len({window.stream.tobytes() for window in seen}) == 300
     assert train.store.fingerprint != windows("niah").store.fingerprint
@@ -477,7 +477,7 @@ def test_generated_windows_beside_text(mixture):
         rows = [row.tobytes() for row in batch["tokens"]]
         for generated in alone:
             for i in range(2):
-                window = generated.window(generated.at(i, seed))
+                window = generated.window(generated.window_index(i, seed))
                 row = rows.index(window.stream[:-1].tobytes())
                 is_answer = batch["weights"][row] > 0
                 assert (is_answer == (window.task >= 0)).all()

@@ -183,14 +183,14 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
     "vocab_size, dtype", [(2**15, "uint16"), (2**15 + 1, "uint32"), (256_000, "uint32")]
 )
 def test_the_mark_leaves_every_id_as_it_is(vocab_size, dtype):
-    assert store.element_dtype(vocab_size, marked=True) == dtype
+    assert store.element_dtype(vocab_size, has_prompts=True) == dtype
     assert (
-        store.element_dtype(2**16, marked=False) == "uint16"
-        and store.element_dtype(2**16 + 1, marked=False) == "uint32"
+        store.element_dtype(2**16, has_prompts=False) == "uint16"
+        and store.element_dtype(2**16 + 1, has_prompts=False) == "uint32"
     )
     elements = np.array([0, 1, vocab_size - 1, vocab_size - 1], dtype)
     elements[[1, 3]] |= store.prompt_bit(elements.dtype)
-    ids, is_prompt = store.Store("", "", {"rule": {"marked": True}}).decode(elements)
+    ids, is_prompt = store.Store("", "", {"rule": {"has_prompts": True}}).decode(elements)
     assert ids.tolist() == [0, 1, vocab_size - 1, vocab_size - 1] and is_prompt.tolist() == [
         False,
         True,
@@ -258,14 +258,14 @@ def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
         for n in ("text", "other")
     ]
     places = range(4 * alone[0].count)
-    seen = [mixed.at(place, seed=5) for place in places]
+    seen = [mixed.window_index(place, seed=5) for place in places]
     ours = [
         [w for w in seen if w < alone[0].count],
         [w - alone[0].count for w in seen if w >= alone[0].count],
     ]
     assert len(ours[0]) == 3 * len(ours[1])
     for windows, order in zip(alone, ours, strict=True):
-        assert order == [windows.at(place, seed=5) for place in range(len(order))]
+        assert order == [windows.window_index(place, seed=5) for place in range(len(order))]
     batch, again = (
         train_batch(mixed, 5, 8, 3),
         train_batch(open_windows(config, 260, "train"), 5, 8, 3, rows=range(4, 8)),

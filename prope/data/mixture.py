@@ -86,12 +86,12 @@ class Mixture:
             "", mixture_fingerprint(self.weights, [store.fingerprint for store in stores]), {}
         )
 
-    def at(self, example: int, seed: int) -> int:
+    def window_index(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
         cycle, entry = divmod(example, len(self._order))
         source = self._order[entry]
         example_of_source = cycle * self._parts[source] + int(self._ranks[entry])
-        return self._offsets[source] + self.sources[source].at(example_of_source, seed)
+        return self._offsets[source] + self.sources[source].window_index(example_of_source, seed)
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does."""

@@ -49,7 +49,7 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     generated, rows = isinstance(windows, GeneratedWindows), min(rows, config.batch_size)
     batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
     for row in range(rows):
-        window = windows.at(step * config.batch_size + row, config.seed)
+        window = windows.window_index(step * config.batch_size + row, config.seed)
         print(
             f"=== step {step}, row {row} of {config.batch_size}: window {window:,} of {windows.count:,} ==="
         )

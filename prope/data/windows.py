@@ -54,7 +54,7 @@ class Windows:
                 f"config.data.seq_len={self.seq_len}: {longest}; choose a shorter window, or add text"
             )
 
-    def at(self, example: int, seed: int) -> int:
+    def window_index(self, example: int, seed: int) -> int:
         """Returns the index of the window at entry `example` of the endless list."""
         return shuffled_index(example, self.count, seed)
 
@@ -142,7 +142,7 @@ def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=No
     """
     rows = range(batch_size) if rows is None else rows
     examples = [step * batch_size + int(row) for row in rows]
-    batch = windows.read([windows.at(example, seed) for example in examples])
+    batch = windows.read([windows.window_index(example, seed) for example in examples])
     if windows.position_range is not None:
         for positions, example in zip(batch["positions"], examples, strict=True):
             positions[:] = randomise_positions(positions, windows.position_range, seed, example)

@@ -5,7 +5,7 @@ A store is a folder, or a prefix below a URL such as gs://bucket/stores. It has 
 a document is <bos>, its tokens, <eos>.
 
 With `config.data.loss_on` "targets" the top bit of an element marks the tokens of a prompt, which are not predicted.
-index.json calls this `marked` and counts them as `given`. Other stores hold the plain ids.
+index.json calls this `has_prompts` and counts them as `given`. Other stores hold the plain ids.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from prope.errors import UsageError, first_line
 from prope.runtime.files import CONTEXT, kvstore
 
 SPLITS = ("train", "validation")
-COUNTS = ("tokens", "documents", "bytes", "given")  # per split in index.json: see `Store`
+COUNTS = ("tokens", "documents", "bytes", "prompt_tokens")  # per split in index.json: see `Store`
 PARTS = {
     "train": ("train",),
     "validation": ("validation",),
     "all": SPLITS,
 }  # arrays of what can be read
 
-FORMAT = 2  # of the store; in its fingerprint
+FORMAT = 3  # of the store; in its fingerprint
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 SHARD = 2**24  # tokens in a file
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
@@ -72,7 +72,7 @@ class Store:
         return (
             self.count("tokens", split)
             - self.count("documents", split)
-            - self.count("given", split)
+            - self.count("prompt_tokens", split)
         )
 
     def unigram_loss(self, split: str) -> float:
@@ -84,7 +84,7 @@ class Store:
 
     def decode(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Splits elements of any shape into their ids, int32, and whether they belong to a prompt, bool."""
-        if not self.index["rule"]["marked"]:
+        if not self.index["rule"]["has_prompts"]:
             return elements.astype(np.int32), np.zeros(elements.shape, bool)
         bit = prompt_bit(elements.dtype)
         return (elements & ~bit).astype(np.int32), (elements & bit) != 0
@@ -95,9 +95,9 @@ def prompt_bit(dtype: np.dtype) -> np.integer:
     return dtype.type(1 << (8 * dtype.itemsize - 1))
 
 
-def element_dtype(vocab_size: int, marked: bool) -> np.dtype:
-    """Returns the dtype of a store's arrays; `marked`: one bit is the prompt's."""
-    return np.dtype("uint16" if vocab_size <= (2**15 if marked else 2**16) else "uint32")
+def element_dtype(vocab_size: int, has_prompts: bool) -> np.dtype:
+    """Returns the dtype of a store's arrays; `has_prompts`: one bit is the prompt's."""
+    return np.dtype("uint16" if vocab_size <= (2**15 if has_prompts else 2**16) else "uint32")
 
 
 def fingerprint_of(rule: dict) -> str:

@@ -61,7 +61,10 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
         log.warning("%s. Its store is used as it was made, %s", str(error).split(";")[0], path)
         return _open_at(path, data, tokenizer.fingerprint)
     rule = {"format": arrays.FORMAT, "source": source.identity, "tokenizer": tokenizer.fingerprint}
-    rule |= {"validation_fraction": data.validation_fraction, "marked": data.loss_on == "targets"}
+    rule |= {
+        "validation_fraction": data.validation_fraction,
+        "has_prompts": data.loss_on == "targets",
+    }
     fingerprint = arrays.fingerprint_of(rule)
     name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', source.name)}-{fingerprint}"
     path = os.path.join(cache, name)
@@ -90,7 +93,7 @@ def _open_at(path: str, data: ConfigDict, tokenizer: str) -> Store:
             f"the store {path}: has format {rule['format']}, not {arrays.FORMAT}; prepare it again"
         )
     made_with = (
-        {"template": ""} | rule | source | {"loss_on": "targets" if rule["marked"] else "all"}
+        {"template": ""} | rule | source | {"loss_on": "targets" if rule["has_prompts"] else "all"}
     )
     for name in _SETTINGS:
         if data[name] != (value := made_with.get(name, data[name])):
@@ -171,7 +174,7 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     chunks = pathlib.Path(
         local_cache() if is_url(path) else pathlib.Path(path).parent, f"{name}.chunks"
     )
-    records = workers.pack_chunks(source, data, rule["marked"], chunks, stats)
+    records = workers.pack_chunks(source, data, rule["has_prompts"], chunks, stats)
     index = {
         split: {name: sum(r[split][name] for r in records) for name in COUNTS} for split in SPLITS
     }
@@ -191,7 +194,7 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
     store = kvstore(path)
     store.delete_range(ts.KvStore.KeyRange()).result()  # what a killed process left
     try:
-        index |= _concatenate(path, data, rule["marked"], chunks, records)
+        index |= _concatenate(path, data, rule["has_prompts"], chunks, records)
         store.write("index.json", json.dumps(index, indent=2).encode()).result()
     except Exception:  # such as a full disk
         store.delete_range(ts.KvStore.KeyRange()).result()
@@ -200,11 +203,11 @@ def _write_store(source: Source, data: ConfigDict, rule: dict, path: str, stats:
 
 
 def _concatenate(
-    path: str, data: ConfigDict, marked: bool, chunks: pathlib.Path, records: list[dict]
+    path: str, data: ConfigDict, has_prompts: bool, chunks: pathlib.Path, records: list[dict]
 ) -> dict:
     """Writes the two arrays; returns the losses of predicting by token frequencies (`unigram_loss` in the index)."""
     vocab_size = load_tokenizer(data.tokenizer).vocab_size
-    dtype = arrays.element_dtype(vocab_size, marked)
+    dtype = arrays.element_dtype(vocab_size, has_prompts)
     counts = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}
 
     def read(split: str) -> Iterator[np.ndarray]:

@@ -30,14 +30,14 @@ _SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound t
 
 
 def start_worker(
-    tokenizer: str, validation_fraction: float, marked: bool, stop: Event | None = None
+    tokenizer: str, validation_fraction: float, has_prompts: bool, stop: Event | None = None
 ) -> None:
     """Sets up this process as a worker; with `stop` it does nothing else, and exits with its parent."""
     global _tokenizer, _validation_fraction, _marked, _stop
     _tokenizer, _validation_fraction, _marked, _stop = (
         load_tokenizer(tokenizer),
         validation_fraction,
-        marked,
+        has_prompts,
         stop,
     )
     if stop:
@@ -121,7 +121,7 @@ def _append(document: Document, file: io.BufferedWriter, counts: dict) -> float:
     counts["tokens"] += len(elements)
     counts["documents"] += 1
     counts["bytes"] += len(document.text) - document.prompt_bytes
-    counts["given"] += prompt_tokens
+    counts["prompt_tokens"] += prompt_tokens
     return seconds
 
 

@@ -25,7 +25,7 @@ _LOG_SECONDS = 30.0  # between lines where there is no terminal
 
 
 def pack_chunks(
-    source: Source, data: ConfigDict, marked: bool, folder: pathlib.Path, stats: dict
+    source: Source, data: ConfigDict, has_prompts: bool, folder: pathlib.Path, stats: dict
 ) -> list[dict]:
     """Packs every chunk that has no files yet; returns the records of all, in order, and fills `stats`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def pack_chunks(
     )
     workers = data.num_workers or (1 if size < _ONE_PROCESS_BYTES else cores)
     stats["workers"] = workers = max(1, min(workers, len(missing)))
-    arguments = (data.tokenizer, data.validation_fraction, marked)
+    arguments = (data.tokenizer, data.validation_fraction, has_prompts)
     terminal, logged = sys.stderr.isatty(), time.monotonic()
     options = {
         "total": source.num_bytes,

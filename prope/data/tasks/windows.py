@@ -72,7 +72,7 @@ class GeneratedWindows:
         # Evaluation reads windows repeatedly.
         self.window = functools.lru_cache(_VALIDATION_WINDOWS)(self._generate)
 
-    def at(self, example: int, seed: int) -> int:
+    def window_index(self, example: int, seed: int) -> int:
         """Returns the index of the window of an example; no two examples or seeds share one."""
         return seed * _ENTRIES + example
 
