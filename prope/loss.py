@@ -122,11 +122,9 @@ def _by_tokens(hidden, table, targets, weights):
     """Returns losses [B, T], gradients of hidden and table, by chunks of a device's tokens."""
     axes = shard_axes("V")  # with them, the table holds this device's entries of the vocabulary
     entries = jax.lax.axis_index(axes) * len(table) + jnp.arange(len(table))
-    # Float32 where a gradient is still to be summed over the vocabulary's shards.
-    partial_dtype = jnp.float32 if axes else hidden.dtype
 
     def add_chunk(grad_table, chunk):
-        shape = chunk[1].shape
+        B, T = chunk[1].shape
         rows, targets, weights = (x.reshape(-1, *x.shape[2:]) for x in chunk)
         logits = jnp.einsum(
             "RD,VD->RV",
@@ -140,14 +138,10 @@ def _by_tokens(hidden, table, targets, weights):
         probabilities = jnp.exp(logits - logsumexp[:, None])
         grad_logits = (probabilities - is_target) * weights[:, None]
         grad_logits = grad_logits.astype(rows.dtype)
-        grad_rows = jnp.einsum(
-            "RV,VD->RD", grad_logits, table, preferred_element_type=partial_dtype
-        )
-        grad_table = grad_table + jnp.einsum(
-            "RV,RD->VD", grad_logits, rows, preferred_element_type=jnp.float32
-        )
+        grad_rows, chunk_grad_table = _matmul_gradients(grad_logits, rows, table, axes)
         results = (logsumexp, target_logits, grad_rows)
-        return grad_table, tuple(x.reshape(*shape, *x.shape[1:]) for x in results)
+        results = tuple(x.reshape(B, T, *x.shape[1:]) for x in results)
+        return grad_table + chunk_grad_table, results
 
     chunks = _chunk_tokens((hidden, targets, weights), len(table))
     start = jnp.zeros(table.shape, jnp.float32)
@@ -162,6 +156,25 @@ def _by_tokens(hidden, table, targets, weights):
     )
     losses = logsumexp - target_logits
     return losses, grad_hidden.astype(hidden.dtype), sum_like_param(grad_table, "VD")
+
+
+def _matmul_gradients(grad_logits, rows, table, axes):
+    """Returns the gradients of rows [R, D] and table [V, D] from those of their logits."""
+    # Float32 where a gradient is still to be summed over the vocabulary's shards.
+    rows_dtype = jnp.float32 if axes else rows.dtype
+    grad_rows = jnp.einsum(
+        "RV,VD->RD",
+        grad_logits,
+        table,
+        preferred_element_type=rows_dtype,
+    )
+    grad_table = jnp.einsum(
+        "RV,RD->VD",
+        grad_logits,
+        rows,
+        preferred_element_type=jnp.float32,
+    )
+    return grad_rows, grad_table
 
 
 def _logsumexp_over_shards(logits, axes):
@@ -198,28 +211,45 @@ def _chunk_vocab(embedding, num_tokens: int) -> _VocabChunks:
     )
 
 
+class _Rows(NamedTuple):
+    """All tokens of a batch."""
+
+    hidden: jax.Array  # [R, D]
+    targets: jax.Array  # [R, 1, 1]
+    weights: jax.Array  # [R, 1, 1]
+
+
 def _by_vocab(hidden, embedding, targets, weights):
     """Returns the same by chunks of the vocabulary; each device keeps its columns of the table."""
     B, T, D = hidden.shape
-    rows = hidden.reshape(-1, D)
-    row_targets = targets.reshape(-1)[:, None, None]
-    row_weights = weights.reshape(-1)[:, None, None]
+    rows = _Rows(
+        hidden=hidden.reshape(-1, D),
+        targets=targets.reshape(-1)[:, None, None],
+        weights=weights.reshape(-1)[:, None, None],
+    )
     chunks = _chunk_vocab(embedding, B * T)
+    # Each shard of the vocabulary has its own sums, which are added up once, not in every chunk.
+    zeros = constrain(
+        jnp.zeros(
+            (B * T, num_shards("V"), D),
+            jnp.float32,
+        ),
+        "BVD",
+    )
+    logsumexp, target_logits = _softmax_by_vocab(rows, chunks, zeros[:, :, 0])
+    grad_rows, grad_tables = _gradients_by_vocab(rows, chunks, zeros, logsumexp)
+    losses = (logsumexp - target_logits).reshape(targets.shape)
+    grad_hidden = grad_rows.astype(hidden.dtype).reshape(hidden.shape)
+    grad_embedding = grad_tables.swapaxes(0, 1).reshape(embedding.shape)
+    return losses, grad_hidden, grad_embedding
 
-    def score(table, first):
-        table = constrain(table.astype(hidden.dtype), "VvD")
-        logits = jnp.einsum(
-            "RD,PVD->RPV",
-            rows,
-            table,
-            preferred_element_type=jnp.float32,
-        )
-        is_target = row_targets == (first + chunks.offsets)[None]
-        return constrain(logits, "BVv"), table, is_target
 
-    def accumulate_softmax(carry, chunk):
+def _softmax_by_vocab(rows: _Rows, chunks: _VocabChunks, zeros):
+    """Returns the logsumexp and the logit of the target of every row, [R]; zeros are [R, P]."""
+
+    def add_chunk(carry, chunk):
         logsumexp, target_logits = carry
-        logits, _, is_target = score(*chunk)
+        logits, _, is_target = _score_chunk(rows, chunks, *chunk)
         logsumexp = jnp.logaddexp(
             logsumexp,
             jax.nn.logsumexp(logits, axis=2),
@@ -227,41 +257,48 @@ def _by_vocab(hidden, embedding, targets, weights):
         target_logits = target_logits + jnp.where(is_target, logits, 0).sum(axis=2)
         return (logsumexp, target_logits), None
 
-    # Each shard of the vocabulary has its own sums, which are added up once, not in every chunk.
-    zeros = constrain(
-        jnp.zeros(
-            (len(rows), num_shards("V"), D),
-            jnp.float32,
-        ),
-        "BVD",
-    )
+    start = (zeros - jnp.inf, zeros)
     scanned = (chunks.tables, chunks.firsts)
-    start = (zeros[:, :, 0] - jnp.inf, zeros[:, :, 0])
     (logsumexp, target_logits), _ = jax.lax.scan(
-        accumulate_softmax,
+        add_chunk,
         start,
         scanned,
     )
-    logsumexp = jax.nn.logsumexp(logsumexp, axis=1)
+    return jax.nn.logsumexp(logsumexp, axis=1), target_logits.sum(axis=1)
 
-    def accumulate_gradient(grad_rows, chunk):
-        logits, table, is_target = score(*chunk)
+
+def _gradients_by_vocab(rows: _Rows, chunks: _VocabChunks, zeros, logsumexp):
+    """Returns the gradients of rows [R, D] and of the chunks' tables; zeros are [R, P, D]."""
+
+    def add_chunk(grad_rows, chunk):
+        logits, table, is_target = _score_chunk(rows, chunks, *chunk)
         probabilities = jnp.exp(logits - logsumexp[:, None, None])
-        grad_logits = (probabilities - is_target) * row_weights
-        grad_logits = constrain(grad_logits.astype(rows.dtype), "BVv")
+        grad_logits = (probabilities - is_target) * rows.weights
+        grad_logits = constrain(grad_logits.astype(rows.hidden.dtype), "BVv")
         grad_rows = grad_rows + jnp.einsum(
             "RPV,PVD->RPD", grad_logits, table, preferred_element_type=jnp.float32
         )
         grad_table = jnp.einsum(
-            "RPV,RD->PVD", grad_logits, rows, preferred_element_type=jnp.float32
+            "RPV,RD->PVD", grad_logits, rows.hidden, preferred_element_type=jnp.float32
         )
         return grad_rows, constrain_like_param(grad_table, "VvD")
 
-    grad_rows, grad_tables = jax.lax.scan(accumulate_gradient, zeros, scanned)
-    losses = (logsumexp - target_logits.sum(axis=1)).reshape(targets.shape)
-    grad_hidden = grad_rows.sum(axis=1).astype(hidden.dtype).reshape(hidden.shape)
-    grad_embedding = grad_tables.swapaxes(0, 1).reshape(embedding.shape)
-    return losses, grad_hidden, grad_embedding
+    scanned = (chunks.tables, chunks.firsts)
+    grad_rows, grad_tables = jax.lax.scan(add_chunk, zeros, scanned)
+    return grad_rows.sum(axis=1), grad_tables
+
+
+def _score_chunk(rows: _Rows, chunks: _VocabChunks, table, first):
+    """Scores a chunk's entries: logits [R, P, v], the table in use, which entry is the target."""
+    table = constrain(table.astype(rows.hidden.dtype), "VvD")
+    logits = jnp.einsum(
+        "RD,PVD->RPV",
+        rows.hidden,
+        table,
+        preferred_element_type=jnp.float32,
+    )
+    is_target = rows.targets == (first + chunks.offsets)[None]
+    return constrain(logits, "BVv"), table, is_target
 
 
 def _chunk_tokens(arrays, V: int, shards: int = 1):

@@ -372,7 +372,7 @@ def init(config: ConfigDict, key: jax.Array) -> Params:
 
 
 def _draw(config, row, module_path, key):
-    """Draws the initial values of a parameter, of one layer; its key is the one that Flax derives."""
+    """Draws a parameter's initial values, of one layer, with the key that Flax derives."""
     sizes = parameters.axis_sizes(config)
     shape = tuple(sizes[axis] for axis in row.axes)
     if not row.is_matrix:

@@ -115,6 +115,25 @@ class _Sums(NamedTuple):
     values: jax.Array  # weighted by exp(score - largest)
 
 
+def _add_keys(
+    sums: _Sums,
+    scores,
+    values,
+    same_queries,
+) -> _Sums:
+    """Adds a block of keys, with scores [B, K, R, s]; a new block of queries starts anew."""
+    largest = jnp.where(same_queries, sums.largest, -jnp.inf)
+    new_largest = jnp.maximum(largest, scores.max(axis=-1))
+    weights = jnp.exp(scores - new_largest[..., None])
+    decay = jnp.exp(largest - new_largest)
+    weighted = _dot("BKRS,BKSH->BKRH", weights.astype(values.dtype), values)
+    return _Sums(
+        largest=new_largest,
+        total=sums.total * decay + weights.sum(axis=-1),
+        values=sums.values * decay[..., None] + weighted,
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     block,
@@ -156,27 +175,21 @@ def _forward(
         output, logsumexp, last_query_block, sums = carry
         query_block, key_block = pair
         scores = _scores(block, window, query, key, positions, pair, segments)
-        # A new block of queries starts anew.
-        largest = jnp.where(query_block == last_query_block, sums.largest, -jnp.inf)
-        new_largest = jnp.maximum(largest, scores.max(axis=-1))
-        weights = jnp.exp(scores - new_largest[..., None])
-        decay = jnp.exp(largest - new_largest)
-        total = sums.total * decay + weights.sum(axis=-1)
         block_values = _block(block, value, key_block, axis=2)
-        weighted = _dot("BKRS,BKSH->BKRH", weights.astype(block_values.dtype), block_values)
-        values = sums.values * decay[..., None] + weighted
-        normalised = (values / total[..., None]).astype(value.dtype)
+        same_queries = query_block == last_query_block
+        sums = _add_keys(sums, scores, block_values, same_queries)
+        normalised = (sums.values / sums.total[..., None]).astype(value.dtype)
         output = _write_rows(
             block,
             output,
             normalised.reshape(B, K, G, block, H),
             query_block,
         )
-        block_logsumexp = new_largest + jnp.log(total)
+        block_logsumexp = sums.largest + jnp.log(sums.total)
         logsumexp = _write_rows(
             block, logsumexp, block_logsumexp.reshape(B, K, G, block), query_block
         )
-        return (output, logsumexp, query_block, _Sums(new_largest, total, values)), None
+        return (output, logsumexp, query_block, sums), None
 
     rows = jnp.zeros((B, K, G * block), jnp.float32)
     start = (
