@@ -7,7 +7,7 @@
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with every number.
 A directory of runs also gets a page that compares them. The model runs one layer at a time, in float32, over the
 beginnings of documents. Started on every host of a pod as training is, it uses all their devices; process 0 writes and
-prints. --paper makes every figure and table of the paper for a checkpoint, in one run. --theory checks the paper's
+prints. --paper makes every figure and table of the paper for a checkpoint, in one run. --theory lists the paper's
 statements instead and draws Figures 2 and 8.
 """
 
@@ -60,7 +60,7 @@ def define_flags() -> None:
         "paper", False, "make all figures and tables of the paper, of the heads that fit them best"
     )
     flags.DEFINE_boolean(
-        "theory", False, "check the paper's statements and draw Figures 2 and 8, into --workdir"
+        "theory", False, "list the paper's statements and draw Figures 2 and 8, into --workdir"
     )
 
 
@@ -76,13 +76,8 @@ def main() -> dict:
         from prope.runtime.processes import call_on_first
 
         result = call_on_first(lambda: theory_page.write(FLAGS.workdir or "runs/theory"))
-        for check in result["statements"]:
-            log.info(
-                "%s %s: %s",
-                check["statement"],
-                "holds" if check["holds"] else "DOES NOT HOLD",
-                check["numbers"],
-            )
+        for row in result["statements"]:
+            log.info("%s (%s): %s", row["statement"], row["source"], row["says"])
         return result
     from prope.analysis.analysis import analyse_all
 

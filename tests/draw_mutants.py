@@ -61,7 +61,6 @@ TESTS = {
     "hf": "exchange exchange_refusals",
     "analysis": "analyze analyze_input analyze_figures analyze_sharded channels theory",
     "analysis/theory.py": "theory",
-    "analysis/statements.py": "theory",
     "analysis/theory_page.py": "theory",
     "cost": "cost hlo bench plan",
     "kernels": "attention context kernels",

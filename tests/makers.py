@@ -16,6 +16,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from conftest import CONFIG, ROOT
 from ml_collections import FrozenConfigDict
@@ -595,14 +596,31 @@ def text_with_q() -> str:
     return "".join(letters)
 
 
+def head_weights(distance, epsilon, length, freqs, embed_dim):
+    """Weights (W_q, W_k) [D, H] of a head with weight over 1 - epsilon at a distance: Theorem 5.3.
+
+    Both read lane 0 of the residual stream, which is 1. The key is 1 in every rotated pair, and the
+    query turns back by `distance`. A token m off the target is behind by the sum of 1 - cos(g_k m).
+    With the least of these as `gap`, all others weigh at most epsilon times as much as the target.
+    """
+    rotated = freqs != 0
+    key = np.concatenate([rotated, np.zeros_like(rotated)]).astype(float)
+    off = np.arange(1, max(distance, length - 1 - distance) + 1)
+    gap = (1 - np.cos(np.outer(off, freqs))).sum(-1).min()
+    temperature = math.sqrt(key.size) * math.log((length - 1) / epsilon) / gap
+    turned_back = oracles.rotate(key[None, None, None], [[-distance]], freqs)
+    weights = np.zeros((2, embed_dim, key.size))
+    weights[0, 0] = temperature * turned_back.ravel()
+    weights[1, 0] = key
+    return weights
+
+
 def make_known_heads(workdir, p, written_for=0.75, alter=None):
     """A layer with a diagonal, a previous-token, a semantic and an even head.
 
     Weights are for p = `written_for`. The residual stream has a constant in lane 0, and in lane 1
     whether the token is a q. `alter` may change rows of the embedding, queries and keys.
     """
-    from prope.analysis.theory import head_weights
-
     config = default_config()
     D = 64
     H = KNOWN_HEAD_DIM

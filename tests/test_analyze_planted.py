@@ -19,11 +19,11 @@ from conftest import ROOT
 from makers import analysis_options as asked
 from makers import draw_picture as drawn
 from makers import head_kinds as kinds
+from makers import head_weights, write_decoder
 from makers import map_values as images
-from makers import write_decoder
 
 from prope.analysis import analysis as analyze
-from prope.analysis import channels, maps, page, theory
+from prope.analysis import channels, maps, page
 from prope.config import default_config
 from prope.data.tokenizer import BOS
 
@@ -83,9 +83,7 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
         return query[layer, head], key[layer, head // 2]
 
     for name, distance in (("diagonal", 0), ("previous", 1), ("apostrophe", 1)):
-        q, k = theory.head_weights(
-            distance, EPSILON, T, np.where(np.arange(P) < fast[name], TURNS, 0), D
-        )
+        q, k = head_weights(distance, EPSILON, T, np.where(np.arange(P) < fast[name], TURNS, 0), D)
         wq, wk = weights(name)
         if name != "apostrophe":
             wq += q
