@@ -3,8 +3,10 @@
     python -m prope.check_port --write_inputs=runs/inputs.npz
     python -m prope.check_port --values=runs/values.npz
 
-The first writes the inputs of every case; prope/golden/README.md says what a port computes from them. Any part will do.
-Exit code 0: equal to the golden vectors. 1: not equal, and the output says why. 2: the file cannot be checked.
+The first writes the inputs of every case; prope/golden/README.md says what a port computes from
+them, all or some of it.
+Exit code 0: equal to the golden vectors. 1: not equal, and the output says why. 2: the file cannot
+be checked.
 """
 
 import json
@@ -14,7 +16,7 @@ from absl import flags
 from absl.flags import FLAGS
 
 from prope import command
-from prope.errors import UsageError, log
+from prope.errors import UsageError, log, usage_error
 
 
 def define_flags() -> None:
@@ -23,15 +25,19 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "write_inputs", None, "writes the inputs of every case into this .npz file or URL"
     )
-    accept = "accept angles rounded to float32, as in transformers and gemma: off by 6e-4 at position 8191"
+    accept = (
+        "accept angles rounded to float32, as in transformers and gemma: "
+        "off by 6e-4 at position 8191"
+    )
     flags.DEFINE_boolean("float32_angles", False, accept)
 
 
 def main() -> dict:
-    """Writes the inputs, or checks the values and leaves with exit code 1 where they are not equal."""
+    """Writes the inputs, or checks the values; exits with code 1 where they are not equal."""
     if (FLAGS.values is None) == (FLAGS.write_inputs is None):
         raise UsageError(
-            "give either --write_inputs, a file to write, or --values, the file that the port has written"
+            "give either --write_inputs, a file to write, or --values, the file that the port "
+            "has written"
         )
     from prope.golden.check import check, input_file, load_cases, read_values
     from prope.runtime.files import as_path, check_writable, write_atomic
@@ -39,9 +45,8 @@ def main() -> dict:
     if FLAGS.write_inputs is not None:
         output = as_path("write_inputs", FLAGS.write_inputs)
         if output.is_dir():
-            raise UsageError(
-                f"--write_inputs={output}: is a directory; name a file in it, such as inputs.npz"
-            )
+            remedy = "name a file in it, such as inputs.npz"
+            raise usage_error("--write_inputs", output, "is a directory", remedy)
         check_writable("folder of --write_inputs", output.parent)
         write_atomic(output, input_file())
         return {"output": str(output), "cases": list(load_cases())}

@@ -66,7 +66,9 @@ def test_every_form_of_an_array_is_read(tmp_path):
             },
         )
         verdict, result = check(read_values(tmp_path / "values.npz"))
-        assert result["equal"] and verdict.startswith("equal to partial rotary p = 0.25 within")
+        assert result["equal"] and verdict.startswith(
+            "equal to partial rotary in 1 of 17 cases within"
+        )
 
 
 def test_the_command_from_inputs_to_verdict(run_command, start_command, tmp_path):
@@ -94,7 +96,8 @@ def test_the_command_from_inputs_to_verdict(run_command, start_command, tmp_path
     done = run_command("prope.check_port", f"--values={tmp_path}/right.npz")
     assert done.code == 0 and done.result["equal"] and done.result["rope_percentage"] == 0.3
     assert (
-        done.stderr.startswith("equal to p-RoPE p = 0.3 within ") and done.stderr.count("\n") == 1
+        done.stderr.startswith("equal to p-RoPE in 1 of 17 cases within ")
+        and done.stderr.count("\n") == 1
     )
     values = {
         f"{key}rotated_queries": np.asarray(
@@ -111,7 +114,9 @@ def test_the_command_from_inputs_to_verdict(run_command, start_command, tmp_path
         and not result["equal"]
         and result["mistake"] == "p is ignored: every pair is rotated"
     )
-    assert stderr.startswith("not p-RoPE p = 0.3: p is ignored") and stderr.count("\n") == 1
+    assert (
+        stderr.startswith("not p-RoPE in 1 of 17 cases: p is ignored") and stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
