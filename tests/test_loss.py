@@ -1,6 +1,5 @@
 """The loss against -log softmax in float64, on one device and on meshes of eight."""
 
-import functools
 import itertools
 import math
 
@@ -9,52 +8,85 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import array_shapes
+from jax.sharding import NamedSharding, PartitionSpec
 from makers import MESHES, on_eight_devices
-from oracles import cross_entropy as reference
+from oracles import cross_entropy, float64
 
 from prope import loss, sharding
+
+ROWS = PartitionSpec(("data", "fsdp"))
 
 
 def draw(B=2, T=12, D=8, V=30, dtype=np.float32):
     """Hidden states, embedding, targets, and weights of which every fourth is zero."""
     rng = np.random.default_rng(0)
-    hidden, embedding = rng.standard_normal((B, T, D)), rng.standard_normal((V, D))
-    targets, weights = rng.integers(0, V, (B, T)), rng.uniform(0.5, 2, (B, T))
+    hidden = rng.standard_normal((B, T, D))
+    embedding = rng.standard_normal((V, D))
+    targets = rng.integers(0, V, (B, T))
+    weights = rng.uniform(0.5, 2, (B, T))
     weights.ravel()[::4] = 0
-    arrays = (hidden, dtype), (embedding, np.float32), (targets, np.int32), (weights, np.float32)
-    return [jnp.asarray(array, dtype) for array, dtype in arrays]
-
-
-def check(arrays, tolerance=1e-5, place=lambda array: array):
-    """Value and gradients of three times the weighted loss, and the losses of evaluation, equal the formula."""
-    hidden, embedding, targets, weights = arrays
-    narrow = embedding.astype(hidden.dtype)  # what the matmuls see
-    losses, grad_hidden, grad_embedding = reference(
-        hidden.astype(np.float32), narrow, targets, weights
+    return (
+        jnp.asarray(hidden, dtype),
+        jnp.asarray(embedding, np.float32),
+        jnp.asarray(targets, np.int32),
+        jnp.asarray(weights, np.float32),
     )
 
-    def three_times(hidden, embedding, weights, targets):
+
+def loss_and_gradients(hidden, embedding, targets, weights):
+    """Three times the weighted loss; its gradients for hidden, embedding and weights."""
+
+    def three_times(hidden, embedding, weights):
         return 3 * loss.weighted_loss(hidden, embedding, targets, weights)
 
-    run = jax.jit(jax.value_and_grad(three_times, argnums=(0, 1, 2)))
-    value, gradients = run(*(place(array) for array in (hidden, embedding, weights, targets)))
-    assert (
-        value.dtype == gradients[1].dtype == gradients[2].dtype == np.float32
-        and gradients[0].dtype == hidden.dtype
+    run = jax.value_and_grad(three_times, argnums=(0, 1, 2))
+    return run(hidden, embedding, weights)
+
+
+def jit_anew(function):
+    """Compiles for the sizes of chunks that are set now, which are no key of JAX's cache."""
+    return jax.jit(lambda *arrays: function(*arrays))
+
+
+def check(arrays, rtol=1e-5, place=lambda array: array):
+    """Compares training's loss and gradients, and evaluation's losses, with the formula."""
+    hidden, embedding, targets, weights = arrays
+    rounded = embedding.astype(hidden.dtype)  # as matmuls read it
+    losses, grad_hidden, grad_embedding = cross_entropy(hidden, rounded, targets, weights)
+    expected_gradients = (grad_hidden, grad_embedding, losses)
+    placed = [place(array) for array in arrays]
+
+    value, gradients = jit_anew(loss_and_gradients)(*placed)
+    dtypes = [gradient.dtype for gradient in gradients]
+    assert dtypes == [hidden.dtype, np.float32, np.float32]
+    assert value.dtype == np.float32
+    np.testing.assert_allclose(
+        value,
+        3 * (losses * weights).sum(),
+        rtol=1e-5,
     )
-    np.testing.assert_allclose(value, 3 * (losses * weights).sum(), rtol=1e-5)
-    for gradient, expected in zip(gradients, (grad_hidden, grad_embedding, losses), strict=True):
-        largest = 3 * np.abs(expected).max()
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        bound = rtol * 3 * np.abs(expected).max()
         np.testing.assert_allclose(
-            gradient.astype(np.float32), 3 * expected, rtol=0, atol=tolerance * largest
+            float64(gradient),
+            3 * expected,
+            rtol=0,
+            atol=bound,
         )
-    evaluated = jax.jit(loss.token_losses)(
-        *(place(array) for array in (hidden, embedding, targets))
-    )
+
+    evaluated = jit_anew(loss.token_losses)(*placed[:3])
     np.testing.assert_allclose(evaluated, losses, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("max_logits", "rows"), [(2**24, 1024), (1, 1024), (1, 8), (1, 1)])
+@pytest.mark.parametrize(
+    ("max_logits", "rows"),
+    [
+        (2**24, 1024),
+        (1, 1024),
+        (1, 8),
+        (1, 1),
+    ],
+)
 def test_value_and_gradients_equal_the_formula(monkeypatch, max_logits, rows):
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", max_logits)
     monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": rows})
@@ -62,103 +94,124 @@ def test_value_and_gradients_equal_the_formula(monkeypatch, max_logits, rows):
 
 
 def test_narrow_hidden_states_are_summed_in_float32(monkeypatch):
-    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 8})
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", 1)
-    check(draw(D=64, dtype=jnp.bfloat16), tolerance=0.01)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 8})
+    check(
+        draw(D=64, dtype=jnp.bfloat16),
+        rtol=0.01,
+    )
 
 
 def test_large_logits_do_not_overflow():
-    hidden, embedding, targets, weights = draw()
-    targets = jnp.argmax(hidden @ embedding.T, axis=-1)
-    run = jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))
-    value, gradients = run(hidden * 1e4, embedding, targets, weights)
-    assert 0 <= value < 10 and all(np.isfinite(gradient).all() for gradient in gradients)
+    hidden, embedding, _, weights = draw()
+    most_likely = jnp.argmax(hidden @ embedding.T, axis=-1)
+    value, gradients = loss_and_gradients(hidden * 1e4, embedding, most_likely, weights)
+    assert 0 <= value < 3 * 10
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
-def elements(run, *arrays):
+def largest_array(run, *arrays) -> int:
     """The number of elements of the largest array of a compiled program."""
-    return max(
-        math.prod(dims) for _, dims in array_shapes(jax.jit(run).lower(*arrays).compile().as_text())
-    )
-
-
-def gradient(hidden, embedding, targets, weights):
-    return jax.value_and_grad(loss.weighted_loss, argnums=(0, 1))(
-        hidden, embedding, targets, weights
-    )
+    text = jit_anew(run).lower(*arrays).compile().as_text()
+    return max(math.prod(dims) for _, dims in array_shapes(text))
 
 
 def test_a_large_vocabulary_is_never_scored_whole(monkeypatch):
-    arrays = draw(B=2, T=512, D=8, V=1000)
+    T = 512
+    V = 1000
+    arrays = draw(B=2, T=T, V=V)
 
     def plain(hidden, embedding, targets, weights):
-        logits = jax.nn.log_softmax(hidden @ embedding.T)
-        return (jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] * weights).sum()
+        log_probabilities = jax.nn.log_softmax(hidden @ embedding.T)
+        target_log_probabilities = jnp.take_along_axis(
+            log_probabilities, targets[..., None], axis=-1
+        )
+        return (target_log_probabilities[..., 0] * weights).sum()
 
-    assert elements(plain, *arrays) == 2 * 512 * 1000
-    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 128})
+    assert largest_array(plain, *arrays) == 2 * T * V
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", 1)
-    for run in (loss.token_losses, gradient):
-        assert elements(run, *arrays[: 3 if run is loss.token_losses else 4]) == 128 * 1000
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 128})
+    assert largest_array(loss.token_losses, *arrays[:3]) == 128 * V
+    assert largest_array(loss_and_gradients, *arrays) == 128 * V
 
 
-# --- On eight devices ------------------------------------------------------------------------------------------
+# --- On eight devices -------------------------------------------------------------------------
 
 
-def over_meshes():
-    """What `test_meshes_of_eight_devices_agree_with_the_formula` has eight devices do."""
-    rows = functools.partial(jax.sharding.PartitionSpec, ("data", "fsdp"))
-    for shape in MESHES:
+def set_chunks(max_logits, chunk, max_table):
+    """Sets the sizes from which the loss is computed in chunks, in this process."""
+    loss._MAX_LOGITS_WHOLE = max_logits
+    loss._MAX_LOGITS_PER_CHUNK = chunk
+    loss._ROWS_PER_CHUNK = {"": chunk}
+    loss._MAX_TABLE_BYTES = max_table
+
+
+# D, V, how the table is sharded, dtype, sizes of chunks
+CASES = [
+    # chunks of three tokens
+    (16, 48, PartitionSpec("tensor"), np.float32, (1, 3, 2**30)),
+    # six chunks of the vocabulary
+    (16, 48, PartitionSpec("tensor"), np.float32, (1, 50, 0)),
+    # as many chunks as entries, where tensor = 1; 8 does not divide D
+    (12, 56, PartitionSpec(), jnp.bfloat16, (1, 6, 0)),
+    # one chunk of all tokens
+    (12, 56, PartitionSpec(), jnp.bfloat16, (2**20, 1, 2**30)),
+]
+
+
+def check_meshes():
+    """Compares with the formula on every mesh of eight devices, in chunks of every kind."""
+    for shape, (D, V, table_spec, dtype, chunks) in itertools.product(
+        MESHES,
+        CASES,
+    ):
         mesh = sharding.make_mesh(shape[0], shape[2])
         assert mesh.devices[:, :, 0].shape == shape
-        for D, V, max_logits, chunk, max_table, dtype in (
-            (16, 48, 1, 3, 2**30, np.float32),  # chunks of three tokens
-            (16, 48, 1, 50, 0, np.float32),  # six chunks of the vocabulary
-            (
-                12,
-                56,
-                1,
-                6,
-                0,
-                jnp.bfloat16,
-            ),  # as many chunks as entries, where tensor = 1; D is not a multiple of 8
-            (12, 56, 2**20, 1, 2**30, jnp.bfloat16),  # one chunk of all tokens
-        ):
-            loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = (
-                max_logits,
-                chunk,
-                {"": chunk},
-            )
-            loss._MAX_TABLE_BYTES = max_table
+        set_chunks(*chunks)
 
-            def place(array, mesh=mesh, V=V):
-                spec = jax.sharding.PartitionSpec("tensor") if len(array) == V == 48 else rows()
-                spec = jax.sharding.PartitionSpec() if len(array) == V else spec
-                return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+        def place(array, mesh=mesh, V=V, table_spec=table_spec):
+            spec = table_spec if len(array) == V else ROWS
+            return jax.device_put(array, NamedSharding(mesh, spec))
 
-            with sharding.use(mesh):
-                check(draw(8, 6, D, V, dtype), 1e-5 if dtype == np.float32 else 0.02, place)
-
-    loss._MAX_LOGITS_WHOLE, loss._MAX_LOGITS_PER_CHUNK, loss._ROWS_PER_CHUNK = 1, 2**12, {"": 8}
-    hidden, embedding, targets, weights = draw(8, 128, 32, 1024)
-    for shape, max_table in itertools.product(((1, 8, 1), (2, 2, 2)), (0, 2**30)):
-        mesh = sharding.make_mesh(shape[0], shape[2])
-        loss._MAX_TABLE_BYTES = max_table
-        by_rows, columns = (
-            jax.sharding.NamedSharding(mesh, rows()),
-            jax.sharding.PartitionSpec("tensor", "fsdp"),
-        )
+        rtol = 1e-5 if dtype == np.float32 else 0.02
         with sharding.use(mesh):
-            placed = [jax.device_put(array, by_rows) for array in (hidden, targets, weights)]
-            placed.insert(1, jax.device_put(embedding, jax.sharding.NamedSharding(mesh, columns)))
-            largest = elements(gradient, *placed)
-        groups = shape[0] * shape[1]
-        assert largest < 1024 // groups * 1024 // shape[2], (
-            f"{shape}: the logits of a device exist whole"
-        )
-        assert largest < 1024 * 32 or max_table, f"{shape}: the table exists whole"
+            check(
+                draw(8, 6, D, V, dtype),
+                rtol,
+                place,
+            )
+
+
+def check_sizes():
+    """Asserts that no device holds all its logits, nor the table where it is too large."""
+    T = 128
+    D = 32
+    V = 1024
+    arrays = draw(8, T, D, V)
+    table_spec = PartitionSpec("tensor", "fsdp")
+    shapes = [(1, 8, 1), (2, 2, 2)]
+    by_vocab = (2**12, 0)
+    by_tokens = (8, 2**30)
+    for shape, (chunk, max_table) in itertools.product(
+        shapes,
+        [by_vocab, by_tokens],
+    ):
+        mesh = sharding.make_mesh(shape[0], shape[2])
+        set_chunks(1, chunk, max_table)
+        with sharding.use(mesh):
+            specs = (ROWS, table_spec, ROWS, ROWS)
+            placed = [
+                jax.device_put(array, NamedSharding(mesh, spec))
+                for array, spec in zip(arrays, specs, strict=True)
+            ]
+            largest = largest_array(loss_and_gradients, *placed)
+        logits = 8 * T * V // math.prod(shape)
+        assert largest < logits, f"{shape}: the logits of a device exist whole"
+        if not max_table:
+            assert largest < V * D, f"{shape}: the table exists whole"
 
 
 @pytest.mark.slow
-def test_meshes_of_eight_devices_agree_with_the_formula():
-    on_eight_devices("test_loss", "over_meshes")
+@pytest.mark.parametrize("function", ["check_meshes", "check_sizes"])
+def test_meshes_of_eight_devices_agree_with_the_formula(function):
+    on_eight_devices("test_loss", function)
