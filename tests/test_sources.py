@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import pathlib
 import time
 
 import numpy as np
@@ -364,75 +363,3 @@ def test_a_mixture_in_a_config(tmp_path, run_command):
     assert [s["documents"] for s in prepared.result["sources"]] == [100, 40] and len(
         prepared.result["store"]
     ) == 2
-
-
-# --- Below URLs -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["file", "memory"])
-def url(request, tmp_path, monkeypatch):
-    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "local"))
-    return (
-        f"file://{tmp_path}/bucket/stores"
-        if request.param == "file"
-        else f"memory://{tmp_path.name}/stores"
-    )
-
-
-def test_a_store_below_a_url_is_the_local_one(tmp_path, url):
-    config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), seq_len=64)
-    local = open_windows(config, 260, "train")
-    config.cache_dir = url
-    there = open_windows(config, 260, "train")
-    assert there.store.path.startswith(url) and there.store.fingerprint == local.store.fingerprint
-    names = {
-        key.decode()
-        for key in store.kvstore(url).list().result()
-        if not key.startswith(b"by_config/")
-    }
-    assert not [name for name in names if name.endswith(".lock")]
-    kept = pathlib.Path(local.store.path)
-    assert names == {f"{kept.name}/{p.relative_to(kept)}" for p in kept.rglob("*") if p.is_file()}
-    for name in names:
-        assert store.kvstore(url).read(name).result().value == (kept.parent / name).read_bytes(), (
-            name
-        )
-    for step in range(3):
-        for name, values in train_batch(there, 1, 4, step).items():
-            np.testing.assert_array_equal(values, train_batch(local, 1, 4, step)[name])
-    made = {}
-    assert prepare.open_store(config, 260, made).path == there.store.path and not made
-    assert not list((tmp_path / "local").glob("*.chunks"))
-
-
-def test_a_store_below_a_url_does_not_count_without_its_index(tmp_path, url, monkeypatch):
-    config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()))
-    whole = prepare.open_store(config, 260)
-    config.cache_dir = url
-
-    real = store.write_array
-
-    def stops(*arguments):
-        real(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "write_array", stops)
-        with pytest.raises(KeyboardInterrupt):
-            prepare.open_store(config, 260)
-    assert store.kvstore(url).list().result()  # half of it is there
-    found = prepare.open_store(config, 260)
-    for split in store.SPLITS:
-        np.testing.assert_array_equal(stream(found, split), stream(whole, split))
-    key = f"{found.path.split('/')[-1]}/index.json"
-    index = store.kvstore(url).read(key).result().value
-    store.kvstore(url).write(key, index[:50]).result()
-    refused(config, "index.json is damaged; remove it")
-
-
-def test_urls_that_cannot_be_used(tmp_path):
-    config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()))
-    config.cache_dir = "nothing://bucket/stores"
-    refused(
-        config, "config.data.cache_dir: the store nothing://bucket/stores/files-.* cannot be read: "
-    )

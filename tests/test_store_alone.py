@@ -1,8 +1,5 @@
-"""A token store when the text is gone: by its place, by the config that made it, and from another host."""
+"""A token store alone: in a bucket, made twice at once, or opened when the text is gone."""
 
-import json
-import logging
-import pathlib
 import shutil
 
 import numpy as np
@@ -10,178 +7,256 @@ import pytest
 from conftest import CONFIG
 from etils import epath
 from makers import WIKIPEDIA as NAME
-from makers import articles, write_text, write_tfds
-from makers import data_config as settings
+from makers import articles, data_config, start_patched, write_text, write_tfds
 from makers import data_refused as refused
+from makers import read_tokens as stream
 
 from prope.config import default_config, differences
 from prope.data.mixture import open_windows
-from prope.data.store import build as prepare
+from prope.data.store import arrays, build
+from prope.data.store.build import open_store
 from prope.data.windows import train_batch
 from prope.errors import UsageError
+from prope.runtime.files import files_below
 from prope.runtime.validate import validate
 
 
-@pytest.fixture(params=["folder", "bucket"])
-def cache(request, tmp_path) -> str:
-    return (
-        request.getfixturevalue("bucket") if request.param == "bucket" else str(tmp_path / "stores")
+@pytest.fixture
+def config(tmp_path):
+    """config.data of some text."""
+    folder = write_text(tmp_path / "text", articles())
+    return data_config(tmp_path, "files", folder, seq_len=64)
+
+
+@pytest.fixture
+def in_bucket(config, bucket, tmp_path, monkeypatch):
+    """The same, with the store in a bucket."""
+    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "local"))
+    config = config.copy_and_resolve_references()
+    config.cache_dir = f"{bucket}/stores"
+    return config
+
+
+def read_files(folder) -> dict[str, bytes]:
+    """The files below a folder or URL, by their path in it."""
+    folder = epath.Path(folder)
+    return {name: (folder / name).read_bytes() for name in files_below(folder)}
+
+
+def assert_same_batches(windows, expected):
+    for step in range(3):
+        batch = train_batch(expected, 1, 4, step)
+        for name, values in train_batch(windows, 1, 4, step).items():
+            np.testing.assert_array_equal(values, batch[name])
+
+
+# --- In a bucket ------------------------------------------------------------------------------
+
+
+def test_a_store_in_a_bucket_is_that_of_a_folder(tmp_path, config, in_bucket):
+    local = open_windows(config, 260, "train")
+    windows = open_windows(in_bucket, 260, "train")
+    stores = epath.Path(in_bucket.cache_dir)
+    assert windows.store.path.startswith(in_bucket.cache_dir)
+    assert read_files(stores) == read_files(config.cache_dir), "nothing else is left"
+    assert_same_batches(windows, local)
+    stats = {}
+    assert open_store(in_bucket, 260, stats).path == windows.store.path
+    assert not stats
+    assert not list((tmp_path / "local").iterdir())
+    index = epath.Path(windows.store.path) / "index.json"
+    index.write_bytes(index.read_bytes()[:50])
+    refused(in_bucket, "index.json is damaged; remove it")
+
+
+def test_a_store_does_not_count_without_its_index(config, in_bucket, monkeypatch):
+    write_array = arrays.write_array
+
+    def stop_after(*arguments):
+        write_array(*arguments)
+        raise KeyboardInterrupt
+
+    expected = read_files(open_store(config, 260).path)
+    with monkeypatch.context() as patch:
+        patch.setattr(arrays, "write_array", stop_after)
+        with pytest.raises(KeyboardInterrupt):
+            open_store(in_bucket, 260)
+    assert files_below(epath.Path(in_bucket.cache_dir)), "half of it is there"
+    assert read_files(open_store(in_bucket, 260).path) == expected
+
+
+@pytest.mark.parametrize("moment", ["train", "validation", "index"])
+def test_two_hosts_that_prepare_at_once_lose_nothing(
+    tmp_path, config, in_bucket, monkeypatch, moment
+):
+    """One host writes all of the store while another is about to write an array or the index."""
+    expected = read_files(open_store(config, 260).path)
+    write_array = arrays.write_array
+    concatenate = build._concatenate
+    found = []
+
+    def prepare_on_other_host():
+        with monkeypatch.context() as patch:
+            patch.setattr(arrays, "write_array", write_array)
+            patch.setattr(build, "_concatenate", concatenate)
+            patch.setenv("PROPE_CACHE", str(tmp_path / "other host"))
+            store = open_store(in_bucket, 260)
+        found.append(store)
+        assert read_files(store.path) == expected
+
+    def write_array_late(path, split, *arguments):
+        if split == moment:
+            prepare_on_other_host()
+        write_array(path, split, *arguments)
+        if found:
+            assert read_files(path) == expected, "it is whole all the time"
+
+    def concatenate_early(*arguments):
+        losses = concatenate(*arguments)
+        if moment == "index":
+            prepare_on_other_host()
+        return losses
+
+    monkeypatch.setattr(arrays, "write_array", write_array_late)
+    monkeypatch.setattr(build, "_concatenate", concatenate_early)
+    store = open_store(in_bucket, 260)
+    assert found == [store]
+    assert read_files(store.path) == expected
+    assert len(stream(store, "all")) == store.count("tokens", "all")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_its_store_is_written_makes_it_again(
+    tmp_path, bucket, storage, run_command
+):
+    write_text(tmp_path / "text", articles())
+    data = (
+        "--config.data.dataset=files",
+        f"--config.data.data_dir={tmp_path}/text",
+        f"--config.data.cache_dir={bucket}/stores",
+        "--config.data.seq_len=64",
     )
+    patch = (
+        "import time; from prope.data.store import arrays; write_array = arrays.write_array\n"
+        "def write_and_wait(*arguments):\n"
+        "    write_array(*arguments); print('WRITTEN', file=sys.stderr); time.sleep(600)\n"
+        "arrays.write_array = write_and_wait"
+    )
+    host = storage.environment | {"PROPE_CACHE": str(tmp_path / "host")}
+    killed = start_patched(patch, tmp_path / "run", *data, **host)
+    for line in killed.stderr:
+        if "WRITTEN" in line:
+            break
+    killed.kill()
+    killed.communicate()
+    stores = epath.Path(bucket) / "stores"
+    assert any(name.endswith("train/c/0") for name in files_below(stores))
+    again = run_command("prope.train", CONFIG, f"--workdir={tmp_path}/run", *data, **host)
+    assert again.code == 0, again.stderr
+    (store,) = stores.iterdir()
+    local = [*data, f"--config.data.cache_dir={tmp_path}/stores"]
+    straight = run_command("prope.train", CONFIG, f"--workdir={tmp_path}/straight", *local)
+    assert straight.code == 0, straight.stderr
+    assert again.result["loss"] == straight.result["loss"]
+    assert read_files(store) == read_files(tmp_path / "stores" / store.name)
 
 
-def test_a_store_is_opened_by_its_place(tmp_path, cache, monkeypatch):
-    config = settings(tmp_path, "files", write_text(tmp_path / "text", articles()), seq_len=64)
-    config.cache_dir = cache
+# --- Without its text -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_a_store_is_opened_by_its_place(request, tmp_path, config, place, monkeypatch):
+    if place == "bucket":
+        config = request.getfixturevalue("in_bucket")
     expected = open_windows(config, 260, "train")
     shutil.rmtree(tmp_path / "text")
+    refused(config, "there is no such folder")
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "another host"))
-    alone = settings(tmp_path / "x", "files", store=expected.store.path, seq_len=64)
-    found = open_windows(alone, 260, "train")
-    assert found.store == expected.store and not (tmp_path / "another host").exists()
-    for name, values in train_batch(found, 1, 4, 2).items():
-        np.testing.assert_array_equal(values, train_batch(expected, 1, 4, 2)[name])
-    parts = [{"weight": w, "dataset": "files", "store": expected.store.path} for w in (1, 2)]
-    mixed = open_windows(
-        settings(tmp_path / "x", "mixture", mixture=tuple(parts), seq_len=64), 260, "train"
-    )
+    path = expected.store.path
+    alone = data_config(tmp_path / "x", "files", store=path, seq_len=64)
+    windows = open_windows(alone, 260, "train")
+    assert windows.store == expected.store
+    assert not (tmp_path / "another host").exists()
+    assert_same_batches(windows, expected)
+    sources = tuple({"weight": weight, "dataset": "files", "store": path} for weight in (1, 2))
+    mixture = data_config(tmp_path / "x", "mixture", mixture=sources, seq_len=64)
+    mixed = open_windows(mixture, 260, "train")
     assert [source.store for source in mixed.sources] == 2 * [expected.store]
 
 
 def test_a_store_that_does_not_fit(tmp_path, sentencepiece_model):
     write_tfds(tmp_path / "data", "tfrecord", articles())
-    made = settings(tmp_path, NAME, tmp_path / "data")
-    made.update({"template": "{title}: {text}", "loss_on": "targets", "validation_fraction": 0.1})
-    place = prepare.open_store(made, 260).path
-    shutil.rmtree(tmp_path / "data")
-    fits = {
+    settings = {
         "dataset": NAME,
-        "template": made.template,
+        "template": "{title}: {text}",
         "loss_on": "targets",
         "validation_fraction": 0.1,
     }
-    assert prepare.open_store(settings(tmp_path, store=place, **fits), 260).path == place
-    for fields, says in (
-        (
-            {"dataset": "python_docs"},
-            f"config.data.dataset=python_docs: the store {place} was made with '{NAME}'",
-        ),
-        (
-            {"template": "{text}"},
-            "config.data.template={text}: the store .* was made with '{title}: {text}'",
-        ),
-        ({"loss_on": "all"}, "config.data.loss_on=all: .* was made with 'targets'"),
-        (
-            {"validation_fraction": 0.05},
-            "config.data.validation_fraction=0.05: .* was made with 0.1; set that",
-        ),
-        (
-            {"tokenizer": sentencepiece_model},
-            "config.data.tokenizer=.*model: is [0-9a-f]{64}, and .* with byte ",
-        ),
-        (
-            {"store": str(tmp_path)},
-            f"config.data.store={tmp_path}: is no token store; give what prope.data.prepare",
-        ),
+    config = data_config(tmp_path, data_dir=tmp_path / "data", **settings)
+    place = open_store(config, 260).path
+    config.data_dir = ""
+    config.store = place
+    assert open_store(config, 260).path == place
+    made_with = f"the store {place} was made with"
+    for field, value, problem in (
+        ("dataset", "python_docs", f"{made_with} '{NAME}'"),
+        ("template", "{text}", f"{made_with} '{{title}}: {{text}}'"),
+        ("loss_on", "all", f"{made_with} 'targets'"),
+        ("validation_fraction", 0.05, f"{made_with} 0.1; set that"),
+        ("tokenizer", sentencepiece_model, "is [0-9a-f]{64}, and the store .* with byte "),
+        ("store", str(tmp_path), "is no token store; give what prope.data.prepare"),
     ):
-        refused(settings(tmp_path, **{"store": place} | fits | fields), says, 300)
-    index = pathlib.Path(place) / "index.json"
-    whole = json.loads(index.read_text())
-    for change, says in (
-        (whole | {"rule": whole["rule"] | {"validation_fraction": 0.2}}, "was changed or copied"),
-        (whole | {"train": whole["train"] | {"tokens": 1}}, "its index.json says 1"),
-    ):
-        index.write_text(json.dumps(change))
-        refused(settings(tmp_path, store=place, **fits), says)
+        wrong = config.copy_and_resolve_references()
+        wrong[field] = value
+        refused(wrong, f"^config.data.{field}={value}: {problem}", 300)
 
 
-def test_a_config_with_a_store(tmp_path):
-    config, other = default_config(), default_config()
+def test_a_config_with_a_store():
+    config = default_config()
     config.data.update({"dataset": NAME, "store": "gs://bucket/stores/a"})
-    other.data.update({"dataset": NAME, "data_dir": "data"})
     validate(config)
-    assert differences(config, other) == [], (
-        "the place of the data may change when a run is resumed"
-    )
-    for fields, says in (
-        (
-            {"dataset": "synthetic/copy"},
-            "config.data.store=gs://bucket/stores/a: has no effect with",
-        ),
-        (
-            {"store": ""},
-            f"config.data.data_dir=: data.dataset={NAME} needs the folder that holds it, or a store",
-        ),
-        (
-            {"dataset": "mixture", "mixture": ({"weight": 1, "dataset": "python_docs"},)},
-            "config.data.store=gs://bucket/stores/a: goes into each source of data.mixture",
-        ),
+    other = default_config()
+    other.data.update({"dataset": NAME, "data_dir": "data"})
+    assert differences(config, other) == [], "a resumed run may read its data from another place"
+    mixture = ({"weight": 1, "dataset": "python_docs"},)
+    store = "config.data.store=gs://bucket/stores/a"
+    for fields, problem in (
+        ({"dataset": "synthetic/copy"}, f"{store}: has no effect with"),
+        ({"store": ""}, f"data_dir=: data.dataset={NAME} needs the folder that holds it, or a sto"),
+        ({"dataset": "mixture", "mixture": mixture}, f"{store}: goes into each source of"),
     ):
         wrong = config.copy_and_resolve_references()
         wrong.data.update(fields)
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=problem):
             validate(wrong)
-        assert says in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["files", "tfrecord"])
-def test_a_store_is_found_when_the_text_is_gone(tmp_path, cache, kind, monkeypatch, caplog):
-    folder = tmp_path / "text"
-    write_text(folder, articles()) if kind == "files" else write_tfds(folder, kind, articles())
-    config = settings(tmp_path, "files" if kind == "files" else NAME, folder)
-    config.cache_dir = cache
-    expected = prepare.open_store(config, 260)
-    shutil.rmtree(folder)
-    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "another host"))
-    with caplog.at_level(logging.WARNING, "prope"):
-        assert prepare.open_store(config, 260) == expected
-    assert (
-        f"config.data.data_dir={folder}: there is no such folder. Its store is used as it was made"
-        in caplog.text
-    )
-    other = config.copy_and_resolve_references()
-    other.validation_fraction = 0.1
-    refused(other, "there is no such folder")
-    write_text(folder, articles()[::-1]) if kind == "files" else write_tfds(
-        folder, kind, articles()[:50]
-    )
-    newer = prepare.open_store(config, 260)
-    assert newer.fingerprint != expected.fingerprint, "text that is there is always compared"
-    shutil.rmtree(folder)
-    assert prepare.open_store(config, 260) == newer
-    (epath.Path(newer.path) / "index.json").unlink()
-    refused(config, "there is no such folder")
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_its_text(tmp_path, bucket, storage, run_command):
     """On another host, which sees the bucket only."""
     write_text(tmp_path / "text", articles())
-    data = [
-        "--config.data.dataset=files",
+    data = ["--config.data.dataset=files", "--config.data.seq_len=64"]
+    raw = [
+        f"--config.data.data_dir={tmp_path}/text",
         f"--config.data.cache_dir={bucket}/stores",
-        "--config.data.seq_len=64",
     ]
-    raw = f"--config.data.data_dir={tmp_path}/text"
-    prepared = run_command("prope.data.prepare", CONFIG, *data, raw, **storage.environment)
+    prepared = run_command("prope.data.prepare", CONFIG, *data, *raw, **storage.environment)
     assert prepared.code == 0, prepared.stderr
+    place = prepared.result["store"]
     train = ["prope.train", CONFIG, f"--workdir={tmp_path}/run", "--config.log_every=1", *data]
-    first = run_command(*train, raw, "--stop_at_step=10", **storage.environment)
+    first = run_command(*train, *raw, "--stop_at_step=10", **storage.environment)
     assert first.code == 0, first.stderr
     shutil.rmtree(tmp_path / "text")
     elsewhere = storage.environment | {"PROPE_CACHE": str(tmp_path / "another host")}
-    by_place = run_command(
-        *train, f"--config.data.store={prepared.result['store']}", "--stop_at_step=15", **elsewhere
-    )
-    assert by_place.code == 0 and "resumed from step 10" in by_place.stderr, by_place.stderr
-    by_config = run_command(*train, raw, **elsewhere)
-    assert by_config.code == 0 and "resumed from step 15" in by_config.stderr, by_config.stderr
-    assert "there is no such folder. Its store is used as it was made" in by_config.stderr
-    evaluated = run_command(
-        "prope.evaluate", f"--workdir={tmp_path}/run", "--max_windows=8", **elsewhere
-    )
-    assert evaluated.code == 0 and evaluated.result["loss"] == by_config.result["eval_loss"], (
-        evaluated.stderr
-    )
-    (epath.Path(prepared.result["store"]) / "index.json").unlink()
-    gone = run_command(*train, f"--config.data.store={prepared.result['store']}", **elsewhere)
-    assert f"config.data.store={prepared.result['store']}: is no token store" in gone.error
+    gone = run_command(*train, *raw, **elsewhere)
+    assert "there is no such folder" in gone.error
+    by_place = run_command(*train, f"--config.data.store={place}", **elsewhere)
+    assert by_place.code == 0, by_place.stderr
+    assert "resumed from step 10" in by_place.stderr
+    evaluate = ["prope.evaluate", f"--workdir={tmp_path}/run", "--max_windows=8"]
+    evaluated = run_command(*evaluate, **elsewhere)
+    assert evaluated.code == 0, evaluated.stderr
+    assert evaluated.result["loss"] == by_place.result["eval_loss"]
+    (epath.Path(place) / "index.json").unlink()
+    gone = run_command(*train, f"--config.data.store={place}", **elsewhere)
+    assert f"config.data.store={place}: is no token store" in gone.error

@@ -4,15 +4,14 @@ import numpy as np
 
 Batch = dict[str, np.ndarray]
 # tokens, targets: int32 [B, T].
-# weights: float32 [B, T]; 0 where the target is a <bos>, padding or of a prompt.
+# weights: float32 [B, T]; 0 where the target is a <bos>, padding or a token of a prompt.
 # positions: int32 [B, T]; they restart at document borders if documents are masked.
 # segment_ids: int32 [B, T], the number of the document within the window, from 1; 0 for padding.
 
 
 def padding(rows: int, seq_len: int) -> Batch:
     """Returns windows without weights, to fill up a batch; the id of padding is 0."""
-    batch = {
-        name: np.zeros((rows, seq_len), np.int32)
-        for name in ("tokens", "targets", "positions", "segment_ids")
-    }
-    return batch | {"weights": np.zeros((rows, seq_len), np.float32)}
+    shape = (rows, seq_len)
+    names = ("tokens", "targets", "positions", "segment_ids")
+    batch = {name: np.zeros(shape, np.int32) for name in names}
+    return batch | {"weights": np.zeros(shape, np.float32)}

@@ -2,7 +2,8 @@
 
     python -m prope.data.inspect --config=configs/quickstart.py --step=12 --plot=lengths.png
 
-Row by row: the text of every document, and the tokens around its borders with positions, targets and loss weights.
+Row by row: the text of every document, and the tokens around its borders with positions, targets
+and loss weights.
 """
 
 from absl import flags

@@ -144,7 +144,8 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
         path.mkdir(parents=True, exist_ok=True)  # does nothing at a URL
         if is_url(path):
             (path / ".writable").write_bytes(b"")
-            (path / ".writable").unlink()
+            # Another process may check the same place.
+            (path / ".writable").unlink(missing_ok=True)
     except Exception as error:
         if not is_storage_error(error):
             raise

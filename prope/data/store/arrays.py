@@ -1,11 +1,11 @@
-"""A token store on disk: how it is found, and how any window of it is read.
+"""Finds a token store on disk, and reads and writes its arrays.
 
-A store is a folder, or a prefix below a URL such as gs://bucket/stores. It has two one-dimensional Zarr arrays,
-`train` and `validation`, and `index.json`, which is written last: a folder without it is not a store. In both arrays
-a document is <bos>, its tokens, <eos>.
+A store is a folder, or a prefix below a URL such as gs://bucket/stores. It has two one-dimensional
+Zarr arrays, `train` and `validation`, and `index.json`, which is written last: a folder without it
+is not a store. In both arrays a document is <bos>, its tokens, <eos>.
 
-With `config.data.loss_on` "targets" the top bit of an element marks the tokens of a prompt, which are not predicted.
-index.json calls this `has_prompts` and counts them as `given`. Other stores hold the plain ids.
+With `config.data.loss_on` "targets" the store has prompts: the top bit of an element tells that
+the token belongs to a prompt, which is not predicted. Other stores hold the plain ids.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -23,15 +23,10 @@ from prope.runtime.files import CONTEXT, kvstore
 
 SPLITS = ("train", "validation")
 COUNTS = ("tokens", "documents", "bytes", "prompt_tokens")  # per split in index.json: see `Store`
-PARTS = {
-    "train": ("train",),
-    "validation": ("validation",),
-    "all": SPLITS,
-}  # arrays of what can be read
-
 FORMAT = 3  # of the store; in its fingerprint
-_READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 SHARD = 2**24  # tokens in a file
+_ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
+_READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
 
 
@@ -39,51 +34,45 @@ _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 /
 class Store:
     """A token store.
 
-    `index` is the content of index.json. Per split `tokens, documents, bytes, given`: bytes of the predicted text,
-    tokens of the prompts. `empty`: the number of documents without text, which are left out. `unigram_loss`: nats per
-    token of the validation split under the token frequencies of the train split; `train_unigram_loss`: of the train
-    split itself. A `split` is train, validation or all.
+    `index` is the content of index.json. Per split it has `tokens, documents, bytes`, where bytes
+    are those of the predicted text, and `prompt_tokens`. `empty`: the number of documents without
+    text, which are left out. `unigram_loss`: nats per token of the validation split under the token
+    frequencies of the train split; `train_unigram_loss`: of the train split itself. A `split` is
+    train, validation or all.
     """
 
     path: str  # folder or URL; empty for a mixture of stores, and for generated windows
-    fingerprint: (
-        str  # hash of dataset, split rule and tokenizer; equal fingerprints mean equal tokens
-    )
+    fingerprint: str  # equal ones mean equal tokens; hash of dataset, split rule and tokenizer
     index: dict
 
     def tokens(self, split: str) -> ts.TensorStore:
         """Opens the split's elements, [tokens]; slices are read with `.read().result()`."""
-        check = {
-            "recheck_cached_data": "open",
-            "recheck_cached_metadata": "open",
-        }  # a store does not change
-        specs = [_spec(self.path, part) | check for part in PARTS[split]]
-        return ts.concat(
-            [ts.open(spec, context=CONTEXT, open=True, read=True).result() for spec in specs],
-            axis=0,
-        )
+        opened = []
+        for name in _ARRAYS[split]:
+            spec = _spec(self.path, name)
+            # A store does not change.
+            spec["recheck_cached_data"] = "open"
+            spec["recheck_cached_metadata"] = "open"
+            opened.append(ts.open(spec, context=CONTEXT, open=True, read=True).result())
+        return ts.concat(opened, axis=0)
 
     def count(self, name: str, split: str) -> int:
-        """Counts the `tokens, documents, bytes` or `given` tokens of a split."""
-        return sum(self.index[part][name] for part in PARTS[split])
+        """Counts the `tokens, documents, bytes` or `prompt_tokens` of a split."""
+        return sum(self.index[array][name] for array in _ARRAYS[split])
 
     def targets(self, split: str) -> int:
-        """Counts the predicted tokens: all but every document's <bos> and the prompts."""
-        return (
-            self.count("tokens", split)
-            - self.count("documents", split)
-            - self.count("prompt_tokens", split)
-        )
+        """Counts the predicted tokens: all except every document's <bos> and the prompts."""
+        not_predicted = self.count("documents", split) + self.count("prompt_tokens", split)
+        return self.count("tokens", split) - not_predicted
 
     def unigram_loss(self, split: str) -> float:
         """Computes the loss per token under the token frequencies of the train split."""
         names = {"train": "train_unigram_loss", "validation": "unigram_loss"}
-        return sum(
-            self.targets(part) * self.index[names[part]] for part in PARTS[split]
-        ) / self.targets(split)
+        losses = [self.targets(array) * self.index[names[array]] for array in _ARRAYS[split]]
+        return sum(losses) / self.targets(split)
 
     def decode(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Splits elements of any shape into their ids, int32, and whether they belong to a prompt, bool."""
+        """Splits elements into their ids, int32, and whether they belong to a prompt, bool."""
         if not self.index["rule"]["has_prompts"]:
             return elements.astype(np.int32), np.zeros(elements.shape, bool)
         bit = prompt_bit(elements.dtype)
@@ -91,13 +80,14 @@ class Store:
 
 
 def prompt_bit(dtype: np.dtype) -> np.integer:
-    """Returns the bit that marks a token of a prompt: the top one."""
+    """Returns the top bit, which tells that a token belongs to a prompt."""
     return dtype.type(1 << (8 * dtype.itemsize - 1))
 
 
 def element_dtype(vocab_size: int, has_prompts: bool) -> np.dtype:
-    """Returns the dtype of a store's arrays; `has_prompts`: one bit is the prompt's."""
-    return np.dtype("uint16" if vocab_size <= (2**15 if has_prompts else 2**16) else "uint32")
+    """Returns the dtype of a store's arrays; with prompts, one bit is not for ids."""
+    uint16_ids = 2**15 if has_prompts else 2**16
+    return np.dtype("uint16" if vocab_size <= uint16_ids else "uint32")
 
 
 def fingerprint_of(rule: dict) -> str:
@@ -107,96 +97,102 @@ def fingerprint_of(rule: dict) -> str:
 
 def mixture_fingerprint(weights: Sequence[float], fingerprints: Sequence[str]) -> str:
     """Hashes the shares and fingerprints of a mixture."""
-    return fingerprint_of(
-        {"mixture": list(zip(integer_shares(weights), fingerprints, strict=True))}
-    )
+    shares = integer_shares(weights)
+    return fingerprint_of({"mixture": list(zip(shares, fingerprints, strict=True))})
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
-    """Returns the smallest integers in the ratio of the weights, which sum to 1 and are rounded to 1 / 10,000."""
+    """Returns the smallest integers in the ratio of the weights, rounded to 1 / 10,000.
+
+    The weights sum to 1.
+    """
     exact = [weight * _SHARE_UNIT for weight in weights]
     shares = [math.floor(value + 1e-9) for value in exact]
-    for source in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[
-        : _SHARE_UNIT - sum(shares)
-    ]:
+    missing = _SHARE_UNIT - sum(shares)
+    by_rounding = sorted(range(len(exact)), key=lambda source: shares[source] - exact[source])
+    for source in by_rounding[:missing]:
         shares[source] += 1
     if min(shares) < 1:
-        allowed = f"1/{_SHARE_UNIT} of the sum"
-        raise UsageError(
-            f"config.data.mixture: a weight is less than {allowed}; remove it, or make it more"
-        )
+        problem = f"a weight is less than 1/{_SHARE_UNIT} of the sum"
+        raise UsageError(f"config.data.mixture: {problem}; remove it, or make it more")
     divisor = math.gcd(*shares)
     return [share // divisor for share in shares]
 
 
 def find_store(path: str, fingerprint: str | None = None) -> Store | None:
-    """Returns the store at this path, None if there is none; raises UsageError where it is not the one asked for.
+    """Returns the store at this path, or None if there is none.
 
-    With `fingerprint` None it may be any that is whole.
+    Raises UsageError where it is damaged, or its fingerprint is not `fingerprint`, if that is set.
     """
-    remedy = "remove it to have it prepared again"
     try:
         entry = kvstore(path).read("index.json").result()
     except Exception as error:  # as many types as there are kinds of storage
         field = "cache_dir" if fingerprint else "store"
-        raise UsageError(
-            f"config.data.{field}: the store {path} cannot be read: {first_line(error)}"
-        ) from None
+        problem = f"the store {path} cannot be read: {first_line(error)}"
+        raise UsageError(f"config.data.{field}: {problem}") from None
     if entry.state != "value":
         return None
     try:
         index = json.loads(entry.value)
-        fingerprint = fingerprint or index["fingerprint"]
-        others = [
-            name
-            for name in (index["fingerprint"], fingerprint_of(index["rule"]))
-            if name != fingerprint
-        ]
-        sizes = [index[split]["tokens"] for split in SPLITS]
+        fingerprints = [index["fingerprint"], fingerprint_of(index["rule"])]
+        sizes = {split: index[split]["tokens"] for split in SPLITS}
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"the store {path}: its index.json is damaged; {remedy}") from None
-    if others:
-        differs = f"its fingerprint is {others[0]}, not {fingerprint}"
-        raise UsageError(f"the store {path}: {differs}: it was changed or copied; {remedy}")
-    store = Store(path, fingerprint, index)
-    for split, size in zip(SPLITS, sizes, strict=True):
+        raise _unusable(path, "its index.json is damaged") from None
+    expected = fingerprint or fingerprints[0]
+    for found in fingerprints:
+        if found != expected:
+            problem = f"its fingerprint is {found}, not {expected}: it was changed or copied"
+            raise _unusable(path, problem)
+    store = Store(path, expected, index)
+    for split, size in sizes.items():
         try:
             length = store.tokens(split).shape[0]
         except ValueError as error:
-            raise UsageError(
-                f"the store {path}: {split} cannot be read ({first_line(error)}); {remedy}"
-            ) from None
+            raise _unusable(path, f"{split} cannot be read ({first_line(error)})") from None
         if length != size:
-            raise UsageError(
-                f"the store {path}: {split} has {length} tokens, its index.json says {size}; {remedy}"
-            )
+            raise _unusable(path, f"{split} has {length} tokens, its index.json says {size}")
     return store
+
+
+def _unusable(path: str, problem: str) -> UsageError:
+    return UsageError(f"the store {path}: {problem}; remove it to have it prepared again")
 
 
 def write_array(
     path: str, split: str, dtype: np.dtype, size: int, arrays: Iterable[np.ndarray]
 ) -> None:
-    """Writes a split of a new store: arrays of `dtype` one after the other, `size` elements together."""
-    store = ts.open(
-        _spec(path, split) | {"metadata": _metadata(dtype, size)}, context=CONTEXT, create=True
-    ).result()
-    shard, start, filled, writing = np.empty(SHARD, dtype), 0, 0, None
-    for array in arrays:
-        while len(array):
-            taken, array = np.split(array, [SHARD - filled])
-            shard[filled : filled + len(taken)] = taken
-            filled += len(taken)
-            if filled == SHARD or start + filled == size:
-                if writing:
-                    writing.result()
-                writing = store[start : start + filled].write(shard[:filled])
-                shard, start, filled = (
-                    np.empty_like(shard),
-                    start + filled,
-                    0,
-                )  # the other is being written meanwhile
-    if writing:
+    """Writes a split of a store: arrays of `dtype` one after the other, `size` elements together.
+
+    What is there already of the same store is written again.
+    """
+    spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
+    store = ts.open(spec, context=CONTEXT, create=True, open=True).result()
+    start = 0
+    writing = None
+    for shard in _join(arrays, SHARD):
+        if writing is not None:
+            writing.result()
+        stop = start + len(shard)
+        writing = store[start:stop].write(shard)  # while the next one is read
+        start = stop
+    if writing is not None:
         writing.result()
+
+
+def _join(arrays: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Yields the elements of all arrays in arrays of this size; the last one may be shorter."""
+    waiting = []
+    count = 0
+    for array in arrays:
+        waiting.append(array)
+        count += len(array)
+        while count >= size:
+            joined = np.concatenate(waiting)
+            yield joined[:size]
+            waiting = [joined[size:]]
+            count -= size
+    if count:
+        yield np.concatenate(waiting)
 
 
 def _spec(path: str, split: str) -> dict:
@@ -204,15 +200,13 @@ def _spec(path: str, split: str) -> dict:
 
 
 def _metadata(dtype: np.dtype, size: int) -> dict:
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
-    checked = [little, {"name": "crc32c"}]  # a damaged file is an error, not other text
-    sharding = {"chunk_shape": [_READ_TOKENS], "codecs": checked, "index_codecs": checked}
-    codecs = [{"name": "sharding_indexed", "configuration": sharding}]
-    grid = {"name": "regular", "configuration": {"chunk_shape": [SHARD]}}
+    little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
+    codecs = [little_endian, {"name": "crc32c"}]  # a damaged file is an error, not other text
+    sharding = {"chunk_shape": [_READ_TOKENS], "codecs": codecs, "index_codecs": codecs}
     return {
         "shape": [size],
         "data_type": dtype.name,
-        "chunk_grid": grid,
-        "codecs": codecs,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [SHARD]}},
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "fill_value": 0,
     }

@@ -1,4 +1,4 @@
-"""Tokenises the chunks of a source into files, in as many processes as the text is worth; resumes after a stop."""
+"""Tokenises the chunks of a source into files, in several processes; resumes after a stop."""
 
 import io
 import itertools
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
@@ -17,83 +18,107 @@ from tqdm import tqdm
 from prope.data.sources.base import Chunk, Source
 from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
-from prope.errors import log
+from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
 
 _ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
 _LOG_SECONDS = 30.0  # between lines where there is no terminal
 
+_NumberedChunks = list[tuple[int, Chunk]]
+
 
 def pack_chunks(
     source: Source, data: ConfigDict, has_prompts: bool, folder: pathlib.Path, stats: dict
 ) -> list[dict]:
-    """Packs every chunk that has no files yet; returns the records of all, in order, and fills `stats`."""
+    """Packs every chunk that has no files yet; returns the records of all, in order.
+
+    `stats` is filled with the `workers` and the `tokens` that they wrote.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    records = [read_json(folder / f"{number}.json") or {} for number in range(len(source.chunks))]
-    # One with another key was cut by another rule.
-    missing = [
-        (n, chunk) for n, chunk in enumerate(source.chunks) if records[n].get("chunk") != chunk.key
-    ]
-    size = sum(chunk.num_bytes for _, chunk in missing)
-    there = len(records) - len(missing)
-    reused = f"; {there} of {len(records)} chunks are there already" if there else ""
-    log.info(
-        "data: packing %s (about %.1f MB of text)%s", source.name, source.num_bytes / 1e6, reused
-    )
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    workers = data.num_workers or (1 if size < _ONE_PROCESS_BYTES else cores)
-    stats["workers"] = workers = max(1, min(workers, len(missing)))
-    arguments = (data.tokenizer, data.validation_fraction, has_prompts)
-    terminal, logged = sys.stderr.isatty(), time.monotonic()
-    options = {
-        "total": source.num_bytes,
-        "initial": source.num_bytes - size,
-        "unit": "B",
-        "unit_scale": True,
-    }
-    with tqdm(**options, desc="data", file=None if terminal else io.StringIO()) as bar:
-        for number, record in _packed(missing, folder, workers, arguments):
+    records: list[dict] = []
+    missing: _NumberedChunks = []
+    for number, chunk in enumerate(source.chunks):
+        record = read_json(folder / f"{number}.json") or {}
+        records.append(record)
+        if record.get("chunk") != chunk.key:  # another key was cut by another rule
+            missing.append((number, chunk))
+    missing_bytes = sum(chunk.num_bytes for _, chunk in missing)
+    finished = len(records) - len(missing)
+    reused = f"; {finished} of {len(records)} chunks are there already" if finished else ""
+    megabytes = source.num_bytes / 1e6
+    log.info("data: packing %s (about %.1f MB of text)%s", source.name, megabytes, reused)
+    num_workers = data.num_workers or (1 if missing_bytes < _ONE_PROCESS_BYTES else _count_cores())
+    num_workers = max(1, min(num_workers, len(missing)))
+    settings = (data.tokenizer, data.validation_fraction, has_prompts)
+    stats |= {"workers": num_workers, "tokens": 0}
+    with _progress_bar(source.num_bytes, source.num_bytes - missing_bytes) as bar:
+        for number, record in _packed(missing, folder, num_workers, settings):
             records[number] = record
+            stats["tokens"] += sum(record[split]["tokens"] for split in SPLITS)
             bar.update(source.chunks[number].num_bytes)
-            if not terminal and time.monotonic() - logged > _LOG_SECONDS:
-                logged = time.monotonic()
-                log.info("%s", tqdm.format_meter(**bar.format_dict | {"ncols": 0}))
-    new = [records[number] for number, _ in missing]
-    stats["tokens"] = sum(record[split]["tokens"] for record in new for split in SPLITS)
-    stats["tokenizer_seconds"] = sum(record["tokenizer_seconds"] for record in new)
-    stats["worker_seconds"] = sum(record["seconds"] for record in new)
     return records
 
 
+class _LoggedBar(tqdm):
+    """A progress bar for where there is no terminal: a line of the log now and then."""
+
+    def __init__(self, **options):
+        super().__init__(file=io.StringIO(), **options)
+        self._logged = time.monotonic()
+
+    def update(self, n=1):
+        """Advances by `n`."""
+        super().update(n)
+        if time.monotonic() - self._logged > _LOG_SECONDS:
+            self._logged = time.monotonic()
+            log.info("%s", tqdm.format_meter(**self.format_dict | {"ncols": 0}))
+
+
+def _progress_bar(total: int, initial: int) -> tqdm:
+    bar = tqdm if sys.stderr.isatty() else _LoggedBar
+    return bar(total=total, initial=initial, unit="B", unit_scale=True, desc="data")
+
+
+def _count_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _packed(
-    chunks: list[tuple[int, Chunk]], folder: pathlib.Path, workers: int, arguments: tuple
+    chunks: _NumberedChunks, folder: pathlib.Path, num_workers: int, settings: tuple
 ) -> Iterator[tuple[int, dict]]:
     """Yields (number, record) of these chunks as they finish."""
-    if workers == 1:
-        pack.start_worker(*arguments)
+    if num_workers == 1:
+        pack.start_worker(*settings)
         for number, chunk in chunks:
             yield number, pack.pack(chunk, folder, number)
         return
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    pool = futures.ProcessPoolExecutor(workers, context, pack.start_worker, (*arguments, stop))
+    pool = futures.ProcessPoolExecutor(num_workers, context, pack.start_worker, (*settings, stop))
     try:
-        for future in futures.as_completed(
-            [pool.submit(pack.pack_run, run, folder) for run in _runs(chunks, workers)]
-        ):
+        pending = [pool.submit(pack.pack_run, run, folder) for run in _runs(chunks, num_workers)]
+        for future in futures.as_completed(pending):
             yield from future.result()
+    except BrokenProcessPool:
+        killed = "a worker was killed, most likely for want of memory: finished chunks are kept"
+        remedy = "run the same command again with a smaller config.data.num_workers"
+        raise RunFailed(f"{killed}; {remedy}") from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
-def _runs(chunks: list[tuple[int, Chunk]], workers: int) -> Iterator[list[tuple[int, Chunk]]]:
-    """Cuts chunks into runs that one worker packs: of a shard that it copies first all, or a part if there are few."""
-    shards = [
-        list(run) for _, run in itertools.groupby(chunks, lambda entry: entry[1].shard or entry[0])
-    ]
-    for run in shards:
-        size = math.ceil(len(run) / math.ceil(workers / len(shards)))
-        yield from (run[start : start + size] for start in range(0, len(run), size))
+def _runs(chunks: _NumberedChunks, num_workers: int) -> Iterator[_NumberedChunks]:
+    """Cuts chunks into runs that one worker packs.
+
+    A run has all chunks of a shard that is copied first, or some of them if shards are few.
+    """
+    shards = itertools.groupby(chunks, lambda entry: entry[1].shard or entry[0])
+    runs = [list(run) for _, run in shards]
+    for run in runs:
+        workers_per_run = math.ceil(num_workers / len(runs))
+        size = math.ceil(len(run) / workers_per_run)
+        for start in range(0, len(run), size):
+            yield run[start : start + size]
