@@ -1,17 +1,21 @@
-"""Hashes of arrays, equal on devices and on the host and for any sharding."""
+"""Hashes of arrays, equal on devices and on the host and for any sharding; hashes of JSON."""
 
 import hashlib
+import json
 
 import jax
 import numpy as np
 
 from prope.sharding import hash_bits
 
+_MULTIPLIER = 2654435761  # of `hash_bits`: each element's place times this makes its own factor
+_BLOCK = 2**16  # elements hashed at a time on the host: they stay in the processor's cache
+
 
 def hash_arrays(tree) -> str:
     """Hashes a tree of arrays of 16 or 32 bits to 16 hex digits, whatever their sharding."""
-    text = " ".join(f"{path}={sum(layers) % 2**32}" for path, layers in array_hashes(tree).items())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    hashes = array_hashes(tree).items()
+    return _digest(" ".join(f"{path}={sum(layers) % 2**32}" for path, layers in hashes))
 
 
 def array_hashes(tree) -> dict[str, list[int]]:
@@ -24,20 +28,36 @@ def array_hashes(tree) -> dict[str, list[int]]:
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:
-    """Computes `hash_bits` of a NumPy array, or of a chunk from element `first` on; chunks add up modulo 2**32."""
-    bits, total = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}"), 0
-    odd, size = 2654435761, 2**16  # elements at a time: they stay in the processor's cache
-    places = np.arange(min(size, bits.size), dtype=np.uint32) * np.uint32(odd)
-    for start in range(0, bits.size, size):
-        mixed = bits[start : start + size].astype(np.uint32)
+    """Computes `hash_bits` of a NumPy array.
+
+    The array may be a chunk that begins at element `first`: chunks add up modulo 2**32.
+    """
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}")
+    factors = np.arange(min(_BLOCK, bits.size), dtype=np.uint32) * np.uint32(_MULTIPLIER)
+    total = 0
+    for start in range(0, bits.size, _BLOCK):
+        mixed = bits[start : start + _BLOCK].astype(np.uint32)
+        offset = np.uint32((first + start) * _MULTIPLIER % 2**32)
         mixed ^= mixed >> 15
-        mixed *= (places[: mixed.size] + np.uint32((first + start) * odd % 2**32)) | 1
+        mixed *= (factors[: mixed.size] + offset) | 1
         mixed ^= mixed >> 13
         total += int(mixed.sum(dtype=np.uint64))
     return total % 2**32
 
 
+def hash_json(value) -> str:
+    """Hashes a value of JSON's types to 16 hex digits; tuples count as lists."""
+    return _digest(json.dumps(value, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 @jax.jit
 def _hash_leaves(tree):
-    stacked = lambda path: any(getattr(key, "key", None) == "layers" for key in path)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: hash_bits(leaf, stacked(path)), tree)
+    def hash_leaf(path, leaf):
+        stacked = any(getattr(key, "key", None) == "layers" for key in path)
+        return hash_bits(leaf, stacked)
+
+    return jax.tree_util.tree_map_with_path(hash_leaf, tree)

@@ -1,4 +1,4 @@
-"""The JSON lines in a run's directory, metrics.jsonl and eval.jsonl, and which evaluation among them to use."""
+"""The JSON lines of a run, metrics.jsonl and eval.jsonl, and which evaluation of several to use."""
 
 import json
 from collections.abc import Iterable
@@ -9,55 +9,57 @@ from ml_collections import ConfigDict
 from prope.errors import log
 from prope.runtime.files import retry_reads
 
-SAME_WINDOWS = (
-    "fingerprint",
-    "seq_len",
-    "windows",
-)  # evaluations equal in these predicted the same tokens
+SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # equal in these: the same tokens predicted
 
 
 def read_jsonl(path: epath.Path) -> list[dict]:
-    """Reads a file of JSON lines, skipping with a warning those cut short; an empty list if there is no file."""
+    """Reads a file of JSON lines, skipping with a warning those cut short.
+
+    Without the file the list is empty.
+    """
     records = []
     for number, line in enumerate(retry_reads(path, path.read_bytes, b"").splitlines(), 1):
         try:
             records.append(json.loads(line))
         except ValueError:
-            log.warning(
-                "%s: line %d is not JSON and is skipped; its process was killed as it wrote it",
-                path,
-                number,
-            )
+            cause = "its process was killed as it wrote it"
+            log.warning("%s: line %d is not JSON and is skipped; %s", path, number, cause)
     return records
 
 
 def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
-    """Selects the records with these values, such as step=700, in their order; a missing field counts as None.
+    """Selects the records with these values, such as step=700; a missing field counts as None.
 
-    Those with another encoding than the run's (`prope.evaluate --encoding`) are left out, unless fields has one.
+    Those with another encoding than the run's (`prope.evaluate --encoding`) are left out, unless
+    fields has one.
     """
     fields = {"encoding": None} | fields
     return [
-        record for record in records if all(record.get(k) == value for k, value in fields.items())
+        record
+        for record in records
+        if all(record.get(name) == value for name, value in fields.items())
     ]
 
 
 def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: int) -> list[dict]:
     """Selects the evaluations of a step on the documents and window length of training.
 
-    Training evaluates a step before it saves it, so its own evaluation is the oldest with its max_windows.
+    Training evaluates a step before it saves it, so the oldest with its max_windows is its record,
+    and has the fingerprint of its documents.
     """
-    records = find_evaluations(
-        records, step=step, dataset=config.data.dataset, seq_len=config.data.seq_len
-    )
-    own = find_evaluations(records, max_windows=config.eval.max_windows) or records
-    return find_evaluations(records, fingerprint=own[0].get("fingerprint")) if own else []
+    data = config.data
+    records = find_evaluations(records, step=step, dataset=data.dataset, seq_len=data.seq_len)
+    limited = find_evaluations(records, max_windows=config.eval.max_windows)
+    oldest_first = limited or records
+    if not oldest_first:
+        return []
+    return find_evaluations(records, fingerprint=oldest_first[0]["fingerprint"])
 
 
 def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
-    """Returns the fullest record with these values, by number of windows, and of equally full ones the newest."""
+    """Returns the record with these values and the most windows; of several, the newest."""
     newest_first = reversed(find_evaluations(records, **fields))
-    return max(newest_first, key=lambda record: record.get("windows") or 0, default=None)
+    return max(newest_first, key=lambda record: record["windows"], default=None)
 
 
 def find_pair(
@@ -68,7 +70,11 @@ def find_pair(
     `second_fields` are values of the second that differ.
     """
     matching = find_evaluations(others, **fields | (second_fields or {}))
-    of_windows = {tuple(map(other.get, SAME_WINDOWS)): other for other in matching}
-    shared = [record for record in records if tuple(map(record.get, SAME_WINDOWS)) in of_windows]
+    by_windows = {_windows(other): other for other in matching}
+    shared = [record for record in records if _windows(record) in by_windows]
     record = find_evaluation(shared, **fields)
-    return record and (record, of_windows[tuple(map(record.get, SAME_WINDOWS))])
+    return record and (record, by_windows[_windows(record)])
+
+
+def _windows(record: dict) -> tuple:
+    return tuple(record.get(field) for field in SAME_WINDOWS)
