@@ -72,7 +72,12 @@ def test_the_golden_values_are_the_formula_s(name):
     expected = {"frequencies": freqs, "cos": np.cos(angles), "sin": np.sin(angles)}
     for kind in ("queries", "keys"):
         lanes = case[kind][None, :, None, :width]
-        rotated = oracles.rotation(lanes, case["positions"][None], theta, p)[0, :, 0]
+        rotated = oracles.rotation(
+            lanes,
+            case["positions"][None],
+            theta,
+            p,
+        )[0, :, 0]
         expected[f"rotated_{kind}"] = np.append(rotated, case[kind][:, width:], axis=1)
     expected["scores"] = expected["rotated_queries"] @ expected["rotated_keys"].T
     np.testing.assert_allclose(case["frequencies"], freqs, rtol=1e-14)
@@ -106,7 +111,12 @@ def test_the_golden_files_are_installed(tmp_path):
 
 def test_no_jax_is_imported():
     code = "import prope.golden.check, prope.runtime.files, sys; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        check=True,
+        timeout=60,
+    )
 
 
 # --- prope, and copies of it with a planted error -----------------------------------------------
@@ -307,7 +317,14 @@ def test_mistakes_in_single_lanes_are_named():
         half = CASES[name]["head_dim"] // 2
         still = np.arange(2 * half) % half >= CASES[name]["rotated_pairs"]
         rounded[name] = {kind: bfloat16(array) for kind, array in arrays.items()}
-        cleared[name] = {kind: np.where(still, 0, array) for kind, array in arrays.items()}
+        cleared[name] = {
+            kind: np.where(
+                still,
+                0,
+                array,
+            )
+            for kind, array in arrays.items()
+        }
     assert mistake_in(rounded) == "the rotated values are rounded to bfloat16"
     assert mistake_in(cleared) == "lanes that are not rotated are set to zero"
 

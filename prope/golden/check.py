@@ -19,24 +19,17 @@ from prope.errors import UsageError, nearest, usage_error
 TOLERANCE = 3e-7  # of an array's scale: the rounding of float32 values
 _ANGLE = 2.0**-21  # relative error of a float32 angle, from the power and the product too
 ARRAYS = ("frequencies", "cos", "sin", "rotated_queries", "rotated_keys", "scores")
-_INPUTS = {
-    "head_dim": None,
-    "max_wavelength": None,
-    "rope_percentage": None,
-    "encoding": None,
-    "positions": np.int32,
-    "queries": np.float32,
-    "keys": np.float32,
-}
 
 
 def _bfloat16(x):
     mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.round(256 * mantissa) / 256, exponent)
+    mantissa = np.round(mantissa * 2**8)
+    return np.ldexp(mantissa, exponent - 8)
 
 
 def _interleaved(lanes):
-    return np.append(np.sort(lanes)[::2], np.sort(lanes)[1::2])
+    lanes = np.sort(lanes)
+    return np.append(lanes[::2], lanes[1::2])
 
 
 FLOAT32 = "float32 angles (transformers and gemma have them, too; --float32_angles accepts them)"
@@ -114,17 +107,6 @@ def load_cases() -> dict[str, dict]:
     return cases
 
 
-def input_file() -> bytes:
-    """Returns what a port needs as an .npz of arrays CASE/NAME."""
-    arrays = {}
-    for name, case in load_cases().items():
-        for key, dtype in _INPUTS.items():
-            arrays[f"{name}/{key}"] = np.asarray(case[key], dtype)
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    return buffer.getvalue()
-
-
 def read_values(path: epath.Path) -> dict:
     """Reads a port's arrays, by case and array, in the shapes of the golden ones."""
     try:
@@ -138,12 +120,16 @@ def read_values(path: epath.Path) -> dict:
     values = {}
     for key, array in arrays.items():
         key = key.replace("inv_freq", "frequencies")
-        name, _, kind = key.partition("/")
-        if key in known:
-            values.setdefault(name, {})[kind] = _fit(f"{path}: {key}", array, cases[name], kind)
-        elif name not in cases or kind not in _INPUTS:
+        if key not in known:
             hint = f"must be CASE/ARRAY{nearest(key, known)}, of {', '.join(ARRAYS)}"
             raise UsageError(f"{path}: {key}: {hint}")
+        name, kind = key.split("/")
+        values.setdefault(name, {})[kind] = _fit(
+            f"{path}: {key}",
+            array,
+            cases[name],
+            kind,
+        )
     if not values:
         raise UsageError(f"{path}: holds nothing to check; add arrays such as {known[3]}")
     return values
@@ -151,7 +137,8 @@ def read_values(path: epath.Path) -> dict:
 
 def _fit(label: str, array: np.ndarray, case: dict, kind: str) -> np.ndarray:
     """Returns an array in the shape of the golden one."""
-    if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
+    is_number = array.dtype.kind in "fiu"
+    if not is_number or not np.isfinite(array).all():
         problem = f"its type is {array.dtype}, or it holds nan or inf"
         raise UsageError(f"{label}: must hold finite numbers; {problem}")
     shape = case[kind].shape
@@ -181,8 +168,9 @@ def _predict_table(case: dict, mistake: dict, error: float) -> tuple:
     p = step("p", case["rope_percentage"])
     pairs = int(step("pairs", p * d / 2))
     widths = {"proportional": d, "partial": max(2 * pairs, 1)}
-    denominator = widths[mistake.get("denominator", case["encoding"])]
-    distance = widths[mistake.get("pairing", case["encoding"])] // 2
+    encoding = case["encoding"]
+    denominator = widths[mistake.get("denominator", encoding)]
+    distance = widths[mistake.get("pairing", encoding)] // 2
     theta = float(step("theta", case["max_wavelength"]))
     is_rotated = step("order of pairs", k) < pairs
     freqs = np.where(is_rotated, theta ** (-2 * k / denominator), 0.0)
@@ -208,7 +196,8 @@ def predict(case: dict, mistake: dict, error: float = 0.0) -> dict[str, np.ndarr
     written = step("written", np.argsort(lanes))
     arrays = {"frequencies": freqs, "cos": cos, "sin": sin}
     for kind in ("queries", "keys"):
-        first, second = np.split(case[kind][:, lanes], 2, axis=1)
+        inputs = case[kind][:, lanes]
+        first, second = np.split(inputs, 2, axis=1)
         rotated_first = first * cos - second * step("first sine", sin)
         rotated_second = second * cos + first * step("second sine", sin)
         rotated = np.append(rotated_first, rotated_second, axis=1)
@@ -222,7 +211,8 @@ def _compare(values: dict, mistake: dict) -> Iterator[tuple]:
     for name, arrays in values.items():
         case = load_cases()[name]
         exact = predict(case, mistake)
-        blurred = [predict(case, mistake, share * _ANGLE) for share in (-1, -0.5, 0.5, 1)]
+        angle_errors = (-_ANGLE, -_ANGLE / 2, _ANGLE / 2, _ANGLE)
+        blurred = [predict(case, mistake, error) for error in angle_errors]
         queries = case["queries"].max()
         keys = case["keys"].max()
         scales = {
@@ -236,8 +226,9 @@ def _compare(values: dict, mistake: dict) -> Iterator[tuple]:
         for kind in arrays.keys() & scales.keys():
             expected = exact[kind] if mistake else case[kind]
             errors = np.abs(arrays[kind] - expected) / scales[kind]
-            slack = np.max([np.abs(other[kind] - exact[kind]) for other in blurred], axis=0)
-            yield name, kind, errors, 2 * slack / scales[kind]
+            moved = [np.abs(other[kind] - exact[kind]) for other in blurred]
+            slack = 2 * np.max(moved, axis=0) / scales[kind]
+            yield name, kind, errors, slack
 
 
 def explains(mistake: dict, values: dict) -> bool:
@@ -248,10 +239,14 @@ def explains(mistake: dict, values: dict) -> bool:
 
 def check(values: dict, float32_angles: bool = False) -> tuple[str, dict]:
     """Compares a port with the golden values: (line on what it computes, command's result)."""
-    worst = max(_compare(values, {}), key=lambda compared: compared[2].max())
+    worst = max(
+        _compare(values, {}),
+        key=lambda compared: compared[2].max(),
+    )
     name, kind, errors, _ = worst
     error = float(errors.max())
-    index = [int(i) for i in np.unravel_index(errors.argmax(), errors.shape)]
+    index = np.unravel_index(errors.argmax(), errors.shape)
+    index = [int(i) for i in index]
     fitting = [mistake for mistake in MISTAKES if explains(MISTAKES[mistake], values)]
     mistakes = fitting or ["no known mistake explains it"]
     if FLOAT32 in fitting:
