@@ -1,4 +1,4 @@
-"""Writes the golden vectors by their formulas, in decimal arithmetic of 50 digits; it imports nothing of prope.
+"""Writes the golden vectors by their formulas, in decimals of 50 digits, without code of prope.
 
     python tests/write_golden.py prope/golden
 
@@ -12,55 +12,63 @@ from decimal import Decimal, localcontext
 
 TWO_PI = 2 * Decimal("3.14159265358979323846264338327950288419716939937511")
 RANGE = [0, 1, 17, 257, 8191, 1048575]
+SHORT = [1, 257, 1048575]
 # (encoding, head_dim, max_wavelength, rope_percentage, positions)
 CASES = [
-    *(("proportional", 16, 10_000, p, RANGE) for p in (0, 0.25, 0.5, 0.75, 1)),
-    *(("proportional", 16, 1_000_000, p, RANGE) for p in (0.25, 0.75)),
+    *[("proportional", 16, 10_000, p, RANGE) for p in (0, 0.25, 0.5, 0.75, 1)],
+    *[("proportional", 16, 1_000_000, p, RANGE) for p in (0.25, 0.75)],
     ("proportional", 16, 10_000, 0.75, [-8191, -1, 0, 2]),
-    *(("proportional", 64, 10_000, p, [1, 257, 1048575]) for p in (0.3, 0.75)),
+    *[("proportional", 64, 10_000, p, SHORT) for p in (0.3, 0.75)],
     ("proportional", 256, 1_000_000, 0.25, [257, 8191]),
-    *(("partial", 16, 10_000, p, RANGE) for p in (0, 0.25, 0.5, 1)),
+    *[("partial", 16, 10_000, p, RANGE) for p in (0, 0.25, 0.5, 1)],
     ("partial", 16, 1_000_000, 0.5, RANGE),
-    ("partial", 64, 10_000, 0.25, [1, 257, 1048575]),
+    ("partial", 64, 10_000, 0.25, SHORT),
 ]
 
 
-def main(folder: pathlib.Path) -> None:
-    files = {}
-    for case in CASES:
-        files.setdefault(f"{case[0]}.json", {}).update([compute(*case)])
-    for name, cases in files.items():
-        (folder / name).write_text(as_text(cases))
+def main(folder):
+    for encoding in ("proportional", "partial"):
+        cases = {name_case(*case): compute(*case) for case in CASES if case[0] == encoding}
+        file = folder / f"{encoding}.json"
+        file.write_text(as_text(cases))
 
 
-def compute(encoding: str, d: int, theta: int, p: float, positions: list[int]) -> tuple[str, dict]:
-    """Returns the name and the numbers of a case."""
-    pairs = int(p * d // 2) if encoding == "proportional" else int(p * d) // 2
-    denominator, half = (d, d // 2) if encoding == "proportional" else (2 * pairs, pairs)
-    queries = [
-        [((5 * lane + 3 * t) % 13 - 6) / 4 for lane in range(d)] for t in range(len(positions))
-    ]
-    keys = [[((7 * lane + 2 * t) % 11 - 5) / 4 for lane in range(d)] for t in range(len(positions))]
+def name_case(encoding, d, theta, p, positions):
+    name = f"{encoding}_d{d}"
+    if theta != 10_000:
+        name += f"_theta{theta}"
+    name += f"_p{p}"
+    if positions[0] < 0:
+        name += "_negative"
+    return name
+
+
+def compute(encoding, d, theta, p, positions):
+    """Returns the numbers of a case."""
+    pairs = int(p * d // 2)
+    denominator = d
+    half = d // 2
+    if encoding == "partial":
+        pairs = int(p * d) // 2
+        denominator = 2 * pairs
+        half = pairs
     with localcontext(prec=50):
-        freqs = [(Decimal(theta).ln() * (-2 * k) / denominator).exp() for k in range(pairs)]
-        table = [
-            [cos_sin(m * freq) for freq in freqs] + [(1, 0)] * (d // 2 - pairs) for m in positions
+        log_theta = Decimal(theta).ln()
+        freqs = [(log_theta * (-2 * k) / denominator).exp() for k in range(pairs)]
+        freqs += [Decimal(0)] * (d // 2 - pairs)
+        table = [[cos_sin(m * freq) for freq in freqs] for m in positions]
+        queries = draw(len(positions), d, 5, 3, 13)
+        keys = draw(len(positions), d, 7, 2, 11)
+        rotated_queries = [
+            rotate(*row, half)
+            for row in zip(
+                queries,
+                table,
+                strict=True,
+            )
         ]
-        rotated_queries, rotated_keys = (
-            [rotate(row, angles[:pairs], half) for row, angles in zip(rows, table, strict=True)]
-            for rows in (queries, keys)
-        )
-        scores = [[sum(map(Decimal.__mul__, q, k)) for k in rotated_keys] for q in rotated_queries]
-    start = f"{encoding}_d{d}" + (f"_theta{theta}" if theta != 10_000 else "")
-    numbers = {
-        "encoding": encoding,
-        "head_dim": d,
-        "max_wavelength": theta,
-        "rope_percentage": p,
-        "rotated_pairs": pairs,
-        "positions": positions,
-        "frequencies": [float(freq) for freq in freqs] + [0.0] * (d // 2 - pairs),
-    }
+        rotated_keys = [rotate(*row, half) for row in zip(keys, table, strict=True)]
+        scores = [[dot(query, key) for key in rotated_keys] for query in rotated_queries]
     values = {
         "queries": queries,
         "keys": keys,
@@ -70,42 +78,68 @@ def compute(encoding: str, d: int, theta: int, p: float, positions: list[int]) -
         "rotated_keys": rotated_keys,
         "scores": scores,
     }
-    numbers |= {
-        name: [[round(float(x), 10) + 0.0 for x in row] for row in rows]
-        for name, rows in values.items()
+    numbers = {
+        "encoding": encoding,
+        "head_dim": d,
+        "max_wavelength": theta,
+        "rope_percentage": p,
+        "rotated_pairs": pairs,
+        "positions": positions,
+        "frequencies": [float(freq) for freq in freqs],
     }
-    return f"{start}_p{p}" + ("_negative" if positions[0] < 0 else ""), numbers
+    for name, rows in values.items():
+        numbers[name] = [[as_number(x) for x in row] for row in rows]
+    return numbers
 
 
-def cos_sin(angle: Decimal) -> tuple[Decimal, Decimal]:
+def as_number(x):
+    return round(float(x), 10) + 0.0  # not -0.0
+
+
+def draw(T, d, lane_step, row_step, modulus):
+    """Returns T rows of d quarters around 0."""
+    rows = []
+    for t in range(T):
+        numbers = [(lane_step * lane + row_step * t) % modulus for lane in range(d)]
+        rows.append([(number - modulus // 2) / 4 for number in numbers])
+    return rows
+
+
+def cos_sin(angle):
     """Computes cos and sin by their series, after whole turns are taken away."""
     x = angle % TWO_PI
     terms = [Decimal(1)]
     while abs(terms[-1]) > Decimal("1e-40") or len(terms) < 9:
         terms.append(terms[-1] * x / len(terms))
-    signs = [1, 1, -1, -1]
-    signed = [term * signs[n % 4] for n, term in enumerate(terms)]
-    return sum(signed[0::2]), sum(signed[1::2])
+    cos = sum(terms[0::4]) - sum(terms[2::4])
+    sin = sum(terms[1::4]) - sum(terms[3::4])
+    return cos, sin
 
 
-def rotate(row: list[float], angles: list[tuple[Decimal, Decimal]], half: int) -> list[Decimal]:
-    """Rotates lanes k and k + half by the angle k, given as its cos and sin."""
+def rotate(row, angles, half):
+    """Rotates lanes k and k + half by the angle k, which is its cos and sin."""
     out = [Decimal(x) for x in row]
     for k, (cos, sin) in enumerate(angles):
-        first, second = out[k], out[k + half]
-        out[k], out[k + half] = first * cos - second * sin, second * cos + first * sin
+        first = out[k]
+        second = out[k + half]
+        out[k] = first * cos - second * sin
+        out[k + half] = second * cos + first * sin
     return out
 
 
-def as_text(cases: dict[str, dict]) -> str:
+def dot(query, key):
+    return sum(map(Decimal.__mul__, query, key))
+
+
+def as_text(cases):
     """JSON with one array of a case on a line."""
-    rows = {
-        name: ",\n".join(
-            f'"{key}":{json.dumps(value, separators=(",", ":"))}' for key, value in case.items()
-        )
-        for name, case in cases.items()
-    }
-    return "{\n" + ",\n\n".join(f'"{name}":{{\n{body}}}' for name, body in rows.items()) + "\n}\n"
+    objects = []
+    for name, case in cases.items():
+        lines = [f'"{key}":{json.dumps(case[key], separators=(",", ":"))}' for key in case]
+        body = ",\n".join(lines)
+        objects.append(f'"{name}":{{\n{body}}}')
+    text = ",\n\n".join(objects)
+    return f"{{\n{text}\n}}\n"
 
 
 if __name__ == "__main__":
