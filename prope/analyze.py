@@ -1,14 +1,15 @@
 """Analyses checkpoints as the paper does: frequency usage, head census, semantic channels.
 
     python -m prope.analyze --workdir=runs/quickstart
-    python -m prope.analyze --workdir=runs/sweep --text=FILE --seq_len=512 --layers=0,3 --heads=0.0,3.1
+    python -m prope.analyze --workdir=runs/sweep --text=FILE --seq_len=512 --layers=0,3
     python -m prope.analyze --theory
 
-Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with every number.
-A directory of runs also gets a page that compares them. The model runs one layer at a time, in float32, over the
-beginnings of documents. Started on every host of a pod as training is, it uses all their devices; process 0 writes and
-prints. --paper makes every figure and table of the paper for a checkpoint, in one run. --theory lists the paper's
-statements instead and draws Figures 2 and 8.
+Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with
+every number. A directory of runs also gets a page that compares them. The model runs one layer at a
+time, in float32, over the beginnings of documents. Started on every host of a pod as training is,
+it uses all their devices; process 0 writes and prints. --paper makes every figure and table of the
+paper for a checkpoint, in one run. --theory lists the paper's statements instead and draws Figures
+2 and 8.
 """
 
 from absl import flags
@@ -16,76 +17,73 @@ from absl.flags import FLAGS
 from etils import epath
 
 from prope import command
-from prope.errors import UsageError, log
+from prope.errors import UsageError, log, usage_error
 
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string(
-        "workdir", None, "directory of a run, or one with runs below it: all are analysed"
-    )
-    flags.DEFINE_integer(
-        "step", None, "checkpoint to analyse; the newest by default", lower_bound=0
-    )
-    flags.DEFINE_integer(
-        "sequences", 8, "number of documents whose beginnings are read", lower_bound=1
-    )
-    flags.DEFINE_integer(
-        "seq_len", None, "tokens of each, at least 3; the training length by default", lower_bound=3
-    )
+    workdir = "directory of a run, or one with runs below it: all are analysed"
+    flags.DEFINE_string("workdir", None, workdir)
+    step = "checkpoint to analyse; the newest by default"
+    flags.DEFINE_integer("step", None, step, lower_bound=0)
+    sequences = "number of documents whose beginnings are read"
+    flags.DEFINE_integer("sequences", 8, sequences, lower_bound=1)
+    seq_len = "tokens of each, at least 3; the training length by default"
+    flags.DEFINE_integer("seq_len", None, seq_len, lower_bound=3)
     flags.DEFINE_string("text", None, "file to read instead of documents")
-    flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
-    flags.DEFINE_string("data_dir", None, "folder of the dataset, as in config.data.data_dir")
-    split = "documents to read; by default validation, and all of a text that the run was not trained on"
-    flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
     flags.DEFINE_string("layers", None, "layers to measure, as in 0,3; all by default")
-    flags.DEFINE_string(
-        "heads", None, "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default"
-    )
-    window = "tokens of the first sequence in maps, as in 100:148 for START:STOP; the first 48 by default"
+    heads = "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default"
+    flags.DEFINE_string("heads", None, heads)
+    window = "tokens of the first sequence in maps, as in 100:148; the first 48 by default"
     flags.DEFINE_string("window", None, window)
-    flags.DEFINE_string(
-        "tokens", None, "positions in tables, as in 0,17,41; the first 8 of the window by default"
-    )
-    head_of = "token, such as ', to find heads that look at it right after it, and elsewhere at the first token"
+    tokens = "positions in tables, as in 0,17,41; the first 8 of the window by default"
+    flags.DEFINE_string("tokens", None, tokens)
+    head_of = "token, to find heads that attend to it right after it, elsewhere to the first one"
     flags.DEFINE_string("head_of", None, head_of)
-    flags.DEFINE_string(
-        "channel", None, "channels to show, as in 0.2.15 for LAYER.HEAD.PAIR; pair 0 is the fastest"
-    )
-    flags.DEFINE_integer(
-        "channels", 4, "semantic channels to ablate; 0 saves that time", lower_bound=0
-    )
-    flags.DEFINE_boolean("again", False, "recompute what analysis.json has")
-    flags.DEFINE_boolean(
-        "paper", False, "make all figures and tables of the paper, of the heads that fit them best"
-    )
-    flags.DEFINE_boolean(
-        "theory", False, "list the paper's statements and draw Figures 2 and 8, into --workdir"
-    )
+    channel = "channels to show, as in 0.2.15 for LAYER.HEAD.PAIR; pair 0 is the fastest"
+    flags.DEFINE_string("channel", None, channel)
+    channels = "semantic channels to ablate; 0 saves that time"
+    flags.DEFINE_integer("channels", 4, channels, lower_bound=0)
+    paper = "make all figures and tables of the paper, of the heads that fit them best"
+    flags.DEFINE_boolean("paper", False, paper)
+    theory = "list the paper's statements and draw Figures 2 and 8, into --workdir"
+    flags.DEFINE_boolean("theory", False, theory)
 
 
 def main() -> dict:
     """Analyses; returns the output page and a summary."""
-    given = [name for name in ("heads", "head_of", "channel", "theory") if FLAGS[name].value]
-    if FLAGS.paper and (given := given + ["channels"] * (not FLAGS.channels)):
-        raise UsageError(
-            f"--{given[0]}={FLAGS[given[0]].value}: --paper chooses that itself; leave out one of the two"
-        )
+    if FLAGS.paper:
+        _check_paper()
     if FLAGS.theory:
-        from prope.analysis import theory_page
-        from prope.runtime.processes import call_on_first
-
-        result = call_on_first(lambda: theory_page.write(FLAGS.workdir or "runs/theory"))
-        for row in result["statements"]:
-            log.info("%s (%s): %s", row["statement"], row["source"], row["says"])
-        return result
+        return _list_statements()
+    if FLAGS.workdir is None:
+        needed = "the directory of a run, or one with runs below it; or --theory"
+        raise UsageError(f"--workdir: must be given: {needed}")
     from prope.analysis.analysis import analyse_all
 
-    if FLAGS.workdir is None:
-        raise UsageError(
-            "--workdir: must be given: the directory of a run, or one with runs below it; or --theory"
-        )
     return analyse_all(epath.Path(FLAGS.workdir), FLAGS)
+
+
+def _check_paper() -> None:
+    """Raises UsageError where another flag chooses what --paper chooses."""
+    conflicts = [name for name in ("heads", "head_of", "channel", "theory") if FLAGS[name].value]
+    if FLAGS.channels == 0:
+        conflicts.append("channels")
+    for name in conflicts:
+        problem = "--paper chooses that itself"
+        raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
+
+
+def _list_statements() -> dict:
+    """Writes the page of the paper's statements, and logs them."""
+    from prope.analysis import theory_page
+    from prope.runtime.processes import call_on_first
+
+    folder = FLAGS.workdir or "runs/theory"
+    result = call_on_first(lambda: theory_page.write(folder))
+    for row in result["statements"]:
+        log.info("%s (%s): %s", row["statement"], row["source"], row["says"])
+    return result
 
 
 if __name__ == "__main__":

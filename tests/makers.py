@@ -517,7 +517,7 @@ def analysis_options(**flags) -> types.SimpleNamespace:
     from prope.analysis.analysis import _OPTIONS
 
     options = dict.fromkeys(("step", *_OPTIONS))
-    options |= {"sequences": 3, "channels": 2, "again": False, "paper": False}
+    options |= {"sequences": 3, "channels": 2, "paper": False}
     return types.SimpleNamespace(**options | flags)
 
 

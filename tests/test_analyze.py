@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +121,7 @@ def oracle(captured, turns, after):
                     rows["elsewhere"].append(w[0] * (1 - after[b, i]))
                     rows["entropy"].append(-(w * np.log(w)).sum() / np.log(i + 1))
                     rows["distance"].append((w * (i - j)).sum())
-                    rows["unturned_overlap"].append(np.minimum(w, free).sum())
+                    rows["overlap_without_rotation"].append(np.minimum(w, free).sum())
         for name, values in rows.items():
             found[name].append(np.mean(values, axis=0))
     return measures.Measures(**{name: np.array(values) for name, values in found.items()})
@@ -150,7 +149,7 @@ def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
             values, getattr(expected, name), rtol=2e-5, atol=2e-6, err_msg=name
         )
     if p == 0:
-        np.testing.assert_allclose(ours.unturned_overlap, 1, atol=1e-5)
+        np.testing.assert_allclose(ours.overlap_without_rotation, 1, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -271,7 +270,9 @@ def test_the_census_names_exactly_the_constructed_heads(known):
     assert kinds(found) == ["diagonal", "previous_token", "semantic", ""]
     diagonal, previous, semantic, even = found["heads"]
     assert diagonal["diagonal"] > 0.9 and previous["previous_token"] > 0.9  # epsilon = 0.1
-    assert semantic["unturned_overlap"] > 0.99 and even["entropy"] == pytest.approx(1, abs=1e-4)
+    assert semantic["overlap_without_rotation"] > 0.99 and even["entropy"] == pytest.approx(
+        1, abs=1e-4
+    )
     assert [(head["head"], head["why"]) for head in found["shown"][:1]] == [(0, "diagonal")]
     assert (1, "previous_token") in [(head["head"], head["why"]) for head in found["shown"]]
     # The semantic head's channels are the two pairs that it was given, which are not turned.
@@ -312,25 +313,6 @@ def test_runs_below_a_directory_are_compared(known, run_command):
     assert "p = 0.75" in written and "http" not in re.sub(r"data:[^\"]*", "", written).replace(
         "http-equiv", ""
     )
-    again = run_command("prope.analyze", *arguments)
-    assert again.stderr.count("was analysed before") == 2 and again.result == done.result
-
-
-@pytest.mark.slow
-def test_an_analysis_is_not_made_again_unless_something_changed(known, tmp_path):
-    run = shutil.copytree(known / "runs" / "p=0", tmp_path / "run")
-    (tmp_path / "a.txt").write_text("What is read")
-    given = asked(text=str(tmp_path / "a.txt"), channels=0)
-    first = analyze.analyse(run, given)
-    assert analyze.analyse(run, given) == first  # with the time that it took
-    moved = shutil.copytree(run, tmp_path / "moved")
-    assert analyze.analyse(moved, given) == first | {"workdir": str(moved)}, (
-        "its page is linked from there"
-    )
-    given.layers = "0"
-    assert analyze.analyse(run, given)["asked"]["layers"] == "0"
-    (tmp_path / "a.txt").write_text("What is read now")
-    assert analyze.analyse(run, given)["seq_len"] == first["seq_len"] + 4
 
 
 @pytest.mark.slow

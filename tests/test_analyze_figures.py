@@ -26,7 +26,11 @@ def test_values_stand_beside_queries_and_keys_of_every_head():
     rng = np.random.default_rng(0)
     shapes = {"query_norms": (4, 16), "key_norms": (2, 16), "value_norms": (2, 16)}
     layers = [
-        {"layer": n, "turned": 8, **{k: rng.random(shape).tolist() for k, shape in shapes.items()}}
+        {
+            "layer": n,
+            "rotated_pairs": 8,
+            **{k: rng.random(shape).tolist() for k, shape in shapes.items()},
+        }
         for n in (0, 3)
     ]
     picture = page.usage_by_head({"layers": layers, "heads": [None] * 8})

@@ -1,19 +1,17 @@
 """What the analysis reads, and what it refuses."""
 
 import json
-import os
 import re
 
 import jax
 import numpy as np
 import pytest
-from etils import epath
 from makers import analysis_options as asked
 from makers import layer_params as at_layer
 from makers import make_run
 
 from prope.analysis import analysis as analyze
-from prope.analysis import page, sequences, theory_page
+from prope.analysis import page, sequences
 from prope.config import default_config
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import BOS, EOS
@@ -210,10 +208,12 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
     caplog.set_level("INFO", "prope")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
-    flags = {"dataset": "files", "data_dir": str(tmp_path / "text"), "split": "all"}
+    run = open_run(run_and_export / "run")
+    run.config.data.update({"dataset": "files", "data_dir": str(tmp_path / "text")})
+    run.checkpoint.data = {"imported_from": "gemma"}  # so all documents are read
 
-    def read(**more):
-        return sequences.read_sequences(open_run(run_and_export / "run"), asked(**flags | more))[0]
+    def read(**flags):
+        return sequences.read_sequences(run, asked(**flags))[0]
 
     documents = [[BOS, 4 + ord(letter), EOS] for letter in "xy"]
     assert read(seq_len=3, sequences=2) == documents and "found" not in caplog.text
@@ -247,33 +247,11 @@ def test_a_flag_that_contradicts_paper_is_answered_in_one_line(tmp_path, run_com
     )
 
 
-def test_the_papers_statements_are_written_after_an_interrupt(tmp_path, monkeypatch):
-    write_config(tmp_path, default_config())
-    (folder := epath.Path(tmp_path) / "analysis").mkdir()
-    (folder / "analysis.json").write_text("{}")
-    os.utime(folder / "analysis.json", (0, 0))  # long before the page
-    monkeypatch.setattr(analyze, "analyse", lambda *_: dict.fromkeys(analyze._PRINTED))
-    monkeypatch.setattr(page, "write", lambda folder, _: (folder / "index.html").write_text(""))
-
-    def write(folder):
-        written.append(folder)
-        if len(written) == 1:
-            raise KeyboardInterrupt
-
-    written = []
-    monkeypatch.setattr(theory_page, "write", write)
-    with pytest.raises(KeyboardInterrupt):
-        analyze.analyse_all(epath.Path(tmp_path), asked(paper=True))
-    for _ in range(2):
-        analyze.analyse_all(epath.Path(tmp_path), asked(paper=True))
-    assert written == [folder / "theory"] * 2, "once more, and then no more"
-
-
 @pytest.mark.slow
 def test_layers_with_a_p_of_their_own_are_analysed(tmp_path):
     make_run(tmp_path / "run", (1, 0.25))
     (tmp_path / "a.txt").write_text("What turns, and what does not.")
     found = analyze.analyse(tmp_path / "run", asked(text=str(tmp_path / "a.txt"), channels=0))
     assert found["rotated_pairs"] == [32, 8] and found["loss"] is None and found["channels"] == []
-    assert [layer["turned"] for layer in found["layers"]] == [32, 8]
+    assert [layer["rotated_pairs"] for layer in found["layers"]] == [32, 8]
     page.write(tmp_path / "run" / "analysis", found)

@@ -36,9 +36,7 @@ def over_meshes(kv_heads, *shapes):
             mesh = make_mesh(shape[0], shape[2], jax.devices()[: np.prod(shape)])
             sharding.make_mesh = lambda mesh=mesh: mesh
             walk._TOKENS, walk._KEPT = (8192, 0) if mesh.size == 1 else (T, 2**30)
-            found.append(
-                analysis.analyse(run, asked(channels=3, again=True, head_of="t5", layers="0,2"))
-            )
+            found.append(analysis.analyse(run, asked(channels=3, head_of="t5", layers="0,2")))
             batches = 1 if mesh.size == 1 else -(-B // (shape[0] * shape[1]))
             assert len(walks[-1].enter()) == batches
             linear = walks[-1]._params("layers", 1)["mlp"]["linear"]

@@ -151,7 +151,7 @@ def test_everything_in_a_bucket_is_as_on_disk(
     both("prope.evaluate", "--again", "--seq_len=1x,2x")
     both("prope.sample", "--prompt=def f", "--length=8", "--temperature=0")
     both("prope.report")
-    both("prope.analyze", "--sequences=2", "--again")
+    both("prope.analyze", "--sequences=2")
     both("prope.export_hf", output="hf")
     for name in ("config.json", "model.safetensors"):
         assert (epath.Path(bucket) / "hf" / name).read_bytes() == (

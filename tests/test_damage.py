@@ -367,7 +367,7 @@ def sample(workdir, output, step):
 
 
 def analyze(workdir, output, step):
-    options = analysis_options(step=step, sequences=1, seq_len=16, again=True, channels=0)
+    options = analysis_options(step=step, sequences=1, seq_len=16, channels=0)
     return analysis.analyse(workdir, options)["heads"]
 
 

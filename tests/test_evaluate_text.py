@@ -158,26 +158,21 @@ def test_a_single_document_can_be_evaluated(run, tmp_path):
     assert record["loss_stderr"] is None
 
 
-@pytest.mark.parametrize(("name", "split"), [("trained", "validation"), ("other", "all")])
-def test_an_analysis_reads_the_same_split(run, base, name, split):
-    flags = {
-        "text": None,
-        "dataset": None,
-        "split": None,
-        "seq_len": 8,
-        "sequences": 40,
-    }
-    folder = None if name == "trained" else str(base / name)
-    options = types.SimpleNamespace(**flags, data_dir=folder)
-    tokens, _, text = read_sequences(open_run(run), options)
+@pytest.mark.parametrize(("imported", "split"), [(False, "validation"), (True, "all")])
+def test_an_analysis_reads_the_same_split(run, base, imported, split):
+    opened = open_run(run)
+    if imported:
+        opened.checkpoint.data = {"imported_from": "gemma"}
+    options = types.SimpleNamespace(text=None, seq_len=8, sequences=40)
+    tokens, _, text = read_sequences(opened, options)
     assert text == {"source": "files", "split": split}
     starts = {bytes(row[1:] - 4) for row in np.array(tokens, np.uint8)}
     splits = BOTH if split == "all" else [split]
-    read = [text[:7] for text in read_documents(base / name, *splits)]
+    read = [text[:7] for text in read_documents(base / "trained", *splits)]
     assert len(starts) >= 20
     assert starts <= set(read)
     if split == "all":
-        held_out = [text[:7] for text in read_documents(base / name, "validation")]
+        held_out = [text[:7] for text in read_documents(base / "trained", "validation")]
         assert not starts <= set(held_out)
 
 

@@ -162,11 +162,6 @@ def test_analyze(run_command, start_pod, twice, tmp_path):
         difference(*(json.loads((w / "analysis" / "analysis.json").read_text()) for w in twice))
         < 1e-5
     )
-    again = [
-        finish(command)
-        for command in start_pod("prope.analyze", f"--workdir={twice[1]}", *arguments)
-    ]
-    assert "was analysed before" in again[0].stderr and again[0].result == two
 
 
 def test_the_first_process_alone_writes_an_analysis(twice):

@@ -87,7 +87,7 @@ def sample(workdir):
 
 
 def analyse(workdir):
-    analysis.analyse(workdir, analysis_options(sequences=1, seq_len=32, channels=1, again=True))
+    analysis.analyse(workdir, analysis_options(sequences=1, seq_len=32, channels=1))
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 All are means over sequences; arrays of T x T exist for a block of queries at a time only.
 
-Axes: B sequences, T length, N query heads, K key/value heads, G = N / K, H head_dim, P = H / 2 pairs.
+Axes: B sequences, T length, N query heads, K key/value heads, G = N / K, H head_dim, P = H / 2
+pairs, t chosen tokens.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from prope.model import Captured
 from prope.sharding import constrain, shard_mapped
@@ -18,125 +20,169 @@ FROM = 2  # the first query that counts: it, the token before it and the first o
 
 
 class Measures(NamedTuple):
-    """Means of one layer over tokens, later over sequences too; of weights, over queries from the third token on."""
+    """Means of one layer over tokens, later over sequences too.
 
-    query_norms: (
-        jax.Array
-    )  # [N, P], 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 11)
-    key_norms: jax.Array  # [K, P]
-    value_norms: (
-        jax.Array
-    )  # [K, P], of lanes that would be pairs: values are not rotated, so this is the control
-    diagonal: jax.Array  # [N], weight on the token itself
-    previous_token: jax.Array  # [N], weight on the token before
-    first_token: jax.Array  # [N], weight on the first token
-    entropy: jax.Array  # [N], of the weights, divided by that of equal weights: 0 to 1
-    distance: jax.Array  # [N], mean distance of the attended tokens, in tokens
-    unturned_overlap: (
-        jax.Array
-    )  # [N], sum of min(weight, weight without rotation): attention that needs no position
-    to_first: (
-        jax.Array
-    )  # [N, P], contribution of a pair to the logit of the first token, of queries after it
-    to_others: (
-        jax.Array
-    )  # [N, P], its mean contribution to the logits of all visible tokens after the first
-    after_token: jax.Array = (
-        0  # [N], previous_token, counted where that token is the one of --head_of
-    )
-    elsewhere: jax.Array = 0  # [N], first_token, counted at the other queries (Figure 7)
+    Those of weights are over queries from the third token on.
+    """
+
+    # The 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 11). Values are not
+    # rotated, so theirs, of lanes that would be pairs, is the control.
+    query_norms: Array  # [N, P]
+    key_norms: Array  # [K, P]
+    value_norms: Array  # [K, P]
+    # Weights on the token itself, the token before and the first token.
+    diagonal: Array  # [N]
+    previous_token: Array  # [N]
+    first_token: Array  # [N]
+    entropy: Array  # [N], of the weights, divided by that of equal weights: 0 to 1
+    distance: Array  # [N], mean distance of the attended tokens, in tokens
+    # The sum of min(weight, weight without rotation): attention that needs no position.
+    overlap_without_rotation: Array  # [N]
+    # Contributions of a pair to the logit of the first token, of queries after it, and on average
+    # to the logits of all visible tokens after the first.
+    to_first: Array  # [N, P]
+    to_others: Array  # [N, P]
+    # previous_token, counted where that token is the one of --head_of, and first_token, counted at
+    # the other queries (Figure 7).
+    after_token: Array = 0  # [N]
+    elsewhere: Array = 0  # [N]
 
 
 class View(NamedTuple):
     """Attention among t chosen tokens of the first sequence, as tables and maps show it."""
 
-    positions: jax.Array  # [t], ascending
-    logits: jax.Array  # [N, t, t], before the softmax; unmasked (Figure 9)
-    weights: jax.Array  # [N, t, t], of a softmax over all visible tokens (Figures 5, 7, 12, 13)
-    query_norms: jax.Array  # [N, t, P], of every pair
-    key_norms: jax.Array  # [N, t, P], of the key head that the query head attends to
+    positions: Array  # [t], ascending
+    logits: Array  # [N, t, t], before the softmax; unmasked (Figure 9)
+    weights: Array  # [N, t, t], of a softmax over all visible tokens (Figures 5, 7, 12, 13)
+    query_norms: Array  # [N, t, P], of every pair
+    key_norms: Array  # [N, t, P], of the key head that the query head attends to
 
 
-def logits(query: jax.Array, key: jax.Array) -> jax.Array:
+def logits(query: Array, key: Array) -> Array:
     """Computes the unmasked logits [N, t, S] of queries [t, N, H] and keys [S, K, H]."""
-    N, H = query.shape[1:]
-    key = jnp.repeat(key, N // key.shape[1], axis=1)
-    return jnp.einsum("TNH,SNH->NTS", query * H**-0.5, key, preferred_element_type=jnp.float32)
+    scaled = query * query.shape[-1] ** -0.5
+    key = _by_query_head(key, query)
+    return jnp.einsum("TNH,SNH->NTS", scaled, key, preferred_element_type=jnp.float32)
 
 
-def weights(query: jax.Array, key: jax.Array, rows: jax.Array) -> jax.Array:
-    """Computes causal attention [N, t, S] of queries [t, N, H] at positions `rows` [t] to keys [S, K, H]."""
+def weights(query: Array, key: Array, rows: Array) -> Array:
+    """Computes causal attention [N, t, S] of queries at positions `rows` [t] to all keys."""
     visible = jnp.arange(len(key))[None] <= rows[:, None]
-    return jax.nn.softmax(jnp.where(visible[None], logits(query, key), -jnp.inf), axis=-1)
+    return jax.nn.softmax(
+        jnp.where(visible[None], logits(query, key), -jnp.inf),
+        axis=-1,
+    )
 
 
 @jax.jit
-def measure(captured: Captured, after: jax.Array) -> Measures:
-    """Measures every sequence, fields [B, ..], of arrays [B, T, ., H], T >= 3; `after` [B, T]: `choices.find_after`."""
+def measure(captured: Captured, after: Array) -> Measures:
+    """Measures every sequence; the fields are [B, ...], whole on every device.
+
+    The arrays are [B, T, ., H] with T >= 3; `after` [B, T] is that of `choices.find_after`.
+    """
     axes = ["BTNH", "BTKH", "BTKH", "BTNH", "BTKH", "BT"]
     results = ["BNH", "BKH", "BKH", *["BN"] * 6, "BNH", "BNH", "BN", "BN"]
-    own = shard_mapped(lambda *arrays: jax.lax.map(_measure_sequence, arrays), axes, results)(
-        *captured, after
-    )
-    return Measures(*(constrain(x, "T" * x.ndim) for x in own))  # whole on every device
+    sharded = shard_mapped(lambda *arrays: jax.lax.map(_measure_sequence, arrays), axes, results)
+    return Measures(*map(_replicate, sharded(*captured, after)))
 
 
-def _measure_sequence(sequence: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    captured, after = Captured(*sequence[:-1]), sequence[-1]
+def _measure_sequence(arrays: tuple[Array, ...]) -> Measures:
+    captured = Captured(*arrays[:-1])
+    after = arrays[-1]
     T = len(captured.query)
-    size = min(BLOCK, T)
+    block_size = min(BLOCK, T)
 
     def sum_block(start):
-        rows = start + jnp.arange(size)
-        at = jnp.minimum(rows, T - 1)  # the last block may run over the end
-        rotated = weights(captured.rotated_query[at], captured.rotated_key, at)
-        unrotated = weights(captured.query[at], captured.key, at)
-        entropy = (
-            -jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1)
-            / jnp.log(jnp.maximum(at, 1) + 1)[None]
+        rows = start + jnp.arange(block_size)
+        is_counted = ((rows >= FROM) & (rows < T))[None]
+        # The last block may run over the end.
+        scores = _score_queries(captured, after, jnp.minimum(rows, T - 1))
+        return jnp.stack(
+            [
+                jnp.where(
+                    is_counted,
+                    score,
+                    0,
+                ).sum(axis=-1)
+                for score in scores
+            ]
         )
-        distance = (rotated * (at[:, None] - jnp.arange(T)[None])[None]).sum(axis=-1)
-        query = jnp.arange(size)
-        on_tokens = rotated[:, query, at], rotated[:, query, at - 1], rotated[:, :, 0]
-        measured = *on_tokens, entropy, distance, jnp.minimum(rotated, unrotated).sum(axis=-1)
-        measured += jnp.where(after[at], on_tokens[1], 0), jnp.where(after[at], 0, on_tokens[2])
-        counted = ((rows >= FROM) & (rows < T))[None]
-        return jnp.stack([jnp.where(counted, values, 0).sum(axis=-1) for values in measured])
 
-    means = jax.lax.map(sum_block, jnp.arange(0, T, size)).sum(axis=0) / (T - FROM)
-    norms = (_pair_norms(x).mean(axis=0) for x in (captured.query, captured.key, captured.value))
+    means = jax.lax.map(
+        sum_block,
+        jnp.arange(0, T, block_size),
+    ).sum(axis=0) / (T - FROM)
+    norms = [_pair_norms(x).mean(axis=0) for x in captured[:3]]
+    contributions = _contributions(captured.rotated_query, captured.rotated_key)
+    return Measures(*norms, *means[:6], *contributions, *means[6:])
+
+
+def _score_queries(captured: Captured, after: Array, rows: Array) -> tuple[Array, ...]:
+    """Computes the measures of weights for the queries at some positions, each [N, t]."""
+    rotated = weights(captured.rotated_query[rows], captured.rotated_key, rows)
+    unrotated = weights(captured.query[rows], captured.key, rows)
+    queries = jnp.arange(len(rows))
+    diagonal = rotated[:, queries, rows]
+    previous_token = rotated[:, queries, rows - 1]
+    first_token = rotated[:, :, 0]
+    negative_entropy = jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1)
+    entropy = -negative_entropy / jnp.log(jnp.maximum(rows, 1) + 1)[None]
+    distances = rows[:, None] - jnp.arange(len(captured.key))[None]
+    distance = (rotated * distances[None]).sum(axis=-1)
+    overlap = jnp.minimum(rotated, unrotated).sum(axis=-1)
+    after_token = jnp.where(after[rows], previous_token, 0)
+    elsewhere = jnp.where(after[rows], 0, first_token)
     return (
-        *norms,
-        *means[:6],
-        *_contributions(captured.rotated_query, captured.rotated_key),
-        *means[6:],
+        diagonal,
+        previous_token,
+        first_token,
+        entropy,
+        distance,
+        overlap,
+        after_token,
+        elsewhere,
     )
 
 
-def _contributions(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _contributions(query: Array, key: Array) -> list[Array]:
     """Computes `Measures.to_first` and `to_others` of a sequence's rotated queries and keys."""
-    T, N, H = query.shape
-    key = jnp.repeat(key, N // key.shape[1], axis=1)
-    others = jnp.cumsum(key[1:], axis=0) / jnp.arange(1, T)[:, None, None]
-    products = (query[1:] * H**-0.5 * keys for keys in (key[:1], others))
-    return tuple(sum(jnp.split(lanes.mean(axis=0), 2, axis=-1)) for lanes in products)
+    key = _by_query_head(key, query)
+    counts = jnp.arange(1, len(key))[:, None, None]
+    mean_of_others = jnp.cumsum(key[1:], axis=0) / counts
+    scaled = query[1:] * query.shape[-1] ** -0.5
+    means = [(scaled * keys).mean(axis=0) for keys in (key[:1], mean_of_others)]
+    return [sum(jnp.split(lanes, 2, axis=-1)) for lanes in means]
 
 
 @jax.jit
-def view(captured: Captured, positions: jax.Array) -> View:
+def view(captured: Captured, positions: Array) -> View:
     """Computes attention among the tokens at `positions` [t] of the first sequence."""
-    query, key = captured.rotated_query[0, positions], captured.rotated_key[0]
-    to_chosen = weights(query, key, positions)[:, :, positions]
-    keys = jnp.repeat(key[positions], query.shape[1] // key.shape[1], axis=1)
-    own = View(
+    query = captured.rotated_query[0, positions]
+    all_keys = captured.rotated_key[0]
+    key = _by_query_head(all_keys[positions], query)
+    chosen = View(
         positions,
-        logits(query, keys),
-        to_chosen,
-        *(_pair_norms(x).swapaxes(0, 1) for x in (query, keys)),
+        logits(query, key),
+        weights(query, all_keys, positions)[:, :, positions],
+        _pair_norms(query).swapaxes(0, 1),
+        _pair_norms(key).swapaxes(0, 1),
     )
-    return View(*(constrain(x, "T" * x.ndim) for x in own))
+    return View(*map(_replicate, chosen))
 
 
-def _pair_norms(x: jax.Array) -> jax.Array:
+def _by_query_head(key: Array, query: Array) -> Array:
+    """Repeats keys [S, K, H] for the query heads that attend to them: [S, N, H]."""
+    return jnp.repeat(
+        key,
+        query.shape[1] // key.shape[1],
+        axis=1,
+    )
+
+
+def _replicate(x: Array) -> Array:
+    return constrain(x, "T" * x.ndim)
+
+
+def _pair_norms(x: Array) -> Array:
     """Computes the 2-norms of the pairs of lanes, [..., P]."""
     return jnp.hypot(*jnp.split(x, 2, axis=-1))

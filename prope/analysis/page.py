@@ -1,4 +1,4 @@
-"""Writes the page of one analysis from analysis.json: usage of frequencies, census, strongest heads, channels.
+"""Writes the page of one analysis: usage of frequencies, census, strongest heads, channels.
 
 Axes: L layers, N query heads, K key/value heads, P pairs.
 """
@@ -10,10 +10,8 @@ from prope.analysis.maps import SCORES, channel, heads, maps, name_of
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, heat, label_ticks, panels, show_image, styles
 
-KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()} | {
-    "semantic": "semantic",
-    "": "none of these",
-}
+KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()}
+KINDS |= {"semantic": "semantic", "": "none of these"}
 NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
 
 
@@ -21,34 +19,36 @@ def write(folder: epath.Path, analysis: dict) -> epath.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
     pictures = [usage(analysis), usage_by_head(analysis), census(analysis), heads(analysis)]
-    mapped = [
-        head
-        for head in analysis["shown"]
-        if analysis["asked"]["paper"] or head["why"] not in SCORES
-    ]
-    pictures += [picture for head in mapped for picture in maps(analysis, head)]
+    for head in analysis["shown"]:
+        if analysis["asked"]["paper"] or head["why"] not in SCORES:
+            pictures += maps(analysis, head)
     pictures += map(channel, analysis["shown_channels"])
-    pictures += [channels(analysis)] if analysis["channels"] else []
-    return page.write(
-        folder, "analysis", pictures, run=run, lead=lead(analysis), a=analysis, kinds=KINDS
-    )
+    if analysis["channels"]:
+        pictures.append(channels(analysis))
+    data = {"run": run, "lead": lead(analysis), "a": analysis, "kinds": KINDS}
+    return page.write(folder, "analysis", pictures, **data)
 
 
 def lead(analysis: dict) -> str:
     """Sums up the census in two sentences."""
     kinds = [head["kind"] for head in analysis["heads"]]
-    named = [
-        f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind and kind in kinds
-    ]
-    text = f"Of {len(analysis['heads'])} heads: {', '.join(named) or 'none of a kind that the census names'}."
+    counts = [f"{kinds.count(kind)} {KINDS[kind]}" for kind in KINDS if kind and kind in kinds]
+    named = ", ".join(counts) or "none of a kind that the census names"
+    text = f"Of {len(kinds)} heads: {named}."
     correlation = analysis["rank_correlation"]
     if correlation is None:
         return text
     if correlation["p_value"] >= 0.05:
-        return f"{text} No relation found between how positional heads are and their use of the fastest frequencies."
-    text += f" The more positional a head is, the {'more' if correlation['rho'] > 0 else 'less'} it uses the fastest"
-    found = f"rank correlation {correlation['rho']:.2f} (p-value {correlation['p_value']:.1g})"
-    return f"{text} quarter of the frequencies: {found}."
+        return (
+            f"{text} No relation found between how positional heads are and their use of the "
+            "fastest frequencies."
+        )
+    direction = "more" if correlation["rho"] > 0 else "less"
+    return (
+        f"{text} The more positional a head is, the {direction} it uses the fastest quarter of the "
+        f"frequencies: rank correlation {correlation['rho']:.2f} "
+        f"(p-value {correlation['p_value']:.1g})."
+    )
 
 
 def norms(analysis: dict, name: str) -> np.ndarray:
@@ -58,167 +58,170 @@ def norms(analysis: dict, name: str) -> np.ndarray:
 
 def usage(analysis: dict) -> Picture:
     """Draws Figure 3: norms by layer and pair, means over heads."""
-    layers = analysis["layers"]
-    means = {kind: norms(analysis, name).mean(axis=1) for kind, name in NORMS.items()}
-    rotated = [layer["turned"] for layer in layers]
+    layers = [layer["layer"] for layer in analysis["layers"]]
+    rotated = [layer["rotated_pairs"] for layer in analysis["layers"]]
+    means = {
+        kind: norms(
+            analysis,
+            name,
+        ).mean(axis=1)
+        for kind, name in NORMS.items()
+    }
 
-    def draw(figure) -> None:
-        for axes, (kind, values) in zip(
-            panels(figure, 3, sharey=True)[0], means.items(), strict=True
+    def draw(figure):
+        for axes, kind in zip(
+            panels(figure, 3, sharey=True)[0],
+            NORMS,
+            strict=True,
         ):
-            ends = None if "values" in kind else rotated
-            heat(axes, values, kind, "layer", [layer["layer"] for layer in layers], ends)
+            heat(axes, means[kind], kind, "layer", layers, None if "values" in kind else rotated)
             axes.label_outer()
 
     quarter = max(means["queries"].shape[1] // 4, 1)
-    ends = "; ".join(
-        f"{kind}: {values[:, :quarter].mean():.2f} in the fastest quarter, "
-        f"{values[:, -quarter:].mean():.2f} in the slowest"
-        for kind, values in means.items()
-    )
-    caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads (the paper's Figure 3)."
+    texts = []
+    for kind, values in means.items():
+        fast = values[:, :quarter].mean()
+        slow = values[:, -quarter:].mean()
+        texts.append(f"{kind}: {fast:.2f} in the fastest quarter, {slow:.2f} in the slowest")
+    alt = f"Mean norms by pair. {'; '.join(texts)}."
+    caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads "
+    caption += "(the paper's Figure 3)."
     if min(rotated) < analysis["head_dim"] // 2:
         caption += " Pairs right of the red line are not rotated."
-    return Picture(
-        "usage",
-        "Frequency usage by layer",
-        f"Mean norms by pair. {ends}.",
-        caption,
-        draw,
-        (12, 3.4),
-    )
+    return Picture("usage", "Frequency usage by layer", alt, caption, draw, (12, 3.4))
 
 
 def usage_by_head(analysis: dict) -> Picture:
     """Draws Figures 4 and 11: norms of every head, of its values too."""
+    layers = analysis["layers"]
 
-    def draw(figure) -> None:
-        for axes, (kind, name) in zip(panels(figure, 3)[0], NORMS.items(), strict=True):
+    def draw(figure):
+        for axes, (kind, name) in zip(
+            panels(figure, 3)[0],
+            NORMS.items(),
+            strict=True,
+        ):
             values = norms(analysis, name)
             count = values.shape[1]
-            labels = [
-                f"{layer['layer']}.{head}" for layer in analysis["layers"] for head in range(count)
-            ]
-            rotated = np.repeat([layer["turned"] for layer in analysis["layers"]], count)
+            labels = [f"{layer['layer']}.{head}" for layer in layers for head in range(count)]
+            rotated = np.repeat([layer["rotated_pairs"] for layer in layers], count)
             ends = None if "values" in kind else rotated
-            heat(axes, values.reshape(-1, values.shape[2]), kind, "layer.head", labels, ends)
+            heat(axes, np.concatenate(values), kind, "layer.head", labels, ends)
 
     count = len(analysis["heads"])
     alt = f"Mean norms by pair, of the queries of {count} heads, and of their keys and values."
     caption = "The same for every head; a head of keys and values may serve several query heads."
-    return Picture(
-        "usage_by_head",
-        "Frequency usage by head",
-        alt,
-        caption,
-        draw,
-        (12, min(3 + 0.07 * count, 14)),
-    )
+    size = (12, min(3 + 0.07 * count, 14))
+    return Picture("usage_by_head", "Frequency usage by head", alt, caption, draw, size)
 
 
 def census(analysis: dict) -> Picture:
-    """Draws where the heads look, and whether positional ones use fast pairs."""
+    """Draws where the heads attend, and whether positional ones use fast pairs."""
     records = analysis["heads"]
-    layers = [layer["layer"] for layer in analysis["layers"]]
-    shape = len(layers), len(records) // len(layers)
-    correlation = analysis[
-        "rank_correlation"
-    ]  # None where nothing rotates: then there is no scatter plot either
+    correlation = analysis["rank_correlation"]  # None where nothing rotates
 
-    def draw(figure) -> None:
+    def draw(figure):
         widths = [1.6, 1, 1, 1] if correlation else [1, 1, 1]
-        *scatter, one, two, three = panels(figure, len(widths), width_ratios=widths)[0]
-        for axes in scatter:
-            for kind, style in styles(list(KINDS)).items():
-                points = [
-                    (h["high_frequency_share"], h["positional"])
-                    for h in records
-                    if h["kind"] == kind
-                ]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True), label=KINDS[kind], **style | {"ls": "", "ms": 6}
-                    )
-            axes.set(
-                xlabel="high_frequency_share",
-                ylabel="weight on itself or the token before",
-                ylim=(-0.03, 1.03),
-            )
-            axes.set_title("Do positional heads use the fast pairs?")
-            axes.legend(loc="best")
-        for axes, (score, words) in zip((one, two, three), SCORES.items(), strict=True):
-            image = show_image(
-                axes, np.array([h[score] for h in records]).reshape(shape), vmax=1, aspect="auto"
-            )
-            axes.set(xlabel="head", title=f"on {words}")
-            label_ticks(axes.yaxis, layers)
-            label_ticks(axes.xaxis, range(shape[1]))
-        one.set_ylabel("layer")
-        figure.colorbar(image, ax=three, pad=0.04)
+        axes = panels(figure, len(widths), width_ratios=widths)[0]
+        if correlation:
+            _scatter_heads(axes[0], records)
+        _draw_scores(axes[-3:], analysis)
 
-    best = {score: max(records, key=lambda head, score=score: head[score]) for score in SCORES}
-    greatest = "; ".join(
-        f"{words}: {best[s][s]:.2f}, of head {name_of(best[s])}" for s, words in SCORES.items()
-    )
+    texts = []
+    for score, words in SCORES.items():
+        best = max(records, key=lambda head, score=score: head[score])
+        texts.append(f"{words}: {best[score]:.2f}, of head {name_of(best)}")
+    alt = f"Greatest mean weight on {'; '.join(texts)}."
     caption = "Mean weight of every head, over queries from the third token on."
     if correlation:
-        rho, p_value = f"{correlation['rho']:.2f}", f"{correlation['p_value']:.1g}"
-        caption += f" Spearman's rank correlation in the scatter plot: {rho} (p-value {p_value}, by permuting the heads"
-        caption += " of each key together)."
-    return Picture(
-        "census",
-        "Where the heads look",
-        f"Greatest mean weight on {greatest}.",
-        caption,
-        draw,
-        (12, 3.6),
-    )
+        caption += (
+            f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "
+            f"{correlation['p_value']:.1g}, by permuting the heads of each key together)."
+        )
+    return Picture("census", "Where the heads look", alt, caption, draw, (12, 3.6))
+
+
+def _scatter_heads(axes, records: list[dict]) -> None:
+    """Plots how positional every head is by its use of fast pairs."""
+    for kind, style in styles(list(KINDS)).items():
+        heads = [head for head in records if head["kind"] == kind]
+        if heads:
+            shares = [head["high_frequency_share"] for head in heads]
+            positional = [head["positional"] for head in heads]
+            axes.plot(
+                shares,
+                positional,
+                label=KINDS[kind],
+                **style | {"ls": "", "ms": 6},
+            )
+    axes.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before")
+    axes.set(ylim=(-0.03, 1.03), title="Do positional heads use the fast pairs?")
+    axes.legend(loc="best")
+
+
+def _draw_scores(row, analysis: dict) -> None:
+    """Draws every head's weight on each target as a map of layers and heads."""
+    layers = [layer["layer"] for layer in analysis["layers"]]
+    for axes, (score, words) in zip(row, SCORES.items(), strict=True):
+        values = np.array([head[score] for head in analysis["heads"]]).reshape(
+            len(layers),
+            -1,
+        )
+        image = show_image(axes, values, vmax=1, aspect="auto")
+        axes.set(xlabel="head", title=f"on {words}")
+        label_ticks(axes.yaxis, layers)
+        label_ticks(axes.xaxis, range(values.shape[1]))
+    row[0].set_ylabel("layer")
+    axes.figure.colorbar(image, ax=axes, pad=0.04)
 
 
 def channels(analysis: dict) -> Picture:
     """Draws Figure 14 in short: the strongest channels, and the change of the loss without them."""
     records = analysis["channels"]
-    names = [f"{name_of(channel)}, pair {channel['pair']}" for channel in records]
+    names = [f"{name_of(record)}, pair {record['pair']}" for record in records]
 
-    def draw(figure) -> None:
+    def draw(figure):
         logits, losses = panels(figure, 2, sharey=True)[0]
-        sides = list(
-            zip(
-                (-0.2, 0.2),
-                (style["color"] for style in styles(["above", "below"]).values()),
-                strict=True,
-            )
-        )
-        for (shift, colour), key in zip(sides, ("to_first", "to_others"), strict=True):
-            values, label = [channel[key] for channel in records], f"{key.replace('_', ' ')}, mean"
-            logits.barh(np.arange(len(records)) + shift, values, 0.36, color=colour, label=label)
-        for (shift, colour), key in zip(sides, ("stopped", "removed"), strict=True):
-            if changes := {
-                i + shift: channel[key] for i, channel in enumerate(records) if channel[key]
-            }:
-                values, errors = zip(
-                    *((c["difference"], c["stderr"] or 0) for c in changes.values()), strict=True
-                )
-                losses.barh(
-                    list(changes), values, 0.36, xerr=errors, color=colour, ecolor=TEXT, label=key
-                )
+        above, below = (style["color"] for style in styles(["above", "below"]).values())
+        _draw_bars(logits, losses, records, ("to_first", "stopped"), -0.2, above)
+        _draw_bars(logits, losses, records, ("to_others", "removed"), 0.2, below)
         logits.set_yticks(range(len(records)), names)
         logits.invert_yaxis()
         logits.set(xlabel="added to the logit", title="What a channel adds")
         losses.axvline(0, color=TEXT, lw=1)
         losses.set(xlabel="nats per token", title="Loss without it, minus loss as it is")
-        for axes in figure.axes:
-            axes.legend(loc="best")
+        logits.legend(loc="best")
+        losses.legend(loc="best")
 
-    alt = "; ".join(
-        f"{name}: {c['to_first']:.2f} to the first token, {c['to_others']:.2f} to others, loss "
-        f"{c['removed']['difference']:+.4f} when removed"
-        for name, c in zip(names, records, strict=True)
+    texts = []
+    for name, record in zip(names, records, strict=True):
+        removed = record["removed"]["difference"]
+        logits = f"{record['to_first']:.2f} to the first token, {record['to_others']:.2f} to others"
+        texts.append(f"{name}: {logits}, loss {removed:+.4f} when removed")
+    caption = (
+        "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines:"
+        " standard errors of the difference over sequences. A pair that is not rotated cannot be "
+        "stopped."
     )
-    caption = "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines: standard"
-    caption += (
-        " errors of the difference over sequences. A pair that is not rotated cannot be stopped."
+    size = (12, 1.6 + 0.6 * len(records))
+    return Picture("channels", "Semantic channels", f"{'; '.join(texts)}.", caption, draw, size)
+
+
+def _draw_bars(logits, losses, records, names, shift, colour) -> None:
+    """Draws one contribution to logits and one change of the loss of every channel."""
+    logit, change = names
+    places = np.arange(len(records)) + shift
+    label = f"{logit.replace('_', ' ')}, mean"
+    logits.barh(
+        places,
+        [record[logit] for record in records],
+        0.36,
+        color=colour,
+        label=label,
     )
-    return Picture(
-        "channels", "Semantic channels", f"{alt}.", caption, draw, (12, 1.6 + 0.6 * len(records))
-    )
+    changed = [index for index, record in enumerate(records) if record[change]]
+    if changed:
+        values = [records[index][change]["difference"] for index in changed]
+        errors = [records[index][change]["stderr"] or 0 for index in changed]
+        bars = {"color": colour, "ecolor": TEXT, "label": change}
+        losses.barh(places[changed], values, 0.36, xerr=errors, **bars)

@@ -3,61 +3,79 @@
 import numpy as np
 
 from prope.analysis.measures import FROM
-from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.tasks.synthetic import text_of
 from prope.data.tokenizer import BOS, load_tokenizer, token_name
-from prope.errors import UsageError, log
+from prope.errors import UsageError, log, usage_error
 from prope.runtime.files import read_text
 from prope.runtime.validate import validate
 from prope.workdir.run import Run
 
-LEAST = FROM + 1  # tokens of a sequence
+MIN_TOKENS = FROM + 1  # of a sequence
 
 
 def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]], dict]:
-    """Reads the sequences to analyse, by the flags `text, dataset, data_dir, split, seq_len, sequences`.
+    """Reads the sequences to analyse: of the file of --text, or of the run's documents.
 
-    Returns ids [B, T], the names of these tokens [B, T], and {"source": dataset or file, "split": of a dataset}.
+    Returns ids [B, T], the names of these tokens [B, T], and {"source": dataset or file, "split":
+    of a dataset}.
     """
-    config = run.config
-    if options.text is not None:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        ids = tokenizer.encode(read_text("text", options.text, "give a text file").encode())
-        if len(ids) < LEAST - 1:
-            raise UsageError(
-                f"--text={options.text}: has {len(ids)} tokens; two at least are needed"
-            )
-        tokens = np.append(BOS, ids)[None, : options.seq_len or config.data.seq_len]
-        source, split = options.text, None
+    data = run.config.data
+    vocab_size = run.config.model.vocab_size
+    seq_len = options.seq_len or data.seq_len
+    if options.text is None:
+        source = data.dataset
+        tokens, split = _read_documents(run, seq_len, options.sequences)
     else:
-        config = config.copy_and_resolve_references()
-        data = config.data
-        data.seq_len = options.seq_len or data.seq_len
-        override_dataset(data, options.dataset, options.data_dir)
-        validate(config)
-        state = run.checkpoint.data
-        windows = open_text(data, config.model.vocab_size, options.split, run.config.data, state)
-        documents = windows.document_starts(options.sequences)
-        if (longest := max(map(len, documents), default=0)) < LEAST:
-            none = f"no document of split {windows.split} has {LEAST} tokens"
-            raise UsageError(f"config.data.dataset={data.dataset}: {none}; give a --text=FILE")
-        tokens = np.stack([document for document in documents if len(document) == longest])
-        if len(tokens) < options.sequences or longest < data.seq_len:
-            log.info(
-                "found %d documents of %d tokens in split %s", len(tokens), longest, windows.split
-            )
-        tokenizer = (
-            None if data.dataset.startswith("synthetic/") else load_tokenizer(data.tokenizer)
-        )
-        source, split = data.dataset, windows.split
-    if tokens.max() >= config.model.vocab_size:
-        raise UsageError(
-            f"{source}: holds the id {tokens.max()}; the model has {config.model.vocab_size}"
-        )
-    names = {
-        t: token_name(tokenizer, t) if tokenizer else text_of([t])
-        for t in np.unique(tokens).tolist()
-    }
-    ids = tokens.tolist()
-    return ids, [[names[t] for t in row] for row in ids], {"source": source, "split": split}
+        source = options.text
+        tokens = _read_file(source, data.tokenizer)[:, :seq_len]
+        split = None
+    if tokens.max() >= vocab_size:
+        raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {vocab_size}")
+    ids = np.unique(tokens).tolist()
+    if split and source.startswith("synthetic/"):
+        names = {token: text_of([token]) for token in ids}
+    else:
+        tokenizer = load_tokenizer(data.tokenizer)
+        names = {token: token_name(tokenizer, token) for token in ids}
+    sequences = tokens.tolist()
+    token_names = [[names[token] for token in sequence] for sequence in sequences]
+    return sequences, token_names, {"source": source, "split": split}
+
+
+def _read_file(path: str, tokenizer: str) -> np.ndarray:
+    """Reads the tokens of a text file, after <bos>: [1, T]."""
+    text = read_text("text", path, "give a text file")
+    ids = load_tokenizer(tokenizer).encode(text.encode())
+    if len(ids) < MIN_TOKENS - 1:
+        raise usage_error("--text", path, f"has {len(ids)} tokens", "two at least are needed")
+    return np.append(BOS, ids)[None]
+
+
+def _read_documents(run: Run, seq_len: int, count: int) -> tuple[np.ndarray, str]:
+    """Reads the beginnings of documents, [B, T], and names their split.
+
+    The split is validation, and all of a text that the run was not trained on. T is the greatest
+    length that a document has, up to `seq_len`; shorter documents are left out.
+    """
+    config = run.config.copy_and_resolve_references()
+    data = config.data
+    data.seq_len = seq_len
+    validate(config)
+    windows = open_text(
+        data,
+        config.model.vocab_size,
+        None,
+        run.config.data,
+        run.checkpoint.data,
+    )
+    documents = windows.document_starts(count)
+    longest = max(map(len, documents), default=0)
+    if longest < MIN_TOKENS:
+        problem = f"no document of split {windows.split} has {MIN_TOKENS} tokens"
+        raise usage_error("config.data.dataset", data.dataset, problem, "give a --text=FILE")
+    tokens = np.stack([document for document in documents if len(document) == longest])
+    if len(tokens) < count or longest < seq_len:
+        found = "found %d documents of %d tokens in split %s"
+        log.info(found, len(tokens), longest, windows.split)
+    return tokens, windows.split

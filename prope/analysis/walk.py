@@ -1,8 +1,8 @@
 """Runs a model layer by layer over sequences, on all devices of all processes.
 
-On the devices are one layer's parameters at a time, or the embedding, sharded as in training, and the arrays of a batch
-of sequences, split over them. Between layers the residual stream is on the host: of every batch, the rows [b, T, D] of
-this process's devices.
+On the devices are one layer's parameters at a time, or the embedding, sharded as in training, and
+the arrays of a batch of sequences, split over them. Between layers the residual stream is on the
+host: of every batch, the rows [b, T, D] of this process's devices.
 
 Axes: B sequences, T length, D embed_dim, L layers, P pairs.
 """
@@ -27,85 +27,115 @@ from prope.workdir.run import Run
 _TOKENS = 8192  # per device and batch
 _KEPT = 2**30  # bytes of parameters that all stay on the devices
 
-Stream = list[np.ndarray]  # a residual stream
+Stream = list[np.ndarray]  # a residual stream, by batch
 
 
 class Walk:
-    """A checkpoint's model, and the sequences that it reads: ids [B, T]. All processes call the same methods."""
+    """A checkpoint's model and the sequences [B, T] that it reads.
+
+    All processes call the same methods.
+    """
 
     def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
         processes.check_count()
         # In float32 whatever it was trained in, so that the weights are measured.
-        self.config = ConfigDict(
-            config.to_dict() | {"dtype": "float32", "attention": "auto", "remat": "none"}
-        )
+        changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
+        self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
-        self.frequencies = layer_frequencies(config, tokens.shape[1])  # [L, P]
-        self._mesh, (B, T) = sharding.make_mesh(), tokens.shape
+        B, T = tokens.shape
+        self.frequencies = layer_frequencies(config, T)  # [L, P]
+        self._mesh = sharding.make_mesh()
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
-        count = -(-B // (shards * max(_TOKENS // T, 1)))
-        self._batch_size = -(-B // (shards * count)) * shards
+        most_rows = shards * max(_TOKENS // T, 1)
+        num_batches = -(-B // most_rows)
+        self._batch_size = -(-B // (shards * num_batches)) * shards
         self._embed = jax.jit(functools.partial(model.embed, self.config))
         self._layer = jax.jit(self._run_layer)
-        self._losses = jax.jit(
-            lambda norm, table, x, ids: sharding.constrain(
-                token_losses(model.final_norm(norm, x), table, ids), "TT"
-            )
-        )
-        self._checkpoint, self._params = run.checkpoint, functools.cache(self._read_params)
-        self._keeps = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.checkpoint.shapes)) < _KEPT
+        self._losses = jax.jit(_losses)
+        self._checkpoint = run.checkpoint
+        self._params = functools.cache(self._read_params)
+        num_params = sum(leaf.size for leaf in jax.tree.leaves(run.checkpoint.shapes))
+        self._keeps = 4 * num_params < _KEPT
 
     def run(self, function: Callable, *arguments):
-        """Calls a jitted function so that it shards over all devices, and multiplies in float32 on each."""
+        """Calls a jitted function sharded over all devices, with matmuls in float32."""
         with sharding.use(self._mesh), matmul_precision("float32"):
             return function(*arguments)
 
     def batches(self, values: np.ndarray) -> list[np.ndarray]:
-        """Cuts an array [B, ...] into equal batches; the last sequence fills the last one, and is cut off later."""
-        rows = np.arange(0, len(values), self._batch_size)[:, None] + np.arange(self._batch_size)
+        """Cuts an array [B, ...] into equal batches; the last sequence fills the last one."""
+        starts = np.arange(0, len(values), self._batch_size)
+        rows = starts[:, None] + np.arange(self._batch_size)
         return list(values[np.minimum(rows, len(values) - 1)])
 
     def enter(self) -> Stream:
         """Embeds the tokens: the residual stream before the first layer."""
         (table,) = self._params("embedder").values()
-        return [
-            _own_rows(self.run(self._embed, table, batch)) for batch in self.batches(self.tokens)
-        ]
+        embedded = []
+        for batch in self.batches(self.tokens):
+            embedded.append(_local_rows(self.run(self._embed, table, batch)))
+        return embedded
 
     def layer(
-        self, number: int, x: Stream, rotate_fn: Partial | None = None, look: Callable | None = None
-    ) -> Stream:
-        """Runs a layer on a residual stream; returns that after it.
+        self,
+        number: int,
+        x: Stream,
+        rotate_fn: Partial | None = None,
+        on_layer: Callable | None = None,
+    ) -> tuple[Stream, list]:
+        """Runs a layer on a residual stream; returns that after it and the results of `on_layer`.
 
-        `rotate_fn` is that of `model.layer`. `look` is called with the numbers of the layer and of a batch, and the
-        arrays of its attention.
+        `rotate_fn` is that of `model.layer`. `on_layer` is called with the number of every batch
+        and the arrays of its attention.
         """
-        positions, outputs = np.arange(self.tokens.shape[1], dtype=np.int32)[None], []
-        params, table = (
-            self._params("layers", number),
-            np.asarray(rotation_table(positions, self.frequencies[number])),
-        )
+        params = self._params("layers", number)
+        positions = np.arange(
+            self.tokens.shape[1],
+            dtype=np.int32,
+        )[None]
+        table = np.asarray(rotation_table(positions, self.frequencies[number]))
+        outputs = []
+        results = []
         for batch, rows in enumerate(x):
-            output, captured = self.run(self._layer, params, self._global(rows), table, rotate_fn)
-            outputs.append(_own_rows(output))
-            if look:
-                look(number, batch, captured)
+            output, captured = self.run(
+                self._layer,
+                params,
+                self._global(rows),
+                table,
+                rotate_fn,
+            )
+            outputs.append(_local_rows(output))
+            if on_layer:
+                results.append(on_layer(batch, captured))
             del output, captured  # before the next ones
-        return outputs
+        return outputs, results
 
     def losses(self, x: Stream, first: int) -> np.ndarray:
-        """Runs the layers from `first` on, and computes the mean loss of every sequence, nats per token: [B]."""
+        """Runs the layers from `first` on; returns the mean loss of every sequence: [B]."""
         for number in range(first, self.config.num_layers):
-            x = self.layer(number, x)
-        params = self._params("final_norm"), *self._params("embedder").values()
-        batches = zip(x, self.batches(np.roll(self.tokens, -1, axis=1)), strict=True)
-        losses = [
-            self.run(self._losses, *params, self._global(rows), targets)
-            for rows, targets in batches
-        ]
+            x, _ = self.layer(number, x)
+        norm = self._params("final_norm")
+        (table,) = self._params("embedder").values()
+        targets = self.batches(np.roll(self.tokens, -1, axis=1))
+        arrays = []
+        for rows, ids in zip(x, targets, strict=True):
+            arrays.append(
+                self.run(
+                    self._losses,
+                    norm,
+                    table,
+                    self._global(rows),
+                    ids,
+                )
+            )
+        # The last token has no target.
         means = [
-            np.asarray(batch, np.float64)[:, :-1].mean(axis=1) for batch in losses
-        ]  # the last predicts nothing
+            np.asarray(
+                batch,
+                np.float64,
+            )[:, :-1].mean(axis=1)
+            for batch in arrays
+        ]
         return np.concatenate(means)[: len(self.tokens)]
 
     def _run_layer(self, params, x, table, rotate_fn):
@@ -113,19 +143,30 @@ class Walk:
         return sharding.constrain(x, "BTD"), captured
 
     def _read_params(self, name: str, layer: int | None = None) -> model.Params:
-        """Reads parameters, each device its part; those of a large model that were read before leave the devices."""
+        """Reads parameters onto the devices, sharded; of a large model they replace those before."""
         if not self._keeps:
             self._params.cache_clear()
         with processes.raise_on_all(Damaged):
             params = self._checkpoint.read((name,), layer)
-        shardings, make = sharding.state_shardings(params, self._mesh), jax.make_array_from_callback
-        return jax.tree.map(lambda x, s: make(x.shape, s, x.__getitem__), params, shardings)
+        return jax.tree.map(_shard, params, sharding.state_shardings(params, self._mesh))
 
     def _global(self, rows: np.ndarray) -> jax.Array:
         return sharding.global_batch(self._mesh, {"x": rows}, self._batch_size)["x"]
 
 
-def _own_rows(x: jax.Array) -> np.ndarray:
+def _losses(norm, table, x, targets):
+    """Computes the loss of every token, whole in all processes: [B, T]."""
+    return sharding.constrain(
+        token_losses(model.final_norm(norm, x), table, targets),
+        "TT",
+    )
+
+
+def _shard(x: np.ndarray, named_sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, named_sharding, x.__getitem__)
+
+
+def _local_rows(x: jax.Array) -> np.ndarray:
     """Copies the rows that the devices of this process have to the host."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([shards[start] for start in sorted(shards)])
