@@ -584,6 +584,19 @@ def compare_analyses(one, two) -> float:
     return largest
 
 
+def assert_channel(record, expected, **bounds):
+    """Compares a channel of an analysis with `oracles.channel`."""
+    for name in ("to_first", "to_others"):
+        np.testing.assert_allclose(record[name], expected[name], **bounds)
+    for name in ("first_alignment", "others_alignment", "breaking_rotation"):
+        assert record[name] == pytest.approx(expected[name], abs=1e-4), name
+    if record["breaking_rotation"] is None or record["frequency"] == 0:
+        assert record["breaking_distance"] is None
+    else:
+        distance = record["breaking_rotation"] / record["frequency"]
+        assert record["breaking_distance"] == pytest.approx(distance, rel=1e-4)
+
+
 # Decoders whose heads are known.
 KNOWN_HEAD_DIM = 32
 Q = 4 + ord("q")  # the token that the semantic head looks for
@@ -615,11 +628,11 @@ def head_weights(distance, epsilon, length, freqs, embed_dim):
     return weights
 
 
-def make_known_heads(workdir, p, written_for=0.75, alter=None):
+def make_known_heads(workdir, p):
     """A layer with a diagonal, a previous-token, a semantic and an even head.
 
-    Weights are for p = `written_for`. The residual stream has a constant in lane 0, and in lane 1
-    whether the token is a q. `alter` may change rows of the embedding, queries and keys.
+    Weights are for p = 0.75. The residual stream has a constant in lane 0, and in lane 1 whether
+    the token is a q.
     """
     config = default_config()
     D = 64
@@ -644,7 +657,7 @@ def make_known_heads(workdir, p, written_for=0.75, alter=None):
     rows[Q, 1] = 1
     # So that the norm before attention leaves them as they are.
     np.testing.assert_allclose((rows**2).mean(axis=1), 1)
-    freqs = frequencies(H, rope_percentage=written_for)
+    freqs = frequencies(H, rope_percentage=0.75)
     query = np.zeros((4, D, H))
     key = np.zeros((4, D, H))
     query[0], key[0] = head_weights(0, 0.1, 257, freqs, D)
@@ -652,8 +665,6 @@ def make_known_heads(workdir, p, written_for=0.75, alter=None):
     still = np.flatnonzero(freqs == 0)[:2]
     query[2, 0, still] = 10.0  # 2 * 100 / sqrt(32) for a q, as much less for another
     key[2, 1, still] = 10.0
-    if alter:
-        alter(rows, query, key, freqs)
     value = rng.standard_normal((4, D, H)) / 8
     out = rng.standard_normal((4, H, D)) / 8
     write_decoder(workdir, config, rows, query[None], key[None], value[None], out[None])

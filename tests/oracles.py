@@ -251,3 +251,36 @@ def adamw(
         step = step + weight_decay * weights
         weights = weights - rates[index] * step
         yield weights
+
+
+# --- Analysis ---------------------------------------------------------------------------------
+
+
+def channel(query, key, frequency, head_dim):
+    """Describes a pair of a head from its queries and keys [B, T], as complex numbers.
+
+    `to_first` and `to_others` are what it adds to logits by distance, of the first key and of the
+    others. The rotation at which the first key loses its advantage is found by search.
+    """
+    T = query.shape[1]
+    turns = np.exp(1j * frequency * np.arange(T))
+    added = einsum("bi,bj->bij", (query * turns).conj(), key * turns).real
+    added = added / math.sqrt(head_dim)
+    others = added[:, 1:, 1:]
+    mean = query[:, 1:].mean()
+    mean_first = key[:, 0].mean()
+    mean_others = key[:, 1:].mean()
+    rotations = np.arange(0, 2 * np.pi, 1e-5)
+    advantage = mean.conj() * (mean_first - mean_others)
+    rotated = (advantage * np.exp(-1j * rotations)).real
+    return {
+        "to_first": added[:, 1:, 0].mean(0),
+        "to_others": [np.diagonal(others, -m, 1, 2).mean() for m in range(T - 1)],
+        "first_alignment": _cosine(mean, mean_first),
+        "others_alignment": _cosine(mean, mean_others),
+        "breaking_rotation": rotations[np.argmax(rotated <= 0)] if rotated[0] > 0 else None,
+    }
+
+
+def _cosine(a, b):
+    return (a.conj() * b).real / abs(a) / abs(b)

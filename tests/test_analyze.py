@@ -1,31 +1,34 @@
-"""The analysis: against the forward pass, against float64 written here, and on decoders whose heads are known."""
+"""The analysis: against the forward pass, against float64, and on decoders with known heads."""
 
 import itertools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from etils import epath
-from makers import KNOWN_HEAD_DIM as H
-from makers import analysis_options as asked
-from makers import draw_model as draw
-from makers import head_kinds as kinds
-from makers import make_known_heads as constructed
-from makers import make_run, small
-from makers import run_layers as layers_of
-from makers import text_with_q as text
+from makers import (
+    KNOWN_HEAD_DIM,
+    analysis_options,
+    draw_model,
+    head_kinds,
+    make_known_heads,
+    make_run,
+    run_layers,
+    small,
+    text_with_q,
+)
 from scipy import stats
 
 from prope import model
-from prope.analysis import analysis as analyze
-from prope.analysis import census, compare, measures, page
+from prope.analysis import analysis, census, compare, measures, page
 from prope.config import default_config, set_layer_percentages
 from prope.kernels import pairs
-from prope.rope import frequencies
 
-# --- Capture ----------------------------------------------------------------------------------------------------
+H = KNOWN_HEAD_DIM
+
+# --- Capture --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -36,43 +39,46 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     whole.model = small(num_kv_heads=kv_heads, head_dim=H)
     set_layer_percentages(whole, p if isinstance(p, tuple) else (p, p, p))
     config = whole.model
-    params, tokens, positions = draw(config)
-    seen, original = [], pairs._dot
+    params, tokens, positions = draw_model(config)
+    scores_by_layer = []
+    original = pairs._dot
 
-    def record(equation, x, y):
+    def record(scores):
+        scores_by_layer.append(np.asarray(scores))
+
+    def recording_dot(equation, x, y):
+        product = original(equation, x, y)
         if equation == "BKRH,BKSH->BKRS":
-            jax.debug.callback(
-                lambda scores: seen.append(np.asarray(scores)), original(equation, x, y)
-            )
-        return original(equation, x, y)
+            jax.debug.callback(record, product)
+        return product
 
-    monkeypatch.setattr(pairs, "_dot", record)
-    hidden = jax.block_until_ready(model.hidden_states(config, params, tokens, positions))
-    jax.effects_barrier()
-    monkeypatch.setattr(pairs, "_dot", original)
-    made = list(layers_of(config, params, tokens, positions))
-    assert len(seen) == len(made) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(pairs, "_dot", recording_dot)
+        hidden = jax.block_until_ready(model.hidden_states(config, params, tokens, positions))
+        jax.effects_barrier()
+    layers = list(run_layers(config, params, tokens, positions))
+    assert len(scores_by_layer) == len(layers) == 3
     T = tokens.shape[1]
-    for scores, (_, captured) in zip(seen, made, strict=True):
+    for scores, (_, captured) in zip(scores_by_layer, layers, strict=True):
         for row in range(len(tokens)):
             ours = measures.logits(captured.rotated_query[row], captured.rotated_key[row])
             np.testing.assert_allclose(ours, scores[row].reshape(4, T, T), rtol=0, atol=1e-5)
             assert np.abs(ours).max() > 0.5
-    out = model.final_norm(params["final_norm"], made[-1][0])
-    np.testing.assert_allclose(out, hidden, rtol=0, atol=1e-5)
+    output = model.final_norm(params["final_norm"], layers[-1][0])
+    np.testing.assert_allclose(output, hidden, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_capture_costs_nothing_where_it_is_off(monkeypatch):
     config = small()
-    params, tokens, positions = draw(config)
+    params, tokens, positions = draw_model(config)
 
     def compiled():
         def loss(params):
             return model.hidden_states(config, params, tokens, positions).sum()
 
-        made = jax.jit(jax.value_and_grad(loss)).lower(params)
-        return made.as_text(), made.compile().cost_analysis()["flops"]
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(params)
+        return lowered.as_text(), lowered.compile().cost_analysis()["flops"]
 
     program = compiled()
     monkeypatch.setattr(model.Attention, "sow", lambda *args, **kwargs: False)
@@ -80,51 +86,59 @@ def test_capture_costs_nothing_where_it_is_off(monkeypatch):
     assert compiled() == program
 
 
-# --- Measures ---------------------------------------------------------------------------------------------------
+# --- Measures -------------------------------------------------------------------------------------
 
 
-def oracle(captured, turns, after):
-    """Everything that `measure` says, in float64 by loops over heads and queries; rotation by complex numbers."""
-    query, key, value = (np.asarray(x, np.float64) for x in captured[:3])
-    B, T, N, H = query.shape
-    K, P = key.shape[2], H // 2
+def by_pair(x):
+    """Both lanes of every pair, [2, .., P]."""
+    return np.stack(np.split(x, 2, axis=-1))
 
-    def pairs(x):
-        return x[..., :P] + 1j * x[..., P:]
 
-    found = {name: [] for name in measures.Measures._fields}
-    for name, x in (("query_norms", query), ("key_norms", key), ("value_norms", value)):
-        found[name] = np.abs(pairs(x)).mean(axis=(0, 1))
-    for n in range(N):
-        rows = {
-            name: []
-            for name in (*census.SCORES, "to_first", "to_others", "after_token", "elsewhere")
-        }
-        for b in range(B):
-            k = pairs(key[b, :, n // (N // K)])
-            for i in range(1, T):
-                q = pairs(query[b, i, n])
-                j = np.arange(i + 1)
-                parts = (
-                    q.conj() * k[: i + 1] * np.exp(1j * (j - i)[:, None] * turns)
-                ).real / H**0.5
-                rows["to_first"].append(parts[0])
-                rows["to_others"].append(parts[1:].mean(axis=0))
-                if i >= 2:
-                    free = np.exp((q.conj() * k[: i + 1]).real.sum(axis=1) / H**0.5)
-                    w = np.exp(parts.sum(axis=1))
-                    w, free = w / w.sum(), free / free.sum()
-                    rows["diagonal"].append(w[i])
-                    rows["previous_token"].append(w[i - 1])
-                    rows["first_token"].append(w[0])
-                    rows["after_token"].append(w[i - 1] * after[b, i])
-                    rows["elsewhere"].append(w[0] * (1 - after[b, i]))
-                    rows["entropy"].append(-(w * np.log(w)).sum() / np.log(i + 1))
-                    rows["distance"].append((w * (i - j)).sum())
-                    rows["overlap_without_rotation"].append(np.minimum(w, free).sum())
-        for name, values in rows.items():
-            found[name].append(np.mean(values, axis=0))
-    return measures.Measures(**{name: np.array(values) for name, values in found.items()})
+def contributions(query, key):
+    """What every pair adds to logits, [B, N, T, T, P]."""
+    keys = np.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    return np.einsum("cbtnp,cbsnp->bntsp", by_pair(query), by_pair(keys)) / H**0.5
+
+
+def causal_weights(parts):
+    logits = np.where(np.tri(parts.shape[2]), parts.sum(-1), -np.inf)
+    return oracles.softmax(logits)
+
+
+def score_queries(rotated, unrotated, after):
+    """Scores of every query, [B, N, T], from weights with and without rotation."""
+    places = np.arange(rotated.shape[-1])
+    previous = rotated[..., places, places - 1]
+    first = rotated[..., 0]
+    entropy = -(rotated * np.log(np.where(rotated > 0, rotated, 1))).sum(-1)
+    return {
+        "diagonal": rotated[..., places, places],
+        "previous_token": previous,
+        "first_token": first,
+        "entropy": entropy / np.log(np.maximum(places, 1) + 1),
+        "distance": (rotated * (places[:, None] - places)).sum(-1),
+        "overlap_without_rotation": np.minimum(rotated, unrotated).sum(-1),
+        "after_token": previous * after[:, None],
+        "elsewhere": first * ~after[:, None],
+    }
+
+
+def measure_in_float64(captured, freqs, after):
+    """`measure` from its formulas, with all arrays of queries and keys whole."""
+    query, key, value = map(oracles.float64, captured[:3])
+    positions = np.tile(np.arange(query.shape[1]), (len(query), 1))
+    rotated_query = oracles.rotate(query, positions, freqs)
+    rotated_key = oracles.rotate(key, positions, freqs)
+    parts = contributions(rotated_query, rotated_key)
+    unrotated = contributions(query, key)
+    found = score_queries(causal_weights(parts), causal_weights(unrotated), after)
+    found = {name: scores[..., 2:].mean((0, 2)) for name, scores in found.items()}
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        found[f"{name}_norms"] = np.linalg.norm(by_pair(x), axis=0).mean((0, 1))
+    found["to_first"] = parts[:, :, 1:, 0].mean((0, 2))
+    to_others = [parts[:, :, i, 1 : i + 1].mean(2) for i in range(1, len(positions[0]))]
+    found["to_others"] = np.mean(to_others, axis=(0, 1))
+    return found
 
 
 @pytest.mark.parametrize("block", [5, 128])
@@ -132,169 +146,126 @@ def oracle(captured, turns, after):
     ("p", "kv_heads"),
     [
         (0.75, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 2), (0.25, 4), (1, 2))),
+        pytest.param(0, 2, marks=pytest.mark.slow),
+        pytest.param(0.25, 4, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
     config = small(num_kv_heads=kv_heads, head_dim=H, rope_percentage=float(p))
-    params, tokens, positions = draw(config)
-    *_, (_, captured) = layers_of(config, params, tokens, positions)
+    params, tokens, positions = draw_model(config)
+    *_, (_, captured) = run_layers(config, params, tokens, positions)
     monkeypatch.setattr(measures, "BLOCK", block)
     measures.measure.clear_cache()
     after = np.random.default_rng(0).random(tokens.shape) < 0.4
-    ours = jax.tree.map(lambda values: values.mean(axis=0), measures.measure(captured, after))
-    expected = oracle(captured, frequencies(H, rope_percentage=p), after)
-    for name, values in ours._asdict().items():
-        np.testing.assert_allclose(
-            values, getattr(expected, name), rtol=2e-5, atol=2e-6, err_msg=name
-        )
+    by_sequence = measures.measure(captured, after)._asdict()
+    expected = measure_in_float64(captured, oracles.frequencies(H, p=p), after)
+    assert by_sequence.keys() == expected.keys()
+    for name, values in by_sequence.items():
+        mean = np.mean(values, axis=0)
+        np.testing.assert_allclose(mean, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
     if p == 0:
-        np.testing.assert_allclose(ours.overlap_without_rotation, 1, atol=1e-5)
+        np.testing.assert_allclose(by_sequence["overlap_without_rotation"], 1, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_view_is_part_of_the_whole():
-    config = small(head_dim=H)
-    params, tokens, positions = draw(config)
-    (_, captured), *_ = layers_of(config, params, tokens, positions)
-    chosen = [0, 2, 5, 6, 11]
-    view = jax.device_get(measures.view(captured, np.array(chosen)))
-    whole = measures.weights(captured.rotated_query[0], captured.rotated_key[0], jnp.arange(12))
-    np.testing.assert_allclose(view.weights, whole[:, chosen][:, :, chosen], atol=1e-6)
-    names = [f"t{i}" for i in range(12)]
-    for head in range(4):
-        shown = census.show_head(view, head, [2, 5, 11], [0, 6], names)
-        table = shown["table"]
-        np.testing.assert_array_equal(shown["map"], view.weights[head][[1, 2, 4]][:, [1, 2, 4]])
-        q = np.asarray(captured.query[0, :, head], np.float64)
-        k = np.asarray(captured.key[0, :, head // 2], np.float64)
-        bounds = [np.linalg.norm(q[i]) * np.linalg.norm(k[i]) / H**0.5 for i in (0, 6)]
-        np.testing.assert_allclose(table["upper_bound"], bounds, rtol=1e-5)
-        before = np.linalg.norm(q[6]) * np.linalg.norm(k[5]) / H**0.5
-        assert table["previous_upper_bound"] == [None, pytest.approx(before)]
-        apart = np.log(float(whole[head, 6, 6])) - np.log(float(whole[head, 6, 5]))
-        assert table["diagonal"][1] - table["previous_token"][1] == pytest.approx(apart, abs=1e-4)
-        assert table["previous_token"][0] is None and table["tokens"] == ["t0", "t6"]
-
-
-def run_of(heads, sharing=1):
-    """What a rank correlation reads of an analysis in which `sharing` query heads share a key head."""
-    return {"heads": heads, "layers": [{"query_norms": [[1.0]] * sharing, "key_norms": [[1.0]]}]}
+def analysis_of(shares, scores, heads_per_key=1):
+    """What a rank correlation reads of an analysis."""
+    heads = [
+        {"high_frequency_share": share, "positional": score}
+        for share, score in zip(shares, scores, strict=True)
+    ]
+    layer = {"query_norms": [[1.0]] * heads_per_key, "key_norms": [[1.0]]}
+    return {"heads": heads, "layers": [layer]}
 
 
 def test_the_rank_correlation_is_spearmans():
-    rng = np.random.default_rng(0)
-    shares, scores = rng.random(20), rng.random(20)
-    heads = [
-        {"high_frequency_share": a, "positional": b} for a, b in zip(shares, scores, strict=True)
-    ]
-    ranks = [np.argsort(np.argsort(x)) for x in (shares, scores)]
-    expected = np.corrcoef(*ranks)[0, 1]
-    found = census.rank_correlation([run_of(heads)])
-    assert found["rho"] == pytest.approx(expected) and found["heads"] == 20
-    assert found["p_value"] == pytest.approx(stats.pearsonr(*ranks).pvalue, abs=0.02)
-    equal = [head | {"positional": head["high_frequency_share"]} for head in heads]
-    perfect = census.rank_correlation([run_of(equal)])
-    assert (perfect["rho"], perfect["p_value"]) == (
-        pytest.approx(1),
-        pytest.approx(1e-4),
-    )  # never 0: 1 / (draws + 1)
-    assert (
-        census.rank_correlation([run_of([head | {"high_frequency_share": 0.0} for head in heads])])
-        is None
-    )
+    shares, scores = np.random.default_rng(0).random((2, 20))
+    expected = stats.spearmanr(shares, scores)
+    found = census.rank_correlation([analysis_of(shares, scores)])
+    assert found["rho"] == pytest.approx(expected.statistic)
+    assert found["heads"] == 20
+    assert found["p_value"] == pytest.approx(expected.pvalue, abs=0.02)
+    perfect = census.rank_correlation([analysis_of(shares, shares)])
+    assert perfect["rho"] == pytest.approx(1)
+    assert perfect["p_value"] == pytest.approx(1e-4)  # never 0: 1 / (draws + 1)
+    assert census.rank_correlation([analysis_of(np.zeros(20), scores)]) is None
 
 
-@pytest.mark.parametrize("sharing", [1, 2])
-def test_heads_that_share_keys_or_a_run_are_no_independent_samples(sharing):
-    """Against all permutations: of the keys of a run, whose heads move together, and in every run apart."""
+@pytest.mark.parametrize("heads_per_key", [1, 2])
+def test_heads_that_share_keys_or_a_run_are_no_independent_samples(heads_per_key):
+    """Against all permutations: of the keys of a run, whose heads move together."""
     rng = np.random.default_rng(1)
-    shares, scores = rng.random((2, 2, 4 * sharing)) + np.array(
-        [[0.0], [5.0]]
-    )  # run 1 is above run 0 in both
-    runs = [
-        run_of(
-            [{"high_frequency_share": a, "positional": b} for a, b in zip(*run, strict=True)],
-            sharing,
-        )
-        for run in zip(shares, scores, strict=True)
-    ]
+    # Run 1 is above run 0 in both.
+    shares, scores = rng.random((2, 2, 4 * heads_per_key)) + np.array([[0.0], [5.0]])
+    runs = [analysis_of(*run, heads_per_key) for run in zip(shares, scores, strict=True)]
     found = census.rank_correlation(runs)
-    ranks = stats.rankdata(scores)
-
-    def rho(*orders):
-        moved = [
-            run.reshape(4, -1)[list(order)].ravel()
-            for run, order in zip(shares, orders, strict=True)
-        ]
-        return np.corrcoef(stats.rankdata(moved), ranks)[0, 1]
-
+    blocks = shares.reshape(2, 4, heads_per_key)
     orders = list(itertools.permutations(range(4)))
-    chances = np.abs([rho(a, b) for a in orders for b in orders]) >= abs(found["rho"]) - 1e-9
-    assert found["rho"] == pytest.approx(rho(orders[0], orders[0])) and found["rho"] > 0.5
-    assert found["p_value"] == pytest.approx(chances.mean(), abs=0.02) and found["p_value"] > 0.05
-    assert stats.spearmanr(shares.ravel(), scores.ravel()).pvalue < found["p_value"] / 2, (
-        "as if heads were independent"
-    )
+
+    def rho(first, second):
+        moved = np.concatenate([blocks[0, first], blocks[1, second]])
+        return stats.spearmanr(moved.ravel(), scores.ravel()).statistic
+
+    assert found["rho"] == pytest.approx(rho(orders[0], orders[0]))
+    assert found["rho"] > 0.5
+    by_chance = np.array([rho(*both) for both in itertools.product(orders, orders)])
+    share_above = (np.abs(by_chance) >= found["rho"] - 1e-9).mean()
+    assert found["p_value"] == pytest.approx(share_above, abs=0.02)
+    assert found["p_value"] > 0.05
+    as_if_independent = stats.spearmanr(shares.ravel(), scores.ravel()).pvalue
+    assert as_if_independent < found["p_value"] / 2
 
 
-def test_the_high_frequency_share_counts_turned_pairs_only():
+@pytest.mark.parametrize(("rotated", "share"), [(0, 0), (2, 2 / 16), (4, 4 / 16), (16, 4 / 16)])
+def test_the_high_frequency_share_counts_rotated_pairs_only(rotated, share):
     norms = np.ones((2, 16), np.float32)
     zeros = np.zeros(2)
-    made = measures.Measures(norms, norms, norms, *[zeros] * 6, norms, norms)
-    shares = [
-        census.score_heads(0, frequencies(H, rope_percentage=rotated / 16), made)[0][
-            "high_frequency_share"
-        ]
-        for rotated in (0, 2, 4, 16)
-    ]
-    assert shares == pytest.approx([0, 2 / 16, 4 / 16, 4 / 16])
+    equal = measures.Measures(norms, norms, norms, *[zeros] * 6, norms, norms)
+    head, _ = census.score_heads(0, oracles.frequencies(H, p=rotated / 16), equal)
+    assert head["high_frequency_share"] == pytest.approx(share)
 
 
-# --- Decoders whose heads are known -----------------------------------------------------------------------------
+# --- Decoders whose heads are known ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
     base = tmp_path_factory.mktemp("known")
-    (base / "text.txt").write_text(text())
+    (base / "text.txt").write_text(text_with_q())
     (base / "runs").mkdir()
     for p in (0, 0.75):
-        constructed(base / "runs" / f"p={p}", p)
+        make_known_heads(base / "runs" / f"p={p}", p)
     return base
 
 
 def test_the_census_names_exactly_the_constructed_heads(known):
-    given = asked(text=str(known / "text.txt"), channels=4)
-    found = analyze.analyse(known / "runs" / "p=0.75", given)
-    assert kinds(found) == ["diagonal", "previous_token", "semantic", ""]
-    diagonal, previous, semantic, even = found["heads"]
-    assert diagonal["diagonal"] > 0.9 and previous["previous_token"] > 0.9  # epsilon = 0.1
-    assert semantic["overlap_without_rotation"] > 0.99 and even["entropy"] == pytest.approx(
-        1, abs=1e-4
-    )
-    assert [(head["head"], head["why"]) for head in found["shown"][:1]] == [(0, "diagonal")]
-    assert (1, "previous_token") in [(head["head"], head["why"]) for head in found["shown"]]
-    # The semantic head's channels are the two pairs that it was given, which are not turned.
-    of_semantic = [c for c in found["channels"] if c["head"] == 2]
-    assert [c["pair"] for c in of_semantic] == [12, 13] and all(
-        c["frequency"] == 0 for c in of_semantic
-    )
-    assert all(c["stopped"] is None and c["removed"] for c in of_semantic)
-    # In a head that is exactly diagonal the logit to itself is the upper bound (Theorem 5.3, Table 3).
-    table = next(head["table"] for head in found["shown"] if head["head"] == 0)
-    np.testing.assert_allclose(table["diagonal"], table["upper_bound"], rtol=1e-4)
-    table = next(head["table"] for head in found["shown"] if head["head"] == 1)
-    np.testing.assert_allclose(
-        table["previous_token"][1:], table["previous_upper_bound"][1:], rtol=1e-4
-    )
+    options = analysis_options(text=str(known / "text.txt"), channels=4)
+    found = analysis.analyse(known / "runs" / "p=0.75", options)
+    assert head_kinds(found) == ["diagonal", "previous_token", "semantic", ""]
+    _, _, semantic, even = found["heads"]
+    assert semantic["overlap_without_rotation"] > 0.99
+    assert even["entropy"] == pytest.approx(1, abs=1e-4)
+    reasons = [(head["head"], head["why"]) for head in found["shown"]]
+    assert reasons[0] == (0, "diagonal")
+    assert (1, "previous_token") in reasons
+    # The semantic head's channels are its two pairs, which do not rotate.
+    semantic_channels = [channel for channel in found["channels"] if channel["head"] == 2]
+    assert [channel["pair"] for channel in semantic_channels] == [12, 13]
+    for channel in semantic_channels:
+        assert channel["frequency"] == 0
+        assert channel["stopped"] is None
+        assert channel["removed"]
 
 
 def test_without_rotation_the_positional_heads_vanish(known):
-    found = analyze.analyse(known / "runs" / "p=0", asked(text=str(known / "text.txt")))
-    assert kinds(found) == ["", "", "semantic", ""]
+    options = analysis_options(text=str(known / "text.txt"))
+    found = analysis.analyse(known / "runs" / "p=0", options)
+    assert head_kinds(found) == ["", "", "semantic", ""]
     assert max(head["positional"] for head in found["heads"][:2]) < 0.05
-    assert all(head["high_frequency_share"] == 0 for head in found["heads"])
+    assert {head["high_frequency_share"] for head in found["heads"]} == {0}
+
+
+# --- Comparisons and pages ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -302,83 +273,81 @@ def test_runs_below_a_directory_are_compared(known, run_command):
     arguments = [f"--workdir={known / 'runs'}", f"--text={known / 'text.txt'}", "--channels=1"]
     done = run_command("prope.analyze", *arguments)
     assert done.code == 0, done.stderr
-    assert done.result.keys() >= {"output", "sequences", "heads"} and len(done.result["heads"]) == 8
-    rows = {row["p"]: row for row in done.result["comparison"]}
-    assert (
-        rows["p = 0"]["kinds"]["previous_token"] == 0
-        and rows["p = 0.75"]["kinds"]["previous_token"] == 1
-    )
-    assert rows["p = 0"]["kinds"]["semantic"] == rows["p = 0.75"]["kinds"]["semantic"] == 1
+    assert done.result.keys() >= {"output", "sequences", "heads"}
+    assert len(done.result["heads"]) == 8
+    kinds = {row["p"]: row["kinds"] for row in done.result["comparison"]}
+    assert kinds["p = 0"]["previous_token"] == 0
+    assert kinds["p = 0.75"]["previous_token"] == 1
+    assert kinds["p = 0"]["semantic"] == kinds["p = 0.75"]["semantic"] == 1
     written = (known / "runs/analysis/index.html").read_text()
-    assert "p = 0.75" in written and "http" not in re.sub(r"data:[^\"]*", "", written).replace(
-        "http-equiv", ""
-    )
+    assert "p = 0.75" in written
+    links = re.sub(r"data:[^\"]*|http-equiv", "", written)
+    assert "http" not in links
 
 
 @pytest.mark.slow
 def test_runs_of_different_encodings_are_no_seeds_of_one_another(tmp_path):
     (tmp_path / "a.txt").write_text("What turns, and what does not.")
-    shared = {"num_layers": 1, "max_wavelength": 500.0}
-    for name, p, fields in (
-        ("a", 0.5, {}),
-        ("b", 1.0, {}),
-        ("c", 0.5, {"rope_type": "partial"}),
-        ("d", 1.0, {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}),
-    ):
-        make_run(tmp_path / "runs" / name, p, **shared | fields)
-    given = asked(text=str(tmp_path / "a.txt"), channels=0)
-    rows = analyze.analyse_all(epath.Path(tmp_path) / "runs", given)["comparison"]
-    linear = "p = 1, rope_scaling_factor = 4.0, rope_scaling_type = linear"
-    assert [row["p"] for row in rows] == [
-        "p = 0.5",
-        "p = 0.5, rope_type = partial",
-        "p = 1",
-        linear,
-    ]
-    assert [row["runs"] for row in rows] == [1] * 4
-    assert linear in (tmp_path / "runs/analysis/index.html").read_text()
+    linear = {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}
+    runs = {
+        "a": (0.5, {}),
+        "b": (1.0, {}),
+        "c": (0.5, {"rope_type": "partial"}),
+        "d": (1.0, linear),
+    }
+    for name, (p, fields) in runs.items():
+        make_run(tmp_path / "runs" / name, p, num_layers=1, max_wavelength=500.0, **fields)
+    options = analysis_options(text=str(tmp_path / "a.txt"), channels=0)
+    rows = analysis.analyse_all(epath.Path(tmp_path) / "runs", options)["comparison"]
+    of_linear = "p = 1, rope_scaling_factor = 4.0, rope_scaling_type = linear"
+    names = ["p = 0.5", "p = 0.5, rope_type = partial", "p = 1", of_linear]
+    assert [(row["p"], row["runs"]) for row in rows] == [(name, 1) for name in names]
+    assert of_linear in (tmp_path / "runs/analysis/index.html").read_text()
 
 
-def test_pages_say_what_was_found():
-    heads = [
-        {
-            "layer": 0,
-            "head": n,
-            "kind": kind,
-            "positional": 0.1 * n,
-            "high_frequency_share": 0.2 * n,
-            "diagonal": 0.1,
-            "previous_token": 0.1 * n,
-            "first_token": 0.0,
-        }
-        for n, kind in enumerate(["", "semantic", "previous_token", "previous_token"])
-    ]
-    found = {"heads": heads, "rank_correlation": {"rho": 1.0, "p_value": 0.01, "heads": 4}}
-    assert page.lead(found).startswith(
-        "Of 4 heads: 2 mostly the token before, 1 semantic. The more positional"
-    )
-    assert "more it uses" in page.lead(found) and "correlation 1.00" in page.lead(found)
-    chance = page.lead(found | {"rank_correlation": {"rho": 0.4, "p_value": 0.6, "heads": 4}})
-    assert "No relation found" in chance and "0.4" not in chance and "0.6" not in chance
-    found |= {"layers": [{"query_norms": [[1.0]] * 4, "key_norms": [[1.0]]}], "encoding": {}}
-    analysis = found | {
+HEADS = [
+    {
+        "layer": 0,
+        "head": number,
+        "kind": kind,
+        "positional": 0.1 * number,
+        "high_frequency_share": 0.2 * number,
+        "diagonal": 0.1,
+        "previous_token": 0.1 * number,
+        "first_token": 0.0,
+    }
+    for number, kind in enumerate(["", "semantic", "previous_token", "previous_token"])
+]
+
+
+def test_the_lead_of_a_page_says_what_was_found():
+    related = {"rho": 1.0, "p_value": 0.01, "heads": 4}
+    lead = page.lead({"heads": HEADS, "rank_correlation": related})
+    assert lead.startswith("Of 4 heads: 2 mostly the token before, 1 semantic. The more positional")
+    assert "more it uses" in lead
+    assert "correlation 1.00" in lead
+    by_chance = {"rho": 0.4, "p_value": 0.6, "heads": 4}
+    lead = page.lead({"heads": HEADS, "rank_correlation": by_chance})
+    assert "No relation found" in lead
+    assert not re.search(r"0\.[46]", lead)
+
+
+def test_runs_of_a_p_are_summed_up():
+    shared = {
+        "heads": HEADS,
+        "layers": [{"query_norms": [[1.0]] * 4, "key_norms": [[1.0]]}],
+        "encoding": {},
         "rope_percentage": 0.75,
         "rotated_pairs": 24,
-        "loss": {"loss": 2.0},
         "channels": [],
     }
-    (row,) = (
-        compare.row(p, group)
-        for p, group in compare.by_p([analysis, analysis | {"loss": {"loss": 3.0}}]).items()
-    )
-    assert (
-        row["p"] == "p = 0.75" and row["loss"] == 2.5 and row["loss_sd"] == pytest.approx(0.5**0.5)
-    )
-    assert row["kinds"] == {
-        "diagonal": 0,
-        "previous_token": 4,
-        "first_token": 0,
-        "semantic": 2,
-        "none": 2,
-    }
-    assert row["previous_token"] == pytest.approx(0.3) and row["removed"] is None
+    analyses = [shared | {"loss": {"loss": loss}} for loss in (2.0, 3.0)]
+    ((p, group),) = compare.by_p(analyses).items()
+    row = compare.row(p, group)
+    assert row["p"] == "p = 0.75"
+    assert row["loss"] == 2.5
+    assert row["loss_sd"] == pytest.approx(0.5**0.5)
+    kinds = {"diagonal": 0, "previous_token": 4, "first_token": 0, "semantic": 2, "none": 2}
+    assert row["kinds"] == kinds
+    assert row["previous_token"] == pytest.approx(0.3)
+    assert row["removed"] is None
