@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import time
 
 import numpy as np
 import pytest
@@ -92,21 +91,6 @@ def test_what_cannot_be_used_in_a_folder(tmp_path, folder, monkeypatch):
         settings(tmp_path, "files", folder),
         "a document of more than 100 bytes; cut it into several",
     )
-
-
-def test_large_files_are_hashed_once(tmp_path, folder, monkeypatch):
-    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr(files, "_ALWAYS_HASHED", 0)
-    monkeypatch.setattr(time, "time", lambda: 1e12)  # files are older than they were a moment ago
-    real, hashed = files.hash_file, []
-    monkeypatch.setattr(files, "hash_file", lambda path: hashed.append(path) or real(path))
-    config = settings(tmp_path, "files", folder)
-    first = find_source(config).identity
-    assert len(hashed) == 12
-    assert find_source(config).identity == first and len(hashed) == 12
-    text = (folder / "c.txt").read_bytes()
-    (folder / "c.txt").write_bytes(text[:-1] + b"?")
-    assert find_source(config).identity != first and hashed[12:] == [folder / "c.txt"]
 
 
 # --- Instructions -----------------------------------------------------------------------------------------------

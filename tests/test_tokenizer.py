@@ -20,7 +20,7 @@ from prope.data import view
 from prope.data.sources.find import find_source
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import load_tokenizer
-from prope.data.vocabulary import _lines, sample, train_tokenizer
+from prope.data.vocabulary import sample, split_lines, train_tokenizer
 from prope.data.windows import Windows, train_batch
 from prope.errors import UsageError
 
@@ -164,7 +164,7 @@ def test_a_model_without_bytes_takes_the_space_mark_for_a_space(tmp_path):
 def test_documents_are_cut_into_lines_without_a_loss():
     long = ("word " * 3000 + "\n") * 2 + "数" * 5000 + "\n\nend"
     for text in [*ODD, long]:
-        lines = list(_lines(text.encode()))
+        lines = list(split_lines(text.encode()))
         assert b"".join(lines) == text.encode() and all(0 < len(line) <= 4096 for line in lines)
         assert all(line.decode() for line in lines), "no character is cut"
 
@@ -173,7 +173,7 @@ def test_a_line_of_32_mb_is_cut_in_one_pass():
     """A copy of the rest for every cut would move 130 GB, in about a minute."""
     line = b"word of a rope " * 2_236_962
     start = time.perf_counter()
-    assert sum(map(len, _lines(line))) == len(line)
+    assert sum(map(len, split_lines(line))) == len(line)
     assert time.perf_counter() - start < 15
 
 

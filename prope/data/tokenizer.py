@@ -1,17 +1,24 @@
-"""Converts text to ids and back. `byte` needs no file; any other name is the path or URL of a SentencePiece model."""
+"""Converts text to ids and back.
+
+`byte` needs no file; any other name is the path or URL of a SentencePiece model.
+"""
 
 import hashlib
 
 import numpy as np
 from etils import epath
 
-from prope.errors import UsageError
+from prope.errors import usage_error
 
 # Gemma's ids of the special tokens, which every tokenizer here has.
-PAD, EOS, BOS, UNKNOWN = 0, 1, 2, 3
+PAD = 0
+EOS = 1
+BOS = 2
+UNKNOWN = 3
 
-# SentencePiece writes a space as this character, and so reads the character itself back as a space.
+# SentencePiece writes a space as this character, and so reads the character itself as a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_REMEDY = "give byte, Gemma's tokenizer.model, or one made by python -m prope.data.train_tokenizer"
 
 
 class ByteTokenizer:
@@ -26,46 +33,27 @@ class ByteTokenizer:
 
     def decode(self, ids) -> str:
         """Decodes ids; those without text are left out, broken UTF-8 becomes U+FFFD."""
-        return bytes(i - 4 for i in map(int, ids) if 4 <= i < self.vocab_size).decode(
-            errors="replace"
-        )
+        text = bytes(int(i) - 4 for i in ids if 4 <= i < self.vocab_size)
+        return text.decode(errors="replace")
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model: Gemma's `tokenizer.model`, or one that prope.data.train_tokenizer wrote."""
+    """A SentencePiece model: Gemma's `tokenizer.model`, or one of prope.data.train_tokenizer."""
 
     def __init__(self, path: str):
-        import sentencepiece
-
-        remedy = "give byte, Gemma's tokenizer.model, or one made by python -m prope.data.train_tokenizer"
-        try:
-            model = epath.Path(path).read_bytes()
-            self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            if not self.processor.vocab_size():  # an empty file
-                raise RuntimeError
-        except (OSError, RuntimeError) as error:
-            readable = isinstance(error, RuntimeError)
-            reason = (
-                "it is not a SentencePiece model" if readable else error.strerror or "no such file"
-            )
-            raise UsageError(
-                f"config.data.tokenizer={path}: cannot be read: {reason}; {remedy}"
-            ) from None
-        special = [getattr(self.processor, f"{name}_id")() for name in ("pad", "eos", "bos", "unk")]
-        if special != [PAD, EOS, BOS, UNKNOWN]:
-            ids = "pad {}, eos {}, bos {}, unk {}"
-            found, wanted = ids.format(*special), f"Gemma's, {ids.format(PAD, EOS, BOS, UNKNOWN)}"
-            wrong = f"its special ids are {found} (-1: none) and must be {wanted}"
-            raise UsageError(f"config.data.tokenizer={path}: {wrong}; {remedy}")
+        model = _read_model(path)
+        self.processor = _load_model(path, model)
         self.vocab_size = self.processor.vocab_size()
-        space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        self._space = (
-            space if UNKNOWN not in space else None
-        )  # None: the model does not fall back on bytes
         self.fingerprint = hashlib.sha256(model).hexdigest()
+        space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        # None: the model does not fall back on bytes.
+        self._space = None if UNKNOWN in space else space
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Encodes UTF-8 text, without <bos> or <eos>; losslessly if the model falls back on bytes: int32 [tokens]."""
+        """Encodes UTF-8 text, without <bos> or <eos>: int32 [tokens].
+
+        It is lossless if the model falls back on bytes.
+        """
         string = text.decode()
         if self._space is None or _SPACE not in string:
             return np.array(self.processor.encode(string), np.int32)
@@ -76,7 +64,36 @@ class SentencePieceTokenizer:
 
     def decode(self, ids) -> str:
         """Decodes ids; those without text are left out, broken UTF-8 becomes U+FFFD."""
-        return self.processor.decode([i for i in map(int, ids) if i < self.vocab_size])
+        return self.processor.decode([int(i) for i in ids if i < self.vocab_size])
+
+
+def _read_model(path: str) -> bytes:
+    try:
+        return epath.Path(path).read_bytes()
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or 'no such file'}"
+        raise usage_error("config.data.tokenizer", path, problem, _REMEDY) from None
+
+
+def _load_model(path: str, model: bytes):
+    """Returns the SentencePiece processor of a model; raises UsageError where it does not fit."""
+    import sentencepiece
+
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError:
+        processor = None
+    if not processor or not processor.vocab_size():  # an empty file has no ids
+        problem = "cannot be read: it is not a SentencePiece model"
+        raise usage_error("config.data.tokenizer", path, problem, _REMEDY)
+    special = (processor.pad_id(), processor.eos_id(), processor.bos_id(), processor.unk_id())
+    expected = (PAD, EOS, BOS, UNKNOWN)
+    if special != expected:
+        ids = "pad {}, eos {}, bos {}, unk {}"
+        problem = f"its special ids are {ids.format(*special)} (-1: none)"
+        wanted = f"must be Gemma's, {ids.format(*expected)}"
+        raise usage_error("config.data.tokenizer", path, f"{problem} and {wanted}", _REMEDY)
+    return processor
 
 
 def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
@@ -86,6 +103,5 @@ def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
 
 def token_name(tokenizer: ByteTokenizer | SentencePieceTokenizer, token: int) -> str:
     """Returns a token as it can be shown: <bos>, or its text in quotes."""
-    return {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}.get(int(token)) or repr(
-        tokenizer.decode([token])
-    )
+    special = {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}
+    return special.get(int(token)) or repr(tokenizer.decode([token]))

@@ -1,9 +1,9 @@
 """Trains a SentencePiece model on the training documents of a dataset.
 
-    python -m prope.data.train_tokenizer --config=configs/quickstart.py --output=M.model --vocab_size=1000
+    python -m prope.data.train_tokenizer --config=C.py --output=M.model --vocab_size=1000
 
-It learns from a sample of lines that a hash chooses, so the same command writes the same file. The model has Gemma's
-special ids, and every text decodes to its exact bytes.
+It learns from a sample of lines that a hash chooses, so the same command writes the same file. The
+model has Gemma's special ids, and every text decodes to its exact bytes.
 """
 
 from absl import flags
@@ -17,12 +17,10 @@ def define_flags() -> None:
     """Defines the command's flags."""
     config_flags.DEFINE_config_file("config", None, "the config file that names the dataset")
     flags.DEFINE_string("output", None, "file or URL to write, such as tokenizer.model")
-    flags.DEFINE_integer(
-        "vocab_size", None, "ids of the tokenizer; config.model.vocab_size by default"
-    )
-    flags.DEFINE_enum(
-        "model_type", "unigram", ["unigram", "bpe"], "the kind of model; Gemma's is bpe"
-    )
+    default = "config.model.vocab_size by default"
+    flags.DEFINE_integer("vocab_size", None, f"ids of the tokenizer; {default}")
+    kinds = ["unigram", "bpe"]
+    flags.DEFINE_enum("model_type", "unigram", kinds, "the kind of model; Gemma's is bpe")
     flags.DEFINE_integer("sample_bytes", 2**26, "learn from at most this much text", lower_bound=1)
     flags.mark_flags_as_required(["config", "output"])
 

@@ -24,19 +24,18 @@ class Chunk(NamedTuple):
 
     key: str  # identifies its documents within the source, and names it in messages
     num_bytes: int  # approximate size of the text
-    read: Callable[
-        [], Iterator[Document]
-    ]  # in order; can be pickled; raises UsageError on damaged data
-    shard: str = ""  # URL of the file that must be copied here first; one worker reads its chunks one after the other
+    # Yields the documents in order; can be pickled; raises UsageError on damaged data.
+    read: Callable[[], Iterator[Document]]
+    # URL of the file that it copies here first; one worker reads its chunks one after the other.
+    shard: str = ""
 
 
 class Source(NamedTuple):
     """A collection of documents."""
 
     name: str  # as in config.data.dataset
-    identity: (
-        dict  # JSON values, equal exactly where the documents are; part of the store's fingerprint
-    )
+    # JSON values, equal exactly where the documents are; in the store's fingerprint.
+    identity: dict
     chunks: tuple[Chunk, ...]  # all documents, in order
 
     @property
@@ -54,14 +53,15 @@ class MissingText(UsageError):
 
 
 def chunk_bytes(total: int) -> int:
-    """Returns the size of a chunk: small, so that an interruption loses little, but not thousands of them."""
+    """Returns the size of a chunk: an interruption loses little, and there are not thousands."""
     return min(max(total // 256, 2**18), 2**23)
 
 
 class TextRule(NamedTuple):
-    """How a record becomes a document: one feature, or a template such as "Q: {inputs}\\nA: {targets}".
+    """How a record becomes a document: one feature, or a template.
 
-    With loss_on "targets" all text before the template's last field is the prompt.
+    The template is such as "Q: {inputs}\\nA: {targets}". With loss_on "targets" all text before its
+    last field is the prompt.
     """
 
     text_feature: str
@@ -69,7 +69,7 @@ class TextRule(NamedTuple):
     loss_on: str = "all"
 
     @property
-    def _parts(self) -> list[tuple[str, str | None]]:
+    def _segments(self) -> list[tuple[str, str | None]]:
         """The text: pairs of a literal and the feature that follows it, if any."""
         if not self.template:
             return [("", self.text_feature)]
@@ -78,7 +78,7 @@ class TextRule(NamedTuple):
     @property
     def features(self) -> tuple[str, ...]:
         """The features that a record must have."""
-        return tuple(dict.fromkeys(name for _, name in self._parts if name is not None))
+        return tuple(dict.fromkeys(name for _, name in self._segments if name is not None))
 
     @property
     def option(self) -> str:
@@ -94,31 +94,31 @@ class TextRule(NamedTuple):
 
     def document(self, values: Mapping[str, bytes], where: str) -> Document:
         """Builds the document of a record; `where` names the record in an error."""
-        segments = []
-        for literal, name in self._parts:
-            segments += [literal.encode()] + (
-                [check_utf8(values[name], where)] if name is not None else []
-            )
-        text = b"".join(segments)
-        return Document(text, len(text) - len(segments[-1]) if self.loss_on == "targets" else 0)
+        text = b""
+        prompt_bytes = 0
+        for literal, name in self._segments:
+            text += literal.encode()
+            prompt_bytes = len(text)
+            if name is not None:
+                text += check_utf8(values[name], where)
+        return Document(text, prompt_bytes if self.loss_on == "targets" else 0)
 
 
 def check_utf8(text: bytes, where: str) -> bytes:
     """Returns the text; raises UsageError if it is not UTF-8 or too long."""
     if len(text) > MAX_DOCUMENT:
         raise too_long(where)
-    if not text.isascii():
-        try:
-            text.decode()
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"{where}: not UTF-8 text (byte {error.start}); convert or remove it"
-            ) from None
+    if text.isascii():
+        return text
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text (byte {error.start})"
+        raise UsageError(f"{where}: {problem}; convert or remove it") from None
     return text
 
 
 def too_long(where: str) -> UsageError:
     """Returns the error for a document above MAX_DOCUMENT."""
-    return UsageError(
-        f"{where}: a document of more than {MAX_DOCUMENT:,} bytes; cut it into several"
-    )
+    problem = f"a document of more than {MAX_DOCUMENT:,} bytes"
+    return UsageError(f"{where}: {problem}; cut it into several")

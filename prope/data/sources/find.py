@@ -1,7 +1,7 @@
-"""Finds the source that `config.data.dataset` names. To add one: a file beside this one, and a line in `find_source`.
+"""Finds the source that `config.data.dataset` names.
 
-prope/data/README.md lists them. synthetic/TASK and longcontext/TASK have no documents: prope/data/tasks
-generates their windows.
+To add one: a file beside this one, and a line in `find_source`. prope/data/README.md lists them.
+synthetic/TASK and longcontext/TASK have no documents: prope/data/tasks generates their windows.
 """
 
 from etils import epath
@@ -12,25 +12,26 @@ from prope.data.sources.base import MissingText, Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
-from prope.errors import UsageError
+from prope.errors import usage_error
 from prope.runtime.files import is_url, retry_reads
 
 
 def find_source(data: ConfigDict) -> Source:
-    """Returns the source that `config.data` names; where it is missing, a UsageError says how to download it."""
+    """Returns the source that `config.data` names.
+
+    Raises UsageError where it is missing, which says how to download it.
+    """
     if data.dataset == "python_docs":
         return python_docs()
     if is_generated(data.dataset):
-        raise UsageError(
-            f"config.data.dataset={data.dataset}: is generated while it is read, and has no text"
-        )
-    folder, rule = (
-        epath.Path(data.data_dir),
-        TextRule(data.text_feature, data.template, data.loss_on),
-    )
+        problem = "is generated while it is read, and has no text"
+        raise usage_error("config.data.dataset", data.dataset, problem)
+    folder = epath.Path(data.data_dir)
+    rule = TextRule(data.text_feature, data.template, data.loss_on)
 
     def find() -> Source:
-        if not data.data_dir or not (any(folder.iterdir()) if is_url(folder) else folder.is_dir()):
+        is_there = any(folder.iterdir()) if is_url(folder) else folder.is_dir()
+        if not data.data_dir or not is_there:
             raise FileNotFoundError
         if data.dataset == "files":
             return files(folder, rule)
@@ -39,24 +40,22 @@ def find_source(data: ConfigDict) -> Source:
     try:
         return retry_reads(folder, find)
     except FileNotFoundError:
-        hint = (
-            ""
-            if data.dataset == "files" and not is_url(folder)
-            else download_hint(data.dataset, folder)
-        )
-        raise MissingText(
-            f"config.data.data_dir={data.data_dir}: there is no such folder{hint}"
-        ) from None
+        is_local_text = data.dataset == "files" and not is_url(folder)
+        hint = "" if is_local_text else download_hint(data.dataset, folder)
+        problem = f"config.data.data_dir={data.data_dir}: there is no such folder"
+        raise MissingText(f"{problem}{hint}") from None
 
 
 def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:
-    """Lists the sources of a `config.data`: (weight, a `config.data` of that source); the weights sum to 1."""
+    """Lists the sources of a `config.data`: (weight, its `config.data`); weights sum to 1."""
     if data.dataset != "mixture":
         return [(1.0, data)]
-    total, sources = sum(entry["weight"] for entry in data.mixture), []
+    total = sum(entry["weight"] for entry in data.mixture)
+    sources = []
     for entry in data.mixture:
+        fields = dict(entry)
+        weight = fields.pop("weight") / total
         source = data.copy_and_resolve_references()
-        source.update({"mixture": (), "data_dir": "", "store": ""})
-        source.update({name: value for name, value in entry.items() if name != "weight"})
-        sources.append((entry["weight"] / total, source))
+        source.update({"mixture": (), "data_dir": "", "store": ""} | fields)
+        sources.append((weight, source))
     return sources
