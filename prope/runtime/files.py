@@ -1,6 +1,7 @@
-"""Places, which are local paths or URLs: files that appear under their name only when complete, and JSON files.
+"""Files in places, which are local paths or URLs; a file appears under its name when complete.
 
-`etils.epath.Path` is the type of both. A URL such as gs://bucket/run is read and written by gcsfs, without a mount.
+`etils.epath.Path` is the type of both. A URL such as gs://bucket/run is read and written by gcsfs,
+without a mount.
 """
 
 import contextlib
@@ -19,21 +20,27 @@ import fsspec
 import tensorstore as ts
 from etils import epath
 
-from prope.errors import RunFailed, UsageError, first_line, is_storage_error, log
+from prope.errors import (
+    RunFailed,
+    UsageError,
+    first_line,
+    is_storage_error,
+    log,
+    usage_error,
+)
 
 T = TypeVar("T")
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
 
-# One for the process: its cache holds the indices of a token store's shards, and tokens that windows share.
+# One for the process: its cache holds the indices of a token store's shards, and tokens that
+# windows share.
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 _SCHEMES = ("gs", "s3")
-for _scheme in (
-    "gcs",
-    *_SCHEMES,
-):  # other hosts write to a bucket, too: what it lists is asked for every time
+# Other hosts write to a bucket, too: what it lists is asked for every time.
+for _scheme in ("gcs", *_SCHEMES):
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
 
 
@@ -43,12 +50,11 @@ def is_url(place: epath.PathLike) -> bool:
 
 
 def as_path(flag: str, place: epath.PathLike) -> epath.Path:
-    """Returns a place as a path; raises UsageError where it is a URL of a kind that cannot be written."""
+    """Returns a place as a path; raises UsageError for a URL that cannot be written."""
     scheme, separator, _ = str(place).partition("://")
     if separator and scheme not in _SCHEMES:
-        raise UsageError(
-            f"--{flag}={place}: must be a local path, or a URL of {' or '.join(_SCHEMES)}"
-        )
+        problem = f"must be a local path, or a URL of {' or '.join(_SCHEMES)}"
+        raise usage_error(f"--{flag}", place, problem)
     return epath.Path(place)
 
 
@@ -59,7 +65,8 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 def local_cache() -> pathlib.Path:
     """Returns the folder for what prope keeps between runs on this machine."""
-    return pathlib.Path(os.environ.get("PROPE_CACHE") or pathlib.Path.home() / ".cache" / "prope")
+    default = pathlib.Path.home() / ".cache" / "prope"
+    return pathlib.Path(os.environ.get("PROPE_CACHE") or default)
 
 
 def kvstore(folder: epath.PathLike) -> ts.KvStore:
@@ -83,10 +90,12 @@ def write_atomic(path: epath.Path, content: str | bytes) -> None:
 
 
 def retry_reads(path: epath.Path, read: Callable[[], T], missing: T | None = None) -> T:
-    """Calls `read`, and calls it again with growing pauses while the storage fails; returns `missing` for no file.
+    """Calls `read`, again with growing pauses while the storage fails.
+
+    Returns its value; `missing` where there is no file.
 
     Raises:
-      FileNotFoundError, NotADirectoryError, IsADirectoryError: the file is missing, and `missing` is None.
+      FileNotFoundError, NotADirectoryError, IsADirectoryError: no file, and `missing` is None.
       RunFailed: the storage failed every time, or does not permit it.
     """
     pauses = iter(_PAUSES)
@@ -100,19 +109,20 @@ def retry_reads(path: epath.Path, read: Callable[[], T], missing: T | None = Non
         except Exception as error:
             if not is_storage_error(error):
                 raise
-            reason = f"{path}: cannot be read: {_reason(error)}"
-            code = getattr(error, "code", None)  # of gcsfs
-            refused = (
-                isinstance(error, PermissionError)
-                or code in (401, 403)
-                or str(error).startswith("Forbidden")
-            )
-            pause = None if refused else next(pauses, None)  # trying again does not help
+            problem = f"{path}: cannot be read: {_reason(error)}"
+            pause = None if _is_refused(error) else next(pauses, None)
             if pause is None:
-                message = f"{reason}; nothing was changed: {_remedy(path)}, then run the same command again"
-                raise RunFailed(message) from error
-        log.warning("%s; trying again in %d s", reason, pause)
+                remedy = f"{_remedy(path)}, then run the same command again"
+                raise RunFailed(f"{problem}; nothing was changed: {remedy}") from error
+        log.warning("%s; trying again in %d s", problem, pause)
         time.sleep(pause)
+
+
+def _is_refused(error: Exception) -> bool:
+    """Tells whether the storage does not permit what was tried, so that a retry does not help."""
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+        return True
+    return getattr(error, "code", None) in (401, 403)  # an error of gcsfs
 
 
 def hash_file(path: epath.Path) -> str:
@@ -126,40 +136,44 @@ def hash_file(path: epath.Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    missing = os.strerror(errno.ENOENT) if isinstance(error, FileNotFoundError) else None
-    return getattr(error, "strerror", None) or missing or first_line(error)
+    if getattr(error, "strerror", None):
+        return error.strerror
+    if isinstance(error, FileNotFoundError):
+        return os.strerror(errno.ENOENT)
+    return first_line(error)
 
 
 def _remedy(path: epath.Path) -> str:
     if not str(path).startswith("gs://"):
         return "see to the storage"
     bucket = "/".join(str(path).split("/")[:3])
-    return f"log in with gcloud auth application-default login, and see whether gcloud storage ls {bucket} answers"
+    login = "log in with gcloud auth application-default login"
+    return f"{login}, and see whether gcloud storage ls {bucket} answers"
 
 
 def check_writable(setting: str, path: epath.PathLike) -> None:
-    """Creates a directory; raises UsageError, which begins with `setting`, where nothing can be written there."""
+    """Creates a directory; raises UsageError about `setting` if nothing can be written there."""
     path = epath.Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)  # does nothing at a URL
         if is_url(path):
-            (path / ".writable").write_bytes(b"")
-            # Another process may check the same place.
-            (path / ".writable").unlink(missing_ok=True)
+            probe = path / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink(missing_ok=True)  # another process may check the same place
     except Exception as error:
         if not is_storage_error(error):
             raise
-        remedy = f"; {_remedy(path)}" if is_url(path) else ""
-        raise UsageError(f"{setting}={path}: cannot be made: {_reason(error)}{remedy}") from error
+        remedy = _remedy(path) if is_url(path) else ""
+        raise usage_error(setting, path, f"cannot be made: {_reason(error)}", remedy) from error
 
 
 def read_text(flag: str, path: str, remedy: str) -> str:
-    """Reads the text file that a flag names; raises UsageError, which ends with `remedy`, where it cannot be read."""
+    """Reads the text file that a flag names; a UsageError ends with `remedy`."""
     try:
         return epath.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"--{flag}={path}: cannot be read: {reason}; {remedy}") from None
+        raise usage_error(f"--{flag}", path, f"cannot be read: {reason}", remedy) from None
 
 
 def write_output(flag: str, path: epath.PathLike, content: bytes) -> None:
@@ -169,17 +183,18 @@ def write_output(flag: str, path: epath.PathLike, content: bytes) -> None:
     except Exception as error:
         if not is_storage_error(error):
             raise
-        raise UsageError(f"--{flag}={path}: cannot be written: {_reason(error)}") from error
+        raise usage_error(f"--{flag}", path, f"cannot be written: {_reason(error)}") from error
 
 
 def read_json(path: epath.Path, remedy: str | None = None):
     """Reads a JSON file; None if there is none.
 
-    Where it cannot be read as JSON, a UsageError ends with `remedy`, what the user can do; without a remedy the file
-    counts as missing, as in a cache.
+    Where it cannot be read as JSON, a UsageError ends with `remedy`, what the user can do; without
+    a remedy the file counts as missing, as in a cache.
     """
     try:
-        return json.loads(retry_reads(path, path.read_text) if remedy else path.read_text())
+        text = retry_reads(path, path.read_text) if remedy else path.read_text()
+        return json.loads(text)
     except _NO_FILE:
         return None
     except (OSError, ValueError) as error:
@@ -195,28 +210,27 @@ def append_jsonl(path: epath.Path, *records: dict) -> None:
         with open(path, "a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                file.write(b"" if file.read() == b"\n" else b"\n")
+                if file.read() != b"\n":
+                    file.write(b"\n")
             file.write(lines)
         return
     folder = kvstore(path.parent)
-    while True:  # until no other process has written it since it was read
+    is_written = False
+    while not is_written:  # another process may write it between our read and our write
         entry = folder.read(path.name).result()
         before = entry.value if entry.state == "value" else b""
         separator = b"" if before.endswith(b"\n") or not before else b"\n"
-        if (
-            folder.write(path.name, before + separator + lines, if_equal=entry.stamp.generation)
-            .result()
-            .generation
-        ):
-            return
+        content = before + separator + lines
+        stamp = folder.write(path.name, content, if_equal=entry.stamp.generation).result()
+        is_written = bool(stamp.generation)  # empty where the object has changed
 
 
 def check_new(flag: str, path: epath.Path) -> None:
     """Raises UsageError if `path` exists and is not an empty directory."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UsageError(
-            f"--{flag}={path}: is there already, and is not overwritten; choose another, or remove it"
-        )
+    is_empty_folder = path.is_dir() and not any(path.iterdir())
+    if path.exists() and not is_empty_folder:
+        problem = "is there already, and is not overwritten"
+        raise usage_error(f"--{flag}", path, problem, "choose another, or remove it")
 
 
 @contextlib.contextmanager
@@ -226,20 +240,21 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
     It lies next to `path`; where that is a URL, on the local disk, from which the files are copied.
     """
     if is_url(path):
-        with tempfile.TemporaryDirectory() as local:
-            yield epath.Path(local)
+        with tempfile.TemporaryDirectory() as folder:
+            local = epath.Path(folder)
+            yield local
             check_new(flag, path)
-            upload(epath.Path(local), path)
+            upload(local, path)
         return
     path = path.resolve()
     temporary = path.with_name(f"{path.name}.part")
     try:
         temporary.mkdir(parents=True)
     except FileExistsError:
-        other = "another process writes there, or one was killed that did; in that case remove it"
-        raise UsageError(f"{temporary}: {other}") from None
+        problem = "another process writes there, or one was killed that did"
+        raise UsageError(f"{temporary}: {problem}; in that case remove it") from None
     except OSError as error:
-        raise UsageError(f"--{flag}={path}: cannot be made: {error.strerror}") from error
+        raise usage_error(f"--{flag}", path, f"cannot be made: {error.strerror}") from error
     try:
         yield temporary
         check_new(flag, path)
@@ -253,14 +268,13 @@ def files_below(folder: epath.Path) -> dict[str, int]:
     """Lists all files below a folder, sorted by their path in it, with their sizes in bytes."""
     if is_url(folder):
         system, root = fsspec.core.url_to_fs(str(folder))
-        return {
-            os.path.relpath(path, root): about["size"]
-            for path, about in system.find(root, detail=True).items()
-        }
-    paths = [
-        path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()
-    ]  # fsspec would hide errors
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+        details = system.find(root, detail=True)
+        return {os.path.relpath(path, root): details[path]["size"] for path in sorted(details)}
+    sizes = {}
+    for path in sorted(pathlib.Path(folder).rglob("*")):  # fsspec would hide errors
+        if path.is_file():
+            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return sizes
 
 
 def upload(folder: epath.Path, target: epath.Path) -> None:
@@ -271,7 +285,7 @@ def upload(folder: epath.Path, target: epath.Path) -> None:
 
 @contextlib.contextmanager
 def local_copy(path: epath.Path) -> Iterator[epath.Path]:
-    """Yields a local file or folder with the content of a place: a copy of a URL's, until the context ends."""
+    """Yields a local path with the content of a place: of a URL, a copy until the context ends."""
     if not is_url(path):
         yield path
         return

@@ -48,10 +48,6 @@ class Source(NamedTuple):
         return (document.text for chunk in self.chunks for document in chunk.read())
 
 
-class MissingText(UsageError):
-    """There is no text where the config says."""
-
-
 def chunk_bytes(total: int) -> int:
     """Returns the size of a chunk: an interruption loses little, and there are not thousands."""
     return min(max(total // 256, 2**18), 2**23)

@@ -8,7 +8,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import is_generated
-from prope.data.sources.base import MissingText, Source, TextRule
+from prope.data.sources.base import Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
@@ -42,8 +42,8 @@ def find_source(data: ConfigDict) -> Source:
     except FileNotFoundError:
         is_local_text = data.dataset == "files" and not is_url(folder)
         hint = "" if is_local_text else download_hint(data.dataset, folder)
-        problem = f"config.data.data_dir={data.data_dir}: there is no such folder"
-        raise MissingText(f"{problem}{hint}") from None
+        problem = f"there is no such folder{hint}"
+        raise usage_error("config.data.data_dir", data.data_dir, problem) from None
 
 
 def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:

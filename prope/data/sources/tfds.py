@@ -13,8 +13,8 @@ import filelock
 import fsspec
 from etils import epath
 
-from prope.data.sources.base import Chunk, Document, MissingText, Source, TextRule, chunk_bytes
-from prope.errors import RunFailed, UsageError, is_disk_full, nearest
+from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes
+from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
 from prope.runtime.files import hash_file, is_url, local_cache, retry_reads
 
 
@@ -212,8 +212,8 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
     try:
         entries = list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        problem = f"config.data.data_dir={data_dir}: no dataset {name} in it"
-        raise MissingText(f"{problem}{download_hint(name, data_dir)}") from None
+        problem = f"no dataset {name} in it{download_hint(name, data_dir)}"
+        raise usage_error("config.data.data_dir", data_dir, problem) from None
     if folder / "dataset_info.json" in entries:
         return folder
     versions = [
@@ -233,8 +233,8 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
 
 def incomplete(name: str, data_dir: epath.Path, reason: str) -> UsageError:
     """Returns the error for a dataset of which something is missing or damaged."""
-    problem = f"config.data.data_dir={data_dir}: {name} is incomplete: {reason}"
-    return UsageError(f"{problem}{download_hint(name, data_dir)}")
+    problem = f"{name} is incomplete: {reason}{download_hint(name, data_dir)}"
+    return usage_error("config.data.data_dir", data_dir, problem)
 
 
 def download_hint(name: str, data_dir: str | epath.Path) -> str:
