@@ -2,16 +2,17 @@
 
     python -m prope.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Rerun the same command to resume from the last checkpoint. Batches, initial weights and updates are functions of the
-config alone, so an interrupted run ends as an uninterrupted one does.
+Rerun the same command to resume from the last checkpoint. Batches, initial weights and updates are
+functions of the config alone, so an interrupted run ends as an uninterrupted one does.
 
-Several processes train one run where the environment says so (prope/runtime/processes.py). Exit codes: 0 done; 1 the
-run failed; 2 invalid input; 75 stopped on request, with everything saved; 76 stuck, or another process is gone; 130
-Ctrl-C. After 75, 76 or a kill the same command goes on.
+Several processes train one run where the environment says so (prope/runtime/processes.py). Exit
+codes: 0 done; 1 the run failed; 2 invalid input; 75 stopped on request, with everything saved; 76
+stuck, or another process is gone; 130 Ctrl-C. After 75, 76 or a kill the same command goes on.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -35,14 +36,15 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
     command.prepare(define_flags, __doc__)
 
 import jax
+from etils import epath
 
-from prope import sharding
+from prope import parameters, sharding
 from prope.config import MAY_CHANGE, flat
-from prope.cost.flops import model_flops_per_token, num_parameters, peak_flops
+from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
-from prope.errors import UsageError, log
+from prope.errors import UsageError, log, usage_error
 from prope.inference.losses import LossEvaluation
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
@@ -57,17 +59,26 @@ from prope.runtime.processes import (
 from prope.runtime.profiler import Profiler
 from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices
-from prope.step import compile_step, init_state, prepare
+from prope.step import Prepared, compile_step, init_state, prepare
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
 
-_LESS_MEMORY = (  # remedy
-    "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set config.model.remat=full; "
-    "python -m prope.plan computes what fits"
+_LESS_MEMORY = (
+    "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
+    "config.model.remat=full; python -m prope.plan computes what fits"
 )
+
+
+class State(NamedTuple):
+    """What training starts from."""
+
+    step: int
+    params: Any
+    opt_state: Any
+    init_hash: str
 
 
 def train(
@@ -84,108 +95,154 @@ def train(
       Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)
-    path = as_path("workdir", workdir)
     with Session(config) as session:
+        run = Training(session, config, as_path("workdir", workdir))
+        params, opt_state = run.restore(init_from, stop_at_step)
+        first = run.start + 1
+        for step, batch in enumerate(run.batches(), first):
+            if step == first:  # invalid data has failed by now, before a long compilation
+                train_step = run.compile()
+            params, opt_state, metrics = run.profiler.run(
+                step, train_step, params, opt_state, batch
+            )
+            run.writer.step(step, metrics)
+            if step == first:
+                session.first_step(step, metrics)
+            run.checkpoints.check()
+            if session.poll(f"step {step}") and run.is_due(step, config.eval_every):
+                run.evaluate(step, params)
+            if run.is_due(step, config.checkpoint_every) or session.interrupts.request:
+                run.save(step, params, opt_state)  # any request: to stop needs a save, too
+            session.stop_if_requested(step)
+    return run.writer.summary(run.init_hash) if is_first() else None
+
+
+class Training:
+    """A run that is trained: its data, devices and files, and what the loop does with them."""
+
+    def __init__(self, session: Session, config: ConfigDict, path: epath.Path):
+        """Opens the run's directory and data, then the devices; checks that all of it fits."""
+        self.session = session
+        self.config = config
+        self.path = path
         session.enter_context(joined())  # which waits for all at the end
         session.startup.mark("processes")
         with raise_on_all():
             session.enter_context(open_workdir(path, config))
         with raise_on_all():  # apart: opening windows has processes wait for one another
             with session.watchdog.paused():  # text is tokenized on first use, maybe for an hour
-                windows = open_windows(config.data, config.model.vocab_size, "train")
-                validation = open_windows(config.data, config.model.vocab_size, "validation")
+                vocab_size = config.model.vocab_size
+                self.windows = open_windows(config.data, vocab_size, "train")
+                validation = open_windows(config.data, vocab_size, "validation")
             session.startup.mark("data")
             check_count()
             validate_devices(config, jax.devices())
             check_activations(config, _LESS_MEMORY)
-            local_config, mesh, optimizer, state = prepare(config, jax.devices())
-        session.attach(path, mesh)
-        size = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
-        )  # of a checkpoint, in bytes
+            self.prepared = prepare(config, jax.devices())
+        self.evaluation = LossEvaluation(self.prepared.config, validation)
+        session.attach(path, self.prepared.mesh)
         with raise_on_all():
-            check_disk(path, size)
-        log_run(config, state[0], windows)
+            self.check_disk()
+        log_run(config, self.windows)
         session.startup.mark("devices")
 
-        checkpoints = session.enter_context(Checkpoints(path, config.checkpoint))
-        start, params, opt_state, init_hash = start_or_resume(
-            config, checkpoints, init_from, optimizer, state, windows
+    def restore(self, init_from: str | None, stop_at_step: int | None) -> tuple:
+        """Returns (params, opt_state) to start from; opens the run's files for writing.
+
+        A run that ended without the evaluation of its last step is evaluated first.
+        """
+        config = self.config
+        session = self.session
+        self.checkpoints = session.enter_context(Checkpoints(self.path, config.checkpoint))
+        self.start, params, opt_state, self.init_hash = start_or_resume(
+            config, self.checkpoints, init_from, self.prepared, self.windows
         )
         with raise_on_all():
             if is_first():
-                write_config(path, config)
-        session.startup.mark("restore" if start else "weights")
-        stop = max(start, min(config.num_steps, stop_at_step or config.num_steps))
-        costs = (
-            model_flops_per_token(config.model, config.data.seq_len),
-            peak_flops(jax.devices()[0].device_kind),
-        )
-        writer = session.enter_context(MetricWriter(config, path, start, stop, *costs))
-        profiler = session.enter_context(Profiler(config.profile, path, writer.pause))
-        evaluation = LossEvaluation(local_config, validation)
-
-        def evaluate(step: int) -> None:
-            """Evaluates; a request to stop ends it half-way, and the resumed run makes up for it."""
-            with writer.pause():
-                go_on = functools.partial(session.poll, f"a part of the evaluation of step {step}")
-                if (
-                    record := evaluation.evaluate(params, mesh, path / "eval" / str(step), go_on)
-                ) is not None:
-                    writer.evaluation(step, record)
-
-        def save(step: int) -> None:
-            with writer.pause():
-                with raise_on_all():
-                    check_disk(path, size)  # again: disks fill up while runs go on
-                identity = {"config": config.to_dict(), "init_hash": init_hash}
-                checkpoints.save(
-                    step, params, opt_state, identity, data_state(config, windows, step)
-                )
-                session.interrupts.saved()
-
-        def due(step: int, every: int) -> bool:
-            return step == stop or step % every == 0
-
-        if start == 0:
-            log.info("init_hash %s", init_hash)
-        elif broadcast_from_first(
-            due(start, config.eval_every) and writer.evaluated(start) is None
-        ):
-            evaluate(start)
+                write_config(self.path, config)
+        session.startup.mark("restore" if self.start else "weights")
+        self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
+        flops = model_flops_per_token(config.model, config.data.seq_len)
+        peak = peak_flops(jax.devices()[0].device_kind)
+        writer = MetricWriter(config, self.path, self.start, self.stop, flops, peak)
+        self.writer = session.enter_context(writer)
+        profiler = Profiler(config.profile, self.path, writer.pause)
+        self.profiler = session.enter_context(profiler)
+        if self.start == 0:
+            log.info("init_hash %s", self.init_hash)
+        elif self.is_due(self.start, config.eval_every):
+            missing = broadcast_from_first(writer.evaluated(self.start) is None)
+            if missing:
+                self.evaluate(self.start, params)
         session.startup.mark("evaluation")
-        for step, batch in enumerate(
-            batches(config, windows, mesh, start, stop, writer), start + 1
-        ):
-            if step == start + 1:  # invalid data has failed by now, before a long compilation
-                session.startup.mark("first batch")
-                with writer.pause():
-                    train_step = compile_step(local_config, optimizer, mesh, state)
-                    check_memory(train_step, _LESS_MEMORY)
-                session.startup.mark("compile")
-                session.interrupts.training = True  # from now on a signal saves before it stops
-            params, opt_state, metrics = profiler.run(step, train_step, params, opt_state, batch)
-            writer.step(step, metrics)
-            if step == start + 1:
-                session.first_step(step, metrics)
-            checkpoints.check()
-            if session.poll(f"step {step}") and due(step, config.eval_every):
-                evaluate(step)
-            if (
-                due(step, config.checkpoint_every) or session.interrupts.request
-            ):  # any; to stop needs a save, too
-                save(step)
-            session.stop_if_requested(step)
-    return writer.summary(init_hash) if is_first() else None
+        return params, opt_state
+
+    def batches(self) -> Iterator[dict]:
+        """Yields the global batches of the steps after `start`, read some steps ahead.
+
+        Each process reads its rows only.
+        """
+        config = self.config
+        mesh = self.prepared.mesh
+        rows = sharding.rows_of_this_process(mesh, config.batch_size)
+
+        def read(step: int) -> dict:
+            return train_batch(self.windows, config.seed, config.batch_size, step, rows)
+
+        local_batches = prefetch(read, self.start, self.stop)
+        for _ in range(self.start, self.stop):
+            with self.writer.waiting_for_data():
+                batch = next(local_batches)
+            yield sharding.global_batch(mesh, batch, config.batch_size)
+
+    def compile(self) -> Callable:
+        """Compiles the training step; from then on a signal saves before it stops the run."""
+        self.session.startup.mark("first batch")
+        local_config, mesh, optimizer, state = self.prepared
+        with self.writer.pause():
+            step = compile_step(local_config, optimizer, mesh, state)
+            check_memory(step, _LESS_MEMORY)
+        self.session.startup.mark("compile")
+        self.session.interrupts.training = True
+        return step
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Tells whether something is done after this step: every so often, and after the last."""
+        return step == self.stop or step % every == 0
+
+    def evaluate(self, step: int, params) -> None:
+        """Evaluates; a request to stop ends it, and the resumed run makes up for it."""
+        progress = f"a part of the evaluation of step {step}"
+        go_on = functools.partial(self.session.poll, progress)
+        sums_folder = self.path / "eval" / str(step)
+        with self.writer.pause():
+            record = self.evaluation.evaluate(params, self.prepared.mesh, sums_folder, go_on)
+            if record is not None:
+                self.writer.evaluation(step, record)
+
+    def save(self, step: int, params, opt_state) -> None:
+        """Starts saving a checkpoint."""
+        identity = {"config": self.config.to_dict(), "init_hash": self.init_hash}
+        data = data_state(self.config, self.windows, step)
+        with self.writer.pause():
+            with raise_on_all():
+                self.check_disk()  # again: disks fill up while runs go on
+            self.checkpoints.save(step, params, opt_state, identity, data)
+            self.session.interrupts.saved()
+
+    def check_disk(self) -> None:
+        """Raises UsageError where the disk has no room for a checkpoint."""
+        leaves = jax.tree.leaves(self.prepared.state)
+        check_disk(self.path, sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
 
 
-def log_run(config: ConfigDict, params, windows: Windows) -> None:
+def log_run(config: ConfigDict, windows: Windows) -> None:
     """Logs the devices, the model's size and encoding, and the data, in one line."""
     log.info(
         "%d x %s; %s parameters; %s (p = %s); %s windows of %d tokens of %s",
         jax.device_count(),
         jax.devices()[0].device_kind,
-        f"{num_parameters(params):,}",
+        f"{parameters.count(config.model):,}",
         describe(config.model),
         config.model.rope_percentage,
         f"{windows.count:,}",
@@ -196,83 +253,86 @@ def log_run(config: ConfigDict, params, windows: Windows) -> None:
 
 def data_state(config: ConfigDict, windows: Windows, step: int) -> dict:
     """Returns what identifies the training data, and the position in it after `step` updates."""
-    identity = {
+    return {
         "fingerprint": windows.store.fingerprint,
         "seed": config.seed,
         "seq_len": config.data.seq_len,
+        "examples": step * config.batch_size,
     }
-    return identity | {"examples": step * config.batch_size}
 
 
-def start_or_resume(config, checkpoints, init_from, optimizer, state, windows):
-    """Returns (step, params, opt_state, init_hash) to start from. In this order:
+def start_or_resume(
+    config: ConfigDict,
+    checkpoints: Checkpoints,
+    init_from: str | None,
+    prepared: Prepared,
+    windows: Windows,
+) -> State:
+    """Returns the state to start from. In this order:
 
-    1. its own newest checkpoint: the run was stopped and goes on;
+    1. the run's newest checkpoint: the run was stopped and goes on;
     2. the parameters of the run that --init_from names, with a new optimizer, from step 0;
     3. from scratch.
     """
-    if steps := checkpoints.steps():
-
-        def read(step: int):
-            if step == 0:
-                imported = "holds an imported checkpoint, without optimizer state"
-                remedy = "start from it in another --workdir, with --init_from naming this one"
-                raise UsageError(f"--workdir={checkpoints.directory.parent}: {imported}: {remedy}")
-            reader = CheckpointReader(checkpoints.directory / str(step))
-            check_same(config, reader.config, f"checkpoint {step} is of another config")
-            if reader.data != (expected := data_state(config, windows, step)):
-                changed = "the documents, the tokenizer or the split have changed"
-                remedy = f"{changed}; bring the old data back, or start in a new --workdir"
-                other = f"was trained on other data ({reader.data}, now {expected})"
-                raise UsageError(f"checkpoint {step} {other}: {remedy}")
-            arrays = reader.restore(params=state[0], opt_state=state[1])
-            return arrays["params"], arrays["opt_state"], reader.init_hash
-
-        step, resumed = newest_undamaged(checkpoints.directory, steps[::-1], read)
-        for damaged in [other for other in steps if other > step]:
-            checkpoints.set_aside(damaged)
-        log.info("resumed from step %d", step)
-        return step, *resumed
-
+    if checkpoints.steps():
+        return resume(config, checkpoints, prepared, windows)
+    initial = None
     if init_from is not None:
-        run = open_run(init_from)
-        ours, theirs = flat(config), flat(run.config)
-        changed = [
-            name
-            for name in ours
-            if name.startswith(("model.", "data.")) and ours[name] != theirs[name]
-        ]
-        allowed = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
-        if others := [
-            f"{name}: {theirs[name]}, not {ours[name]}"
-            for name in changed
-            if not name.startswith(allowed)
-        ]:
-            raise UsageError(f"--init_from={init_from}: is another model ({'; '.join(others)})")
-        changed = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
-        log.info("other than in %s: %s", init_from, "; ".join(changed) or "nothing")
-        _, initial = run.first_undamaged(lambda run: run.params(state[0]))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    params, opt_state = jax.jit(
-        functools.partial(init_state, config, optimizer), out_shardings=shardings
-    )()
-    if init_from is not None:
+        initial = read_initial_params(config, init_from, prepared.state[0])
+    init = functools.partial(init_state, config, prepared.optimizer)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.state)
+    params, opt_state = jax.jit(init, out_shardings=shardings)()
+    if initial is not None:
         params = initial
-    return 0, params, opt_state, hash_arrays(params)
+    return State(0, params, opt_state, hash_arrays(params))
 
 
-def batches(
-    config, windows: Windows, mesh, start: int, stop: int, writer: MetricWriter
-) -> Iterator[dict]:
-    """Yields the global batches of steps start + 1 .. stop; each process reads its own rows, some steps ahead."""
-    rows = sharding.rows_of_this_process(mesh, config.batch_size)
-    local = prefetch(
-        lambda step: train_batch(windows, config.seed, config.batch_size, step, rows), start, stop
-    )
-    for _ in range(start, stop):
-        with writer.waiting_for_data():
-            batch = next(local)
-        yield sharding.global_batch(mesh, batch, config.batch_size)
+def resume(
+    config: ConfigDict, checkpoints: Checkpoints, prepared: Prepared, windows: Windows
+) -> State:
+    """Restores the newest undamaged checkpoint; sets aside damaged ones."""
+
+    def read(step: int) -> State:
+        if step == 0:
+            problem = "holds an imported checkpoint, without optimizer state"
+            remedy = "start from it in another --workdir, with --init_from naming this one"
+            raise UsageError(f"--workdir={checkpoints.directory.parent}: {problem}: {remedy}")
+        reader = CheckpointReader(checkpoints.directory / str(step))
+        check_same(config, reader.config, f"checkpoint {step} is of another config")
+        expected = data_state(config, windows, step)
+        if reader.data != expected:
+            other = f"was trained on other data ({reader.data}, now {expected})"
+            changed = "the documents, the tokenizer or the split have changed"
+            remedy = "bring the old data back, or start in a new --workdir"
+            raise UsageError(f"checkpoint {step} {other}: {changed}; {remedy}")
+        params, opt_state = prepared.state
+        arrays = reader.restore(params=params, opt_state=opt_state)
+        return State(step, arrays["params"], arrays["opt_state"], reader.init_hash)
+
+    steps = checkpoints.steps()
+    step, state = newest_undamaged(checkpoints.directory, steps[::-1], read)
+    for damaged in steps[steps.index(step) + 1 :]:
+        checkpoints.set_aside(damaged)
+    log.info("resumed from step %d", step)
+    return state
+
+
+def read_initial_params(config: ConfigDict, init_from: str, abstract):
+    """Reads the parameters of another run, whose encoding and data may differ; logs how."""
+    run = open_run(init_from)
+    ours = flat(config)
+    theirs = flat(run.config)
+    compared = [name for name in ours if name.startswith(("model.", "data."))]
+    changed = [name for name in compared if ours[name] != theirs[name]]
+    may_change = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
+    refused = [name for name in changed if not name.startswith(may_change)]
+    if refused:
+        differing = "; ".join(f"{name}: {theirs[name]}, not {ours[name]}" for name in refused)
+        raise usage_error("--init_from", init_from, f"is another model ({differing})")
+    differing = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
+    log.info("other than in %s: %s", init_from, "; ".join(differing) or "nothing")
+    _, params = run.first_undamaged(lambda run: run.params(abstract))
+    return params
 
 
 def main() -> dict | None:

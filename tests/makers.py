@@ -21,14 +21,13 @@ import pytest
 from conftest import CONFIG, ROOT
 from ml_collections import FrozenConfigDict
 
-from prope import attention, model, sharding
+from prope import attention, model
 from prope.config import default_config, set_layer_percentages
 from prope.encodings import layer_frequencies
 from prope.errors import UsageError
-from prope.optimizer import make_optimizer
 from prope.rope import frequencies, rotation_table
 from prope.runtime.validate import validate
-from prope.step import init_state
+from prope.step import prepare
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run, read_config, write_config
@@ -219,14 +218,10 @@ def restore_training(config, folder, init_from=None):
     """Restores what training starts from: step, hashes of parameters and optimizer state."""
     from prope.train import start_or_resume
 
-    optimizer = make_optimizer(config)
-    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
-    state = sharding.with_shardings(shapes, sharding.make_mesh())
+    prepared = prepare(config, jax.devices())
     with Checkpoints(folder) as checkpoints:
-        step, params, opt_state, _ = start_or_resume(
-            config, checkpoints, init_from, optimizer, state, NO_WINDOWS
-        )
-    return step, hash_arrays(params), hash_arrays(opt_state)
+        state = start_or_resume(config, checkpoints, init_from, prepared, NO_WINDOWS)
+    return state.step, hash_arrays(state.params), hash_arrays(state.opt_state)
 
 
 # --- Checkpoints in the format of Hugging Face ----------------------------------------------

@@ -1,4 +1,4 @@
-"""Writes a run's metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal."""
+"""Writes metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal."""
 
 import collections
 import contextlib
