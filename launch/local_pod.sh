@@ -28,13 +28,11 @@ done
 environment=(
   JAX_PLATFORMS=cpu
   "XLA_FLAGS=${XLA_FLAGS:+$XLA_FLAGS }--xla_force_host_platform_device_count=$devices"
-  "PROPE_COORDINATOR=127.0.0.1:$port"
-  "PROPE_PROCESSES=$processes"
   "PROPE_COMMIT=$(commit)"
 )
 if [[ $dry_run ]]; then
   for ((i = 0; i < processes; i++)); do
-    quoted env "${environment[@]}" "PROPE_PROCESS=$i" "$@"
+    quoted env "${environment[@]}" "PROPE_PROCESSES=$i/$processes@127.0.0.1:$port" "$@"
   done
   exit
 fi
@@ -76,7 +74,7 @@ for ((i = 0; i < processes; i++)); do
   else
     exec 3>"$folder/$i"
   fi
-  (exec env "${environment[@]}" "PROPE_PROCESS=$i" "$@") </dev/null 2>"$folder/$i" >&3 3>&- &
+  (exec env "${environment[@]}" "PROPE_PROCESSES=$i/$processes@127.0.0.1:$port" "$@") </dev/null 2>"$folder/$i" >&3 3>&- &
   pids+=("$!")
   exec 3>&-
   echo "process $i: pid ${pids[i]}" >&2

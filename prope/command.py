@@ -1,10 +1,12 @@
-"""What every command shares: flags in, one JSON object out, `--help`, invalid input answered in one line.
+"""Shares what every command does: reads flags, prints a JSON object, answers --help and errors.
 
-A command is a module with `define_flags()`, `main() -> dict` and, at its end, `command.run(main, define_flags)`.
-Its docstring is the text of `--help`. It imports JAX and its room inside `main`, so that `--help` answers at once.
-Logs go to stderr; the dictionary that `main` returns is printed to stdout as the last line.
+A command is a module with `define_flags()`, `main() -> dict` and, at its end,
+`command.run(main, define_flags)`. Its docstring is the text of `--help`. It imports JAX and its
+room inside `main`, so that `--help` answers at once. Logs go to stderr; the dictionary that `main`
+returns is printed to stdout as the last line.
 """
 
+import difflib
 import importlib.util
 import json
 import logging
@@ -16,24 +18,28 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from prope.config import FIELDS, default_config, flat
-from prope.errors import INTERRUPTED, UsageError, as_ending, is_disk_full, log, nearest
+from prope.config import FIELDS
+from prope.errors import (
+    INTERRUPTED,
+    UsageError,
+    is_disk_full,
+    log,
+    nearest,
+    to_user_error,
+    usage_error,
+)
 
-_WIDTH = 120  # columns of --help
+_WIDTH = 100  # columns of --help
+_MAX_INDENT = 34
 _STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
-_KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a tuple",
-    type(None): "a whole number or None",
-}
+_FIELDS_HELP = (
+    "--config.FIELD=VALUE, after --config, sets a config field; prope/config.py has all of them, "
+    "with their defaults and meanings."
+)
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
 _COMPILERS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -45,29 +51,28 @@ def run(
     uses_devices: bool = True,
     joins: bool = False,
 ) -> None:
-    """Parses the flags, runs `main` and prints its result; an expected error becomes one line and an exit code.
+    """Parses the flags, runs `main` and prints its result.
+
+    An expected error becomes one line and an exit code.
 
     Args:
       main: computes the result; None prints nothing.
       define_flags: defines the command's absl flags.
-      leave: called with the exit code: 2 for invalid input, 1 for a failed run, others in `errors.py`.
+      leave: called with the exit code: 2 for invalid input, 1 for a failed run, others in
+        `errors.py`.
       uses_devices: whether JAX computes in this process.
-      joins: whether several processes run the command together where the environment says so; the first one prints.
+      joins: whether several processes run the command together where the environment says so; the
+        first one prints.
     """
     prepare(define_flags, main.__globals__["__doc__"], uses_devices)
     _on_ctrl_c(_interrupt)
     sys.unraisablehook = _interrupt_later
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.addHandler(logging.StreamHandler(sys.stderr))
-    for library in ("absl", "gcsfs"):  # Orbax and gcsfs log what they also raise
-        logging.getLogger(library).setLevel(logging.CRITICAL)
+    _log_to_stderr()
     try:
         _parse_flags(sys.argv, _define(define_flags))
+        # From here on the imports import JAX.
         if uses_devices and not _accelerators():
-            from prope.runtime.memory import (
-                reuse_memory,
-            )  # imports JAX, after the flags are checked
+            from prope.runtime.memory import reuse_memory
 
             reuse_memory()
         if joins:
@@ -76,49 +81,52 @@ def run(
             leave = processes.leave
             with processes.joined():
                 result = main()
-            result = result if processes.is_first() else None
+            if not processes.is_first():
+                result = None
         else:
             result = main()
         if result is not None:
             print(json.dumps(result), flush=True)
         return
-    except KeyboardInterrupt as error:
-        failure, message, code = error, _STOPPED, INTERRUPTED
+    except KeyboardInterrupt:
+        message = _STOPPED
+        code = INTERRUPTED
     except Exception as error:
-        failure, ending = error, as_ending(error)
-        kind = "error" if isinstance(ending, UsageError) else "stopped"
-        message, code = (
-            (f"{kind}: {ending}", ending.code) if ending else (traceback.format_exc().rstrip(), 1)
-        )
+        message, code = _describe_error(error)
+        if is_disk_full(error):
+            leave = os._exit  # at exit, libraries would write to the full disk once more
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
     print(message, file=sys.stderr, flush=True)
-    (os._exit if is_disk_full(failure) else leave)(
-        code
-    )  # at exit, libraries would write to the full disk once more
+    leave(code)
 
 
 def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = True) -> None:
-    """Answers --help with `doc` and the flags, or prepares for the import of JAX; call it before."""
-    if not {"--help", "-h"} & set(sys.argv[1:]):
-        _on_ctrl_c(_leave)
-        if uses_devices and not _accelerators() and any(map(importlib.util.find_spec, _COMPILERS)):
-            os.environ.setdefault(
-                "JAX_PLATFORMS", "cpu"
-            )  # they log errors where there is no TPU or GPU
-        return
-    own = [flags.FLAGS[name] for name in _define(define_flags)]
-    rows = (
-        (f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}", _meaning(flag)) for flag in own
-    )
-    text = f"{doc.strip()}\n\nFlags:\n{_table(rows)}"
-    if "config" in flags.FLAGS:
-        text += "\n\nConfig fields, set by --config.FIELD=VALUE after --config, with the defaults of prope/config.py:\n"
-        text += _table(
-            (f"{name}={value}", comment) for name, (value, comment) in _describe_fields().items()
-        )
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-    print(text, flush=True)
-    sys.exit(0)
+    """Answers --help with `doc` and the flags, or prepares for the import of JAX, which follows."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+        print(_help_text(define_flags, doc), flush=True)
+        sys.exit(0)
+    _on_ctrl_c(_leave)
+    if uses_devices and not _accelerators() and any(map(importlib.util.find_spec, _COMPILERS)):
+        # Else these packages log errors where there is no TPU or GPU.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _log_to_stderr() -> None:
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(logging.StreamHandler(sys.stderr))
+    for library in ("absl", "gcsfs"):  # Orbax and gcsfs log what they also raise
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+
+
+def _describe_error(error: Exception) -> tuple[str, int]:
+    """Returns the text that ends a command, and its exit code."""
+    known = to_user_error(error)
+    if known is None:
+        return "".join(traceback.format_exception(error)).rstrip(), 1
+    kind = "error" if isinstance(known, UsageError) else "stopped"
+    return f"{kind}: {known}", known.code
 
 
 def _accelerators() -> list[pathlib.Path]:
@@ -129,7 +137,8 @@ def _accelerators() -> list[pathlib.Path]:
 
 
 def _on_ctrl_c(handler) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background
+    # A job in the background ignores Ctrl-C, and goes on ignoring it.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
 
 
@@ -146,7 +155,7 @@ def _interrupt(_number: int, _frame) -> None:
 
 
 def _interrupt_later(ignored) -> None:
-    """Repeats a Ctrl-C whose KeyboardInterrupt was ignored, as in a callback of the garbage collector such as JAX's."""
+    """Repeats a Ctrl-C that was ignored, as in a callback of the garbage collector such as JAX's."""
     if isinstance(ignored.exc_value, KeyboardInterrupt):
         _on_ctrl_c(_interrupt)
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -156,108 +165,105 @@ def _interrupt_later(ignored) -> None:
 
 def _define(define_flags: Callable[[], None]) -> list[str]:
     """Defines the flags; returns their names, without those of libraries."""
-    others = set(flags.FLAGS)
+    defined_before = set(flags.FLAGS)
     define_flags()
-    return [name for name in flags.FLAGS if name not in others]
+    return [name for name in flags.FLAGS if name not in defined_before]
+
+
+def _help_text(define_flags: Callable[[], None], doc: str) -> str:
+    rows = []
+    for name in _define(define_flags):
+        flag = flags.FLAGS[name]
+        prefix = "--[no]" if flag.boolean else "--"
+        rows.append((prefix + name, _meaning(flag)))
+    text = f"{doc.strip()}\n\nFlags:\n{_table(rows)}"
+    if "config" in flags.FLAGS:
+        text += "\n\n" + textwrap.fill(_FIELDS_HELP, _WIDTH)
+    return text
 
 
 def _meaning(flag: flags.Flag) -> str:
-    """The flag's help, whether it is required, and its default."""
-    required = any("must have a value" in validator.message for validator in flag.validators)
+    """Returns the flag's help, and whether it is required or its default."""
+    meaning = re.sub(r"\s+", " ", flag.help)  # absl adds spaces
+    if any("must have a value" in validator.message for validator in flag.validators):
+        return f"{meaning} (required)"
     default = "none" if flag.default in (None, []) else flag.default_as_str.strip("'")
-    meaning = re.sub(r"\s+", " ", flag.help)  # absl adds spaces of its own
-    return f"{meaning} ({'required' if required else f'default: {default}'})"
+    return f"{meaning} (default: {default})"
 
 
-def _describe_fields() -> dict[str, tuple[object, str]]:
-    """Returns (default, meaning) of every config field, by dotted name."""
-    defaults = flat(default_config())
-    return {name: (defaults[name], field.meaning) for name, field in FIELDS.items()}
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    """Two columns as text: names, and wrapped meanings."""
-    rows = list(rows)
-    indent = " " * min(34, max(len(name) for name, _ in rows) + 4)
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    """Formats names and wrapped meanings as two columns."""
+    indent = min(_MAX_INDENT, max(len(name) for name, _ in rows) + 4)
     lines = []
     for name, meaning in rows:
-        name = f"  {name}".ljust(len(indent))
-        if not name.endswith("  "):
-            lines, name = [*lines, name], indent
-        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=name, subsequent_indent=indent)
+        start = f"  {name}".ljust(indent)
+        if not start.endswith("  "):
+            lines.append(start)
+            start = " " * indent
+        lines += textwrap.wrap(
+            meaning, _WIDTH, initial_indent=start, subsequent_indent=" " * indent
+        )
     return "\n".join(lines)
 
 
-def _parse_flags(argv: list[str], own: list[str]) -> None:
-    for argument, following in zip(
-        argv, [*argv[1:], ""], strict=True
-    ):  # absl would look only when the value is used
-        match = re.fullmatch(r"--?config(=.*)?", argument)
-        path = (match[1][1:] if match[1] else following).split(":")[0] if match else ""
-        if path and not os.path.isfile(path):
-            raise UsageError(
-                f"--config={path}: there is no such file; the project's own are in configs/"
-            )
+def _parse_flags(argv: list[str], names: list[str]) -> None:
+    """Parses the command line; raises UsageError for what is wrong in the flags `names`."""
     try:
         rest = flags.FLAGS(argv)
-    except Exception as error:  # absl's own, and whatever a config file raises
-        raise UsageError(_flag_error(error, argv, own)) from None
+        if "config" in names:
+            flags.FLAGS.config.copy_and_resolve_references()  # a file that is missing raises here
+    except Exception as error:  # absl's errors, and whatever a config file raises
+        raise UsageError(_flag_error(error, argv, names)) from None
     if len(rest) > 1:
-        raise UsageError(
-            f"unexpected argument {rest[1]!r}: every argument is a flag, --name=value; --help lists them"
-        )
-    if nan := [
-        name for name in own if flags.FLAGS[name].value != flags.FLAGS[name].value
-    ]:  # within any bounds of absl
-        raise UsageError(f"--{nan[0]}=nan: must be a number")
+        rule = "every argument is a flag, --name=value; --help lists them"
+        raise UsageError(f"unexpected argument {rest[1]!r}: {rule}")
+    for name in names:
+        value = flags.FLAGS[name].value
+        if value != value:  # within any bounds of absl
+            raise usage_error(f"--{name}", "nan", "must be a number")
 
 
-def _flag_error(error: Exception, argv: list[str], own: list[str]) -> str:
-    """One line for an error in a flag, an override of a config field, or the config file itself."""
-    known = flat(default_config()) if "config" in own else {}
-    overrides = [
-        match.groups()
-        for argument in argv
-        if (match := re.match(r"--?config\.([\w.]+)=?(.*)", argument))
-    ]
-    for name, _ in overrides if known else ():
-        if name not in known:
-            return f"--config.{name}: there is no such config field{nearest(name, known)}"
+def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
+    """Describes an error in a flag, a config field or a config file in one line."""
+    fields = FIELDS if "config" in names else {}
+    for argument in argv:
+        override = re.match(r"--?config\.([\w.]+)", argument)
+        if override and fields and override[1] not in fields:
+            hint = nearest(override[1], fields)
+            return f"--config.{override[1]}: there is no such config field{hint}"
     if isinstance(error, flags.UnrecognizedFlagError):
-        wrong, names = (
-            error.flagname,
-            {part: f"config.{n}" for n in reversed(known) for part in (n, n.split(".")[-1])},
-        )
-        names |= {name: name for name in own}
-        longer = sorted((name for name in names if wrong in name and len(wrong) > 3), key=len)
-        close = longer or get_close_matches(wrong, names, 1, 0.5)
-        hint = f" (did you mean --{names[close[0]]}?)" if close else ""
-        return f"--{wrong}: there is no such flag{hint}; --help lists the flags"
-    if missing := re.search(r"Flag (--\w+) must have a value", str(error)):
-        return f"{missing[1]}: must be given; --help lists the flags"
-    lines = [line for line in str(*error.args[:1]).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
-    if "before a value for --config" in lines[0]:
-        return "--config.FIELD=VALUE: must come after --config=FILE"
-    for name, value in overrides:
-        if name in str(error):
-            return f"--config.{name}={value}: must be {_KINDS[type(known[name])]}: {_describe_fields()[name][1]}"
-    if number := re.match(r"flag --(\w+)=(.*): (invalid literal|could not convert)", lines[0]):
-        return f"--{number[1]}={number[2]}: must be {flags.FLAGS[number[1]].parser.syntactic_help}"
-    if isinstance(error, flags.Error) and len(lines) == 1:
-        return lines[0]
-    # The config file itself failed. Where is in the traceback, or, where ml_collections quotes that, in the text.
-    frames = [
-        (f.filename, f.lineno)
-        for f in traceback.extract_tb(error.__traceback__)
-        if f.name == "get_config"
-    ]
-    frames += re.findall(r'File "(.+)", line (\d+), in get_config', str(error))
+        hint = _nearest_flag(error.flagname, names, fields)
+        return f"--{error.flagname}: there is no such flag{hint}; --help lists the flags"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        lines = [type(error).__name__]
+    quotes_traceback = "Traceback" in str(error)
+    if isinstance(error, flags.Error) and not quotes_traceback:
+        value = re.match(r"flag --config\.([\w.]+)=", lines[0])
+        meaning = f"; {FIELDS[value[1]].meaning}" if value else ""
+        return lines[0] + meaning
+    # The config file failed.
+    trace = "".join(traceback.format_exception(error))
+    frames = re.findall(r'File "(.+)", line (\d+), in get_config', trace)
     place = "{} line {}: ".format(*frames[-1]) if frames else ""
-    if isinstance(error, AttributeError | KeyError) and (
-        unknown := re.search(r"['\"]([\w.]+)['\"]", lines[0])
-    ):
-        hint = nearest(unknown[1], [name.split(".")[-1] for name in known])
+    unknown = re.search(r'Key "(\w+)" does not exist', lines[0])
+    if unknown:
+        hint = nearest(unknown[1], [name.split(".")[-1] for name in FIELDS])
         return f"{place}there is no config field {unknown[1]}{hint}"
-    return f"{place}{lines[-1]}"
+    if isinstance(error, OSError) and not frames:
+        return f"--config: {lines[-1].strip()}; the project's config files are in configs/"
+    return place + lines[-1]
+
+
+def _nearest_flag(name: str, names: Sequence[str], fields: Sequence[str]) -> str:
+    """Hints at the flag, or at the config field by its full or last name, that `name` resembles."""
+    flag_by_name = {}
+    for field in reversed(list(fields)):
+        flag_by_name[field] = f"--config.{field}"
+        flag_by_name[field.split(".")[-1]] = f"--config.{field}"
+    for flag in names:
+        flag_by_name[flag] = f"--{flag}"
+    longer = [known for known in flag_by_name if name in known and len(name) > 3]
+    similar = difflib.get_close_matches(name, flag_by_name, n=1, cutoff=0.5)
+    matches = sorted(longer, key=len) or similar
+    return f" (did you mean {flag_by_name[matches[0]]}?)" if matches else ""

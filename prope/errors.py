@@ -1,4 +1,4 @@
-"""What a command tells its user: the log, exceptions that end it with one line, and the exit codes beside theirs."""
+"""The project's log, the exceptions that end a command with one line, and the exit codes."""
 
 import difflib
 import errno
@@ -6,16 +6,23 @@ import logging
 import os
 import re
 
-log = logging.getLogger("prope")  # of all files; `command.run` sends it to stderr
+log = logging.getLogger("prope")  # `command.run` sends it to stderr
 
-PREEMPTED = 75  # stopped on request after saving: rerun the same command to resume (EX_TEMPFAIL)
-LOST = (
-    76  # hung, or lost another process: rerun the same command to resume from the last checkpoint
-)
+# Stopped on request after saving (EX_TEMPFAIL): rerun the same command to resume.
+PREEMPTED = 75
+# Hung, or lost another process: rerun the same command to resume from the last checkpoint.
+LOST = 76
 INTERRUPTED = 130  # by Ctrl-C
 
 # Other packages are always installed.
 _EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",), "'.[gcs]'": ("gcsfs",)}
+_FREE_SPACE = (
+    "what was saved before is whole: free some space, then run the same command again"  # remedy
+)
+_LESS_MEMORY = (  # remedy
+    "lower the batch size or the length of the windows; training also takes a higher "
+    "config.accumulation, or config.model.remat=full; python -m prope.plan computes what fits"
+)
 
 
 class UsageError(Exception):
@@ -46,10 +53,10 @@ def usage_error(field: str, value, problem: str, remedy: str = "") -> UsageError
 
 def is_disk_full(error: BaseException) -> bool:
     """Tells whether an exception, or one in its chain, reports a full disk or quota."""
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return True
     # TensorStore wraps the operating system's text.
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(
-        errno.ENOSPC
-    ) in str(error):
+    if os.strerror(errno.ENOSPC) in str(error):
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and is_disk_full(cause)
@@ -57,46 +64,45 @@ def is_disk_full(error: BaseException) -> bool:
 
 def is_storage_error(error: BaseException) -> bool:
     """Tells whether a file system or a bucket has failed, rather than the program."""
-    return isinstance(error, OSError) or type(error).__module__.startswith(
-        ("gcsfs.", "aiohttp.", "google.", "boto")
-    )
+    libraries = ("gcsfs.", "aiohttp.", "google.", "boto")
+    return isinstance(error, OSError) or type(error).__module__.startswith(libraries)
 
 
-def as_ending(error: Exception) -> UsageError | RunFailed | Stopped | None:
-    """Returns what ends a command with one line for an exception of any library; None where that needs a traceback."""
+def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
+    """Converts a known exception to a one-line error; another one needs a traceback: None."""
     if isinstance(error, UsageError | RunFailed | Stopped):
         return error
+    cause = first_line(error)
     if is_disk_full(error):
-        saved = "what was saved before is whole: free some space, then run the same command again"
-        return RunFailed(f"no space left on the device ({first_line(error)}); {saved}")
+        return RunFailed(f"no space left on the device ({cause}); {_FREE_SPACE}")
     if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
-        less = "lower the batch size or the length of the windows; training also takes a higher config.accumulation"
-        remedy = f"{less}, or config.model.remat=full; python -m prope.plan computes what fits"
-        return RunFailed(f"out of memory ({first_line(error)}): {remedy}")
-    missing = (
-        re.search(r"(?:No module named '|install )(\w+)", str(error))
-        if isinstance(error, ImportError)
-        else None
-    )
-    if missing and missing[1] != "prope":
-        package = missing[1]
-        extra = next((extra for extra, names in _EXTRAS.items() if package in names), ".")
-        return UsageError(
-            f"the Python package {package} is not installed: pip install -e {extra} in the clone"
-        )
+        return RunFailed(f"out of memory ({cause}): {_LESS_MEMORY}")
+    if isinstance(error, ImportError):
+        return _missing_package(error)
     if is_storage_error(error) and not isinstance(error, OSError):
-        return RunFailed(
-            f"the storage has failed ({first_line(error)}): run the same command again"
-        )
+        return RunFailed(f"the storage has failed ({cause}): run the same command again")
     return None
 
 
+def _missing_package(error: ImportError) -> UsageError | None:
+    missing = re.search(r"(?:No module named '|install )(\w+)", str(error))
+    if missing is None or missing[1] == "prope":
+        return None
+    package = missing[1]
+    extra = "."
+    for name, packages in _EXTRAS.items():
+        if package in packages:
+            extra = name
+    install = f"pip install -e {extra} in the clone"
+    return UsageError(f"the Python package {package} is not installed: {install}")
+
+
 def first_line(error: Exception) -> str:
-    """Returns the first line of an exception's message, at most 200 characters, or its type's name."""
+    """Returns the first 200 characters of an exception's first line, or its type's name."""
     return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
 def nearest(name: str, known) -> str:
     """Returns ' (did you mean ...?)' where one of `known` resembles `name`, else ''."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]}?)" if match else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]}?)" if matches else ""

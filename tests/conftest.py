@@ -150,9 +150,11 @@ def bucket(storage, request) -> str:
 
 @pytest.fixture(scope="session")
 def start_command(cache_dir, tmp_path_factory):
-    """Starts python -m MODULE in a process of its own."""
+    """Starts python -m MODULE in another process, after the statements of `patch`."""
 
-    def start(module: str, *arguments: str, devices: int = 1, **environment: str) -> Command:
+    def start(
+        module: str, *arguments: str, devices: int = 1, patch: str = "", **environment: str
+    ) -> Command:
         flags = f"--xla_force_host_platform_device_count={devices}"
         env = os.environ | {"PROPE_CACHE": str(cache_dir), "XLA_FLAGS": flags} | environment
         return Command(
@@ -160,6 +162,7 @@ def start_command(cache_dir, tmp_path_factory):
             [str(argument) for argument in arguments],
             env,
             tmp_path_factory.mktemp("command"),
+            patch,
         )
 
     return start

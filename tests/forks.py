@@ -1,4 +1,4 @@
-"""Commands in processes of their own, forked off one that has imported everything: they start in a moment."""
+"""Commands in forks of a process that has imported everything: they start in a moment."""
 
 import gc
 import multiprocessing
@@ -11,26 +11,37 @@ import sys
 import threading
 import time
 
-_context = multiprocessing.get_context("forkserver")
-_preload = (
+PRELOADED = [
+    "forks",
+    "grain",
+    "jinja2",
+    "matplotlib.figure",
     "prope.inference.asking",
     "prope.inference.evaluation",
     "prope.inference.generation",
     "prope.train",
-)
-_context.set_forkserver_preload(["forks", "grain", "jinja2", "matplotlib.figure", *_preload])
+]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
 
 
 class Command:
-    """python -m MODULE with its arguments and environment, running; its output goes to files in `folder`."""
+    """python -m MODULE, running; its output goes to files in `folder`."""
 
     def __init__(
-        self, module: str, arguments: list[str], environment: dict[str, str], folder: pathlib.Path
+        self,
+        module: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        folder: pathlib.Path,
+        patch: str = "",
     ):
-        self._files = [folder / name for name in ("stdout", "stderr")]
-        self._process = _context.Process(
-            target=_run, args=(module, arguments, environment, *map(str, self._files))
-        )
+        """Starts it, after the statements of `patch`."""
+        self._stdout = folder / "stdout"
+        self._stderr = folder / "stderr"
+        files = [str(self._stdout), str(self._stderr)]
+        inputs = (module, arguments, environment, files, patch)
+        self._process = _context.Process(target=_run, args=inputs)
         self._process.start()
 
     def wait(self, seconds: float = 600) -> tuple[int, str, str]:
@@ -39,15 +50,15 @@ class Command:
         if self._process.exitcode is None:
             self._process.kill()
             raise TimeoutError(f"still running after {seconds} s:\n{self.stderr}")
-        return self._process.exitcode, self._files[0].read_text(), self.stderr
+        return self._process.exitcode, self._stdout.read_text(), self.stderr
 
     @property
     def stderr(self) -> str:
         """What it has said so far."""
-        return self._files[1].read_text() if self._files[1].exists() else ""
+        return self._stderr.read_text() if self._stderr.exists() else ""
 
     def wait_for(self, text: str) -> None:
-        """Until it has said something that this pattern finds."""
+        """Waits until it has said something that this pattern finds."""
         end = time.monotonic() + 300
         while not re.search(text, self.stderr):
             if time.monotonic() > end or not self._process.is_alive():
@@ -66,13 +77,13 @@ class Command:
 
 
 def _settings(environment: dict[str, str]) -> dict:
-    """What JAX has read of another environment, when it was imported."""
+    """Returns what JAX reads of the environment when it is imported."""
+    get = environment.get
     return {
-        "jax_platforms": environment.get("JAX_PLATFORMS"),
-        "jax_compilation_cache_dir": environment.get("JAX_COMPILATION_CACHE_DIR"),
-        "jax_enable_compilation_cache": environment.get("JAX_ENABLE_COMPILATION_CACHE") != "false",
-        "jax_disable_most_optimizations": environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS")
-        == "true",
+        "jax_platforms": get("JAX_PLATFORMS"),
+        "jax_compilation_cache_dir": get("JAX_COMPILATION_CACHE_DIR"),
+        "jax_enable_compilation_cache": get("JAX_ENABLE_COMPILATION_CACHE") != "false",
+        "jax_disable_most_optimizations": get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true",
         "jax_persistent_cache_min_compile_time_secs": float(
             environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
         ),
@@ -80,7 +91,11 @@ def _settings(environment: dict[str, str]) -> dict:
 
 
 def _run(
-    module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    files: list[str],
+    patch: str,
 ) -> None:
     import jax
 
@@ -88,11 +103,12 @@ def _run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
-    for target, path in ((1, stdout), (2, stderr)):
+    for target, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
     for name, value in _settings(environment).items():
         jax.config.update(name, value)
     gc.freeze()  # else each collection goes through all that was imported
     sys.argv = [module, *arguments]
+    exec(patch, {})
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

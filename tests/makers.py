@@ -909,6 +909,8 @@ def on_eight_devices(module: str, function: str) -> None:
 
 # Windows that no number of devices divides.
 LOGGED = ("--config.log_every=1", "--config.eval.max_windows=7")
+# A patch with which a lost process is noticed soon.
+QUICK = "from prope.runtime import processes; processes.HEARTBEAT_SECONDS = 10"
 # Wide enough that parameters are split over devices.
 WIDE = (*LOGGED, "--config.model.embed_dim=256")
 
@@ -918,6 +920,12 @@ def free_port() -> int:
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))
         return any_port.getsockname()[1]
+
+
+def pod_environments(count: int = 2) -> list[dict[str, str]]:
+    """The variables that join processes on this machine, for each process."""
+    port = free_port()
+    return [{"PROPE_PROCESSES": f"{i}/{count}@127.0.0.1:{port}"} for i in range(count)]
 
 
 def start_patched(patch: str, workdir, *arguments, **environment) -> subprocess.Popen:
@@ -936,14 +944,10 @@ command.run(train.main, train.define_flags, train.leave)
 
 
 def start_two_patched(patch: str, tmp_path, cache_dir) -> list:
-    """Starts two processes of a run, each with the patch, which reads $PROPE_PROCESS."""
-    pod = {
-        "PROPE_PROCESSES": "2",
-        "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}",
-        "PROPE_CACHE": str(cache_dir),
-        "PROPE_HEARTBEAT_TIMEOUT": "10",
-    }
-    return [start_patched(patch, tmp_path, *LOGGED, PROPE_PROCESS=str(i), **pod) for i in range(2)]
+    """Starts two processes of a run, each with the patch, which reads `process`: "0" or "1"."""
+    patch = f"{QUICK}\nprocess = os.environ['PROPE_PROCESSES'][0]\n{patch}"
+    cache = {"PROPE_CACHE": str(cache_dir)}
+    return [start_patched(patch, tmp_path, *LOGGED, **cache, **pod) for pod in pod_environments()]
 
 
 def line_of(outcome) -> str:

@@ -233,7 +233,7 @@ def test_a_run_without_a_checkpoint_is_answered_in_one_line(tmp_path, run_comman
         "without a finished checkpoint; train it first"
         in run_command("prope.analyze", f"--workdir={tmp_path}").error
     )
-    assert "--workdir: must be given" in run_command("prope.analyze").error
+    assert "Flag --workdir must have a value" in run_command("prope.analyze").error
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,14 @@ def test_local_pod_prints_what_it_would_run():
         port = re.search(r"127\.0\.0\.1:(\d+)", said)[1]
         assert 10_000 <= int(port) < 32_768
         flags = "--xla_one=1 --xla_force_host_platform_device_count=4"
-        assert said == f"a  'b|cpu|{flags}|127.0.0.1:{port}|3|{process}|abc\n"
+        assert said == f"a  'b|cpu|{flags}|{process}/3@127.0.0.1:{port}|abc\n"
     assert len(set(re.findall(r":(\d+) ", done.stdout))) == 1
 
 
 NAMES = [
     "JAX_PLATFORMS",
     "XLA_FLAGS",
-    "PROPE_COORDINATOR",
     "PROPE_PROCESSES",
-    "PROPE_PROCESS",
     "PROPE_COMMIT",
 ]
 PRINT = f"import os, sys; print(*sys.argv[1:], *(os.environ[name] for name in {NAMES}), sep='|')"
@@ -100,7 +98,7 @@ PRINT = f"import os, sys; print(*sys.argv[1:], *(os.environ[name] for name in {N
 
 def test_local_pod_keeps_the_last_line_for_process_0_and_prefixes_the_rest():
     code = """import os, sys
-i = os.environ["PROPE_PROCESS"]
+i = os.environ["PROPE_PROCESSES"][0]
 print("out", i, os.getpid(), os.getpgrp() == os.getpid(), flush=True)
 print("one", i, file=sys.stderr)
 sys.stderr.write(f"two {i} {sys.stdin.read()!r}")
@@ -140,14 +138,14 @@ sys.stderr.write(f"two {i} {sys.stdin.read()!r}")
     ],
 )
 def test_local_pod_exits_with_the_code_that_counts(codes, expected):
-    script = f'set -- {codes}; shift "$PROPE_PROCESS"; [[ $1 != kill ]] || kill -KILL $$; exit "$1"'
+    script = f'set -- {codes}; shift "${{PROPE_PROCESSES%%/*}}"; [[ $1 != kill ]] || kill -KILL $$; exit "$1"'
     assert (
         launch("local_pod.sh", "--processes=3", "--", "bash", "-c", script).returncode == expected
     )
 
 
 def test_local_pod_waits_for_all_and_ends_none():
-    script = "((PROPE_PROCESS)) || exit 76; sleep 1; echo still here"
+    script = "((${PROPE_PROCESSES%%/*})) || exit 76; sleep 1; echo still here"
     begun = time.monotonic()
     done = launch("local_pod.sh", "--", "bash", "-c", script)
     assert done.returncode == 76 and "[1] still here" in done.stderr
@@ -198,7 +196,7 @@ def test_local_pod_waits_for_a_process_that_is_stopped_for_a_while():
 
 def test_pods_at_the_same_time_have_ports_of_their_own():
     pods = [
-        start("local_pod.sh", "--", "bash", "-c", 'echo "$PROPE_COORDINATOR"; sleep 1')
+        start("local_pod.sh", "--", "bash", "-c", 'echo "$PROPE_PROCESSES"; sleep 1')
         for _ in range(4)
     ]
     assert len({pod.communicate(timeout=60)[0] for pod in pods}) == 4

@@ -131,8 +131,7 @@ HOST = {
     "SKYPILOT_NUM_NODES": "2",
 }
 SAY = """import os, sys
-names = ("PROPE_PROCESSES", "PROPE_PROCESS", "PROPE_COORDINATOR", "PROPE_PROCESSES_PER_NODE")
-print(*sys.argv[1:], *(os.environ.get(name) for name in names), "XLA_FLAGS" in os.environ, sep="|")
+print(*sys.argv[1:], os.environ["PROPE_PROCESSES"], "XLA_FLAGS" in os.environ, sep="|")
 """
 
 
@@ -160,9 +159,9 @@ def host(tmp_path):
 @pytest.mark.parametrize(
     ("platform", "expected"),
     [
-        ("v5p", "auto|None|None|None|False"),
-        ("gpu", "2|1|10.0.0.4:8476|node|True"),
-        ("cpu", "2|1|10.0.0.4:8476|node|False"),
+        ("v5p", "auto|False"),
+        ("gpu", "1/2@10.0.0.4:8476|True"),
+        ("cpu", "1/2@10.0.0.4:8476|False"),
     ],
 )
 def test_a_host_joins_the_others(platform, expected, host):

@@ -27,18 +27,18 @@ JOB = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "tasks", "flags"),
+    ("mode", "devices", "flags"),
     [
-        ("gpu", "4", "--ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4"),
-        ("node", "2", "--ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9"),
+        ("gpu", "", "--ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4"),
+        ("node", " JAX_LOCAL_DEVICE_IDS=0,1", "--ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9"),
     ],
 )
-def test_slurm_prints_the_step(mode, tasks, flags, fakes, tmp_path):
+def test_slurm_prints_the_step(mode, devices, flags, fakes, tmp_path):
     arguments = ["--dry-run", f"--processes_per_node={mode}", "--", "python", "-m", "x", "a b"]
     done = launch("slurm.sbatch", *arguments, **JOB, **fakes)
     words = shlex.split(done.stdout)
     start = words.index("-c")
-    environment = f"env PROPE_PROCESSES={tasks} PROPE_PROCESSES_PER_NODE={mode}"
+    environment = f"env PROPE_PROCESSES=auto{devices}"
     srun = f"srun --nodes=2 {flags} --kill-on-bad-exit=0 bash -c"
     assert words[: start + 1] == f"{environment} {srun}".split()
     assert words[start + 2 :] == [

@@ -395,7 +395,7 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
     ("capabilities", "processes", "connections"),
     [
         ("9.0\n9.0", "1", "1"),
-        ("9.0", "8", "1"),
+        ("9.0", "auto", "1"),
         ("9.0", "1", None),
         ("10.0\n10.0", "1", None),
         ("8.0\n8.0", "1", None),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from conftest import CONFIG, finish, losses
-from makers import articles, free_port, start_two_patched, write_text
+from makers import articles, pod_environments, start_two_patched, write_text
 
 from prope.workdir.run import read_config
 
@@ -29,7 +29,6 @@ def run_both(start_command, tmp_path):
     """Runs two processes of one run on some text: their arguments differ in those of each."""
 
     def run(workdir, *of_each):
-        pod = {"PROPE_PROCESSES": "2", "PROPE_COORDINATOR": f"127.0.0.1:{free_port()}"}
         common = (
             CONFIG,
             f"--workdir={workdir}",
@@ -38,8 +37,8 @@ def run_both(start_command, tmp_path):
         )
         short = ("--stop_at_step=2", "--config.eval.max_windows=2", "--config.log_every=1")
         started = [
-            start_command("prope.train", *common, *short, *arguments, PROPE_PROCESS=str(i), **pod)
-            for i, arguments in enumerate(of_each)
+            start_command("prope.train", *common, *short, *arguments, **pod)
+            for arguments, pod in zip(of_each, pod_environments(), strict=True)
         ]
         return [finish(command) for command in started]
 
@@ -62,7 +61,7 @@ def test_hosts_that_share_no_cache_make_a_store_each(tmp_path, cache_dir, text):
     other = "lambda *arguments: dataclasses.replace(real(*arguments), fingerprint='0')"
     patch = (
         "import dataclasses; from prope.data import windows; real = windows.open_store\n"
-        "if os.environ['PROPE_PROCESS'] == '1':\n"
+        "if process == '1':\n"
         f"    windows.find_store = lambda *arguments: None; windows.open_store = {'real' if text == 'same' else other}"
     )
     started = start_two_patched(patch, tmp_path, cache_dir)

@@ -1,14 +1,11 @@
 """Joins the processes of one run, and makes them agree on errors and decisions.
 
-They are joined by JAX's multi-controller runtime, started from the environment, so that the same command runs alone
-and on a pod:
+JAX's multi-controller runtime joins them. The environment says which, so that the same command
+runs alone and on a pod. PROPE_PROCESSES is one of
 
-  PROPE_PROCESSES           how many: 1 (default), a number, or "auto" for what JAX finds (Slurm, Open MPI, TPU pods)
-  PROPE_COORDINATOR         host:port of process 0, and
-  PROPE_PROCESS             the number of this one: both, or neither where JAX finds them
-  PROPE_START_TIMEOUT       seconds to wait for all to start, 1800 by default: nodes of a cluster start minutes apart
-  PROPE_HEARTBEAT_TIMEOUT   seconds without a heartbeat after which a process counts as dead, 100 by default
-  PROPE_PROCESSES_PER_NODE  on GPUs: "gpu", one process for each (default), or "node", one for all of a node
+  1             this process alone; the default, except under a launcher that started several
+  auto          those that JAX finds: Slurm, Open MPI, TPU pods
+  I/N@HOST:PORT this is number I of N, 0 to N - 1; process 0 listens at HOST:PORT
 """
 
 import contextlib
@@ -23,7 +20,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -41,28 +37,40 @@ from prope.errors import (
     RunFailed,
     Stopped,
     UsageError,
-    as_ending,
     first_line,
     log,
+    to_user_error,
+    usage_error,
 )
 
 T = TypeVar("T")
 
-_MESSAGE_BYTES = 500  # of an error that is sent to all processes
-_STATUSES = "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):"  # of JAX's runtime; the rest is what Gloo and NCCL say
-_PEER_LOST = re.compile(
-    f"{_STATUSES}|heartbeat|Connection (closed|reset)|Gloo .* failed|remote process exited"
-)
-_RESTART = "look at the log of the process that ended first, and start the same command again on all of them"
+START_SECONDS = 1800  # to wait for all processes: nodes of a cluster start minutes apart
+HEARTBEAT_SECONDS = 100  # without a heartbeat after which a process counts as dead
+SHUTDOWN_SECONDS = 20  # to wait for the others at the end
+_WEEK_MS = 7 * 86_400_000
 _LOG_SECONDS = 60  # between lines of a process that waits
-_index, _count = 0, 1
-_leaving: int | None = None  # the exit code with which this process is about to leave
-_waits = itertools.count()
+_MESSAGE_BYTES = 500  # of an error that is sent to all processes
+_ADDRESS = re.compile(r"(?P<process>\d+)/(?P<count>\d+)@(?P<coordinator>.+:\d+)")
+# How JAX's runtime begins its errors, and what Gloo and NCCL say of a lost peer.
+_PEER_LOST = re.compile(
+    r"^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|heartbeat|Connection (closed|reset)"
+    r"|Gloo .* failed|remote process exited"
+)
+_RESTART = (
+    "look at the log of the process that ended first, and start the same command again on all"
+)
+_index = 0
+_count = 1
+_exit_code = LOST  # of this process when JAX's runtime aborts it
+_barrier_ids = itertools.count()
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """Joins the processes that the environment names; unless an error ends this one, waits for all at the end.
+    """Joins the processes that the environment names, and waits for all at the end.
+
+    An error that ends this process waits for none.
 
     Raises:
       UsageError: the environment names processes that cannot be joined.
@@ -76,32 +84,35 @@ def joined() -> Iterator[None]:
 
 
 def start(environ: Mapping[str, str] = os.environ) -> None:
-    """Joins the processes that the environment names; call it before JAX initialises a device.
+    """Joins the processes that the environment names, before JAX initialises a device.
 
-    Raises UsageError where a variable is invalid, the number of processes is another one, or GPUs would stay idle.
+    Raises UsageError where PROPE_PROCESSES is invalid or GPUs would stay idle.
     """
     global _index, _count
     wanted = environ.get("PROPE_PROCESSES") or _default_processes(environ)
     if wanted == "1":
         return
-    expected = None if wanted == "auto" else _number(environ, "PROPE_PROCESSES", wanted)
     log.info("joining the other processes; PROPE_PROCESSES=1 would run this one alone")
-    _join(environ, expected)
-    signal.signal(
-        signal.SIGTERM, signal.getsignal(signal.SIGTERM)
-    )  # JAX's runtime has taken it for itself
-    _index, _count = jax.process_index(), jax.process_count()
-    if expected not in (None, _count):
-        raise UsageError(f"PROPE_PROCESSES={wanted}: there are {_count} processes; start that many")
-    host, devices = socket.gethostname(), (jax.local_device_count(), jax.device_count())
-    log.info("process %d of %d on %s, with %d of %d devices", _index, _count, host, *devices)
+    _join(wanted)
+    # JAX's runtime has taken the signal for itself.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    _index = jax.process_index()
+    _count = jax.process_count()
+    log.info(
+        "process %d of %d on %s, with %d of %d devices",
+        _index,
+        _count,
+        socket.gethostname(),
+        jax.local_device_count(),
+        jax.device_count(),
+    )
     _check_gpus(environ)
     if not is_first():
         log.setLevel(logging.WARNING)  # all would log the same
 
 
 def count() -> int:
-    """Returns the number of processes; unlike JAX's own function it initialises no device."""
+    """Returns the number of processes; unlike JAX's function it initialises no device."""
     return _count
 
 
@@ -113,7 +124,7 @@ def is_first() -> bool:
 def wait() -> None:
     """Waits, up to a week, until all processes call this; a collective fails after 30 s on CPUs."""
     if _count > 1:
-        distributed.global_state.client.wait_at_barrier(f"prope-{next(_waits)}", 7 * 86_400_000)
+        distributed.global_state.client.wait_at_barrier(f"prope-{next(_barrier_ids)}", _WEEK_MS)
 
 
 def broadcast_from_first(value: T) -> T:
@@ -122,48 +133,63 @@ def broadcast_from_first(value: T) -> T:
 
 
 def call_on_first(function: Callable[[], T]) -> T:
-    """Calls a function in the first process as if it were alone; returns its result, of JSON's types, in all.
+    """Calls a function in the first process as if it were alone; returns its result in all.
 
-    The others wait, however long it takes. An error that ends the first one with one line ends them with it.
+    The result is of JSON's types. The others wait, however long it takes. An error that ends the
+    first one with one line ends them with it.
     """
-    global _count
     if _count == 1:
         return function()
-    key, store, start = f"prope-{next(_waits)}", distributed.global_state.client, time.monotonic()
-    text, logged, count = None, start, _count
+    key = f"prope-{next(_barrier_ids)}"
     if is_first():
-        _count = 1
+        text = json.dumps(_call_alone(function))
+        distributed.global_state.client.key_value_set(key, text)
+    else:
+        text = _wait_for_value(key)
+    answer = json.loads(text)
+    if "error" in answer:
+        kind = UsageError if answer["code"] == UsageError.code else RunFailed
+        raise kind(answer["error"])
+    return answer["value"]
+
+
+def _call_alone(function: Callable[[], T]) -> dict:
+    """Returns a function's result or its one-line error; meanwhile `count` returns 1."""
+    global _count
+    count_of_all = _count
+    _count = 1
+    try:
+        return {"value": function()}
+    except Exception as error:
+        known = to_user_error(error)
+        if not isinstance(known, UsageError | RunFailed):
+            raise
+        return {"error": str(known), "code": known.code}
+    finally:
+        _count = count_of_all
+
+
+def _wait_for_value(key: str) -> str:
+    """Waits until the first process sets a key, and says so every minute."""
+    start = time.monotonic()
+    logged = start
+    while True:
         try:
-            answer = {"value": function()}
-        except Exception as error:
-            ending = as_ending(error)
-            if not isinstance(ending, UsageError | RunFailed):
-                raise
-            answer = {"error": str(ending), "code": ending.code}
-        finally:
-            _count = count
-        text = json.dumps(answer)
-        store.key_value_set(key, text)
-    while text is None:  # a second at a time, so that signals are heard
-        try:
-            text = store.blocking_key_value_get(key, 1000)
+            # A second at a time, so that signals are heard.
+            return distributed.global_state.client.blocking_key_value_get(key, 1000)
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("DEADLINE_EXCEEDED"):
                 raise
-        if time.monotonic() - logged > _LOG_SECONDS:
-            logged = time.monotonic()
-            log.warning(
-                "waiting for process 0, whose log says what it does, since %d s", logged - start
-            )
-    answer = json.loads(text)
-    if "error" in answer:
-        raise (UsageError if answer["code"] == UsageError.code else RunFailed)(answer["error"])
-    return answer["value"]
+        now = time.monotonic()
+        if now - logged > _LOG_SECONDS:
+            logged = now
+            message = "waiting for process 0, whose log says what it does, since %d s"
+            log.warning(message, now - start)
 
 
 @contextlib.contextmanager
 def raise_on_all(kind: type[UsageError] = UsageError) -> Iterator[None]:
-    """Re-raises an error of any process on every process, so that none waits for one that has ended."""
+    """Re-raises an error of any process on every process; else others would wait for it."""
     if _count == 1:
         yield
         return
@@ -173,14 +199,16 @@ def raise_on_all(kind: type[UsageError] = UsageError) -> Iterator[None]:
     except kind as error:
         message = str(error)
     wait()
-    own = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES), np.uint8)
-    for process, row in enumerate(np.asarray(multihost_utils.process_allgather(own))):
-        if text := row.tobytes().decode(errors="ignore").strip():
+    encoded = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
+    gathered = multihost_utils.process_allgather(np.frombuffer(encoded, np.uint8))
+    for process, row in enumerate(np.asarray(gathered)):
+        text = row.tobytes().decode(errors="ignore").strip()
+        if text:
             raise kind(message or f"process {process}: {text}")
 
 
 def check_count() -> None:
-    """Raises UsageError where JAX runs in other processes than were configured: libtpu joins the hosts of a pod."""
+    """Raises UsageError where JAX runs in other processes: libtpu joins the hosts of a pod."""
     if jax.process_count() != _count:
         found = f"{jax.process_count()} processes, of which this is number {jax.process_index()}"
         remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"
@@ -198,171 +226,140 @@ def check_shared(directory: epath.Path) -> None:
     seen = multihost_utils.process_allgather(np.int32(token.exists()))
     if is_first():
         token.unlink()
-    if missing := [str(process) for process in np.flatnonzero(seen == 0)]:
-        unseen = f"process {', '.join(missing)} of {_count} do not see what process 0 writes there"
+    missing = ", ".join(str(process) for process in np.flatnonzero(seen == 0))
+    if missing:
+        unseen = f"process {missing} of {_count} do not see what process 0 writes there"
         remedy = "choose a bucket's URL, such as gs://BUCKET/run, or a folder that all hosts mount"
         raise UsageError(f"--workdir={directory}: is not shared: {unseen}; {remedy}")
 
 
 def is_peer_loss(error: Exception) -> bool:
     """Tells whether the error of a collective says that another process is gone."""
-    of_collective = isinstance(
-        error, jax.errors.JaxRuntimeError | ValueError
-    )  # Gloo's may be ValueErrors
-    return _count > 1 and of_collective and _PEER_LOST.search(str(error)) is not None
+    if _count == 1:
+        return False
+    # Gloo's errors may be ValueErrors.
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return False
+    return _PEER_LOST.search(str(error)) is not None
 
 
 @contextlib.contextmanager
 def peer_loss_as_stopped() -> Iterator[None]:
-    """Re-raises the error of a collective whose peer is gone as Stopped; others, as of memory, are this process's."""
+    """Re-raises the error of a collective whose peer is gone as Stopped."""
     try:
         yield
     except Exception as error:
         if not is_peer_loss(error):
             raise
-        message = f"another process of this run is gone, or cannot be reached ({first_line(error)}); {_RESTART}"
-        raise Stopped(message, LOST) from error
+        gone = "another process of this run is gone, or cannot be reached"
+        raise Stopped(f"{gone} ({first_line(error)}); {_RESTART}", LOST) from error
 
 
 def leave(code: int) -> None:
-    """Exits. Among several processes the first leaves last, but does not wait long: the others may never come."""
-    global _leaving
+    """Exits; with an error that the others may have too, once they know it, or after a while.
+
+    Else JAX's runtime, which the first process hosts, would abort them before.
+    """
+    global _exit_code
     if _count == 1:
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code not in (LOST, INTERRUPTED):  # errors that the others have too, and may not have met yet
-        _leaving = code
-        _leave_last()
+    if code not in (LOST, INTERRUPTED):
+        _exit_code = code
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.distributed.shutdown()
     os._exit(code)
 
 
-def _leave_last() -> None:
-    """Lets the first process leave last: JAX's runtime, which it hosts, aborts the others once it is gone."""
-    store = distributed.global_state.client
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has come to another end
-        if is_first():
-            for process in range(1, _count):
-                store.blocking_key_value_get(f"prope-leaves-{process}", 10_000)
-        else:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), 2
-            )  # the runtime would say that the first one is gone
-            store.key_value_set(f"prope-leaves-{_index}", "")
-
-
-def _join(environ: Mapping[str, str], expected: int | None) -> None:
-    address, number = environ.get("PROPE_COORDINATOR"), environ.get("PROPE_PROCESS")
-    timeout = _number(environ, "PROPE_START_TIMEOUT", "1800")
-    heartbeat = _number(environ, "PROPE_HEARTBEAT_TIMEOUT", "100")
-    per_node = environ.get("PROPE_PROCESSES_PER_NODE", "gpu")
-    if per_node not in ("gpu", "node"):
-        message = f"PROPE_PROCESSES_PER_NODE={per_node}: must be gpu, one process for each, or node, one for all"
-        raise UsageError(message)
-    if (address is None) != (number is None):
-        raise UsageError(
-            "PROPE_COORDINATOR and PROPE_PROCESS go together: set both, or neither where JAX finds them"
-        )
+def _join(wanted: str) -> None:
+    """Joins the processes that the value of PROPE_PROCESSES names."""
     arguments: dict = {}
-    if address is not None:
-        if not re.fullmatch(r".+:\d+", address):
-            raise UsageError(f"PROPE_COORDINATOR={address}: must be host:port of process 0")
-        if expected is None:
-            raise UsageError(
-                "PROPE_PROCESSES=auto: with PROPE_COORDINATOR it must be the number of processes"
-            )
-        process = _number(environ, "PROPE_PROCESS", minimum=0)
-        if process >= expected:
-            raise UsageError(
-                f"PROPE_PROCESS={number}: must be less than PROPE_PROCESSES={expected}"
-            )
+    expected = "as many as the cluster has were expected"
+    if wanted != "auto":
+        address = _ADDRESS.fullmatch(wanted)
+        if address is None or int(address["process"]) >= int(address["count"]):
+            problem = "must be 1, auto, or I/N@HOST:PORT with I from 0 to N - 1"
+            raise usage_error("PROPE_PROCESSES", wanted, problem, "as in 0/2@10.0.0.1:8476")
         arguments = {
-            "coordinator_address": address,
-            "num_processes": expected,
-            "process_id": process,
+            "coordinator_address": address["coordinator"],
+            "num_processes": int(address["count"]),
+            "process_id": int(address["process"]),
         }
-    # None: JAX's rule, one for each process that Slurm or Open MPI started.
-    arguments["local_device_ids"] = (
-        list(range(_visible_gpus(environ))) or None if per_node == "node" else None
-    )
+        expected = f"{address['count']} were expected, the first at {address['coordinator']}"
     _set_abort_message(
-        f"after {timeout} s not all processes have come; {expected or 'as many as the cluster has'} were expected, the "
-        f"first at {address or 'the address that the cluster gives'}. Are all of them running, and may they connect to "
-        "this port (firewall)? PROPE_START_TIMEOUT sets how long to wait; start the same command again on all of them",
-        joining=True,
+        f"after {START_SECONDS} s not all processes have come; {expected}. Are all of them "
+        "running, and may they connect to this port (firewall)? Start the same command again on "
+        "all of them"
     )
-    timeouts = {"initialization_timeout": timeout, "heartbeat_timeout_seconds": heartbeat}
     try:
-        jax.distributed.initialize(**arguments, **timeouts, shutdown_timeout_seconds=60)
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=START_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
     except ValueError as error:
-        wanted = environ.get("PROPE_PROCESSES", "auto")
-        none = f"JAX finds no cluster here ({error}); set PROPE_COORDINATOR and PROPE_PROCESS"
-        raise UsageError(f"PROPE_PROCESSES={wanted}: {none}") from None
-    silent = f"no sign of life for {heartbeat} s, unless the lines above name another cause"
+        problem = f"JAX finds no cluster here ({error})"
+        remedy = "give PROPE_PROCESSES=I/N@HOST:PORT, as in 0/2@10.0.0.1:8476"
+        raise usage_error("PROPE_PROCESSES", wanted, problem, remedy) from None
     _set_abort_message(
-        f"another process of this run is gone, or cannot be reached: {silent}; {_RESTART}"
+        "another process of this run is gone, or cannot be reached: no sign of life for "
+        f"{HEARTBEAT_SECONDS} s, unless the lines above name another cause; {_RESTART}"
     )
 
 
 def _default_processes(environ: Mapping[str, str]) -> str:
-    """Returns 'auto' where a launcher started several processes: by default each would train alone."""
-    several = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" or "," in environ.get(
-        "TPU_WORKER_HOSTNAMES", ""
-    )
-    return "auto" if several else "1"
+    """Returns 'auto' where a launcher started several processes: each would train alone."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
+    return "auto" if tasks != "1" or "," in hosts else "1"
 
 
-def _number(environ: Mapping[str, str], name: str, default: str = "", minimum: int = 1) -> int:
-    value = environ.get(name, default)
-    if not re.fullmatch(r"\d+", value) or int(value) < minimum:
-        raise UsageError(f"{name}={value}: must be a whole number from {minimum}")
-    return int(value)
+def _set_abort_message(line: str) -> None:
+    """Sets the line with which this process exits, rather than by SIGABRT, when it is aborted.
 
-
-def _set_abort_message(line: str, joining: bool = False) -> None:
-    """Sets the line and exit code for when JAX's runtime ends the process because a peer is lost: it calls abort().
-
-    It does so in a thread of its own, or while joining. Another abort keeps its exit code, 134.
+    JAX's runtime aborts a process, in a thread of C++, when a peer is lost or does not come. It
+    takes no Python callback, and a handler of Python's `signal` would run in the main thread, which
+    waits. While a process leaves, it keeps its exit code.
     """
 
     def on_abort(_number: int) -> None:
-        if _leaving is not None:
-            os._exit(
-                _leaving
-            )  # the first one has left before it answered that it knows that this one leaves
-        if joining or threading.get_native_id() not in [
-            thread.native_id for thread in threading.enumerate()
-        ]:
+        if _exit_code == LOST:
             os.write(2, f"\nstopped: {line}\n".encode())
-            os._exit(LOST)
-        libc.signal(signal.SIGABRT, None)  # the default
-        os.abort()
+        os._exit(_exit_code)
 
-    global _on_abort
-    libc = ctypes.CDLL(None)
-    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # kept: C has no reference to it
-    libc.signal(signal.SIGABRT, _on_abort)
+    global _on_abort  # C holds no reference to it
+    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> int:
-    if environ.get("CUDA_VISIBLE_DEVICES"):
-        return len(environ["CUDA_VISIBLE_DEVICES"].split(","))
-    return sum(
-        re.fullmatch(r"nvidia\d+", path.name) is not None
-        for path in pathlib.Path("/dev").glob("nvidia*")
-    )
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return len(visible.split(","))
+    files = pathlib.Path("/dev").glob("nvidia*")
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in files)
 
 
 def _check_gpus(environ: Mapping[str, str]) -> None:
     """Raises UsageError if no process uses some of this node's GPUs."""
     if jax.local_devices()[0].platform != "gpu":
         return
-    host = np.uint32(zlib.crc32(socket.gethostname().encode()))
-    local = int(np.sum(multihost_utils.process_allgather(host) == host)) if _count > 1 else 1
-    visible, used = _visible_gpus(environ), local * jax.local_device_count()
+    node = socket.gethostname()
+    local_processes = 1
+    if _count > 1:
+        node_hash = np.uint32(zlib.crc32(node.encode()))
+        node_hashes = multihost_utils.process_allgather(node_hash)
+        local_processes = int(np.sum(node_hashes == node_hash))
+    visible = _visible_gpus(environ)
+    used = local_processes * jax.local_device_count()
     if used < visible:
-        idle = f"{visible} GPUs are visible on {socket.gethostname()} and its {local} processes use {used}"
+        idle = (
+            f"{visible} GPUs are visible on {node} and its {local_processes} processes use {used}"
+        )
+        all_ids = ",".join(map(str, range(visible)))
         remedy = (
-            "start one process for each, or one for the node with PROPE_PROCESSES_PER_NODE=node"
+            f"start one process for each, or one for the node with JAX_LOCAL_DEVICE_IDS={all_ids}"
         )
         raise UsageError(f"{idle}: {remedy}; or hide the others with CUDA_VISIBLE_DEVICES")

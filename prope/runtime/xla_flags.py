@@ -97,9 +97,9 @@ def _has_several_hopper_gpus() -> bool:
         return False
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     capabilities = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    processes = int(os.environ.get("PROPE_PROCESSES", 1))
+    is_alone = os.environ.get("PROPE_PROCESSES", "1") == "1" and len(capabilities) == 1
     is_hopper = all(capability.startswith("9.") for capability in capabilities)
-    return is_hopper and len(capabilities) * processes > 1
+    return is_hopper and not is_alone
 
 
 def in_force() -> dict[str, str]:
