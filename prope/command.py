@@ -155,7 +155,7 @@ def _interrupt(_number: int, _frame) -> None:
 
 
 def _interrupt_later(ignored) -> None:
-    """Repeats a Ctrl-C that was ignored, as in a callback of the garbage collector such as JAX's."""
+    """Repeats a Ctrl-C that was ignored, as in a callback of the garbage collector."""
     if isinstance(ignored.exc_value, KeyboardInterrupt):
         _on_ctrl_c(_interrupt)
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()

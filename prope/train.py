@@ -52,9 +52,7 @@ from prope.runtime.processes import (
     broadcast_from_first,
     check_count,
     is_first,
-    joined,
     leave,
-    raise_on_all,
 )
 from prope.runtime.profiler import Profiler
 from prope.runtime.session import Session
@@ -111,8 +109,8 @@ def train(
             run.checkpoints.check()
             if session.poll(f"step {step}") and run.is_due(step, config.eval_every):
                 run.evaluate(step, params)
-            if run.is_due(step, config.checkpoint_every) or session.interrupts.request:
-                run.save(step, params, opt_state)  # any request: to stop needs a save, too
+            if run.is_due(step, config.checkpoint_every) or session.wants_save:
+                run.save(step, params, opt_state)
             session.stop_if_requested(step)
     return run.writer.summary(run.init_hash) if is_first() else None
 
@@ -125,26 +123,23 @@ class Training:
         self.session = session
         self.config = config
         self.path = path
-        session.enter_context(joined())  # which waits for all at the end
-        session.startup.mark("processes")
-        with raise_on_all():
+        with session.raise_on_all():
             session.enter_context(open_workdir(path, config))
-        with raise_on_all():  # apart: opening windows has processes wait for one another
-            with session.watchdog.paused():  # text is tokenized on first use, maybe for an hour
-                vocab_size = config.model.vocab_size
-                self.windows = open_windows(config.data, vocab_size, "train")
-                validation = open_windows(config.data, vocab_size, "validation")
-            session.startup.mark("data")
+        # Processes wait for one another here. Text is tokenized on first use, maybe for an hour.
+        with session.phase("data"), session.watchdog.paused():
+            vocab_size = config.model.vocab_size
+            self.windows = open_windows(config.data, vocab_size, "train")
+            validation = open_windows(config.data, vocab_size, "validation")
+        with session.raise_on_all():
             check_count()
             validate_devices(config, jax.devices())
             check_activations(config, _LESS_MEMORY)
             self.prepared = prepare(config, jax.devices())
         self.evaluation = LossEvaluation(self.prepared.config, validation)
         session.attach(path, self.prepared.mesh)
-        with raise_on_all():
+        with session.phase("devices"):
             self.check_disk()
-        log_run(config, self.windows)
-        session.startup.mark("devices")
+            log_run(config, self.windows)
 
     def restore(self, init_from: str | None, stop_at_step: int | None) -> tuple:
         """Returns (params, opt_state) to start from; opens the run's files for writing.
@@ -157,10 +152,9 @@ class Training:
         self.start, params, opt_state, self.init_hash = start_or_resume(
             config, self.checkpoints, init_from, self.prepared, self.windows
         )
-        with raise_on_all():
+        with session.phase("restore" if self.start else "weights"):
             if is_first():
                 write_config(self.path, config)
-        session.startup.mark("restore" if self.start else "weights")
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
         flops = model_flops_per_token(config.model, config.data.seq_len)
         peak = peak_flops(jax.devices()[0].device_kind)
@@ -202,8 +196,7 @@ class Training:
         with self.writer.pause():
             step = compile_step(local_config, optimizer, mesh, state)
             check_memory(step, _LESS_MEMORY)
-        self.session.startup.mark("compile")
-        self.session.interrupts.training = True
+        self.session.compiled()
         return step
 
     def is_due(self, step: int, every: int) -> bool:
@@ -225,7 +218,7 @@ class Training:
         identity = {"config": self.config.to_dict(), "init_hash": self.init_hash}
         data = data_state(self.config, self.windows, step)
         with self.writer.pause():
-            with raise_on_all():
+            with self.session.raise_on_all():
                 self.check_disk()  # again: disks fill up while runs go on
             self.checkpoints.save(step, params, opt_state, identity, data)
             self.session.interrupts.saved()

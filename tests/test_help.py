@@ -221,7 +221,7 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
         (
             "train",
             ["--config={c}", "--config.model.rope_percentage=None"],
-            "--config.model.rope_percentage=None: must be a number: "
+            "--config.model.rope_percentage=None: could not convert string to float: 'None'; "
             "p in [0, 1]: 1 is RoPE, 0 is NoPE",
         ),
         ("train", ["--rope_percentage=1"], "(did you mean --config.model.rope_percentage?)"),

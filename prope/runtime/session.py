@@ -1,9 +1,10 @@
-"""Surrounds the training loop: hears signals, watches for hangs, records the start.
+"""Surrounds the training loop: joins processes, hears signals, watches for hangs, times the start.
 
 `train` opens one session and asks it, between steps, whether to save and whether to stop.
 """
 
 import contextlib
+from collections.abc import Iterator
 
 import jax
 from etils import epath
@@ -19,24 +20,49 @@ from prope.runtime.watchdog import Watchdog
 
 
 class Session(contextlib.ExitStack):
-    """What a training run exchanges with its surroundings while it runs; its parts are explained in their files.
+    """Connects a training run with its surroundings while the context is open.
 
-    Contexts that are entered by `enter_context` are left, last first, before the session ends.
+    Contexts that are entered by `enter_context` are left, last first, before the session ends; then
+    it waits for all processes.
     """
 
     def __init__(self, config: ConfigDict):
         super().__init__()
         self.startup = Startup()
-        self.interrupts = self.enter_context(Interrupts(config.checkpoint.every_minutes))
-        self.watchdog = self.enter_context(Watchdog(config.watchdog_minutes))
+        self.interrupts = Interrupts(config.checkpoint.every_minutes)
+        self.watchdog = Watchdog(config.watchdog_minutes)
         self._num_steps = config.num_steps
 
+    def __enter__(self) -> "Session":
+        super().__enter__()
+        self.enter_context(self.interrupts)
+        self.enter_context(self.watchdog)
+        self.enter_context(processes.joined())
+        self.startup.mark("processes")
+        return self
+
+    def raise_on_all(self) -> contextlib.AbstractContextManager:
+        """Re-raises a UsageError of any process on every process."""
+        return processes.raise_on_all()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Names a phase of the start; a UsageError of any process is raised on every process."""
+        with processes.raise_on_all():
+            yield
+        self.startup.mark(name)
+
     def attach(self, workdir: epath.Path, mesh: Mesh) -> None:
-        """Checks that all processes see `workdir`, keeps compiled programs there, and polls over `mesh`."""
+        """Checks that all see `workdir`, caches compiled programs there, polls over `mesh`."""
         processes.check_shared(workdir)
         self.startup.use_cache(workdir)
         self.interrupts.vote_over(mesh)
         self._starts = workdir / "starts.jsonl"
+
+    def compiled(self) -> None:
+        """Ends the phase of compilation; from now on a signal has the loop save before it stops."""
+        self.startup.mark("compile")
+        self.interrupts.training = True
 
     def first_step(self, step: int, metrics) -> None:
         """Waits for the first step and adds this start to starts.jsonl."""
@@ -45,16 +71,22 @@ class Session(contextlib.ExitStack):
             append_jsonl(self._starts, self.startup.record(step))
 
     def poll(self, progress: str) -> bool:
-        """Reports progress to the watchdog, in all processes at the same places; False once a stop is asked for."""
+        """Reports progress to the watchdog; returns False once a stop is asked for.
+
+        All processes call it at the same places.
+        """
         self.watchdog.alive(progress)
         return self.interrupts.poll() <= Request.SAVE
 
+    @property
+    def wants_save(self) -> bool:
+        """Whether the last `poll` found any request: to stop needs a save, too."""
+        return self.interrupts.request > Request.NONE
+
     def stop_if_requested(self, step: int) -> None:
         """Raises Stopped where the last `poll` found SIGTERM or Ctrl-C; `step` is saved."""
-        if self.interrupts.request > Request.SAVE:
-            ctrl_c = self.interrupts.request == Request.INTERRUPT
-            signal, code = ("Ctrl-C", INTERRUPTED) if ctrl_c else ("SIGTERM", PREEMPTED)
-            raise Stopped(
-                f"{signal}: step {step} of {self._num_steps} is saved; the same command goes on",
-                code,
-            )
+        saved = f"step {step} of {self._num_steps} is saved; the same command goes on"
+        if self.interrupts.request == Request.STOP:
+            raise Stopped(f"SIGTERM: {saved}", PREEMPTED)
+        if self.interrupts.request == Request.INTERRUPT:
+            raise Stopped(f"Ctrl-C: {saved}", INTERRUPTED)

@@ -1,6 +1,6 @@
 """Measures the phases from the start of a process to its first step, and compilation cache hits.
 
-Every start becomes a line of W/starts.jsonl: time, step, commit, devices, and the seconds of each phase.
+Every start becomes a line of W/starts.jsonl: time, step, commit, devices, seconds of each phase.
 """
 
 import datetime
@@ -30,17 +30,18 @@ class Startup:
     def mark(self, phase: str) -> None:
         """Ends a phase: it took the time since the last call."""
         now = time.perf_counter()
-        self._seconds[phase], self._marked_at = now - self._marked_at, now
+        self._seconds[phase] = now - self._marked_at
+        self._marked_at = now
 
     def use_cache(self, workdir: epath.Path) -> None:
         """Keeps compiled programs in W/compilation_cache, unless JAX_COMPILATION_CACHE_DIR is set.
 
-        Programs for a CPU depend on its instruction set, which JAX's cache key leaves out: each has its own folder.
+        Programs for a CPU depend on its instruction set, which JAX's cache key leaves out: each set
+        has a folder.
         """
         if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-            jax.config.update(
-                "jax_compilation_cache_dir", str(workdir / "compilation_cache" / _machine())
-            )
+            folder = workdir / "compilation_cache" / _machine()
+            jax.config.update("jax_compilation_cache_dir", str(folder))
 
         def listen(event: str, **_) -> None:
             if event == "/jax/compilation_cache/cache_hits":
@@ -49,13 +50,11 @@ class Startup:
         jax.monitoring.register_event_listener(listen)
 
     def record(self, step: int) -> dict:
-        """Ends the last phase, the first step; logs the seconds of all and returns the record for W/starts.jsonl."""
+        """Ends the last phase, the first step; logs all and returns the line of W/starts.jsonl."""
         self.mark("first step")
         seconds = {phase: round(value, 3) for phase, value in self._seconds.items()}
-        total, phases = (
-            sum(seconds.values()),
-            ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items()),
-        )
+        total = sum(seconds.values())
+        phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
         log.info("first step after %.1f s: %s (compilation cache: %s)", total, phases, self._cache)
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -75,23 +74,21 @@ class Startup:
 def _process_age() -> float:
     """Returns the seconds since this process was started; 0 where /proc does not tell."""
     try:
-        started = float(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(
-            time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"), 0.0
-        )
+        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = float(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
     except (OSError, AttributeError):
         return 0.0
 
 
 def _machine() -> str:
-    """Names the device kind, with a hash of a CPU's features: 'cpu-x86_64-1a2b3c4d', 'tpu-TPU-v5-lite'."""
+    """Names the device kind, of a CPU with its features: 'cpu-x86_64-1a2b3c4d', 'tpu-TPU-v5'."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return re.sub(r"\W+", "-", f"{device.platform}-{device.device_kind}")
     try:
-        match = re.search(
-            r"^(flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        match = re.search(r"^(flags|Features)\s*:(.*)$", text, re.MULTILINE)
         features = match[2] if match else ""
     except OSError:
         features = platform.processor()
@@ -99,19 +96,18 @@ def _machine() -> str:
 
 
 def find_commit() -> str | None:
-    """Returns PROPE_COMMIT, or git's commit of this code, with '+changes' where files differ from it."""
+    """Returns PROPE_COMMIT, or git's commit of this code, with '+changes' where files differ."""
     if "PROPE_COMMIT" in os.environ:
         return os.environ["PROPE_COMMIT"] or None
-
-    def git(*arguments: str) -> str:
-        root, output = pathlib.Path(__file__).parents[2], {"capture_output": True, "text": True}
-        return subprocess.run(
-            ["git", *arguments], cwd=root, timeout=20, check=True, **output
-        ).stdout.strip()
-
     try:
-        return git("rev-parse", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "--", ".") else ""
-        )
+        changes = "+changes" if _git("status", "--porcelain", "--", ".") else ""
+        return _git("rev-parse", "HEAD") + changes
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(*arguments: str) -> str:
+    root = pathlib.Path(__file__).parents[2]
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=root, timeout=20, check=True, capture_output=True, text=True)
+    return done.stdout.strip()

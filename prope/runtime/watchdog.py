@@ -1,4 +1,4 @@
-"""Ends a process that hangs, so that a scheduler restarts it: on a pod, all hosts wait for a lost one."""
+"""Ends a process that hangs, so that a scheduler restarts it: all hosts wait for a lost one."""
 
 import contextlib
 import faulthandler
@@ -10,9 +10,14 @@ import time
 
 from prope.errors import LOST
 
+_ADVICE = (
+    "the stacks of all threads are above. The same command goes on from the last checkpoint; "
+    "config.watchdog_minutes says how long to wait"
+)
+
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Ends the process, while the context is open, after `minutes` without a call of `alive`; None: never."""
+    """Ends the process after `minutes` without a call of `alive`; None: never."""
 
     def __init__(self, minutes: float | None):
         self._seconds = 60 * minutes if minutes else None
@@ -27,9 +32,10 @@ class Watchdog(contextlib.AbstractContextManager):
     def __exit__(self, *error):
         self._closed.set()
 
-    def alive(self, after: str) -> None:
-        """Restarts the timer; `after` names the last progress in the error."""
-        self._after, self._alive_at = after, time.monotonic()
+    def alive(self, progress: str) -> None:
+        """Restarts the timer; an error names the last progress."""
+        self._progress = progress
+        self._alive_at = time.monotonic()
 
     @contextlib.contextmanager
     def paused(self):
@@ -42,8 +48,7 @@ class Watchdog(contextlib.AbstractContextManager):
         while not self._closed.wait(min(1.0, self._seconds / 4)):
             if time.monotonic() - self._alive_at > self._seconds:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                why = f"nothing has happened for {self._seconds / 60:g} minutes after {self._after}"
-                stacks = "the stacks of all threads are above. The same command goes on from the last checkpoint"
-                limit = "config.watchdog_minutes says how long to wait"
-                print(f"stopped: {why}; {stacks}; {limit}", file=sys.stderr, flush=True)
+                minutes = f"{self._seconds / 60:g}"
+                hang = f"nothing has happened for {minutes} minutes after {self._progress}"
+                print(f"stopped: {hang}; {_ADVICE}", file=sys.stderr, flush=True)
                 os._exit(LOST)
