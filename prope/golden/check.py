@@ -124,12 +124,8 @@ def read_values(path: epath.Path) -> dict:
             hint = f"must be CASE/ARRAY{nearest(key, known)}, of {', '.join(ARRAYS)}"
             raise UsageError(f"{path}: {key}: {hint}")
         name, kind = key.split("/")
-        values.setdefault(name, {})[kind] = _fit(
-            f"{path}: {key}",
-            array,
-            cases[name],
-            kind,
-        )
+        array = _fit(f"{path}: {key}", array, cases[name], kind)
+        values.setdefault(name, {})[kind] = array
     if not values:
         raise UsageError(f"{path}: holds nothing to check; add arrays such as {known[3]}")
     return values
@@ -146,7 +142,7 @@ def _fit(label: str, array: np.ndarray, case: dict, kind: str) -> np.ndarray:
     if kind == "frequencies" and array.size == case["rotated_pairs"]:
         array = np.append(array, np.zeros(shape[0] - array.size))
     if kind in ("cos", "sin") and array.shape == (shape[0], 2 * shape[1]):
-        # Both lanes of a pair have one: beside each other, or a half of the head apart.
+        # One value for each lane: a pair's two are neighbours, or half a head apart.
         beside = np.array_equal(array[:, ::2], array[:, 1::2])
         array = array[:, ::2] if beside else array[:, : shape[1]]
     if array.shape != shape:
@@ -189,7 +185,7 @@ def predict(case: dict, mistake: dict, error: float = 0.0) -> dict[str, np.ndarr
     freqs, cos, sin, distance = _predict_table(case, mistake, error)
     d = case["head_dim"]
     k = np.arange(d // 2)
-    # Pair k has lanes k and k + distance; pairs behind it are not rotated, and have the others.
+    # Pair k < distance has lanes k and k + distance; the others share what remains, not rotated.
     first = np.where(k < distance, k, k + distance)
     second = np.setdiff1d(np.arange(d), first)
     lanes = step("lanes", np.append(first, second))
@@ -223,11 +219,13 @@ def _compare(values: dict, mistake: dict) -> Iterator[tuple]:
             "rotated_keys": keys,
             "scores": case["head_dim"] * queries * keys,
         }
-        for kind in arrays.keys() & scales.keys():
+        for kind, scale in scales.items():
+            if kind not in arrays:
+                continue
             expected = exact[kind] if mistake else case[kind]
-            errors = np.abs(arrays[kind] - expected) / scales[kind]
+            errors = np.abs(arrays[kind] - expected) / scale
             moved = [np.abs(other[kind] - exact[kind]) for other in blurred]
-            slack = 2 * np.max(moved, axis=0) / scales[kind]
+            slack = 2 * np.max(moved, axis=0) / scale
             yield name, kind, errors, slack
 
 
@@ -239,11 +237,8 @@ def explains(mistake: dict, values: dict) -> bool:
 
 def check(values: dict, float32_angles: bool = False) -> tuple[str, dict]:
     """Compares a port with the golden values: (line on what it computes, command's result)."""
-    worst = max(
-        _compare(values, {}),
-        key=lambda compared: compared[2].max(),
-    )
-    name, kind, errors, _ = worst
+    compared = _compare(values, {})
+    name, kind, errors, _ = max(compared, key=lambda row: row[2].max())
     error = float(errors.max())
     index = np.unravel_index(errors.argmax(), errors.shape)
     index = [int(i) for i in index]
