@@ -30,7 +30,11 @@ JOB = {
     ("mode", "devices", "flags"),
     [
         ("gpu", "", "--ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4"),
-        ("node", " JAX_LOCAL_DEVICE_IDS=0,1", "--ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9"),
+        (
+            "node",
+            " JAX_LOCAL_DEVICE_IDS=0,1",
+            "--ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9",
+        ),
     ],
 )
 def test_slurm_prints_the_step(mode, devices, flags, fakes, tmp_path):
