@@ -2,11 +2,12 @@
 
     python -m prope.export_hf --workdir=runs/quickstart --output=runs/hf
 
-`AutoModelForCausalLM.from_pretrained(DIR)` of transformers 5 loads the result: config.json, model.safetensors (above
-2 GB, shards and their index), generation_config.json, and the tokenizer if it is a SentencePiece model. The class is
-GemmaForCausalLM, in which p is the partial_rotary_factor of rope_type proportional; with windows, or p = 0 in some
-layers, SmolLM3ForCausalLM; with QK-norm, MellumForCausalLM.
-One shard at a time is in memory, 2 GB or one larger tensor. On a pod, process 0 writes and the others wait.
+`AutoModelForCausalLM.from_pretrained(DIR)` of transformers 5 loads the result: config.json,
+model.safetensors (above 2 GB, shards and their index), generation_config.json, and the tokenizer if
+it is a SentencePiece model. The class is GemmaForCausalLM, in which p is the partial_rotary_factor
+of rope_type proportional; with windows, or p = 0 in some layers, SmolLM3ForCausalLM; with QK-norm,
+MellumForCausalLM. One shard at a time is in memory, 2 GB or one larger tensor. On a pod, process 0
+writes and the others wait.
 """
 
 import os
@@ -30,7 +31,7 @@ def define_flags() -> None:
 
 
 def main() -> dict:
-    """Exports in the first process; returns the output directory, the class and the number of parameters."""
+    """Exports in the first process; returns output directory, class and number of parameters."""
     from prope.hf.exporter import export
     from prope.runtime.processes import call_on_first
 

@@ -2,9 +2,10 @@
 
     python -m prope.import_hf --input=DIR --workdir=runs/gemma
 
-DIR is what transformers saves and Google publishes: config.json, model.safetensors, in one file or in shards, and
-tokenizer.model. The run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read.
-Tensors are copied one at a time. Gemma 2 and 3 are rejected: they have post-norms and soft caps, and this decoder none.
+DIR is what transformers saves and Google publishes: config.json, model.safetensors, in one file or
+in shards, and tokenizer.model. The run has one checkpoint, of step 0, which evaluate, sample,
+analyze and train --init_from read. Tensors are copied one at a time. Gemma 2 and 3 are rejected:
+they have post-norms and soft caps, and this decoder none.
 """
 
 from absl import flags
@@ -33,9 +34,8 @@ def main() -> dict:
 
     from prope.hf.importer import import_run
 
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # nothing is computed, and a host holds more than a device
+    # Nothing is computed, and a host holds more than a device.
+    jax.config.update("jax_platforms", "cpu")
     return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer)
 
 

@@ -138,7 +138,10 @@ sys.stderr.write(f"two {i} {sys.stdin.read()!r}")
     ],
 )
 def test_local_pod_exits_with_the_code_that_counts(codes, expected):
-    script = f'set -- {codes}; shift "${{PROPE_PROCESSES%%/*}}"; [[ $1 != kill ]] || kill -KILL $$; exit "$1"'
+    script = (
+        f'set -- {codes}; shift "${{PROPE_PROCESSES%%/*}}"; '
+        '[[ $1 != kill ]] || kill -KILL $$; exit "$1"'
+    )
     assert (
         launch("local_pod.sh", "--processes=3", "--", "bash", "-c", script).returncode == expected
     )

@@ -1,1 +1,1 @@
-"""From text to batches: documents -> tokens -> store -> windows, each a file that reads only the one before."""
+"""From text to batches: documents -> tokens -> store -> windows; each reads only the one before."""
