@@ -59,7 +59,7 @@ from prope.runtime import xla_flags
 jax.config.update("jax_platforms", "cpu")
 chip, H, T = sys.argv[1], int(sys.argv[2]), 2048
 topology = "1x1x1" if chip == "v5p" else "1x1"
-    mesh = sharding.make_mesh(devices=find_devices(f"{chip}:{topology}", 1))
+mesh = sharding.make_mesh(devices=find_devices(f"{chip}:{topology}", 1))
 place = NamedSharding(mesh, PartitionSpec())
 arrays = [jax.ShapeDtypeStruct((1, T, heads, H), "bfloat16", sharding=place) for heads in (2, 1, 1)]
 loss = lambda *arrays: attention(*arrays, implementation="splash").astype("float32").sum()
