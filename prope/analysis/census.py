@@ -3,6 +3,8 @@
 Axes: N query heads, K key/value heads, P pairs.
 """
 
+from operator import itemgetter
+
 import numpy as np
 
 from prope.analysis.channels import strengths
@@ -15,7 +17,10 @@ SCORES = (*TARGETS, "entropy", "distance", "overlap_without_rotation")
 
 
 def score_heads(
-    layer: int, frequencies: np.ndarray, measures: Measures, share: float = 0
+    layer: int,
+    frequencies: np.ndarray,
+    measures: Measures,
+    share: float = 0,
 ) -> list[dict]:
     """Computes a record for every head of a layer with these frequencies [P].
 
@@ -36,10 +41,8 @@ def score_heads(
     strength = strengths(measures)
     quarter = len(frequencies) // 4
     fast = strength[:, :quarter] @ (frequencies[:quarter] > 0)
-    fast_share = fast / np.maximum(
-        strength.sum(axis=1),
-        1e-30,
-    )
+    total = strength.sum(axis=1)
+    fast_share = fast / np.maximum(total, 1e-30)
     head_of = [None] * len(strength)
     if share:
         after_token = measures.after_token / share
@@ -48,18 +51,15 @@ def score_heads(
     records = []
     for head in range(len(strength)):
         record = {"layer": layer, "head": head}
-        record |= {
-            name: float(
-                getattr(
-                    measures,
-                    name,
-                )[head]
-            )
-            for name in SCORES
-        }
+        for name in SCORES:
+            values = getattr(measures, name)
+            record[name] = float(values[head])
         record["high_frequency_share"] = float(fast_share[head])
         record["head_of"] = head_of[head]
-        record["positional"] = max(record["diagonal"], record["previous_token"])
+        record["positional"] = max(
+            record["diagonal"],
+            record["previous_token"],
+        )
         record["kind"] = _name_kind(record)
         records.append(record)
     return records
@@ -88,32 +88,31 @@ def rank_correlation(runs: list[dict], draws: int = 9999) -> dict | None:
 
     heads = [head for run in runs for head in run["heads"]]
     names = ("high_frequency_share", "positional")
-    ranks = np.array([stats.rankdata([head[name] for head in heads]) for name in names])
-    if len(heads) < 3 or (ranks.std(axis=1) == 0).any():
+    values = [[head[name] for head in heads] for name in names]
+    ranks = stats.rankdata(values, axis=1)
+    is_constant = ranks.std(axis=1) == 0
+    if len(heads) < 3 or is_constant.any():
         return None
     shares, scores = stats.zscore(ranks, axis=1)
     rng = np.random.default_rng(0)
     ends = np.cumsum([len(run["heads"]) for run in runs])
+    by_run = np.split(shares, ends[:-1])
     permuted = []
-    for run, run_shares in zip(
-        runs,
-        np.split(shares, ends[:-1]),
-        strict=True,
-    ):
+    for run, run_shares in zip(runs, by_run, strict=True):
         layer = run["layers"][0]
         heads_per_key = len(layer["query_norms"]) // len(layer["key_norms"])
         blocks = run_shares.reshape(-1, heads_per_key)
-        orders = rng.random((draws, len(blocks))).argsort(axis=1)
-        permuted.append(blocks[orders].reshape(draws, -1))
-    rho = float(shares @ scores / len(heads))
-    by_chance = (
-        np.concatenate(
-            permuted,
-            axis=1,
+        random = rng.random((draws, len(blocks)))
+        orders = random.argsort(axis=1)
+        permuted.append(
+            blocks[orders].reshape(
+                draws,
+                -1,
+            )
         )
-        @ scores
-        / len(heads)
-    )
+    rho = float(shares @ scores / len(heads))
+    permuted_shares = np.concatenate(permuted, axis=1)
+    by_chance = permuted_shares @ scores / len(heads)
     extreme = (np.abs(by_chance) >= abs(rho) - 1e-9).sum()
     return {
         "rho": rho,
@@ -133,15 +132,19 @@ def strongest(heads: list[dict], paper: bool = False) -> dict[tuple[int, int], s
     chosen = {}
     for score, count in counts.items():
         others = [head for head in heads if (head["layer"], head["head"]) not in chosen]
-        for head in sorted(
-            others,
-            key=lambda head, score=score: -head[score],
-        )[:count]:
+        others.sort(key=itemgetter(score), reverse=True)
+        for head in others[:count]:
             chosen[head["layer"], head["head"]] = score
     return chosen
 
 
-def show_head(view: View, head: int, window: list[int], table: list[int], names: list[str]) -> dict:
+def show_head(
+    view: View,
+    head: int,
+    window: list[int],
+    table: list[int],
+    names: list[str],
+) -> dict:
     """Collects what the page shows of a head, at positions that the view has.
 
     map         weights [t, t] of the window's queries on its keys (Figures 5, 12, 13)
@@ -160,7 +163,12 @@ def show_head(view: View, head: int, window: list[int], table: list[int], names:
     }
 
 
-def bounds_table(view: View, head: int, table: list[int], names: list[str]) -> dict:
+def bounds_table(
+    view: View,
+    head: int,
+    table: list[int],
+    names: list[str],
+) -> dict:
     """Compares logits of tokens with their bounds |q_i| |k_j| / sqrt(H) (Tables 3 to 5).
 
     Returns for every token i of the positions `table`: `upper_bound` of the logit to itself, that
@@ -168,15 +176,11 @@ def bounds_table(view: View, head: int, table: list[int], names: list[str]) -> d
     `previous_token`, which the first token does not have. `names` are those of all tokens of the
     sequence.
     """
-    query_norm = np.linalg.norm(
-        view.query_norms[head].astype(np.float64),
-        axis=-1,
-    )
-    key_norm = np.linalg.norm(
-        view.key_norms[head].astype(np.float64),
-        axis=-1,
-    )
-    head_dim = 2 * view.query_norms.shape[-1]
+    query_norms = view.query_norms[head].astype(np.float64)
+    key_norms = view.key_norms[head].astype(np.float64)
+    head_dim = 2 * query_norms.shape[-1]
+    query_norm = np.linalg.norm(query_norms, axis=-1)
+    key_norm = np.linalg.norm(key_norms, axis=-1)
     bounds = np.outer(query_norm, key_norm) / head_dim**0.5
     logits = view.logits[head].astype(np.float64)
     rows = np.searchsorted(view.positions, table)
@@ -184,14 +188,9 @@ def bounds_table(view: View, head: int, table: list[int], names: list[str]) -> d
     def previous(values: np.ndarray) -> list[float | None]:
         # The view has the token before, so it is in the column before.
         column = values[rows, rows - 1].tolist()
-        return [
-            value if position else None
-            for position, value in zip(
-                table,
-                column,
-                strict=True,
-            )
-        ]
+        if table[0] == 0:
+            column[0] = None
+        return column
 
     return {
         "positions": list(table),

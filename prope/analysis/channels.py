@@ -37,7 +37,11 @@ def _by_query_head(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
 
 
 def strongest_channels(
-    layer: int, frequencies: np.ndarray, measures: Measures, seq_len: int, count: int
+    layer: int,
+    frequencies: np.ndarray,
+    measures: Measures,
+    seq_len: int,
+    count: int,
 ) -> list[dict]:
     """Finds the strongest `count` channels of a layer with these frequencies [P], strongest first.
 
@@ -51,25 +55,19 @@ def strongest_channels(
     """
     P = len(frequencies)
     strength = strengths(measures)
+    total = strength.sum(axis=1, keepdims=True)
     by_pair = {
         "strength": strength,
-        "share": strength
-        / np.maximum(
-            strength.sum(axis=1, keepdims=True),
-            1e-30,
-        ),
+        "share": strength / np.maximum(total, 1e-30),
         "query_norm": measures.query_norms,
         "key_norm": _by_query_head(measures.key_norms, strength),
         "to_first": measures.to_first,
         "to_others": measures.to_others,
     }
     first_slow = min(P // 2, int(np.count_nonzero(frequencies)))
-    order = np.argsort(
-        -strength[:, first_slow:],
-        axis=None,
-    )[:count]
+    order = np.argsort(-strength[:, first_slow:], axis=None)
     records = []
-    for index in order.tolist():
+    for index in order[:count].tolist():
         head, slow_pair = divmod(index, P - first_slow)
         pair = first_slow + slow_pair
         record = {"layer": layer, "head": head, "pair": pair}
@@ -80,7 +78,11 @@ def strongest_channels(
     return records
 
 
-def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
+def ablate(
+    walk: Walk,
+    channels: list[dict],
+    losses: np.ndarray,
+) -> None:
     """Adds the losses without its rotation, `stopped`, and without it, `removed`, to each channel.
 
     Each is {"loss", "difference", "stderr"}, nats per token: the mean over sequences, its
@@ -100,7 +102,13 @@ def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
         x, _ = walk.layer(layer, x)
 
 
-def _loss_change(walk: Walk, x: Stream, channel: dict, rotate_fn, losses: np.ndarray) -> dict:
+def _loss_change(
+    walk: Walk,
+    x: Stream,
+    channel: dict,
+    rotate_fn,
+    losses: np.ndarray,
+) -> dict:
     """Runs the model from a channel's layer on with a channel changed."""
     changed = Partial(rotate_fn, channel["head"], channel["pair"])
     x, _ = walk.layer(channel["layer"], x, changed)
@@ -109,7 +117,11 @@ def _loss_change(walk: Walk, x: Stream, channel: dict, rotate_fn, losses: np.nda
     return {"loss": float(changed_losses.mean()), "difference": difference, "stderr": stderr}
 
 
-def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) -> list[dict]:
+def show_channels(
+    walk: Walk,
+    chosen: list[tuple[int, ...]],
+    window: list[int],
+) -> list[dict]:
     """Describes each (layer, head, pair), as Figure 14 and Appendix D.1.
 
     layer, head, pair, frequency
@@ -131,34 +143,33 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
     for layer in range(max(layer for layer, *_ in chosen) + 1):
         places = [place for place in chosen if place[0] == layer]
 
-        def on_layer(_: int, captured: Captured, places=places) -> list[np.ndarray]:
+        def on_layer(
+            _: int,
+            captured: Captured,
+            places=places,
+        ) -> list[jax.Array]:
             return [
-                np.asarray(
-                    walk.run(
-                        _lanes,
-                        captured,
-                        *place[1:],
-                    )
+                walk.run(
+                    _lanes,
+                    captured,
+                    *place[1:],
                 )
                 for place in places
             ]
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
-        for place, lanes in zip(
-            places,
-            zip(*batches, strict=True),
-            strict=True,
-        ):
-            sequences = np.concatenate(
-                lanes,
-                axis=1,
-            )[:, : len(walk.tokens)]
-            records[place] = _describe_channel(walk, place, sequences, window)
+        for index, place in enumerate(places):
+            lanes = np.concatenate([batch[index] for batch in batches], axis=1)
+            lanes = lanes[:, : len(walk.tokens)]
+            records[place] = _describe_channel(walk, place, lanes, window)
     return [records[place] for place in chosen]
 
 
 def _describe_channel(
-    walk: Walk, place: tuple[int, ...], lanes: np.ndarray, window: list[int]
+    walk: Walk,
+    place: tuple[int, ...],
+    lanes: np.ndarray,
+    window: list[int],
 ) -> dict:
     """Describes a channel from its lanes [5, B, T, 2].
 
@@ -170,29 +181,24 @@ def _describe_channel(
 
     layer, head, pair = place
     frequency = float(walk.frequencies[layer][pair])
-    query, key, _, rotated_query, rotated_key = lanes.astype(np.float64).view(complex)[..., 0]
+    vectors = lanes.astype(np.float64).view(complex)[..., 0]
+    query, key, _, rotated_query, rotated_key = vectors
     mean = query[:, 1:].mean()
     first = key[:, 0].mean()
     others = key[:, 1:].mean()
     advantage = mean.conj() * (first - others)
-    rotation = float(np.angle(advantage) + np.pi / 2) if advantage.real > 0 else None
-    to_first = (rotated_query[:, 1:].conj() * rotated_key[:, :1]).real.mean(axis=0)
-    products = np.mean(
-        list(
-            map(
-                correlate,
-                rotated_query[:, 1:],
-                rotated_key[:, 1:],
-            )
-        ),
-        axis=0,
-    )
+    rotation = None
+    if advantage.real > 0:
+        rotation = float(np.angle(advantage) + np.pi / 2)
+    rotated_query = rotated_query[:, 1:]
+    on_first = rotated_query.conj() * rotated_key[:, :1]
+    to_first = on_first.real.mean(axis=0)
+    pairs = zip(rotated_query, rotated_key[:, 1:], strict=True)
+    correlations = [correlate(queries, keys) for queries, keys in pairs]
+    products = np.mean(correlations, axis=0)
     T = query.shape[1]
-    to_others = products.real[T - 2 :] / np.arange(
-        T - 1,
-        0,
-        -1,
-    )  # from distance 0 on
+    counts = np.arange(T - 1, 0, -1)  # at distances 0, 1 ..
+    to_others = products.real[T - 2 :] / counts
     scale = walk.config.head_dim**-0.5
     return {
         "layer": layer,
@@ -211,21 +217,23 @@ def _describe_channel(
 
 
 def _cosine(a: complex, b: complex) -> float:
-    return float(
-        (a.conj() * b).real
-        / max(
-            abs(a * b),
-            1e-30,
-        )
-    )
+    product = a.conj() * b
+    return float(product.real / max(abs(a * b), 1e-30))
 
 
 @jax.jit
-def _lanes(captured: Captured, head: jax.Array, pair: jax.Array) -> jax.Array:
+def _lanes(
+    captured: Captured,
+    head: jax.Array,
+    pair: jax.Array,
+) -> jax.Array:
     """Takes a pair of a query head and its key head, of all arrays: [5, B, T, 2]."""
     N, H = captured.query.shape[2:]
     lanes = jnp.stack([pair, pair + H // 2])
-    arrays = [x[:, :, head * x.shape[2] // N][..., lanes] for x in captured]
+    arrays = []
+    for x in captured:
+        x_head = head * x.shape[2] // N
+        arrays.append(x[:, :, x_head][..., lanes])
     return constrain(jnp.stack(arrays), "TTTT")  # whole in all processes
 
 
@@ -250,11 +258,5 @@ def _mask(query, head, pair):
     """Masks the lanes of a head's pair, [1, 1, N, H]."""
     N, H = query.shape[2:]
     lanes = jnp.array([pair, pair + H // 2])
-    return (
-        jnp.zeros(
-            (1, 1, N, H),
-            bool,
-        )
-        .at[..., head, lanes]
-        .set(True)
-    )
+    mask = jnp.zeros((1, 1, N, H), bool)
+    return mask.at[..., head, lanes].set(True)

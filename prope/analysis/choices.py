@@ -36,7 +36,11 @@ def choose_tokens(options, names: np.ndarray) -> Tokens:
         after = find_after("'", names, optional=True)
         if not after.any():
             log.info("no apostrophe in these tokens; Figures 7 and 9 need a --text with some")
-        window = parse_window(options.window, length, int(after[0].argmax()))
+        window = parse_window(
+            options.window,
+            length,
+            int(after[0].argmax()),
+        )
         default = range(length)
     else:
         after = find_after(options.head_of, names)
@@ -86,22 +90,19 @@ def parse_places(flag: str, text: str | None, layers: list[int], **counts: int) 
     return list(dict.fromkeys(places))
 
 
-def parse_window(text: str | None, length: int, around: int = 0) -> range:
+def parse_window(
+    text: str | None,
+    length: int,
+    around: int = 0,
+) -> range:
     """Parses --window, such as 100:148, as positions; by default 48 `around` one."""
     if text is None:
         start = max(min(around - SHOWN // 2, length - SHOWN), 0)
         return range(start, min(start + SHOWN, length))
     match = re.fullmatch(r"\s*(\d+):(\d+)\s*", text)
-    window = (
-        range(
-            *map(
-                int,
-                match.groups(),
-            )
-        )
-        if match
-        else range(0)
-    )
+    window = range(0)
+    if match:
+        window = range(int(match[1]), int(match[2]))
     if not 0 < len(window) <= MOST or window.stop > length:
         problem = f"is not START:STOP of the {length} tokens read, with 1 to {MOST} tokens"
         remedy = "give another one, or read more with --seq_len"
@@ -109,16 +110,18 @@ def parse_window(text: str | None, length: int, around: int = 0) -> range:
     return window
 
 
-def find_after(text: str | None, names: np.ndarray, optional: bool = False) -> np.ndarray:
+def find_after(
+    text: str | None,
+    names: np.ndarray,
+    optional: bool = False,
+) -> np.ndarray:
     """Finds the queries right after the token of --head_of, among names [B, T].
 
     Returns booleans [B, T]; without --head_of, or where it is optional and of no use, all False.
     """
     wanted = [] if text is None else [text, repr(text)]
-    after = np.pad(
-        np.isin(names[:, :-1], wanted),
-        ((0, 0), (1, 0)),
-    )
+    is_wanted = np.isin(names[:, :-1], wanted)
+    after = np.pad(is_wanted, ((0, 0), (1, 0)))
     is_usable = 0 < after[:, FROM:].mean() < 1
     if text is not None and not optional and not is_usable:
         problem = "must stand before some of the tokens read, and not before all"

@@ -56,7 +56,10 @@ def by_p(analyses: list[dict]) -> Groups:
     encodings = [{f"{name} = {v}" for name, v in a["encoding"].items()} for a in analyses]
     common = set.intersection(*encodings)
     groups: Groups = {}
-    for analysis in sorted(analyses, key=lambda a: np.mean(a["rope_percentage"])):
+    for analysis in sorted(
+        analyses,
+        key=lambda a: np.mean(a["rope_percentage"]),
+    ):
         percentages = [f"{p:g}" for p in np.atleast_1d(analysis["rope_percentage"])]
         fields = [f"{name} = {value}" for name, value in analysis["encoding"].items()]
         others = [field for field in fields if field not in common]
@@ -108,7 +111,11 @@ def _pool(group: list[dict], name: str) -> list[dict]:
     return [record for analysis in group for record in analysis[name]]
 
 
-def _changes(channels: list[dict], change: str, field: str) -> list[float]:
+def _changes(
+    channels: list[dict],
+    change: str,
+    field: str,
+) -> list[float]:
     """Lists a field of `removed` or `stopped`, 0 for None, of the channels that have it."""
     return [channel[change][field] or 0 for channel in channels if channel[change]]
 
@@ -118,13 +125,8 @@ def usage(groups: Groups) -> Picture:
     means = {}
     for kind in ("query", "key"):
         for p, group in groups.items():
-            by_run = [
-                norms(
-                    a,
-                    f"{kind}_norms",
-                ).mean(axis=(0, 1))
-                for a in group
-            ]
+            by_run = [norms(analysis, f"{kind}_norms") for analysis in group]
+            by_run = [values.mean(axis=(0, 1)) for values in by_run]
             means[kind, p] = np.mean(by_run, axis=0)
 
     def draw(figure):
@@ -162,19 +164,18 @@ def usage(groups: Groups) -> Picture:
     return Picture("usage", "Frequency usage by p", alt, caption, draw)
 
 
-def plot_by_p(axes, values: dict[str, list[float]], title: str, errors=None) -> None:
+def plot_by_p(
+    axes,
+    values: dict[str, list[float]],
+    title: str,
+    errors=None,
+) -> None:
     """Plots values side by side above their p, with error bars."""
     for place, (p, style) in enumerate(styles(list(values)).items()):
         count = len(values[p])
-        offsets = (
-            np.linspace(
-                -0.25,
-                0.25,
-                count,
-            )
-            if count > 1
-            else np.zeros(count)
-        )
+        offsets = np.zeros(count)
+        if count > 1:
+            offsets = np.linspace(-0.25, 0.25, count)
         bars = errors and errors[p]
         axes.errorbar(
             place + offsets,
@@ -228,34 +229,30 @@ def scores(groups: Groups) -> Picture:
 
 def losses(groups: Groups) -> Picture:
     """Draws the changes of the loss without the channels, by p."""
-    channels = {p: _pool(group, "channels") for p, group in groups.items()}
+    channels = {
+        p: _pool(
+            group,
+            "channels",
+        )
+        for p, group in groups.items()
+    }
 
     def draw(figure):
         left, right = panels(figure, 2, sharey=True)[0]
-        titles = {"removed": "a channel removed", "stopped": "a channel's rotation stopped"}
-        for axes, (change, title) in zip(
-            (left, right),
-            titles.items(),
-            strict=True,
-        ):
+        drawn = [(left, "removed", "a channel removed")]
+        drawn.append((right, "stopped", "a channel's rotation stopped"))
+        for axes, change, title in drawn:
             values = {p: _changes(channels[p], change, "difference") for p in channels}
             errors = {p: _changes(channels[p], change, "stderr") for p in channels}
             plot_by_p(axes, values, title, errors)
             axes.axhline(0, color=TEXT, lw=1)
         left.set_ylabel("change of the loss (nats per token)")
 
-    greatest = {
-        p: max(
-            _changes(
-                channels[p],
-                "removed",
-                "difference",
-            )
-        )
-        for p in channels
-    }
-    rises = "; ".join(f"{p}: {rise:+.4f}" for p, rise in greatest.items())
-    alt = f"Greatest rise of the loss when removed, {rises}."
+    rises = []
+    for p, records in channels.items():
+        greatest = max(_changes(records, "removed", "difference"))
+        rises.append(f"{p}: {greatest:+.4f}")
+    alt = f"Greatest rise of the loss when removed, {'; '.join(rises)}."
     caption = "The strongest slow or unrotated pairs of every run. "
     caption += "Bars: standard errors over sequences."
     return Picture("losses", "Loss without a channel", alt, caption, draw)

@@ -126,11 +126,8 @@ def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
 
     def draw(figure):
         rotated = [layer["rotated_pairs"]] * len(labels)
-        for axes, kind in zip(
-            panels(figure, 2, sharey=True)[0],
-            norms,
-            strict=True,
-        ):
+        row = panels(figure, 2, sharey=True)[0]
+        for axes, kind in zip(row, norms, strict=True):
             heat(axes, norms[kind], f"norms of the {kind}", "token", labels, rotated)
 
     longest = [f"of the {kind}, pair {norms[kind].mean(axis=0).argmax()}" for kind in norms]
@@ -163,7 +160,10 @@ def channel(record: dict) -> Picture:
                 **others | {"ls": ""},
             )
             if kind == "keys":
-                axes.plot(*record[kind][0], **first | {"ls": "", "ms": 9})
+                axes.plot(
+                    *record[kind][0],
+                    **first | {"ls": "", "ms": 9},
+                )
             axes.set(title=kind, xlabel=xlabel, aspect="equal", adjustable="datalim")
 
     rotation = record["breaking_rotation"]

@@ -65,13 +65,15 @@ def logits(query: Array, key: Array) -> Array:
     return jnp.einsum("TNH,SNH->NTS", scaled, key, preferred_element_type=jnp.float32)
 
 
-def weights(query: Array, key: Array, rows: Array) -> Array:
+def weights(
+    query: Array,
+    key: Array,
+    rows: Array,
+) -> Array:
     """Computes causal attention [N, t, S] of queries at positions `rows` [t] to all keys."""
     visible = jnp.arange(len(key))[None] <= rows[:, None]
-    return jax.nn.softmax(
-        jnp.where(visible[None], logits(query, key), -jnp.inf),
-        axis=-1,
-    )
+    masked = jnp.where(visible[None], logits(query, key), -jnp.inf)
+    return jax.nn.softmax(masked, axis=-1)
 
 
 @jax.jit
@@ -81,7 +83,16 @@ def measure(captured: Captured, after: Array) -> Measures:
     The arrays are [B, T, ., H] with T >= 3; `after` [B, T] is that of `choices.find_after`.
     """
     axes = ["BTNH", "BTKH", "BTKH", "BTNH", "BTKH", "BT"]
-    results = ["BNH", "BKH", "BKH", *["BN"] * 6, "BNH", "BNH", "BN", "BN"]
+    results = [
+        "BNH",
+        "BKH",
+        "BKH",
+        *["BN"] * 6,
+        "BNH",
+        "BNH",
+        "BN",
+        "BN",
+    ]
     sharded = shard_mapped(lambda *arrays: jax.lax.map(_measure_sequence, arrays), axes, results)
     return Measures(*map(_replicate, sharded(*captured, after)))
 
@@ -97,27 +108,21 @@ def _measure_sequence(arrays: tuple[Array, ...]) -> Measures:
         is_counted = ((rows >= FROM) & (rows < T))[None]
         # The last block may run over the end.
         scores = _score_queries(captured, after, jnp.minimum(rows, T - 1))
-        return jnp.stack(
-            [
-                jnp.where(
-                    is_counted,
-                    score,
-                    0,
-                ).sum(axis=-1)
-                for score in scores
-            ]
-        )
+        counted = [jnp.where(is_counted, score, 0) for score in scores]
+        return jnp.stack([score.sum(axis=-1) for score in counted])
 
-    means = jax.lax.map(
-        sum_block,
-        jnp.arange(0, T, block_size),
-    ).sum(axis=0) / (T - FROM)
+    sums = jax.lax.map(sum_block, jnp.arange(0, T, block_size))
+    means = sums.sum(axis=0) / (T - FROM)
     norms = [_pair_norms(x).mean(axis=0) for x in captured[:3]]
     contributions = _contributions(captured.rotated_query, captured.rotated_key)
     return Measures(*norms, *means[:6], *contributions, *means[6:])
 
 
-def _score_queries(captured: Captured, after: Array, rows: Array) -> tuple[Array, ...]:
+def _score_queries(
+    captured: Captured,
+    after: Array,
+    rows: Array,
+) -> tuple[Array, ...]:
     """Computes the measures of weights for the queries at some positions, each [N, t]."""
     rotated = weights(captured.rotated_query[rows], captured.rotated_key, rows)
     unrotated = weights(captured.query[rows], captured.key, rows)
@@ -172,11 +177,8 @@ def view(captured: Captured, positions: Array) -> View:
 
 def _by_query_head(key: Array, query: Array) -> Array:
     """Repeats keys [S, K, H] for the query heads that attend to them: [S, N, H]."""
-    return jnp.repeat(
-        key,
-        query.shape[1] // key.shape[1],
-        axis=1,
-    )
+    heads_per_key = query.shape[1] // key.shape[1]
+    return jnp.repeat(key, heads_per_key, axis=1)
 
 
 def _replicate(x: Array) -> Array:

@@ -18,7 +18,12 @@ NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "val
 def write(folder: epath.Path, analysis: dict) -> epath.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
-    pictures = [usage(analysis), usage_by_head(analysis), census(analysis), heads(analysis)]
+    pictures = [
+        usage(analysis),
+        usage_by_head(analysis),
+        census(analysis),
+        heads(analysis),
+    ]
     for head in analysis["shown"]:
         if analysis["asked"]["paper"] or head["why"] not in SCORES:
             pictures += maps(analysis, head)
@@ -60,21 +65,15 @@ def usage(analysis: dict) -> Picture:
     """Draws Figure 3: norms by layer and pair, means over heads."""
     layers = [layer["layer"] for layer in analysis["layers"]]
     rotated = [layer["rotated_pairs"] for layer in analysis["layers"]]
-    means = {
-        kind: norms(
-            analysis,
-            name,
-        ).mean(axis=1)
-        for kind, name in NORMS.items()
-    }
+    means = {}
+    for kind, name in NORMS.items():
+        means[kind] = norms(analysis, name).mean(axis=1)
 
     def draw(figure):
-        for axes, kind in zip(
-            panels(figure, 3, sharey=True)[0],
-            NORMS,
-            strict=True,
-        ):
-            heat(axes, means[kind], kind, "layer", layers, None if "values" in kind else rotated)
+        row = panels(figure, 3, sharey=True)[0]
+        for axes, kind in zip(row, NORMS, strict=True):
+            ends = None if "values" in kind else rotated
+            heat(axes, means[kind], kind, "layer", layers, ends)
             axes.label_outer()
 
     quarter = max(means["queries"].shape[1] // 4, 1)
@@ -96,8 +95,9 @@ def usage_by_head(analysis: dict) -> Picture:
     layers = analysis["layers"]
 
     def draw(figure):
+        row = panels(figure, 3)[0]
         for axes, (kind, name) in zip(
-            panels(figure, 3)[0],
+            row,
             NORMS.items(),
             strict=True,
         ):
@@ -148,12 +148,8 @@ def _scatter_heads(axes, records: list[dict]) -> None:
         if heads:
             shares = [head["high_frequency_share"] for head in heads]
             positional = [head["positional"] for head in heads]
-            axes.plot(
-                shares,
-                positional,
-                label=KINDS[kind],
-                **style | {"ls": "", "ms": 6},
-            )
+            style |= {"ls": "", "ms": 6}
+            axes.plot(shares, positional, label=KINDS[kind], **style)
     axes.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before")
     axes.set(ylim=(-0.03, 1.03), title="Do positional heads use the fast pairs?")
     axes.legend(loc="best")
@@ -162,11 +158,13 @@ def _scatter_heads(axes, records: list[dict]) -> None:
 def _draw_scores(row, analysis: dict) -> None:
     """Draws every head's weight on each target as a map of layers and heads."""
     layers = [layer["layer"] for layer in analysis["layers"]]
-    for axes, (score, words) in zip(row, SCORES.items(), strict=True):
-        values = np.array([head[score] for head in analysis["heads"]]).reshape(
-            len(layers),
-            -1,
-        )
+    for axes, (score, words) in zip(
+        row,
+        SCORES.items(),
+        strict=True,
+    ):
+        values = np.array([head[score] for head in analysis["heads"]])
+        values = values.reshape(len(layers), -1)
         image = show_image(axes, values, vmax=1, aspect="auto")
         axes.set(xlabel="head", title=f"on {words}")
         label_ticks(axes.yaxis, layers)
@@ -182,7 +180,15 @@ def channels(analysis: dict) -> Picture:
 
     def draw(figure):
         logits, losses = panels(figure, 2, sharey=True)[0]
-        above, below = (style["color"] for style in styles(["above", "below"]).values())
+        above, below = (
+            style["color"]
+            for style in styles(
+                [
+                    "above",
+                    "below",
+                ]
+            ).values()
+        )
         _draw_bars(logits, losses, records, ("to_first", "stopped"), -0.2, above)
         _draw_bars(logits, losses, records, ("to_others", "removed"), 0.2, below)
         logits.set_yticks(range(len(records)), names)
@@ -212,13 +218,8 @@ def _draw_bars(logits, losses, records, names, shift, colour) -> None:
     logit, change = names
     places = np.arange(len(records)) + shift
     label = f"{logit.replace('_', ' ')}, mean"
-    logits.barh(
-        places,
-        [record[logit] for record in records],
-        0.36,
-        color=colour,
-        label=label,
-    )
+    values = [record[logit] for record in records]
+    logits.barh(places, values, 0.36, color=colour, label=label)
     changed = [index for index, record in enumerate(records) if record[change]]
     if changed:
         values = [records[index][change]["difference"] for index in changed]

@@ -36,7 +36,12 @@ class Walk:
     All processes call the same methods.
     """
 
-    def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
+    def __init__(
+        self,
+        config: ConfigDict,
+        run: Run,
+        tokens: np.ndarray,
+    ):
         processes.check_count()
         # In float32 whatever it was trained in, so that the weights are measured.
         changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
@@ -49,12 +54,18 @@ class Walk:
         most_rows = shards * max(_TOKENS // T, 1)
         num_batches = -(-B // most_rows)
         self._batch_size = -(-B // (shards * num_batches)) * shards
-        self._embed = jax.jit(functools.partial(model.embed, self.config))
+        self._embed = jax.jit(
+            functools.partial(
+                model.embed,
+                self.config,
+            )
+        )
         self._layer = jax.jit(self._run_layer)
         self._losses = jax.jit(_losses)
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
-        num_params = sum(leaf.size for leaf in jax.tree.leaves(run.checkpoint.shapes))
+        leaves = jax.tree.leaves(run.checkpoint.shapes)
+        num_params = sum(leaf.size for leaf in leaves)
         self._keeps = 4 * num_params < _KEPT
 
     def run(self, function: Callable, *arguments):
@@ -73,7 +84,8 @@ class Walk:
         (table,) = self._params("embedder").values()
         embedded = []
         for batch in self.batches(self.tokens):
-            embedded.append(_local_rows(self.run(self._embed, table, batch)))
+            x = self.run(self._embed, table, batch)
+            embedded.append(_local_rows(x))
         return embedded
 
     def layer(
@@ -89,77 +101,69 @@ class Walk:
         and the arrays of its attention.
         """
         params = self._params("layers", number)
-        positions = np.arange(
-            self.tokens.shape[1],
-            dtype=np.int32,
-        )[None]
+        T = self.tokens.shape[1]
+        positions = np.arange(T, dtype=np.int32)[None]
         table = np.asarray(rotation_table(positions, self.frequencies[number]))
         outputs = []
         results = []
         for batch, rows in enumerate(x):
-            output, captured = self.run(
-                self._layer,
-                params,
-                self._global(rows),
-                table,
-                rotate_fn,
-            )
+            batch_x = self._global(rows)
+            output, captured = self.run(self._layer, params, batch_x, table, rotate_fn)
             outputs.append(_local_rows(output))
             if on_layer:
                 results.append(on_layer(batch, captured))
-            del output, captured  # before the next ones
+            del batch_x, output, captured  # before the next ones
         return outputs, results
 
-    def losses(self, x: Stream, first: int) -> np.ndarray:
+    def losses(
+        self,
+        x: Stream,
+        first: int,
+    ) -> np.ndarray:
         """Runs the layers from `first` on; returns the mean loss of every sequence: [B]."""
         for number in range(first, self.config.num_layers):
             x, _ = self.layer(number, x)
         norm = self._params("final_norm")
         (table,) = self._params("embedder").values()
-        targets = self.batches(np.roll(self.tokens, -1, axis=1))
-        arrays = []
+        next_tokens = np.roll(self.tokens, -1, axis=1)
+        targets = self.batches(next_tokens)
+        means = []
         for rows, ids in zip(x, targets, strict=True):
-            arrays.append(
-                self.run(
-                    self._losses,
-                    norm,
-                    table,
-                    self._global(rows),
-                    ids,
-                )
-            )
-        # The last token has no target.
-        means = [
-            np.asarray(
-                batch,
-                np.float64,
-            )[:, :-1].mean(axis=1)
-            for batch in arrays
-        ]
+            batch_x = self._global(rows)
+            losses = self.run(self._losses, norm, table, batch_x, ids)
+            losses = np.asarray(losses, np.float64)
+            means.append(losses[:, :-1].mean(axis=1))  # the last token has no target
         return np.concatenate(means)[: len(self.tokens)]
 
     def _run_layer(self, params, x, table, rotate_fn):
         x, captured = model.layer(self.config, params, x, table, rotate_fn)
         return sharding.constrain(x, "BTD"), captured
 
-    def _read_params(self, name: str, layer: int | None = None) -> model.Params:
-        """Reads parameters onto the devices, sharded; of a large model they replace those before."""
+    def _read_params(
+        self,
+        name: str,
+        layer: int | None = None,
+    ) -> model.Params:
+        """Reads parameters onto the devices; of a large model they replace those before."""
         if not self._keeps:
             self._params.cache_clear()
         with processes.raise_on_all(Damaged):
             params = self._checkpoint.read((name,), layer)
-        return jax.tree.map(_shard, params, sharding.state_shardings(params, self._mesh))
+        shardings = sharding.state_shardings(params, self._mesh)
+        return jax.tree.map(_shard, params, shardings)
 
     def _global(self, rows: np.ndarray) -> jax.Array:
-        return sharding.global_batch(self._mesh, {"x": rows}, self._batch_size)["x"]
+        return sharding.global_batch(
+            self._mesh,
+            {"x": rows},
+            self._batch_size,
+        )["x"]
 
 
 def _losses(norm, table, x, targets):
     """Computes the loss of every token, whole in all processes: [B, T]."""
-    return sharding.constrain(
-        token_losses(model.final_norm(norm, x), table, targets),
-        "TT",
-    )
+    losses = token_losses(model.final_norm(norm, x), table, targets)
+    return sharding.constrain(losses, "TT")
 
 
 def _shard(x: np.ndarray, named_sharding: jax.sharding.Sharding) -> jax.Array:
