@@ -97,7 +97,7 @@ def measure(captured: Captured, after: Array) -> Measures:
     return Measures(*map(_replicate, sharded(*captured, after)))
 
 
-def _measure_sequence(arrays: tuple[Array, ...]) -> Measures:
+def _measure_sequence(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     captured = Captured(*arrays[:-1])
     after = arrays[-1]
     T = len(captured.query)
@@ -115,7 +115,7 @@ def _measure_sequence(arrays: tuple[Array, ...]) -> Measures:
     means = sums.sum(axis=0) / (T - FROM)
     norms = [_pair_norms(x).mean(axis=0) for x in captured[:3]]
     contributions = _contributions(captured.rotated_query, captured.rotated_key)
-    return Measures(*norms, *means[:6], *contributions, *means[6:])
+    return *norms, *means[:6], *contributions, *means[6:]
 
 
 def _score_queries(
