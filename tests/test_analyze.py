@@ -19,7 +19,7 @@ from makers import (
     small,
     text_with_q,
 )
-from scipy import stats
+from scipy import special, stats
 
 from prope import model
 from prope.analysis import analysis, census, compare, measures, page
@@ -32,7 +32,10 @@ H = KNOWN_HEAD_DIM
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p", [0, 0.25, 0.75, 1, (1, 0.25, 0)])
+@pytest.mark.parametrize(
+    "p",
+    [0, 0.25, 0.75, 1, (1, 0.25, 0)],
+)
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypatch, p, kv_heads):
     whole = default_config()
@@ -62,7 +65,12 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     for scores, (_, captured) in zip(scores_by_layer, layers, strict=True):
         for row in range(len(tokens)):
             ours = measures.logits(captured.rotated_query[row], captured.rotated_key[row])
-            np.testing.assert_allclose(ours, scores[row].reshape(4, T, T), rtol=0, atol=1e-5)
+            np.testing.assert_allclose(
+                ours,
+                scores[row].reshape(4, T, T),
+                rtol=0,
+                atol=1e-5,
+            )
             assert np.abs(ours).max() > 0.5
     output = model.final_norm(params["final_norm"], layers[-1][0])
     np.testing.assert_allclose(output, hidden, rtol=0, atol=1e-5)
@@ -96,12 +104,17 @@ def by_pair(x):
 
 def contributions(query, key):
     """What every pair adds to logits, [B, N, T, T, P]."""
-    keys = np.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    heads_per_key = query.shape[2] // key.shape[2]
+    keys = np.repeat(key, heads_per_key, axis=2)
     return np.einsum("cbtnp,cbsnp->bntsp", by_pair(query), by_pair(keys)) / H**0.5
 
 
 def causal_weights(parts):
-    logits = np.where(np.tri(parts.shape[2]), parts.sum(-1), -np.inf)
+    logits = np.where(
+        np.tri(parts.shape[2]),
+        parts.sum(-1),
+        -np.inf,
+    )
     return oracles.softmax(logits)
 
 
@@ -110,7 +123,7 @@ def score_queries(rotated, unrotated, after):
     places = np.arange(rotated.shape[-1])
     previous = rotated[..., places, places - 1]
     first = rotated[..., 0]
-    entropy = -(rotated * np.log(np.where(rotated > 0, rotated, 1))).sum(-1)
+    entropy = special.entr(rotated).sum(-1)
     return {
         "diagonal": rotated[..., places, places],
         "previous_token": previous,
@@ -126,7 +139,10 @@ def score_queries(rotated, unrotated, after):
 def measure_in_float64(captured, freqs, after):
     """`measure` from its formulas, with all arrays of queries and keys whole."""
     query, key, value = map(oracles.float64, captured[:3])
-    positions = np.tile(np.arange(query.shape[1]), (len(query), 1))
+    positions = np.tile(
+        np.arange(query.shape[1]),
+        (len(query), 1),
+    )
     rotated_query = oracles.rotate(query, positions, freqs)
     rotated_key = oracles.rotate(key, positions, freqs)
     parts = contributions(rotated_query, rotated_key)
@@ -134,9 +150,17 @@ def measure_in_float64(captured, freqs, after):
     found = score_queries(causal_weights(parts), causal_weights(unrotated), after)
     found = {name: scores[..., 2:].mean((0, 2)) for name, scores in found.items()}
     for name, x in (("query", query), ("key", key), ("value", value)):
-        found[f"{name}_norms"] = np.linalg.norm(by_pair(x), axis=0).mean((0, 1))
+        norms = np.linalg.norm(by_pair(x), axis=0)
+        found[f"{name}_norms"] = norms.mean((0, 1))
     found["to_first"] = parts[:, :, 1:, 0].mean((0, 2))
-    to_others = [parts[:, :, i, 1 : i + 1].mean(2) for i in range(1, len(positions[0]))]
+    T = query.shape[1]
+    to_others = [
+        parts[:, :, i, 1 : i + 1].mean(2)
+        for i in range(
+            1,
+            T,
+        )
+    ]
     found["to_others"] = np.mean(to_others, axis=(0, 1))
     return found
 
@@ -163,7 +187,13 @@ def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
     assert by_sequence.keys() == expected.keys()
     for name, values in by_sequence.items():
         mean = np.mean(values, axis=0)
-        np.testing.assert_allclose(mean, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            mean,
+            expected[name],
+            rtol=2e-5,
+            atol=2e-6,
+            err_msg=name,
+        )
     if p == 0:
         np.testing.assert_allclose(by_sequence["overlap_without_rotation"], 1, atol=1e-5)
 
@@ -196,8 +226,16 @@ def test_heads_that_share_keys_or_a_run_are_no_independent_samples(heads_per_key
     """Against all permutations: of the keys of a run, whose heads move together."""
     rng = np.random.default_rng(1)
     # Run 1 is above run 0 in both.
-    shares, scores = rng.random((2, 2, 4 * heads_per_key)) + np.array([[0.0], [5.0]])
-    runs = [analysis_of(*run, heads_per_key) for run in zip(shares, scores, strict=True)]
+    shares, scores = rng.random((2, 2, 4 * heads_per_key))
+    shares[1] += 5
+    scores[1] += 5
+    runs = [
+        analysis_of(
+            *run,
+            heads_per_key,
+        )
+        for run in zip(shares, scores, strict=True)
+    ]
     found = census.rank_correlation(runs)
     blocks = shares.reshape(2, 4, heads_per_key)
     orders = list(itertools.permutations(range(4)))
@@ -208,7 +246,15 @@ def test_heads_that_share_keys_or_a_run_are_no_independent_samples(heads_per_key
 
     assert found["rho"] == pytest.approx(rho(orders[0], orders[0]))
     assert found["rho"] > 0.5
-    by_chance = np.array([rho(*both) for both in itertools.product(orders, orders)])
+    by_chance = np.array(
+        [
+            rho(*both)
+            for both in itertools.product(
+                orders,
+                orders,
+            )
+        ]
+    )
     share_above = (np.abs(by_chance) >= found["rho"] - 1e-9).mean()
     assert found["p_value"] == pytest.approx(share_above, abs=0.02)
     assert found["p_value"] > 0.05
@@ -216,12 +262,24 @@ def test_heads_that_share_keys_or_a_run_are_no_independent_samples(heads_per_key
     assert as_if_independent < found["p_value"] / 2
 
 
-@pytest.mark.parametrize(("rotated", "share"), [(0, 0), (2, 2 / 16), (4, 4 / 16), (16, 4 / 16)])
+@pytest.mark.parametrize(
+    ("rotated", "share"),
+    [
+        (0, 0),
+        (2, 2 / 16),
+        (4, 4 / 16),
+        (16, 4 / 16),
+    ],
+)
 def test_the_high_frequency_share_counts_rotated_pairs_only(rotated, share):
     norms = np.ones((2, 16), np.float32)
     zeros = np.zeros(2)
     equal = measures.Measures(norms, norms, norms, *[zeros] * 6, norms, norms)
-    head, _ = census.score_heads(0, oracles.frequencies(H, p=rotated / 16), equal)
+    head, _ = census.score_heads(
+        0,
+        oracles.frequencies(H, p=rotated / 16),
+        equal,
+    )
     assert head["high_frequency_share"] == pytest.approx(share)
 
 
@@ -335,7 +393,12 @@ def test_the_lead_of_a_page_says_what_was_found():
 def test_runs_of_a_p_are_summed_up():
     shared = {
         "heads": HEADS,
-        "layers": [{"query_norms": [[1.0]] * 4, "key_norms": [[1.0]]}],
+        "layers": [
+            {
+                "query_norms": [[1.0]] * 4,
+                "key_norms": [[1.0]],
+            }
+        ],
         "encoding": {},
         "rope_percentage": 0.75,
         "rotated_pairs": 24,

@@ -70,7 +70,10 @@ def test_values_stand_beside_queries_and_keys_of_every_head():
     shown = map_values(picture)
     assert list(shown) == ["queries", "keys", "values (control)"]
     for values, name in zip(shown.values(), norms, strict=True):
-        np.testing.assert_array_equal(values, np.concatenate([layer[name] for layer in layers]))
+        np.testing.assert_array_equal(
+            values,
+            np.concatenate([layer[name] for layer in layers]),
+        )
     panels = [axes for axes in draw_picture(picture).axes if axes.images]
     assert tick_texts(panels[2].yaxis) == ["0.0", "0.1", "3.0", "3.1"]
     # Where the rotated pairs end; values are not rotated.
@@ -81,7 +84,13 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
     found = analysed(run, heads="0.1,0.2,0.3", window="120:150")
     positions = [0, *range(120, 150)]
     assert found["window"]["positions"] == positions
-    previous, semantic, even = (maps.maps(found, head) for head in found["shown"])
+    previous, semantic, even = [
+        maps.maps(
+            found,
+            head,
+        )
+        for head in found["shown"]
+    ]
     assert previous[0].name == "head_0_1"
     weights = map_values(previous[0])["weights"]
     assert weights[2:].diagonal(1).min() > 0.9, "on the token before"
@@ -94,8 +103,16 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
     for row, position in enumerate(positions):
         seen = slice(row + 1)
         # Over all tokens before, most of which are not shown.
-        np.testing.assert_allclose(even_weights[row, seen], 1 / (position + 1), rtol=1e-4)
-        np.testing.assert_allclose(logits[row, seen], expected[seen], rtol=1e-4)
+        np.testing.assert_allclose(
+            even_weights[row, seen],
+            1 / (position + 1),
+            rtol=1e-4,
+        )
+        np.testing.assert_allclose(
+            logits[row, seen],
+            expected[seen],
+            rtol=1e-4,
+        )
         assert np.isnan(logits[row, row + 1 :]).all()
     axes = draw_picture(semantic[0]).axes[0]
     assert tick_texts(axes.xaxis) == tick_texts(axes.yaxis) == token_names(positions)
@@ -106,7 +123,10 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
 
 def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):
     found = analysed(run, heads="0.0", window="0:120")
-    found["window"] = {"positions": range(120), "tokens": ["'$$'"] * 120}
+    found["window"] = {
+        "positions": range(120),
+        "tokens": ["'$$'"] * 120,
+    }
     picture, _ = maps.maps(found, found["shown"][0])
     axes = draw_picture(picture).axes[0]
     assert len(tick_texts(axes.xaxis)) == len(tick_texts(axes.yaxis)) == 60, "every other one"
@@ -131,14 +151,26 @@ def test_cells_that_are_not_numbers_are_left_out_and_dollars_are_read_as_they_ar
     figure = matplotlib.figure.Figure()
     left, right = figure.subplots(1, 2)
     left.set_ylabel("layer")
-    for axes, values in ((left, [[np.nan, 1e-9, -2.5]]), (right, [[0, 123.456, np.nan]])):
-        drawing.show_image(axes, np.array(values), vmin=None)
+    values = np.array(
+        [
+            [[np.nan, 1e-9, -2.5]],
+            [[0, 123.456, np.nan]],
+        ]
+    )
+    for axes, image in zip((left, right), values, strict=True):
+        drawing.show_image(axes, image, vmin=None)
         axes.set_xlabel("pair, fastest first")
         drawing.label_ticks(axes.yaxis, ["'$$'"])
     cells = drawing.cells(figure)
-    assert [panel["values"] for panel in cells] == [[" 1e-09 -2.5"], ["0 123"]]
+    assert [panel["values"] for panel in cells] == [
+        [" 1e-09 -2.5"],
+        ["0 123"],
+    ]
     assert [panel["names"] for panel in cells] == [("layer", "pair")] * 2
-    assert cells[0]["labels"] == [["'$$'"], ["0", "1", "2"]]
+    assert cells[0]["labels"] == [
+        ["'$$'"],
+        ["0", "1", "2"],
+    ]
 
 
 # --- The page -------------------------------------------------------------------------------------
@@ -147,7 +179,11 @@ def test_cells_that_are_not_numbers_are_left_out_and_dollars_are_read_as_they_ar
 def test_the_page_allows_one_script_by_its_hash_and_nothing_else(run, tmp_path):
     page.write(tmp_path, analysed(run, heads="0.1"))
     source = (tmp_path / "index.html").read_text()
-    ((attributes, script),) = re.findall("<script(.*?)>(.*?)</script>", source, re.DOTALL)
+    ((attributes, script),) = re.findall(
+        "<script(.*?)>(.*?)</script>",
+        source,
+        re.DOTALL,
+    )
     assert attributes == ""
     assert script == (pathlib.Path(drawing.__file__).parent / "cells.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -175,7 +211,12 @@ def test_tables_are_of_any_tokens(run, tmp_path):
     positions = [0, 31, 206, 207]
     assert diagonal["positions"] == positions
     assert LETTERS[205] == "q"
-    assert diagonal["tokens"] == ["<bos>", repr(LETTERS[30]), "'q'", repr(LETTERS[206])]
+    assert diagonal["tokens"] == [
+        "<bos>",
+        repr(LETTERS[30]),
+        "'q'",
+        repr(LETTERS[206]),
+    ]
     np.testing.assert_allclose(diagonal["diagonal"], diagonal["upper_bound"], rtol=1e-4)
     before = {name: previous[name][1:] for name in previous if "previous" in name}
     np.testing.assert_allclose(*before.values(), rtol=1e-4)
@@ -184,7 +225,11 @@ def test_tables_are_of_any_tokens(run, tmp_path):
     expected = semantic_logits(positions)
     np.testing.assert_allclose(semantic["diagonal"], expected, rtol=1e-4)
     expected = semantic_logits([30, 205, 206])
-    np.testing.assert_allclose(semantic["previous_token"][1:], expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        semantic["previous_token"][1:],
+        expected,
+        rtol=1e-4,
+    )
     page.write(tmp_path, found)
     assert "for tokens 0, 31, 206, 207." in (tmp_path / "index.html").read_text()
 

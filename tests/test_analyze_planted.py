@@ -44,7 +44,13 @@ SCORES = {"diagonal": "diagonal", "previous": "previous_token", "apostrophe": "h
 def draw_text(rng) -> str:
     """T - 1 letters: a q near the beginning and every 20 letters, and some apostrophes."""
     letters = rng.choice(list("abcdefgh"), T - 1)
-    letters[rng.choice(np.arange(3, T - 1), 6, replace=False)] = "'"
+    letters[
+        rng.choice(
+            np.arange(3, T - 1),
+            6,
+            replace=False,
+        )
+    ] = "'"
     letters[rng.integers(0, 3) :: 20] = "q"
     return "".join(letters)
 
@@ -68,7 +74,11 @@ def draw_places(rng) -> dict[str, tuple[int, int]]:
     """The layer and head of everything planted in queries and keys; no two share keys."""
     names = ("diagonal", "previous", "apostrophe", "channel", "semantic")
     places = {}
-    for name, group in zip(names, rng.permutation(L * K).tolist(), strict=False):
+    for name, group in zip(
+        names,
+        rng.permutation(L * K).tolist(),
+        strict=False,
+    ):
         layer, key_head = divmod(group, K)
         places[name] = (layer, 2 * key_head + int(rng.integers(2)))
     return places
@@ -116,11 +126,20 @@ def plant_positional(weights, fast, rng) -> int:
 
 def plant_channel(query, key, pair, rng) -> None:
     """Aligns the long queries of a pair with the first key, and opposes the other keys."""
-    angle, first, others = rng.uniform((-np.pi, -0.4, -0.4), (np.pi, 0.4, 0.4))
+    angle, first, others = rng.uniform(
+        (-np.pi, -0.4, -0.4),
+        (np.pi, 0.4, 0.4),
+    )
     query[0] += lanes(pair, 600 * np.exp(1j * angle))
     key_of_others = lanes(pair, -4 * np.exp(1j * (angle + others)))
     key[0] += key_of_others
-    key[2] += lanes(pair, 8 * np.exp(1j * (angle + first))) - key_of_others
+    key[2] += (
+        lanes(
+            pair,
+            8 * np.exp(1j * (angle + first)),
+        )
+        - key_of_others
+    )
 
 
 def plant(workdir, seed: int) -> types.SimpleNamespace:
@@ -131,7 +150,14 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
     query, key, value = (0.05 * rng.standard_normal((L, heads, D, H)) for heads in (N, K, K))
     places = draw_places(rng)
     fast = {name: int(rng.integers(4, 8)) for name in SCORES}  # pairs that the head uses
-    weights = {name: clear(query, key, place) for name, place in places.items()}
+    weights = {
+        name: clear(
+            query,
+            key,
+            place,
+        )
+        for name, place in places.items()
+    }
     band = plant_positional(weights, fast, rng)
     semantic_query, semantic_key = weights["semantic"]
     semantic_query[0] += lanes(ROTATED, 10) + lanes(ROTATED + 1, 10)
@@ -185,14 +211,25 @@ def vectors(x, query, key, value) -> dict[str, np.ndarray]:
     q = project(query)
     k = np.repeat(project(key), 2, axis=1)
     turns = np.exp(1j * np.arange(T)[:, None] * FREQS)
-    logits = np.einsum("lnip,lnjp->lnij", (q * turns).conj(), k * turns).real / H**0.5
-    weights = oracles.softmax(np.where(np.tri(T), logits, -np.inf))
-    return {"q": q, "k": k, "v": project(value), "logits": logits, "weights": weights}
+    products = np.einsum("lnip,lnjp->lnij", (q * turns).conj(), k * turns)
+    logits = products.real / H**0.5
+    seen = np.where(np.tri(T), logits, -np.inf)
+    weights = oracles.softmax(seen)
+    return {
+        "q": q,
+        "k": k,
+        "v": project(value),
+        "logits": logits,
+        "weights": weights,
+    }
 
 
 @pytest.fixture(
     scope="module",
-    params=[[0, 4], pytest.param(range(20), marks=pytest.mark.slow)],
+    params=[
+        [0, 4],
+        pytest.param(range(20), marks=pytest.mark.slow),
+    ],
     ids=len,
 )
 def draws(request, tmp_path_factory):
@@ -217,7 +254,12 @@ def shown(planted, found, name) -> dict:
 
 
 def place_of_largest(values) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(np.argmax(values), np.shape(values))))
+    return tuple(
+        map(
+            int,
+            np.unravel_index(np.argmax(values), np.shape(values)),
+        )
+    )
 
 
 def test_the_longest_pairs_are_the_planted_ones(draws):  # Figures 3, 4, 11
@@ -232,8 +274,16 @@ def test_the_longest_pairs_are_the_planted_ones(draws):  # Figures 3, 4, 11
         }
         for kind, (x, (layer, head, pair)) in truth.items():
             norms = np.abs(x).mean(axis=2)
-            np.testing.assert_allclose(by_layer[kind], norms.mean(axis=1), rtol=1e-4)
-            np.testing.assert_allclose(by_head[kind], norms.reshape(-1, P), rtol=1e-4)
+            np.testing.assert_allclose(
+                by_layer[kind],
+                norms.mean(axis=1),
+                rtol=1e-4,
+            )
+            np.testing.assert_allclose(
+                by_head[kind],
+                norms.reshape(-1, P),
+                rtol=1e-4,
+            )
             assert place_of_largest(by_layer[kind]) == (layer, pair)
             assert place_of_largest(by_head[kind]) == (layer * norms.shape[1] + head, pair)
 
@@ -259,7 +309,12 @@ def test_maps_and_raw_logits_are_those_of_the_formula(draws):  # Figures 5, 7, 9
             weights = planted.weights[place][square]
             np.testing.assert_allclose(np.nan_to_num(drawn["weights"]), weights, atol=1e-4)
             logits = planted.logits[place][square][lower]
-            np.testing.assert_allclose(drawn["logits"][lower], logits, rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(
+                drawn["logits"][lower],
+                logits,
+                rtol=1e-4,
+                atol=1e-3,
+            )
             if name != "apostrophe":
                 back = ("diagonal", "previous").index(name)
                 weights = np.diagonal(drawn["weights"], -back)
@@ -275,7 +330,12 @@ def test_heads_use_the_planted_fast_pairs(draws):  # Figures 6, 7, 12, 13
             truth = {"query": planted.q[place], "key": planted.k[place]}
             for kind, norms in map_values(picture).items():
                 x = truth[kind.removeprefix("norms of the ")]
-                np.testing.assert_allclose(norms, np.abs(x[positions]), rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(
+                    norms,
+                    np.abs(x[positions]),
+                    rtol=1e-4,
+                    atol=1e-4,
+                )
                 if name != "apostrophe":
                     used = norms.min(axis=0) > 0.5 * norms.max()
                     assert np.flatnonzero(used).tolist() == list(range(planted.fast[name]))
@@ -323,7 +383,13 @@ def test_tables_are_those_of_the_formula(draws):  # Tables 3 and 4, Table 5
             assert table["positions"] == list(range(8))
             assert table["tokens"][0] == "<bos>"
             place = planted.places[name]
-            norms = [np.linalg.norm(x[place], axis=-1) for x in (planted.q, planted.k)]
+            norms = [
+                np.linalg.norm(
+                    x[place],
+                    axis=-1,
+                )
+                for x in (planted.q, planted.k)
+            ]
             bounds = np.outer(*norms) / H**0.5
             logits = planted.logits[place]
             truth = {
@@ -333,13 +399,23 @@ def test_tables_are_those_of_the_formula(draws):  # Tables 3 and 4, Table 5
                 "previous_upper_bound": np.diagonal(bounds, -1)[:7],
             }
             for row, values in truth.items():
-                np.testing.assert_allclose(table[row][-len(values) :], values, rtol=1e-4)
+                np.testing.assert_allclose(
+                    table[row][-len(values) :],
+                    values,
+                    rtol=1e-4,
+                )
             assert table["previous_token"][0] is None
             assert table["previous_upper_bound"][0] is None
-            reaches = np.divide(table["diagonal"], table["upper_bound"])[1:].min() > 0.97
-            assert reaches == (name == "diagonal")
-            previous = np.divide(table["previous_token"][1:], table["previous_upper_bound"][1:])
-            assert (previous.min() > 0.97) == (name == "previous")
+            reached = np.divide(
+                table["diagonal"][1:],
+                table["upper_bound"][1:],
+            )
+            assert (reached.min() > 0.97) == (name == "diagonal")
+            reached = np.divide(
+                table["previous_token"][1:],
+                table["previous_upper_bound"][1:],
+            )
+            assert (reached.min() > 0.97) == (name == "previous")
 
 
 def test_the_strongest_channel_is_the_planted_one(draws):  # Figure 14, Appendix D.1
@@ -351,7 +427,12 @@ def test_the_strongest_channel_is_the_planted_one(draws):  # Figure 14, Appendix
             assert place == (layer, head, planted.pair)
             assert channel["frequency"] == pytest.approx(FREQS[planted.pair], rel=1e-5)
         q, k = (x[layer, head, :, planted.pair] for x in (planted.q, planted.k))
-        expected = oracles.channel(q[None], k[None], FREQS[planted.pair], H)
+        expected = oracles.channel(
+            q[None],
+            k[None],
+            FREQS[planted.pair],
+            H,
+        )
         assert_channel(record, expected, rtol=1e-4)
         assert min(record["to_first"]) > 0 > max(record["to_others"]), "as in Appendix D.1"
         assert record["breaking_rotation"]
@@ -360,8 +441,14 @@ def test_the_strongest_channel_is_the_planted_one(draws):  # Figure 14, Appendix
             expected = np.stack([x.real, x.imag], axis=1)
             np.testing.assert_allclose(record[name], expected, rtol=1e-4, atol=1e-4)
         curves, _, keys = draw_picture(maps.channel(record)).axes
-        np.testing.assert_allclose([line.get_xdata()[0] for line in curves.lines], [1, 0])
-        np.testing.assert_allclose(keys.lines[-1].get_xydata()[0], record["keys"][0])
+        np.testing.assert_allclose(
+            [line.get_xdata()[0] for line in curves.lines],
+            [1, 0],
+        )
+        np.testing.assert_allclose(
+            keys.lines[-1].get_xydata()[0],
+            record["keys"][0],
+        )
 
 
 def test_the_readme_names_a_test_for_every_item_that_is_computed():
@@ -371,7 +458,10 @@ def test_the_readme_names_a_test_for_every_item_that_is_computed():
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     items = " ".join(row[0] for row in rows)
     assert len(rows) == 21
-    assert re.findall(r"Figure (\d+)", items) == [str(number) for number in range(1, 15)]
+    assert re.findall(
+        r"Figure (\d+)",
+        items,
+    ) == [str(number) for number in range(1, 15)]
     assert re.findall(r"Table (\d)", items) == list("12345")
     assert "Propositions 3.1" in items
     assert "D.1" in items
@@ -380,6 +470,10 @@ def test_the_readme_names_a_test_for_every_item_that_is_computed():
         file = "test_analyze_planted.py"
         if named and named[0].endswith(".py"):
             file = named.pop(0)
-        tests = re.findall(r"^def (test_\w+)", (ROOT / "tests" / file).read_text(), re.MULTILINE)
+        tests = re.findall(
+            r"^def (test_\w+)",
+            (ROOT / "tests" / file).read_text(),
+            re.MULTILINE,
+        )
         for name in named:
             assert any(name in test for test in tests), row
