@@ -1,6 +1,5 @@
-"""The token store of a run of several processes: the first one prepares it, the others wait and open it."""
+"""The token store of a run of several processes: the first prepares it, the others open it."""
 
-import re
 import signal
 import time
 
@@ -13,104 +12,107 @@ from prope.workdir.run import read_config
 pytestmark = pytest.mark.slow
 
 
-def slow(seconds: float) -> str:
-    """A patch that has the first process prepare for so long, and the other one log every second."""
-    return (
-        "import time; from prope.data import windows; from prope.runtime import processes\n"
-        "processes._LOG_SECONDS = 1; real = windows.open_store\n"
-        "def open_store(*arguments):\n"
-        f"    time.sleep({seconds}); print('OPENS', file=sys.stderr); return real(*arguments)\n"
-        "windows.open_store = open_store"
-    )
+def slow(seconds: float, ending: str = "pass") -> str:
+    """A patch that has the first process prepare for so long, and the other log every second."""
+    return f"""
+import time
+from prope.data import windows
+from prope.runtime import processes
+processes._LOG_SECONDS = 1
+real = windows.open_store
+def open_store(*arguments):
+    time.sleep({seconds})
+    {ending}
+    print('OPENS', file=sys.stderr)
+    return real(*arguments)
+windows.open_store = open_store
+"""
 
 
-@pytest.fixture
-def run_both(start_command, tmp_path):
-    """Runs two processes of one run on some text: their arguments differ in those of each."""
-
-    def run(workdir, *of_each):
-        common = (
-            CONFIG,
-            f"--workdir={workdir}",
-            "--config.data.dataset=files",
-            "--config.data.seq_len=64",
-        )
-        short = ("--stop_at_step=2", "--config.eval.max_windows=2", "--config.log_every=1")
-        started = [
-            start_command("prope.train", *common, *short, *arguments, **pod)
-            for arguments, pod in zip(of_each, pod_environments(), strict=True)
-        ]
-        return [finish(command) for command in started]
-
-    return run
-
-
-def test_only_the_first_process_reads_the_text(run_both, tmp_path):
+def test_only_the_first_process_reads_the_text(start_command, tmp_path):
     write_text(tmp_path / "text", articles())
-    cache = f"--config.data.cache_dir={tmp_path}/stores"
-    folders = [f"--config.data.data_dir={tmp_path}/{name}" for name in ("text", "not on this host")]
-    outcomes = run_both(tmp_path / "run", *((cache, folder) for folder in folders))
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert "packing" in outcomes[0].stderr and "no such folder" not in outcomes[1].stderr
+    started = []
+    for folder, pod in zip(("text", "not on this host"), pod_environments(), strict=True):
+        arguments = (
+            CONFIG,
+            f"--workdir={tmp_path}/run",
+            "--config.data.dataset=files",
+            f"--config.data.data_dir={tmp_path}/{folder}",
+            f"--config.data.cache_dir={tmp_path}/stores",
+            "--config.data.seq_len=64",
+            "--config.eval.max_windows=2",
+            "--config.log_every=1",
+            "--stop_at_step=2",
+        )
+        started.append(start_command("prope.train", *arguments, **pod))
+    first, second = map(finish, started)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert "packing" in first.stderr
+    assert "no such folder" not in second.stderr
     assert read_config(tmp_path / "run").data.data_dir == f"{tmp_path}/text"
-    assert outcomes[0].result["step"] == 2 and len(losses(tmp_path / "run")) == 2
+    assert first.result["step"] == 2
+    assert len(losses(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize("text", ["same", "other"])
 def test_hosts_that_share_no_cache_make_a_store_each(tmp_path, cache_dir, text):
-    other = "lambda *arguments: dataclasses.replace(real(*arguments), fingerprint='0')"
-    patch = (
-        "import dataclasses; from prope.data import windows; real = windows.open_store\n"
-        "if process == '1':\n"
-        f"    windows.find_store = lambda *arguments: None; windows.open_store = {'real' if text == 'same' else other}"
-    )
+    patch = f"""
+import dataclasses
+from prope.data import windows
+real = windows.open_store
+def open_store(*arguments):
+    store = real(*arguments)
+    return store if {text == "same"} else dataclasses.replace(store, fingerprint='0')
+if process == '1':
+    windows.find_store = lambda *arguments: None
+    windows.open_store = open_store
+"""
     started = start_two_patched(patch, tmp_path, cache_dir)
     first, second = (process.communicate(timeout=300)[1] for process in started)
     assert "config.data.cache_dir may be a place that hosts share" in second
-    assert [process.returncode for process in started] == ([0, 0] if text == "same" else [2, 2]), (
-        first + second
-    )
+    code = 0 if text == "same" else 2
+    assert [process.returncode for process in started] == [code, code], first + second
     if text == "other":
-        said = re.compile(
-            r"error: (process 1: )?python_docs: is other text here \(.*\) than in process 0 \(.*share it"
-        )
-        assert said.match(first.splitlines()[-1]) and said.match(second.splitlines()[-1])
+        for said in (first, second):
+            line = said.splitlines()[-1].replace("process 1: ", "")
+            assert line.startswith("error: python_docs: is other text here ("), said
+            assert ") than in process 0 (" in line
+            assert line.endswith("share it")
 
 
 def test_the_others_wait_however_long_it_takes(tmp_path, cache_dir):
     started = start_two_patched(slow(20), tmp_path, cache_dir)
     first, second = (process.communicate(timeout=300)[1] for process in started)
     assert [process.returncode for process in started] == [0, 0], first + second
-    assert first.count("OPENS") == 2 and "OPENS" not in second
+    assert first.count("OPENS") == 2
+    assert "OPENS" not in second
     assert second.count("waiting for process 0") > 10
 
 
-@pytest.mark.parametrize("ends", ["error", "kill", "SIGTERM"])
-def test_what_ends_the_first_process_ends_the_others(tmp_path, cache_dir, ends):
-    patch = slow(5 if ends == "error" else 60).replace(
-        "print(", "raise UsageError('no such text'); print("
-    )
+@pytest.mark.parametrize(
+    "cause, code, line",
+    [
+        ("error", 2, "error: no such text"),
+        ("kill", 76, "another process of this run is gone"),
+        ("SIGTERM", 75, "SIGTERM before the first step"),
+    ],
+)
+def test_what_ends_the_first_process_ends_the_others(tmp_path, cache_dir, cause, code, line):
+    patch = slow(5, "raise UsageError('no such text')") if cause == "error" else slow(60)
     first, second = start_two_patched(patch, tmp_path, cache_dir)
-    lines = []
-    for line in second.stderr:
-        lines.append(line)
-        if "waiting for process 0" in line:
+    for waiting in second.stderr:
+        if "waiting for process 0" in waiting:
             break
-    if ends == "kill":
+    if cause == "kill":
         first.kill()
-    if ends == "SIGTERM":
+    if cause == "SIGTERM":
         second.send_signal(signal.SIGTERM)
     start = time.monotonic()
     _, said = second.communicate(timeout=300)
     assert time.monotonic() - start < 40
-    if ends == "error":
-        assert (
-            second.returncode == first.wait(60) == 2
-            and said.splitlines()[-1] == "error: no such text"
-        ), said
-    if ends == "kill":
-        assert second.returncode == 76 and "another process of this run is gone" in said, said
-    if ends == "SIGTERM":
-        assert second.returncode == 75 and "SIGTERM before the first step" in said, said
+    assert second.returncode == code
+    assert line in said
+    if cause == "error":
+        assert first.wait(60) == 2
     first.kill()
     first.communicate()
