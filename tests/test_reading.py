@@ -1,4 +1,4 @@
-"""Reading documents: storage that fails is not damage, a TFRecord file is read once, what is missing is named."""
+"""Reading documents: storage that fails is not damage; what is missing is named."""
 
 import errno
 import os
@@ -21,8 +21,9 @@ Path = type(epath.Path())
 
 
 def broken(monkeypatch, name, code, times):
-    """Lets the first reads of the files with this name fail, as a file system does that has lost its server."""
-    real, left = Path.open, [times]
+    """Has the first reads of the files with this name fail, as where a server is lost."""
+    real = Path.open
+    left = [times]
 
     class Broken:
         def __init__(self, file):
@@ -129,7 +130,7 @@ def test_a_tfrecord_file_is_read_once_by_its_parts(tmp_path, monkeypatch):
     [
         (
             "wikipedia/20230601.de",
-            r"prepared copy: mkdir -p .*/wikipedia/20230601.de && .*/20230601.de/1.0.0 .*20230601.de/$",
+            r"prepared copy: mkdir -p .*/wikipedia/20230601.de && .*/1.0.0 .*20230601.de/$",
         ),
         (
             "wikipedia/20220620.simple:1.0.0",

@@ -29,17 +29,27 @@ def test_the_fullest_evaluation_and_of_equally_full_ones_the_newest_is_found():
     assert find_evaluation(records, step=9, windows=48)["loss"] == 3.0
     assert find_evaluation(records)["loss"] == 4.0
     assert find_evaluation(records, step=7) is None
+    bare = [{"step": 9, "loss": 5.0}, {"step": 9, "loss": 6.0}]  # without a number of windows
+    assert find_evaluation(bare, step=9)["loss"] == 6.0
+    assert find_evaluation([*records, *bare], step=9)["loss"] == 2.0
 
 
 def test_two_runs_are_compared_on_windows_that_both_have():
     ours = [record(100, 1.0), record(48, 2.0)]
-    theirs = [record(48, 3.0), record(48, 4.0), record(100, 5.0, "b")]
+    theirs = [
+        record(48, 3.0),
+        record(48, 4.0),
+        record(100, 5.0, "b"),
+    ]
 
     def pair(theirs, **fields):
         return [evaluation["loss"] for evaluation in find_pair(ours, theirs, **fields) or ()]
 
     assert pair(theirs, step=9) == [2.0, 4.0]
-    assert pair([*theirs, record(100, 6.0)], step=9) == [1.0, 6.0]
+    assert pair(
+        [*theirs, record(100, 6.0)],
+        step=9,
+    ) == [1.0, 6.0]
     assert pair(theirs, step=9, windows=100) == []
     assert pair([record(100, 7.0, seq_len=512)]) == []
 
@@ -110,7 +120,11 @@ def test_a_run_of_another_format_is_refused(tmp_path, saved_format):
 
 @pytest.mark.parametrize(
     ("existed", "steps", "stays"),
-    [(False, 0, False), (False, 1, True), (True, 0, True)],
+    [
+        (False, 0, False),
+        (False, 1, True),
+        (True, 0, True),
+    ],
     ids=["new", "begun", "old"],
 )
 def test_a_refused_run_leaves_its_directory_only_where_something_would_be_lost(
@@ -143,4 +157,7 @@ def test_a_torn_line_loses_itself_only(tmp_path, caplog, torn):
     assert read_jsonl(path) == [{"step": 1}, {"step": 3}, {"step": 4}]
     assert f"{path}: line 2 is not JSON and is skipped" in caplog.text
     lines = path.read_bytes().splitlines()
-    assert list(map(json.loads, lines[2:])) == [{"step": 3}, {"step": 4}]
+    assert list(map(json.loads, lines[2:])) == [
+        {"step": 3},
+        {"step": 4},
+    ]

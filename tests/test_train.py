@@ -1,4 +1,4 @@
-"""The commands as a user runs them: processes, files, exit codes and the one line that bad input gets."""
+"""The commands as a user runs them: files, exit codes, one line for bad input."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, logged, losses
 from makers import WIKIPEDIA as NAME
-from makers import articles, write_tfds
+from makers import articles, read_lines, same, write_lines, write_tfds
 from makers import restore_training as start
 
 from prope import command, sharding
@@ -28,40 +28,32 @@ from prope.workdir.run import check_disk, open_run
 EVERY_STEP = "--config.log_every=1"
 
 
+def text_files(tmp_path, prefix):
+    """Writes documents; returns the flags that name them, which begin with `prefix`."""
+    (tmp_path / "text").mkdir()
+    write_lines(tmp_path / "text" / "a.jsonl", [{"text": text} for text in articles()])
+    return f"{prefix}dataset=files", f"{prefix}data_dir={tmp_path / 'text'}"
+
+
+CONTRACT = {"step", "loss", "perplexity", "bits_per_byte", "rope_percentage"}
+TRAINED = CONTRACT | {"eval_loss", "init_hash", "tokens_per_second", "workdir"}
+EVALUATED = CONTRACT | {"rotated_pairs", "dataset", "seq_len", "tokens"}
+LOGGED = {"loss", "learning_rate", "grad_norm", "batch_hash", "tokens_per_second", "data_wait_ms"}
+
+
 def test_a_run_leaves_what_it_should(trained):
     workdir, result = trained
-    assert result.keys() >= {
-        "step",
-        "loss",
-        "eval_loss",
-        "perplexity",
-        "bits_per_byte",
-        "rope_percentage",
-        "init_hash",
-        "tokens_per_second",
-        "workdir",
-    }
-    assert (result["step"], result["rope_percentage"], result["workdir"]) == (
-        20,
-        0.75,
-        str(workdir),
-    )
+    assert result.keys() >= TRAINED
+    fields = ("step", "rope_percentage", "workdir")
+    assert [result[field] for field in fields] == [20, 0.75, str(workdir)]
     assert np.isclose(result["perplexity"], np.exp(result["eval_loss"]))
     assert json.loads((workdir / "config.json").read_text())["model"]["rope_percentage"] == 0.75
-    steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = read_lines(workdir / "metrics.jsonl")
     assert [record["step"] for record in steps] == list(range(1, 21))
-    expected = {
-        "loss",
-        "learning_rate",
-        "grad_norm",
-        "batch_hash",
-        "tokens_per_second",
-        "data_wait_ms",
-    }
-    assert steps[0].keys() >= expected
+    assert steps[0].keys() >= LOGGED
     assert len({record["batch_hash"] for record in steps}) == 20
     assert steps[0]["loss"] > steps[-1]["loss"]
-    evaluations = [json.loads(line) for line in (workdir / "eval.jsonl").read_text().splitlines()]
+    evaluations = read_lines(workdir / "eval.jsonl")
     assert [record["step"] for record in evaluations][:2] == [10, 20]
     assert len(list(workdir.glob("events.out.tfevents.*"))) == 1
     assert Checkpoints(workdir).steps() == [10, 20]
@@ -79,8 +71,7 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path
     assert losses(tmp_path / "run") == losses(workdir)
     for key in ("loss", "eval_loss", "init_hash"):
         assert resumed.result[key] == result[key]
-    ours, theirs = open_run(tmp_path / "run").params(), open_run(workdir).params()
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
+    assert same(open_run(tmp_path / "run").params(), open_run(workdir).params())
 
 
 @pytest.mark.slow
@@ -100,10 +91,9 @@ def test_a_finished_run_is_not_trained_again(trained, train, run_command, tmp_pa
 
 @pytest.mark.slow
 def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
-    """The next step takes over the memory of the state that is being saved; what is saved must not notice."""
+    """The next step takes over the memory of the state that is being saved."""
     assert train(tmp_path / "run", EVERY_STEP, "--stop_at_step=10").result["step"] == 10
-    ours, theirs = (open_run(workdir, 10).params() for workdir in (tmp_path / "run", whole[0]))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
+    assert same(open_run(tmp_path / "run", 10).params(), open_run(whole[0], 10).params())
 
 
 @pytest.mark.slow
@@ -124,36 +114,25 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
 def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_dir, monkeypatch):
     workdir, _ = whole
     monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
-    outcome = run_command(
-        "prope.evaluate", f"--workdir={workdir}", "--batch_size=3", "--max_windows=10"
-    )
-    assert outcome.result.keys() >= {
-        "step",
-        "rope_percentage",
-        "rotated_pairs",
-        "dataset",
-        "seq_len",
-        "tokens",
-        "loss",
-        "perplexity",
-        "bits_per_byte",
-    }
+    flags = (f"--workdir={workdir}", "--batch_size=3", "--max_windows=10")
+    outcome = run_command("prope.evaluate", *flags)
+    assert outcome.result.keys() >= EVALUATED
     assert (outcome.result["step"], outcome.result["rotated_pairs"]) == (20, 12)
     run = open_run(workdir)
     windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
-    params, found = run.params(), []
+    params = run.params()
+    found = []
     for size in (1, 3, 8):
         run.config.eval.update({"batch_size": size, "max_windows": 10})
         evaluation = LossEvaluation(run.config, windows)
         found.append(evaluation.evaluate(params, sharding.make_mesh()))
     assert {record["tokens"] for record in found} == {outcome.result["tokens"]}
-    np.testing.assert_allclose(
-        [record["loss"] for record in found], outcome.result["loss"], rtol=1e-6
-    )
+    losses = [record["loss"] for record in found]
+    np.testing.assert_allclose(losses, outcome.result["loss"], rtol=1e-6)
 
 
 def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache_dir, monkeypatch):
-    """With a zero embedding every token has the same chance: the sums must come out as log V, whatever is padded."""
+    """A zero embedding makes all tokens equally likely: the loss is log V, whatever is padded."""
     monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
     run = open_run(whole[0])
     params = run.params()
@@ -164,29 +143,20 @@ def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache
     assert found["tokens"] == windows.store.targets("validation")
     np.testing.assert_allclose(found["loss"], np.log(260), rtol=1e-6)
     size = windows.store.index["validation"]["bytes"]
-    np.testing.assert_allclose(
-        found["bits_per_byte"], np.log2(260) * found["tokens"] / size, rtol=1e-6
-    )
+    bits = np.log2(260) * found["tokens"]
+    np.testing.assert_allclose(found["bits_per_byte"], bits / size, rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in articles()))
-    outcome = run_command(
-        "prope.evaluate",
-        f"--workdir={whole[0]}",
-        "--seq_len=128",
-        "--dataset=files",
-        f"--data_dir={text}",
-    )
+    flags = (f"--workdir={whole[0]}", "--seq_len=128", *text_files(tmp_path, "--"))
+    outcome = run_command("prope.evaluate", *flags)
     assert (outcome.result["seq_len"], outcome.result["dataset"]) == (128, "files")
 
 
 @pytest.mark.slow
 def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(tmp_path):
-    """In a process where a TensorFlow could be imported and would end it, and where every look outside fails."""
+    """A TensorFlow that can be imported ends the process; every use of a socket fails."""
     (tmp_path / "fake" / "tensorflow").mkdir(parents=True)
     (tmp_path / "fake" / "tensorflow" / "__init__.py").write_text(
         "raise SystemExit('TensorFlow was imported')"
@@ -194,7 +164,8 @@ def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(t
     watch = (
         "import runpy, sys\n"
         "def refuse(event, arguments):\n"
-        "    if event in ('socket.connect', 'socket.bind', 'socket.getaddrinfo', 'socket.sendto'):\n"
+        "    names = ('connect', 'bind', 'getaddrinfo', 'sendto')\n"
+        "    if event in [f'socket.{name}' for name in names]:\n"
         "        raise RuntimeError(f'{event} {arguments}')\n"
         "sys.addaudithook(refuse)\n"
         "runpy.run_module('prope.train', run_name='__main__', alter_sys=True)\n"
@@ -296,7 +267,7 @@ STAGE = {
 
 
 def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, caplog):
-    """What differs in model and data is logged; the parameters, and the refusals, are those of the earlier stage."""
+    """What differs in model and data is logged; the parameters are those of the earlier stage."""
     with caplog.at_level(logging.INFO, "prope"):
         config = open_run(trained[0]).config
         config.update_from_flattened_dict(STAGE | {"num_steps": 30, "batch_size": 4, "seed": 9})
@@ -369,7 +340,7 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
     assert "no metrics of a run there" in run_command("prope.report", f"--workdir={tmp_path}").error
 
 
-# --- Bad input --------------------------------------------------------------------------------------------------
+# --- Bad input --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,34 +402,30 @@ def test_bad_input_gets_one_line_before_a_device_is_touched(train, tmp_path, arg
     assert not (tmp_path / "run").exists()
 
 
+IMPORTS = "from prope.config import default_config, set_layer_percentages\n"
+BAD_CONFIG_FILES = [
+    ("def get_config(): return 1 +", "invalid syntax"),
+    ("c.model.rope_percentag = 1.0", "rope_percentag.*did you mean rope_percentage"),
+    ("c.num_steps = 'many'", r"file\.py line 4: TypeError: .*num_steps.*many is of original"),
+    (
+        "c.model.rope_percentage = None",
+        r"config\.model\.rope_percentage=None: must have a value, such as 1\.0$",
+    ),
+    (
+        "set_layer_percentages(c, [None, 1])",
+        r"config\.model\.rope_percentage=\[None, 1\]: must be fractions in \[0, 1\]",
+    ),
+]
+
+
 def test_bad_config_files_get_one_line(run_command, tmp_path):
-    for text, says in (
-        ("def get_config(): return 1 +", "invalid syntax"),
-        (
-            "from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
-            "    c.model.rope_percentag = 1.0\n    return c",
-            "rope_percentag.*did you mean rope_percentage",
-        ),
-        (
-            "from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
-            "    c.num_steps = 'many'\n    return c",
-            r"file\.py line 4: TypeError: .*num_steps.*many is of original",
-        ),
-        (
-            "from prope.config import default_config\ndef get_config():\n    c = default_config()\n"
-            "    c.model.rope_percentage = None\n    return c",
-            r"config\.model\.rope_percentage=None: must have a value, such as 1\.0$",
-        ),
-        (
-            "from prope.config import default_config, set_layer_percentages as set_layers\ndef get_config():\n"
-            "    c = default_config()\n    set_layers(c, [None, 1])\n    return c",
-            r"config\.model\.rope_percentage=\[None, 1\]: must be fractions in \[0, 1\]",
-        ),
-    ):
+    for text, says in BAD_CONFIG_FILES:
+        if "def" not in text:
+            lines = ("def get_config():", "c = default_config()", text, "return c")
+            text = IMPORTS + "\n    ".join(lines)
         (tmp_path / "file.py").write_text(text)
-        outcome = run_command(
-            "prope.train", f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run"
-        )
+        flags = (f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run")
+        outcome = run_command("prope.train", *flags)
         assert outcome.code == 2 and re.search(says, outcome.error), outcome.error
     huge = run_command(
         "prope.train", f"--config={ROOT}/configs/quickstart.py:huge", f"--workdir={tmp_path}"
@@ -500,12 +467,9 @@ def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
 
 @pytest.mark.slow
 def test_other_data_under_a_run_is_refused(train, tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in articles()))
-    arguments = ("--config.data.dataset=files", f"--config.data.data_dir={text}")
+    arguments = text_files(tmp_path, "--config.data.")
     assert train(tmp_path / "run", *arguments, "--stop_at_step=2").code == 0
-    (text / "b.txt").write_text("one more document")
+    (tmp_path / "text" / "b.txt").write_text("one more document")
     outcome = train(tmp_path / "run", *arguments)
     assert "checkpoint 2 was trained on other data" in outcome.error
 

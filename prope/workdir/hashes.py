@@ -14,8 +14,8 @@ _BLOCK = 2**16  # elements hashed at a time on the host: they stay in the proces
 
 def hash_arrays(tree) -> str:
     """Hashes a tree of arrays of 16 or 32 bits to 16 hex digits, whatever their sharding."""
-    hashes = array_hashes(tree).items()
-    return _digest(" ".join(f"{path}={sum(layers) % 2**32}" for path, layers in hashes))
+    sums = [f"{path}={sum(layers) % 2**32}" for path, layers in array_hashes(tree).items()]
+    return _digest(" ".join(sums))
 
 
 def array_hashes(tree) -> dict[str, list[int]]:
@@ -23,8 +23,10 @@ def array_hashes(tree) -> dict[str, list[int]]:
 
     The devices compute the hashes and send 4 bytes per array or layer to the host.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(_hash_leaves(tree))
-    return {jax.tree_util.keystr(path): np.atleast_1d(hashes).tolist() for path, hashes in leaves}
+    found = {}
+    for path, hashes in jax.tree_util.tree_leaves_with_path(_hash_leaves(tree)):
+        found[jax.tree_util.keystr(path)] = np.atleast_1d(hashes).tolist()
+    return found
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:
@@ -33,7 +35,11 @@ def hash_on_host(array: np.ndarray, first: int = 0) -> int:
     The array may be a chunk that begins at element `first`: chunks add up modulo 2**32.
     """
     bits = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}")
-    factors = np.arange(min(_BLOCK, bits.size), dtype=np.uint32) * np.uint32(_MULTIPLIER)
+    places = np.arange(
+        min(_BLOCK, bits.size),
+        dtype=np.uint32,
+    )
+    factors = places * np.uint32(_MULTIPLIER)
     total = 0
     for start in range(0, bits.size, _BLOCK):
         mixed = bits[start : start + _BLOCK].astype(np.uint32)
@@ -42,7 +48,8 @@ def hash_on_host(array: np.ndarray, first: int = 0) -> int:
         mixed *= (factors[: mixed.size] + offset) | 1
         mixed ^= mixed >> 13
         total += int(mixed.sum(dtype=np.uint64))
-    return total % 2**32
+        total %= 2**32
+    return total
 
 
 def hash_json(value) -> str:
@@ -57,7 +64,7 @@ def _digest(text: str) -> str:
 @jax.jit
 def _hash_leaves(tree):
     def hash_leaf(path, leaf):
-        stacked = any(getattr(key, "key", None) == "layers" for key in path)
-        return hash_bits(leaf, stacked)
+        names = [getattr(key, "key", None) for key in path]
+        return hash_bits(leaf, "layers" in names)
 
     return jax.tree_util.tree_map_with_path(hash_leaf, tree)

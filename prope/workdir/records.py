@@ -18,7 +18,8 @@ def read_jsonl(path: epath.Path) -> list[dict]:
     Without the file the list is empty.
     """
     records = []
-    for number, line in enumerate(retry_reads(path, path.read_bytes, b"").splitlines(), 1):
+    content = retry_reads(path, path.read_bytes, b"")
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             records.append(json.loads(line))
         except ValueError:
@@ -34,11 +35,11 @@ def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
     fields has one.
     """
     fields = {"encoding": None} | fields
-    return [
-        record
-        for record in records
-        if all(record.get(name) == value for name, value in fields.items())
-    ]
+
+    def has_values(record: dict) -> bool:
+        return all(record.get(name) == value for name, value in fields.items())
+
+    return list(filter(has_values, records))
 
 
 def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: int) -> list[dict]:
@@ -47,19 +48,26 @@ def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: i
     Training evaluates a step before it saves it, so the oldest with its max_windows is its record,
     and has the fingerprint of its documents.
     """
-    data = config.data
-    records = find_evaluations(records, step=step, dataset=data.dataset, seq_len=data.seq_len)
+    dataset = config.data.dataset
+    seq_len = config.data.seq_len
+    records = find_evaluations(records, step=step, dataset=dataset, seq_len=seq_len)
     limited = find_evaluations(records, max_windows=config.eval.max_windows)
     oldest_first = limited or records
     if not oldest_first:
         return []
-    return find_evaluations(records, fingerprint=oldest_first[0]["fingerprint"])
+    fingerprint = oldest_first[0].get("fingerprint")
+    return find_evaluations(records, fingerprint=fingerprint)
 
 
 def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     """Returns the record with these values and the most windows; of several, the newest."""
-    newest_first = reversed(find_evaluations(records, **fields))
-    return max(newest_first, key=lambda record: record["windows"], default=None)
+    found = find_evaluations(records, **fields)
+    newest_first = reversed(found)
+    return max(
+        newest_first,
+        key=lambda record: record.get("windows", 0),
+        default=None,
+    )
 
 
 def find_pair(
@@ -73,7 +81,9 @@ def find_pair(
     by_windows = {_windows(other): other for other in matching}
     shared = [record for record in records if _windows(record) in by_windows]
     record = find_evaluation(shared, **fields)
-    return record and (record, by_windows[_windows(record)])
+    if record is None:
+        return None
+    return record, by_windows[_windows(record)]
 
 
 def _windows(record: dict) -> tuple:
