@@ -1,4 +1,4 @@
-"""Encodings, windows and QK-norm in transformers' form: the same logits, the same fields on the way back, refusals."""
+"""Encodings, windows and QK-norm in transformers' format: equal logits, the way back, refusals."""
 
 import json
 import re
@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from makers import SIZES, edit, make_run, same
+from makers import SIZES, edit, forward, make_run, same
 
-from prope import model
 from prope.config import default_config
 from prope.encodings import layer_windows
 from prope.errors import UsageError
@@ -23,119 +22,110 @@ LENGTH = 128  # of training; logits are compared up to four times it
 
 
 def scaled(kind, factor=4.0, length=LENGTH, **fields):
-    length = {} if kind in ("linear", "ntk", "none") else {"original_seq_len": length}
-    return {"rope_scaling_type": kind, "rope_scaling_factor": factor} | length | fields
+    if kind not in ("linear", "ntk"):
+        fields["original_seq_len"] = length
+    return {"rope_scaling_type": kind, "rope_scaling_factor": factor} | fields
 
 
-def drope(**fields):
-    return fields | {
-        "rope_scaling_factor": 4.0,
-        "logit_scale": "drope",
-        "logit_scale_coefficient": 0.4,
-    }
-
-
+DROPE = {"rope_scaling_factor": 4.0, "logit_scale": "drope", "logit_scale_coefficient": 0.4}
 WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 17}
 LOCAL = WINDOWS | {"local_max_wavelength": 500.0, "local_rope_percentage": 1.0}
-# name: (p, fields of config.model, class, rope_type, of Mellum one for each kind of layer)
-CASES = {
+YARN_LOGITS = scaled("yarn", logit_scale="yarn")
+QK_NORM = {"use_qk_norm": True}
+# By class, and by name: (p, fields of config.model, rope_type).
+GEMMA = {
     "hard_clip": (
         1,
         {"rope_type": "hard_clip", "clip_low_n": 7, "head_dim": 44},
-        "Gemma",
         "proportional",
     ),
     "cutoff": (
         1,
         {"rope_type": "cutoff", "rope_cutoff": 1.0, "original_seq_len": LENGTH},
-        "Gemma",
         "proportional",
     ),
-    "cope": (1, {"rope_type": "cope", "clip_low_n": 9}, "Gemma", "longrope"),
-    "rope_id": (1, {"rope_type": "rope_id", "original_seq_len": LENGTH}, "Gemma", "longrope"),
-    "partial": (0.25, {"rope_type": "partial"}, "Gemma", "longrope"),
-    "reversed": (0.75, {"rope_type": "reversed"}, "Gemma", "longrope"),
-    "linear": (1, scaled("linear"), "Gemma", "linear"),
-    "linear of p-RoPE": (0.5, scaled("linear"), "Gemma", "longrope"),
-    "ntk": (0.75, scaled("ntk"), "Gemma", "proportional"),
-    "ntk of partial": (0.5, scaled("ntk", rope_type="partial"), "Gemma", "longrope"),
-    "dynamic": (1, scaled("dynamic", 2.0, LENGTH // 2), "Gemma", "dynamic"),
-    "yarn": (1, scaled("yarn", beta_fast=16.0, beta_slow=2.0), "Gemma", "yarn"),
-    "yarn, its logits": (1, scaled("yarn", logit_scale="yarn"), "Gemma", "yarn"),
-    "yarn, drope's logits": (1, drope(**scaled("yarn")), "Gemma", "yarn"),
-    "yarn of p-RoPE": (0.5, scaled("yarn", logit_scale="yarn"), "Gemma", "longrope"),
-    "llama3": (1, scaled("llama3", low_freq_factor=2.0, high_freq_factor=16.0), "Gemma", "llama3"),
-    "llama3 of p-RoPE": (0.5, scaled("llama3"), "Gemma", "longrope"),
-    "llama3, yarn's logits": (1, scaled("llama3", logit_scale="yarn"), "Gemma", "longrope"),
-    "drope": (0, drope(), "Gemma", "longrope"),
-    "windows": (0.75, WINDOWS, "SmolLM3", "proportional"),
-    "windows, rotated alone": (
-        0,
-        WINDOWS | {"local_rope_percentage": 1.0},
-        "SmolLM3",
-        "proportional",
-    ),
-    "layers without rotation": ((1, 0), scaled("yarn"), "SmolLM3", "yarn"),
-    "QK-norm": (0.75, {"use_qk_norm": True}, "Mellum", ["proportional"]),
-    "QK-norm, windows": (
-        0.25,
-        LOCAL | {"use_qk_norm": True},
-        "Mellum",
-        ["proportional", "proportional"],
-    ),
-    "QK-norm, windows, yarn": (
-        1,
-        LOCAL | scaled("yarn", logit_scale="yarn", use_qk_norm=True),
-        "Mellum",
-        ["proportional", "yarn"],
-    ),
-    "QK-norm, windows, drope": (
-        0.5,
-        drope(**WINDOWS, use_qk_norm=True),
-        "Mellum",
-        ["proportional", "longrope"],
-    ),
+    "cope": (1, {"rope_type": "cope", "clip_low_n": 9}, "longrope"),
+    "rope_id": (1, {"rope_type": "rope_id", "original_seq_len": LENGTH}, "longrope"),
+    "partial": (0.25, {"rope_type": "partial"}, "longrope"),
+    "reversed": (0.75, {"rope_type": "reversed"}, "longrope"),
+    "linear": (1, scaled("linear"), "linear"),
+    "linear of p-RoPE": (0.5, scaled("linear"), "longrope"),
+    "ntk": (0.75, scaled("ntk"), "proportional"),
+    "ntk of partial": (0.5, scaled("ntk", rope_type="partial"), "longrope"),
+    "dynamic": (1, scaled("dynamic", 2.0, LENGTH // 2), "dynamic"),
+    "yarn": (1, scaled("yarn", beta_fast=16.0, beta_slow=2.0), "yarn"),
+    "yarn, its logits": (1, YARN_LOGITS, "yarn"),
+    "yarn, drope's logits": (1, scaled("yarn") | DROPE, "yarn"),
+    "yarn of p-RoPE": (0.5, YARN_LOGITS, "longrope"),
+    "llama3": (1, scaled("llama3", low_freq_factor=2.0, high_freq_factor=16.0), "llama3"),
+    "llama3 of p-RoPE": (0.5, scaled("llama3"), "longrope"),
+    "llama3, yarn's logits": (1, scaled("llama3", logit_scale="yarn"), "longrope"),
+    "drope": (0, DROPE, "longrope"),
 }
+SMOLLM3 = {
+    "windows": (0.75, WINDOWS, "proportional"),
+    "windows, rotated alone": (0, WINDOWS | {"local_rope_percentage": 1.0}, "proportional"),
+    "layers without rotation": ((1, 0), scaled("yarn"), "yarn"),
+}
+# One rope_type for each kind of layer.
+MELLUM = {
+    "QK-norm": (0.75, QK_NORM, ["proportional"]),
+    "QK-norm, windows": (0.25, LOCAL | QK_NORM, ["proportional", "proportional"]),
+    "QK-norm, windows, yarn": (1, LOCAL | YARN_LOGITS | QK_NORM, ["proportional", "yarn"]),
+    "QK-norm, windows, drope": (0.5, WINDOWS | DROPE | QK_NORM, ["proportional", "longrope"]),
+}
+CLASSES = {"Gemma": GEMMA, "SmolLM3": SMOLLM3, "Mellum": MELLUM}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_computes_the_same_logits(tmp_path, case):
+def export_run(tmp_path, p, fields):
+    """Exports a run to hf/: (config.model, params, result)."""
+    config, params = make_run(tmp_path / "run", p, **fields)
+    return config.model, params, export_hf.export(tmp_path / "run", tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, cases in CLASSES.items() for case in cases]
+)
+def test_transformers_computes_the_same_logits(tmp_path, name, case):
     """Also beyond the training length, where scalings count most."""
     torch = pytest.importorskip("torch", reason="the hf extra is not installed")
     transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
-    p, fields, name, rope_type = CASES[case]
-    config, params = make_run(tmp_path / "run", p, **fields)
-    out = export_hf.export(tmp_path / "run", tmp_path / "hf")
+    p, fields, rope_type = CLASSES[name][case]
+    config, params, out = export_run(tmp_path, p, fields)
     assert out["class"] == f"{name}ForCausalLM"
     rope = json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"]
-    assert (rope.get("rope_type") or [own["rope_type"] for own in rope.values()]) == rope_type
+    if name == "Mellum":
+        assert [kind["rope_type"] for kind in rope.values()] == rope_type
+    else:
+        assert rope["rope_type"] == rope_type
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True
     )
-    assert (type(theirs).__name__, any(report.values())) == (out["class"], False), report
+    assert type(theirs).__name__ == out["class"]
+    assert not any(report.values()), report
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
-    assert windows == layer_windows(config.model)  # which flash attention goes by
-    tokens = np.random.default_rng(1).integers(0, config.model.vocab_size, (1, 4 * LENGTH))
+    assert windows == layer_windows(config)  # which flash attention goes by
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 4 * LENGTH))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    hidden = model.hidden_states(
-        config.model, params, jnp.asarray(tokens), jnp.arange(4 * LENGTH)[None]
-    )
-    ours = np.asarray(model.logits(params, hidden))
-    assert ours.dtype == expected.dtype == np.float32 and expected.std() > 1
+    positions = jnp.arange(4 * LENGTH)[None]
+    ours = np.asarray(forward(config, params, jnp.asarray(tokens), positions))
+    assert ours.dtype == expected.dtype == np.float32
+    assert expected.std() > 1
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["linear", "dynamic", "yarn", "yarn, its logits", "llama3"])
 def test_scalings_of_every_pair_come_back(tmp_path, case):
-    p, fields, _, _ = CASES[case]
-    config, params = make_run(tmp_path / "run", p, **fields)
-    export_hf.export(tmp_path / "run", tmp_path / "hf")
+    p, fields, _ = GEMMA[case]
+    config, params, _ = export_run(tmp_path, p, fields)
     import_hf.import_run(tmp_path / "hf", tmp_path / "back")
     run = open_run(tmp_path / "back")
-    assert run.config.model.to_dict() == config.model.to_dict() and same(run.params(), params)
+    assert run.config.model.to_dict() == config.to_dict()
+    assert same(run.params(), params)
     export_hf.export(tmp_path / "back", tmp_path / "again")
-    assert len({(tmp_path / name / "config.json").read_bytes() for name in ("hf", "again")}) == 1
+    files = [tmp_path / name / "config.json" for name in ("hf", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def encoding(p=1.0, **fields):
@@ -157,11 +147,11 @@ OTHER_CLASSES = {
 
 @pytest.mark.parametrize("page", sorted(file.stem for file in (ROOT / "configs").glob("*.py")))
 def test_every_page_of_configs_has_a_class(page):
-    values = gemma_hf.to_hf(
-        runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"](), "float32"
-    )
+    get_config = runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"]
+    values = gemma_hf.to_hf(get_config(), "float32")
     name = OTHER_CLASSES.get(page, "Gemma")
-    assert (values["architectures"], values["model_type"]) == ([f"{name}ForCausalLM"], name.lower())
+    assert values["architectures"] == [f"{name}ForCausalLM"]
+    assert values["model_type"] == name.lower()
 
 
 @pytest.mark.parametrize("d", [2, 44, 64, 88, 104, 128, 224, 256])
@@ -199,65 +189,54 @@ def test_the_divisors_of_longrope(fields, expected):
     json.dumps(rope, allow_nan=False)
 
 
-# --- Refusals ---------------------------------------------------------------------------------------------------
+# --- Refusals -----------------------------------------------------------------------------------
+
+DYNAMIC = "rope_scaling_type=dynamic: .* needs .*; got "
+WITHOUT_NORM = "in transformers, layers without QK-norm"
 
 
 @pytest.mark.parametrize(
-    ("p", "fields", "says"),
+    ("p", "fields", "expected"),
     [
         (
             (1, 0.25),
             {},
-            r"rope_percentage=\(1.0, 0.25\): .* layers without QK-norm that rotate .* must have one",
+            r"rope_percentage=\(1.0, 0.25\): .* layers without QK-norm that rotate "
+            ".* must have one",
         ),
         (
             (1, 0),
-            drope(),
-            r"rope_percentage=\(1.0, 0.0\): .* layers without QK-norm that .* have logit_scale must",
+            DROPE,
+            r"rope_percentage=\(1.0, 0.0\): .* layers without QK-norm that "
+            ".* have logit_scale must",
         ),
         (
             (1, 0.25),
-            {"use_qk_norm": True},
+            QK_NORM,
             r"rope_percentage=\(1.0, 0.25\): .* layers of the same layer_types must",
         ),
         (
             1,
             WINDOWS | {"local_max_wavelength": 500.0},
-            "local_max_wavelength=500.0: in transformers, layers without",
+            f"local_max_wavelength=500.0: {WITHOUT_NORM}",
         ),
         (
             0.5,
             WINDOWS | {"local_rope_percentage": 1.0},
-            "local_rope_percentage=1.0: in transformers, layers without",
+            f"local_rope_percentage=1.0: {WITHOUT_NORM}",
         ),
-        (
-            1,
-            WINDOWS | scaled("yarn"),
-            "rope_scaling_type=yarn: in transformers, layers without QK-norm",
-        ),
-        (1, WINDOWS | drope(), "logit_scale=drope: in transformers, layers without QK-norm"),
-        (
-            0.5,
-            scaled("dynamic"),
-            "rope_scaling_type=dynamic: .* needs .*; got proportional, 0.5 and none",
-        ),
-        (
-            1,
-            scaled("dynamic", logit_scale="yarn"),
-            "rope_scaling_type=dynamic: .* got proportional, 1.0 and yarn",
-        ),
-        (
-            0.5,
-            scaled("dynamic", rope_type="partial"),
-            "rope_scaling_type=dynamic: .* got partial, 0.5 and none",
-        ),
+        (1, WINDOWS | scaled("yarn"), f"rope_scaling_type=yarn: {WITHOUT_NORM}"),
+        (1, WINDOWS | DROPE, f"logit_scale=drope: {WITHOUT_NORM}"),
+        (0.5, scaled("dynamic"), f"{DYNAMIC}proportional, 0.5 and none"),
+        (1, scaled("dynamic", logit_scale="yarn"), f"{DYNAMIC}proportional, 1.0 and yarn"),
+        (0.5, scaled("dynamic", rope_type="partial"), f"{DYNAMIC}partial, 0.5 and none"),
     ],
 )
-def test_what_no_class_computes_is_not_exported(tmp_path, p, fields, says):
-    make_run(tmp_path / "run", p, **fields)
-    with pytest.raises(UsageError, match="config.model." + says) as error:
-        export_hf.export(tmp_path / "run", tmp_path / "hf")
-    assert "\n" not in str(error.value) and not (tmp_path / "hf").exists()
+def test_what_no_class_computes_is_not_exported(tmp_path, p, fields, expected):
+    with pytest.raises(UsageError, match=f"config.model.{expected}") as error:
+        export_run(tmp_path, p, fields)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "hf").exists()
 
 
 YARN = {
@@ -270,7 +249,7 @@ YARN = {
 
 
 @pytest.mark.parametrize(
-    ("rope", "says"),
+    ("rope", "expected"),
     [
         (
             encoding(rope_type="cope", clip_low_n=4),
@@ -289,10 +268,9 @@ YARN = {
         ({"rope_type": "linear", "factor": None}, '"factor": null.*: only'),
     ],
 )
-def test_rotations_that_are_not_imported(exported, rope, says):
+def test_rotations_that_are_not_imported(exported, rope, expected):
     edit(exported, rope_parameters={"rope_theta": 1e4} | rope, rope_scaling=None)
-    with pytest.raises(
-        UsageError, match=f"{re.escape(str(exported))}/config.json: .*{says}"
-    ) as error:
+    file = re.escape(f"{exported}/config.json")
+    with pytest.raises(UsageError, match=f"{file}: .*{expected}") as error:
         gemma_hf.from_hf(exported / "config.json")
     assert "\n" not in str(error.value)
