@@ -1,4 +1,4 @@
-"""Timers, votes and start of a run, in this process, with a clock that the test sets; a device's memory."""
+"""Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
 import contextlib
 import ctypes
@@ -33,6 +33,7 @@ def clock(monkeypatch):
 
 def test_a_save_is_due_after_the_minutes_and_again_after_as_many(clock):
     timer = interrupts.Interrupts(1.0)
+    never = interrupts.Interrupts(0)
     for seconds, request in ((59, "NONE"), (2, "SAVE"), (1, "SAVE")):
         clock[0] += seconds
         assert timer.poll().name == request
@@ -41,7 +42,6 @@ def test_a_save_is_due_after_the_minutes_and_again_after_as_many(clock):
         clock[0] += seconds
         assert timer.poll().name == request
     assert timer.request == interrupts.Request.SAVE
-    never = interrupts.Interrupts(0)
     clock[0] += 1e9
     assert never.poll() == interrupts.Request.NONE
 
@@ -54,9 +54,25 @@ def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
             ended.get(timeout=0.2)
         dog.alive("step 3")
         assert ended.get(timeout=20) == 76
-    assert (
-        "nothing has happened for 0.001 minutes after step 3; the stacks" in capfd.readouterr().err
-    )
+    line = "nothing has happened for 0.001 minutes after step 3; the stacks"
+    assert line in capfd.readouterr().err
+
+
+# Counts the page faults of a program, x @ x.T of 81 MB; at times a small block takes a piece of
+# the free 81 MB, so the last runs count by their median.
+FAULTS = """
+import resource, statistics, jax, jax.numpy as jnp
+from prope.runtime import memory
+memory.reuse_memory()
+run = jax.jit(lambda x: jnp.sin(x @ x.T).sum())
+x = jnp.ones((4500, 4))
+faults = []
+for _ in range(12):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run(x).block_until_ready()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(int(statistics.median(faults[4:])))
+"""
 
 
 @pytest.mark.skipif(
@@ -64,45 +80,32 @@ def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
     reason="reuse_memory sets options of glibc's malloc; this system has another",
 )
 def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
-    script = """
-import resource, statistics, jax, jax.numpy as jnp
-from prope.runtime import memory
-memory.reuse_memory()
-run = jax.jit(lambda x: jnp.sin(x @ x.T).sum())  # x @ x.T takes 81 MB
-x = jnp.ones((4500, 4))
-faults = []
-for _ in range(12):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    run(x).block_until_ready()
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(int(statistics.median(faults[4:])))  # at times a small block takes a piece of the free 81 MB
-"""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
 @pytest.mark.parametrize("fails", [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("own", [0, 1])
-def test_an_error_of_one_process_counts(monkeypatch, fails, own):
+@pytest.mark.parametrize("this", [0, 1])
+def test_an_error_of_one_process_counts(monkeypatch, fails, this):
     errors = [f"bad input {process}" if fails[process] else "" for process in (0, 1)]
 
     def allgather(error):
-        assert error.tobytes().decode().strip() == errors[own]
-        return np.array(
-            [np.frombuffer(text.encode().ljust(len(error)), np.uint8) for text in errors]
-        )
+        assert error.tobytes().decode().strip() == errors[this]
+        rows = [text.encode().ljust(len(error)) for text in errors]
+        return np.array([np.frombuffer(row, np.uint8) for row in rows])
 
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "wait", lambda: None)
     monkeypatch.setattr(processes.multihost_utils, "process_allgather", allgather)
-    says = errors[own] or f"process {1 - own}: {errors[1 - own]}"
-    ends = pytest.raises(UsageError, match=f"^{says}$") if any(fails) else contextlib.nullcontext()
-    with ends, processes.raise_on_all():
-        if fails[own]:
-            raise UsageError(errors[own])
+    expected = contextlib.nullcontext()
+    if any(fails):
+        line = errors[this] or f"process {1 - this}: {errors[1 - this]}"
+        expected = pytest.raises(UsageError, match=f"^{line}$")
+    with expected, processes.raise_on_all():
+        if fails[this]:
+            raise UsageError(errors[this])
 
 
 def test_speed_leaves_out_pauses(clock, tmp_path):
@@ -110,33 +113,29 @@ def test_speed_leaves_out_pauses(clock, tmp_path):
     config = importlib.import_module("configs.quickstart").get_config("tiny")
     config.log_every = 1
     tokens = config.batch_size * config.data.seq_len
-    identity = {"fingerprint": "0" * 16, "windows": 1, "loss": 1.0}
-    evaluation = identity | dict.fromkeys(
-        ("perplexity", "bits_per_byte", "unigram_bits_per_byte"), 1.0
-    )
+    values = {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
+    evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": 1.0}
+    for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte"):
+        evaluation[name] = 1.0
     with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
         for step in (1, 2, 3, 4):
             clock[0] += 8
-            writer.step(
-                step,
-                {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)},
-            )
+            writer.step(step, dict(values))
             clock[0] += 2
             if step in (2, 4):  # a pause reports the step before it
                 with writer.pause():
                     clock[0] += 1000
                     writer.evaluation(step, evaluation)
         summary = writer.summary("0" * 16)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    seconds = [tokens / json.loads(line)["tokens_per_second"] for line in lines]
     # A step is reported when the next one was dispatched, or before a pause.
-    assert [tokens / record["tokens_per_second"] for record in records] == pytest.approx(
-        [18, 2, 18, 2]
-    )
+    assert seconds == pytest.approx([18, 2, 18, 2])
     assert summary["tokens_per_second"] == pytest.approx(tokens / 10)
 
 
 def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
-    """Field 22 of /proc/self/stat is the start, in ticks after boot; here every field from 3 on holds its number."""
+    """Field 22 of /proc/self/stat is the start, in ticks after boot; here each holds its number."""
     ticks = os.sysconf("SC_CLK_TCK")
     stat = " ".join(["7", "(a (b) c)", "S", *(str(field * ticks) for field in range(4, 53))])
     monkeypatch.setattr(pathlib.Path, "read_text", lambda path: stat)
@@ -146,13 +145,13 @@ def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
 
 def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
     monkeypatch.delenv("PROPE_COMMIT", raising=False)
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    found = startup.find_commit()
-    assert (
-        found.removesuffix("+changes") == done.stdout.strip()
-        if done.returncode == 0
-        else found is None
-    )
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    commit = startup.find_commit()
+    if done.returncode == 0:
+        assert commit.removesuffix("+changes") == done.stdout.strip()
+    else:
+        assert commit is None
     monkeypatch.setenv("PATH", "/nowhere")  # without git
     assert startup.find_commit() is None
     monkeypatch.setenv("PROPE_COMMIT", "abc")
@@ -161,7 +160,7 @@ def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
 
 @pytest.mark.parametrize(("stats", "expected"), [({"bytes_limit": 7}, 7), ({}, None), (None, None)])
 def test_an_accelerators_memory_is_what_it_says(stats, expected):
-    """Not the host's, where the driver does not say."""
+    """It is not the host's, where the driver does not say."""
     device = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
     assert memory.device_bytes(device) == expected
 
