@@ -50,12 +50,6 @@ def draw_attention(T, S, N, K, H=16, B=2, dtype=np.float32):
     return [jnp.asarray(2 * rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-def cotangent_of(query):
-    """A cotangent of attention's output."""
-    rng = np.random.default_rng(1)
-    return jnp.asarray(rng.standard_normal(query.shape), query.dtype)
-
-
 def draw_segments(B, T, seed=2):
     """Segments as of a packed window: some of one token, one row of one, zeros at an early end."""
     rng = np.random.default_rng(seed)
@@ -67,34 +61,39 @@ def draw_segments(B, T, seed=2):
     return jnp.asarray(segments, jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "window"))
-def attention_with_gradients(
-    query,
-    key,
-    value,
-    cotangent,
-    segments=None,
-    *,
-    implementation="xla",
-    window=None,
-):
-    """Attention's output, and the cotangents of query, key and value."""
-    run = functools.partial(
-        attention.attention,
-        segment_ids=segments,
-        implementation=implementation,
-        window=window,
-    )
-    output, vjp = jax.vjp(run, query, key, value)
-    return output, *vjp(cotangent)
+def attention_with_gradients(query, key, value, cotangent, segments=None, **options):
+    """Attention's output and the cotangents of query, key and value, compiled anew."""
+
+    def run(query, key, value, cotangent, segments):
+        attend = functools.partial(
+            attention.attention,
+            segment_ids=segments,
+            **options,
+        )
+        output, vjp = jax.vjp(attend, query, key, value)
+        return output, *vjp(cotangent)
+
+    return jax.jit(run)(query, key, value, cotangent, segments)
 
 
-def assert_attention_close(actual, expected, rtol):
-    """Compares what `attention_with_gradients` returns, relative to the largest of each array."""
+def check_attention(query, key, value, segments=None, rtol=5e-6, window=None, **options):
+    """Compares attention and its gradients with the formula, relative to each largest value."""
+    rng = np.random.default_rng(1)
+    cotangent = jnp.asarray(rng.standard_normal(query.shape), query.dtype)
+    seen = oracles.causal_mask(query.shape[1], segments, window)
+    expected = oracles.attention(query, key, value, seen, cotangent)
+    options["window"] = window
+    actual = attention_with_gradients(query, key, value, cotangent, segments, **options)
     names = ("output", "query", "key", "value")
     for name, ours, theirs in zip(names, actual, expected, strict=True):
-        bound = rtol * np.abs(theirs).max()
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound, err_msg=name)
+        assert ours.dtype == query.dtype, name
+        np.testing.assert_allclose(
+            oracles.float64(ours),
+            theirs,
+            rtol=0,
+            atol=rtol * np.abs(theirs).max(),
+            err_msg=name,
+        )
 
 
 def small(**fields):
@@ -142,6 +141,23 @@ def forward(config, params, tokens, positions, segments=None):
 def _forward(config, params, tokens, positions, segments):
     hidden = model.hidden_states(config, params, tokens, positions, segments)
     return model.logits(params, hidden)
+
+
+def assert_trees_close(actual, expected, rtol, where=""):
+    """Compares the arrays of two trees, relative to the largest of each array."""
+
+    def compare(path, theirs, ours):
+        bound = rtol * np.abs(theirs).max()
+        name = f"{where} {jax.tree_util.keystr(path)}"
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound, err_msg=name)
+
+    jax.tree_util.tree_map_with_path(compare, expected, actual)
+
+
+def leaves_by_path(tree) -> dict:
+    """The leaves of nested dictionaries by their paths, as in the table of parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
 
 
 def same(ours, theirs) -> bool:

@@ -1,4 +1,4 @@
-"""Causal attention and its gradient against their formulas in float64, and the choice of what computes it."""
+"""Causal attention and its gradient against their formulas in float64, and what computes it."""
 
 import functools
 import math
@@ -7,396 +7,330 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from compiled import array_shapes
-from makers import assert_attention_close as assert_close
-from makers import attention_with_gradients as with_gradients
-from makers import cotangent_of
+from makers import attention_with_gradients, check_attention, draw_segments
 from makers import draw_attention as draw
-from makers import draw_segments as documents
-from oracles import attention as reference
-from oracles import causal_mask as causal
 
 from prope.attention import attention, choose_implementation
 from prope.cost.traced import count_flops
 
+MASKED = pytest.mark.parametrize("masked", [False, True])
 
-@pytest.mark.parametrize("masked", [False, True])
+
+def slow(*case):
+    """A case of the slow tests."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@MASKED
 @pytest.mark.parametrize(
-    ("T", "heads", "kv_heads"),
+    ("T", "heads", "kv_heads", "window"),
     [
-        (9, 4, 1),
-        (9, 4, 2),
-        (9, 4, 4),
-        (128, 4, 2),
-        (300, 4, 2),
-        (1025, 4, 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((9, 1, 1), (9, 6, 3), (300, 4, 1), (300, 3, 3))
-        ),
+        (9, 4, 1, None),
+        (9, 4, 2, None),
+        (9, 4, 4, None),
+        (128, 4, 2, None),
+        (300, 4, 2, None),
+        (1025, 4, 2, None),
+        (9, 4, 2, 2),
+        (9, 4, 2, 3),
+        (300, 4, 2, 40),
+        (300, 4, 2, 129),
+        (300, 4, 2, 300),
+        (1025, 4, 2, 200),
+        slow(9, 1, 1, None),
+        slow(9, 6, 3, None),
+        slow(300, 4, 1, None),
+        slow(300, 3, 3, None),
     ],
 )
-def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_heads, masked):
-    q, k, v = draw(T, T, heads, kv_heads, H=8 if T > 300 else 16, B=1 if T > 300 else 2)
-    segments = documents(len(q), T) if masked else None
-    expected = reference(q, k, v, causal(T, segments), cotangent_of(q))
-    assert_close(with_gradients(q, k, v, cotangent_of(q), segments), expected, 5e-6)
+def test_blocks_of_queries_and_their_gradients_equal_the_formula(
+    T, heads, kv_heads, window, masked
+):
+    B = 1 if T > 300 else 2
+    arrays = draw(T, T, heads, kv_heads, H=8 * B, B=B)
+    segments = draw_segments(B, T) if masked else None
+    check_attention(*arrays, segments, window=window, implementation="xla")
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("T", "window"), [(9, 2), (9, 3), (300, 40), (300, 129), (300, 300), (1025, 200)]
+    ("T", "heads", "kv_heads", "window", "masked"),
+    [
+        (128, 4, 2, None, True),
+        (256, 2, 2, None, False),
+        (256, 2, 1, 100, True),
+        slow(128, 4, 2, None, False),
+        slow(256, 2, 2, None, True),
+        slow(384, 2, 1, None, False),
+        slow(384, 2, 1, None, True),
+        slow(384, 2, 1, 2, False),
+        slow(384, 2, 1, 129, False),
+    ],
 )
-def test_a_window_and_its_gradients_equal_the_formula(T, window, masked):
-    q, k, v = draw(T, T, 4, 2, H=8, B=1)
-    segments = documents(1, T) if masked else None
-    expected = reference(q, k, v, causal(T, segments, window), cotangent_of(q))
-    assert_close(with_gradients(q, k, v, cotangent_of(q), segments, window=window), expected, 5e-6)
+def test_splash_equals_the_formula(interpreted, T, heads, kv_heads, window, masked):
+    arrays = draw(T, T, heads, kv_heads, H=128)
+    segments = draw_segments(2, T) if masked else None
+    check_attention(*arrays, segments, window=window, implementation="splash")
+
+
+def gradients(query, key, value, **options):
+    """The gradients of the output's sum of squares."""
+
+    def square(query, key, value):
+        output = attention(query, key, value, **options)
+        return (output.astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(square, (0, 1, 2))(query, key, value)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "splash"])
 def test_a_window_skips_the_keys_that_no_query_sees(implementation):
-    q, k, v = draw(4096, 4096, 1, 1, H=128, B=1)
-    flops = []
-    for window in (None, 512):
-        run = functools.partial(attention, implementation=implementation, window=window)
-        step = jax.make_jaxpr(jax.grad(lambda q, k, v, run=run: run(q, k, v).sum(), (0, 1, 2)))(
-            q, k, v
-        )
-        flops.append(count_flops(step))
-    assert flops[1] < 0.4 * flops[0]  # 0.23 where blocks are single queries
+    arrays = draw(4096, 4096, 1, 1, H=128, B=1)
+
+    def flops(window):
+        run = functools.partial(gradients, implementation=implementation, window=window)
+        return count_flops(jax.make_jaxpr(run)(*arrays))
+
+    assert flops(512) < 0.4 * flops(None)  # 0.23 where blocks are single queries
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@MASKED
 def test_the_scores_never_exist_whole(masked):
-    B, T, N = 2, 1024, 4
-    q, k, v = draw(T, T, N, 2, H=8, B=B)
-    segments = documents(B, T) if masked else None
+    B = 2
+    T = 1024
+    N = 4
+    arrays = draw(T, T, N, 2, H=8, B=B)
+    segments = draw_segments(B, T) if masked else None
 
     def whole(query, key, value):
-        scores = jnp.einsum("btngh,bsnh->bngts", query.reshape(B, T, 2, 2, 8), key)
+        grouped = query.reshape(B, T, 2, 2, 8)
+        scores = jnp.einsum("btngh,bsnh->bngts", grouped, key)
         return jnp.einsum("bngts,bsnh->btngh", jax.nn.softmax(scores), value)
 
-    def largest(run):
-        shapes = [dims for _, dims in array_shapes(jax.jit(run).lower(q, k, v).compile().as_text())]
+    def measure(run):
+        """The elements of the largest array; whether any has two axes of length T."""
+        text = jax.jit(run).lower(*arrays).compile().as_text()
+        shapes = [dims for _, dims in array_shapes(text)]
         assert len(shapes) > 10
-        return max(map(math.prod, shapes)), any(dims.count(T) > 1 for dims in shapes)
+        largest = max(map(math.prod, shapes))
+        return largest, any(dims.count(T) > 1 for dims in shapes)
 
-    blocks = functools.partial(attention, segment_ids=segments, implementation="xla")
-    gradient = jax.grad(lambda *parts: (blocks(*parts) ** 2).sum(), argnums=(0, 1, 2))
-    assert largest(whole) == (B * N * T * T, True)
-    for run in (blocks, gradient):
-        elements, square = largest(run)
-        assert elements <= B * N * T * T // 4 and not square
-
-
-@pytest.mark.parametrize("first", [(0, 0), (1, 5), (9, 0)])
-def test_queries_may_come_after_cached_keys(first):
-    q, k, v = draw(3, 12, 4, 1)
-    seen = np.arange(12) <= np.array(first)[:, None, None] + np.arange(3)[:, None]
-    out = attention(q, k, v, first_query=jnp.array(first))
-    np.testing.assert_allclose(out, reference(q, k, v, seen), rtol=0, atol=2e-6)
-
-
-def test_many_queries_may_come_after_cached_keys_whatever_is_asked_for():
-    q, k, v = draw(300, 400, 4, 2)
-    q = (
-        q / 4
-    )  # scores up to 12: at 50, float32 alone is off by 2e-6, and by how much depends on the CPU
-    seen = np.arange(400) <= np.array([70, 3])[:, None, None] + np.arange(300)[:, None]
-    out = attention(q, k, v, first_query=jnp.array([70, 3]), implementation="splash")
-    np.testing.assert_allclose(out, reference(q, k, v, seen), rtol=0, atol=2e-6)
-
-
-def test_large_scores_do_not_overflow():
-    q, k, v = draw(9, 9, 2, 1)
-    q, k = q * 1e4, k * 1e4
-    expected = reference(q, k, v, causal(9), cotangent_of(q))
-    actual = with_gradients(q, k, v, cotangent_of(q))
-    np.testing.assert_allclose(actual[0], expected[0], rtol=0, atol=1e-4)
-    assert all(np.isfinite(part).all() for part in actual)
-
-
-def test_softmax_is_float32_for_bfloat16_inputs():
-    q, k, v = (jnp.asarray(part, jnp.bfloat16) for part in draw(300, 300, 2, 1))
-    actual = with_gradients(q, k, v, cotangent_of(q))
-    assert {part.dtype for part in actual} == {jnp.dtype("bfloat16")}
-    wide = [part.astype(jnp.float32) for part in (q, k, v, cotangent_of(q))]
-    expected = reference(*wide[:3], causal(300), wide[3])
-    assert_close([part.astype(jnp.float32) for part in actual], expected, 0.015)
+    assert measure(whole) == (B * N * T * T, True)
+    for function in (attention, gradients):
+        run = functools.partial(function, segment_ids=segments, implementation="xla")
+        largest, has_square = measure(run)
+        assert largest <= B * N * T * T // 4
+        assert not has_square
 
 
 @pytest.mark.parametrize(
-    ("T", "heads", "kv_heads", "masked", "window"),
+    ("T", "S", "kv_heads", "first", "implementation"),
     [
-        (128, 4, 2, True, None),
-        (256, 2, 2, False, None),
-        (256, 2, 1, True, 100),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (128, 4, 2, False, None),
-                (256, 2, 2, True, None),
-                (384, 2, 1, False, None),
-                (384, 2, 1, True, None),
-                (384, 2, 1, False, 2),
-                (384, 2, 1, False, 129),
-            )
-        ),
+        (3, 12, 1, (0, 0), "auto"),
+        (3, 12, 1, (1, 5), "auto"),
+        (3, 12, 1, (9, 0), "auto"),
+        (300, 400, 2, (70, 3), "splash"),  # whatever is requested
     ],
 )
-def test_splash_equals_the_formula(interpreted, T, heads, kv_heads, masked, window):
-    q, k, v = draw(T, T, heads, kv_heads, H=128)
-    segments = documents(2, T) if masked else None
-    expected = reference(q, k, v, causal(T, segments, window), cotangent_of(q))
-    options = {"implementation": "splash", "window": window}
-    assert_close(with_gradients(q, k, v, cotangent_of(q), segments, **options), expected, 5e-6)
+def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementation):
+    query, key, value = draw(T, S, 4, kv_heads)
+    # Scores up to 12: at 50, float32 alone is off by 2e-6, and by how much depends on the CPU.
+    query = query / 4
+    last_seen = np.array(first)[:, None, None] + np.arange(T)[:, None]
+    expected = oracles.attention(query, key, value, np.arange(S) <= last_seen)
+    output = attention(
+        query,
+        key,
+        value,
+        first_query=jnp.array(first),
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
+
+
+def test_large_scores_do_not_overflow():
+    query, key, value = draw(9, 9, 2, 1)
+    query = query * 1e4
+    key = key * 1e4
+    expected = oracles.attention(query, key, value, oracles.causal_mask(9))
+    results = attention_with_gradients(query, key, value, value.repeat(2, axis=2))
+    np.testing.assert_allclose(results[0], expected, rtol=0, atol=1e-4)
+    assert all(np.isfinite(array).all() for array in results)
+
+
+def test_softmax_is_float32_for_bfloat16_inputs():
+    check_attention(*draw(300, 300, 2, 1, dtype=jnp.bfloat16), rtol=0.015)
 
 
 @pytest.mark.parametrize("T", [512, 1024])
 def test_splash_takes_its_largest_blocks(T):
     """Traced, not run: the kernel refuses blocks that do not divide one another."""
     arrays = [jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
-    loss = lambda *given: attention(*given, implementation="splash").astype(jnp.float32).sum()  # noqa: E731
-    gradients = jax.eval_shape(jax.grad(loss, (0, 1, 2)), *arrays)
-    assert [(g.shape, g.dtype) for g in gradients] == [(a.shape, a.dtype) for a in arrays]
+    run = functools.partial(gradients, implementation="splash")
+    results = jax.eval_shape(run, *arrays)
+    for result, array in zip(results, arrays, strict=True):
+        assert (result.shape, result.dtype) == (array.shape, array.dtype)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "window"), [(4, 1, None), (4, 2, None), (2, 2, None), (4, 1, 7)]
+    ("heads", "kv_heads", "window"),
+    [
+        (4, 1, None),
+        (4, 2, None),
+        (2, 2, None),
+        (4, 1, 7),
+    ],
 )
-def test_cudnn_is_given_what_equals_the_formula(monkeypatch, heads, kv_heads, window):
-    """NVIDIA's kernel is not here: the function of JAX that calls it is, and computes the same by XLA."""
-    function, asked = jax.nn.dot_product_attention, []
+def test_cudnn_is_called_with_what_equals_the_formula(monkeypatch, heads, kv_heads, window):
+    """JAX's function that calls NVIDIA's kernel, which is not here, computes the same by XLA."""
+    function = jax.nn.dot_product_attention
+    calls = []
 
     def by_xla(*arrays, implementation, **options):
-        asked.append(
-            (implementation, {name for name, value in options.items() if value is not None})
-        )
+        options = {name: value for name, value in options.items() if value is not None}
+        calls.append((implementation, set(options)))
         return function(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    q, k, v = draw(20, 20, heads, kv_heads)
-    expected = reference(q, k, v, causal(20, window=window), cotangent_of(q))
-    assert_close(
-        with_gradients(q, k, v, cotangent_of(q), implementation="cudnn", window=window),
-        expected,
-        5e-6,
-    )
-    options = {"is_causal", *(["local_window_size"] if window else [])}
-    assert asked == [("cudnn", options)], "and no mask array, no bias, no lengths"
+    check_attention(*draw(20, 20, heads, kv_heads), implementation="cudnn", window=window)
+    # No array of a mask, no bias, no lengths.
+    options = {"is_causal", "local_window_size"} if window else {"is_causal"}
+    assert calls == [("cudnn", options)]
 
 
-# --- The choice ------------------------------------------------------------------------------------------------
+# --- The choice -------------------------------------------------------------------------------
 
-CPU, TPU = SimpleNamespace(platform="cpu"), SimpleNamespace(platform="tpu")
-TURING, AMPERE, HOPPER, BLACKWELL = (
-    SimpleNamespace(platform="gpu", compute_capability=value)
-    for value in ("7.5", "8.0", "9.0", "10.0")
-)
-AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")
-NO_TPU = "attention=splash cannot be used: it is a TPU kernel, and this is a {}; take auto or xla"
-NO_GPU = (
-    "attention=cudnn cannot be used: it is an NVIDIA kernel, and this is a {}; take auto or xla"
-)
-OLD = "it needs an Ampere GPU or a later one"
-DENSE = "it needs a dense mask to keep documents apart (data.mask_documents)"
 
-# device, T, H, dtype, masked -> what auto takes, why, and what "splash" and "cudnn" are answered (None: as asked)
+def make_gpu(compute_capability):
+    """A GPU as `choose_implementation` sees it."""
+    return SimpleNamespace(platform="gpu", compute_capability=compute_capability)
+
+
+CPU = SimpleNamespace(platform="cpu")
+TPU = SimpleNamespace(platform="tpu")
+TURING = make_gpu("7.5")
+AMPERE = make_gpu("8.0")
+HOPPER = make_gpu("9.0")
+BLACKWELL = make_gpu("10.0")
+AMD = make_gpu("gfx942")
+
+NEEDS_TPU = "it is a TPU kernel, and this is a gpu"
+NEEDS_NVIDIA = "it is an NVIDIA kernel, and this is a tpu"
+NEEDS_AMPERE = "it needs an Ampere GPU or a later one"
+BFLOAT16 = "dtype must be bfloat16; got float32"
+DENSE_MASK = "it needs a dense mask to keep documents apart (data.mask_documents)"
+
+# The device, what differs from 8192 tokens of head_dim 128 in bfloat16 without documents, what auto
+# takes, and what stands in the way of splash and of cudnn.
 CHOICES = [
     (
         CPU,
-        8192,
-        128,
-        "bfloat16",
-        False,
+        {},
         "xla",
-        "there is no kernel for a cpu",
-        NO_TPU.format("cpu"),
-        NO_GPU.format("cpu"),
+        ["it is a TPU kernel, and this is a cpu"],
+        ["it is an NVIDIA kernel, and this is a cpu"],
     ),
     (
         TPU,
-        8192,
-        256,
-        "bfloat16",
-        False,
+        {"H": 256},
         "splash",
-        "the fastest on a tpu",
-        None,
-        "attention=cudnn cannot be used: "
-        "it is an NVIDIA kernel, and this is a tpu; head_dim must be a multiple of 8 up to 128; got 256; "
-        "take auto or xla",
+        [],
+        [NEEDS_NVIDIA, "head_dim must be a multiple of 8 up to 128; got 256"],
     ),
     (
         TPU,
-        128,
-        128,
-        "float32",
-        True,
+        {"T": 128, "dtype": "float32", "segmented": True},
         "splash",
-        "the fastest on a tpu",
-        None,
-        "attention=cudnn cannot be used: "
-        f"it is an NVIDIA kernel, and this is a tpu; dtype must be bfloat16; got float32; {DENSE}; take auto or xla",
+        [],
+        [NEEDS_NVIDIA, BFLOAT16, DENSE_MASK],
     ),
     (
         TPU,
-        192,
-        128,
-        "bfloat16",
-        False,
+        {"T": 192},
         "xla",
-        "splash cannot be used: the sequence length must be a multiple of 128; got 192",
-        "attention=splash cannot be used: the sequence length must be a multiple of 128; got 192; take auto or xla",
-        NO_GPU.format("tpu"),
+        ["the sequence length must be a multiple of 128; got 192"],
+        [NEEDS_NVIDIA],
     ),
     (
         TPU,
-        256,
-        64,
-        "bfloat16",
-        False,
+        {"T": 256, "H": 64},
         "xla",
-        "splash cannot be used: head_dim must be a multiple of 128; got 64",
-        "attention=splash cannot be used: head_dim must be a multiple of 128; got 64; take auto or xla",
-        NO_GPU.format("tpu"),
+        ["head_dim must be a multiple of 128; got 64"],
+        [NEEDS_NVIDIA],
+    ),
+    (AMPERE, {}, "cudnn", [NEEDS_TPU], []),
+    (
+        AMPERE,
+        {"T": 100, "H": 64},
+        "cudnn",
+        [
+            NEEDS_TPU,
+            "the sequence length must be a multiple of 128; got 100",
+            "head_dim must be a multiple of 128; got 64",
+        ],
+        [],
     ),
     (
         AMPERE,
-        8192,
-        128,
-        "bfloat16",
-        False,
-        "cudnn",
-        "the fastest on a gpu",
-        NO_TPU.format("gpu"),
-        None,
-    ),
-    (
-        AMPERE,
-        100,
-        64,
-        "bfloat16",
-        False,
-        "cudnn",
-        "the fastest on a gpu",
-        "attention=splash cannot be used: it is a "
-        "TPU kernel, and this is a gpu; the sequence length must be a multiple of 128; got 100; head_dim must be a "
-        "multiple of 128; got 64; take auto or xla",
-        None,
-    ),
-    (
-        AMPERE,
-        8192,
-        256,
-        "bfloat16",
-        False,
+        {"H": 256},
         "xla",
-        "cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256",
-        NO_TPU.format("gpu"),
-        "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 128; got 256; take auto or xla",
+        [NEEDS_TPU],
+        ["head_dim must be a multiple of 8 up to 128; got 256"],
     ),
+    (HOPPER, {"H": 256}, "cudnn", [NEEDS_TPU], []),
+    (BLACKWELL, {"H": 256}, "cudnn", [NEEDS_TPU], []),
     (
         HOPPER,
-        8192,
-        256,
-        "bfloat16",
-        False,
-        "cudnn",
-        "the fastest on a gpu",
-        NO_TPU.format("gpu"),
-        None,
-    ),
-    (
-        BLACKWELL,
-        8192,
-        256,
-        "bfloat16",
-        False,
-        "cudnn",
-        "the fastest on a gpu",
-        NO_TPU.format("gpu"),
-        None,
-    ),
-    (
-        HOPPER,
-        8192,
-        384,
-        "bfloat16",
-        False,
+        {"H": 384},
         "xla",
-        "cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384",
-        NO_TPU.format("gpu"),
-        "attention=cudnn cannot be used: head_dim must be a multiple of 8 up to 256; got 384; take auto or xla",
+        [NEEDS_TPU],
+        ["head_dim must be a multiple of 8 up to 256; got 384"],
     ),
-    (
-        HOPPER,
-        8192,
-        128,
-        "float32",
-        False,
-        "xla",
-        "cudnn cannot be used: dtype must be bfloat16; got float32",
-        NO_TPU.format("gpu"),
-        "attention=cudnn cannot be used: dtype must be bfloat16; got float32; take auto or xla",
-    ),
-    (
-        HOPPER,
-        8192,
-        128,
-        "bfloat16",
-        True,
-        "xla",
-        f"cudnn cannot be used: {DENSE}",
-        NO_TPU.format("gpu"),
-        f"attention=cudnn cannot be used: {DENSE}; take auto or xla",
-    ),
-    (
-        TURING,
-        8192,
-        128,
-        "bfloat16",
-        False,
-        "xla",
-        f"cudnn cannot be used: {OLD}",
-        NO_TPU.format("gpu"),
-        f"attention=cudnn cannot be used: {OLD}; take auto or xla",
-    ),
-    (
-        AMD,
-        8192,
-        128,
-        "bfloat16",
-        False,
-        "xla",
-        f"cudnn cannot be used: {OLD}",
-        NO_TPU.format("gpu"),
-        f"attention=cudnn cannot be used: {OLD}; take auto or xla",
-    ),
+    (HOPPER, {"dtype": "float32"}, "xla", [NEEDS_TPU], [BFLOAT16]),
+    (HOPPER, {"segmented": True}, "xla", [NEEDS_TPU], [DENSE_MASK]),
+    (TURING, {}, "xla", [NEEDS_TPU], [NEEDS_AMPERE]),
+    (AMD, {}, "xla", [NEEDS_TPU], [NEEDS_AMPERE]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("device", "T", "H", "dtype", "masked", "choice", "why", "splash", "cudnn"),
-    CHOICES,
-    ids=range(len(CHOICES)),
+    ("device", "change", "choice", "splash", "cudnn"), CHOICES, ids=range(len(CHOICES))
 )
-def test_the_choice_and_its_reason(device, T, H, dtype, masked, choice, why, splash, cudnn):
-    about = (device, T, H, dtype, masked)
-    assert choose_implementation("auto", *about) == (choice, why)
-    assert choose_implementation("xla", *about) == ("xla", "as asked")
-    for asked, refusal in (("splash", splash), ("cudnn", cudnn)):
-        if refusal is None:
-            assert choose_implementation(asked, *about) == (asked, "as asked")
-        else:
-            with pytest.raises(ValueError) as refused:
-                choose_implementation(asked, *about)
-            assert str(refused.value) == refusal
+def test_the_choice_and_its_reason(device, change, choice, splash, cudnn):
+    workload = {
+        "T": 8192,
+        "H": 128,
+        "dtype": "bfloat16",
+        "segmented": False,
+    }
+    choose = functools.partial(choose_implementation, device=device, **(workload | change))
+    refusals = {
+        "splash": f"splash cannot be used: {'; '.join(splash)}",
+        "cudnn": f"cudnn cannot be used: {'; '.join(cudnn)}",
+    }
+    reasons = {
+        "cpu": "there is no kernel for a cpu",
+        "tpu": refusals["splash"],
+        "gpu": refusals["cudnn"],
+    }
+    reason = reasons[device.platform]
+    if choice != "xla":
+        reason = f"the fastest on a {device.platform}"
+    assert choose("auto") == (choice, reason)
+    assert choose("xla") == ("xla", "as asked")
+    for name, obstacles in (("splash", splash), ("cudnn", cudnn)):
+        if not obstacles:
+            assert choose(name) == (name, "as asked")
+            continue
+        with pytest.raises(ValueError) as refused:
+            choose(name)
+        assert str(refused.value) == f"attention={refusals[name]}; take auto or xla"
 
 
 def test_auto_is_what_this_machine_has():
-    """Tests run on the CPU, where there is no kernel: the result is that of "xla", bit for bit."""
-    q, k, v = draw(9, 9, 4, 2)
-    np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, implementation="xla"))
+    """On the CPU, where there is no kernel: the result is that of "xla", bit for bit."""
+    arrays = draw(9, 9, 4, 2)
+    expected = attention(*arrays, implementation="xla")
+    np.testing.assert_array_equal(attention(*arrays), expected)

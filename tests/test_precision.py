@@ -1,4 +1,4 @@
-"""float32 means float32 on TPUs and NVIDIA GPUs too: each matmul of a float32 program asks for all its bits."""
+"""float32 means float32 on TPUs and NVIDIA GPUs too: its matmuls ask for all bits."""
 
 import functools
 import re
@@ -19,56 +19,72 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
 def traced_step(attention: str, dtype: str):
+    """A traced training step of a small model on one device."""
     config = default_config()
-    config.batch_size = 2
-    config.model.update(
-        {"num_layers": 2, "embed_dim": 64, "num_heads": 2, "head_dim": 128, "hidden_dim": 64}
-    )
-    config.model.update({"attention": attention, "dtype": dtype})
+    fields = {
+        "num_layers": 2,
+        "embed_dim": 64,
+        "num_heads": 2,
+        "head_dim": 128,
+        "hidden_dim": 64,
+        "attention": attention,
+        "dtype": dtype,
+    }
+    config.model.update(fields)
     config.data.seq_len = 128
-    mesh, optimizer = sharding.make_mesh(devices=jax.devices()[:1]), make_optimizer(config)
-    state = sharding.with_shardings(
-        jax.eval_shape(functools.partial(init_state, config, optimizer)), mesh
-    )
+    config.batch_size = 2
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    optimizer = make_optimizer(config)
+    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    state = sharding.with_shardings(shapes, mesh)
     return trace_step(config, optimizer, mesh, state)
+
+
+def is_jaxpr(node) -> bool:
+    """Whether a parameter of an equation is a program itself."""
+    return hasattr(node, "eqns")
 
 
 def precisions(jaxpr) -> list:
     """The precision of every matmul of float32 arrays, those in kernels and loops too."""
     found = []
     for equation in jaxpr.eqns:
-        if (
-            equation.primitive.name == "dot_general"
-            and equation.invars[0].aval.dtype == jnp.float32
-        ):
+        is_matmul = equation.primitive.name == "dot_general"
+        if is_matmul and equation.invars[0].aval.dtype == jnp.float32:
             found.append(equation.params["precision"])
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                found += precisions(getattr(inner, "jaxpr", inner))
+        values = list(equation.params.values())
+        for value in jax.tree.leaves(values, is_leaf=is_jaxpr):
+            inner = getattr(value, "jaxpr", value)
+            if is_jaxpr(inner):
+                found += precisions(inner)
     return found
 
 
 def precisions_of_text(text: str) -> list[str]:
     """The precision of every matmul of float32 arrays in StableHLO."""
-    dots = [
-        line
-        for line in text.splitlines()
-        if "stablehlo.dot_general" in line and "xf32>" in line.split(" : ")[-1]
-    ]
-    return [
-        (re.findall(r"precision = \[(.*?)\]", line) or ["DEFAULT, DEFAULT"])[0] for line in dots
-    ]
+    found = []
+    for line in text.splitlines():
+        types = line.split(" : ")[-1]
+        if "stablehlo.dot_general" not in line or "xf32>" not in types:
+            continue
+        precision = re.search(r"precision = \[(.*?)\]", line)
+        found.append(precision[1] if precision else "DEFAULT, DEFAULT")
+    return found
 
 
 @pytest.mark.parametrize(
-    ("attention", "platform"), [("xla", "cuda"), ("xla", "tpu"), ("splash", "tpu")]
+    ("attention", "platform"),
+    [
+        ("xla", "cuda"),
+        ("xla", "tpu"),
+        ("splash", "tpu"),
+    ],
 )
 def test_a_float32_step_multiplies_in_float32(attention, platform):
     step = traced_step(attention, "float32")
     found = precisions(step.jaxpr.jaxpr)
-    assert len(found) >= 20 and set(found) == {HIGHEST}
+    assert len(found) >= 20
+    assert set(found) == {HIGHEST}
     if attention == "xla":
         text = step.lower(lowering_platforms=(platform,)).as_text()
         assert set(precisions_of_text(text)) == {"HIGHEST, HIGHEST"}
@@ -83,16 +99,22 @@ def evaluate(workdir):
 
 
 def sample(workdir):
-    generation.continue_prompts(str(workdir), None, ["a"], generation.Sampling(3, 0.0), 0)
+    sampling = generation.Sampling(3, 0.0)
+    generation.continue_prompts(str(workdir), None, ["a"], sampling, 0)
 
 
 def analyse(workdir):
-    analysis.analyse(workdir, analysis_options(sequences=1, seq_len=32, channels=1))
+    options = analysis_options(sequences=1, seq_len=32, channels=1)
+    analysis.analyse(workdir, options)
 
 
 @pytest.mark.parametrize(
     "command",
-    [evaluate, *(pytest.param(command, marks=pytest.mark.slow) for command in (sample, analyse))],
+    [
+        evaluate,
+        pytest.param(sample, marks=pytest.mark.slow),
+        pytest.param(analyse, marks=pytest.mark.slow),
+    ],
 )
 def test_commands_multiply_in_float32(whole, tmp_path, command):
     jax.clear_caches()  # of programs that other tests lowered
@@ -101,9 +123,8 @@ def test_commands_multiply_in_float32(whole, tmp_path, command):
         command(whole[0])
     finally:
         jax.config.update("jax_dump_ir_to", "")
-    found = [
-        precision
-        for path in tmp_path.glob("*.mlir")
-        for precision in precisions_of_text(path.read_text())
-    ]
-    assert len(found) >= 5 and set(found) == {"HIGHEST, HIGHEST"}
+    found = []
+    for path in tmp_path.glob("*.mlir"):
+        found += precisions_of_text(path.read_text())
+    assert len(found) >= 5
+    assert set(found) == {"HIGHEST, HIGHEST"}

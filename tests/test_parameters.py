@@ -1,0 +1,131 @@
+"""The table of parameters against the tree that the model initialises."""
+
+import functools
+import runpy
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT
+from jax.sharding import AbstractMesh, PartitionSpec
+from makers import initial_params, leaves_by_path, small
+
+from prope import model, parameters, sharding
+from prope.cost.flops import num_parameters
+from prope.optimizer import has_weight_decay
+from prope.workdir.hashes import hash_arrays
+
+SIZES = {
+    "num_layers": 3,
+    "embed_dim": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "hidden_dim": 48,
+    "vocab_size": 50,
+    "use_qk_norm": True,
+}
+FSDP = ("fsdp", "context")
+# Of a model of these sizes: the shape, and the mesh axes that shard each axis where they divide it.
+EXPECTED = {
+    "embedder/input_embedding": ((50, 32), ("tensor", FSDP)),
+    "final_norm/scale": ((32,), (FSDP,)),
+    "layers/attn/attn_vec_einsum/w": ((3, 4, 16, 32), (None, "tensor", None, FSDP)),
+    "layers/attn/key_norm/scale": ((3, 16), (None, FSDP)),
+    "layers/attn/kv_einsum/w": ((3, 2, 2, 32, 16), (None, None, "tensor", FSDP, None)),
+    "layers/attn/q_einsum/w": ((3, 4, 32, 16), (None, "tensor", FSDP, None)),
+    "layers/attn/query_norm/scale": ((3, 16), (None, FSDP)),
+    "layers/mlp/gating_einsum": ((3, 2, 32, 48), (None, None, FSDP, "tensor")),
+    "layers/mlp/linear": ((3, 48, 32), (None, "tensor", FSDP)),
+    "layers/pre_attention_norm/scale": ((3, 32), (None, FSDP)),
+    "layers/pre_ffw_norm/scale": ((3, 32), (None, FSDP)),
+}
+
+
+def initial_shapes(config):
+    """What the model initialises, without computing it."""
+    return jax.eval_shape(
+        functools.partial(model.init, config),
+        jax.random.key(0),
+    )
+
+
+def test_names_shapes_and_counts_are_those_of_the_model():
+    config = small(**SIZES, dtype="bfloat16")
+    tree = initial_shapes(config)
+    assert parameters.shapes(config) == tree
+    leaves = leaves_by_path(tree)
+    assert {path: leaf.shape for path, leaf in leaves.items()} == {
+        path: shape for path, (shape, _) in EXPECTED.items()
+    }
+    assert {leaf.dtype for leaf in leaves.values()} == {np.dtype(np.float32)}
+    assert parameters.count(config) == num_parameters(tree)
+    matrices = {path: leaf for path, leaf in leaves.items() if not path.endswith("/scale")}
+    assert parameters.count(config, matrices_only=True) == num_parameters(matrices)
+
+
+def test_norms_of_queries_and_keys_are_there_where_the_config_has_them():
+    paths = set(leaves_by_path(initial_shapes(small())))
+    norms = {f"layers/attn/{name}_norm/scale" for name in ("query", "key")}
+    assert paths == EXPECTED.keys() - norms
+    assert parameters.parameters(small()).keys() == paths
+
+
+def test_matrices_decay_and_scales_do_not():
+    decay = leaves_by_path(has_weight_decay(initial_shapes(small(**SIZES))))
+    assert decay == {path: not path.endswith("/scale") for path in EXPECTED}
+
+
+def test_parameters_and_moments_are_sharded_by_their_axes(monkeypatch):
+    monkeypatch.setattr(sharding, "_MIN_SHARD_SIZE", 0)
+    mesh = AbstractMesh(
+        (1, 2, 2, 2),
+        sharding._AXES,
+    )
+    config = small(**SIZES)
+    params = initial_shapes(config)
+    expected = {path: PartitionSpec(*spec) for path, (_, spec) in EXPECTED.items()}
+
+    def specs(tree):
+        shardings = sharding.state_shardings(tree, mesh)
+        return {path: leaf.spec for path, leaf in leaves_by_path(shardings).items()}
+
+    assert specs(params) == expected
+    layer = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape[1:],
+            leaf.dtype,
+        ),
+        params,
+    )
+    assert specs(layer["layers"]["mlp"]) == {
+        "gating_einsum": PartitionSpec(None, FSDP, "tensor"),
+        "linear": PartitionSpec("tensor", FSDP),
+    }
+
+
+def read_config(name, *arguments):
+    """The config of a page in configs/."""
+    page = runpy.run_path(ROOT / "configs" / f"{name}.py")
+    return page["get_config"](*arguments)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("quickstart",), "9c55f44410ac4337"),
+        (("gemma3_like", "tiny"), "920afaa7b63f52a9"),
+    ],
+)
+def test_initial_values_are_those_of_every_version(arguments, expected):
+    config = read_config(*arguments)
+    params = initial_params(config.model, config.seed)
+    assert hash_arrays(params) == expected
+
+
+def test_gemma_2b_has_gemma_s_parameters():
+    config = read_config("gemma_2b_wiki").model
+    config.vocab_size = 256_128
+    assert parameters.count(config) == 2_506_434_560
+    assert num_parameters(initial_shapes(config)) == 2_506_434_560
