@@ -139,9 +139,15 @@ def test_the_standard_error_is_the_spread_over_many_samples():
         errors.append(stderr)
         naive.append(1 / math.sqrt(tokens.sum()))
     spread = np.std(means)
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(spread, rel=0.04)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(
+        spread,
+        rel=0.04,
+    )
     assert np.mean(naive) < 0.5 * spread
-    assert paired.mean_and_stderr(np.array([6.0, 0.0]), np.array([2, 0])) == (3.0, None)
+    assert paired.mean_and_stderr(
+        np.array([6.0, 0.0]),
+        np.array([2, 0]),
+    ) == (3.0, None)
 
 
 @pytest.mark.slow
@@ -220,7 +226,10 @@ def every_shape(jaxpr):
             yield from every_shape(inner)
 
 
-@pytest.mark.parametrize("p", [pytest.param("nope", marks=pytest.mark.slow), "rope"])
+@pytest.mark.parametrize(
+    "p",
+    [pytest.param("nope", marks=pytest.mark.slow), "rope"],
+)
 def test_long_windows_are_finite_and_their_scores_never_whole(runs, p, monkeypatch):
     traced = []
     score = losses.LossEvaluation._score
@@ -378,7 +387,12 @@ def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
     header, *lines = outcome.stderr.splitlines()[-5:]
     columns = header.split()[-8:]  # the log's first line begins with its time
     assert columns == list(short[0])
-    expected = [("nope", 32), ("nope", 64), ("rope", 32), ("rope", 64)]
+    expected = [
+        ("nope", 32),
+        ("nope", 64),
+        ("rope", 32),
+        ("rope", 64),
+    ]
     for record, line, (name, length) in zip(short, lines, expected, strict=True):
         assert record["workdir"] == str(runs / name)
         assert record["seq_len"] == length
