@@ -1,4 +1,4 @@
-"""The encodings beside p-RoPE: published numbers, other projects' functions, limits, and the decoder that uses them."""
+"""Encodings beside p-RoPE: published numbers, other projects' functions, limits, the decoder."""
 
 import functools
 import math
@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from makers import draw_model as draw
-from makers import forward, small
-from oracles import decoder as reference
+from makers import draw_model, forward, initial_params, layer_params, same, small
+from oracles import decoder
 
 from prope import encodings, model
 from prope.config import default_config, from_dict, set_layer_percentages
@@ -28,35 +27,36 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-19)
 
 
-# --- Numbers of the papers' formulas, computed apart from this project, to ten digits ------------------------------
+# --- Numbers of the papers' formulas, computed apart from this project, to ten digits -----------
 
 
 def test_types_have_the_numbers_of_their_formulas():
     close(frequencies(16, 1e4), R16)
     close(encodings.reversed_frequencies(16, 1e4, 0.75), [0, 0, *R16[2:]])
-    close(encodings.partial_frequencies(16, 1e4, 0.5), [1, 0.1, 0.01, 0.001, 0, 0, 0, 0])
-    close(encodings.partial_frequencies(16, 1e4, 0.25), [1, 0.01, 0, 0, 0, 0, 0, 0])
+    close(
+        encodings.partial_frequencies(16, 1e4, 0.5),
+        [1, 0.1, 0.01, 0.001, 0, 0, 0, 0],
+    )
+    close(
+        encodings.partial_frequencies(16, 1e4, 0.25),
+        [1, 0.01, 0, 0, 0, 0, 0, 0],
+    )
     for cutoff, kept in ((1, 4), (0.5, 4), (0.25, 3), (4, 6)):
-        close(encodings.cutoff_frequencies(16, 1e4, 512, cutoff), R16[:kept] + [0] * (8 - kept))
+        close(
+            encodings.cutoff_frequencies(16, 1e4, 512, cutoff),
+            R16[:kept] + [0] * (8 - kept),
+        )
     close(encodings.hard_clip_frequencies(16, 1e4, 3), R16[:5] + [0] * 3)
     close(encodings.clipped_frequencies(16, 1e4, 4), [*R16[:5], 0.002371708245, 0.00025, 0])
     taper = encodings.clipped_frequencies(128, 1e7, 20)
-    for pair, expected in (
-        (44, 1.539926526e-05),
-        (45, 1.188921691e-05),
-        (54, 5.692309663e-07),
-        (62, 1.128477418e-09),
-    ):
-        close(taper[pair], expected)
-    assert taper[63] == 0
-    close(
-        encodings.rope_id_frequencies(16, 512),
-        [0.1963495408, 0.09817477042, 0.04908738521, 0.02454369261, 0, 0, 0, 0],
-    )
-    close(
-        encodings.rope_id_frequencies(16, 4096),
-        [0.1963495408, 0.04908738521, 0.0122718463, 0.003067961576, 0, 0, 0, 0],
-    )
+    pairs = [44, 45, 54, 62, 63]
+    expected = [1.539926526e-05, 1.188921691e-05, 5.692309663e-07, 1.128477418e-09, 0]
+    close(taper[pairs], expected)
+    for length, factor in ((512, 2), (4096, 4)):
+        close(
+            encodings.rope_id_frequencies(16, length),
+            [*(0.1963495408 / factor ** np.arange(4)), 0, 0, 0, 0],
+        )
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,7 @@ def test_a_cutoff_keeps_the_pairs_that_complete_a_period(d, wavelength, length, 
     )
 
 
-def test_scalings_have_the_numbers_of_their_formulas():
-    rope = frequencies(16, 1e4)
+def test_scalings_of_the_wavelength_have_the_numbers_of_their_formulas():
     close(
         frequencies(16, encodings.ntk_wavelength(16, 1e4, 4)),
         [
@@ -92,15 +91,18 @@ def test_scalings_have_the_numbers_of_their_formulas():
             7.90569415e-05,
         ],
     )
-    for factor, wavelength, slowest in (
+    for factor, expected, slowest in (
         (1, 22081.79027, 0.000158113883),
         (4, 62924.94753, 6.32455532e-05),
     ):
-        close(np.float64(encodings.dynamic_wavelength(16, 1e4, factor, 512, 1024)), wavelength)
-        close(
-            frequencies(16, encodings.dynamic_wavelength(16, 1e4, factor, 512, 1024))[-1], slowest
-        )
+        wavelength = encodings.dynamic_wavelength(16, 1e4, factor, 512, 1024)
+        close(np.float64(wavelength), expected)
+        close(frequencies(16, wavelength)[-1], slowest)
         close(frequencies(16, encodings.dynamic_wavelength(16, 1e4, factor, 512, 300)), R16)
+
+
+def test_scalings_by_pairs_have_the_numbers_of_their_formulas():
+    rope = frequencies(16, 1e4)
     close(
         encodings.yarn_frequencies(rope, 16, 1e4, 4, 512),
         [1, 0.2569350599, 0.0625, 0.01383496476, *SLOW],
@@ -109,7 +111,7 @@ def test_scalings_have_the_numbers_of_their_formulas():
         encodings.yarn_frequencies(rope, 16, 1e4, 4, 2048),
         [1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05],
     )
-    close(encodings.llama3_frequencies(rope, 4, 512), [1, 0.316227766, 0.1, 0.02037183272, *SLOW])
+    close(encodings.llama3_frequencies(rope, 4, 512), [*R16[:3], 0.02037183272, *SLOW])
     close(
         encodings.llama3_frequencies(frequencies(16, 5e5), 8, 8192),
         [
@@ -130,16 +132,16 @@ def test_scalings_have_the_numbers_of_their_formulas():
 def test_the_least_wavelength_of_a_length():
     for length, published in ((1024, 4.3e3), (2048, 1.16e4)):
         assert encodings.least_wavelength(128, length) == pytest.approx(published, rel=0.003)
-    sums = np.cos(np.arange(1708)[:, None] * frequencies(128, 1e4)).sum(
-        axis=1
-    )  # the first that is negative: 1707
-    assert sums[:1707].min() > 0 > sums[1707] == pytest.approx(-0.4989315299, abs=1e-9)
+    angles = np.arange(1708)[:, None] * frequencies(128, 1e4)
+    sums = np.cos(angles).sum(axis=1)  # the first that is negative: 1707
+    assert sums[:1707].min() > 0 > sums[1707]
+    assert sums[1707] == pytest.approx(-0.4989315299, abs=1e-9)
     assert encodings.least_wavelength(128, 1707) <= 1e4 * 1.001
 
 
 def test_the_neutral_value_of_each_is_rope_bit_for_bit():
     rope = frequencies(64, 1e4)
-    for same in (
+    for neutral in (
         encodings.partial_frequencies(64, 1e4, 1),
         encodings.reversed_frequencies(64, 1e4, 1),
         encodings.cutoff_frequencies(64, 1e4, 512, math.inf),
@@ -150,12 +152,9 @@ def test_the_neutral_value_of_each_is_rope_bit_for_bit():
         encodings.llama3_frequencies(rope, 1, 512),
         rope / 1.0,
     ):
-        np.testing.assert_array_equal(same, rope)
-    for zero in (
-        encodings.partial_frequencies(64, 1e4, 0),
-        encodings.reversed_frequencies(64, 1e4, 0),
-    ):
-        np.testing.assert_array_equal(zero, np.zeros(32))
+        np.testing.assert_array_equal(neutral, rope)
+    for zero in (encodings.partial_frequencies, encodings.reversed_frequencies):
+        np.testing.assert_array_equal(zero(64, 1e4, 0), np.zeros(32))
     np.testing.assert_array_equal(
         encodings.clipped_frequencies(64, 1e4, 2), encodings.hard_clip_frequencies(64, 1e4, 1)
     )
@@ -174,67 +173,57 @@ def test_every_type_gives_frequencies_that_fall_from_1(d):
     }
     for name, (function, needed) in encodings.TYPES.items():
         freqs = function(d, *[fields[field] for field in needed])
-        assert freqs.shape == (d // 2,) and freqs.dtype == np.float64, name
-        assert (freqs >= 0).all() and (freqs <= 1).all(), name
+        assert freqs.shape == (d // 2,), name
+        assert freqs.dtype == np.float64, name
+        assert 0 <= freqs.min() <= freqs.max() <= 1, name
         rotated = freqs[freqs > 0]
-        assert len(rotated) > 1 and (np.diff(rotated) < 0).all(), name
+        assert len(rotated) > 1, name
+        assert (np.diff(rotated) < 0).all(), name
         if name != "reversed":
             assert (np.diff(freqs) <= 0).all(), name
 
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
-    ("kind", "fields", "values"),
+    ("kind", "values"),
     [
-        (
-            "partial",
-            {"rope_type": "partial", "rope_percentage": 0.25},
-            {"partial_rotary_factor": 0.25},
-        ),
-        ("linear", {}, {"factor": 4.0}),
-        ("dynamic", {}, {"factor": 2.0}),
-        ("yarn", {}, {"factor": 4.0, "original_max_position_embeddings": 512}),
-        (
-            "llama3",
-            {},
-            {
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 512,
-            },
-        ),
+        ("partial", {"rope_type": "default", "partial_rotary_factor": 0.25}),
+        ("linear", {"factor": 4.0}),
+        ("dynamic", {"factor": 2.0}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 512}),
+        ("llama3", LLAMA3 | {"factor": 8.0, "original_max_position_embeddings": 512}),
     ],
 )
-def test_frequencies_are_those_of_transformers(d, kind, fields, values):
+def test_frequencies_are_those_of_transformers(d, kind, values):
     pytest.importorskip("torch", reason="the hf extra is not installed")
     transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-    named = {"rope_type": "default" if kind == "partial" else kind, "rope_theta": 1e4} | values
     sizes = {
         "hidden_size": 4 * d,
         "num_attention_heads": 4,
         "max_position_embeddings": 512,
-        "rope_parameters": named,
+        "rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | values,
     }
+    ours = small(head_dim=d, rope_percentage=1.0)
     if kind == "partial":
-        from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
-
         config = transformers.GPTNeoXConfig(**sizes)
         theirs, scale = GPTNeoXRotaryEmbedding.compute_default_rope_parameters(config, device=None)
+        ours.update({"rope_type": "partial", "rope_percentage": 0.25})
     else:
-        theirs, scale = ROPE_INIT_FUNCTIONS[kind](
-            transformers.LlamaConfig(**sizes), device=None, seq_len=2048
-        )
-        fields = {"rope_scaling_type": kind, "rope_scaling_factor": values["factor"]}
-        fields |= {"original_seq_len": 512} if kind != "linear" else {}
-    ours = small(head_dim=d, **({"rope_percentage": 1.0} | fields))
+        config = transformers.LlamaConfig(**sizes)
+        theirs, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, seq_len=2048)
+        ours.update({"rope_scaling_type": kind, "rope_scaling_factor": values["factor"]})
+    if kind not in ("partial", "linear"):
+        ours.original_seq_len = 512
     freqs = layer_frequencies(ours, 2048)[0]
-    np.testing.assert_allclose(
-        freqs[: len(theirs)], theirs.numpy(), rtol=3e-6
-    )  # theirs are computed in float32
-    assert (freqs[len(theirs) :] == 0).all()
+    number = len(theirs)
+    np.testing.assert_allclose(freqs[:number], theirs.numpy(), rtol=3e-6)  # theirs are in float32
+    assert (freqs[number:] == 0).all()
     if kind == "yarn":  # theirs is on cos and sin, of queries and keys both
         ours.logit_scale = "yarn"
         assert encodings.logit_scale(ours) == pytest.approx(scale**2)
@@ -255,12 +244,21 @@ def test_logit_scales_have_the_numbers_of_their_formulas():
     assert encodings.logit_scale(small()) == 1
 
 
-# --- The decoder ----------------------------------------------------------------------------------------------------
+# --- The decoder --------------------------------------------------------------------------------
 
 GEMMA = {
     "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
     "sliding_window": 3,
 }
+
+
+YARN_LOGITS = {
+    "use_qk_norm": True,
+    "logit_scale": "yarn",
+    "rope_scaling_type": "linear",
+    "rope_scaling_factor": 4.0,
+}
+LOCAL = GEMMA | {"local_rope_percentage": 1.0}
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("save_qkv", marks=pytest.mark.slow)])
@@ -270,53 +268,29 @@ GEMMA = {
     [
         ({"rope_type": "reversed"}, [np.r_[0, 0, R16[2:]]] * 6, [None] * 6),
         (
-            GEMMA
-            | {
-                "local_max_wavelength": 100.0,
-                "local_rope_percentage": 1.0,
-                "rope_percentage": 0.25,
-            },
+            LOCAL | {"local_max_wavelength": 100.0, "rope_percentage": 0.25},
             [100.0 ** (-np.arange(8) / 8)] * 2 + [np.r_[R16[:2], np.zeros(6)]],
             [3, 3, None] * 2,
         ),
         (
-            GEMMA
-            | {
-                "rope_percentage": 0.0,
-                "local_rope_percentage": 1.0,
-                "use_qk_norm": True,
-                "logit_scale": "yarn",
-                "rope_scaling_type": "linear",
-                "rope_scaling_factor": 4.0,
-            },
+            LOCAL | YARN_LOGITS | {"rope_percentage": 0.0},
             [R16, R16, np.zeros(8)],
             [3, 3, None] * 2,
         ),
-        (
-            {
-                "use_qk_norm": True,
-                "logit_scale": "yarn",
-                "rope_scaling_factor": 4.0,
-                "rope_scaling_type": "linear",
-            },
-            [np.array(R16) / 4 * (np.arange(8) < 6)],
-            [None] * 6,
-        ),
+        (YARN_LOGITS, [np.array(R16) / 4 * (np.arange(8) < 6)], [None] * 6),
     ],
 )
 def test_layers_with_windows_and_encodings_equal_the_formula(
     scan_layers, remat, fields, freqs, windows
 ):
     config = small(num_layers=6, scan_layers=scan_layers, remat=remat, **fields)
-    params, tokens, positions = draw(config)
+    params, tokens, positions = draw_model(config)
     scale = 1.296476993 if "logit_scale" in fields else 1.0
     freqs = [freqs[layer % len(freqs)] for layer in range(6)]
-    expected = reference(
-        config, params, tokens, positions, freqs=freqs, windows=windows, scale=scale
-    )
+    expected = decoder(config, params, tokens, positions, freqs=freqs, windows=windows, scale=scale)
     actual = forward(config, params, tokens, positions)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * expected.std())
-    plain = reference(config, params, tokens, positions, freqs=freqs, windows=[None] * 6)
+    plain = decoder(config, params, tokens, positions, freqs=freqs, windows=[None] * 6)
     assert windows[0] is None or np.abs(plain - expected).max() > 1e-2 * expected.std()
 
 
@@ -325,35 +299,31 @@ def test_layers_with_windows_and_encodings_equal_the_formula(
 )
 def test_a_cache_gives_what_the_whole_text_gives(fields):
     config = small(num_layers=6, use_qk_norm=True, **fields)
-    params, tokens, positions = draw(config, T=11)
+    params, tokens, positions = draw_model(config, T=11)
     whole = jax.jit(functools.partial(model.hidden_states, config))(params, tokens, positions)
-    decode, cache = jax.jit(functools.partial(model.decode, config)), empty_cache(config, 2, 11)
+    decode = jax.jit(functools.partial(model.decode, config))
+    cache = empty_cache(config, 2, 11)
     hidden, cache = decode(params, tokens[:, :6], cache, jnp.zeros(2, jnp.int32))
     np.testing.assert_allclose(hidden, whole[:, :6], rtol=0, atol=1e-5)
-    layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(6)]  # noqa: B023
+    layers = [layer_params(params, number) for number in range(6)]
     for t in range(6, 11):
         first = jnp.full(2, t, jnp.int32)
-        hidden, cache = decode(params | {"layers": layers}, tokens[:, t : t + 1], cache, first)
+        hidden, cache = decode(
+            params | {"layers": layers},
+            tokens[:, t : t + 1],
+            cache,
+            first,
+        )
         np.testing.assert_allclose(hidden[:, 0], whole[:, t], rtol=0, atol=1e-5)
 
 
 def test_the_initial_weights_do_not_depend_on_the_encoding():
-    def init(**fields):
-        return jax.jit(functools.partial(model.init, small(num_layers=6, **fields)))(
-            jax.random.key(0)
-        )
-
-    plain = init()
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        plain,
-        init(rope_type="rope_id", original_seq_len=512, **GEMMA),
-    )
-    with_norms = init(use_qk_norm=True)
-    assert with_norms["layers"]["attn"].keys() - plain["layers"]["attn"].keys() == {
-        "query_norm",
-        "key_norm",
-    }
+    plain = initial_params(small(num_layers=6))
+    config = small(num_layers=6, rope_type="rope_id", original_seq_len=512, **GEMMA)
+    assert same(plain, initial_params(config))
+    normed = initial_params(small(num_layers=6, use_qk_norm=True))
+    added = normed["layers"]["attn"].keys() - plain["layers"]["attn"].keys()
+    assert added == {"query_norm", "key_norm"}
 
 
 def test_the_gradient_of_periods_is_that_of_single_layers():
@@ -361,38 +331,38 @@ def test_the_gradient_of_periods_is_that_of_single_layers():
     grads = []
     for pattern in (GEMMA["layer_types"], GEMMA["layer_types"] * 2):
         config = small(num_layers=6, remat="minimal", **(GEMMA | {"layer_types": pattern}))
-        params, tokens, positions = draw(config)
+        params, tokens, positions = draw_model(config)
         run = functools.partial(model.hidden_states, config, tokens=tokens, positions=positions)
         grads.append(jax.jit(jax.grad(lambda params, run=run: run(params).std()))(params))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), *grads)
 
 
-# --- Bad input ------------------------------------------------------------------------------------------------------
+# --- Bad input ----------------------------------------------------------------------------------
+
+
+CUTOFF = {"rope_type": "cutoff", "rope_cutoff": 1.0}
+COPE = {"rope_type": "cope", "clip_low_n": 4}
+ROPE_ID = {"rope_type": "rope_id", "original_seq_len": 512}
+WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 8}
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "expected"),
     [
         ({"rope_type": "cutof"}, r"rope_type=cutof: there is none \(did you mean cutoff\?\)"),
-        ({"rope_type": "cutoff", "rope_cutoff": 1.0}, "original_seq_len=None: must have a value"),
+        (CUTOFF, "original_seq_len=None: must have a value"),
         ({"rope_cutoff": 1.0}, "rope_cutoff=1.0: has no effect with rope_type=proportional"),
         ({"rope_type": "cope"}, "clip_low_n=None: must have a value"),
-        ({"rope_type": "cope", "clip_low_n": 1}, "clip_low_n=1: the taper needs two pairs"),
-        ({"rope_type": "cope", "clip_low_n": -1}, "clip_low_n=-1: must not be negative"),
-        (
-            {"rope_type": "cope", "clip_low_n": 4, "rope_percentage": 0.5},
-            "rope_percentage=0.5: has no effect with",
-        ),
-        (
-            {"rope_type": "rope_id", "original_seq_len": 64},
-            "original_seq_len=64, .*rope_id needs > 64",
-        ),
+        (COPE | {"clip_low_n": 1}, "clip_low_n=1: the taper needs two pairs"),
+        (COPE | {"clip_low_n": -1}, "clip_low_n=-1: must not be negative"),
+        (COPE | {"rope_percentage": 0.5}, "rope_percentage=0.5: has no effect with"),
+        (ROPE_ID | {"original_seq_len": 64}, "original_seq_len=64, .*rope_id needs > 64"),
         (
             {"rope_type": "partial", "rope_percentage": 0.2},
             "0.2: partial rotates 3 of 16 lanes; must be even",
         ),
         (
-            {"rope_type": "cutoff", "rope_cutoff": 0.01, "original_seq_len": 512},
+            CUTOFF | {"rope_cutoff": 0.01, "original_seq_len": 512},
             "rope_cutoff=0.01: .* no pair rotates",
         ),
         (
@@ -408,19 +378,13 @@ def test_the_gradient_of_periods_is_that_of_single_layers():
             r"rope_scaling_type=yarm: there is none \(did you mean yarn\?\)",
         ),
         ({"rope_scaling_factor": 2.0}, "rope_scaling_factor=2.0: has no effect"),
-        (
-            {"rope_type": "rope_id", "original_seq_len": 512, "rope_scaling_type": "yarn"},
-            "needs a wavelength",
-        ),
+        (ROPE_ID | {"rope_scaling_type": "yarn"}, "needs a wavelength"),
         (
             {"logit_scale": "drope", "rope_scaling_factor": 2.0},
             "logit_scale_coefficient=None: must have a value",
         ),
         ({"layer_types": ("sliding_attention",)}, "sliding_window=None: must have a value"),
-        (
-            {"layer_types": ("sliding_attention",), "sliding_window": 0},
-            "sliding_window=0: must be at least 1",
-        ),
+        (WINDOWS | {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
         ({"layer_types": ("full_attention",) * 4}, "layer_types=.*must fill the layers"),
         (
             {"layer_types": ("full_atention",)},
@@ -428,29 +392,22 @@ def test_the_gradient_of_periods_is_that_of_single_layers():
         ),
         ({"sliding_window": 8}, "sliding_window=8: has no effect"),
         (
-            {
-                "layer_types": ("sliding_attention",),
-                "sliding_window": 8,
-                "local_rope_percentage": 1.5,
-            },
+            WINDOWS | {"local_rope_percentage": 1.5},
             "local_rope_percentage=1.5: must be a fraction",
         ),
         (
-            {
-                "layer_types": ("sliding_attention",),
-                "sliding_window": 8,
-                "local_max_wavelength": 1.0,
-            },
+            WINDOWS | {"local_max_wavelength": 1.0},
             "local_max_wavelength=1.0: must be greater than 1",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(fields, says):
+def test_what_does_not_fit_is_refused_in_one_line(fields, expected):
     config = default_config()
     config.model = small(num_layers=6, **({"rope_percentage": 1.0} | fields))
-    with pytest.raises(UsageError, match=says) as refused:
+    with pytest.raises(UsageError, match=expected) as refused:
         validate(config)
-    assert "\n" not in str(refused.value) and str(refused.value).startswith("config.model.")
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("config.model.")
 
 
 def test_a_saved_config_keeps_its_encoding():
