@@ -210,7 +210,7 @@ def _parse_flags(argv: list[str], names: list[str]) -> None:
     """Parses the command line; raises UsageError for what is wrong in the flags `names`."""
     try:
         rest = flags.FLAGS(argv)
-        if "config" in names:
+        if "config" in names and flags.FLAGS.config is not None:
             flags.FLAGS.config.copy_and_resolve_references()  # a file that is missing raises here
     except Exception as error:  # absl's errors, and whatever a config file raises
         raise UsageError(_flag_error(error, argv, names)) from None
