@@ -33,8 +33,12 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("windows") / "text"
     root.mkdir()
     rng = np.random.default_rng(0)
-    texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 300)))) for _ in range(150)]
-    (root / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = []
+    for _ in range(150):
+        letters = rng.integers(97, 123, rng.integers(1, 300))
+        text = "".join(map(chr, letters))
+        lines.append(json.dumps({"text": text}) + "\n")
+    (root / "all.jsonl").write_text("".join(lines))
     return root
 
 
@@ -82,8 +86,14 @@ def test_every_window_may_begin_with_bos(open_windows, expected):
     changed = open_windows(bos_every_window=True).read(range(40))
     assert (changed["tokens"][:, 0] == BOS).all()
     assert (plain["tokens"][:, 0] == BOS).mean() < 0.2
-    np.testing.assert_array_equal(changed["tokens"][:, 1:], plain["tokens"][:, 1:])
-    np.testing.assert_array_equal(changed["targets"].ravel(), expected[1 : 40 * T + 1])
+    np.testing.assert_array_equal(
+        changed["tokens"][:, 1:],
+        plain["tokens"][:, 1:],
+    )
+    np.testing.assert_array_equal(
+        changed["targets"].ravel(),
+        expected[1 : 40 * T + 1],
+    )
     assert_equal(changed, plain, ("targets", "positions", "segment_ids", "weights"))
 
 
@@ -117,7 +127,13 @@ def test_two_processes_read_the_batches_of_one_for_1000_steps(folder):
         command = [sys.executable, "-c", WORKER, address, process, str(B), fields]
         pipe = subprocess.PIPE
         started.append(
-            subprocess.Popen(command, env=os.environ | devices, stdout=pipe, text=True, cwd=ROOT)
+            subprocess.Popen(
+                command,
+                env=os.environ | devices,
+                stdout=pipe,
+                text=True,
+                cwd=ROOT,
+            )
         )
     whole = [train_batch(windows, 3, B, step) for step in range(1000)]
     found = [json.loads(process.communicate(timeout=300)[0]) for process in started]
@@ -189,7 +205,10 @@ def test_randomised_positions_are_a_function_of_seed_step_and_row(open_windows):
 
     whole = positions(1, B, 7)
     np.testing.assert_array_equal(positions(1, B, 7), whole)
-    np.testing.assert_array_equal(positions(1, B, 7, [6, 2]), whole[[6, 2]])
+    np.testing.assert_array_equal(
+        positions(1, B, 7, [6, 2]),
+        whole[[6, 2]],
+    )
     next_epoch = 7 + open_windows().count
     for other in ((2, B, 7), (1, B, 8), (1, B, next_epoch)):
         assert not (positions(*other) == whole).all(axis=1).any()
@@ -198,7 +217,8 @@ def test_randomised_positions_are_a_function_of_seed_step_and_row(open_windows):
 def test_every_choice_of_positions_is_equally_likely():
     counts = collections.Counter()
     for example in range(3000):
-        counts[tuple(randomise_positions(np.arange(2), 4, 5, example).tolist())] += 1
+        drawn = randomise_positions(np.arange(2), 4, 5, example)
+        counts[tuple(drawn.tolist())] += 1
     assert set(counts) == set(itertools.combinations(range(4), 2))
     stderr = np.sqrt(3000 * 1 / 6 * 5 / 6)
     assert all(abs(count - 500) < 5 * stderr for count in counts.values()), counts

@@ -27,8 +27,9 @@ def open_windows(
     """Returns the windows of a `config.data`: of one source, of a mixture, or generated."""
     if is_generated(data.dataset):
         return GeneratedWindows(data, vocab_size, split)
-    kind = Mixture if data.dataset == "mixture" else Windows
-    return kind(data, vocab_size, split)
+    if data.dataset == "mixture":
+        return Mixture(data, vocab_size, split)
+    return Windows(data, vocab_size, split)
 
 
 def open_text(
@@ -41,7 +42,8 @@ def open_text(
     mixture, or if it has the fingerprint in `state`, the data item of its checkpoint. An imported
     run has no text.
     """
-    if any(is_generated(source.dataset) for _, source in weighted_sources(data)):
+    datasets = [source.dataset for _, source in weighted_sources(data)]
+    if any(map(is_generated, datasets)):
         if split not in (None, "validation"):
             problem = f"{data.dataset} is generated, without end: only validation is finite"
             raise usage_error("--split", split, problem)
@@ -57,8 +59,10 @@ def _is_text_of_run(data: ConfigDict, run_data: ConfigDict, state: dict) -> bool
     """Tells whether a run's config.data names this dataset."""
     if "imported_from" in state:
         return False
-    texts = [run_data, *(source for _, source in weighted_sources(run_data))]
-    return any(data.dataset == t.dataset and data.data_dir == t.data_dir for t in texts)
+    place = (data.dataset, data.data_dir)
+    texts = [source for _, source in weighted_sources(run_data)]
+    texts.append(run_data)
+    return any((text.dataset, text.data_dir) == place for text in texts)
 
 
 class Mixture:
@@ -70,7 +74,10 @@ class Mixture:
     """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
-        self.weights, sources = zip(*weighted_sources(data), strict=True)
+        self.weights, sources = zip(
+            *weighted_sources(data),
+            strict=True,
+        )
         self.split = split
         self.seq_len = data.seq_len
         self.position_range = data.position_range
@@ -79,21 +86,32 @@ class Mixture:
         self._order, self._ranks = interleave_sources(self._examples_per_cycle)
         counts = []
         predicted = []
-        for source, windows in zip(sources, self.sources, strict=True):
+        for source, windows in zip(
+            sources,
+            self.sources,
+            strict=True,
+        ):
             is_endless = isinstance(windows, GeneratedWindows) and split == "train"
             counts.append(_ENDLESS if is_endless else windows.count)
             predicted.append(_predicted_share(source, vocab_size, windows.store))
-        *self._offsets, self.count = itertools.accumulate(counts, initial=0)
-        self.shares = np.multiply(self.weights, predicted) / np.dot(self.weights, predicted)
+        *self._offsets, self.count = itertools.accumulate(
+            counts,
+            initial=0,
+        )
+        weighted = np.multiply(self.weights, predicted)
+        self.shares = weighted / np.dot(self.weights, predicted)
         fingerprints = [windows.store.fingerprint for windows in self.sources]
-        self.store = Store("", mixture_fingerprint(self.weights, fingerprints), {})
+        fingerprint = mixture_fingerprint(self.weights, fingerprints)
+        self.store = Store("", fingerprint, {})
 
     def window_index(self, example: int, seed: int) -> int:
         """Returns the index of the window of a training example."""
         cycle, place = divmod(example, len(self._order))
         source = self._order[place]
-        source_example = cycle * self._examples_per_cycle[source] + int(self._ranks[place])
-        return self._offsets[source] + self.sources[source].window_index(source_example, seed)
+        earlier_cycles = cycle * self._examples_per_cycle[source]
+        source_example = earlier_cycles + int(self._ranks[place])
+        index = self.sources[source].window_index(source_example, seed)
+        return self._offsets[source] + index
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does."""
@@ -104,7 +122,8 @@ class Mixture:
             rows_by_source.setdefault(source, []).append(row)
         for source, rows in rows_by_source.items():
             offset = self._offsets[source]
-            windows = self.sources[source].read([indices[row] - offset for row in rows])
+            source_indices = [indices[row] - offset for row in rows]
+            windows = self.sources[source].read(source_indices)
             for name, values in windows.items():
                 batch[name][rows] = values
         return batch
@@ -113,7 +132,8 @@ class Mixture:
         """Returns beginnings of documents, about equally many of every source."""
         starts = []
         for number, windows in enumerate(self.sources):
-            source_count = len(range(number, count, len(self.sources)))
+            turns = range(number, count, len(self.sources))
+            source_count = len(turns)
             if source_count:
                 starts += windows.document_starts(source_count)
         return starts
@@ -123,15 +143,20 @@ def _predicted_share(data: ConfigDict, vocab_size: int, store: Store) -> float:
     """Computes which share of a source's tokens is predicted; if generated, from 64 windows."""
     if is_generated(data.dataset):
         windows = GeneratedWindows(data, vocab_size, "validation")
-        return float(windows.read(range(64))["weights"].mean())
-    return store.targets("train") / max(store.count("tokens", "train"), 1)
+        weights = windows.read(range(64))["weights"]
+        return float(weights.mean())
+    tokens = store.count("tokens", "train")
+    return store.targets("train") / max(tokens, 1)
 
 
 def interleave_sources(shares: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Orders sum(shares) examples: the source of each, and its rank among the source's, both [n]."""
+    """Orders sum(shares) examples: the source of each, and its rank among that source's."""
     order = []
     for source, share in enumerate(shares):
         for rank in range(share):
-            order.append(((rank + 0.5) / share, source, rank))
-    _, sources, ranks = zip(*sorted(order), strict=True)
-    return np.array(sources), np.array(ranks)
+            middle = (rank + 0.5) / share
+            order.append((middle, source, rank))
+    order.sort()
+    sources = np.array([source for _, source, _ in order])
+    ranks = np.array([rank for _, _, rank in order])
+    return sources, ranks

@@ -96,7 +96,8 @@ def _print_rows(config: ConfigDict, windows, step: int, batch: Batch) -> None:
 
 def _summarise_lengths(lengths: np.ndarray, seq_len: int) -> dict:
     """Returns what is printed about the documents of a source."""
-    values = np.quantile(lengths, list(_QUANTILES.values()), method="nearest").tolist()
+    quantiles = list(_QUANTILES.values())
+    values = np.quantile(lengths, quantiles, method="nearest").tolist()
     return {
         "documents_measured": len(lengths),
         "document_tokens": dict(zip(_QUANTILES, values, strict=True)),
@@ -109,7 +110,8 @@ def describe(row: Batch, tokenizer) -> Iterator[str]:
     """Yields lines that show one row of a batch: arrays [T] by name."""
     segments = row["segment_ids"]
     T = len(segments)
-    borders = [*np.flatnonzero(np.diff(segments, prepend=-1)).tolist(), T]
+    starts = np.flatnonzero(np.diff(segments, prepend=-1))
+    borders = [*starts.tolist(), T]
     for start, stop in itertools.pairwise(borders):
         if segments[start] == 0:
             yield f"--- padding: tokens {start}..{stop - 1}"

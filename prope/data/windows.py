@@ -41,7 +41,9 @@ class Windows:
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
         self.store: Store = _open_on_all(data, vocab_size)
         check_split(self.store, data, split)
-        self.name = f"{data.dataset} {data.data_dir}" if data.dataset == "files" else data.dataset
+        self.name = data.dataset
+        if data.dataset == "files":
+            self.name += f" {data.data_dir}"
         self.split = split
         self.sources = [self]
         self.weights = [1.0]
@@ -83,9 +85,12 @@ class Windows:
             is_token[row, :size] = True
         is_bos = stream == BOS
         is_predicted = is_token & ~is_bos & ~is_prompt
-        segment_ids = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
+        begun = np.cumsum(is_bos, axis=1, dtype=np.int32)
+        began_before = ~is_bos[:, :1]
+        segment_ids = begun + began_before
         segment_ids = np.where(is_token, segment_ids, 0)
-        positions = np.tile(np.arange(T, dtype=np.int32), (len(reads), 1))
+        positions = np.arange(T, dtype=np.int32)
+        positions = np.tile(positions, (len(reads), 1))
         if self._mask_documents:
             starts = np.where(is_bos[:, :-1], positions, 0)
             positions -= np.maximum.accumulate(starts, axis=1)
@@ -106,14 +111,19 @@ class Windows:
         first document with T tokens that begins there, or of the longest one if there is none.
         """
         cuts = [self.length * number // count for number in range(count + 1)]
-        starts = [self._document_start(start, stop) for start, stop in itertools.pairwise(cuts)]
-        return [tokens for tokens in starts if len(tokens)]
+        starts = []
+        for start, stop in itertools.pairwise(cuts):
+            tokens = self._document_start(start, stop)
+            if len(tokens):
+                starts.append(tokens)
+        return starts
 
     def _document_start(self, start: int, stop: int) -> np.ndarray:
         longest = np.zeros(0, np.int32)
         for first in range(start, stop, _SCAN_TOKENS):
             last = min(first + _SCAN_TOKENS, stop)
-            elements = self._tokens[first : min(last + self.seq_len, self.length)].read().result()
+            end = min(last + self.seq_len, self.length)
+            elements = self._tokens[first:end].read().result()
             tokens, _ = self.store.decode(elements)
             borders = [*np.flatnonzero(tokens == BOS), len(tokens)]
             for begin, end in itertools.pairwise(borders):
@@ -152,11 +162,14 @@ def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=No
     `rows` are those of the B rows that are read, such as the rows of a process; by default all.
     """
     rows = range(batch_size) if rows is None else rows
-    examples = [step * batch_size + int(row) for row in rows]
-    batch = windows.read([windows.window_index(example, seed) for example in examples])
-    if windows.position_range is not None:
+    first = step * batch_size
+    examples = [first + int(row) for row in rows]
+    indices = [windows.window_index(example, seed) for example in examples]
+    batch = windows.read(indices)
+    limit = windows.position_range
+    if limit is not None:
         for positions, example in zip(batch["positions"], examples, strict=True):
-            positions[:] = randomise_positions(positions, windows.position_range, seed, example)
+            positions[:] = randomise_positions(positions, limit, seed, example)
     return batch
 
 
@@ -170,10 +183,11 @@ def randomise_positions(positions: np.ndarray, limit: int, seed: int, example: i
     # Another spawn key than the permutations': their seeds must not meet.
     seeds = np.random.SeedSequence([seed, example], spawn_key=(1,))
     generator = np.random.Generator(np.random.PCG64(seeds))
-    lengths = np.diff(np.flatnonzero(positions == 0), append=len(positions))
+    starts = np.flatnonzero(positions == 0)
     drawn = []
-    for length in lengths:
-        drawn.append(np.sort(generator.choice(limit, length, replace=False, shuffle=False)))
+    for length in np.diff(starts, append=len(positions)):
+        chosen = generator.choice(limit, length, replace=False, shuffle=False)
+        drawn.append(np.sort(chosen))
     return np.concatenate(drawn).astype(np.int32)
 
 
@@ -184,8 +198,10 @@ def shuffled_index(example: int, count: int, seed: int) -> int:
     epoch, place = divmod(example, count)
     if count == 1:
         return 0
-    key = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
-    return grain.experimental.index_shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
+    seeds = np.random.SeedSequence([seed, epoch])
+    key = int(seeds.generate_state(1)[0])
+    shuffle = grain.experimental.index_shuffle
+    return shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
 
 
 def prefetch(

@@ -53,7 +53,8 @@ class Store:
             # A store does not change.
             spec["recheck_cached_data"] = "open"
             spec["recheck_cached_metadata"] = "open"
-            opened.append(ts.open(spec, context=CONTEXT, open=True, read=True).result())
+            array = ts.open(spec, context=CONTEXT, open=True, read=True)
+            opened.append(array.result())
         return ts.concat(opened, axis=0)
 
     def count(self, name: str, split: str) -> int:
@@ -92,7 +93,8 @@ def element_dtype(vocab_size: int, has_prompts: bool) -> np.dtype:
 
 def fingerprint_of(rule: dict) -> str:
     """Hashes the JSON-able rule that determines the tokens."""
-    return hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(rule, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def mixture_fingerprint(weights: Sequence[float], fingerprints: Sequence[str]) -> str:
@@ -109,8 +111,9 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
     exact = [weight * _SHARE_UNIT for weight in weights]
     shares = [math.floor(value + 1e-9) for value in exact]
     missing = _SHARE_UNIT - sum(shares)
-    by_rounding = sorted(range(len(exact)), key=lambda source: shares[source] - exact[source])
-    for source in by_rounding[:missing]:
+    sources = range(len(exact))
+    most_rounded = sorted(sources, key=lambda source: shares[source] - exact[source])
+    for source in most_rounded[:missing]:
         shares[source] += 1
     if min(shares) < 1:
         problem = f"a weight is less than 1/{_SHARE_UNIT} of the sum"
@@ -196,7 +199,8 @@ def _join(arrays: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 
 def _spec(path: str, split: str) -> dict:
-    return {"driver": "zarr3", "kvstore": kvstore(os.path.join(path, split)).spec().to_json()}
+    folder = kvstore(os.path.join(path, split))
+    return {"driver": "zarr3", "kvstore": folder.spec().to_json()}
 
 
 def _metadata(dtype: np.dtype, size: int) -> dict:

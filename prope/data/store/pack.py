@@ -48,7 +48,11 @@ def _exit_with_parent() -> None:
 
 def pack_run(chunks: list[tuple[int, Chunk]], folder: pathlib.Path) -> list[tuple[int, dict]]:
     """Packs chunks until the workers are told to stop; returns (number, record) of each."""
-    return [(number, pack(chunk, folder, number)) for number, chunk in chunks if not _stop.is_set()]
+    packed = []
+    for number, chunk in chunks:
+        if not _stop.is_set():
+            packed.append((number, pack(chunk, folder, number)))
+    return packed
 
 
 def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
@@ -111,7 +115,8 @@ def _tokenise(document: Document) -> tuple[np.ndarray, int]:
     # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
     prompt = _encode(document.text[: document.prompt_bytes])
     predicted = _encode(document.text[document.prompt_bytes :])
-    elements = np.concatenate([[BOS], *prompt, *predicted, [EOS]]).astype(_dtype)
+    ids = np.concatenate([[BOS], *prompt, *predicted, [EOS]])
+    elements = ids.astype(_dtype)
     prompt_tokens = sum(map(len, prompt))
     elements[1 : 1 + prompt_tokens] |= prompt_bit(_dtype)
     return elements, prompt_tokens
