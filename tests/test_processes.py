@@ -58,6 +58,7 @@ PEER_LOST = [
     "DEADLINE_EXCEEDED: Barrier timed out",
     "ABORTED: Shutdown barrier has failed",
     GLOO,
+    "UNKNOWN: Gloo AllReduce failed: Timed out waiting 30000ms for recv operation to complete",
     "INTERNAL: The following tasks are unhealthy (stopped sending heartbeats)",
     "INTERNAL: NCCL operation failed: remote process exited or there was a network error",
 ]
