@@ -75,7 +75,7 @@ NUM_STEPS = 8
 
 
 class TorchTrainer:
-    """Trains a model of transformers by the same rules, written with torch's own parts."""
+    """Trains a model of transformers by the same rules, written with what torch has."""
 
     def __init__(self, model):
         import torch

@@ -117,7 +117,7 @@ def analyse(workdir):
     ],
 )
 def test_commands_multiply_in_float32(whole, tmp_path, command):
-    jax.clear_caches()  # of programs that other tests lowered
+    jax.clear_caches()  # other tests may have lowered the same programs
     jax.config.update("jax_dump_ir_to", str(tmp_path))
     try:
         command(whole[0])

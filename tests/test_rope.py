@@ -17,7 +17,7 @@ from prope.rope import frequencies, interleaved_to_half_split, num_rotated_pairs
 
 pytestmark = pytest.mark.optimized
 
-BOUND = 3e-7  # of max|input|, for float32
+BOUND = 3e-7  # relative to max|input|, for float32
 LANDMARKS = np.array(
     [[0, 1, 255, 256, 257, 4095, 8191, 131071, 1048575]],
     np.int32,

@@ -1,4 +1,4 @@
-"""The rotation on eight devices, in a process of its own that pretends to have them."""
+"""The rotation on eight devices, in a process that pretends to have them."""
 
 import functools
 
@@ -53,7 +53,8 @@ def over_devices():
     def squared_norm(x):
         return (mapped(x, placed_positions) ** 2).sum()
 
-    gradient = jax.grad(squared_norm)(placed_inputs)  # of a norm that the rotation keeps
+    # The rotation keeps the norm.
+    gradient = jax.grad(squared_norm)(placed_inputs)
     np.testing.assert_allclose(gradient, 2 * inputs, rtol=1e-5, atol=1e-5)
 
 
