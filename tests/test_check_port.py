@@ -211,7 +211,7 @@ def bfloat16(x):
     return x.astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-# What each port has of its own, for d = head_dim, n rotated pairs and positions m. `width` is the
+# What each port changes, for d = head_dim, n rotated pairs and positions m. `width` is the
 # exponent's denominator; `distance` is that of a pair's lanes, 0: they are neighbours.
 PORTS = {
     "partial rotary instead of p-RoPE: denominator and pairing": lambda c: {
