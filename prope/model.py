@@ -1,14 +1,16 @@
 """The decoder: Gemma 1 (RMSNorm, MQA/GQA/MHA, GeGLU, tied embedding) with p-RoPE.
 
 Read from top to bottom: norm, attention, MLP, block; then the forward pass, which runs blocks;
-then initial values. The one file that imports Flax.
+then initial values. No other module of prope imports Flax. Modules here only read parameters,
+which `init` makes.
 
 Axes: B batch, T query length, S key length, D embed_dim, N query heads, K key/value heads,
-H head_dim, F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs.
+H head_dim, F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs, C the two matrices in one
+array (key and value, or gate and up).
 
 Parameters are float32 and have the names of DeepMind's Gemma; their table is in
-`prope/parameters.py`. Those of the layers are stacked on a leading axis L, scanned or unrolled, so
-that checkpoints do not depend on `scan_layers`.
+`prope/parameters.py`. Those of the layers are always stacked on a leading axis L, whether the loop
+is scanned or unrolled, so checkpoints do not depend on `scan_layers`.
 """
 
 import functools
@@ -49,7 +51,8 @@ _SAVED_RESIDUALS = {
 class Captured(NamedTuple):
     """Inputs of one layer's attention: queries [B, T, N, H], keys and values [B, T, K, H].
 
-    The softmax is of rotated_query rotated_key^T / sqrt(H).
+    `query` has the encoding's factor on logits; the softmax is of
+    rotated_query rotated_key^T / sqrt(H).
     """
 
     query: jax.Array
@@ -60,7 +63,10 @@ class Captured(NamedTuple):
 
 
 def rotate_qkv(query, key, value, table):
-    """Rotates queries [B, T, N, H] and keys [B, T, K, H], not values, by a table [2, B, T, P]."""
+    """Rotates queries [B, T, N, H] and keys [B, T, K, H] by a table [2, B, T, P].
+
+    Values are an argument only so that an analysis may replace this function.
+    """
     return rotate(query, table), rotate(key, table), value
 
 
@@ -75,12 +81,13 @@ class RMSNorm(nn.Module):
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        # Explicit axes: tests forbid that ranks are promoted.
         factor = jnp.expand_dims(1 + scale, range(x.ndim - 1))
         return (normed * factor).astype(x.dtype)
 
 
 class Einsum(nn.Module):
-    """Multiplies by its parameter `w`."""
+    """Computes einsum(equation, x, w), with its parameter `w` all-gathered first."""
 
     @nn.compact
     def __call__(self, equation, x):
@@ -104,7 +111,7 @@ class Attention(nn.Module):
         if self.config.use_qk_norm:
             query = RMSNorm(name="query_norm")(query)
             key = RMSNorm(name="key_norm")(key)
-        query = self._scale_logits(query)
+        query = self._scale_query(query)
         unrotated = (query, key, value)
         query, key, value = self.rotate_fn(query, key, value, table)
         self._capture(Captured(*unrotated, query, key))
@@ -127,15 +134,15 @@ class Attention(nn.Module):
         out = Einsum(name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), cache
 
-    def _scale_logits(self, query):
-        """Multiplies queries of layers without a window by the encoding's factor on logits."""
+    def _scale_query(self, query):
+        """Scales queries, and so the logits, of layers without a window, as the encoding says."""
         scale = logit_scale(self.config)
         if self.window is not None or np.all(scale == 1):
             return query
         return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
     def _capture(self, captured: Captured) -> None:
-        """Hands the inputs of attention to `layer`; has no effect in other calls."""
+        """Hands the inputs of attention to `layer`; elsewhere nothing is stored."""
         for name, array in captured._asdict().items():
             self.sow("captured", name, array, reduce_fn=lambda _, new: new)
 
@@ -146,7 +153,10 @@ def _write_cache(
     first_query,
     new: dict[str, jax.Array],
 ) -> Cache:
-    """Writes keys and values [B, T, K, H] into the slots from `first_query` [B] on."""
+    """Writes keys and values [B, T, K, H] into the slots from `first_query` [B] on.
+
+    The cache is [L, B, K, S, H]; indexing it here gives [B, T, K, H].
+    """
     B, T = new["key"].shape[:2]
     rows = jnp.arange(B)[:, None]
     slots = first_query[:, None] + jnp.arange(T)[None]
@@ -164,7 +174,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each of the normalised residual stream and added to it."""
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), for the residual stream x."""
 
     config: FrozenConfigDict
     window: int | None = None
@@ -189,9 +199,9 @@ def hidden_states(
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Runs the decoder: normalised output for every token, from which `logits` predicts.
+    """Runs the decoder: the normalised output of the last layer, in `config.dtype`.
 
-    It is in `config.dtype`; `config` is a run's `config.model`.
+    `logits` predicts the next tokens from it. `config` is a run's `config.model`.
     """
     hidden, _ = _run(config, params, tokens, positions, segment_ids)
     return hidden
@@ -206,8 +216,9 @@ def decode(
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Runs the decoder on T more tokens, from position `first_query` of each row on.
 
-    A token sees the slots up to its own position; later slots may hold anything. `params` may have
-    "layers" as a tuple.
+    A token sees the slots up to its position; later slots may hold anything. `params["layers"]` may
+    be a tuple with the parameters of each layer, as `prope.inference.generation` splits them.
+    Encodings that depend on the length of the sequence, such as dynamic scaling, are not for this.
 
     Returns:
       `hidden_states` of these tokens, and the cache with their keys and values.
@@ -231,7 +242,7 @@ def _run(
     unique_freqs, table_indices = np.unique(
         layer_frequencies(config, seq_len), axis=0, return_inverse=True
     )
-    # A table is computed once a step; layers of one encoding share it.
+    # Layers of one encoding share a table.
     tables = [rotation_table(positions, freqs) for freqs in unique_freqs]
     windows = layer_windows(config)
     carry = (embed(config, embedding(params), tokens), cache)
@@ -258,13 +269,16 @@ def _run(
 
 
 def _scan_layers(config, run_layer, carry, layers, tables, table_indices, windows):
-    """Loops over the periods of `layer_types`, of one layer without them; windows are static."""
+    """Scans over the layers; where `layer_types` repeats every n layers, a scan step runs n.
+
+    So every layer of a step has a window that is known when it is compiled.
+    """
     if config.remat != "none":
         run_layer = jax.checkpoint(
             run_layer,
             policy=save_policy(_SAVED_RESIDUALS[config.remat]),
             prevent_cse=not config.scan_layers,
-            static_argnums=4,
+            static_argnums=4,  # window
         )
     L = config.num_layers
     period = len(config.layer_types) or 1
@@ -296,7 +310,7 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Computes the first layer's input: embeddings times sqrt(D), in float32; casts last.
 
-    The table may hold some rows of the embedding, which tokens then index.
+    The table may also hold some rows of the embedding only; tokens then index these.
     """
 
     def scale(rows):
@@ -336,6 +350,8 @@ def layer(
 ) -> tuple[Float[Array, "B T D"], Captured]:
     """Runs one layer, for analysis: the residual stream after it and its attention's inputs.
 
+    It has no window and no segments; the caller refuses runs that have them.
+
     Args:
       config: a run's `config.model`.
       params: of this layer: those of "layers" without their leading axis.
@@ -372,7 +388,7 @@ def init(config: ConfigDict, key: jax.Array) -> Params:
 
 
 def _draw(config, row, module_path, key):
-    """Draws a parameter's initial values, of one layer, with the key that Flax derives."""
+    """Draws initial values, of one layer, with the key that Flax would give this parameter."""
     sizes = parameters.axis_sizes(config)
     shape = tuple(sizes[axis] for axis in row.axes)
     if not row.is_matrix:

@@ -6,9 +6,12 @@ matrix is all-gathered when it is used. `context` splits every sequence over C d
 the parameters too. `tensor` shards heads, hidden units and vocabulary. The model names axis
 letters, never mesh axes. Hashes do not depend on the mesh.
 
-Context parallelism: a batch of B sequences of T tokens has B C rows of T / C tokens. The row of
-rank i holds chunks i and 2C-1-i of the 2C chunks of a sequence, so that all ranks have as much
-causal attention to compute. Positions, targets and weights are split alike. All layers but
+An array "in use" is an activation, or a parameter that was all-gathered for a matmul; a "stored"
+parameter is sharded over `fsdp` as well.
+
+Context parallelism: a batch of B sequences of T tokens has B * C rows of T / C tokens. The row of
+rank i holds chunks i and 2C-1-i of the 2C chunks of a sequence, so that all ranks have equally
+much causal attention to compute. Positions, targets and weights are split alike. All layers but
 attention work on rows; attention all-gathers the keys and values of a sequence.
 """
 
@@ -26,10 +29,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from prope import parameters
 
 _AXES = ("data", "fsdp", "context", "tensor")
-_FSDP = ("fsdp", "context")  # mesh axes over which a replica shards its parameters
-# Mesh axes of activations, and of parameters while they are used. Other letters are not sharded.
+_WITHIN_REPLICA = ("fsdp", "context")  # mesh axes over which a replica shards its parameters
+# Mesh axes of arrays in use. Other letters are not sharded.
 _MESH_AXES = {
-    "B": ("data", *_FSDP),
+    "B": ("data", *_WITHIN_REPLICA),
     "N": ("tensor",),
     "K": ("tensor",),
     "F": ("tensor",),
@@ -129,8 +132,9 @@ def shard_mapped(
 ) -> Callable:
     """Wraps a function of arrays with these axes in shard_map.
 
-    Results are named by their axes, from those of the arrays; one without B is a gradient from
-    `sum_like_param`. By default there is one result, sharded as the first array.
+    `results` has the axes of each result, whose sizes are those of the arrays. A result without B
+    is a parameter's gradient, from `sum_like_param`. By default there is one result, sharded as the
+    first array.
     """
 
     def run(*arrays):
@@ -161,25 +165,25 @@ def shard_mapped(
 
 
 def shard_axes(letter: str) -> tuple[str, ...]:
-    """Returns the mesh axes over which a shard-mapped function reduces an axis in use."""
+    """Returns the mesh axes of an axis letter, over which a shard-mapped function sums; or ()."""
     if num_shards(letter) == 1:
         return ()
     return _MESH_AXES[letter]
 
 
 def sum_like_param(x: jax.Array, axes: str) -> jax.Array:
-    """Sums a shard-mapped gradient over the batch's shards, sharded as its parameter is stored."""
+    """Sums a shard-mapped gradient over the batch's shards; scatters it like its parameter."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1:
         return x
     whole_shape = [size * num_shards(letter) for letter, size in zip(axes, x.shape, strict=True)]
     spec = _param_spec(mesh, axes, whole_shape)
-    if _FSDP not in spec:
+    if _WITHIN_REPLICA not in spec:
         return jax.lax.psum(x, _MESH_AXES["B"])
     scattered = jax.lax.psum_scatter(
         x,
-        _FSDP,
-        scatter_dimension=spec.index(_FSDP),
+        _WITHIN_REPLICA,
+        scatter_dimension=spec.index(_WITHIN_REPLICA),
         tiled=True,
     )
     return jax.lax.psum(scattered, "data")
@@ -194,19 +198,19 @@ def embedding_lookup(
     neither the table nor its gradient ever exists whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or len(tokens) % num_shards("B") or table.shape[1] % _size(mesh, _FSDP):
+    if mesh.empty or len(tokens) % num_shards("B") or table.shape[1] % _size(mesh, _WITHIN_REPLICA):
         return constrain(finish(table[tokens]), "BTD")
     tokens = jax.lax.with_sharding_constraint(tokens, PartitionSpec("data"))
     rows = finish(table[tokens])
     rows = jax.lax.with_sharding_constraint(
         rows,
-        PartitionSpec("data", None, _FSDP),
+        PartitionSpec("data", None, _WITHIN_REPLICA),
     )
     return constrain(rows, "BTD")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Shards the rows of a batch [B, ...] over data, fsdp and context."""
+    """Returns the sharding of a batch [B, ...]: rows over data, fsdp and context."""
     return NamedSharding(mesh, PartitionSpec(_MESH_AXES["B"]))
 
 
@@ -223,7 +227,8 @@ def batch_shape(
 def _local_rows(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
     """Lists (sequence, context rank) of a batch's rows on this process's devices, in order.
 
-    A device has the same rank of neighbouring sequences.
+    A device has the same rank of neighbouring sequences: with C = 2 and two rows each, device 0 has
+    rank 0 of sequences 0 and 1, device 1 has rank 1 of these.
     """
     C = mesh.shape["context"]
     num_rows = batch_size * C
@@ -281,7 +286,7 @@ def context_size() -> int:
 
 
 def context_rank() -> jax.Array | int:
-    """Returns, in a shard-mapped function, which rows of its sequences a device has."""
+    """Returns, in a shard-mapped function, the rank of this device on the context axis."""
     if context_size() == 1:
         return 0
     return jax.lax.axis_index("context")
@@ -291,6 +296,7 @@ def _join_rows(rows: jax.Array, sequences_per_device: int) -> jax.Array:
     """Joins rows [.., T / C, ..] on axis 1 to sequences [B, T, ..] in the order of the text."""
     C = context_size()
     _, length, *rest = rows.shape
+    # [device groups, C, sequences, early or late, tokens of a chunk, ..]
     chunks = rows.reshape(
         -1,
         C,
@@ -317,7 +323,7 @@ def whole_sequences(rows: jax.Array) -> jax.Array:
 def all_gather_sequence(rows: jax.Array) -> jax.Array:
     """All-gathers the sequences of a device's rows: [b, T / C, ..] to [b, T, ..].
 
-    It is called in a shard-mapped function, as are the two below.
+    It is called in a shard-mapped function, as are `split_heads` and `join_heads`.
     """
     if context_size() == 1:
         return rows
@@ -329,7 +335,7 @@ def all_gather_sequence(rows: jax.Array) -> jax.Array:
 def split_heads(rows: jax.Array) -> jax.Array:
     """Exchanges tokens for heads: [b, T / C, N, H] to [b, T, N / C, H].
 
-    One head is all-gathered.
+    C divides N, or there is one head: nothing can be split, so its tokens are all-gathered.
     """
     if context_size() == 1 or rows.shape[2] == 1:
         return all_gather_sequence(rows)
@@ -344,12 +350,12 @@ def split_heads(rows: jax.Array) -> jax.Array:
 
 
 def join_heads(x: jax.Array) -> jax.Array:
-    """Does the opposite of `split_heads` for several heads."""
+    """Exchanges heads for tokens, the opposite of `split_heads` where N > 1."""
     C = context_size()
     if C == 1:
         return x
     b, T, *rest = x.shape
-    chunks = x.reshape(b, 2, C, T // C // 2, *rest)
+    chunks = x.reshape(b, 2, C, T // C // 2, *rest)  # [b, early or late, C, tokens, ..]
     early, late = jnp.unstack(chunks, axis=1)
     by_rank = jnp.concatenate([early, late[:, ::-1]], axis=2)
     rows = by_rank.swapaxes(0, 1).reshape(C * b, T // C, *rest)
@@ -396,7 +402,7 @@ def _param_spec(
 ) -> PartitionSpec:
     """Returns the spec of a stored parameter: as in use, and one more axis over fsdp.
 
-    L and C are not sharded, because loops run over them.
+    L, and C for the two matrices in one array, are not sharded, because loops run over them.
     """
     spec = list(_spec(mesh, axes, shape))
     free = [
@@ -404,11 +410,11 @@ def _param_spec(
         for a, mesh_axis in enumerate(spec)
         if axes[a] not in "LC"
         and (mesh_axis is None or mesh.shape[mesh_axis] == 1)
-        and shape[a] % _size(mesh, _FSDP) == 0
+        and shape[a] % _size(mesh, _WITHIN_REPLICA) == 0
     ]
     if free:
         chosen = max(free, key=lambda a: (axes[a] == "D", shape[a]))
-        spec[chosen] = _FSDP
+        spec[chosen] = _WITHIN_REPLICA
     return PartitionSpec(*spec)
 
 

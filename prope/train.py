@@ -64,14 +64,14 @@ from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
 
-_LESS_MEMORY = (
+_MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
     "config.model.remat=full; python -m prope.plan computes what fits"
 )
 
 
 class State(NamedTuple):
-    """What training starts from."""
+    """What training starts from; `step` is the last one that is done."""
 
     step: int
     params: Any
@@ -116,10 +116,13 @@ def train(
 
 
 class Training:
-    """A run that is trained: its data, devices and files, and what the loop does with them."""
+    """A run that is trained: its data, devices and files, and what the loop does with them.
+
+    `restore` opens the files, and comes before all other methods.
+    """
 
     def __init__(self, session: Session, config: ConfigDict, path: epath.Path):
-        """Opens the run's directory and data, then the devices; checks that all of it fits."""
+        """Opens the run's directory and data, then the devices; checks memory and disk."""
         self.session = session
         self.config = config
         self.path = path
@@ -133,7 +136,7 @@ class Training:
         with session.raise_on_all():
             check_count()
             validate_devices(config, jax.devices())
-            check_activations(config, _LESS_MEMORY)
+            check_activations(config, _MEMORY_ADVICE)
             self.prepared = prepare(config, jax.devices())
         self.evaluation = LossEvaluation(self.prepared.config, validation)
         session.attach(path, self.prepared.mesh)
@@ -195,7 +198,7 @@ class Training:
         local_config, mesh, optimizer, state = self.prepared
         with self.writer.pause():
             step = compile_step(local_config, optimizer, mesh, state)
-            check_memory(step, _LESS_MEMORY)
+            check_memory(step, _MEMORY_ADVICE)
         self.session.compiled()
         return step
 
@@ -204,7 +207,7 @@ class Training:
         return step == self.stop or step % every == 0
 
     def evaluate(self, step: int, params) -> None:
-        """Evaluates; a request to stop ends it, and the resumed run makes up for it."""
+        """Evaluates; a request to stop ends it, and the resumed run then evaluates this step."""
         progress = f"a part of the evaluation of step {step}"
         go_on = functools.partial(self.session.poll, progress)
         sums_folder = self.path / "eval" / str(step)
@@ -261,7 +264,7 @@ def start_or_resume(
     prepared: Prepared,
     windows: Windows,
 ) -> State:
-    """Returns the state to start from. In this order:
+    """Returns the state to start from, the first of these that there is:
 
     1. the run's newest checkpoint: the run was stopped and goes on;
     2. the parameters of the run that --init_from names, with a new optimizer, from step 0;
@@ -311,7 +314,7 @@ def resume(
 
 
 def read_initial_params(config: ConfigDict, init_from: str, abstract):
-    """Reads the parameters of another run, whose encoding and data may differ; logs how."""
+    """Reads the parameters of another run; logs where its encoding or data differ."""
     run = open_run(init_from)
     ours = flat(config)
     theirs = flat(run.config)

@@ -205,7 +205,7 @@ FILES = {"weight": 1, "dataset": "files", "data_dir": "a"}
         ({"loss_on": "targets"}, "loss_on=targets: needs a template"),
         ({"loss_on": "x"}, "one of all, targets"),
         ({"loss_on": "targets", "template": "{a}."}, "must end with the feature to predict"),
-        ({"mixture": ()}, "mixture=(): goes with data.dataset=mixture"),
+        ({"mixture": ()}, "mixture=(): must have sources if, and only if, data.dataset=mixture"),
         (
             {"mixture": (FILES | {"data_dir": ""},)},
             "mixture[0].data_dir=: data.mixture[0].dataset=files needs the folder",

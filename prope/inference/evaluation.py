@@ -1,4 +1,4 @@
-"""Computes the losses of saved checkpoints on documents; the room behind python -m prope.evaluate.
+"""Computes the losses of saved checkpoints on text, for python -m prope.evaluate.
 
 Evaluations that a run's eval.jsonl already has are not computed again.
 """
@@ -38,15 +38,17 @@ class LossOptions(Options):
 
 
 def evaluations(options: LossOptions) -> Iterator[dict]:
-    """Yields the record of every evaluation: by run, by checkpoint, by length.
+    """Yields the record of every evaluation, in the order of runs, checkpoints and lengths.
 
-    Raises UsageError, before the first, where a run, a checkpoint or data is missing, or unfit.
+    Raises UsageError, before anything is computed, where a run, a checkpoint or data is missing or
+    does not fit the flags.
     """
     if options.max_windows and "," in (options.seq_len or ""):
         remedy = "--max_tokens reads the same text at every length"
         log.warning("--max_windows: longer windows hold more text; %s", remedy)
     limits = {"max_windows": options.max_windows, "max_tokens": options.max_tokens}
-    open_lengths = functools.partial(_open_lengths, options, {})
+    opened = {}  # evaluations that several runs share
+    open_lengths = functools.partial(_open_lengths, options, opened)
     return records(options, open_lengths, "eval.jsonl", **limits)
 
 
@@ -56,7 +58,7 @@ def _open_lengths(
     run: Run,
     encoding: str | None,
 ) -> list[LossEvaluation]:
-    """Opens the evaluation of each length; `opened` has one for all runs that differ by seed."""
+    """Opens the evaluation of each length; runs that differ by seed share one, in `opened`."""
     state = run.checkpoint.data
     if "imported_from" in state and options.dataset is None:
         raise usage_error(
@@ -74,6 +76,7 @@ def _open_lengths(
         _check_max_tokens(options, configs)
     evaluations = []
     for T, config in configs.items():
+        # All that the program and its windows depend on; `open_text` reads the run's data, too.
         fields = [config.model, config.data, config.eval, run.config.data]
         key = (T, state.get("fingerprint"), *map(str, fields))
         if key not in opened:
@@ -105,12 +108,13 @@ def _open_windows(run: Run, options: LossOptions, config: ConfigDict, T: int):
     data.seq_len = T
     vocab_size = config.model.vocab_size
     windows = open_text(data, vocab_size, options.split, run.config.data, run.checkpoint.data)
-    size = max(source.length for source in windows.sources)
-    if max(config.data.seq_len, size) < T:
+    text_length = max(source.length for source in windows.sources)
+    # At the training's length a short text is padded, as in training.
+    if text_length < T and config.data.seq_len < T:
         raise usage_error(
             "--seq_len",
             T,
-            f"longer than split {windows.split} of {data.dataset}, {size:,} tokens",
+            f"longer than split {windows.split} of {data.dataset}, {text_length:,} tokens",
             "give a shorter window, or more text",
         )
     return windows

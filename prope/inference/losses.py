@@ -1,4 +1,4 @@
-"""The loss of parameters on windows, summed by document and by position.
+"""Evaluates the loss of a model on windows of text, summed by document and by position.
 
 Every predicted token counts once. Losses are added up in float64, so the batch size does not change
 the result.
@@ -31,14 +31,15 @@ from prope.runtime import processes
 from prope.runtime.memory import check_memory
 from prope.step import batch_hidden
 
-_LONG = 8192  # tokens; windows from this length on are reported in buckets of 1024 positions
+_LONG_WINDOW = 8192  # tokens; from this length on, buckets have 1024 positions
 
 
 class Selection(NamedTuple):
     """The windows that are evaluated."""
 
     indices: list[int]
-    # Hash of the text: equal for all windows of a split, and, with max_tokens, at every seq_len.
+    # Hash of the text and of the rule that selects from it. With max_tokens it is the same at every
+    # seq_len, because the tokens are.
     fingerprint: str
 
 
@@ -48,13 +49,17 @@ def select(
     max_tokens: int | None = None,
     longest: int = 0,
 ) -> Selection:
-    """Selects all windows, or `max_windows`, evenly spread, or the same `max_tokens` at any length.
+    """Selects windows, evenly spread; in a mixture every source has its share of training.
 
-    The last are cut from evenly spread stretches of `longest` tokens. Of a mixture, if not all,
-    every source has the share of the windows that it has in training.
+    Args:
+      windows: all windows of a split.
+      max_windows: how many are selected; None: all.
+      max_tokens: instead of `max_windows`: so many tokens, the same ones at every length of
+        windows. They are read in stretches of `longest` tokens.
+      longest: the longest window that will read these tokens.
     """
     number = max_windows
-    stretch = 1  # windows that are selected together
+    stretch = 1  # neighbouring windows that are selected together
     rule = {}
     if max_tokens is not None:
         number = max_tokens // longest
@@ -71,7 +76,8 @@ def select(
             wanted = max(round(number * weight), 1)
             chosen = min(wanted, stretches)
         for i in range(chosen):
-            start = i * stretches // chosen * stretch
+            first_stretch = i * stretches // chosen
+            start = first_stretch * stretch
             stop = min(start + stretch, source.count)
             indices += range(offset + start, offset + stop)
         offset += source.count
@@ -89,15 +95,15 @@ def run_batches(
     read: Callable[[list[int]], Batch],
     go_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields what a step computes of the sequences 0 .. count - 1, batch by batch.
+    """Runs a step on the sequences 0 .. count - 1; yields its results batch by batch.
 
     Args:
       step: computes arrays, whose first axis is the batch, from a batch on all devices.
       config: of the run; `eval.batch_size` is the most sequences of a batch.
       mesh: the devices.
       count: how many sequences there are.
-      read: reads this process's sequences of a batch; those from `count` on fill it up.
-      go_on: called before every batch, in all processes alike; there is none after False.
+      read: reads this process's sequences of a batch; numbers from `count` on are padding.
+      go_on: called before every batch, in all processes alike; after False nothing is read.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     wanted = min(config.eval.batch_size, count)
@@ -133,7 +139,7 @@ class LossEvaluation:
         sums_folder: epath.Path | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> dict | None:
-        """Returns the record of parameters; None where `go_on` ends the evaluation.
+        """Returns the record of an evaluation; None where `go_on` ends it.
 
         Args:
           params: the parameters.
@@ -145,7 +151,8 @@ class LossEvaluation:
         indices, fingerprint = self.selection
         count = len(indices)
         sizes = [source.count for source in windows.sources]
-        source_of = np.repeat(range(len(sizes)), sizes)[indices]
+        source_of_all = np.repeat(range(len(sizes)), sizes)
+        source_of = source_of_all[indices]
         by_document = DocumentSums(self.seq_len, self.config.data.seq_len)
         correct = []
         row = 0
@@ -188,14 +195,14 @@ class LossEvaluation:
         return {name: np.concatenate([batch[name], fill[name]]) for name in batch}
 
     def _compile(self, params, batch, mesh) -> jax.stages.Compiled:
-        """Compiles `_score`, once."""
+        """Returns `_score`, compiled at the first call: later ones have the same shapes."""
         if self._compiled is None:
             replicated = NamedSharding(mesh, PartitionSpec())
             step = jax.jit(self._score, out_shardings=replicated)
             self._compiled = step.lower(params, batch).compile()
             size = self.config.eval.batch_size
-            less = f"lower the batch size, now {size}, or the windows' length"
-            check_memory(self._compiled, less)
+            advice = f"lower the batch size, now {size}, or the windows' length"
+            check_memory(self._compiled, advice)
         return self._compiled
 
     def _score(self, params, batch) -> dict[str, jax.Array]:
@@ -224,7 +231,7 @@ class DocumentSums:
     """Sums losses by document and by bucket of positions, window after window."""
 
     def __init__(self, T: int, training_length: int):
-        width = 1024 if T >= _LONG else max(training_length // 8, 1)
+        width = 1024 if T >= _LONG_WINDOW else max(training_length // 8, 1)
         # [Q + 1]: the first position of each bucket, and T.
         self._edges = np.append(np.arange(0, T, width), T)
         self._bucket = np.arange(T) // width
@@ -234,7 +241,10 @@ class DocumentSums:
         self._ended = True  # whether its last document ended with it
 
     def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
-        """Adds the window with this index, arrays [T]; a document may go on from the one before."""
+        """Adds a window, arrays [T].
+
+        Windows come in order: a document that the previous window did not end goes on in this one.
+        """
         documents = max(int(segment_ids.max()), 1)
         Q = len(self._edges) - 1
         # Padding has weight 0, so its cell does not matter.
@@ -286,7 +296,7 @@ def summarize_positions(sums: paired.Sums) -> list[dict]:
 
 
 def summarize_sources(windows: Windows, source_of: np.ndarray, sums: paired.Sums) -> list[dict]:
-    """Computes the loss of each source of a mixture; `source_of` are those of the windows."""
+    """Computes the loss of each source of a mixture; source_of[i] is that of window i."""
     sources = []
     for s, source in enumerate(windows.sources):
         about = {
@@ -310,9 +320,10 @@ def per_byte(windows: Windows, loss: float) -> dict:
         unigrams.append(store.unigram_loss(split))
     bytes_per_token = float(np.dot(windows.shares, sizes))
     unigram = float(np.dot(windows.shares, unigrams))
-    bits_per_byte = 1 / bytes_per_token / math.log(2)
+    bits_per_nat = 1 / math.log(2)
+    bits_per_byte = bits_per_nat / bytes_per_token  # of a loss of 1
     return {
-        "perplexity": math.exp(min(loss, 700.0)),
+        "perplexity": math.exp(min(loss, 700.0)),  # exp(710) overflows
         "bits_per_byte": loss * bits_per_byte,
         "unigram_bits_per_byte": unigram * bits_per_byte,
     }

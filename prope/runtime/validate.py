@@ -1,4 +1,4 @@
-"""Checks a config: its fields, what concerns several of them, then the divisions over devices.
+"""Checks a config: single fields, then fields together, then how devices divide the batch.
 
 `validate` needs no device, no tokenizer and no data. The rules of single fields stand beside them
 in `prope/config.py`.
@@ -30,20 +30,21 @@ def validate(config: ConfigDict) -> None:
 
 
 def _check_encoding(model: ConfigDict) -> None:
-    """Checks the encoding: the fields that its kinds need have values, and no others are set."""
+    """Checks the fields of the encoding, and that its frequencies can be computed."""
     _check_fields_of_kinds(model)
     if not encodings.can_rescale(model.rope_type, model.rope_scaling_type):
         problem = f"needs a wavelength, which rope_type={model.rope_type} has not"
         raise usage_error("config.model.rope_scaling_type", model.rope_scaling_type, problem)
     if model.rope_scaling_type in encodings.INTERVENTIONS:
         _check_band(model)
-    try:
+    try:  # a ValueError begins with the field
         encodings.layer_frequencies(model)
     except ValueError as error:
         raise UsageError(f"config.model.{error}") from None
 
 
 def _check_fields_of_kinds(model: ConfigDict) -> None:
+    """Checks that the fields which rope_type and the like take have values, and no others."""
     required = {*encodings.CHOICES, "layer_types"}
     for field, kinds in encodings.CHOICES.items():
         required |= set(kinds[model[field]])
@@ -56,6 +57,7 @@ def _check_fields_of_kinds(model: ConfigDict) -> None:
     for name in sorted(encodings.FIELDS):
         value = model[name]
         default = FIELDS[f"model.{name}"].default
+        # A default that is a type stands for None.
         is_set = value is not None if isinstance(default, type) else value != default
         if name in required and value is None:
             raise usage_error(f"config.model.{name}", value, "must have a value: its type needs it")
@@ -84,7 +86,7 @@ def _check_data(data: ConfigDict) -> None:
     source = {name: data[name] for name in SOURCE_FIELDS}
     is_mixture = data.dataset == "mixture"
     if is_mixture != bool(data.mixture):
-        problem = "goes with data.dataset=mixture, and that with it"
+        problem = "must have sources if, and only if, data.dataset=mixture"
         raise usage_error("config.data.mixture", data.mixture, problem)
     if not is_mixture:
         _check_source(source, "data.")
@@ -95,7 +97,8 @@ def _check_data(data: ConfigDict) -> None:
     for number, entry in enumerate(data.mixture):
         name = f"data.mixture[{number}]"
         _check_entry(f"config.{name}", entry, data.tokenizer)
-        _check_source(source | {"data_dir": "", "store": ""} | dict(entry), f"{name}.")
+        places = {"data_dir": "", "store": ""}  # each source has one of its own
+        _check_source(source | places | dict(entry), f"{name}.")
 
 
 def _check_entry(name: str, entry: dict, tokenizer: str) -> None:
@@ -153,7 +156,9 @@ def _template_problem(template: str, loss_on: str) -> str:
     except ValueError as error:
         return f"{error}; a field is a name in braces, a brace itself is doubled"
     features = [feature for _, *feature in parsed if feature[0] is not None]
-    plain = all(name.isidentifier() and not spec and not how for name, spec, how in features)
+    plain = all(
+        name.isidentifier() and not spec and not conversion for name, spec, conversion in features
+    )
     if not features or not plain:
         return "must name features in braces, such as '{inputs} {targets}'"
     _, last_feature, _, _ = parsed[-1]

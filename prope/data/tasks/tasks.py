@@ -1,4 +1,4 @@
-"""The eight long-context tasks: longcontext/NAME, and longcontext/mix, a task per window.
+"""The eight long-context tasks: longcontext/NAME; longcontext/mix draws one for each window.
 
 To add one: a function that draws prompts, one that draws training windows, and a line in TASKS;
 README.md shows how. `prope.config.GENERATED` lists the names that a config may have.
@@ -17,10 +17,11 @@ from prope.data.tokenizer import BOS, ByteTokenizer
 from prope.errors import nearest, usage_error
 
 FORMAT = 1  # version of the rules by which prompts are drawn
-VARIANTS = GENERATED["longcontext"][1:]  # without mix
+VARIANTS = [name for name in GENERATED["longcontext"] if name != "mix"]  # NAME and NAME-N
 VOCABULARY = ByteTokenizer.vocab_size
 _BYTES = ByteTokenizer()
 
+# ((fact, question) in compact form, the same in prose); {0} is the key, {1} the value.
 _PASSKEY = pairs(("#{1}.", "#"), ("The pass key is {1}\n", "The pass key is"), digits=5, repeat=3)
 _NIAH = pairs(("={}{}", "?{}"), ("The code of {} is {}\n", "The code of {} is"))
 _LOOKUP = pairs(("{}{}", "/{}"), ("{}: {}\n", "{}:"), double=True)
@@ -64,10 +65,19 @@ def make_prompt(
     removed: bool,
     size: Callable[[str], int],
 ) -> Prompt:
-    """Makes the prompt with as many units as fit into `length` tokens with its answer.
+    """Makes the longest prompt that fits into `length` tokens with its answer.
 
-    The other arguments, but for `size`, which counts the tokens of a text with <bos>, determine all
-    draws.
+    All draws are a function of the arguments.
+
+    Args:
+      task: NAME or NAME-N.
+      prose: in sentences, not compact.
+      length: tokens of the prompt, its answer and <bos>.
+      row: where the evidence stands, a fraction of the prompt; of an offset, how far back.
+      trial: number of the prompt among those of this row.
+      seed: the seed of all prompts.
+      removed: leaves the evidence out, as a control.
+      size: counts the tokens of a text with <bos>.
     """
     name, option = split_name(task)
     number = NAMES.index(name)
@@ -82,7 +92,7 @@ def make_prompt(
         prompt = make(n)
         return size(prompt.text + prompt.answer + prompt.rest)
 
-    # An offset reaches back over as many units as its row says.
+    # The row of an offset is a number of units, those of other tasks are below 1.
     fewest = int(max(2, *TASKS[name].rows))
     shortest = measure(fewest)
     if shortest > length:
@@ -97,7 +107,7 @@ def make_prompt(
             low = n
         else:
             high = n
-        # If all units were as long as those so far, so many would fit.
+        # The next guess takes the mean length of a unit so far.
         growth = max(used - shortest, 1)
         more = (length - shortest) * (n - fewest) / growth
         n = max(fewest + int(more), low + 1)
