@@ -13,7 +13,7 @@ from makers import read_tokens as stream
 
 from prope.config import default_config, differences
 from prope.data.mixture import open_windows
-from prope.data.store import arrays, build
+from prope.data.store import arrays, build, workers
 from prope.data.store.build import open_store
 from prope.data.windows import train_batch
 from prope.errors import UsageError
@@ -85,24 +85,31 @@ def test_a_store_does_not_count_without_its_index(config, in_bucket, monkeypatch
     assert read_files(open_store(in_bucket, 260).path) == expected
 
 
-@pytest.mark.parametrize("moment", ["train", "validation", "index"])
+@pytest.mark.parametrize("moment", ["chunks", "train", "validation", "index"])
 def test_two_hosts_that_prepare_at_once_lose_nothing(
     tmp_path, config, in_bucket, monkeypatch, moment
 ):
-    """One host writes all of the store while another is about to write an array or the index."""
+    """One host writes all of the store while another is about to write what `moment` names."""
     expected = read_files(open_store(config, 260).path)
     write_array = arrays.write_array
     concatenate = build._concatenate
+    pack_chunks = workers.pack_chunks
     found = []
 
     def prepare_on_other_host():
         with monkeypatch.context() as patch:
             patch.setattr(arrays, "write_array", write_array)
             patch.setattr(build, "_concatenate", concatenate)
+            patch.setattr(workers, "pack_chunks", pack_chunks)
             patch.setenv("PROPE_CACHE", str(tmp_path / "other host"))
             store = open_store(in_bucket, 260)
         found.append(store)
         assert read_files(store.path) == expected
+
+    def pack_chunks_late(*arguments):
+        if moment == "chunks":
+            prepare_on_other_host()
+        return pack_chunks(*arguments)
 
     def write_array_late(path, split, *arguments):
         if split == moment:
@@ -119,6 +126,7 @@ def test_two_hosts_that_prepare_at_once_lose_nothing(
 
     monkeypatch.setattr(arrays, "write_array", write_array_late)
     monkeypatch.setattr(build, "_concatenate", concatenate_early)
+    monkeypatch.setattr(workers, "pack_chunks", pack_chunks_late)
     store = open_store(in_bucket, 260)
     assert found == [store]
     assert read_files(store.path) == expected
