@@ -1,4 +1,4 @@
-"""Runs in a bucket: they end as on disk, and survive what happens to buckets, processes and hosts."""
+"""Runs in a bucket: they end as on disk, and survive what happens to buckets and processes."""
 
 import random
 import time
@@ -22,14 +22,16 @@ STEPS = (
     "--config.eval_every=20",
     "--config.num_steps=20",
 )
-OF_MACHINE = {"workdir", "output", "runs", "init_hash"}  # and what is counted by seconds
+# Fields that differ by machine, beside those counted by seconds.
+MACHINE_FIELDS = {"workdir", "output", "runs", "init_hash"}
 
 
 @pytest.fixture
 def uploaded(whole, bucket):
     """A run of 20 steps that was copied to a bucket from a disk: (its URL, its folder)."""
-    upload(epath.Path(whole[0]), epath.Path(bucket) / "run")
-    return epath.Path(bucket) / "run", whole[0]
+    url = epath.Path(bucket) / "run"
+    upload(epath.Path(whole[0]), url)
+    return url, whole[0]
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +47,41 @@ def straight(once, train):
     return epath.Path(directory) / "run", result
 
 
-def same_run(workdir, result: dict, straight) -> None:
-    """Compares losses, batches, evaluation and the hashes of all saved arrays, bit for bit."""
-    workdir, other = epath.Path(workdir), straight[0]
-    fields = ("step", "loss", "grad_norm", "batch_hash")
-    ours, theirs = (
-        [[r[f] for f in fields] for r in read_jsonl(place / "metrics.jsonl")]
-        for place in (workdir, other)
-    )
-    assert ours == theirs
-    hashes, expected = (
-        read_json(place / "checkpoints/20/hashes.json")["items"] for place in (workdir, other)
-    )
-    for item in ("params", "opt_state"):
-        assert hashes[item] == expected[item]
-    assert result["init_hash"] == straight[1]["init_hash"] and numbers(result) == numbers(
-        straight[1]
-    )
+@pytest.fixture
+def start_in_bucket(bucket, start_command):
+    """Starts the training of a run in the bucket."""
+
+    def start(*arguments):
+        return start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS, *arguments)
+
+    return start
+
+
+@pytest.fixture
+def finish_as_straight(bucket, straight):
+    """Waits for a run; compares losses, batches, evaluation and all saved arrays, bit for bit."""
+
+    def logged(workdir):
+        fields = ("step", "loss", "grad_norm", "batch_hash")
+        records = read_jsonl(workdir / "metrics.jsonl")
+        return [[record[field] for field in fields] for record in records]
+
+    def hashes(workdir):
+        items = read_json(workdir / "checkpoints/20/hashes.json")["items"]
+        return {item: items[item] for item in ("params", "opt_state")}
+
+    def check(command):
+        outcome = finish(command)
+        assert outcome.code == 0, outcome.stderr
+        workdir = epath.Path(bucket) / "run"
+        expected_dir, expected = straight
+        assert logged(workdir) == logged(expected_dir)
+        assert hashes(workdir) == hashes(expected_dir)
+        assert outcome.result["init_hash"] == expected["init_hash"]
+        assert numbers(outcome.result) == numbers(expected)
+        return outcome
+
+    return check
 
 
 def numbers(result):
@@ -70,19 +90,18 @@ def numbers(result):
         return [numbers(entry) for entry in result]
     if not isinstance(result, dict):
         return result
-    return {
-        name: numbers(value)
-        for name, value in result.items()
-        if name not in OF_MACHINE and "second" not in name
-    }
+    names = [name for name in result if name not in MACHINE_FIELDS and "second" not in name]
+    return {name: numbers(result[name]) for name in names}
 
 
 @pytest.mark.slow
 def test_a_run_copied_to_a_bucket_is_found_read_and_kept(uploaded):
     url, local = uploaded
-    assert find_runs(url.parent) == [url] and list_steps(url) == list_steps(local) == [10, 20]
-    ours, theirs = (open_run(place).params() for place in (url, local))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
+    assert find_runs(url.parent) == [url]
+    assert list_steps(url) == list_steps(local) == [10, 20]
+    params = open_run(url).params()
+    expected = open_run(local).params()
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, expected))
     with Checkpoints(url) as checkpoints:  # Orbax removes what it takes for unfinished
         assert checkpoints.steps() == [10, 20]
     assert list_steps(url) == [10, 20]
@@ -93,127 +112,119 @@ def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(up
     url, _ = uploaded
     (url / "checkpoints/20/params/manifest.ocdbt").unlink()
     run, _ = open_run(url).first_undamaged(Run.params)
-    assert run.step == 10 and "checkpoint 20 is damaged (params: " in caplog.text
+    assert run.step == 10
+    assert "checkpoint 20 is damaged (params: " in caplog.text
     with Checkpoints(url) as checkpoints:
         checkpoints.set_aside(20)
-    assert list_steps(url) == [10] and (url / "checkpoints/20.damaged/hashes.json").exists()
+    assert list_steps(url) == [10]
+    assert (url / "checkpoints/20.damaged/hashes.json").exists()
     (url / "checkpoints/10/hashes.json").unlink()  # written when all else is
     assert list_steps(url) == []
 
 
 def test_a_bucket_that_is_not_there_is_one_line(bucket):
-    with pytest.raises(
-        UsageError,
-        match=r"--workdir=gs://other/run: cannot be made: No such file.*ls gs://other answ",
-    ):
+    problem = "--workdir=gs://other/run: cannot be made: No such file.*ls gs://other answ"
+    with pytest.raises(UsageError, match=problem):
         check_writable("--workdir", epath.Path("gs://other/run"))
 
 
 def test_without_credentials_it_is_one_line_at_once(bucket, storage, monkeypatch):
-    (epath.Path(bucket) / "a.json").write_text("{}")
+    file = epath.Path(bucket) / "a.json"
+    file.write_text("{}")
     monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("waited"))
+    remedy = "gcloud auth application-default login"
     with storage.failing(401):
-        with pytest.raises(
-            RunFailed, match=r"a\.json: cannot be read: .*gcloud auth application-default login"
-        ):
-            read_json(epath.Path(bucket) / "a.json", "remedy")
-        with pytest.raises(
-            UsageError,
-            match=r"--workdir=gs://bucket/.*: cannot be made: .*application-default login",
-        ):
+        with pytest.raises(RunFailed, match=rf"a\.json: cannot be read: .*{remedy}"):
+            read_json(file, "remedy")
+        with pytest.raises(UsageError, match=f"--workdir={bucket}: cannot be made: .*{remedy}"):
             check_writable("--workdir", epath.Path(bucket))
 
 
 @pytest.mark.slow
 def test_everything_in_a_bucket_is_as_on_disk(
-    bucket, straight, start_command, run_command, tmp_path
+    bucket, straight, start_in_bucket, finish_as_straight, run_command, tmp_path
 ):
     """Train, kill -9, resume, evaluate, sample, export, import, analyze, report."""
-    killed = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
-    while (
-        not list_steps(f"{bucket}/run") and killed._process.is_alive()
-    ):  # then the next save keeps it waiting
+    killed = start_in_bucket()
+    # After the first save, the next one keeps it waiting.
+    while not list_steps(f"{bucket}/run") and killed._process.is_alive():
         time.sleep(0.1)
     killed.kill()
-    again = run_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
-    assert again.code == 0 and "resumed from step" in again.stderr, again.stderr
-    same_run(f"{bucket}/run", again.result, straight)
+    again = finish_as_straight(start_in_bucket())
+    assert "resumed from step" in again.stderr
 
-    def both(module: str, *arguments: str, **places: str) -> None:
-        results = []
+    for module, *arguments in (
+        ("prope.evaluate", "--again", "--seq_len=1x,2x"),
+        ("prope.sample", "--prompt=def f", "--length=8", "--temperature=0"),
+        ("prope.report",),
+        ("prope.analyze", "--sequences=2"),
+        ("prope.export_hf", "--output=BASE/hf"),
+    ):
+        printed = []
         for base, workdir in ((bucket, f"{bucket}/run"), (tmp_path, straight[0])):
-            flags = [f"--{flag}={base}/{name}" for flag, name in places.items()]
-            outcome = run_command(module, f"--workdir={workdir}", *flags, *arguments)
+            placed = [argument.replace("BASE", str(base)) for argument in arguments]
+            outcome = run_command(module, f"--workdir={workdir}", *placed)
             assert outcome.code == 0, outcome.stderr
-            results.append(numbers(outcome.result))
-        assert results[0] == results[1]
-
-    both("prope.evaluate", "--again", "--seq_len=1x,2x")
-    both("prope.sample", "--prompt=def f", "--length=8", "--temperature=0")
-    both("prope.report")
-    both("prope.analyze", "--sequences=2")
-    both("prope.export_hf", output="hf")
+            printed.append(numbers(outcome.result))
+        assert printed[0] == printed[1]
+    exported = epath.Path(bucket) / "hf"
     for name in ("config.json", "model.safetensors"):
-        assert (epath.Path(bucket) / "hf" / name).read_bytes() == (
-            tmp_path / "hf" / name
-        ).read_bytes()
-    imported = run_command(
-        "prope.import_hf", f"--input={bucket}/hf", f"--workdir={bucket}/imported"
-    )
-    assert imported.code == 0, imported.stderr
-    assert (
-        run_command("prope.sample", f"--workdir={bucket}/imported", "--prompt=a", "--length=4").code
-        == 0
-    )
-    pages = ("loss.png", "analysis/index.html", "analysis/usage.png")
-    assert all((epath.Path(bucket) / "run" / page).exists() for page in pages)
-    events = list((epath.Path(bucket) / "run").glob("events.out.tfevents.*"))
-    assert len(events) == 2 and all(path.stat().length > 100 for path in events)
+        assert (exported / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    imported = f"--workdir={bucket}/imported"
+    for module, *arguments in (
+        ("prope.import_hf", f"--input={exported}"),
+        ("prope.sample", "--prompt=a", "--length=4"),
+    ):
+        outcome = run_command(module, imported, *arguments)
+        assert outcome.code == 0, outcome.stderr
+    run = epath.Path(bucket) / "run"
+    for page in ("loss.png", "analysis/index.html", "analysis/usage.png"):
+        assert (run / page).exists(), page
+    events = list(run.glob("events.out.tfevents.*"))
+    assert len(events) == 2
+    assert all(path.stat().length > 100 for path in events)
 
 
 @pytest.mark.slow
 def test_killed_between_arrays_and_commit_a_run_ends_as_a_straight_one(
-    bucket, straight, start_command
+    bucket, start_in_bucket, finish_as_straight
 ):
-    system, chance, kills = fsspec.filesystem("gs"), random.Random(3), 0
+    system = fsspec.filesystem("gs")
+    chance = random.Random(3)
+    kills = 0
     folder = f"{bucket}/run/checkpoints"
 
-    def unfinished() -> bool:
+    def is_saving() -> bool:
+        """Tells whether a checkpoint has parameters and no commit."""
         names = system.find(folder) if system.exists(folder) else []
-        begun = {
-            name.split("/checkpoints/")[1].split("/")[0] for name in names if "/params/" in name
-        }
-        return any(not system.exists(f"{folder}/{step}/commit_success.txt") for step in begun)
+        places = [name.split("/checkpoints/")[1] for name in names if "/params/" in name]
+        steps = {place.split("/")[0] for place in places}
+        return any(not system.exists(f"{folder}/{step}/commit_success.txt") for step in steps)
 
     for _ in range(4):
-        command = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
+        command = start_in_bucket()
         command.wait_for("first step after|Traceback|error:")
         time.sleep(chance.random() / 4)
         end = time.monotonic() + 20
-        while not (met := unfinished()) and time.monotonic() < end and command._process.is_alive():
-            pass
+        met = is_saving()
+        while not met and time.monotonic() < end and command._process.is_alive():
+            met = is_saving()
         command.kill()
         kills += met
         assert "Traceback" not in command.stderr, command.stderr
     assert kills >= 2, "too few kills met a checkpoint that was being written"
-    outcome = finish(start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS))
-    assert outcome.code == 0, outcome.stderr
-    same_run(f"{bucket}/run", outcome.result, straight)
+    finish_as_straight(start_in_bucket())
 
 
 @pytest.mark.slow
 def test_a_bucket_that_fails_for_20_seconds_delays_a_run(
-    bucket, storage, straight, start_command, run_command
+    storage, start_in_bucket, finish_as_straight
 ):
-    stopped = run_command(
-        "prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS, "--stop_at_step=10"
-    )
+    stopped = finish(start_in_bucket("--stop_at_step=10"))
     assert stopped.code == 0, stopped.stderr
-    command = start_command("prope.train", CONFIG, f"--workdir={bucket}/run", *STEPS)
+    command = start_in_bucket()
     for moment in ("attention: xla", "step 14/20"):  # before a restore; before a save
         command.wait_for(moment)
         with storage.failing():
             time.sleep(20)
-    outcome = finish(command)
-    assert outcome.code == 0, outcome.stderr
-    same_run(f"{bucket}/run", outcome.result, straight)
+    finish_as_straight(command)
