@@ -123,7 +123,11 @@ def test_the_baseline_is_the_cross_entropy_of_token_frequencies(config):
         for token in range(260):
             share = (np.sum(train == token) + 1) / (len(train) + 260)
             total -= np.sum(predicted == token) * math.log(share)
-        assert math.isclose(store.index[name], total / len(predicted), rel_tol=1e-9)
+        assert math.isclose(
+            store.index[name],
+            total / len(predicted),
+            rel_tol=1e-9,
+        )
 
 
 @pytest.mark.slow
@@ -196,7 +200,10 @@ def test_segments_and_positions_follow_the_documents(open_windows):
             position += 1
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 1237])
+@pytest.mark.parametrize(
+    "count",
+    [1, 2, 3, 7, 100, 1237],
+)
 def test_every_epoch_is_a_new_permutation(count):
     def order(epoch, seed=5):
         examples = range(epoch * count, (epoch + 1) * count)
@@ -244,7 +251,14 @@ def test_sentencepiece_makes_a_store(config, sentencepiece_model):
     assert store.count("bytes", "all") == size
     train = stream(store, "train")
     first = train[1 : np.flatnonzero(train == 1)[0]]
-    predicted = [t for t in texts if not pack.is_validation(t.encode(), 0.05)]
+    predicted = [
+        t
+        for t in texts
+        if not pack.is_validation(
+            t.encode(),
+            0.05,
+        )
+    ]
     expected = predicted[0]
     assert load_tokenizer(sentencepiece_model).decode(first) == expected
 

@@ -75,7 +75,11 @@ class Windows:
             start = int(index) * T
             stop = min(start + T + 1, self.length)
             reads.append(self._tokens[start:stop].read())
-        stream = np.full((len(reads), T + 1), PAD, np.int32)
+        stream = np.full(
+            (len(reads), T + 1),
+            PAD,
+            np.int32,
+        )
         is_token = np.zeros(stream.shape, bool)
         is_prompt = np.zeros(stream.shape, bool)
         for row, read in enumerate(reads):

@@ -169,7 +169,12 @@ def write_array(
     What is there already of the same store is written again.
     """
     spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
-    store = ts.open(spec, context=CONTEXT, create=True, open=True).result()
+    store = ts.open(
+        spec,
+        context=CONTEXT,
+        create=True,
+        open=True,
+    ).result()
     start = 0
     writing = None
     for shard in _join(arrays, SHARD):
