@@ -22,7 +22,6 @@ NOT_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-PACKED = set((ROOT / "tests" / "packed.txt").read_text().split())  # files still to be unpacked
 
 # Rooms (a folder, or a file at the top of prope/), low to high.
 # Each imports only from lines above its own.
@@ -279,7 +278,7 @@ def test_every_line_is_one_thought():
     files = [file for top in TOPS for file in (ROOT / top).rglob("*.py")]
     dense = {str(file.relative_to(ROOT)): too_dense(measure(file.read_text())) for file in files}
     found = {name: problems for name, problems in dense.items() if problems}
-    assert {name: found[name] for name in found.keys() - PACKED} == {}
+    assert found == {}
 
 
 def imported_tests(file: pathlib.Path) -> set[str]:
