@@ -22,7 +22,7 @@ from prope.analysis import analysis, choices, maps, page
 from prope.html import drawing
 
 LETTERS = text_with_q()
-SEMANTIC_LOGIT = 200 / KNOWN_HEAD_DIM**0.5  # of a q; that of other tokens is its negative
+SEMANTIC_LOGIT = 200 / KNOWN_HEAD_DIM**0.5  # logit of a q; that of other tokens is its negative
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_cell_is_read_out_with_its_names_and_its_weight(run):
     assert weights["names"] == ("query", "key")
     assert len(logits["values"]) == 31
     positions = found["window"]["positions"]
-    # Of every token, also where labels have no room.
+    # Every token has one, also where labels have no room.
     assert weights["labels"] == [token_names(positions)] * 2
     for row, values in enumerate(weights["values"]):
         even = f"{1 / (positions[row] + 1):.3g}"

@@ -302,7 +302,7 @@ def test_at_131072_tokens_no_scores_logits_or_float32_keys_are_whole(topology, k
     assert kernel in kernels
     if exchange:
         assert collectives[exchange]["count"] > 0
-    # Of keys and values in 2 layers, each computed twice with remat, two bytes an element.
+    # Keys and values in 2 layers, each computed twice with remat, two bytes an element.
     gathered = collectives["all-gather of keys and values"]
     assert gathered["bytes"] == 2 * 2 * 2 * T * H * 2
     sizes = [(dtype, math.prod(dims)) for dtype, dims in shapes]

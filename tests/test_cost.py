@@ -118,7 +118,7 @@ def test_the_roofline_divides_each_amount_by_its_peak():
 
 
 SQUARE = (8, 8)
-MATMUL = 2 * 8**3  # of two squares
+MATMUL = 2 * 8**3  # FLOPs of a product of two squares
 
 
 def flops_of(function, *shapes):
@@ -283,7 +283,7 @@ def test_a_kernel_of_unknown_flops_is_an_error():
 QUERY = (2, 3, 1024, 128)
 KEY = (2, 1024, 128)
 QKV = (QUERY, KEY, KEY)
-BLOCK_MATMUL = 2 * 256 * 256 * 128  # of a block of 256 queries and 256 keys
+BLOCK_MATMUL = 2 * 256 * 256 * 128  # FLOPs of a block of 256 queries and 256 keys
 
 
 def splash_attention(block_kv=256, **sizes):

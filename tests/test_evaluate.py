@@ -19,7 +19,7 @@ from prope.inference import losses, paired
 from prope.runtime.files import append_jsonl
 from prope.workdir.run import open_run, read_config
 
-T = 64  # of training
+T = 64  # length in training
 BOS = 2
 
 

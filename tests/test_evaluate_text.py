@@ -20,7 +20,7 @@ from prope.runtime import memory
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.run import open_run, read_config, write_config
 
-T = 32  # of training
+T = 32  # length in training
 
 
 def write(folder, count, letters) -> str:

@@ -18,7 +18,7 @@ from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
 from prope.workdir.run import open_run
 
-LENGTH = 128  # of training; logits are compared up to four times it
+LENGTH = 128  # length in training; logits are compared up to four times it
 
 
 def scaled(kind, factor=4.0, length=LENGTH, **fields):

@@ -416,7 +416,7 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
 @pytest.mark.parametrize(
     ("groups", "between"),
     [
-        # Of 4 chips on 2 nodes of 2: those of one node, one of each, all.
+        # 4 chips on 2 nodes of 2: those of one node, one of each, all.
         ("replica_groups={{0,1},{2,3}}", None),
         ("replica_groups={{0,2},{1,3}}", 4096),
         ("replica_groups=[2,2]<=[4], use_global_device_ids=true", None),

@@ -71,9 +71,7 @@ FOLDERS = {
     "workdir",
 }
 
-Imports = dict[
-    str, set[str]
-]  # of every module of prope, by its name within the package: what it imports
+Imports = dict[str, set[str]]  # module, by its name within the package: what it imports
 
 
 def module_name(file: pathlib.Path, package: pathlib.Path) -> str:

@@ -155,7 +155,7 @@ def test_a_pod_installs_and_runs_the_words_of_the_run(jobsets, start_pod, tmp_pa
     _, stderr = start_pod(jobsets[2], "0").communicate(timeout=60)
     assert stderr == ""
     extra, flags, words = json.loads((tmp_path / "record").read_text())
-    assert extra == "tpu" and "xla_tpu_enable_ag_backward_pipelining" in flags  # of v5p alone
+    assert extra == "tpu" and "xla_tpu_enable_ag_backward_pipelining" in flags  # v5p alone has it
     assert words[:3] == ["-m", "prope.train", "--config=configs/gemma_2b_wiki.py"]
     assert {
         "--config.data.data_dir=gs://tfds-data/datasets",

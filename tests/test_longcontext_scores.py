@@ -172,7 +172,7 @@ def test_answers_of_several_lengths_are_scored_together(base):
     config, params = lively(base)
     niah = make_trials("niah", 2, 96)
     passkey = make_trials("passkey", 2, 96)
-    # Of one prompt the right answer is what the model says.
+    # The right answer to one prompt is what the model says.
     tokens = jnp.asarray(niah[0].tokens)[None]
     positions = jnp.arange(tokens.shape[1])[None]
     logits = forward(config.model, params, tokens, positions)

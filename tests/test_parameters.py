@@ -26,7 +26,7 @@ SIZES = {
     "use_qk_norm": True,
 }
 FSDP = ("fsdp", "context")
-# Of a model of these sizes: the shape, and the mesh axes that shard each axis where they divide it.
+# In a model of these sizes: the shape, and the mesh axes that shard each axis where they divide it.
 EXPECTED = {
     "embedder/input_embedding": ((50, 32), ("tensor", FSDP)),
     "final_norm/scale": ((32,), (FSDP,)),

@@ -25,7 +25,7 @@ SMALL = (
     "--config.data.seq_len=1024",
     "--config.data.tokenizer=none.model",
 )
-LAYERS = default_config().model.num_layers // 2  # of the tiny size
+LAYERS = default_config().model.num_layers // 2  # layers of the tiny size
 HEAD = 25_600 * 256
 
 

@@ -42,7 +42,7 @@ def lively(config):
 
 def full_forward(config, params, rows):
     """The logits [B, T, V] of sequences without a cache; a row sees nothing after it."""
-    tokens, _ = generation.pad_prompts([*rows, [0] * 24])  # of one shape, so compiled once
+    tokens, _ = generation.pad_prompts([*rows, [0] * 24])  # all of one shape, so compiled once
     positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
     return np.asarray(forward(config, params, tokens, positions))[:-1]
 
@@ -221,7 +221,7 @@ def test_memory_of_a_prompt_grows_with_the_cache_and_a_row_of_scores_alone():
 
     temporary, cache = sizes(8192) - sizes(1024)
     grown = 8192 - 1024
-    scores = 4 * 2 * config.num_heads * 256 * grown  # of 256 tokens, float32
+    scores = 4 * 2 * config.num_heads * 256 * grown  # bytes for 256 tokens, float32
     mlp = 4 * 2 * grown * config.hidden_dim
     assert 0 < temporary < 2 * cache + 2 * scores < mlp
 
@@ -351,7 +351,7 @@ def dims_of(text):
 def test_a_step_copies_no_cache_and_holds_no_square_of_scores():
     config = FrozenConfigDict(small(num_kv_heads=2, head_dim=64))
     sampling = Sampling(301, 0.0)
-    size = math.prod((3, 2, 2, 1000, 64))  # of the keys
+    size = math.prod((3, 2, 2, 1000, 64))  # elements of the keys
     read = lower_prefill(config, sampling, 700).compile()
     shapes = dims_of(read.as_text())
     assert len(shapes) > 10
@@ -514,7 +514,7 @@ def test_a_text_ends_before_its_eos(run, monkeypatch):
         return drawn[positions]
 
     monkeypatch.setattr(generation, "sample_tokens", draw)
-    jax.clear_caches()  # of the functions with the real one
+    jax.clear_caches()  # compiled with the real function
     prompts = ["a", "abc", "abcd"]
     result = generation.continue_prompts(str(run), None, prompts, Sampling(4), 0)
     jax.clear_caches()

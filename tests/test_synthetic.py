@@ -136,7 +136,7 @@ def test_answers_are_uniform_and_so_are_offsets(task):
 def test_slots_are_four_to_eight_letters_apart():
     gaps = []
     for tokens in inputs_of("copy", 1000, 10):
-        # Of the last gaps only the short ones fit into the window.
+        # Only the short ones of the last gaps fit into the window.
         places = list(solve(tokens))[:100]
         gaps += (np.diff(places) - 2).tolist()
     assert set(gaps) == {4, 5, 6, 7, 8}

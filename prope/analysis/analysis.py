@@ -36,9 +36,9 @@ def analyse_all(workdir: epath.Path, options) -> dict:
 
     `options` are the flags of `prope.analyze`. Returns what the command prints.
     """
-    found = processes.call_on_first(lambda: list(map(str, find_runs(workdir))))
-    is_single = found == [str(workdir)]
-    runs = [epath.Path(run) for run in found if is_single or list_steps(run)]
+    workdirs = processes.call_on_first(lambda: list(map(str, find_runs(workdir))))
+    is_single = workdirs == [str(workdir)]
+    runs = [epath.Path(run) for run in workdirs if is_single or list_steps(run)]
     if not runs:
         problem = "no run there has a finished checkpoint"
         raise usage_error("--workdir", workdir, problem, "train one first")

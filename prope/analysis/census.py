@@ -10,8 +10,8 @@ import numpy as np
 from prope.analysis.channels import strengths
 from prope.analysis.measures import Measures, View
 
-MOSTLY = 0.5  # of the weight, for a head to be named by where it attends
-SHARP = 0.5  # of the largest entropy: less, for a head to be named semantic
+MOSTLY = 0.5  # share of the weight at which a head is named by where it attends
+SHARP = 0.5  # share of the largest entropy below which a head is named semantic
 TARGETS = ("diagonal", "previous_token", "first_token")
 SCORES = (*TARGETS, "entropy", "distance", "overlap_without_rotation")
 

@@ -18,7 +18,7 @@ MOST = 128  # tokens that a map can show
 class Tokens(NamedTuple):
     """The tokens that an analysis shows, of the first sequence, and those of --head_of, of all."""
 
-    names: list[str]  # of all tokens of the first sequence
+    names: list[str]  # names of all tokens of the first sequence
     window: list[int]  # positions in maps
     table: list[int]  # positions in tables
     after: np.ndarray  # [B, T], whether the token before is that of --head_of

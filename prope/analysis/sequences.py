@@ -11,7 +11,7 @@ from prope.runtime.files import read_text
 from prope.runtime.validate import validate
 from prope.workdir.run import Run
 
-MIN_TOKENS = FROM + 1  # of a sequence
+MIN_TOKENS = FROM + 1  # the shortest sequence
 
 
 def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]], dict]:
@@ -76,6 +76,6 @@ def _read_documents(run: Run, seq_len: int, count: int) -> tuple[np.ndarray, str
         raise usage_error("config.data.dataset", data.dataset, problem, "give a --text=FILE")
     tokens = np.stack([document for document in documents if len(document) == longest])
     if len(tokens) < count or longest < seq_len:
-        found = "found %d documents of %d tokens in split %s"
-        log.info(found, len(tokens), longest, windows.split)
+        message = "found %d documents of %d tokens in split %s"
+        log.info(message, len(tokens), longest, windows.split)
     return tokens, windows.split

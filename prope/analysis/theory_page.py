@@ -14,7 +14,7 @@ from prope.rope import frequencies
 HEAD_DIM = 256
 LENGTH = 1024
 PERCENTAGES = (1.0, 0.75, 0.25, 0.0)
-TOKENS = 256  # of Figure 8
+TOKENS = 256  # tokens in Figure 8
 BOUNDS = (256, 1024, 4096, 16384)  # upper bounds of their random positions
 
 

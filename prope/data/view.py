@@ -21,7 +21,7 @@ from prope.errors import usage_error
 from prope.runtime.files import write_output
 from prope.runtime.validate import validate
 
-_LINE_WIDTH = 110  # of text
+_LINE_WIDTH = 110  # columns of text
 _CONTEXT = 3  # tokens shown on either side of a border
 _SCAN_TOKENS = 2**20  # tokens searched at a time for documents
 _SCANS = 64  # such intervals of a long store

@@ -54,7 +54,7 @@ class Windows:
         self._bos_every_window = data.bos_every_window
         self._tokens = self.store.tokens(split)
         self.length = self._tokens.shape[0]
-        self.count = -(-(self.length - 1) // self.seq_len)  # of windows; the last may be padded
+        self.count = -(-(self.length - 1) // self.seq_len)  # the last window may be padded
         if split == "train" and self.seq_len > self.length:
             raise usage_error(
                 "config.data.seq_len",

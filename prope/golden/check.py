@@ -16,7 +16,7 @@ from etils import epath
 
 from prope.errors import UsageError, nearest, usage_error
 
-TOLERANCE = 3e-7  # of an array's scale: the rounding of float32 values
+TOLERANCE = 3e-7  # share of an array's scale: the rounding of float32 values
 _ANGLE = 2.0**-21  # relative error of a float32 angle, from the power and the product too
 ARRAYS = ("frequencies", "cos", "sin", "rotated_queries", "rotated_keys", "scores")
 

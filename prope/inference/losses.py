@@ -321,7 +321,7 @@ def per_byte(windows: Windows, loss: float) -> dict:
     bytes_per_token = float(np.dot(windows.shares, sizes))
     unigram = float(np.dot(windows.shares, unigrams))
     bits_per_nat = 1 / math.log(2)
-    bits_per_byte = bits_per_nat / bytes_per_token  # of a loss of 1
+    bits_per_byte = bits_per_nat / bytes_per_token
     return {
         "perplexity": math.exp(min(loss, 700.0)),  # exp(710) overflows
         "bits_per_byte": loss * bits_per_byte,

@@ -111,7 +111,7 @@ class _Sums(NamedTuple):
     """The softmax of a block of queries over the keys so far, [B, K, R] and [B, K, R, H]."""
 
     largest: jax.Array  # score
-    total: jax.Array  # of exp(score - largest)
+    total: jax.Array  # sum of exp(score - largest)
     values: jax.Array  # weighted by exp(score - largest)
 
 

@@ -50,7 +50,7 @@ HEARTBEAT_SECONDS = 100  # without a heartbeat after which a process counts as d
 SHUTDOWN_SECONDS = 20  # to wait for the others at the end
 _WEEK_MS = 7 * 86_400_000
 _LOG_SECONDS = 60  # between lines of a process that waits
-_MESSAGE_BYTES = 500  # of an error that is sent to all processes
+_MESSAGE_BYTES = 500  # bytes of an error that is sent to all processes
 _ADDRESS = re.compile(r"(?P<process>\d+)/(?P<count>\d+)@(?P<coordinator>.+:\d+)")
 # How JAX's runtime begins its errors, and what Gloo and NCCL say of a lost peer.
 _PEER_LOST = re.compile(
@@ -62,7 +62,7 @@ _RESTART = (
 )
 _index = 0
 _count = 1
-_exit_code = LOST  # of this process when JAX's runtime aborts it
+_exit_code = LOST  # exit code of this process when JAX's runtime aborts it
 _barrier_ids = itertools.count()
 
 
@@ -210,9 +210,9 @@ def raise_on_all(kind: type[UsageError] = UsageError) -> Iterator[None]:
 def check_count() -> None:
     """Raises UsageError where JAX runs in other processes: libtpu joins the hosts of a pod."""
     if jax.process_count() != _count:
-        found = f"{jax.process_count()} processes, of which this is number {jax.process_index()}"
+        actual = f"{jax.process_count()} processes, of which this is number {jax.process_index()}"
         remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"
-        raise UsageError(f"PROPE_PROCESSES is {_count}, and JAX runs in {found}: {remedy}")
+        raise UsageError(f"PROPE_PROCESSES is {_count}, and JAX runs in {actual}: {remedy}")
 
 
 def check_shared(directory: epath.Path) -> None:

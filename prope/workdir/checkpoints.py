@@ -25,7 +25,7 @@ from prope.runtime.files import absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes, hash_json
 from prope.workdir.reader import HASHES, Damaged, write_hashes
 
-_CHUNK_BYTES = 2**24  # of an array: compressed, and read, together
+_CHUNK_BYTES = 2**24  # bytes of an array that are compressed, and read, together
 _FILE_BYTES = 2**26  # that an import collects before it writes them
 _ORBAX_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
 
@@ -74,7 +74,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all are kept."""
         self.directory = absolute(workdir) / "checkpoints"
         self._saving = 0  # the last step saved
-        self._hashes: dict[str, Any] = {}  # of its items
+        self._hashes: dict[str, Any] = {}  # hashes of its items
         self._unchecked = False  # whether that save may have failed in the background
         if is_url(self.directory) and processes.is_first():
             # One copied here from a disk has no mark, and Orbax would delete it.
@@ -146,7 +146,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             yield
         except Exception as error:  # whatever the storage raises
             if isinstance(error, jax.errors.JaxRuntimeError) or processes.is_peer_loss(error):
-                raise  # of a device, or because another process is gone
+                raise  # the error is of a device, or another process is gone
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
             failed = f"checkpoint {self._saving} could not be written to {self.directory}"
             remedy = "see to the storage, then run the same command again"

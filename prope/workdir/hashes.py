@@ -8,7 +8,7 @@ import numpy as np
 
 from prope.sharding import hash_bits
 
-_MULTIPLIER = 2654435761  # of `hash_bits`: each element's place times this makes its own factor
+_MULTIPLIER = 2654435761  # in `hash_bits` an element's index times this is its factor
 _BLOCK = 2**16  # elements hashed at a time on the host: they stay in the processor's cache
 
 
@@ -23,10 +23,10 @@ def array_hashes(tree) -> dict[str, list[int]]:
 
     The devices compute the hashes and send 4 bytes per array or layer to the host.
     """
-    found = {}
+    by_path = {}
     for path, hashes in jax.tree_util.tree_leaves_with_path(_hash_leaves(tree)):
-        found[jax.tree_util.keystr(path)] = np.atleast_1d(hashes).tolist()
-    return found
+        by_path[jax.tree_util.keystr(path)] = np.atleast_1d(hashes).tolist()
+    return by_path
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:

@@ -61,8 +61,8 @@ def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: i
 
 def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     """Returns the record with these values and the most windows; of several, the newest."""
-    found = find_evaluations(records, **fields)
-    newest_first = reversed(found)
+    matching = find_evaluations(records, **fields)
+    newest_first = reversed(matching)
     return max(
         newest_first,
         key=lambda record: record.get("windows", 0),

@@ -19,7 +19,7 @@ from prope.workdir.checkpoints import list_steps, newest_undamaged
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
 
-FORMAT = 2  # of a run's directory; raise it where older ones cannot be read
+FORMAT = 2  # version of a run's directory; raise it where older ones cannot be read
 
 _REMEDY = "give the --workdir that prope.train had"
 

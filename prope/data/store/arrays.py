@@ -23,7 +23,7 @@ from prope.runtime.files import CONTEXT, kvstore
 
 SPLITS = ("train", "validation")
 COUNTS = ("tokens", "documents", "bytes", "prompt_tokens")  # per split in index.json: see `Store`
-FORMAT = 3  # of the store; in its fingerprint
+FORMAT = 3  # version of the store; in its fingerprint
 SHARD = 2**24  # tokens in a file
 _ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
@@ -142,9 +142,9 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
     except (ValueError, KeyError, TypeError):
         raise _unusable(path, "its index.json is damaged") from None
     expected = fingerprint or fingerprints[0]
-    for found in fingerprints:
-        if found != expected:
-            problem = f"its fingerprint is {found}, not {expected}: it was changed or copied"
+    for fingerprint in fingerprints:
+        if fingerprint != expected:
+            problem = f"its fingerprint is {fingerprint}, not {expected}: it was changed or copied"
             raise _unusable(path, problem)
     store = Store(path, expected, index)
     for split, size in sizes.items():

@@ -118,8 +118,8 @@ class Draw:
     def distinct(self, high: int, count: int) -> list[int]:
         """Draws distinct numbers below `high`."""
         if count > high:
-            needed = f"{count:,} facts need different names, of {high:,} that there are"
-            raise UsageError(f"{needed}: take a shorter seq_len")
+            problem = f"{count:,} facts need different names, of {high:,} that there are"
+            raise UsageError(f"{problem}: take a shorter seq_len")
         rng = self.stream()
         numbers = {}
         while len(numbers) < count:
