@@ -231,7 +231,8 @@ def test_gradients_equal_differences_of_the_formula(kv_heads, segments):
         logsumexp = np.log(np.exp(scores).sum(-1))
         return np.sum(logsumexp - target_scores[..., 0])
 
-    value, gradient = loss_and_gradient(config, params, tokens, positions, segments)
+    segment_ids = None if segments is None else jnp.asarray(segments)
+    value, gradient = loss_and_gradient(config, params, tokens, positions, segment_ids)
     leaves, structure = jax.tree.flatten(params)
     leaves = [oracles.float64(leaf) for leaf in leaves]
     np.testing.assert_allclose(value, loss(leaves), rtol=1e-5)

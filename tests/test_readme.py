@@ -45,6 +45,7 @@ SMALL = [
     # Compilers of chips read this, too.
     (r"(python -m prope\.plan)", r"JAX_DISABLE_MOST_OPTIMIZATIONS=false \1"),
     (r"--max_windows=\d+", "--max_windows=2"),
+    (r"--step=\d+", "--step=10"),  # the tiny run has checkpoints 10 and 20
     (r"--grid=seed=(\d+),\S+", r"--grid=seed=\1"),
     # The page has three seeds; two make an interval.
     (r"(configs/wiki_sample\.py:tiny)", r"\1 --grid=seed=0,1"),

@@ -353,9 +353,12 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
         ("--config.modle.head_dim=64", "config.modle.head_dim: .*did you mean model.head_dim"),
         (
             "--config.num_steps=many",
-            "config.num_steps=many: must be a whole number: optimizer steps",
+            "config.num_steps=many: invalid literal for int.*; optimizer steps of the whole run",
         ),
-        ("--config.num_steps=1.5", "config.num_steps=1.5: must be a whole number: optimizer steps"),
+        (
+            "--config.num_steps=1.5",
+            "config.num_steps=1.5: invalid literal for int.*; optimizer steps of the whole run",
+        ),
         (
             "--config.model.rope_percentage=1.5",
             r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]",
