@@ -159,6 +159,7 @@ def check_labels(picture) -> tuple[list[str], list[str]]:
     return outside, overlapping
 
 
+@pytest.mark.slow
 def test_labels_of_pictures_are_whole_apart_and_of_one_size(pages, pictures):
     names = {picture.name for picture in pictures}
     assert {"perplexity", "accuracy-copy", "usage", "head_0_1", "scores"} < names

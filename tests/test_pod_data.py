@@ -80,6 +80,7 @@ if process == '1':
             assert line.endswith("share it")
 
 
+@pytest.mark.slow
 def test_the_others_wait_however_long_it_takes(tmp_path, cache_dir):
     started = start_two_patched(slow(20), tmp_path, cache_dir)
     first, second = (process.communicate(timeout=300)[1] for process in started)
