@@ -48,6 +48,7 @@ TESTS = {
     "data/vocabulary.py": "tokenizer",
     "data/tasks": "longcontext longcontext_scores synthetic",
     "data/sources": "sources data reading prepare",
+    "workdir/hashes.py": "parameters damage train",
     "workdir": "records nonfinite train damage faults",
     "runtime": "processes runtime config nonfinite train faults pod",
     "runtime/validate.py": "config train",

@@ -407,6 +407,14 @@ def test_a_mixture_of_generated_windows_has_no_lengths(config):
     refused(problem, view.show_batch, mixed, 0, 1, "a.png")
 
 
+@pytest.mark.parametrize(("last", "goes_on"), [(1, False), (101, True)], ids=["eos", "a"])
+def test_the_last_document_of_a_window_ends_or_goes_on(last, goes_on):
+    ids = [2, 101, last]
+    window = row(ids, ids, [1] * 3, range(3), [1] * 3)
+    heading, *_ = view.describe(window, load_tokenizer("byte"))
+    assert ("goes on in the next window" in heading) == goes_on
+
+
 def test_control_characters_do_not_reach_the_terminal():
     ids = [byte + 4 for byte in b"red \x1b[31m bell \a tab \t end"]
     window = row(ids, ids, [0] * len(ids), range(len(ids)), [1] * len(ids))
