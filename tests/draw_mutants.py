@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 TESTS = {
     "": "house help train nonfinite faults",
     "rope.py": "rope model",
+    "encodings.py": "encodings model exchange_encodings",
     "attention.py": "attention context model",
     "model.py": "model parameters sample sharded precision",
     "parameters.py": "parameters model sharded optimizer",
