@@ -9,8 +9,10 @@ import pytest
 from conftest import ROOT
 
 from prope import command
+from prope.config import default_config
 from prope.errors import RunFailed, Stopped, UsageError
 from prope.runtime import files, processes
+from prope.workdir import run
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.reader import CheckpointReader
 
@@ -178,3 +180,14 @@ def test_gpus_that_nobody_uses(monkeypatch, visible, count):
 )
 def test_several_tasks_of_slurm_are_not_mistaken_for_one(environ, expected):
     assert processes._default_processes(environ) == expected
+
+
+def test_only_the_first_process_tries_whether_a_directory_can_be_written(tmp_path, monkeypatch):
+    """In a bucket the others would remove the object that it writes to try it."""
+    tried = []
+    monkeypatch.setattr(run, "check_writable", lambda flag, path: tried.append(path))
+    for index in (0, 1, 2):
+        monkeypatch.setattr(processes, "_index", index)
+        with run.open_workdir(tmp_path, default_config()):
+            pass
+    assert tried == [tmp_path]

@@ -46,6 +46,28 @@ def test_a_save_is_due_after_the_minutes_and_again_after_as_many(clock):
     assert never.poll() == interrupts.Request.NONE
 
 
+@pytest.mark.parametrize("second", ["NONE", "SAVE", "STOP"])
+def test_several_processes_save_once_when_the_minutes_have_passed(clock, monkeypatch, second):
+    """A vote is answered one poll later; what another process asks for meanwhile still counts."""
+    monkeypatch.setattr(processes, "_count", 2)
+    timer = interrupts.Interrupts(1.0)
+    votes = []
+
+    def vote(request):
+        votes.append(request)
+        other = interrupts.Request[second] if len(votes) == 4 else interrupts.Request.NONE
+        return max(request, other)
+
+    monkeypatch.setattr(timer, "_vote", vote)
+    seen = []
+    for seconds in (1, 61, 1, 1, 1, 1):
+        clock[0] += seconds
+        seen.append(timer.poll().name)
+        if timer.request:
+            timer.saved()
+    assert seen == ["NONE", "NONE", "SAVE", "NONE", second, "NONE"]
+
+
 def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
     ended = queue.Queue()
     monkeypatch.setattr(watchdog.os, "_exit", ended.put)

@@ -49,6 +49,7 @@ class Interrupts(contextlib.AbstractContextManager):
         self._ctrl_c_pressed = False
         self._saved_at = time.monotonic()
         self._last_vote: jax.Array | None = None
+        self._saved_after_vote = False  # so that a vote to save is fulfilled
 
     def __enter__(self):
         self._read, self._write = os.pipe()
@@ -84,11 +85,15 @@ class Interrupts(contextlib.AbstractContextManager):
             last_vote = self._last_vote
             self._last_vote = self._vote(self.request)
             self.request = Request.NONE if last_vote is None else Request(int(last_vote))
+            if self._saved_after_vote and self.request == Request.SAVE:
+                self.request = Request.NONE
+            self._saved_after_vote = False
         return self.request
 
     def saved(self) -> None:
-        """Restarts the save timer."""
+        """Restarts the save timer; all processes call it after the same `poll`."""
         self._saved_at = time.monotonic()
+        self._saved_after_vote = True
 
     def _vote(self, request: Request) -> jax.Array:
         """Starts to compute the greatest request of all processes."""

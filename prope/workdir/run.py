@@ -117,7 +117,8 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
     if not is_url(path):
         folder = pathlib.Path(path)
         created = [folder for folder in (folder, *folder.parents) if not folder.exists()]
-    check_writable("--workdir", path)
+    if processes.is_first():  # several would remove what another one writes to try it
+        check_writable("--workdir", path)
     try:
         yield
     except UsageError:
