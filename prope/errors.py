@@ -10,7 +10,8 @@ log = logging.getLogger("prope")  # `command.run` sends it to stderr
 
 # Stopped on request after saving (EX_TEMPFAIL): rerun the same command to resume.
 PREEMPTED = 75
-# Hung, or lost another process: rerun the same command to resume from the last checkpoint.
+# Hung, or lost another process or the storage: rerun the same command to resume from the last
+# checkpoint.
 LOST = 76
 INTERRUPTED = 130  # by Ctrl-C
 
@@ -35,6 +36,12 @@ class RunFailed(Exception):
     """The run cannot continue: the text says what happened, what is kept and what to do."""
 
     code = 1
+
+
+class StorageFailed(RunFailed):
+    """The storage failed for longer than is waited for: the same command may go on later."""
+
+    code = LOST
 
 
 class Stopped(Exception):
@@ -64,8 +71,10 @@ def is_disk_full(error: BaseException) -> bool:
 
 def is_storage_error(error: BaseException) -> bool:
     """Tells whether a file system or a bucket has failed, rather than the program."""
-    libraries = ("gcsfs.", "aiohttp.", "google.", "boto")
-    return isinstance(error, OSError) or type(error).__module__.startswith(libraries)
+    libraries = ("gcsfs.", "aiohttp.", "google.", "boto", "urllib3.", "http.")
+    if isinstance(error, OSError) or type(error).__module__.startswith(libraries):
+        return True
+    return isinstance(error, ValueError) and str(error).startswith("Bad Request")  # of gcsfs
 
 
 def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
@@ -80,7 +89,7 @@ def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
     if isinstance(error, ImportError):
         return _missing_package(error)
     if is_storage_error(error) and not isinstance(error, OSError):
-        return RunFailed(f"the storage has failed ({cause}): run the same command again")
+        return StorageFailed(f"the storage has failed ({cause}): run the same command again")
     return None
 
 

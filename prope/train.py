@@ -7,7 +7,8 @@ functions of the config alone, so an interrupted run ends as an uninterrupted on
 
 Several processes train one run where the environment says so (prope/runtime/processes.py). Exit
 codes: 0 done; 1 the run failed; 2 invalid input; 75 stopped on request, with everything saved; 76
-stuck, or another process is gone; 130 Ctrl-C. After 75, 76 or a kill the same command goes on.
+stuck, another process is gone, or the storage; 130 Ctrl-C. After 75, 76 or a kill the same command
+goes on.
 """
 
 import functools
@@ -89,7 +90,7 @@ def train(
 
     Raises:
       UsageError: invalid input; before a device is touched wherever that is possible.
-      RunFailed: a loss or a gradient was not finite.
+      RunFailed: a loss or a gradient was not finite; the disk is full; the storage has failed.
       Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
     validate(config)

@@ -1,5 +1,6 @@
 """Runs in a bucket: they end as on disk, and survive what happens to buckets and processes."""
 
+import asyncio
 import random
 import time
 
@@ -8,10 +9,11 @@ import jax
 import pytest
 from conftest import CONFIG, finish
 from etils import epath
+from gcsfs import retry
 
-from prope.errors import RunFailed, UsageError
+from prope.errors import RunFailed, StorageFailed, UsageError
 from prope.runtime import files
-from prope.runtime.files import check_writable, read_json, upload
+from prope.runtime.files import as_path, check_writable, read_json, upload
 from prope.workdir.checkpoints import Checkpoints, list_steps
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
@@ -128,16 +130,36 @@ def test_a_bucket_that_is_not_there_is_one_line(bucket):
         check_writable("--workdir", epath.Path("gs://other/run"))
 
 
-def test_without_credentials_it_is_one_line_at_once(bucket, storage, monkeypatch):
+def test_without_credentials_it_is_one_line_after_seconds(bucket, storage, monkeypatch):
     file = epath.Path(bucket) / "a.json"
     file.write_text("{}")
-    monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("waited"))
+    waited = []
+    monkeypatch.setattr(files.time, "sleep", waited.append)
     remedy = "gcloud auth application-default login"
     with storage.failing(401):
         with pytest.raises(RunFailed, match=rf"a\.json: cannot be read: .*{remedy}"):
             read_json(file, "remedy")
         with pytest.raises(UsageError, match=f"--workdir={bucket}: cannot be made: .*{remedy}"):
             check_writable("--workdir", epath.Path(bucket))
+    assert waited == [1, 2, 4]
+
+
+def test_an_outage_is_outlasted_when_a_run_starts(bucket, storage, monkeypatch):
+    """gcsfs repeats its requests for longer than 4 minutes, then launchers restart the run."""
+    path = as_path("workdir", bucket)
+    waited = []
+    sleep = asyncio.sleep
+
+    async def pause(seconds, *rest):
+        if seconds:
+            waited.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(retry.asyncio, "sleep", pause)
+    with storage.failing(503), pytest.raises(StorageFailed, match="cannot be written") as raised:
+        check_writable("--workdir", path)
+    assert raised.value.code == 76
+    assert 240 < sum(waited) < 300
 
 
 @pytest.mark.slow

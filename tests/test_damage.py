@@ -1,5 +1,6 @@
 """A flipped byte anywhere in a run's files is refused, or changes nothing, however it is read."""
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -7,13 +8,16 @@ import importlib
 import json
 import re
 import shutil
+import ssl
 
+import aiohttp
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
 from etils import epath
+from gcsfs.retry import HttpError
 from makers import (
     NO_WINDOWS,
     analysis_options,
@@ -26,7 +30,7 @@ from makers import (
 
 from prope import sharding
 from prope.analysis import analysis
-from prope.errors import RunFailed, UsageError
+from prope.errors import StorageFailed, UsageError
 from prope.hf import exporter, importer
 from prope.inference import evaluation, generation
 from prope.optimizer import make_optimizer
@@ -284,17 +288,111 @@ def test_a_read_that_fails_is_repeated_and_is_not_damage(run, monkeypatch, pause
     failed = "checkpoints.*: cannot be read: .*; nothing was changed: see to"
     with monkeypatch.context() as patch:
         fail_reads(patch, kind, -1)
-        with pytest.raises(RunFailed, match=failed):
+        with pytest.raises(StorageFailed, match=failed):
             open_run(run).first_undamaged(Run.params)
-    assert pauses == [1, 2, 4, 8, 16]
+    assert pauses[:5] == [1, 2, 4, 8, 16] and 240 < sum(pauses) < 300
 
 
-def test_a_read_that_is_not_permitted_ends_the_command_at_once(run, monkeypatch, pauses):
+def http_error(code):
+    """gcsfs's error for a status of HTTP."""
+    return HttpError({"code": code, "message": "says the bucket"})
+
+
+def array_error(status, reason, code=""):
+    """TensorStore's error: it names the code after its spec."""
+    text = f'Error opening "zarr" driver: {reason} [tensorstore_spec=\'{{"path": "a: b"}}\']{code}'
+    return ValueError(f"{status}: {text}" if status else text)
+
+
+def http(code):
+    return f" [http_response_code='{code}']"
+
+
+# What reading says where nothing is wrong with the checkpoint: (what is read, the error).
+NO_DAMAGE = [
+    *[("small file", http_error(code)) for code in (400, 401, 403, 429, 500, 503)],
+    ("small file", OSError("Forbidden: b/o\nno access for a moment")),
+    ("small file", ValueError("Bad Request: b/o\nthe token is invalid")),
+    ("small file", aiohttp.ClientPayloadError("Response payload is not completed")),
+    ("small file", ssl.SSLError("certificate verify failed")),
+    ("small file", ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")),
+    ("small file", OSError(errno.EMFILE, "Too many open files")),
+    ("list", http_error(503)),
+    ("list", OSError(errno.ESTALE, "Stale file handle")),
+    ("array", array_error("", "Bad Request", http(400))),
+    ("array", array_error("PERMISSION_DENIED", "Unauthorized", http(401))),
+    ("array", array_error("PERMISSION_DENIED", "Forbidden", http(403))),
+    ("array", array_error("FAILED_PRECONDITION", "Payload Too Large", http(413))),
+    ("array", array_error("ABORTED", "All 32 retry attempts failed: Too Many Requests")),
+    ("array", array_error("UNAUTHENTICATED", "token expired")),
+    ("array", array_error("UNKNOWN", "CURL error SSL peer certificate was not OK")),
+    ("array", array_error("INTERNAL", "CURL error Out of memory")),
+    ("array", array_error("CANCELLED", "Future was cancelled")),
+    ("array", array_error("RESOURCE_EXHAUSTED", "quota")),
+    ("array", array_error("FAILED_PRECONDITION", "open", " [os_error_code='24']")),
+    ("array", array_error("DATA_LOSS", "read", " [os_error_code='5']")),
+]
+
+
+@pytest.mark.parametrize(("kind", "error"), NO_DAMAGE, ids=lambda value: str(value)[:60])
+def test_what_the_storage_says_is_not_damage(run, monkeypatch, pauses, caplog, kind, error):
+    """A moment of it changes nothing; for longer it ends the command, which launchers restart."""
     with monkeypatch.context() as patch:
-        denied = PermissionError(errno.EACCES, "Permission denied")
-        fail_reads(patch, "small file", -1, denied)
-        with pytest.raises(RunFailed, match="checkpoints/20.*Permission denied"):
-            open_run(run)
+        fail_reads(patch, kind, 2, error)
+        opened, _ = open_run(run).first_undamaged(Run.params)
+    assert opened.step == 20 and pauses == [1, 2]
+    with monkeypatch.context() as patch:
+        fail_reads(patch, kind, -1, error)
+        with pytest.raises(StorageFailed, match="cannot be read: ") as raised:
+            open_run(run).first_undamaged(Run.params)
+    assert raised.value.code == 76 and "is damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["small file", "array"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 7.45 GiB"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+        asyncio.CancelledError(),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_this_process_lacks_is_not_damage(run, monkeypatch, kind, error):
+    fail_reads(monkeypatch, kind, -1, error)
+    with pytest.raises(type(error)):
+        open_run(run).first_undamaged(Run.params)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        array_error("NOT_FOUND", "Gone", http(410)),
+        array_error("OUT_OF_RANGE", "an object is cut short", http(416)),
+        array_error("NOT_FOUND", "no file", " [os_error_code='2']"),
+        array_error("DATA_LOSS", "CRC-32C checksum verification failed"),
+        array_error("FAILED_PRECONDITION", "Truncated Zstd-compressed stream"),
+        array_error("", "Error parsing object member shape"),
+    ],
+    ids=lambda error: str(error)[:20],
+)
+def test_what_is_missing_or_cannot_be_decoded_is_damage(run, monkeypatch, pauses, caplog, error):
+    fail_reads(monkeypatch, "array", -1, error)
+    opened, _ = open_run(run).first_undamaged(Run.params)
+    assert opened.step == 10 and pauses == []
+    assert "checkpoint 20 is damaged (params: " in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["small file", "array"])
+def test_a_read_that_is_not_permitted_ends_the_command_at_once(run, monkeypatch, pauses, kind):
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    if kind == "array":
+        denied = array_error("PERMISSION_DENIED", "open", " [os_error_code='13']")
+    with monkeypatch.context() as patch:
+        fail_reads(patch, kind, -1, denied)
+        with pytest.raises(StorageFailed, match="checkpoints/20"):
+            open_run(run).first_undamaged(Run.params)
     assert pauses == []
 
 

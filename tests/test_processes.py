@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from prope import command
 from prope.config import default_config
-from prope.errors import RunFailed, Stopped, UsageError
+from prope.errors import Stopped, StorageFailed, UsageError
 from prope.runtime import files, processes
 from prope.workdir import run
 from prope.workdir.checkpoints import Checkpoints
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_only_other_hosts_see_is_not_damaged(tmp_path, monkeyp
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
     unseen = "checkpoints/20: cannot be read: this host does not see it"
-    with pytest.raises(RunFailed, match=unseen):
+    with pytest.raises(StorageFailed, match=unseen):
         CheckpointReader(tmp_path / "checkpoints" / "20")
 
 
@@ -82,7 +82,7 @@ def test_only_the_errors_of_a_lost_peer_are_restarted(monkeypatch, message, kind
         assert f"({message})" in str(raised.value)
 
 
-@pytest.mark.parametrize(("message", "expected"), [(GLOO, Stopped), ("no bucket", RunFailed)])
+@pytest.mark.parametrize(("message", "expected"), [(GLOO, Stopped), ("no bucket", StorageFailed)])
 def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
     monkeypatch, tmp_path, message, expected
 ):
@@ -91,7 +91,7 @@ def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
     with (
         pytest.raises(expected),
         processes.peer_loss_as_stopped(),
-        checkpoints._as_run_failed(),
+        checkpoints._as_storage_failed(),
     ):
         raise ValueError(message)
 

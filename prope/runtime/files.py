@@ -6,7 +6,9 @@ without a mount.
 
 import contextlib
 import errno
+import functools
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -21,7 +23,7 @@ import tensorstore as ts
 from etils import epath
 
 from prope.errors import (
-    RunFailed,
+    StorageFailed,
     UsageError,
     first_line,
     is_storage_error,
@@ -32,7 +34,10 @@ from prope.errors import (
 T = TypeVar("T")
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_PAUSES = (1, 2, 4, 8, 16)  # seconds before a failed read is tried again
+# Seconds before a failed read is tried again: an outage of 4 minutes is outlasted.
+_PAUSES = (1, 2, 4, 8, 16, *[32] * 7)
+_OUTAGE_SECONDS = 300  # after which nothing is tried again: a library may have repeated, too
+_REFUSED_PAUSES = (1, 2, 4)  # where a login or a permission may be missing for a moment
 
 # One for the process: its cache holds the indices of a token store's shards, and tokens that
 # windows share.
@@ -42,6 +47,16 @@ _SCHEMES = ("gs", "s3")
 # Other hosts write to a bucket, too: what it lists is asked for every time.
 for _scheme in ("gcs", *_SCHEMES):
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
+
+
+@functools.cache
+def _outlast_outages() -> None:
+    """Has gcsfs repeat a request as long as `retry_reads` does: by itself it waits 31 s."""
+    from gcsfs import core, retry
+
+    request = core.GCSFileSystem._request.__wrapped__
+    repeated = retry.retry_request(retries=len(_PAUSES) + 1)
+    core.GCSFileSystem._request = repeated(request)
 
 
 def is_url(place: epath.PathLike) -> bool:
@@ -55,6 +70,8 @@ def as_path(flag: str, place: epath.PathLike) -> epath.Path:
     if separator and scheme not in _SCHEMES:
         problem = f"must be a local path, or a URL of {' or '.join(_SCHEMES)}"
         raise usage_error(f"--{flag}", place, problem)
+    if scheme == "gs" and importlib.util.find_spec("gcsfs"):
+        _outlast_outages()
     return epath.Path(place)
 
 
@@ -96,9 +113,11 @@ def retry_reads(path: epath.Path, read: Callable[[], T], missing: T | None = Non
 
     Raises:
       FileNotFoundError, NotADirectoryError, IsADirectoryError: no file, and `missing` is None.
-      RunFailed: the storage failed every time, or does not permit it.
+      StorageFailed: the storage failed every time, or does not permit it.
     """
+    end = time.monotonic() + _OUTAGE_SECONDS
     pauses = iter(_PAUSES)
+    refused_pauses = iter(_REFUSED_PAUSES)
     while True:
         try:
             return read()
@@ -110,19 +129,21 @@ def retry_reads(path: epath.Path, read: Callable[[], T], missing: T | None = Non
             if not is_storage_error(error):
                 raise
             problem = f"{path}: cannot be read: {_reason(error)}"
-            pause = None if _is_refused(error) else next(pauses, None)
-            if pause is None:
+            pause = next(refused_pauses if _is_refused(error) else pauses, None)
+            if pause is None or isinstance(error, PermissionError) or time.monotonic() > end:
                 remedy = f"{_remedy(path)}, then run the same command again"
-                raise RunFailed(f"{problem}; nothing was changed: {remedy}") from error
+                raise StorageFailed(f"{problem}; nothing was changed: {remedy}") from error
         log.warning("%s; trying again in %d s", problem, pause)
         time.sleep(pause)
 
 
 def _is_refused(error: Exception) -> bool:
-    """Tells whether the storage does not permit what was tried, so that a retry does not help."""
-    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+    """Tells whether the storage refuses what was tried, so that a retry hardly helps."""
+    if isinstance(error, PermissionError):
         return True
-    return getattr(error, "code", None) in (401, 403)  # an error of gcsfs
+    # Errors of gcsfs, which has no kind for these.
+    refusals = ("Forbidden", "Bad Request")
+    return getattr(error, "code", None) in (400, 401, 403) or str(error).startswith(refusals)
 
 
 def hash_file(path: epath.Path) -> str:
@@ -152,7 +173,10 @@ def _remedy(path: epath.Path) -> str:
 
 
 def check_writable(setting: str, path: epath.PathLike) -> None:
-    """Creates a directory; raises UsageError about `setting` if nothing can be written there."""
+    """Creates a directory; raises UsageError about `setting` if nothing can be written there.
+
+    Raises StorageFailed where a bucket fails for longer than requests are repeated.
+    """
     path = epath.Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)  # does nothing at a URL
@@ -164,6 +188,11 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
         if not is_storage_error(error):
             raise
         remedy = _remedy(path) if is_url(path) else ""
+        if is_url(path) and not (_is_refused(error) or isinstance(error, FileNotFoundError)):
+            problem = f"cannot be written: {_reason(error)}"
+            raise StorageFailed(
+                f"{path}: {problem}; {remedy}, then run the same command again"
+            ) from error
         raise usage_error(setting, path, f"cannot be made: {_reason(error)}", remedy) from error
 
 

@@ -36,6 +36,7 @@ from prope.errors import (
     LOST,
     RunFailed,
     Stopped,
+    StorageFailed,
     UsageError,
     first_line,
     log,
@@ -57,6 +58,7 @@ _PEER_LOST = re.compile(
     r"^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):|heartbeat|Connection (closed|reset)"
     r"|Gloo .* failed|remote process exited"
 )
+_SHARED_ERRORS = (UsageError, RunFailed, StorageFailed)  # which end all processes
 _RESTART = (
     "look at the log of the process that ended first, and start the same command again on all"
 )
@@ -148,7 +150,7 @@ def call_on_first(function: Callable[[], T]) -> T:
         text = _wait_for_value(key)
     answer = json.loads(text)
     if "error" in answer:
-        kind = UsageError if answer["code"] == UsageError.code else RunFailed
+        (kind,) = (kind for kind in _SHARED_ERRORS if kind.code == answer["code"])
         raise kind(answer["error"])
     return answer["value"]
 
@@ -162,7 +164,7 @@ def _call_alone(function: Callable[[], T]) -> dict:
         return {"value": function()}
     except Exception as error:
         known = to_user_error(error)
-        if not isinstance(known, UsageError | RunFailed):
+        if not isinstance(known, _SHARED_ERRORS):
             raise
         return {"error": str(known), "code": known.code}
     finally:

@@ -19,7 +19,15 @@ from etils import epath
 from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers as policies
 
-from prope.errors import RunFailed, Stopped, UsageError, first_line, is_disk_full, log
+from prope.errors import (
+    RunFailed,
+    Stopped,
+    StorageFailed,
+    UsageError,
+    first_line,
+    is_disk_full,
+    log,
+)
 from prope.runtime import processes
 from prope.runtime.files import absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes, hash_json
@@ -27,6 +35,7 @@ from prope.workdir.reader import HASHES, Damaged, write_hashes
 
 _CHUNK_BYTES = 2**24  # bytes of an array that are compressed, and read, together
 _FILE_BYTES = 2**26  # that an import collects before it writes them
+_NOT_OF_STORAGE = (jax.errors.JaxRuntimeError, MemoryError, UsageError, RunFailed, Stopped)
 _ORBAX_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
 
 
@@ -117,7 +126,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             config=ocp.args.JsonSave(config),
             data=ocp.args.JsonSave(data),
         )
-        with self._as_run_failed():
+        with self._as_storage_failed():
             self._manager.wait_until_finished()  # until the one before has its hashes
             self._saving = step
             self._hashes = hashes
@@ -125,33 +134,34 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._unchecked = True
 
     def check(self) -> None:
-        """Raises RunFailed where the last checkpoint could not be written in the background."""
+        """Raises StorageFailed where the last checkpoint could not be written meanwhile."""
         # Orbax's own check_for_errors does not see what its last thread has met.
         if self._unchecked and not self._manager.is_saving_in_progress():
             self._unchecked = False
-            with self._as_run_failed():
+            with self._as_storage_failed():
                 self._manager.wait_until_finished()
 
     def __exit__(self, kind, *error):
-        """Waits for what is being saved; raises RunFailed where it cannot be written."""
+        """Waits for what is being saved; raises StorageFailed where it cannot be written."""
         # After an error here, the other processes may not come to where all wait for one another.
         if kind is None or processes.count() == 1 or issubclass(kind, Stopped):
-            with self._as_run_failed():
+            with self._as_storage_failed():
                 self._manager.wait_until_finished()
             self._manager.close()
 
     @contextlib.contextmanager
-    def _as_run_failed(self):
+    def _as_storage_failed(self):
         try:
             yield
         except Exception as error:  # whatever the storage raises
-            if isinstance(error, jax.errors.JaxRuntimeError) or processes.is_peer_loss(error):
-                raise  # the error is of a device, or another process is gone
+            if isinstance(error, _NOT_OF_STORAGE) or processes.is_peer_loss(error):
+                raise
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
             failed = f"checkpoint {self._saving} could not be written to {self.directory}"
             remedy = "see to the storage, then run the same command again"
             message = f"{failed} ({reason}); those before it are whole: {remedy}"
-            raise RunFailed(message) from error
+            kind = RunFailed if is_disk_full(error) else StorageFailed  # a person must free space
+            raise kind(message) from error
 
     def _finish(self) -> None:
         """Adds the hashes; Orbax calls this just before a local folder gets its name."""

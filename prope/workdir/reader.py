@@ -28,8 +28,11 @@ from prope.workdir.hashes import array_hashes, hash_json, hash_on_host
 
 HASHES = "hashes.json"  # beside the items, written last
 
-# The texts of TensorStore that tell of the storage, not of what is stored.
-_STORAGE_ERROR = r"os_error_code='(\d+)'|^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)"
+# How TensorStore's errors begin that may tell of what is stored, unless a code of the operating
+# system or of HTTP says otherwise; it leaves INVALID_ARGUMENT out. All others tell of the storage.
+_CONTENT = re.compile(r"NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:|FAILED_PRECONDITION:|(?![A-Z_]+:)")
+_CODE = re.compile(r"\[(os_error|http_response)_code='(\d+)'\]")
+_CONTENT_CODES = {"os_error": (errno.ENOENT,), "http_response": (404, 410, 416)}
 
 
 class Damaged(UsageError):
@@ -45,10 +48,21 @@ def write_hashes(folder: epath.Path, hashes: dict[str, Any]) -> None:
     write_atomic(folder / HASHES, json.dumps(sealed))
 
 
+def _raise_storage_error(error: ValueError) -> None:
+    """Raises OSError where TensorStore's error is of the storage, not of what is stored."""
+    text = str(error)
+    code = _CODE.search(text)
+    if code and int(code[2]) not in _CONTENT_CODES[code[1]]:
+        number = int(code[2]) if code[1] == "os_error" else errno.EIO
+        raise OSError(number, first_line(error)) from error
+    if not _CONTENT.match(text):
+        raise OSError(errno.EIO, first_line(error)) from error
+
+
 class CheckpointReader:
     """Reads the items of a checkpoint; raises Damaged for what is not what was saved.
 
-    A read that fails is repeated; where the storage goes on failing, RunFailed tells it.
+    A read that fails is repeated; where the storage goes on failing, StorageFailed tells it.
     """
 
     def __init__(self, folder: epath.PathLike):
@@ -88,10 +102,12 @@ class CheckpointReader:
                 raise
 
         try:
-            return json.loads(retry_reads(self._folder, read))
+            content = retry_reads(self._folder, read)
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
-        except ValueError as error:
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
             raise Damaged(f"{name} is not readable as JSON: {error}") from None
 
     def restore(self, **abstract) -> dict[str, Any]:
@@ -148,9 +164,7 @@ class CheckpointReader:
             try:
                 return self._open(item, path, leaf)[index].read().result()
             except ValueError as error:  # TensorStore's, also for a storage that fails
-                failed = re.search(_STORAGE_ERROR, str(error))
-                if failed and failed[1] != str(errno.ENOENT):
-                    raise OSError(int(failed[1] or errno.EIO), first_line(error)) from error
+                _raise_storage_error(error)
                 name = f"{item}: {keystr(path)}"
                 raise Damaged(f"{name} cannot be read: {first_line(error)}") from error
 
