@@ -8,7 +8,9 @@ The config is stored in the run directory. Every token of every validation docum
 once, and losses are summed in float64, so the batch size does not change the result. Records are
 added to W/eval.jsonl, and reused. Several evaluations are also shown as a table; the JSON object is
 the last one, and holds all in short. Started on every host of a pod as training is, it uses all
-their devices; process 0 writes and prints. prope.ask asks tasks with known answers.
+their devices; process 0 writes and prints. Where more than 1 % of the predicted tokens are <unk>
+there are no bits per byte, and without a predicted token no numbers at all: they are null.
+prope.ask asks tasks with known answers.
 """
 
 from absl import flags

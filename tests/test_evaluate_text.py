@@ -15,6 +15,8 @@ from prope.config import default_config
 from prope.data.mixture import open_windows
 from prope.data.store.pack import is_validation
 from prope.errors import UsageError
+from prope.inference import losses
+from prope.inference.options import last_line
 from prope.inference.paired import paired_difference
 from prope.runtime import memory
 from prope.workdir.checkpoints import Checkpoints, save_imported
@@ -317,6 +319,83 @@ def test_some_windows_of_a_mixture_are_of_its_sources_by_weight(mixed, base):
     folder = str(base / "long")
     (record,) = evaluate_run(mixed, dataset="files", data_dir=folder)
     assert record["split"] == "validation", "a source is not foreign"
+
+
+@pytest.fixture
+def generated(base, tmp_path):
+    """A run on two texts with tasks between them; the texts' last documents end in padding."""
+    sources = []
+    for name in ("trained", "longcontext/niah", "other"):
+        source = {"weight": 1 / 3, "dataset": name}
+        if "/" not in name:
+            source |= {"dataset": "files", "data_dir": str(base / name)}
+        sources.append(source)
+    save(
+        tmp_path / "generated",
+        base,
+        dataset="mixture",
+        mixture=tuple(sources),
+        seq_len=64,
+    )
+    return tmp_path / "generated"
+
+
+def test_the_sources_of_a_mixture_have_the_sums_of_each_alone(generated, base):
+    (record,) = evaluate_run(generated)
+    alone = []
+    for flags in (
+        {"dataset": "files", "data_dir": str(base / "trained")},
+        {"dataset": "longcontext/niah"},
+        {"dataset": "files", "data_dir": str(base / "other")},
+    ):
+        alone += evaluate_run(generated, **flags)
+    for ours, expected in zip(record["sources"], alone, strict=True):
+        for name in ("windows", "documents", "tokens", "loss", "loss_stderr"):
+            assert ours[name] == pytest.approx(expected[name], rel=1e-9), name
+    assert alone[1]["documents"] == alone[1]["windows"] == 512, "no window goes on in another"
+    assert alone[1]["loss_stderr"] > 0
+
+
+# --- What cannot be said ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("letters", "has_bits"), [("a" + 98 * "b", True), ("aa" + 97 * "b", False)]
+)
+def test_above_1_percent_of_unknown_tokens_there_are_no_bits_per_byte(
+    run, tmp_path, monkeypatch, caplog, letters, has_bits
+):
+    """Of 100 predicted tokens, <eos> among them, one or two are unknown."""
+    monkeypatch.setattr(losses, "UNKNOWN", 4 + ord("a"))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(letters)
+    (record,) = evaluate_run(run, dataset="files", data_dir=str(tmp_path / "text"))
+    assert record["tokens"] == 100
+    assert record["unknown_tokens"] == letters.count("a")
+    for name in ("bits_per_byte", "unigram_bits_per_byte"):
+        assert (record[name] is not None) == has_bits
+    assert record["perplexity"] == math.exp(record["loss"])
+    assert ("2.0% of the predicted tokens are <unk>" in caplog.text) != has_bits
+
+
+def test_an_evaluation_without_a_predicted_token_has_no_numbers(base, tmp_path, caplog):
+    lines = [{"q": f"{i:099}", "a": "!"} for i in range(40)]
+    (tmp_path / "text").mkdir()
+    write_lines(tmp_path / "text" / "a.jsonl", lines)
+    run = tmp_path / "run"
+    prompts = {"dataset": "files", "template": "{q}{a}", "loss_on": "targets"}
+    save(run, base, data_dir=str(tmp_path / "text"), **prompts)
+    # The first window of 32 tokens ends within the prompt.
+    (record,) = evaluate_run(run, max_windows=1)
+    assert record["tokens"] == 0
+    for name in ("loss", "loss_stderr", "perplexity", "bits_per_byte", "unigram_bits_per_byte"):
+        assert record[name] is None
+    assert "no token of the evaluated windows is predicted" in caplog.text
+    assert evaluate_run(run, max_windows=1) == [record]
+    short = last_line([record, record], ("workdir", "loss", "bits_per_byte"))["evaluations"]
+    assert [line["loss"] for line in short] == [None, None]
+    with pytest.raises(UsageError, match="no token is predicted there"):
+        paired_difference(run, run)
 
 
 # --- What must be said ------------------------------------------------------------------------

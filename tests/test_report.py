@@ -307,6 +307,28 @@ def test_what_is_missing_is_left_out(sweep):
     assert "Batches: not proven" in page.text
 
 
+UNPREDICTED = dict.fromkeys(("loss", "loss_stderr", "perplexity", *runs.METRICS[1:]))
+
+
+@pytest.mark.parametrize("folders", ["rope_percentage=0,seed=1", "*"])
+def test_evaluations_without_a_predicted_token_are_left_out(sweep, folders):
+    """Of one run, or of all; the others have bits per byte or, with too many <unk>, none."""
+    for path in sweep.glob("*/eval.jsonl"):
+        records = [record | {"bits_per_byte": None} for record in read_lines(path)]
+        write_lines(path, records)
+    for path in sweep.glob(f"{folders}/eval.jsonl"):
+        records = [record | UNPREDICTED | {"by_position": []} for record in read_lines(path)]
+        write_lines(path, records)
+    result = table_with(write_page(sweep), "rotated pairs")
+    assert len(result) == len(PERCENTAGES)
+    if folders == "*":
+        assert {row[4] for row in result} == {"–"}
+    else:
+        assert result[0][4] == f"{final(sweep, 0, 0)['perplexity']:.4f}", "without an error"
+    for seed in SEEDS:
+        assert pictures.draw_loss(run_folder(sweep, 0, seed)).exists()
+
+
 def test_a_field_that_differs_though_it_is_not_swept_is_named(sweep):
     assert "all fields are equal but those swept." in write_page(sweep).text
     path = run_folder(sweep, 0) / "config.json"

@@ -108,7 +108,10 @@ def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
-@pytest.mark.parametrize("fails", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "fails",
+    [(False, False), (False, True), (True, False), (True, True)],
+)
 @pytest.mark.parametrize("this", [0, 1])
 def test_an_error_of_one_process_counts(monkeypatch, fails, this):
     errors = [f"bad input {process}" if fails[process] else "" for process in (0, 1)]
@@ -156,6 +159,20 @@ def test_speed_leaves_out_pauses(clock, tmp_path):
     assert summary["tokens_per_second"] == pytest.approx(tokens / 10)
 
 
+def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog):
+    caplog.set_level("INFO", "prope")
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": None}
+    names = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+        writer.evaluation(2, evaluation | dict.fromkeys(names) | {"loss": 2.0})
+        writer.evaluation(4, evaluation | dict.fromkeys(names))
+        summary = writer.summary("0" * 16)
+    assert [summary[name] for name in ("eval_loss", *names)] == 4 * [None]
+    assert "step 2: validation loss 2.0000\n" in caplog.text
+    assert "step 4: validation without a predicted token" in caplog.text
+
+
 def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
     """Field 22 of /proc/self/stat is the start, in ticks after boot; here each holds its number."""
     ticks = os.sysconf("SC_CLK_TCK")
@@ -180,7 +197,10 @@ def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
     assert startup.find_commit() == "abc"
 
 
-@pytest.mark.parametrize(("stats", "expected"), [({"bytes_limit": 7}, 7), ({}, None), (None, None)])
+@pytest.mark.parametrize(
+    ("stats", "expected"),
+    [({"bytes_limit": 7}, 7), ({}, None), (None, None)],
+)
 def test_an_accelerators_memory_is_what_it_says(stats, expected):
     """It is not the host's, where the driver does not say."""
     device = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)

@@ -22,8 +22,9 @@ from prope import model, sharding
 from prope.data.batch import Batch, padding
 from prope.data.store.arrays import fingerprint_of
 from prope.data.tasks.windows import GeneratedWindows
-from prope.data.tokenizer import BOS
+from prope.data.tokenizer import BOS, UNKNOWN
 from prope.data.windows import Windows
+from prope.errors import log
 from prope.inference import paired
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
@@ -31,6 +32,7 @@ from prope.runtime import processes
 from prope.runtime.memory import check_memory
 from prope.step import batch_hidden
 
+_MAX_UNKNOWN = 0.01  # share of <unk> up to which a loss says something about the bytes
 _LONG_WINDOW = 8192  # tokens; from this length on, buckets have 1024 positions
 
 
@@ -147,13 +149,15 @@ class LossEvaluation:
           sums_folder: where the sums by document are written; None: nowhere.
           go_on: called before every batch, in all processes alike; False ends the evaluation.
         """
-        windows = self.windows
-        indices, fingerprint = self.selection
+        indices = self.selection.indices
         count = len(indices)
-        sizes = [source.count for source in windows.sources]
+        sources = self.windows.sources
+        sizes = [source.count for source in sources]
         source_of_all = np.repeat(range(len(sizes)), sizes)
         source_of = source_of_all[indices]
+        is_generated = [isinstance(source, GeneratedWindows) for source in sources]
         by_document = DocumentSums(self.seq_len, self.config.data.seq_len)
+        unknown = np.zeros(len(sources))
         correct = []
         row = 0
 
@@ -162,29 +166,38 @@ class LossEvaluation:
 
         for scores in run_batches(step, self.config, mesh, count, self._read, go_on):
             correct.extend(scores.pop("correct", ()))
+            unknown_tokens = scores.pop("unknown_tokens")
             for i in range(len(scores["losses"])):
+                source = source_of[row]
                 window = {name: values[i] for name, values in scores.items()}
-                by_document.add(indices[row], source_of[row], **window)
+                window["ends_document"] |= is_generated[source]
+                by_document.add(indices[row], source, **window)
+                unknown[source] += unknown_tokens[i]
                 row += 1
         if row < count:
             return None
-        sums = by_document.finish(windows.shares)
-        record = {
-            "fingerprint": fingerprint,
-            "seq_len": self.seq_len,
-            "split": self.split,
-            "windows": count,
-            **summarize(sums),
-            "by_position": summarize_positions(sums),
-        }
-        record |= per_byte(windows, record["loss"])
-        if len(sizes) > 1:
-            record["sources"] = summarize_sources(windows, source_of, sums)
-        if isinstance(windows, GeneratedWindows):
-            record |= windows.accuracy(indices, np.array(correct))
+        sums = by_document.finish(self.windows.shares)
+        record = self._record(sums, unknown)
+        if len(sources) > 1:
+            record["sources"] = summarize_sources(self.windows, source_of, sums)
+        if isinstance(self.windows, GeneratedWindows):
+            record |= self.windows.accuracy(indices, np.array(correct))
         if sums_folder is not None and processes.is_first():
             paired.write_sums(sums_folder, record, sums)
         return record
+
+    def _record(self, sums: paired.Sums, unknown: np.ndarray) -> dict:
+        """Makes the record of sums; `unknown` is as in `per_byte`."""
+        indices, fingerprint = self.selection
+        return {
+            "fingerprint": fingerprint,
+            "seq_len": self.seq_len,
+            "split": self.split,
+            "windows": len(indices),
+            **summarize(sums),
+            "by_position": summarize_positions(sums),
+            **per_byte(self.windows, sums, unknown),
+        }
 
     def _read(self, rows: list[int]) -> Batch:
         """Reads windows by their place in the selection; places after the last are padding."""
@@ -192,7 +205,15 @@ class LossEvaluation:
         indices = [selected[row] for row in rows if row < len(selected)]
         batch = self.windows.read(indices)
         fill = padding(len(rows) - len(indices), self.seq_len)
-        return {name: np.concatenate([batch[name], fill[name]]) for name in batch}
+        return {
+            name: np.concatenate(
+                [
+                    batch[name],
+                    fill[name],
+                ]
+            )
+            for name in batch
+        }
 
     def _compile(self, params, batch, mesh) -> jax.stages.Compiled:
         """Returns `_score`, compiled at the first call: later ones have the same shapes."""
@@ -209,8 +230,9 @@ class LossEvaluation:
         """Scores every token of a batch, [B, T], and finds windows that end a document, [B]."""
         hidden = batch_hidden(self.config, params, batch)
         targets = batch["targets"]
+        weights = batch["weights"]
         scores = {
-            "weights": batch["weights"],
+            "weights": weights,
             "segment_ids": batch["segment_ids"],
             "losses": token_losses(hidden, model.embedding(params), targets),
         }
@@ -220,7 +242,8 @@ class LossEvaluation:
             scores["correct"] = jax.lax.map(predict, hidden) == targets
         scores = jax.tree.map(sharding.whole_sequences, scores)
         last = sharding.whole_sequences(targets)[:, -1]
-        return scores | {"ends_document": last == BOS}
+        is_unknown = (targets == UNKNOWN) & (weights > 0)
+        return scores | {"ends_document": last == BOS, "unknown_tokens": is_unknown.sum(axis=1)}
 
 
 def _likeliest(params, hidden):
@@ -237,13 +260,14 @@ class DocumentSums:
         self._bucket = np.arange(T) // width
         self._windows: list[np.ndarray] = []  # one [2, documents, Q] a window: losses and tokens
         self._sources: list[int] = []  # the source of every document
-        self._last = -2  # index of the previous window
+        self._last = (-1, -1)  # source and index of the previous window
         self._ended = True  # whether its last document ended with it
 
     def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
         """Adds a window, arrays [T].
 
-        Windows come in order: a document that the previous window did not end goes on in this one.
+        Windows come in order: a document that the previous window of the source did not end goes on
+        in this one.
         """
         documents = max(int(segment_ids.max()), 1)
         Q = len(self._edges) - 1
@@ -254,13 +278,13 @@ class DocumentSums:
             cells = np.bincount(cell, values, documents * Q)
             sums.append(cells.reshape(documents, Q))
         sums = np.stack(sums)
-        if index == self._last + 1 and not self._ended:
+        if self._last == (source, index - 1) and not self._ended:
             self._windows[-1][:, -1] += sums[:, 0]
             sums = sums[:, 1:]
         if sums.shape[1]:
             self._windows.append(sums)
             self._sources += [source] * sums.shape[1]
-        self._last = index
+        self._last = (source, index)
         self._ended = ends_document
 
     def finish(self, shares) -> paired.Sums:
@@ -309,21 +333,45 @@ def summarize_sources(windows: Windows, source_of: np.ndarray, sums: paired.Sums
     return sources
 
 
-def per_byte(windows: Windows, loss: float) -> dict:
-    """Converts a loss to perplexity and bits per byte, by what the stores count."""
+def per_byte(windows: Windows, sums: paired.Sums, unknown: np.ndarray) -> dict:
+    """Computes perplexity and bits per byte, by what the stores count; warns where there are none.
+
+    All are None where no token is predicted. Above 1 % of <unk> there are no bits per byte: a
+    token stands for any text then.
+
+    Args:
+      windows: the windows that were evaluated.
+      sums: their sums; sources without tokens do not count.
+      unknown: [S] how many predicted tokens of each source are <unk>.
+    """
+    tokens = np.array([sums.tokens[sums.source == s].sum() for s in range(len(unknown))])
+    record = dict.fromkeys(("perplexity", "bits_per_byte", "unigram_bits_per_byte"))
+    record["unknown_tokens"] = int(unknown.sum())
+    if not tokens.any():
+        log.warning("no token of the evaluated windows is predicted: there is no loss")
+        return record
+    loss, _ = sums.mean_and_stderr()
+    record["perplexity"] = math.exp(min(loss, 700.0))  # exp(710) overflows
+    counted = np.flatnonzero(tokens)
+    shares = np.array(windows.shares)[counted]
+    shares /= shares.sum()
+    unknown_share = float(np.dot(shares, unknown[counted] / tokens[counted]))
+    if unknown_share > _MAX_UNKNOWN:
+        problem = f"{unknown_share:.1%} of the predicted tokens are <unk>, more than 1 %"
+        log.warning("%s: no bits per byte; a tokenizer that falls back on bytes has none", problem)
+        return record
     split = windows.split
-    sizes = []
-    unigrams = []
-    for source in windows.sources:
-        store = source.store
-        sizes.append(store.count("bytes", split) / store.targets(split))
-        unigrams.append(store.unigram_loss(split))
-    bytes_per_token = float(np.dot(windows.shares, sizes))
-    unigram = float(np.dot(windows.shares, unigrams))
-    bits_per_nat = 1 / math.log(2)
-    bits_per_byte = bits_per_nat / bytes_per_token
-    return {
-        "perplexity": math.exp(min(loss, 700.0)),  # exp(710) overflows
-        "bits_per_byte": loss * bits_per_byte,
-        "unigram_bits_per_byte": unigram * bits_per_byte,
-    }
+    stores = [windows.sources[s].store for s in counted]
+    sizes = [
+        store.count(
+            "bytes",
+            split,
+        )
+        / store.targets(split)
+        for store in stores
+    ]
+    unigrams = [store.unigram_loss(split) for store in stores]
+    bits_per_byte = 1 / math.log(2) / np.dot(shares, sizes)
+    record["bits_per_byte"] = float(loss * bits_per_byte)
+    record["unigram_bits_per_byte"] = float(np.dot(shares, unigrams) * bits_per_byte)
+    return record

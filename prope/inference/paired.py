@@ -187,9 +187,11 @@ def paired_difference(
             edges = ", ".join(map(str, a.edges))
             raise usage_error("positions", positions, f"must be two of {edges}")
         columns = slice(*np.searchsorted(a.edges, positions))
+    tokens = a.tokens[:, columns].sum(axis=1)
+    if not tokens.any():
+        raise usage_error("positions", positions, "no token is predicted there", "name others")
     loss = a.loss.astype(np.float64) - b.loss
     mean, stderr = a._replace(loss=loss).mean_and_stderr(columns=columns)
-    tokens = a.tokens[:, columns].sum(axis=1)
     return Difference(mean, stderr, int((tokens > 0).sum()))
 
 

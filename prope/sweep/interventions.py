@@ -60,9 +60,9 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
             records = _find_records(run, fields)
             if records:
                 pairs.append((run, run, *records))
-        if not pairs:
-            continue
         difference, _ = average(pairs)
+        if difference is None:
+            continue
         label = encoding.removeprefix(f"{kind}:")
         first, last = label.split("-")
         band = (int(first), int(last))

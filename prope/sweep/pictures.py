@@ -49,9 +49,9 @@ def draw_loss(workdir: epath.Path) -> epath.Path:
     records = read_jsonl(workdir / "eval.jsonl")
     evaluations = []
     for step in sorted({record["step"] for record in records}):
-        step_records = evaluations_of_training(records, config, step)
-        if step_records:
-            evaluations.append(find_evaluation(step_records))
+        evaluation = find_evaluation(evaluations_of_training(records, config, step))
+        if evaluation and evaluation["loss"] is not None:
+            evaluations.append(evaluation)
 
     def draw(figure) -> None:
         axes = figure.subplots()
@@ -79,8 +79,9 @@ def _draw_validation(axes, evaluations: list[dict]) -> None:
     """Draws validation losses, and the loss of predicting by token frequencies alone."""
     losses = {record["step"]: record["loss"] for record in evaluations}
     last = evaluations[-1]
-    bits = f"{last['bits_per_byte']:.2f} bits per byte"
-    label = f"validation, {last['loss']:.3f} at step {last['step']} ({bits})"
+    bits = last["bits_per_byte"]
+    shown = "no bits per byte" if bits is None else f"{bits:.2f} bits per byte"
+    label = f"validation, {last['loss']:.3f} at step {last['step']} ({shown})"
     axes.plot(
         losses.keys(),
         losses.values(),
@@ -90,7 +91,9 @@ def _draw_validation(axes, evaluations: list[dict]) -> None:
         lw=1.2,
         label=label,
     )
-    unigram = last["loss"] * last["unigram_bits_per_byte"] / last["bits_per_byte"]
+    if bits is None:
+        return
+    unigram = last["loss"] * last["unigram_bits_per_byte"] / bits
     label = f"token frequencies alone, {unigram:.3f}"
     axes.axhline(unigram, color="#777777", lw=1, ls="--", label=label)
 
@@ -128,7 +131,8 @@ def by_length(run: Run) -> Curve:
     by_text: dict[tuple, Curve] = {}
     for record in last_evaluations(run):
         text = record.get("max_windows") or math.inf, record.get("fingerprint")
-        by_text.setdefault(text, {})[record["seq_len"]] = record["loss"]
+        if record["loss"] is not None:
+            by_text.setdefault(text, {})[record["seq_len"]] = record["loss"]
 
     def fullness(text: tuple) -> tuple:
         max_windows, _ = text

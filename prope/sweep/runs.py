@@ -261,8 +261,10 @@ def average(pairs: list[tuple[Run, Run, dict, dict]]) -> tuple[Difference | None
     """Averages losses minus those of other runs, by two records of the same windows for every seed.
 
     Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or
-    "" if a run has kept no sums and there is no standard error.
+    "" if a run has kept no sums and there is no standard error. Records without a loss are left
+    out; without any other the difference is None.
     """
+    pairs = [pair for pair in pairs if None not in (pair[2]["loss"], pair[3]["loss"])]
     losses = [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
     if not losses:
         return None, ""
@@ -295,7 +297,7 @@ def table(runs: Iterable[Run]) -> list[dict]:
         row["rotated_pairs"] = rotated_pairs(group[0].config.model)
         row["runs"] = len(records)
         for name in METRICS:
-            values = [record[name] for record in records]
+            values = [record[name] for record in records if record[name] is not None]
             row[name] = statistics.fmean(values) if values else None
             row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
         rows.append(row)

@@ -143,12 +143,9 @@ class MetricWriter(contextlib.ExitStack):
             "max_windows": self._config.eval.max_windows,
         }
         self._files.write("eval.jsonl", "eval", identity | record)
-        log.info(
-            "step %d: validation loss %.4f, perplexity %.3f, %.4f bits per byte (unigram: %.4f)",
-            step,
-            record["loss"],
-            *(record[name] for name in _EVALUATION),
-        )
+        names = ("loss", *_EVALUATION)
+        shown = [f"{name} {record[name]:.4f}" for name in names if record[name] is not None]
+        log.info("step %d: validation %s", step, ", ".join(shown) or "without a predicted token")
 
     def evaluated(self, step: int) -> dict | None:
         """Returns the newest evaluation of `step` on this config's validation windows, if any."""
