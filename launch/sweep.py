@@ -32,7 +32,7 @@ def define_flags() -> None:
     config_flags.DEFINE_config_file(
         "config", None, "config file of all runs, such as configs/quickstart.py"
     )
-    flags.DEFINE_string(
+    command.define_place(
         "workdir", None, "folder or URL of the sweep; every run has a folder below it"
     )
     flags.DEFINE_string(

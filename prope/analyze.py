@@ -23,14 +23,14 @@ from prope.errors import UsageError, log, usage_error
 def define_flags() -> None:
     """Defines the command's flags."""
     workdir = "directory of a run, or one with runs below it: all are analysed"
-    flags.DEFINE_string("workdir", None, workdir)
+    command.define_place("workdir", None, workdir)
     step = "checkpoint to analyse; the newest by default"
     flags.DEFINE_integer("step", None, step, lower_bound=0)
     sequences = "number of documents whose beginnings are read"
     flags.DEFINE_integer("sequences", 8, sequences, lower_bound=1)
     seq_len = "tokens of each, at least 3; the training length by default"
     flags.DEFINE_integer("seq_len", None, seq_len, lower_bound=3)
-    flags.DEFINE_string("text", None, "file to read instead of documents")
+    command.define_place("text", None, "file to read instead of documents")
     flags.DEFINE_string("layers", None, "layers to measure, as in 0,3; all by default")
     heads = "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default"
     flags.DEFINE_string("heads", None, heads)

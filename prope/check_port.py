@@ -19,7 +19,7 @@ from prope.errors import UsageError, log
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string("values", None, "the port's arrays, an .npz file or URL")
+    command.define_place("values", None, "the port's arrays, an .npz file or URL")
     accept = (
         "accept angles rounded to float32, as in transformers and gemma: "
         "off by 6e-4 at position 8191"
@@ -34,7 +34,7 @@ def main() -> dict:
     from prope.golden.check import check, read_values
     from prope.runtime.files import as_path
 
-    values = read_values(as_path("values", FLAGS.values))
+    values = read_values(as_path("--values", FLAGS.values))
     verdict, result = check(values, FLAGS.float32_angles)
     log.info(verdict)
     if not result["equal"]:

@@ -163,6 +163,23 @@ def _interrupt_later(ignored) -> None:
         sys.__unraisablehook__(ignored)
 
 
+def define_place(name: str, default: str | None, help: str) -> None:
+    """Defines a flag whose value is a place, a local path or a URL."""
+    flags.DEFINE(_Place(f"--{name}"), name, default, help, serializer=flags.ArgumentSerializer())
+
+
+class _Place(flags.ArgumentParser):
+    """Parses a place; raises UsageError for one that cannot be used."""
+
+    def __init__(self, field: str):
+        self._field = field
+
+    def parse(self, argument: str) -> str:
+        from prope.runtime.files import as_path
+
+        return str(as_path(self._field, argument))
+
+
 def _define(define_flags: Callable[[], None]) -> list[str]:
     """Defines the flags; returns their names, without those of libraries."""
     defined_before = set(flags.FLAGS)
@@ -225,6 +242,8 @@ def _parse_flags(argv: list[str], names: list[str]) -> None:
 
 def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     """Describes an error in a flag, a config field or a config file in one line."""
+    if isinstance(error, UsageError):
+        return str(error)
     fields = FIELDS if "config" in names else {}
     for argument in argv:
         override = re.match(r"--?config\.([\w.]+)", argument)

@@ -361,7 +361,7 @@ FIELDS = {
         0.05, "share of documents held out, chosen by a hash of their text", (_SHARE,)
     ),
     "data.cache_dir": Field(
-        "", "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else ~/.cache/prope"
+        "", "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder"
     ),
     "data.store": Field(
         "",

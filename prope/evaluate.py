@@ -30,7 +30,7 @@ def define_flags() -> None:
     tokens = "number of tokens, the same ones at every --seq_len, in evenly spread stretches"
     flags.DEFINE_integer("max_tokens", None, tokens, lower_bound=1)
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
-    flags.DEFINE_string("data_dir", None, "folder of the dataset, as in config.data.data_dir")
+    command.define_place("data_dir", None, "folder of the dataset, as in config.data.data_dir")
     split = "documents to read; by default validation, and all of a text that was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
 

@@ -16,13 +16,13 @@ from prope import command
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string(
+    command.define_place(
         "input",
         None,
         "directory of the checkpoint: config.json, model.safetensors, tokenizer.model",
     )
-    flags.DEFINE_string("workdir", None, "directory of the run to create")
-    flags.DEFINE_string(
+    command.define_place("workdir", None, "directory of the run to create")
+    command.define_place(
         "tokenizer", None, "path of a SentencePiece model, or 'byte', if the directory has none"
     )
     flags.mark_flags_as_required(["input", "workdir"])

@@ -7,7 +7,6 @@ The first writes W/loss.png, and W/longcontext/ where tasks were evaluated. The 
 DIR/report/index.html, which needs no network, and its pictures as PNG files.
 """
 
-from absl import flags
 from absl.flags import FLAGS
 from etils import epath
 
@@ -17,8 +16,8 @@ from prope.errors import UsageError, usage_error
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string("workdir", None, "directory of a run: draws W/loss.png")
-    flags.DEFINE_string("sweep", None, "directory of a sweep: writes DIR/report/index.html")
+    command.define_place("workdir", None, "directory of a run: draws W/loss.png")
+    command.define_place("sweep", None, "directory of a sweep: writes DIR/report/index.html")
 
 
 def main() -> dict:

@@ -17,10 +17,10 @@ from prope import command
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string("workdir", None, "directory of the run")
+    command.define_place("workdir", None, "directory of the run")
     flags.DEFINE_integer("step", None, "checkpoint to sample from; the newest by default")
     flags.DEFINE_multi_string("prompt", [], "text to continue")
-    flags.DEFINE_string("prompts", None, "file with one prompt per line; empty lines are skipped")
+    command.define_place("prompts", None, "file with one prompt per line; empty lines are skipped")
     flags.DEFINE_integer(
         "length", 200, "largest number of tokens per prompt; a row ends earlier at <eos>"
     )

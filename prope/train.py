@@ -26,8 +26,10 @@ def define_flags() -> None:
     config_flags.DEFINE_config_file(
         "config", None, "the run's config file, such as configs/quickstart.py"
     )
-    flags.DEFINE_string("workdir", None, "directory of the run: created, or resumed")
-    flags.DEFINE_string("init_from", None, "start from the parameters of the run in this directory")
+    command.define_place("workdir", None, "directory of the run: created, or resumed")
+    command.define_place(
+        "init_from", None, "start from the parameters of the run in this directory"
+    )
     stop = "save and stop after this step, as an interrupted run would; rerun to resume"
     flags.DEFINE_integer("stop_at_step", None, stop, lower_bound=1)
     flags.mark_flags_as_required(["config", "workdir"])
@@ -95,7 +97,7 @@ def train(
     """
     validate(config)
     with Session(config) as session:
-        run = Training(session, config, as_path("workdir", workdir))
+        run = Training(session, config, as_path("--workdir", workdir))
         params, opt_state = run.restore(init_from, stop_at_step)
         first = run.start + 1
         for step, batch in enumerate(run.batches(), first):

@@ -72,7 +72,7 @@ def defined_flags(path) -> dict[str, str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        if node.func.attr.startswith("DEFINE_"):
+        if node.func.attr.startswith(("DEFINE_", "define_place")):
             name, default = (
                 eval(compile(ast.Expression(arg), "", "eval")) for arg in node.args[:2]
             )

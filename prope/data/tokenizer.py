@@ -6,9 +6,9 @@
 import hashlib
 
 import numpy as np
-from etils import epath
 
 from prope.errors import usage_error
+from prope.runtime.files import as_path
 
 # Gemma's ids of the special tokens, which every tokenizer here has.
 PAD = 0
@@ -69,7 +69,7 @@ class SentencePieceTokenizer:
 
 def _read_model(path: str) -> bytes:
     try:
-        return epath.Path(path).read_bytes()
+        return as_path("config.data.tokenizer", path).read_bytes()
     except OSError as error:
         problem = f"cannot be read: {error.strerror or 'no such file'}"
         raise usage_error("config.data.tokenizer", path, problem, _REMEDY) from None

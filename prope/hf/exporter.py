@@ -4,8 +4,6 @@ import functools
 import json
 import math
 
-from etils import epath
-
 from prope.data.tokenizer import UNKNOWN, load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import log
@@ -22,7 +20,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     Returns the command's result. Raises UsageError where there is no such checkpoint, transformers
     has no class for it, or `output` exists.
     """
-    target = as_path("output", output)
+    target = as_path("--output", output)
     check_new("output", target)
     run = open_run(workdir, step)
     config = run.config
@@ -46,7 +44,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
             for name, values in texts.items():
                 (directory / name).write_text(json.dumps(values, indent=2) + "\n")
             if tokenizer != "byte":
-                epath.Path(tokenizer).copy(directory / TOKENIZER)
+                as_path("config.data.tokenizer", tokenizer).copy(directory / TOKENIZER)
             write_tensors(directory, tensors, read, dtype)
 
     run, _ = run.first_undamaged(write)

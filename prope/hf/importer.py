@@ -34,8 +34,8 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or
     `workdir` exists.
     """
-    source = as_path("input", source)
-    path = as_path("workdir", workdir)
+    source = as_path("--input", source)
+    path = as_path("--workdir", workdir)
     check_new("workdir", path)
     if not source.is_dir():
         remedy = "a name on the Hub is fetched with: hf download NAME --local-dir=DIR"

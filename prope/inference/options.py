@@ -6,6 +6,7 @@ import os
 from absl import flags
 from absl.flags import FLAGS
 
+from prope import command
 from prope.errors import log, usage_error
 
 
@@ -40,7 +41,7 @@ class Options:
 
 def define_flags(file: str) -> None:
     """Defines the flags of `Options`; records are kept in W/`file`."""
-    flags.DEFINE_string("workdir", None, "directory of a run, or one with runs below it: of all")
+    command.define_place("workdir", None, "directory of a run, or one with runs below it: of all")
     flags.DEFINE_string("step", None, "number of a checkpoint, or 'all'; the newest by default")
     at_a_time = "sequences at a time: changes the speed, not the result"
     flags.DEFINE_integer("batch_size", None, at_a_time, lower_bound=1)

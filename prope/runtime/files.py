@@ -7,14 +7,17 @@ without a mount.
 import contextlib
 import errno
 import functools
+import glob
 import hashlib
 import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -44,6 +47,8 @@ _REFUSED_PAUSES = (1, 2, 4)  # where a login or a permission may be missing for 
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 _SCHEMES = ("gs", "s3")
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # which read and write their URLs
+_URL_NAMES = re.compile(r"[\w.~/=,+@!()-]+", re.ASCII)
 # Other hosts write to a bucket, too: what it lists is asked for every time.
 for _scheme in ("gcs", *_SCHEMES):
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
@@ -64,15 +69,52 @@ def is_url(place: epath.PathLike) -> bool:
     return "://" in str(place)
 
 
-def as_path(flag: str, place: epath.PathLike) -> epath.Path:
-    """Returns a place as a path; raises UsageError for a URL that cannot be written."""
-    scheme, separator, _ = str(place).partition("://")
-    if separator and scheme not in _SCHEMES:
-        problem = f"must be a local path, or a URL of {' or '.join(_SCHEMES)}"
-        raise usage_error(f"--{flag}", place, problem)
-    if scheme == "gs" and importlib.util.find_spec("gcsfs"):
-        _outlast_outages()
-    return epath.Path(place)
+def as_path(field: str, place: epath.PathLike) -> epath.Path:
+    """Returns the place that a flag, a config field or a variable names as a path.
+
+    `~` is expanded, and file:///folder is /folder. Raises UsageError for what is empty, another
+    kind of URL, or a URL that libraries would read as a pattern or cut.
+    """
+    text = os.fspath(place)
+    if text.startswith("file:/"):
+        host, slash, below = text.removeprefix("file:").removeprefix("//").partition("/")
+        if not slash or host not in ("", "localhost"):
+            raise usage_error(field, text, "names a host", "write file:///FOLDER, or /FOLDER")
+        text = f"/{urllib.parse.unquote(below)}"
+    if not text or not text.isprintable():
+        problem = "must be a path or a URL, without control characters"
+        raise usage_error(field, ascii(text)[1:-1], problem)
+    text = os.path.expanduser(text)
+    if text.startswith("~"):
+        remedy = "write the whole path, or ./~NAME"
+        raise usage_error(field, text, "the home folder is not known", remedy)
+    if "://" in text or re.match(r"[\w+.-]+:/", text):
+        if not text.startswith(tuple(f"{scheme}://" for scheme in _SCHEMES)):
+            problem = f"must be a local path, or a URL of {' or '.join(_SCHEMES)}"
+            raise usage_error(field, text, problem, "a path with a colon begins with ./")
+        if not _URL_NAMES.fullmatch(text.partition("://")[2]) or ".." in text.split("/"):
+            problem = "a URL must be BUCKET/NAME/.. of ASCII letters, digits and ._~=,+@!()-"
+            raise usage_error(field, text, problem)
+        package = _PACKAGES[text[:2]]
+        if not importlib.util.find_spec(package):
+            raise usage_error(field, text, f"needs a package: pip install {package}")
+        if package == "gcsfs":
+            _outlast_outages()
+    elif is_url(epath.Path(os.path.abspath(text))):
+        problem = "is read as a URL by etils.epath"
+        raise usage_error(field, text, problem, "mount that folder elsewhere")
+    path = epath.Path(text)
+    return path.resolve() if text.startswith("./") else path  # which keeps ./~NAME apart
+
+
+def _glob(folder: epath.Path, pattern: str) -> Iterator[epath.Path]:
+    """Finds files in a folder; etils would read the folder's name as a part of the pattern."""
+    return _etils_glob(epath.Path(glob.escape(str(folder))), pattern)
+
+
+# Orbax finds what each process has saved by it.
+_etils_glob = epath.gpath.PosixGPath.glob
+epath.gpath.PosixGPath.glob = _glob
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
@@ -82,8 +124,19 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 def local_cache() -> pathlib.Path:
     """Returns the folder for what prope keeps between runs on this machine."""
-    default = pathlib.Path.home() / ".cache" / "prope"
-    return pathlib.Path(os.environ.get("PROPE_CACHE") or default)
+    if not os.environ.get("PROPE_CACHE"):
+        return _user_cache() / "prope"
+    folder = as_path("PROPE_CACHE", os.environ["PROPE_CACHE"])
+    if is_url(folder):
+        raise usage_error("PROPE_CACHE", folder, "must be a local folder")
+    return pathlib.Path(folder)
+
+
+def _user_cache() -> pathlib.Path:
+    """Returns the user's cache folder; raises UsageError where there is no home folder."""
+    field = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME"
+    default = {"XDG_CACHE_HOME": "", "HOME": "/.cache"}
+    return pathlib.Path(as_path(field, (os.environ.get(field) or "~") + default[field]))
 
 
 def kvstore(folder: epath.PathLike) -> ts.KvStore:
@@ -199,7 +252,7 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
 def read_text(flag: str, path: str, remedy: str) -> str:
     """Reads the text file that a flag names; a UsageError ends with `remedy`."""
     try:
-        return epath.Path(path).read_text(encoding="utf-8")
+        return as_path(f"--{flag}", path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise usage_error(f"--{flag}", path, f"cannot be read: {reason}", remedy) from None
@@ -208,7 +261,7 @@ def read_text(flag: str, path: str, remedy: str) -> str:
 def write_output(flag: str, path: epath.PathLike, content: bytes) -> None:
     """Writes the file that a flag names; raises UsageError where it cannot be written."""
     try:
-        write_atomic(epath.Path(path), content)
+        write_atomic(as_path(f"--{flag}", path), content)
     except Exception as error:
         if not is_storage_error(error):
             raise

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from prope import encodings, sharding
 from prope.config import FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
 from prope.errors import UsageError, nearest, usage_error
+from prope.runtime.files import as_path
 
 # Fields of config.data that each source of a mixture has for itself.
 SOURCE_FIELDS = ("dataset", "data_dir", "text_feature", "template", "loss_on", "store")
@@ -78,7 +79,10 @@ def _check_band(model: ConfigDict) -> None:
 
 
 def _check_data(data: ConfigDict) -> None:
-    """Checks the dataset, or the sources of a mixture."""
+    """Checks the places, and the dataset or the sources of a mixture."""
+    as_path("config.data.tokenizer", data.tokenizer)
+    if data.cache_dir:
+        as_path("config.data.cache_dir", data.cache_dir)
     if is_generated(data.dataset) and data.tokenizer != "byte":
         family, _, _ = data.dataset.partition("/")
         problem = f"has no effect with {family} data; remove it"
@@ -138,6 +142,9 @@ def _check_source(source: dict, prefix: str) -> None:
         unused = ()
         problem = f"{prefix}dataset={dataset} needs the folder that holds it, or a store"
         require("data_dir", bool(source["data_dir"] or source["store"]), problem)
+    for name in ("data_dir", "store"):
+        if source[name]:
+            as_path(f"config.{prefix}{name}", source[name])
     for name in unused:
         require(name, not source[name], f"has no effect with {prefix}dataset={dataset}; remove it")
     require("loss_on", source["loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")

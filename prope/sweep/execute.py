@@ -306,7 +306,7 @@ def run_sweep(
       UsageError: the directory holds a run or another sweep, or an argument is invalid.
       RunFailed: a run failed; the others are done.
     """
-    directory = as_path("workdir", workdir)
+    directory = as_path("--workdir", workdir)
     runs = plan(grids, file, base, overrides)
     sweep = Sweep(directory, runs, split_launcher(launcher))
     check_same_sweep(directory, runs, grids, base)

@@ -72,7 +72,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
     Raises UsageError where there is no run, no checkpoint, or not that step; it is damaged; or
     config.json disagrees.
     """
-    path = as_path("workdir", workdir)
+    path = as_path("--workdir", workdir)
     with processes.raise_on_all():
         config = read_config(path)
         if config is None:
@@ -143,7 +143,7 @@ def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
             for below in sorted(folder.iterdir()):
                 yield from find(below)
 
-    runs = list(find(as_path("workdir", workdir)))
+    runs = list(find(as_path("--workdir", workdir)))
     if not runs:
         problem = "no run there (no config.json), nor below it"
         raise usage_error("--workdir", workdir, problem, _REMEDY)

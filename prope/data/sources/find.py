@@ -4,7 +4,6 @@ To add one: a file beside this one, and a line in `find_source`. prope/data/READ
 synthetic/TASK and longcontext/TASK have no documents: prope/data/tasks generates their windows.
 """
 
-from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import is_generated
@@ -13,7 +12,7 @@ from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import usage_error
-from prope.runtime.files import is_url, retry_reads
+from prope.runtime.files import as_path, is_url, retry_reads
 
 
 def find_source(data: ConfigDict) -> Source:
@@ -26,7 +25,7 @@ def find_source(data: ConfigDict) -> Source:
     if is_generated(data.dataset):
         problem = "is generated while it is read, and has no text"
         raise usage_error("config.data.dataset", data.dataset, problem)
-    folder = epath.Path(data.data_dir)
+    folder = as_path("config.data.data_dir", data.data_dir or ".")
     rule = TextRule(data.text_feature, data.template, data.loss_on)
 
     def find() -> Source:

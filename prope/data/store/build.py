@@ -29,7 +29,7 @@ from prope.data.store.arrays import COUNTS, SPLITS, Store, find_store
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import BOS, load_tokenizer
 from prope.errors import UsageError, is_disk_full, log, usage_error
-from prope.runtime.files import check_writable, is_url, kvstore, local_cache
+from prope.runtime.files import as_path, check_writable, is_url, kvstore, local_cache
 
 # Fields of config.data that a store is made with.
 _SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
@@ -60,7 +60,9 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
         "has_prompts": data.loss_on == "targets",
     }
     fingerprint = arrays.fingerprint_of(rule)
-    cache = data.cache_dir or str(local_cache())
+    cache = str(local_cache())
+    if data.cache_dir:
+        cache = str(as_path("config.data.cache_dir", data.cache_dir))
     source_name = re.sub(r"[^A-Za-z0-9.]+", "-", source.name)
     name = f"{source_name}-{fingerprint}"
     path = os.path.join(cache, name)
@@ -81,7 +83,7 @@ def _open_at_place(data: ConfigDict, tokenizer: str) -> Store:
 
     Raises UsageError where it was made with other settings or another tokenizer.
     """
-    path = data.store
+    path = str(as_path("config.data.store", data.store))
     store = find_store(path)
     if store is None:
         remedy = "give what prope.data.prepare prints as store"
