@@ -12,6 +12,7 @@ import time
 import jax
 import pytest
 from conftest import CONFIG, finish, flipped, logged, losses
+from makers import hash_files
 
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_json
@@ -312,13 +313,26 @@ def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_programs_are_found_again(train, tmp_path):
-    """They lie beside the run, where nothing says another place."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    for expected in ("miss", "hit"):
-        outcome = train(tmp_path, "--config.eval.max_windows=1", **cache)
+def test_compiled_programs_are_shared_by_the_runs_of_a_user(train, tmp_path):
+    """A program that lies in a run's directory is not executed: another may have put it there."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": "",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    flags = ("--config.eval.max_windows=1", "--stop_at_step=1")
+    for name, expected in (("a", "miss"), ("b", "hit")):
+        outcome = train(tmp_path / name, *flags, **cache)
         assert outcome.code == 0, outcome.stderr
-        shutil.rmtree(tmp_path / "checkpoints")
-        (tmp_path / "metrics.jsonl").unlink()
         assert f"compilation cache: {expected}" in outcome.stderr
-    assert list((tmp_path / "compilation_cache").glob("cpu-*/*"))
+    (folder,) = (tmp_path / "cache/prope/programs").glob("cpu-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    shutil.move(folder, tmp_path / "c/compilation_cache" / folder.name)
+    planted = hash_files(tmp_path / "c/compilation_cache")
+    outcome = train(tmp_path / "c", *flags, **cache)
+    assert outcome.code == 0 and "compilation cache: miss" in outcome.stderr
+    assert hash_files(tmp_path / "c/compilation_cache") == planted, "neither read nor written"
+    folder.chmod(0o777)
+    outcome = train(tmp_path / "d", *flags, **cache)
+    assert outcome.code == 0 and "is not of this user alone" in outcome.stderr
+    assert "compilation cache: miss" in outcome.stderr

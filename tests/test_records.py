@@ -136,7 +136,7 @@ def test_a_refused_run_leaves_its_directory_only_where_something_would_be_lost(
         path.mkdir(parents=True)
     with pytest.raises(UsageError, match="out of memory"), open_workdir(path, config):
         write_config(path, config)
-        (path / "compilation_cache").mkdir()
+        (path / "eval").mkdir()
         for step in range(steps):
             append_jsonl(path / "metrics.jsonl", {"step": step + 1})
         raise UsageError("out of memory")

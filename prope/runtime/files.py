@@ -124,19 +124,23 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 def local_cache() -> pathlib.Path:
     """Returns the folder for what prope keeps between runs on this machine."""
-    if not os.environ.get("PROPE_CACHE"):
-        return _user_cache() / "prope"
-    folder = as_path("PROPE_CACHE", os.environ["PROPE_CACHE"])
-    if is_url(folder):
-        raise usage_error("PROPE_CACHE", folder, "must be a local folder")
-    return pathlib.Path(folder)
+    if os.environ.get("PROPE_CACHE"):
+        return _local_folder("PROPE_CACHE", os.environ["PROPE_CACHE"])
+    return user_cache() / "prope"
 
 
-def _user_cache() -> pathlib.Path:
+def user_cache() -> pathlib.Path:
     """Returns the user's cache folder; raises UsageError where there is no home folder."""
-    field = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME"
-    default = {"XDG_CACHE_HOME": "", "HOME": "/.cache"}
-    return pathlib.Path(as_path(field, (os.environ.get(field) or "~") + default[field]))
+    if os.environ.get("XDG_CACHE_HOME"):
+        return _local_folder("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"])
+    return _local_folder("HOME", "~/.cache")
+
+
+def _local_folder(field: str, place: str) -> pathlib.Path:
+    path = as_path(field, place)
+    if is_url(path):
+        raise usage_error(field, path, "must be a local folder")
+    return pathlib.Path(path)
 
 
 def kvstore(folder: epath.PathLike) -> ts.KvStore:

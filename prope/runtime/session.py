@@ -53,9 +53,9 @@ class Session(contextlib.ExitStack):
         self.startup.mark(name)
 
     def attach(self, workdir: epath.Path, mesh: Mesh) -> None:
-        """Checks that all see `workdir`, caches compiled programs there, polls over `mesh`."""
+        """Checks that all see `workdir`, caches compiled programs, polls over `mesh`."""
         processes.check_shared(workdir)
-        self.startup.use_cache(workdir)
+        self.startup.use_cache()
         self.interrupts.vote_over(mesh)
         self._starts = workdir / "starts.jsonl"
 

@@ -13,10 +13,10 @@ import time
 import zlib
 
 import jax
-from etils import epath
 
-from prope.errors import log
+from prope.errors import UsageError, log
 from prope.runtime import processes
+from prope.runtime.files import user_cache
 
 
 class Startup:
@@ -33,15 +33,19 @@ class Startup:
         self._seconds[phase] = now - self._marked_at
         self._marked_at = now
 
-    def use_cache(self, workdir: epath.Path) -> None:
-        """Keeps compiled programs in W/compilation_cache, unless JAX_COMPILATION_CACHE_DIR is set.
+    def use_cache(self) -> None:
+        """Keeps compiled programs in the user's cache, unless JAX_COMPILATION_CACHE_DIR is set.
 
-        Programs for a CPU depend on its instruction set, which JAX's cache key leaves out: each set
-        has a folder.
+        They are executed, and so do not lie in W, which others may have written. Programs for a CPU
+        depend on its instruction set, which JAX's cache key leaves out: each set has a folder.
         """
         if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-            folder = workdir / "compilation_cache" / _machine()
-            jax.config.update("jax_compilation_cache_dir", str(folder))
+            try:
+                folder = _programs_folder()
+            except (OSError, UsageError) as error:
+                log.info("compiled programs are not kept: %s", error)
+            else:
+                jax.config.update("jax_compilation_cache_dir", str(folder))
 
         def listen(event: str, **_) -> None:
             if event == "/jax/compilation_cache/cache_hits":
@@ -79,6 +83,16 @@ def _process_age() -> float:
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
     except (OSError, AttributeError):
         return 0.0
+
+
+def _programs_folder() -> pathlib.Path:
+    """Makes the folder of compiled programs; raises OSError where another user may write it."""
+    folder = user_cache() / "prope" / "programs" / _machine()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not of this user alone")
+    return folder
 
 
 def _machine() -> str:
