@@ -63,6 +63,7 @@ from prope.runtime.validate import validate, validate_devices
 from prope.step import Prepared, compile_step, init_state, prepare
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
+from prope.workdir.lease import LeaseLost
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
@@ -130,7 +131,8 @@ class Training:
         self.config = config
         self.path = path
         with session.raise_on_all():
-            session.enter_context(open_workdir(path, config))
+            stop = session.interrupts.ask_to_stop
+            self.lease = session.enter_context(open_workdir(path, config, stop))
         # Processes wait for one another here. Text is tokenized on first use, maybe for an hour.
         with session.phase("data"), session.watchdog.paused():
             vocab_size = config.model.vocab_size
@@ -161,10 +163,11 @@ class Training:
         with session.phase("restore" if self.start else "weights"):
             if is_first():
                 write_config(self.path, config)
+        self.saved = self.start
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
         flops = model_flops_per_token(config.model, config.data.seq_len)
         peak = peak_flops(jax.devices()[0].device_kind)
-        writer = MetricWriter(config, self.path, self.start, self.stop, flops, peak)
+        writer = MetricWriter(config, self.path, self.start, self.stop, flops, peak, self.lease)
         self.writer = session.enter_context(writer)
         profiler = Profiler(config.profile, self.path, writer.pause)
         self.profiler = session.enter_context(profiler)
@@ -226,7 +229,13 @@ class Training:
         with self.writer.pause():
             with self.session.raise_on_all():
                 self.check_disk()  # again: disks fill up while runs go on
+            with self.session.raise_on_all(LeaseLost):
+                if self.lease:
+                    self.lease.check()
             self.checkpoints.save(step, params, opt_state, identity, data)
+            if self.lease:  # the save before this one is complete
+                self.lease.saved = self.saved
+            self.saved = step
             self.session.interrupts.saved()
 
     def check_disk(self) -> None:

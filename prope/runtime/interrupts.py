@@ -90,6 +90,10 @@ class Interrupts(contextlib.AbstractContextManager):
             self._saved_after_vote = False
         return self.request
 
+    def ask_to_stop(self) -> None:
+        """Makes the next `poll` ask to save and stop, as SIGTERM does."""
+        self._signalled = Request.STOP
+
     def saved(self) -> None:
         """Restarts the save timer; all processes call it after the same `poll`."""
         self._saved_at = time.monotonic()

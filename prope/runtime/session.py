@@ -11,7 +11,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from prope.errors import INTERRUPTED, PREEMPTED, Stopped
+from prope.errors import INTERRUPTED, PREEMPTED, Stopped, UsageError
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl
 from prope.runtime.interrupts import Interrupts, Request
@@ -41,9 +41,9 @@ class Session(contextlib.ExitStack):
         self.startup.mark("processes")
         return self
 
-    def raise_on_all(self) -> contextlib.AbstractContextManager:
-        """Re-raises a UsageError of any process on every process."""
-        return processes.raise_on_all()
+    def raise_on_all(self, kind=UsageError) -> contextlib.AbstractContextManager:
+        """Re-raises an error of any process on every process."""
+        return processes.raise_on_all(kind)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -44,14 +44,18 @@ def list_steps(workdir: epath.PathLike) -> list[int]:
 
     Several processes take the first one's list: another host may see the directory as it was.
     """
-    directory = epath.Path(workdir) / "checkpoints"
+    return processes.broadcast_from_first(finished_steps(epath.Path(workdir) / "checkpoints"))
+
+
+def finished_steps(directory: epath.Path) -> list[int]:
+    """Lists the steps of a folder of checkpoints, as this process sees them."""
 
     def finished() -> list[int]:
         # When all is written, a folder gets its name, and one at a URL its hashes.json.
         folders = [path for path in directory.iterdir() if path.name.isdecimal()]
         return [int(path.name) for path in folders if not is_url(path) or (path / HASHES).exists()]
 
-    return processes.broadcast_from_first(sorted(retry_reads(directory, finished, [])))
+    return sorted(retry_reads(directory, finished, []))
 
 
 def newest_undamaged(

@@ -18,6 +18,7 @@ from prope.errors import RunFailed, log
 from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
+from prope.workdir.lease import Lease
 from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
@@ -29,10 +30,11 @@ _EVALUATION = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")  # printe
 class _RecordFiles(contextlib.ExitStack):
     """Appends records to the files of a run; only the first process does, others ignore them."""
 
-    def __init__(self, workdir: epath.Path, start: int, stop: int):
+    def __init__(self, workdir: epath.Path, start: int, stop: int, lease: Lease | None):
         """Drops the records of the steps after `start`, which a resumed run repeats."""
         super().__init__()
         self._workdir = workdir
+        self._lease = lease
         self._writes = processes.is_first()
         self._unwritten: dict[str, list[dict]] = collections.defaultdict(list)  # by file
         self._written_at = time.monotonic()
@@ -64,6 +66,9 @@ class _RecordFiles(contextlib.ExitStack):
 
     def flush(self) -> None:
         """Writes the records since the last call; at a URL every file is written anew."""
+        if self._lease and not self._lease.is_held():
+            self._unwritten.clear()
+            return
         for name, records in self._unwritten.items():
             append_jsonl(self._workdir / name, *records)
         self._unwritten.clear()
@@ -87,8 +92,12 @@ class MetricWriter(contextlib.ExitStack):
         stop: int,
         model_flops_per_token: float,
         peak_flops: float | None,
+        lease: Lease | None = None,
     ):
-        """Opens the files for steps start + 1 .. stop; `peak_flops` of a device may be unknown."""
+        """Opens the files for steps start + 1 .. stop; `peak_flops` of a device may be unknown.
+
+        Nothing is written once the lease is lost.
+        """
         super().__init__()
         self._config = config
         self._workdir = workdir
@@ -97,7 +106,7 @@ class MetricWriter(contextlib.ExitStack):
         self._step_tokens = config.batch_size * config.data.seq_len
         self._step_flops = model_flops_per_token * self._step_tokens
         self._peak_flops = peak_flops
-        self._files = self.enter_context(_RecordFiles(workdir, start, stop))
+        self._files = self.enter_context(_RecordFiles(workdir, start, stop, lease))
         self._skips_in_a_row = processes.broadcast_from_first(_skips_before(workdir, start))
         show_bar = processes.is_first() and sys.stderr.isatty()
         bar = tqdm(total=stop, initial=start, unit="step", disable=not show_bar)
@@ -154,10 +163,12 @@ class MetricWriter(contextlib.ExitStack):
         return find_evaluation(records, max_windows=self._config.eval.max_windows)
 
     def summary(self, init_hash: str) -> dict:
-        """Returns what the command prints; `loss` is None where metrics.jsonl was removed."""
+        """Returns what the command prints; `loss` is None without a record of the last step."""
         evaluation = self.evaluated(self._stop)
-        records = read_jsonl(self._workdir / "metrics.jsonl")
-        last = records[-1] if records else {"loss": None, "tokens_per_second": None}
+        last = {"loss": None, "tokens_per_second": None}
+        for record in read_jsonl(self._workdir / "metrics.jsonl"):
+            if record["step"] == self._stop:
+                last = record
         step, seconds, _ = self._logged
         speed = last["tokens_per_second"]
         if seconds:  # over all steps of this start

@@ -15,7 +15,8 @@ from prope import sharding
 from prope.errors import UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import as_path, check_writable, is_url, read_json, write_atomic
-from prope.workdir.checkpoints import list_steps, newest_undamaged
+from prope.workdir.checkpoints import finished_steps, list_steps, newest_undamaged
+from prope.workdir.lease import Lease
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
 
@@ -100,10 +101,13 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
 
 
 @contextlib.contextmanager
-def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
-    """Creates the directory, unless it holds another run.
+def open_workdir(
+    path: epath.Path, config: ConfigDict, on_loss: Callable[[], None] = lambda: None
+) -> Iterator[Lease | None]:
+    """Creates the directory, unless it holds another run; yields its lease in the first process.
 
-    Removes it again where the run is refused before its first step.
+    Removes it again where the run is refused before its first step. `on_loss` is called in another
+    thread where another training has taken the run over.
     """
     existing = read_config(path)
     if existing is not None:
@@ -117,10 +121,17 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
     if not is_url(path):
         folder = pathlib.Path(path)
         created = [folder for folder in (folder, *folder.parents) if not folder.exists()]
+    lease = None
     if processes.is_first():  # several would remove what another one writes to try it
         check_writable("--workdir", path)
+        lease = Lease(path)
+        lease.acquire(on_loss)
     try:
-        yield
+        if lease:
+            _check_records(path, existing, lease)
+        yield lease
+        if lease:
+            lease.saved = max(finished_steps(path / "checkpoints"), default=0)
     except UsageError:
         if is_new and not read_jsonl(path / "metrics.jsonl"):
             path.rmtree(missing_ok=True)
@@ -128,6 +139,28 @@ def open_workdir(path: epath.Path, config: ConfigDict) -> Iterator[None]:
             with contextlib.suppress(OSError):  # not empty, or another process has removed it
                 folder.rmdir()
         raise
+    finally:
+        if lease:
+            lease.release()
+
+
+def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) -> None:
+    """Raises UsageError where training would start anew over records that no checkpoint explains.
+
+    Those of a run that was killed before its first checkpoint are computed again. Where some
+    checkpoints are left, training goes on from the newest, and computes the later records again.
+    """
+    folder = path / "checkpoints"
+    if finished_steps(folder):
+        return
+    records = read_jsonl(path / "metrics.jsonl") + read_jsonl(path / "eval.jsonl")
+    # Training makes the folder before it writes records; a bucket has none.
+    had_folder = is_url(path) or folder.exists()
+    if records and (config is None or lease.saved or not had_folder):
+        last = max(record["step"] for record in records)
+        problem = f"has records up to step {last}, and no checkpoint"
+        remedy = "bring its checkpoints/ back from a copy; to train anew, move it away"
+        raise usage_error("--workdir", path, problem, remedy)
 
 
 def find_runs(workdir: epath.PathLike) -> list[epath.Path]:

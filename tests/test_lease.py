@@ -1,0 +1,207 @@
+"""One training at a time writes a run; records that no checkpoint explains are kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import CONFIG, finish
+from etils import epath
+from makers import read_lines, write_lines
+
+from prope.config import default_config
+from prope.errors import UsageError
+from prope.workdir import lease as lease_lib
+from prope.workdir.lease import Lease, LeaseLost
+from prope.workdir.run import open_workdir, write_config
+
+LOG = "--config.log_every=1"
+QUICK = """
+from prope.workdir import lease
+lease.RENEW_SECONDS = 0.2
+lease.EXPIRE_SECONDS = 3.0
+"""
+SLOW_STEPS = """
+import time
+from prope.runtime.profiler import Profiler
+run = Profiler.run
+Profiler.run = lambda *arguments: (time.sleep(0.5), run(*arguments))[1]
+"""
+
+
+@pytest.fixture(params=["local", "url"])
+def place(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_lib, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(lease_lib, "EXPIRE_SECONDS", 2.0)
+    return epath.Path(tmp_path if request.param == "local" else request.getfixturevalue("bucket"))
+
+
+def nothing() -> None:
+    pass
+
+
+def holder_elsewhere(**fields) -> dict:
+    return {"host": "another", "boot": "1", "pid": 1, "started": "1", "id": "0"} | fields
+
+
+def test_one_of_two_trainings_is_refused(place):
+    first = Lease(place)
+    first.acquire(nothing)
+    with pytest.raises(UsageError, match=f"at work there, process {os.getpid()} on .*; end it"):
+        Lease(place).acquire(nothing)
+    first.check()
+    first.saved = 7
+    first.release()
+    second = Lease(place)
+    second.acquire(nothing)
+    assert second.saved == 7, "it learns what the one before has saved"
+    second.release()
+
+
+def test_a_training_that_slept_has_lost_the_run_and_writes_nothing(place):
+    lost = []
+    first = Lease(place)
+    first.acquire(lambda: lost.append(True))
+    first._lock.acquire()  # as if its machine were suspended
+    second = Lease(place)
+    second.acquire(nothing)
+    first._lock.release()
+    assert not first.is_held()
+    with pytest.raises(LeaseLost, match="another training has taken this run over"):
+        first.check()
+    end = time.monotonic() + 10
+    while not lost:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    first.release()
+    assert second.is_held(), "the lost lease is left alone"
+    second.release()
+    with pytest.raises(LeaseLost):
+        first.check()
+
+
+@pytest.mark.parametrize("ending", ["reaped", "zombie", "other process", "restarted machine"])
+def test_a_killed_training_does_not_delay_the_next(place, ending, monkeypatch):
+    monkeypatch.setattr(lease_lib, "EXPIRE_SECONDS", 1000.0)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    holder = lease_lib._machine() | {"pid": child.pid, "started": lease_lib._start_of(child.pid)}
+    assert not lease_lib._is_gone(holder)
+    if ending == "other process":
+        holder["started"] = "1"
+    if ending == "restarted machine":
+        holder["boot"] = "another"
+        monkeypatch.setattr(lease_lib, "EXPIRE_SECONDS", 1.0)
+    child.kill()
+    if ending == "reaped":
+        child.wait()
+    while lease_lib._start_of(child.pid):
+        time.sleep(0.01)
+    (place / "lease.json").write_text(json.dumps({"holder": holder, "saved": 3}))
+    lease = Lease(place)
+    lease.acquire(nothing)
+    assert lease.saved == 3
+    lease.release()
+    child.wait()
+
+
+def test_a_training_on_a_machine_that_is_gone_is_succeeded_after_a_while(place):
+    (place / "lease.json").write_text(json.dumps({"holder": holder_elsewhere()}))
+    start = time.monotonic()
+    lease = Lease(place)
+    lease.acquire(nothing)
+    assert time.monotonic() - start > 2.0
+    lease.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'"holder"'])
+def test_what_is_no_lease_holds_nothing(place, content):
+    (place / "lease.json").write_bytes(content)
+    lease = Lease(place)
+    lease.acquire(nothing)
+    (place / "lease.json").unlink()
+    lease.check()
+    assert lease.is_held(), "where somebody has removed the file, nobody else has taken the run"
+    lease.release()
+
+
+# --- Records and checkpoints --------------------------------------------------------------------
+
+# config.json, checkpoints/, the step that the lease knows as saved; records; whether it starts.
+STATES = [
+    ("new", False, False, 0, "", True),
+    ("killed before its first checkpoint", True, True, 0, "metrics", True),
+    ("checkpoints/ is removed", True, False, 0, "metrics", False),
+    ("the folders below it are removed", True, True, 5, "metrics", False),
+    ("only evaluations are left", True, False, 0, "eval", False),
+    ("records of another run", False, True, 0, "metrics", False),
+    ("nothing to lose", True, False, 5, "", True),
+    ("the newest is left", True, "5", 9, "metrics", True),
+    ("all were set aside", True, "5.damaged", 5, "metrics", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("has_config", "folder", "saved", "records", "starts"),
+    [state[1:] for state in STATES],
+    ids=[state[0] for state in STATES],
+)
+def test_records_that_no_checkpoint_explains_are_kept(
+    tmp_path, has_config, folder, saved, records, starts
+):
+    if has_config:
+        write_config(epath.Path(tmp_path), default_config())
+    if folder:
+        (tmp_path / "checkpoints").mkdir()
+    if isinstance(folder, str):
+        (tmp_path / "checkpoints" / folder).mkdir()
+    if records:
+        write_lines(tmp_path / f"{records}.jsonl", [{"step": 4}, {"step": 9}])
+    (tmp_path / "lease.json").write_text(json.dumps({"holder": None, "saved": saved}))
+    refused = "has records up to step 9, and no checkpoint; bring .*; to train anew, move it away"
+    if starts:
+        with open_workdir(epath.Path(tmp_path), default_config()):
+            pass
+    else:
+        with (
+            pytest.raises(UsageError, match=refused),
+            open_workdir(epath.Path(tmp_path), default_config()),
+        ):
+            pass
+        assert len(read_lines(tmp_path / f"{records}.jsonl")) == 2
+
+
+# --- Trainings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_trainings_at_once_are_one(start_command, tmp_path):
+    arguments = [CONFIG, f"--workdir={tmp_path}", LOG]
+    patch = QUICK + SLOW_STEPS
+    both = [start_command("prope.train", *arguments, patch=patch) for _ in range(2)]
+    outcomes = sorted(map(finish, both), key=lambda outcome: outcome.code)
+    assert [outcome.code for outcome in outcomes] == [0, 2], outcomes
+    assert "another training is at work there" in outcomes[1].stderr.splitlines()[-1]
+    steps = [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, 21))
+    assert outcomes[0].result["loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_suspended_training_that_wakes_changes_nothing(start_command, tmp_path):
+    arguments = [CONFIG, f"--workdir={tmp_path}", LOG]
+    first = start_command("prope.train", *arguments, patch=QUICK + SLOW_STEPS)
+    first.wait_for("step 3/20")
+    first.signal(signal.SIGSTOP)
+    second = finish(start_command("prope.train", *arguments, patch=QUICK))
+    assert second.code == 0, second.stderr
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
+    first.signal(signal.SIGCONT)
+    outcome = finish(first)
+    assert outcome.code == 1
+    assert outcome.stderr.splitlines()[-1].startswith("stopped: --workdir=")
+    assert "another training has taken this run over" in outcome.stderr.splitlines()[-1]
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == before
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "20"]
