@@ -281,6 +281,9 @@ FIELDS = {
         "factor on the logits of layers without a window: none | yarn | drope",
         (_kind_of("logit_scale"),),
     ),
+    "model.logit_scale_factor": Field(
+        float, "for yarn and drope: s of logit_scale; None: rope_scaling_factor", (_AT_LEAST_1,)
+    ),
     "model.logit_scale_coefficient": Field(float, "for drope: c in 1 + c ln s"),
     "model.layer_types": Field(
         (),

@@ -207,8 +207,8 @@ INTERVENTIONS = ("stop", "remove", "interpolate")  # scalings of a band of pairs
 # By logit_scale: the fields of config.model that it takes.
 LOGIT_SCALES = {
     "none": (),
-    "yarn": ("rope_scaling_factor",),
-    "drope": ("rope_scaling_factor", "logit_scale_coefficient"),
+    "yarn": ("logit_scale_factor",),
+    "drope": ("logit_scale_factor", "logit_scale_coefficient"),
 }
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # By the field of config.model that names a kind of encoding: the fields that each kind takes.
@@ -341,14 +341,23 @@ def describe(model) -> str:
     return f"{text} (scaled by {model.rope_scaling_type})"
 
 
+def logit_factor(model) -> float | None:
+    """Returns s of the logit scale, by default rope_scaling_factor; None without a logit scale."""
+    if model.logit_scale == "none":
+        return None
+    if model.logit_scale_factor is None:
+        return model.rope_scaling_factor
+    return model.logit_scale_factor
+
+
 def logit_scale(model) -> float | np.ndarray:
-    """Returns the factor on logits of layers without a window, by s = rope_scaling_factor.
+    """Returns the factor on logits of layers without a window, by s = `logit_factor`.
 
     yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s
     (2512.12167). With the scaling "remove" it is that of every lane of the queries, [1, 1, 1, H]: 0
     where the pair adds nothing.
     """
-    log = math.log(model.rope_scaling_factor)
+    log = math.log(logit_factor(model) or 1.0)
     scale = 1.0
     if model.logit_scale == "yarn":
         scale = (0.1 * log + 1) ** 2

@@ -229,6 +229,37 @@ def test_frequencies_are_those_of_transformers(d, kind, values):
         assert encodings.logit_scale(ours) == pytest.approx(scale**2)
 
 
+# Of every rope_type: the fields that it needs.
+NEEDED = {
+    "proportional": {},
+    "partial": {},
+    "reversed": {},
+    "cutoff": {"rope_cutoff": 1.0, "original_seq_len": 512},
+    "hard_clip": {"clip_low_n": 4},
+    "cope": {"clip_low_n": 4},
+    "rope_id": {"original_seq_len": 512},
+}
+
+
+@pytest.mark.parametrize("scaling", encodings.SCALINGS)
+@pytest.mark.parametrize("rope_type", encodings.TYPES)
+def test_every_type_takes_every_scaling_but_rope_id_those_of_a_wavelength(rope_type, scaling):
+    config = default_config()
+    config.model = small(rope_type=rope_type, rope_scaling_type=scaling, rope_percentage=1.0)
+    config.model.update(NEEDED[rope_type])
+    if "original_seq_len" in encodings.SCALINGS[scaling]:
+        config.model.original_seq_len = 512
+    if scaling in encodings.INTERVENTIONS:
+        config.model.scaled_pairs = (1, 2)
+    if rope_type == "rope_id" and scaling in ("ntk", "dynamic", "yarn"):
+        assert not encodings.can_rescale(rope_type, scaling)
+        with pytest.raises(UsageError, match=f"{scaling}: needs a wavelength"):
+            validate(config)
+    else:
+        assert encodings.can_rescale(rope_type, scaling)
+        validate(config)
+
+
 def test_scalings_leave_layers_with_a_window_as_they_are():
     scaling = {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0}
     freqs = layer_frequencies(small(num_layers=6, rope_percentage=1.0, **scaling, **GEMMA))
@@ -240,6 +271,8 @@ def test_logit_scales_have_the_numbers_of_their_formulas():
     config = small(rope_scaling_factor=4.0, logit_scale="yarn")
     assert encodings.logit_scale(config) == pytest.approx(1.296476993, rel=1e-9)
     config.update({"logit_scale": "drope", "logit_scale_coefficient": 0.412})
+    assert encodings.logit_scale(config) == pytest.approx(1.571153277, rel=1e-9)
+    config.update({"rope_scaling_factor": 9.0, "logit_scale_factor": 4.0})
     assert encodings.logit_scale(config) == pytest.approx(1.571153277, rel=1e-9)
     assert encodings.logit_scale(small()) == 1
 
@@ -389,6 +422,15 @@ WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 8}
         (
             {"layer_types": ("full_atention",)},
             r"there is no full_atention \(did you mean full_attention\?\)",
+        ),
+        ({"logit_scale_factor": 2.0}, "logit_scale_factor=2.0: has no effect"),
+        (
+            {"logit_scale": "yarn", "logit_scale_factor": 2.0, "rope_scaling_factor": 4.0},
+            "rope_scaling_factor=4.0: has no effect",
+        ),
+        (
+            {"logit_scale": "yarn", "logit_scale_factor": 0.5},
+            "logit_scale_factor=0.5: must be at least 1",
         ),
         ({"sliding_window": 8}, "sliding_window=8: has no effect"),
         (

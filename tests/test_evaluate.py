@@ -467,11 +467,11 @@ def test_runs_that_cannot_be_rescaled_are_left_out(runs, base):
     edit_run(runs / "nope", base, **rope_id)
     (record,) = evaluate_run(runs, encoding="yarn", seq_len="2x")
     assert record["workdir"] == str(runs / "rope")
-    says = "rope_scaling_type=yarn: needs a wavelength, which rope_type=rope_id has not"
+    says = "--encoding=yarn: rope_type=rope_id has no wavelength, which yarn needs"
     with pytest.raises(UsageError, match=says):
         evaluate_run(runs / "nope", encoding="yarn")
     edit_run(runs / "rope", base, **rope_id)
-    says = "no run there has a finished checkpoint that --encoding=yarn can rescale"
+    says = "no run there has a finished checkpoint whose encoding yarn can change"
     with pytest.raises(UsageError, match=says):
         evaluate_run(runs, encoding="yarn")
 

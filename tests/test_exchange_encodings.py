@@ -55,6 +55,7 @@ GEMMA = {
     "dynamic": (1, scaled("dynamic", 2.0, LENGTH // 2), "dynamic"),
     "yarn": (1, scaled("yarn", beta_fast=16.0, beta_slow=2.0), "yarn"),
     "yarn, its logits": (1, YARN_LOGITS, "yarn"),
+    "yarn, logits of another factor": (1, YARN_LOGITS | {"logit_scale_factor": 2.0}, "yarn"),
     "yarn, drope's logits": (1, scaled("yarn") | DROPE, "yarn"),
     "yarn of p-RoPE": (0.5, YARN_LOGITS, "longrope"),
     "llama3": (1, scaled("llama3", low_freq_factor=2.0, high_freq_factor=16.0), "llama3"),

@@ -12,11 +12,19 @@ from makers import edit_run, evaluate_run, read_lines, save_checkpoints
 from scipy import stats
 
 from prope import model
-from prope.config import default_config
-from prope.encodings import in_band, layer_frequencies
+from prope.config import default_config, from_dict
+from prope.encodings import (
+    INTERVENTIONS,
+    LOGIT_SCALES,
+    SCALINGS,
+    in_band,
+    layer_frequencies,
+    logit_scale,
+)
 from prope.errors import UsageError
 from prope.hf.rotation import choose_class
-from prope.inference.opening import parse_interventions
+from prope.inference.opening import configs_by_length, parse_interventions
+from prope.inference.options import Options
 from prope.inference.paired import paired_difference
 from prope.loss import token_losses
 from prope.runtime.validate import validate
@@ -116,9 +124,93 @@ def test_runs_that_do_not_rotate_a_band_are_left_out(runs, base):
     assert record["workdir"] == str(runs / "rope")
     scaled = {"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 2.0}
     edit_run(runs / "nope", base, **scaled)
-    says = "--intervene=remove:0-1: the run has rope_scaling_type=linear; only runs without"
+    says = "--intervene=remove:0-1: the run has rope_scaling_type=linear, which goes with no other"
     with pytest.raises(UsageError, match=says):
         evaluate_run(runs / "nope", intervene="remove:0-1")
+    (again,) = evaluate_run(runs, intervene="stop:0-1")
+    assert again == record, "of several runs, one that has a scaling is left out"
+
+
+# --- A run's own encoding ---------------------------------------------------------------------
+
+CHANGES = [name for name in SCALINGS if name != "none"]  # as --encoding, or with a band
+BAND = (3, 5)
+
+
+def encoded(scaling: str, logits: str, factor: float, logit_factor: float):
+    """A config with this scaling and this scale of logits, by separate factors."""
+    config = default_config()
+    config.data.seq_len = 512
+    model = config.model
+    model.update({"rope_percentage": 0.75, "rope_scaling_type": scaling, "logit_scale": logits})
+    if scaling in INTERVENTIONS:
+        model.scaled_pairs = BAND
+    if "rope_scaling_factor" in SCALINGS[scaling]:
+        model.rope_scaling_factor = factor
+    if "original_seq_len" in SCALINGS[scaling]:
+        model.original_seq_len = 512
+    if logits != "none":
+        model.logit_scale_factor = logit_factor
+    if logits == "drope":
+        model.logit_scale_coefficient = 0.4
+    return config
+
+
+@pytest.mark.parametrize("logits", LOGIT_SCALES)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("own", SCALINGS)
+def test_an_encoding_is_put_on_a_runs_own_or_refused(own, change, logits):
+    """Own factor 2, logits 3, and 4 times the training length: at that length nothing changes."""
+    encoding = change
+    if change in INTERVENTIONS:
+        encoding = f"{change}:{BAND[0]}-{BAND[1]}"
+    options = Options("", seq_len="1x,4x", encoding=encoding)
+    config = encoded(own, logits, 2.0, 3.0)
+    goes_on = own == change and own not in INTERVENTIONS
+    if not (own == "none" or goes_on) or (change == "yarn" and logits == "drope"):
+        with pytest.raises(UsageError, match="the run has (rope_scaling_type|logit_scale)="):
+            configs_by_length(config, options, encoding)
+        return
+    configs = configs_by_length(config, options, encoding)
+    for T, growth in ((512, 1.0), (2048, 4.0)):
+        factor = growth if own == "none" else 2.0 * growth
+        if change == "dynamic":
+            factor /= growth
+        by_change = logits
+        logit_factor = 3.0
+        if change == "yarn":
+            by_change = "yarn"
+            logit_factor = growth if logits == "none" else 3.0 * growth
+        expected = encoded(change, by_change, factor, logit_factor).model
+        actual = configs[T].model
+        np.testing.assert_array_equal(layer_frequencies(actual, T), layer_frequencies(expected, T))
+        np.testing.assert_array_equal(logit_scale(actual), logit_scale(expected))
+        if goes_on and T == 512 and by_change == logits:
+            freqs = layer_frequencies(config.model, T)
+            np.testing.assert_array_equal(layer_frequencies(actual, T), freqs)
+            assert logit_scale(actual) == logit_scale(config.model)
+
+
+def test_a_run_that_was_trained_slower_is_not_evaluated_unscaled(runs, base):
+    """At the training length an encoding of the same kind is that of the run."""
+    scaled = {"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 8.0}
+    edit_run(runs / "rope", base, **scaled)
+    (own,) = evaluate_run(runs / "rope")
+    (record,) = evaluate_run(runs / "rope", encoding="linear")
+    assert (record["factor"], record["loss"]) == (8.0, own["loss"])
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "yarn"])
+@pytest.mark.parametrize("logits", ["yarn", "drope"])
+def test_a_config_without_a_factor_of_its_logits_has_that_of_the_frequencies(scaling, logits):
+    """As configs were before there were two."""
+    config = encoded(scaling, logits, 4.0, 4.0)
+    values = config.to_dict()
+    del values["model"]["logit_scale_factor"]
+    values["model"]["rope_scaling_factor"] = 4.0
+    old = from_dict(values)
+    validate(old)
+    assert logit_scale(old.model) == logit_scale(config.model)
 
 
 # --- The config -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from prope.encodings import (
     layer_frequencies,
     layer_percentages,
     layer_windows,
+    logit_factor,
     logit_scale,
     ntk_wavelength,
 )
@@ -144,7 +145,7 @@ def _scaled_rope(model: ConfigDict, scaling: str, theta: float, scale: float) ->
     """Returns rope_parameters of a scaling that transformers has by name."""
     rope = {"rope_type": scaling, "rope_theta": theta}
     rope |= {theirs: model[ours] for theirs, ours in _SCALINGS[scaling].items()}
-    if scaling == "yarn" and model.logit_scale != "yarn":
+    if scaling == "yarn" and (model.logit_scale, logit_factor(model)) != ("yarn", rope["factor"]):
         # It multiplies cos and sin; without it, transformers takes yarn's.
         rope["attention_factor"] = math.sqrt(scale)
     return rope

@@ -17,6 +17,7 @@ from prope.encodings import (
     can_rescale,
     describe,
     layer_frequencies,
+    logit_factor,
     rotated_pairs,
 )
 from prope.errors import log, usage_error
@@ -39,7 +40,9 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
     """
     workdirs = processes.call_on_first(lambda: list(map(str, find_runs(options.workdir))))
     several = len(workdirs) > 1
+    changed = options.encoding or options.intervene
     opened = []
+    problem = ""
     for workdir in workdirs:
         steps = list_steps(workdir)
         if several and not steps:
@@ -47,14 +50,14 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
             continue
         for step in steps if options.step == "all" else [options.step]:
             run = open_run(workdir, None if step is None else int(step))
-            rope_type = run.config.model.rope_type
-            if several and not can_rescale(rope_type, options.encoding):
-                log.info("%s: left out, for rope_type %s has no wavelength", workdir, rope_type)
+            problem = cannot_change(run.config.model, changed)
+            if several and problem:
+                log.info("%s: left out, for %s", workdir, problem)
                 continue
             with processes.raise_on_all():
                 opened.append((run, choose_encodings(run, options)))
     if not opened:
-        which = f" that --encoding={options.encoding} can rescale" if options.encoding else ""
+        which = f" whose encoding {changed} can change" if problem else ""
         problem = f"no run there has a finished checkpoint{which}"
         raise usage_error("--workdir", options.workdir, problem, "train one first")
     if not any(encodings for _, encodings in opened):
@@ -115,24 +118,44 @@ def changes_rotation(config: ConfigDict, encoding: str) -> bool:
     return not is_same or encoding.startswith("remove")
 
 
+def cannot_change(model: ConfigDict, encoding: str | None) -> str:
+    """Says why a run's encoding cannot be changed to this one; empty where it can."""
+    scaling = model.rope_scaling_type
+    if encoding is None:
+        return ""
+    if not can_rescale(model.rope_type, encoding):
+        return f"rope_type={model.rope_type} has no wavelength, which {encoding} needs"
+    if encoding == "yarn" and model.logit_scale == "drope":
+        return "the run has logit_scale=drope, and yarn has another one"
+    if scaling == "none" or (scaling == encoding and scaling not in INTERVENTIONS):
+        return ""
+    return f"the run has rope_scaling_type={scaling}, which goes with no other scaling"
+
+
 def rescale(config: ConfigDict, encoding: str | None) -> None:
-    """Sets the scaling that --encoding or --intervene names, for the length of the training."""
+    """Sets the scaling that --encoding or --intervene names, for the length of the training.
+
+    The logits keep their scale, except that yarn has one of its own. Where the run was trained with
+    the same scaling, its factor stays, and is multiplied by that of the flags.
+    """
     if encoding is None:
         return
     model = config.model
     scaling, _, band = encoding.partition(":")
+    problem = cannot_change(model, encoding)
+    if problem:
+        flag = "--intervene" if band else "--encoding"
+        remedy = "leave it out: the run is evaluated with its own encoding"
+        raise usage_error(flag, encoding, problem, remedy)
     if band:
-        if model.rope_scaling_type != "none":
-            raise usage_error(
-                "--intervene",
-                encoding,
-                f"the run has rope_scaling_type={model.rope_scaling_type}",
-                "only runs without one can be tested",
-            )
         model.scaled_pairs = tuple(map(int, band.split("-")))
+    model.logit_scale_factor = logit_factor(model)
+    if model.rope_scaling_type == "none":
+        model.rope_scaling_factor = 1.0
     model.rope_scaling_type = scaling
-    if scaling == "yarn":
+    if scaling == "yarn" and model.logit_scale == "none":
         model.logit_scale = "yarn"
+        model.logit_scale_factor = 1.0
     if "original_seq_len" in SCALINGS[scaling] and model.original_seq_len is None:
         model.original_seq_len = config.data.position_range or config.data.seq_len
 
@@ -162,17 +185,24 @@ def configs_by_length(
     config = config.copy_and_resolve_references()
     model = config.model
     model.attention = "auto"  # for this machine, which need not be the one that trained
+    is_scaled = model.rope_scaling_type != "none"
     rescale(config, encoding)
     validate(config)
     trained = config.data.seq_len
+    original = model.original_seq_len or trained
+    if is_scaled:  # from the original length to that of training
+        original = config.data.position_range or trained
     configs = {}
     for T in parse_lengths(options.seq_len, trained):
         configs[T] = config_T = config.copy_and_resolve_references()
         if encoding and "rope_scaling_factor" in SCALINGS[model.rope_scaling_type]:
-            growth = max(T / (model.original_seq_len or trained), 1.0)
+            growth = max(T / original, 1.0)
             if encoding == "dynamic":
                 growth = 1.0  # its formula has the length
-            config_T.model.rope_scaling_factor = options.factor or growth
+            factor = options.factor or growth
+            config_T.model.rope_scaling_factor *= factor
+            if encoding == "yarn":
+                config_T.model.logit_scale_factor *= factor
         # As many tokens at a time as at the training's length, so that memory suffices.
         batch_size = max(config.eval.batch_size * trained // max(T, trained), 1)
         config_T.eval.batch_size = options.batch_size or batch_size
@@ -216,6 +246,7 @@ def records(
             }
             if encoding:
                 cache_key |= {"encoding": encoding, "factor": model.rope_scaling_factor}
+                cache_key["logit_factor"] = logit_factor(model)
             record = cache_key | {
                 "split": evaluation.split,
                 "rope_percentage": model.rope_percentage,

@@ -48,7 +48,8 @@ def define_flags(file: str) -> None:
     lengths = "tokens: numbers, or multiples of the training length, as in 512,2x,8x; 1x by default"
     flags.DEFINE_string("seq_len", None, lengths)
     scalings = ["linear", "ntk", "dynamic", "yarn", "llama3"]
-    scaling = "rescale the encoding without training, for longer text; yarn scales the logits too"
+    scaling = "rescale the encoding without training, for longer text; yarn scales the logits too. "
+    scaling += "A run that has the same scaling keeps its factor, times --factor"
     flags.DEFINE_enum("encoding", None, scalings, scaling)
     bands = "stop, remove or interpolate a band of pairs, as in stop:16-19; without a band, "
     flags.DEFINE_string("intervene", None, f"{bands}every eighth of the pairs in turn")

@@ -50,9 +50,13 @@ def _check_fields_of_kinds(model: ConfigDict) -> None:
     for field, kinds in encodings.CHOICES.items():
         required |= set(kinds[model[field]])
     optional = set()
+    if "logit_scale_factor" in required and model.logit_scale_factor is None:
+        required.remove("logit_scale_factor")
+        optional.add("logit_scale_factor")
+        required.add("rope_scaling_factor")
     if "sliding_attention" in model.layer_types:
         required.add("sliding_window")
-        optional = {"local_max_wavelength", "local_rope_percentage"}
+        optional |= {"local_max_wavelength", "local_rope_percentage"}
     allowed = required | optional
     chosen = [f"{field}={model[field]}" for field in (*encodings.CHOICES, "layer_types")]
     for name in sorted(encodings.FIELDS):
