@@ -363,6 +363,28 @@ def test_runs_of_different_encodings_are_no_seeds_of_one_another(tmp_path):
     assert of_linear in (tmp_path / "runs/analysis/index.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("p", "fields", "wavelengths", "slower"),
+    [
+        ((1.0, 0.5), {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}, [1e4, 1e4], 4),
+        # In sequences twice as long as training's: 2309.00071, definition 1.
+        (0.75, {"rope_scaling_type": "dynamic", "original_seq_len": 16}, [1e4 * 2 ** (64 / 62)], 1),
+    ],
+)
+def test_the_frequencies_of_an_analysis_are_those_of_the_runs_layers(
+    tmp_path, p, fields, wavelengths, slower
+):
+    (tmp_path / "a.txt").write_text("What turns, and what does not.." * 9)
+    percentages = p if isinstance(p, tuple) else (p,)
+    make_run(tmp_path / "run", p, num_layers=len(percentages), **fields)
+    options = analysis_options(text=str(tmp_path / "a.txt"), seq_len=32, channels=0)
+    found = analysis.analyse(epath.Path(tmp_path) / "run", options)
+    expected = []
+    for percentage, wavelength in zip(percentages, wavelengths, strict=True):
+        expected.append(oracles.frequencies(64, wavelength, percentage) / slower)
+    np.testing.assert_allclose(found["frequencies"], expected, rtol=1e-5)
+
+
 HEADS = [
     {
         "layer": 0,

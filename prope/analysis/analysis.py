@@ -17,7 +17,6 @@ from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
 from prope.errors import log, usage_error
 from prope.inference.paired import average_seeds
 from prope.model import Captured
-from prope.rope import frequencies
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
 from prope.workdir.checkpoints import list_steps
@@ -92,7 +91,7 @@ def analyse(workdir: epath.Path, options) -> dict:
     result = {
         "workdir": str(workdir),
         "asked": {name: getattr(options, name) for name in _OPTIONS},
-        **_describe_run(run),
+        **_describe_run(run, T),
         **text,
         "sequences": B,
         "seq_len": T,
@@ -128,8 +127,11 @@ def _check_encoding(workdir: epath.Path, config: ConfigDict) -> None:
         raise usage_error("--workdir", workdir, f"{fields}: {allowed}")
 
 
-def _describe_run(run: Run) -> dict:
-    """Collects fields of a run's config that tell its encoding and its training."""
+def _describe_run(run: Run, T: int) -> dict:
+    """Collects fields of a run's config that tell its encoding and its training.
+
+    `frequencies` [L][P] are those of each layer in sequences of T tokens.
+    """
     config = run.config.model
     defaults = default_config().model
     fields = sorted(FIELDS - {"rope_percentage"})
@@ -142,7 +144,7 @@ def _describe_run(run: Run) -> dict:
         "max_wavelength": config.max_wavelength,
         "seed": run.config.seed,
         "trained_on": run.config.data.seq_len,
-        "frequencies": frequencies(config.head_dim, config.max_wavelength).tolist(),
+        "frequencies": layer_frequencies(config, T).tolist(),
     }
 
 

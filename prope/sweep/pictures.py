@@ -189,12 +189,21 @@ class Plot(NamedTuple):
     read: Callable[[Run], Curve]
     log: bool = False  # x in octaves
     symlog: bool = False  # differences, as the first steps would flatten all others
+    note: str = ""  # ends the caption
 
 
 PLOTS = [
     Plot("loss", "Training loss", "step", LOSS, by_step, symlog=True),
     Plot("position", "Loss by position in the window", POSITION, VALIDATION, by_position),
-    Plot("length", "Loss by context length", "tokens in a window", VALIDATION, by_length, log=True),
+    Plot(
+        "length",
+        "Loss by context length",
+        "tokens in a window",
+        VALIDATION,
+        by_length,
+        log=True,
+        note=" With max_windows longer windows hold other text: compare lines, not their slopes.",
+    ),
     Plot(
         "far", "Loss by position in the longest windows", POSITION, VALIDATION, by_octave, log=True
     ),
@@ -298,6 +307,7 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
         alt += ", and its difference from RoPE’s"
         caption += " Second panel: the difference from RoPE, seed by seed, in which what is hard"
         caption += " for all drops out."
+    caption += plot.note
     last = {group: points[max(points)] for group, points in means.items()}
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
     alt += f". At the right end: {ends}."
