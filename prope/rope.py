@@ -29,14 +29,17 @@ def num_rotated_pairs(head_dim: int, rope_percentage: float) -> int:
     """Returns how many pairs p-RoPE rotates, rounded down: 12 for head_dim 256 and p = 0.1.
 
     Raises:
+      TypeError: an argument is no number, or it is traced.
       ValueError: head_dim is not a positive even number, or rope_percentage is not in [0, 1].
     """
+    head_dim = _static("head_dim", head_dim)
+    rope_percentage = _static("rope_percentage", rope_percentage)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(
             "head_dim must be even and positive, because RoPE rotates pairs of lanes; "
             f"got {head_dim}"
         )
-    if rope_percentage is None or not 0 <= rope_percentage <= 1:  # also refuses nan
+    if not 0 <= rope_percentage <= 1:  # also refuses nan
         raise ValueError(
             "rope_percentage must be a fraction in [0, 1] (1: RoPE, 0: NoPE); "
             f"got {rope_percentage}"
@@ -52,8 +55,11 @@ def frequencies(
     Pairs that are not rotated have 0.
 
     Raises:
+      TypeError: an argument is no number, or it is traced.
       ValueError: as `num_rotated_pairs`, or max_wavelength is not a finite number above 1.
     """
+    head_dim = _static("head_dim", head_dim)
+    max_wavelength = float(_static("max_wavelength", max_wavelength))
     if not 1 < max_wavelength < math.inf:
         raise ValueError(f"max_wavelength must be finite and greater than 1; got {max_wavelength}")
     pairs = np.arange(head_dim // 2)
@@ -65,40 +71,38 @@ def rotation_table(positions: ArrayLike, freqs: np.ndarray) -> jax.Array:
     """Computes cosine and sine of every pair's angle: float32 [2, ..., P] for integers [...].
 
     `freqs` [P] are radians per token in [0, 2 pi), such as those of `frequencies`. The error is at
-    most 1.2e-7 at every 32-bit position, negative ones too. One table per step serves all layers
-    of one encoding.
+    most 1.2e-7 at every 32-bit position, negative ones too; 64-bit positions beyond become nan.
+    One table per step serves all layers of one encoding.
 
     Raises:
-      TypeError: positions are not integers of at most 32 bits.
+      TypeError: positions are not integers.
+      ValueError: a position in an array of NumPy does not fit into 32 bits.
     """
-    positions = jnp.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer) or positions.dtype.itemsize > 4:
+    positions = _array("positions", positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(
-            f"positions must be integers of at most 32 bits; got {positions.dtype}. "
+            f"positions must be integers; got {positions.dtype}. "
             "Floating positions round (bfloat16 from 257 on): pass jnp.int32"
         )
-    wide = (
-        jnp.int32
-        if jnp.issubdtype(
-            positions.dtype,
-            jnp.signedinteger,
-        )
-        else jnp.uint32
-    )
+    narrow = positions.astype(_narrow(positions.dtype))
     high, low = _phase_per_token(tuple(map(float, freqs)))
     over_pairs = (1,) * positions.ndim + (-1,)
-    cos, sin = _cos_sin(
-        positions.astype(wide)[..., None], high.reshape(over_pairs), low.reshape(over_pairs)
-    )
-    # Written into a buffer: XLA would fuse a jnp.stack into every rotation and recompute the table.
-    return jax.lax.empty((2, *cos.shape), cos.dtype).at[0].set(cos).at[1].set(sin)
+    cos, sin = _cos_sin(narrow[..., None], high.reshape(over_pairs), low.reshape(over_pairs))
+    table = jnp.stack([cos, sin])
+    if positions.dtype.itemsize > 4:
+        fits = narrow.astype(positions.dtype) == positions
+        table = jnp.where(fits[..., None][None], table, jnp.nan)
+    # Without the barrier XLA fuses the table into every rotation, and computes it for every head.
+    return jax.lax.optimization_barrier(table)
 
 
 def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
-    """Rotates `inputs` [B, T, N, H] by a table [2, B, T, P], in float32; casts last."""
-    cos, sin = table[:, :, :, None, None, :]
+    """Rotates `inputs` [B, T, N, H] by a table [2, B, T, P], in at least float32; casts last."""
+    dtype = inputs.dtype if inputs.dtype == jnp.float64 else jnp.float32
+    cos, sin = table.astype(dtype)[:, :, :, None, None, :]
     # The two halves get an axis of their own: LLVM vectorises these loops and their gradient's.
-    halves = inputs.astype(jnp.float32).reshape(*inputs.shape[:-1], 2, -1)
+    pairs = table.shape[-1]
+    halves = inputs.astype(dtype).reshape(*inputs.shape[:-1], 2, pairs)
     first, second = jnp.split(halves, 2, axis=-2)
     rotated = jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin],
@@ -107,7 +111,6 @@ def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
     return rotated.astype(inputs.dtype).reshape(inputs.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "max_wavelength", "rope_percentage"))
 def apply_p_rope(
     inputs: ArrayLike,
     positions: ArrayLike,
@@ -118,8 +121,8 @@ def apply_p_rope(
     """Applies p-RoPE to queries or keys (the paper's appendix C), accurate at long range.
 
     Args:
-      inputs: [B, T, N, H], any float dtype.
-      positions: [B, T], integers.
+      inputs: [B, T, N, H], any float dtype; float64 is rotated in float64, others in float32.
+      positions: [B, T], integers within 32 bits.
       head_dim: H.
       max_wavelength: theta, the base wavelength.
       rope_percentage: p in [0, 1]: 1 is RoPE, 0 is NoPE.
@@ -128,9 +131,22 @@ def apply_p_rope(
       The rotated inputs, in their shape and dtype.
 
     Raises:
-      TypeError: positions are not integers.
+      TypeError: inputs are not floats, positions not integers, or another argument is traced.
       ValueError: a shape does not fit, or a value is out of its range.
     """
+    return _apply_p_rope(
+        _array("inputs", inputs),
+        _array("positions", positions),
+        _static("head_dim", head_dim),
+        _static("max_wavelength", max_wavelength),
+        _static("rope_percentage", rope_percentage),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _apply_p_rope(inputs, positions, head_dim, max_wavelength, rope_percentage):
+    if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        raise TypeError(f"inputs must be floats, as their rotation is; got {inputs.dtype}")
     if inputs.ndim != 4 or inputs.shape[-1] != head_dim:
         raise ValueError(f"inputs must be [B, T, N, head_dim={head_dim}]; got shape {inputs.shape}")
     if positions.shape != inputs.shape[:2]:
@@ -153,6 +169,38 @@ def interleaved_to_half_split(weights: ArrayLike) -> jax.Array:
         [weights[..., 0::2], weights[..., 1::2]],
         axis=-1,
     )
+
+
+def _static(name: str, value):
+    """Returns a number of Python or NumPy; refuses one that is not known while JAX traces."""
+    if type(value) in (int, float):
+        return value
+    if isinstance(value, jax.core.Tracer):
+        remedy = "give a Python number; under jax.jit, name it in static_argnames"
+        raise TypeError(f"{name} must be known while JAX traces; got {value}: {remedy}")
+    number = np.asarray(value)
+    if number.ndim or number.dtype.kind not in "iuf":
+        raise TypeError(f"{name} must be a number; got {value!r}")
+    return number[()]
+
+
+def _array(name: str, values: ArrayLike) -> jax.Array:
+    """Converts what NumPy would; refuses integers of NumPy that do not fit into 32 bits."""
+    if isinstance(values, jax.Array):
+        return values
+    if isinstance(values, np.ndarray | np.generic) and values.dtype.kind in "iu" and values.size:
+        bounds = np.iinfo(_narrow(values.dtype))
+        for value in (values.min(), values.max()):
+            if not bounds.min <= value <= bounds.max:
+                raise ValueError(f"{name} must fit into 32 bits; got {value}")
+    try:
+        return jnp.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} must be an array: {error}") from None
+
+
+def _narrow(dtype) -> type:
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint32
 
 
 @functools.cache

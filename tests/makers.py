@@ -853,16 +853,16 @@ ROPE_MUTANTS = {
         "    return jnp.concatenate([rotated, inputs[..., 2 * n :]], axis=-1)\n",
     ),
     "interleaved pairing": (
-        ".reshape(*inputs.shape[:-1], 2, -1)\n",
-        ".reshape(*inputs.shape[:-1], -1, 2).swapaxes(-1, -2)\n",
+        ".reshape(*inputs.shape[:-1], 2, pairs)\n",
+        ".reshape(*inputs.shape[:-1], pairs, 2).swapaxes(-1, -2)\n",
     ),
     "slow end kept": (
         "rotated = pairs < num_rotated_pairs(head_dim, rope_percentage)",
         "rotated = pairs >= head_dim // 2 - num_rotated_pairs(head_dim, rope_percentage)",
     ),
     "bfloat16 positions": (
-        "positions.astype(wide)[..., None]",
-        "positions.astype(jnp.bfloat16).astype(wide)[..., None]",
+        "narrow = positions.astype(",
+        "narrow = positions.astype(jnp.bfloat16).astype(",
     ),
     "bfloat16 frequencies": (
         "return np.where(rotated, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)",

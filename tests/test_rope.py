@@ -299,10 +299,22 @@ FLAT = np.arange(2, dtype=np.int32)
         ({"rope_percentage": 1.5}, ValueError, "rope_percentage .*1.5"),
         ({"rope_percentage": -0.1}, ValueError, "rope_percentage .*-0.1"),
         ({"rope_percentage": math.nan}, ValueError, "rope_percentage .*nan"),
-        ({"rope_percentage": None}, ValueError, "rope_percentage must be a fraction .*None"),
+        ({"rope_percentage": None}, TypeError, "rope_percentage must be a number.*None"),
+        ({"rope_percentage": "0.5"}, TypeError, "rope_percentage must be a number.*0.5"),
+        ({"rope_percentage": [0.5]}, TypeError, "rope_percentage must be a number.*0.5"),
+        ({"max_wavelength": "1e4"}, TypeError, "max_wavelength must be a number.*1e4"),
         ({"max_wavelength": 1}, ValueError, "max_wavelength .*1"),
         ({"max_wavelength": math.inf}, ValueError, "max_wavelength .*inf"),
         ({"head_dim": 32}, ValueError, "head_dim=32.*64"),
+        ({"head_dim": "64"}, TypeError, "head_dim must be a number.*64"),
+        (
+            {
+                "head_dim": 0,
+                "inputs": np.ones((1, 2, 1, 0)),
+            },
+            ValueError,
+            "head_dim must be .*0",
+        ),
         (ODD, ValueError, "head_dim must be even.*63"),
         ({"positions": FLAT}, ValueError, r"positions must be \[B, T\]=\(1, 2\).*\(2,\)"),
         (
@@ -315,11 +327,96 @@ FLAT = np.arange(2, dtype=np.int32)
             TypeError,
             "positions must be integers.*bfloat16",
         ),
+        ({"positions": [[0.0, 1.0]]}, TypeError, "positions must be integers.*float32"),
+        ({"positions": [[True, False]]}, TypeError, "positions must be integers.*bool"),
+        ({"positions": [["0", "1"]]}, TypeError, "positions must be an array: .*'0'"),
+        ({"positions": [[0], [1, 2]]}, TypeError, "positions must be an array: .*shape"),
+        ({"positions": None}, TypeError, "positions must be an array: None"),
+        ({"positions": np.array([[0, 2**31]])}, ValueError, "fit into 32 bits; got 2147483648"),
+        ({"positions": np.array([[0, -(2**40)]])}, ValueError, "fit into 32 bits; got -1099"),
+        ({"positions": [[0, 2**40]]}, TypeError, "positions must be an array: .*1099511627776"),
+        *(
+            ({"inputs": np.ones((1, 2, 1, 64), dtype)}, TypeError, f"must be floats.*{dtype}")
+            for dtype in ("int32", "uint8", "bool", "complex64")
+        ),
+        ({"inputs": np.ones((1, 2, 1, 64), object)}, TypeError, "inputs must be an array"),
+        ({"inputs": np.ones((1, 2, 64), np.float32)}, ValueError, r"got shape \(1, 2, 64\)"),
     ],
 )
 def test_bad_input_is_refused_with_its_value(change, error, message):
     with pytest.raises(error, match=message):
         apply_p_rope(**(GOOD_INPUT | change))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 2, 1, 64),
+        (1, 0, 1, 64),
+        (1, 2, 0, 64),
+    ],
+)
+def test_empty_arrays_stay_empty(shape):
+    rotated = apply_p_rope(
+        np.ones(shape, np.float32),
+        np.ones(shape[:2], np.int32),
+        64,
+    )
+    assert rotated.shape == shape
+
+
+def test_lists_and_scalars_of_jax_are_numbers():
+    inputs, positions, head_dim = GOOD_INPUT.values()
+    expected = apply_p_rope(inputs, positions, head_dim, 1e4, 0.5)
+    lists = apply_p_rope(inputs.tolist(), positions.tolist(), head_dim, 1e4, 0.5)
+    np.testing.assert_array_equal(lists, expected)
+    scalars = (jnp.int32(head_dim), jnp.float32(1e4), jnp.float32(0.5))
+    np.testing.assert_array_equal(apply_p_rope(inputs, positions, *scalars), expected)
+    with jax.enable_x64(True):
+        positions = jnp.asarray(positions, int)
+        assert positions.dtype == jnp.int64
+        np.testing.assert_array_equal(apply_p_rope(inputs, positions, 64, 1e4, 0.5), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        (
+            "int64",
+            [-(2**31), 2**31 - 1],
+            [
+                -(2**31) - 1,
+                2**31,
+                2**62,
+            ],
+        ),
+        ("uint64", [0, 2**32 - 1], [2**32, 2**63]),
+    ],
+)
+def test_positions_beyond_32_bits_become_nan(dtype, within, beyond):
+    positions = np.array([within + beyond], dtype)
+    with jax.enable_x64(True):
+        rotated = apply_p_rope(draw(64, positions), jnp.asarray(positions), 64)
+    is_nan = np.isnan(rotated)
+    assert not is_nan[:, : len(within)].any()
+    assert is_nan[:, len(within) :].all()
+
+
+@pytest.mark.parametrize("name", ["head_dim", "max_wavelength", "rope_percentage"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        jax.grad,
+        lambda f: lambda x: jax.vmap(f)(x[None]),
+    ],
+)
+def test_a_traced_number_is_refused(transform, name):
+    def rotate(value):
+        return apply_p_rope(**(GOOD_INPUT | {name: value})).sum()
+
+    with pytest.raises(TypeError, match=f"{name} must be known while JAX traces.*static_argnames"):
+        transform(rotate)(jnp.float32(1))
 
 
 def test_the_file_stands_alone():

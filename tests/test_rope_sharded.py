@@ -15,11 +15,17 @@ COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce")
 
 def over_devices():
     """Rotates arrays that are sharded over three axes, by `jit` and by `shard_map`."""
-    mesh = jax.make_mesh(
-        (2, 2, 2),
-        ("b", "t", "n"),
-        axis_types=(AxisType.Auto,) * 3,
-    )
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        over_mesh(
+            jax.make_mesh(
+                (2, 2, 2),
+                ("b", "t", "n"),
+                axis_types=(axis_type,) * 3,
+            )
+        )
+
+
+def over_mesh(mesh):
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((4, 8, 6, 64)).astype(np.float32)
     positions = rng.integers(
@@ -54,7 +60,7 @@ def over_devices():
         return (mapped(x, placed_positions) ** 2).sum()
 
     # The rotation keeps the norm.
-    gradient = jax.grad(squared_norm)(placed_inputs)
+    gradient = jax.jit(jax.grad(squared_norm))(placed_inputs)
     np.testing.assert_allclose(gradient, 2 * inputs, rtol=1e-5, atol=1e-5)
 
 
