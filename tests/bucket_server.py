@@ -79,15 +79,17 @@ def wrap(handler, folder: pathlib.Path):
             response.status = http.HTTPStatus(int(status))
             return
         with one_at_a_time:
-            wanted = request.query.get("ifGenerationMatch")
-            if wanted and wanted[0] != generation(request, storage):
-                response.status = http.HTTPStatus.PRECONDITION_FAILED
-                return
+            (wanted,) = request.query.get("ifGenerationMatch", [None])
             if reads:
                 current = generation(request, storage)
-                if current != "0":
+                if current == "0":
+                    wanted = None  # what is not there is answered by 404
+                else:
                     response["X-Goog-Generation"] = current
-                count_from_start(request, storage)
+                    count_from_start(request, storage)
+            if wanted and wanted != generation(request, storage):
+                response.status = http.HTTPStatus.PRECONDITION_FAILED
+                return
             if handler is objects.ls:
                 (start,) = request.query.get("startOffset", [""])
                 (end,) = request.query.get("endOffset", [""])

@@ -315,8 +315,16 @@ def test_a_store_that_is_not_what_its_name_says(tmp_path):
         refused(config, f"{problem}; {remedy}")
     index_file.write_text(index)
     (path / "train").rename(path / "moved")
-    refused(config, f"train cannot be read .*; {remedy}")
+    refused(config, f"train/zarr.json is missing; {remedy}")
     (path / "moved").rename(path / "train")
+    metadata = path / "train" / "zarr.json"
+    whole = metadata.read_text()
+    metadata.write_text(whole[:50])
+    refused(config, f"DATA_LOSS: .*train/zarr.json.*; {remedy}")
+    metadata.write_text(whole)
+    index_file.write_text("[" * 100_000)
+    refused(config, f"its index.json is damaged; {remedy}")
+    index_file.write_text(index)
     assert build.open_store(config, 260).path == str(path)
 
 

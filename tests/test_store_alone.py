@@ -16,7 +16,8 @@ from prope.data.mixture import open_windows
 from prope.data.store import arrays, build, workers
 from prope.data.store.build import open_store
 from prope.data.windows import train_batch
-from prope.errors import UsageError
+from prope.errors import RunFailed, UsageError
+from prope.runtime import files
 from prope.runtime.files import files_below
 from prope.runtime.validate import validate
 
@@ -167,6 +168,70 @@ def test_a_run_that_is_killed_while_its_store_is_written_makes_it_again(
     assert straight.code == 0, straight.stderr
     assert again.result["loss"] == straight.result["loss"]
     assert read_files(store) == read_files(tmp_path / "stores" / store.name)
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_shards_that_are_missing_or_cut_short(request, config, place, monkeypatch):
+    """A missing shard would read as padding."""
+    monkeypatch.setattr(arrays, "_READ_TOKENS", 128)
+    monkeypatch.setattr(arrays, "SHARD", 1024)
+    if place == "bucket":
+        config = request.getfixturevalue("in_bucket")
+    folder = epath.Path(open_store(config, 260).path)
+    shards = [f"train/c/{number}" for number in (0, 2)]
+    contents = [(folder / name).read_bytes() for name in shards]
+
+    def check(problem):
+        refused(config, f"^the store {folder}: {problem}; remove it to have it prepared again$")
+
+    windows = open_windows(config, 260, "train")
+    for name in shards:
+        (folder / name).unlink()
+    check("train/c/0 is missing, train/c/2 is missing")
+    with pytest.raises(UsageError, match=f"the store {folder}: .*train/c/0.* is missing"):
+        windows.read([0])  # opened before
+    (folder / shards[0]).write_bytes(contents[0][:-1])
+    (folder / shards[1]).write_bytes(contents[1])
+    whole = len(contents[0])
+    check(f"train/c/0 has {whole - 1} bytes, not {whole}")
+    (folder / shards[0]).write_bytes(contents[0])
+    last = max((folder / "validation/c").iterdir(), key=lambda path: int(path.name))
+    last.unlink()
+    check(f"validation/c/{last.name} is missing")
+
+
+# What TensorStore says of a storage that fails, and what it ends with after the last retry.
+FAILURES = ["UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "INTERNAL"]
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_storage_that_fails_while_tokens_are_read(config, monkeypatch, kind):
+    windows = open_windows(config, 260, "train")
+    expected = windows.read([1])
+    tokens = windows._tokens
+    monkeypatch.setattr(files, "_PAUSES", (0, 0))
+    errors = []
+
+    class Failing:
+        """Fails for as many reads as there are errors."""
+
+        def __getitem__(self, span):
+            if errors:
+                raise errors.pop()
+            return tokens[span]
+
+    windows._tokens = Failing()
+    failure = ValueError(f"{kind}: the server is busy")
+    errors[:] = [failure, failure]
+    np.testing.assert_array_equal(windows.read([1])["tokens"], expected["tokens"])
+    errors[:] = [failure] * 3
+    with pytest.raises(RunFailed, match=f"{windows.store.path}: cannot be read: {kind}"):
+        windows.read([1])
+    errors[:] = [failure]
+    assert len(windows.document_starts(1)) == 1
+    errors[:] = [ValueError("INVALID_ARGUMENT: an error of ours")]
+    with pytest.raises(ValueError, match="an error of ours"):
+        windows.read([1])
 
 
 # --- Without its text -------------------------------------------------------------------------

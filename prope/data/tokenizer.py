@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 
 from prope.errors import usage_error
-from prope.runtime.files import as_path
+from prope.runtime.files import as_path, retry_reads
 
 # Gemma's ids of the special tokens, which every tokenizer here has.
 PAD = 0
@@ -68,8 +68,9 @@ class SentencePieceTokenizer:
 
 
 def _read_model(path: str) -> bytes:
+    file = as_path("config.data.tokenizer", path)
     try:
-        return as_path("config.data.tokenizer", path).read_bytes()
+        return retry_reads(file, file.read_bytes)
     except OSError as error:
         problem = f"cannot be read: {error.strerror or 'no such file'}"
         raise usage_error("config.data.tokenizer", path, problem, _REMEDY) from None

@@ -13,7 +13,7 @@ from prope.config import is_generated
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
 from prope.data.sources.find import weighted_sources
-from prope.data.store.arrays import Store
+from prope.data.store.arrays import Store, retry_tokens
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
 from prope.data.windows import train_batch
@@ -145,7 +145,10 @@ def _describe_document(row: Batch, start: int, stop: int, tokenizer) -> Iterator
         places = f"{', '.join(map(str, positions[:4]))} .. {positions[-1]}"
     yield f"{heading}: tokens {start}..{stop - 1} at positions {places}"
     # A token's weight stands where it is the target.
-    is_predicted = np.append([True], row["weights"][:-1] > 0)[start:stop]
+    is_predicted = np.append(
+        [True],
+        row["weights"][:-1] > 0,
+    )[start:stop]
     if stop - start > 1:
         is_predicted[0] = is_predicted[1]  # a window's first token counts as the next one
     changes = np.flatnonzero(np.diff(is_predicted)) + 1
@@ -182,7 +185,8 @@ def document_lengths(store: Store) -> np.ndarray:
     total = tokens.shape[0]
 
     def find_borders(start: int) -> np.ndarray:
-        elements = tokens[start : min(start + _SCAN_TOKENS, total)].read().result()
+        span = tokens[start : min(start + _SCAN_TOKENS, total)]
+        elements = retry_tokens(store.path, lambda: span.read().result())
         return np.flatnonzero(elements == BOS) + start
 
     starts = range(0, total, _SCAN_TOKENS)

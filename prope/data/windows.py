@@ -22,7 +22,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.data.batch import Batch
-from prope.data.store.arrays import Store, find_store
+from prope.data.store.arrays import Store, find_store, retry_tokens
 from prope.data.store.build import check_split, open_store
 from prope.data.tokenizer import BOS, PAD
 from prope.errors import UsageError, log, usage_error
@@ -70,20 +70,20 @@ class Windows:
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order."""
         T = self.seq_len
-        reads = []
+        spans = []
         for index in indices:
             start = int(index) * T
             stop = min(start + T + 1, self.length)
-            reads.append(self._tokens[start:stop].read())
+            spans.append((start, stop))
+        rows = self._read_tokens(spans)
         stream = np.full(
-            (len(reads), T + 1),
+            (len(rows), T + 1),
             PAD,
             np.int32,
         )
         is_token = np.zeros(stream.shape, bool)
         is_prompt = np.zeros(stream.shape, bool)
-        for row, read in enumerate(reads):
-            elements = read.result()
+        for row, elements in enumerate(rows):
             size = len(elements)
             stream[row, :size], is_prompt[row, :size] = self.store.decode(elements)
             is_token[row, :size] = True
@@ -94,7 +94,7 @@ class Windows:
         segment_ids = begun + began_before
         segment_ids = np.where(is_token, segment_ids, 0)
         positions = np.arange(T, dtype=np.int32)
-        positions = np.tile(positions, (len(reads), 1))
+        positions = np.tile(positions, (len(rows), 1))
         if self._mask_documents:
             starts = np.where(is_bos[:, :-1], positions, 0)
             positions -= np.maximum.accumulate(starts, axis=1)
@@ -107,6 +107,15 @@ class Windows:
             "segment_ids": segment_ids[:, :-1].astype(np.int32),
             "weights": is_predicted[:, 1:].astype(np.float32),
         }
+
+    def _read_tokens(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Reads the elements of (start, stop) spans of the stream, all at once."""
+
+        def read() -> list[np.ndarray]:
+            reads = [self._tokens[start:stop].read() for start, stop in spans]
+            return [read.result() for read in reads]
+
+        return retry_tokens(self.store.path, read)
 
     def document_starts(self, count: int) -> list[np.ndarray]:
         """Returns the beginnings of up to `count` documents: int32, at most T tokens each.
@@ -127,7 +136,7 @@ class Windows:
         for first in range(start, stop, _SCAN_TOKENS):
             last = min(first + _SCAN_TOKENS, stop)
             end = min(last + self.seq_len, self.length)
-            elements = self._tokens[first:end].read().result()
+            (elements,) = self._read_tokens([(first, end)])
             tokens, _ = self.store.decode(elements)
             borders = [*np.flatnonzero(tokens == BOS), len(tokens)]
             for begin, end in itertools.pairwise(borders):
@@ -205,7 +214,12 @@ def shuffled_index(example: int, count: int, seed: int) -> int:
     seeds = np.random.SeedSequence([seed, epoch])
     key = int(seeds.generate_state(1)[0])
     shuffle = grain.experimental.index_shuffle
-    return shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
+    return shuffle(
+        index=place,
+        max_index=count - 1,
+        seed=key,
+        rounds=4,
+    )
 
 
 def prefetch(

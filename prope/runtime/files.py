@@ -163,7 +163,7 @@ def write_atomic(path: epath.Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def retry_reads(path: epath.Path, read: Callable[[], T], missing: T | None = None) -> T:
+def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None = None) -> T:
     """Calls `read`, again with growing pauses while the storage fails.
 
     Returns its value; `missing` where there is no file.
@@ -221,7 +221,7 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _remedy(path: epath.Path) -> str:
+def _remedy(path: epath.PathLike) -> str:
     if not str(path).startswith("gs://"):
         return "see to the storage"
     bucket = "/".join(str(path).split("/")[:3])

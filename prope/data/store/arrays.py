@@ -9,17 +9,22 @@ the token belongs to a prompt, which is not predicted. Other stores hold the pla
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import tensorstore as ts
+from etils import epath
 
 from prope.errors import UsageError, first_line
-from prope.runtime.files import CONTEXT, kvstore
+from prope.runtime.files import CONTEXT, files_below, kvstore, retry_reads
+
+T = TypeVar("T")
 
 SPLITS = ("train", "validation")
 COUNTS = ("tokens", "documents", "bytes", "prompt_tokens")  # per split in index.json: see `Store`
@@ -27,6 +32,19 @@ FORMAT = 3  # version of the store; in its fingerprint
 SHARD = 2**24  # tokens in a file
 _ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
+# Kinds of TensorStore's errors: a store that is not whole, and a storage that fails.
+_DAMAGED = ("NOT_FOUND", "DATA_LOSS")
+_STORAGE_FAILED = {
+    "PERMISSION_DENIED": PermissionError,
+    "UNAUTHENTICATED": PermissionError,
+    "UNAVAILABLE": OSError,
+    "DEADLINE_EXCEEDED": OSError,
+    "RESOURCE_EXHAUSTED": OSError,
+    "ABORTED": OSError,
+    "CANCELLED": OSError,
+    "INTERNAL": OSError,
+    "UNKNOWN": OSError,
+}
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
 
 
@@ -47,15 +65,7 @@ class Store:
 
     def tokens(self, split: str) -> ts.TensorStore:
         """Opens the split's elements, [tokens]; slices are read with `.read().result()`."""
-        opened = []
-        for name in _ARRAYS[split]:
-            spec = _spec(self.path, name)
-            # A store does not change.
-            spec["recheck_cached_data"] = "open"
-            spec["recheck_cached_metadata"] = "open"
-            array = ts.open(spec, context=CONTEXT, open=True, read=True)
-            opened.append(array.result())
-        return ts.concat(opened, axis=0)
+        return ts.concat([_open_array(self.path, name) for name in _ARRAYS[split]], axis=0)
 
     def count(self, name: str, split: str) -> int:
         """Counts the `tokens, documents, bytes` or `prompt_tokens` of a split."""
@@ -78,6 +88,15 @@ class Store:
             return elements.astype(np.int32), np.zeros(elements.shape, bool)
         bit = prompt_bit(elements.dtype)
         return (elements & ~bit).astype(np.int32), (elements & bit) != 0
+
+
+def _open_array(path: str, name: str) -> ts.TensorStore:
+    spec = _spec(path, name)
+    # A store does not change.
+    spec["recheck_cached_data"] = "open"
+    spec["recheck_cached_metadata"] = "open"
+    spec["fill_missing_data_reads"] = False  # what is missing is an error, not padding
+    return ts.open(spec, context=CONTEXT, open=True, read=True).result()
 
 
 def prompt_bit(dtype: np.dtype) -> np.integer:
@@ -128,8 +147,8 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
     Raises UsageError where it is damaged, or its fingerprint is not `fingerprint`, if that is set.
     """
     try:
-        entry = kvstore(path).read("index.json").result()
-    except Exception as error:  # as many types as there are kinds of storage
+        entry = retry_tokens(path, lambda: kvstore(path).read("index.json").result())
+    except ValueError as error:
         field = "cache_dir" if fingerprint else "store"
         problem = f"the store {path} cannot be read: {first_line(error)}"
         raise UsageError(f"config.data.{field}: {problem}") from None
@@ -139,7 +158,7 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
         index = json.loads(entry.value)
         fingerprints = [index["fingerprint"], fingerprint_of(index["rule"])]
         sizes = {split: index[split]["tokens"] for split in SPLITS}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise _unusable(path, "its index.json is damaged") from None
     expected = fingerprint or fingerprints[0]
     for fingerprint in fingerprints:
@@ -147,14 +166,66 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
             problem = f"its fingerprint is {fingerprint}, not {expected}: it was changed or copied"
             raise _unusable(path, problem)
     store = Store(path, expected, index)
+    files = retry_reads(epath.Path(path), lambda: files_below(epath.Path(path)))
+    problems = []
     for split, size in sizes.items():
+        if f"{split}/zarr.json" not in files:
+            problems.append(f"{split}/zarr.json is missing")
+            continue
         try:
-            length = store.tokens(split).shape[0]
+            array = retry_tokens(path, functools.partial(_open_array, path, split))
         except ValueError as error:
             raise _unusable(path, f"{split} cannot be read ({first_line(error)})") from None
-        if length != size:
-            raise _unusable(path, f"{split} has {length} tokens, its index.json says {size}")
+        if array.shape[0] != size:
+            problem = f"{split} has {array.shape[0]} tokens, its index.json says {size}"
+            raise _unusable(path, problem)
+        problems += _shard_problems(split, array, files)
+    if problems:
+        raise _unusable(path, ", ".join(problems))
     return store
+
+
+def _shard_problems(split: str, array: ts.TensorStore, files: dict[str, int]) -> list[str]:
+    """Describes the shards of an array that are missing or not as long as they must be.
+
+    `files` has the sizes in bytes of all files of the store. A shard holds its chunks, each with a
+    checksum, and an index: two integers for each of its chunks, and a checksum.
+    """
+    (tokens,) = array.chunk_layout.write_chunk.shape
+    (chunk,) = array.chunk_layout.read_chunk.shape
+    chunk_bytes = chunk * array.dtype.numpy_dtype.itemsize + 4
+    index_bytes = tokens // chunk * 16 + 4
+    problems = []
+    for number, start in enumerate(range(0, array.shape[0], tokens)):
+        chunks = math.ceil(min(tokens, array.shape[0] - start) / chunk)
+        expected = chunks * chunk_bytes + index_bytes
+        name = f"{split}/c/{number}"
+        size = files.get(name)
+        if size is None:
+            problems.append(f"{name} is missing")
+        elif size != expected:
+            problems.append(f"{name} has {size} bytes, not {expected}")
+    return problems
+
+
+def retry_tokens(path: str, read: Callable[[], T]) -> T:
+    """Calls `read`, which reads from the store at `path`, with `retry_reads`.
+
+    Raises UsageError where something of the store is missing or damaged.
+    """
+
+    def read_once() -> T:
+        try:
+            return read()
+        except ValueError as error:  # TensorStore's text begins with the kind of error
+            kind, _, _ = str(error).partition(":")
+            if kind in _DAMAGED:
+                raise _unusable(path, first_line(error)) from None
+            if kind in _STORAGE_FAILED:
+                raise _STORAGE_FAILED[kind](first_line(error)) from error
+            raise
+
+    return retry_reads(path, read_once)
 
 
 def _unusable(path: str, problem: str) -> UsageError:
