@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import pathlib
 
 import numpy as np
@@ -313,6 +314,94 @@ def test_tfrecord_that_is_cut(tmp_path):
         refused(data_config(tmp_path, NAME, tmp_path / "data"), problem)
 
 
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("tfrecord", "length"),
+        ("tfrecord", "checksum of the length"),
+        ("tfrecord", "text"),
+        ("tfrecord", "checksum"),
+        ("array_record", "text"),
+    ],
+)
+def test_changed_bytes_of_a_record(tmp_path, kind, place):
+    folder = write_tfds(tmp_path / "data", kind, [*articles(), "a text to change"])
+    name = f"wikipedia-train.{kind}-00001-of-00002"
+    content = bytearray((folder / name).read_bytes())
+    text = content.rindex(b"text to change")
+    start = 0
+    if kind == "tfrecord":
+        length = 0
+        while start + length < text:  # a record has 16 bytes beside its own
+            start += length
+            length = int.from_bytes(content[start : start + 8], "little") + 16
+    places = {"length": start, "checksum of the length": start + 8, "text": text, "checksum": -4}
+    offset = places[place] % len(content)
+    for byte in range(offset, offset + 3):
+        content[byte] ^= 1
+    (folder / name).write_bytes(content)
+    problem = f"is incomplete: {name} is damaged after [0-9]+ records"
+    refused(data_config(tmp_path, NAME, tmp_path / "data"), problem)
+
+
+# Ways to name a class in features.json: its own form, the old form, and the old form within text.
+EVIL = {"pythonClassName": "evil.Evil", "text": {}}
+OLD_EVIL = {"type": "evil.Evil", "content": {}}
+DICT = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
+SEQUENCE = "tensorflow_datasets.core.features.sequence_feature.Sequence"
+CODE_RUNNERS = {
+    "feature": lambda text: _features(text=text, more=EVIL),
+    "top": lambda text: _features(text=text) | {"pythonClassName": "evil.Evil"},
+    "snake case": lambda text: _features(text=text, more={"python_class_name": "evil.Evil"}),
+    "nested": lambda text: _features(text=text, more=_features(a=_features(b=EVIL))),
+    "sequence": lambda text: _features(
+        text=text, more={"pythonClassName": SEQUENCE, "sequence": {"feature": EVIL}}
+    ),
+    "old": lambda text: {"type": DICT, "content": {"more": OLD_EVIL}},
+    "old in text": lambda text: _features(
+        text=text,
+        more={"pythonClassName": DICT, "jsonFeature": {"json": json.dumps({"more": OLD_EVIL})}},
+    ),
+}
+
+
+def _features(**features):
+    return {"pythonClassName": DICT, "featuresDict": {"features": features}}
+
+
+@pytest.mark.parametrize("kind", CODE_RUNNERS)
+def test_no_code_is_run_that_features_name(tmp_path, monkeypatch, kind):
+    folder = write_tfds(tmp_path / "data", "tfrecord", articles())
+    path = folder / "features.json"
+    text = json.loads(path.read_text())["featuresDict"]["features"]["text"]
+    path.write_text(json.dumps(CODE_RUNNERS[kind](text)))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    problem = "features.json: pythonClassName=evil.Evil: must begin with tensorflow_datasets.core"
+    refused(data_config(tmp_path, NAME, tmp_path / "data"), problem)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["features.json", "dataset_info.json", "wikipedia-train.tfrecord-00001-of-00002"]
+)
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path, name):
+    folder = write_tfds(tmp_path / "data", "tfrecord", articles())
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    problem = f"is incomplete: ({name} is a pipe|1 of 2 shards are missing|there is no {name})"
+    refused(data_config(tmp_path, NAME, tmp_path / "data"), problem)
+
+
+@pytest.mark.parametrize("name", ["features.json", "dataset_info.json"])
+def test_json_that_is_nested_too_deep(tmp_path, name):
+    folder = write_tfds(tmp_path / "data", "tfrecord", articles())
+    (folder / name).write_text("[" * 100_000)
+    config = data_config(tmp_path, NAME, tmp_path / "data")
+    refused(config, "its dataset_info.json or features.json cannot be read")
+
+
 def test_another_text_feature(tmp_path):
     write_tfds(tmp_path / "data", "tfrecord", articles())
     config = data_config(tmp_path, NAME, tmp_path / "data", text_feature="txt")
@@ -330,6 +419,7 @@ LINES = "".join(json.dumps({"text": document}) + "\n" for document in articles()
         ("z.txt", b"fine so far \xff\xfe", r"z.txt: not UTF-8 text \(byte 12\)"),
         ("y.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "y.jsonl line 2: no text under 'text'"),
         ("y.jsonl", b'{"text": "a"}\n{"text": "b\n', "y.jsonl line 2: not a JSON value"),
+        ("y.jsonl", b"[" * 100_000, "y.jsonl line 1: not a JSON value"),
         (
             "z.jsonl.gz",
             gzip.compress(LINES.encode())[:5000],

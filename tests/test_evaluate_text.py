@@ -92,6 +92,18 @@ def assert_reads(record, split, texts):
     assert record["tokens"] == sum(len(text) + 1 for text in texts), "and <eos>"
 
 
+def test_text_that_has_changed_since_training_is_told(tmp_path, base, caplog):
+    shutil.copytree(base / "trained", tmp_path / "text")
+    save(tmp_path / "run", base, dataset="files", data_dir=str(tmp_path / "text"))
+    evaluate_run(tmp_path / "run")
+    assert "has changed" not in caplog.text
+    write(tmp_path / "text", 100, "xyz")
+    evaluate_run(tmp_path / "run", again=True, seq_len="1x,2x")
+    evaluate_run(tmp_path / "run", again=True, data_dir=str(base / "other"))
+    (line,) = [record.message for record in caplog.records if "changed" in record.message]
+    assert line.startswith(f"files {tmp_path}/text has changed since it was trained on: its finger")
+
+
 # --- Splits -----------------------------------------------------------------------------------
 
 BOTH = ("train", "validation")
@@ -160,7 +172,10 @@ def test_a_single_document_can_be_evaluated(run, tmp_path):
     assert record["loss_stderr"] is None
 
 
-@pytest.mark.parametrize(("imported", "split"), [(False, "validation"), (True, "all")])
+@pytest.mark.parametrize(
+    ("imported", "split"),
+    [(False, "validation"), (True, "all")],
+)
 def test_an_analysis_reads_the_same_split(run, base, imported, split):
     opened = open_run(run)
     if imported:
@@ -168,7 +183,13 @@ def test_an_analysis_reads_the_same_split(run, base, imported, split):
     options = types.SimpleNamespace(text=None, seq_len=8, sequences=40)
     tokens, _, text = read_sequences(opened, options)
     assert text == {"source": "files", "split": split}
-    starts = {bytes(row[1:] - 4) for row in np.array(tokens, np.uint8)}
+    starts = {
+        bytes(row[1:] - 4)
+        for row in np.array(
+            tokens,
+            np.uint8,
+        )
+    }
     splits = BOTH if split == "all" else [split]
     read = [text[:7] for text in read_documents(base / "trained", *splits)]
     assert len(starts) >= 20
@@ -360,7 +381,11 @@ def test_the_sources_of_a_mixture_have_the_sums_of_each_alone(generated, base):
 
 
 @pytest.mark.parametrize(
-    ("letters", "has_bits"), [("a" + 98 * "b", True), ("aa" + 97 * "b", False)]
+    ("letters", "has_bits"),
+    [
+        ("a" + 98 * "b", True),
+        ("aa" + 97 * "b", False),
+    ],
 )
 def test_above_1_percent_of_unknown_tokens_there_are_no_bits_per_byte(
     run, tmp_path, monkeypatch, caplog, letters, has_bits

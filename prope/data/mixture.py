@@ -5,6 +5,7 @@ consecutive examples hold n times a source's share, give or take two.
 """
 
 import bisect
+import functools
 import itertools
 
 import numpy as np
@@ -16,7 +17,8 @@ from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store, integer_shares, mixture_fingerprint
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.windows import Windows
-from prope.errors import usage_error
+from prope.errors import log, usage_error
+from prope.runtime import processes
 
 _ENDLESS = 2**96  # indices of a generated source: windows of 2**64 seeds
 
@@ -52,7 +54,18 @@ def open_text(
         windows = open_windows(data, vocab_size, "all")
         if windows.store.fingerprint != state.get("fingerprint"):
             return windows
-    return open_windows(data, vocab_size, split or "validation")
+    windows = open_windows(data, vocab_size, split or "validation")
+    is_same_place = (data.dataset, data.data_dir) == (run_data.dataset, run_data.data_dir)
+    if is_same_place and "fingerprint" in state and processes.is_first():
+        _warn_if_changed(windows.sources[0].name, windows.store.fingerprint, state["fingerprint"])
+    return windows
+
+
+@functools.cache  # one line, whatever the number of lengths and runs
+def _warn_if_changed(name: str, fingerprint: str, trained_on: str) -> None:
+    if fingerprint != trained_on:
+        message = "%s has changed since it was trained on: its fingerprint is %s, not %s"
+        log.warning(message, name, fingerprint, trained_on)
 
 
 def _is_text_of_run(data: ConfigDict, run_data: ConfigDict, state: dict) -> bool:

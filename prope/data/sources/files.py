@@ -144,7 +144,7 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise UsageError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"not a JSON value ({error})") from None
     values = {}
     for name in rule.features:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import os
+import pathlib
 from collections.abc import Callable, Iterator
 
 import filelock
@@ -16,6 +17,8 @@ from etils import epath
 from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes
 from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
 from prope.runtime.files import hash_file, is_url, local_cache, retry_reads
+
+_FEATURES = "tensorflow_datasets.core.features."
 
 
 def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
@@ -30,7 +33,8 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     split = info.splits["train"]
     shards = [epath.Path(path) for path in split.filepaths]
     # Not by is_file of each, which is also false where the storage fails.
-    present = {path.name for path in folder.iterdir()}
+    # A pipe is no shard: opening it would wait forever.
+    present = {path.name for path in folder.iterdir() if is_url(path) or not _is_special(path)}
     missing = [shard.name for shard in shards if shard.name not in present]
     if missing:
         raise fail(f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
@@ -66,12 +70,43 @@ def _read_info(folder: epath.Path, fail: Callable[[str], UsageError]):
     import tensorflow_datasets as tfds
 
     for file in ("dataset_info.json", "features.json"):
+        if not is_url(folder) and _is_special(folder / file):
+            raise fail(f"{file} is a pipe or a device")
         with contextlib.suppress(FileNotFoundError):
             hash_file(folder / file)  # raises where the storage fails, which TFDS would not tell
     try:
-        return tfds.builder_from_directory(folder).info
+        with _known_features(folder):
+            return tfds.builder_from_directory(folder).info
+    except UsageError:
+        raise
     except Exception as error:
         raise fail(f"its dataset_info.json or features.json cannot be read ({error})") from None
+
+
+@contextlib.contextmanager
+def _known_features(folder: epath.Path) -> Iterator[None]:
+    """Has TFDS create its own features only: it would import whatever features.json names."""
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    original = vars(FeatureConnector)["cls_from_name"]
+
+    def find_class(name: str):
+        if not name.startswith(_FEATURES):
+            problem = f"must begin with {_FEATURES}: another one would run code"
+            raise usage_error(f"{folder}/features.json: pythonClassName", name, problem)
+        return original.__get__(None, FeatureConnector)(name)
+
+    FeatureConnector.cls_from_name = staticmethod(find_class)
+    try:
+        yield
+    finally:
+        FeatureConnector.cls_from_name = original
+
+
+def _is_special(path: epath.Path) -> bool:
+    """Tells whether a local path is a pipe, a socket or a device."""
+    local = pathlib.Path(path)  # epath takes them for files
+    return local.exists() and not (local.is_file() or local.is_dir())
 
 
 def _check_content(folder: epath.Path, info, rule: TextRule) -> None:
@@ -187,17 +222,33 @@ def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
     # Without a buffer, only 12 bytes of a skipped record are read.
     with open(path, "rb", buffering=0) as file:
         for number in numbers:
-            header = file.read(12)  # the record's length, of 8 bytes, and a checksum of 4
+            header = file.read(12)  # the record's length, of 8 bytes, and its checksum
             if not header:
                 return
-            length = int.from_bytes(header[:8], "little")
+            length = int.from_bytes(_checked(header), "little")
             if number < start:
                 file.seek(length + 4, os.SEEK_CUR)
                 continue
             record = file.read(length + 4)
             if len(record) < length + 4:
                 raise EOFError("cut short")
-            yield record[:-4]
+            yield _checked(record)
+
+
+def _checked(data: bytes) -> bytes:
+    """Returns bytes without the TFRecord checksum that ends them; raises ValueError if it is wrong.
+
+    The checksum is a rotated CRC-32C plus a constant.
+    """
+    import google_crc32c
+
+    content = data[:-4]
+    crc = google_crc32c.value(content)
+    rotated = crc >> 15 | crc << 17
+    expected = (rotated + 0xA282EAD8) % 2**32
+    if int.from_bytes(data[-4:], "little") != expected:
+        raise ValueError("a checksum is wrong")
+    return content
 
 
 _READERS = {"array_record": array_record, "tfrecord": tfrecord}

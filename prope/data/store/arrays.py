@@ -22,7 +22,7 @@ import tensorstore as ts
 from etils import epath
 
 from prope.errors import UsageError, first_line
-from prope.runtime.files import CONTEXT, files_below, kvstore, retry_reads
+from prope.runtime.files import CONTEXT, files_below, is_url, kvstore, retry_reads
 
 T = TypeVar("T")
 
@@ -34,17 +34,17 @@ _ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  #
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 # Kinds of TensorStore's errors: a store that is not whole, and a storage that fails.
 _DAMAGED = ("NOT_FOUND", "DATA_LOSS")
-_STORAGE_FAILED = {
-    "PERMISSION_DENIED": PermissionError,
-    "UNAUTHENTICATED": PermissionError,
-    "UNAVAILABLE": OSError,
-    "DEADLINE_EXCEEDED": OSError,
-    "RESOURCE_EXHAUSTED": OSError,
-    "ABORTED": OSError,
-    "CANCELLED": OSError,
-    "INTERNAL": OSError,
-    "UNKNOWN": OSError,
-}
+_STORAGE_FAILED = (
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "ABORTED",
+    "CANCELLED",
+    "INTERNAL",
+    "UNKNOWN",
+)
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
 
 
@@ -222,7 +222,9 @@ def retry_tokens(path: str, read: Callable[[], T]) -> T:
             if kind in _DAMAGED:
                 raise _unusable(path, first_line(error)) from None
             if kind in _STORAGE_FAILED:
-                raise _STORAGE_FAILED[kind](first_line(error)) from error
+                is_final = kind == "PERMISSION_DENIED" and not is_url(path)
+                failure = PermissionError if is_final else OSError
+                raise failure(first_line(error)) from error
             raise
 
     return retry_reads(path, read_once)
