@@ -28,7 +28,9 @@ def define_flags() -> None:
     )
     command.define_place("workdir", None, "directory of the run: created, or resumed")
     command.define_place(
-        "init_from", None, "start from the parameters of the run in this directory"
+        "init_from",
+        None,
+        "start from the parameters of the run in this directory; recorded for reruns",
     )
     stop = "save and stop after this step, as an interrupted run would; rerun to resume"
     flags.DEFINE_integer("stop_at_step", None, stop, lower_bound=1)
@@ -49,10 +51,11 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
 from prope.errors import UsageError, log, usage_error
 from prope.inference.losses import LossEvaluation
-from prope.runtime.files import as_path
+from prope.runtime.files import absolute, as_path, retry_reads, write_atomic
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import (
     broadcast_from_first,
+    call_on_first,
     check_count,
     is_first,
     leave,
@@ -68,6 +71,7 @@ from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
 
+INIT_FROM = "init_from"  # file of a run: the place whose parameters it was begun from
 _MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
     "config.model.remat=full; python -m prope.plan computes what fits"
@@ -162,6 +166,8 @@ class Training:
         )
         with session.phase("restore" if self.start else "weights"):
             if is_first():
+                if init_from is not None and self.start == 0:
+                    write_atomic(self.path / INIT_FROM, str(absolute(init_from)))
                 write_config(self.path, config)
         self.saved = self.start
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
@@ -279,20 +285,37 @@ def start_or_resume(
     """Returns the state to start from, the first of these that there is:
 
     1. the run's newest checkpoint: the run was stopped and goes on;
-    2. the parameters of the run that --init_from names, with a new optimizer, from step 0;
+    2. the parameters of the run that --init_from names, or named when this run was begun, with a
+       new optimizer, from step 0;
     3. from scratch.
     """
     if checkpoints.steps():
         return resume(config, checkpoints, prepared, windows)
-    initial = None
-    if init_from is not None:
-        initial = read_initial_params(config, init_from, prepared.state[0])
-    init = functools.partial(init_state, config, prepared.optimizer)
+    init_from = recorded_init_from(checkpoints.directory.parent, init_from)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.state)
+    if init_from is not None:
+        params = read_initial_params(config, init_from, prepared.state[0])
+        init = jax.jit(prepared.optimizer.init, out_shardings=shardings[1])
+        return State(0, params, init(params), hash_arrays(params))
+    init = functools.partial(init_state, config, prepared.optimizer)
     params, opt_state = jax.jit(init, out_shardings=shardings)()
-    if initial is not None:
-        params = initial
     return State(0, params, opt_state, hash_arrays(params))
+
+
+def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None:
+    """Returns --init_from, or without it the place that this run was begun from, if any.
+
+    Raises UsageError where they differ.
+    """
+    path = workdir / INIT_FROM
+    recorded = call_on_first(lambda: retry_reads(path, path.read_text, "")) or None
+    if None in (recorded, init_from):
+        return init_from or recorded
+    if str(absolute(init_from)) != recorded:
+        problem = f"this run was begun from {recorded}"
+        remedy = "leave the flag out, or choose another --workdir"
+        raise usage_error("--init_from", init_from, problem, remedy)
+    return init_from
 
 
 def resume(

@@ -3,7 +3,8 @@
     python tests/bucket_server.py FOLDER PORT
 
 Here it also honours `ifGenerationMatch` and tells generations, for TensorStore's conditional
-writes; moves objects, as gcsfs does; gives the last n bytes of one; and fails while it is told to.
+writes; moves objects, as gcsfs does; gives the last n bytes of one; fails while it is told to; and
+writes down every request.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 
-from buckets import FAILING
+from buckets import FAILING, REQUESTS
 from gcp_storage_emulator import server
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
@@ -74,6 +75,9 @@ def wrap(handler, folder: pathlib.Path):
 
     @functools.wraps(handler)
     def handle(request, response, storage, *args, **kwargs):
+        with open(folder / REQUESTS, "a") as log:
+            client = request.get_header("authorization", "gcsfs")
+            log.write(f"{client} {request.method} {request._path}\n")
         with contextlib.suppress(FileNotFoundError):
             status = (folder / FAILING).read_text()
             response.status = http.HTTPStatus(int(status))

@@ -10,6 +10,7 @@ import urllib.request
 
 # A file in the server's folder: while it is there, every answer has the status in it.
 FAILING = "failing"
+REQUESTS = "requests"  # a line for each: TensorStore's token or gcsfs, method, path
 PROGRAM = pathlib.Path(__file__).with_name("bucket_server.py")
 
 
@@ -48,6 +49,13 @@ class Server:
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def requests(self) -> list[str]:
+        """The requests since the last call: TensorStore's token or gcsfs, method and path."""
+        log = self._folder / REQUESTS
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.write_text("")
+        return lines
 
     @contextlib.contextmanager
     def failing(self, status: int = 503):

@@ -7,8 +7,9 @@ import sys
 import jax
 import pytest
 from conftest import ROOT
+from makers import make_run
 
-from prope import command
+from prope import command, sharding
 from prope.config import default_config
 from prope.errors import Stopped, StorageFailed, UsageError
 from prope.runtime import files, processes
@@ -44,11 +45,15 @@ def test_the_number_of_processes_is_compared_with_that_of_jax(monkeypatch):
 
 
 def test_a_checkpoint_that_only_other_hosts_see_is_not_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_count", 2)
+    _, params = make_run(tmp_path / "run")
+    reader = CheckpointReader(
+        tmp_path / "run/checkpoints/7"
+    )  # the first process reads JSON for all
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
-    unseen = "checkpoints/20: cannot be read: this host does not see it"
+    unseen = "checkpoints/7/params: cannot be read: this host does not see it"
     with pytest.raises(StorageFailed, match=unseen):
-        CheckpointReader(tmp_path / "checkpoints" / "20")
+        reader.restore(params=sharding.with_shardings(params, sharding.make_mesh()))
 
 
 GLOO = (

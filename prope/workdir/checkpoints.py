@@ -8,6 +8,7 @@ Restored arrays get today's shardings; how they were sharded when saved does not
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from prope.errors import (
 from prope.runtime import processes
 from prope.runtime.files import absolute, is_url, retry_reads
 from prope.workdir.hashes import array_hashes, hash_json
-from prope.workdir.reader import HASHES, Damaged, write_hashes
+from prope.workdir.reader import HASHES, CheckpointReader, Damaged, write_hashes
 
 _CHUNK_BYTES = 2**24  # bytes of an array that are compressed, and read, together
 _FILE_BYTES = 2**26  # that an import collects before it writes them
@@ -42,9 +43,10 @@ _ORBAX_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint
 def list_steps(workdir: epath.PathLike) -> list[int]:
     """Lists the steps of a run's finished checkpoints, damaged ones included, oldest first.
 
-    Several processes take the first one's list: another host may see the directory as it was.
+    The first process lists them for all: another host may see the directory as it was.
     """
-    return processes.broadcast_from_first(finished_steps(epath.Path(workdir) / "checkpoints"))
+    directory = epath.Path(workdir) / "checkpoints"
+    return processes.call_on_first(lambda: finished_steps(directory))
 
 
 def finished_steps(directory: epath.Path) -> list[int]:
@@ -89,9 +91,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._saving = 0  # the last step saved
         self._hashes: dict[str, Any] = {}  # hashes of its items
         self._unchecked = False  # whether that save may have failed in the background
+        self._steps = list_steps(workdir)  # once: each step at a URL is a request
         if is_url(self.directory) and processes.is_first():
             # One copied here from a disk has no mark, and Orbax would delete it.
-            for step in self.steps():
+            for step in self._steps:
                 (self.directory / str(step) / _ORBAX_MARK).touch()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_preservation_policy(keep),
@@ -101,8 +104,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
-        """Lists the steps of finished checkpoints, damaged ones included, oldest first."""
-        return list_steps(self.directory.parent)
+        """Lists the steps that were finished when this was opened, and those saved since."""
+        return list(self._steps)
 
     def set_aside(self, step: int) -> None:
         """Renames a damaged checkpoint to N.damaged, so that its step can be saved again."""
@@ -114,14 +117,16 @@ class Checkpoints(contextlib.AbstractContextManager):
                 target = self.directory / f"{step}.damaged-{number}"
             (self.directory / str(step)).rename(target)
         processes.broadcast_from_first(0)  # the others wait for it
+        self._steps.remove(step)
         self._manager.reload()
 
     def save(self, step: int, params, opt_state, config: dict, data: dict) -> None:
         """Starts saving; returns when the arrays are copied.
 
-        A failure is raised by the next call, or at exit.
+        A failure is raised by the next call, or at exit. The first save of a run is waited for, and
+        read back: RunFailed where that fails.
         """
-        if step in self.steps():
+        if step in self._steps:
             return
         hashes = _hash_items(config, data, {"params": params, "opt_state": opt_state})
         items = ocp.args.Composite(
@@ -135,6 +140,12 @@ class Checkpoints(contextlib.AbstractContextManager):
             self._saving = step
             self._hashes = hashes
             self._manager.save(step, args=items, force=True)  # the caller has decided when
+            if not self._steps:
+                self._manager.wait_until_finished()
+                folder = self.directory / str(step)
+                arrays = {"params": params, "opt_state": opt_state}
+                processes.call_on_first(functools.partial(_read_back, folder, arrays))
+        self._steps.append(step)
         self._unchecked = True
 
     def check(self) -> None:
@@ -197,6 +208,18 @@ def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None
     with ocp.CheckpointManager(directory, options=options) as manager:
         manager.save(0, args=items)
     write_hashes(directory / "0", _hash_items(config, data, {"params": arrays}))
+    _read_back(directory / "0", {"params": arrays})
+
+
+def _read_back(folder: epath.Path, arrays: dict[str, Any]) -> None:
+    """Opens the first checkpoint of a run as readers do; raises RunFailed where they cannot."""
+    try:
+        if int(folder.name) not in list_steps(folder.parent.parent):
+            raise Damaged("it is not listed")
+        CheckpointReader(folder).open(**arrays)
+    except Damaged as error:
+        problem = f"{folder}: was written, and cannot be read back ({error})"
+        raise RunFailed(f"{problem}: see to the storage, or choose another --workdir") from error
 
 
 def _preservation_policy(keep: ConfigDict | None):

@@ -23,7 +23,7 @@ from prope import config as config_lib
 from prope import parameters
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
-from prope.runtime.files import absolute, retry_reads, write_atomic
+from prope.runtime.files import absolute, is_url, retry_reads, write_atomic
 from prope.workdir.hashes import array_hashes, hash_json, hash_on_host
 
 HASHES = "hashes.json"  # beside the items, written last
@@ -32,7 +32,10 @@ HASHES = "hashes.json"  # beside the items, written last
 # system or of HTTP says otherwise; it leaves INVALID_ARGUMENT out. All others tell of the storage.
 _CONTENT = re.compile(r"NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:|FAILED_PRECONDITION:|(?![A-Z_]+:)")
 _CODE = re.compile(r"\[(os_error|http_response)_code='(\d+)'\]")
-_CONTENT_CODES = {"os_error": (errno.ENOENT,), "http_response": (404, 410, 416)}
+_CONTENT_CODES = {
+    "os_error": (errno.ENOENT,),
+    "http_response": (404, 410, 416),
+}
 
 
 class Damaged(UsageError):
@@ -69,12 +72,24 @@ class CheckpointReader:
         """Reads and verifies the JSON items."""
         self._folder = absolute(folder)
         self._stores: dict[tuple, ts.TensorStore] = {}  # by item and key path
-        with processes.raise_on_all(Damaged):
+        # Its cache holds the indices of an item, so that its arrays do not each read them again.
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 2**24}})
+        items = processes.call_on_first(self._read_items)
+        if "damaged" in items:
+            raise Damaged(items["damaged"])
+        self._hashes: dict[str, Any] = items["hashes"]
+        self.data: dict[str, Any] = items["data"]
+        self.config: ConfigDict = config_lib.from_dict(items["config"]["config"])
+        self.init_hash: str = items["config"]["init_hash"]
+
+    def _read_items(self) -> dict[str, Any]:
+        """Reads the JSON files, as the first process does for all; or says what is damaged."""
+        try:
             self._hashes = self._read_hashes()
-            saved = self._read_item("config")
-            self.data = self._read_item("data")
-            self.config: ConfigDict = config_lib.from_dict(saved["config"])
-            self.init_hash: str = saved["init_hash"]
+            items = {item: self._read_item(item) for item in ("config", "data")}
+        except Damaged as error:
+            return {"damaged": str(error)}
+        return items | {"hashes": self._hashes}
 
     def _read_hashes(self) -> dict[str, Any]:
         sealed = self._read_json(HASHES)
@@ -90,19 +105,8 @@ class CheckpointReader:
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self._folder / name
-
-        def read() -> bytes:
-            try:
-                return path.read_bytes()
-            except FileNotFoundError:
-                # The first process has listed the checkpoint.
-                if processes.count() > 1 and not self._folder.is_dir():
-                    unseen = "this host does not see it, process 0 does"
-                    raise OSError(errno.ESTALE, unseen) from None
-                raise
-
         try:
-            content = retry_reads(self._folder, read)
+            content = retry_reads(self._folder, path.read_bytes)
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
         try:
@@ -129,6 +133,16 @@ class CheckpointReader:
                 if saved.get(path) != hashes:
                     raise Damaged(f"{item}: {path} is not what was saved")
         return items
+
+    def open(self, **abstract) -> None:
+        """Opens the arrays of whole items, as `restore` does before it reads them."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+            self._read_slice(
+                path[0].key,
+                path[1:],
+                leaf,
+                None,
+            )
 
     @functools.cached_property
     def shapes(self) -> dict[str, Any]:
@@ -158,13 +172,19 @@ class CheckpointReader:
         return jax.tree_util.tree_map_with_path(read_verified, below)
 
     def _read_slice(self, item: str, path, leaf: jax.ShapeDtypeStruct, index) -> np.ndarray:
-        """Reads a slice of the array at a key path in an item; `leaf` has its shape and dtype."""
+        """Reads a slice of the array at a key path in an item; `leaf` has its shape and dtype.
 
-        def read() -> np.ndarray:
+        Where `index` is None the array is opened only.
+        """
+
+        def read() -> np.ndarray | None:
             try:
-                return self._open(item, path, leaf)[index].read().result()
+                store = self._open(item, path, leaf)
+                return None if index is None else store[index].read().result()
             except ValueError as error:  # TensorStore's, also for a storage that fails
                 _raise_storage_error(error)
+                if not (is_url(self._folder) or self._folder.is_dir()):  # the first process saw it
+                    raise OSError(errno.ESTALE, "this host does not see it") from None
                 name = f"{item}: {keystr(path)}"
                 raise Damaged(f"{name} cannot be read: {first_line(error)}") from error
 
@@ -179,7 +199,12 @@ class CheckpointReader:
                 "path": keystr(path, simple=True, separator=".") + "/",
             }
             spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-            store = ts.open(spec, open=True, read=True).result()
+            store = ts.open(
+                spec,
+                open=True,
+                read=True,
+                context=self._context,
+            ).result()
             if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
             self._stores[item, path] = store
