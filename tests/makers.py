@@ -831,6 +831,7 @@ def _draw_evaluation(seq_len, rng):
         "loss_stderr": 0.01,
         "perplexity": math.exp(loss),
         "bits_per_byte": loss / math.log(2),
+        "unigram_bits_per_byte": 2 * loss / math.log(2),
         "by_position": by_position,
         "accuracy_by_distance": by_distance,
     }

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import pathlib
 import re
 
@@ -130,7 +131,7 @@ def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):
     picture, _ = maps.maps(found, found["shown"][0])
     axes = draw_picture(picture).axes[0]
     assert len(tick_texts(axes.xaxis)) == len(tick_texts(axes.yaxis)) == 60, "every other one"
-    assert tick_texts(axes.xaxis)[0] == r"0 '\$\$'"
+    assert tick_texts(axes.xaxis)[0] == "0 '$$'"
 
 
 def test_a_cell_is_read_out_with_its_names_and_its_weight(run):
@@ -174,6 +175,21 @@ def test_cells_that_are_not_numbers_are_left_out_and_dollars_are_read_as_they_ar
 
 
 # --- The page -------------------------------------------------------------------------------------
+
+
+def test_hostile_tokens_and_names_are_text(run, tmp_path):
+    """A token is named by its Python text, so that it has no characters that are not seen."""
+    hostile = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ \0\u202e\ud800"
+    found = analysed(run, heads="0.1")
+    found |= {"source": hostile, "workdir": f"runs/{hostile}"}
+    found["window"]["tokens"] = [hostile] * len(found["window"]["tokens"])
+    for head in found["shown"]:
+        head["table"]["tokens"] = [hostile] * len(head["table"]["tokens"])
+    source = page.write(tmp_path, found).read_bytes().decode()
+    assert "<script>alert" not in source
+    assert all(character.isprintable() or character == "\n" for character in source)
+    shown = hostile.replace("\0\u202e\ud800", "\\x00\\u202e\\ud800")
+    assert html.unescape(source).count(shown) > 3
 
 
 def test_the_page_allows_one_script_by_its_hash_and_nothing_else(run, tmp_path):

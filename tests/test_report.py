@@ -1,6 +1,7 @@
 """The page of a sweep: its numbers are those of the runs' files, and it asks for nothing."""
 
 import base64
+import html
 import io
 import json
 import math
@@ -422,6 +423,49 @@ def test_the_page_can_be_read_aloud_and_its_pictures_lie_beside_it(reported):
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     source = (folder / "index.html").read_text()
     assert source.count(base64.b64encode(png).decode()) == 1
+
+
+# Markup, quotes, formulas that are none, control characters, a bidirectional mark, a surrogate.
+HOSTILE = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ {x} \0\x1b[31m\u202e\ud800"
+SHOWN = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ {x} \\x00\\x1b[31m\\u202e\\ud800"
+
+
+def name_hostile(sweep) -> None:
+    """Gives a hostile name to everything that the page and its pictures name."""
+    edit_values(sweep, lambda values: values.update(note=HOSTILE))
+    for path in sweep.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        config["data"] |= {"dataset": HOSTILE, "tokenizer": HOSTILE, "template": HOSTILE}
+        path.write_text(json.dumps(config))
+        shutil.rmtree(path.parent / "checkpoints")
+    for path in sweep.glob("*/eval.jsonl"):
+        records = []
+        for record in read_lines(path):
+            for entry in record.get("accuracy_by_distance", []):
+                entry["task"] = f"../{HOSTILE}"
+            records.append(record | {"dataset": HOSTILE})
+        write_lines(path, records)
+
+
+def assert_shown(page) -> None:
+    """All that is hostile in a page is text, and its bytes are UTF-8 without control characters."""
+    source = page.read_bytes().decode()
+    assert "alert(1)" in source
+    assert "<script>alert" not in source
+    assert all(character.isprintable() or character == "\n" for character in source)
+    assert SHOWN in html.unescape(source)
+
+
+def test_hostile_names_are_text_in_pages_and_pictures(sweep, monkeypatch):
+    monkeypatch.setitem(drawing.STYLE, "savefig.dpi", 20)  # which saves time
+    name_hostile(sweep)
+    result = sweep_page.report_sweep(sweep)
+    assert_shown(sweep / "report" / "index.html")
+    assert len(result["table"]) == len(PERCENTAGES)
+    assert pictures.draw_loss(run_folder(sweep, 0)).exists()
+    tasks = [path.name for path in (sweep / "report").glob("accuracy-*")]
+    assert len(tasks) == 1 and tasks[0].startswith("accuracy-.._")
+    assert not list(sweep.glob("*.png"))
 
 
 def test_a_directory_that_is_no_sweep_gets_one_line(run_command, sweep, tmp_path):

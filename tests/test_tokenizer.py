@@ -454,3 +454,9 @@ def test_the_same_lengths_give_the_same_picture(tmp_path):
     draw("two.png", {"a": np.array([7]), "b": lengths})
     for wrong in ("none/a.png", "a.nothing"):
         refused(f"--plot={tmp_path}/{wrong}: cannot be written: ", draw, wrong, {"a": lengths})
+
+
+def test_dollars_and_control_characters_in_names_are_drawn(tmp_path):
+    lengths = {"files $\\frac$ \0\ud800": np.arange(2, 60), "files $b": np.arange(9, 99)}
+    view.draw_lengths(lengths, 32, str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").stat().st_size > 1000

@@ -213,6 +213,10 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
     """
     import matplotlib.figure
 
+    def drawn(text: str) -> str:
+        """Escapes what would be a formula, as a $ in a path."""
+        return "".join(map(_printable, text)).replace("$", r"\$")
+
     pooled = np.concatenate(list(lengths.values()))
     edges = np.geomspace(pooled.min(), pooled.max() + 1, 49)
     figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
@@ -221,7 +225,12 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
 
     def draw(label: str, values: np.ndarray, weights: np.ndarray | None = None) -> None:
         counts, _ = np.histogram(values, edges, weights=weights)
-        axes.stairs(counts / counts.sum(), edges, label=label, lw=1.4)
+        axes.stairs(
+            counts / counts.sum(),
+            edges,
+            label=drawn(label),
+            lw=1.4,
+        )
 
     if len(lengths) == 1:
         draw("share of the documents", pooled)
@@ -235,7 +244,7 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
     axes.set_ylabel("share in a bin")
     axes.set_ylim(0, None)
     title = f"{', '.join(lengths)}: {len(pooled):,} training documents"
-    axes.set_title(title[:100], fontsize=11, wrap=True)
+    axes.set_title(drawn(title[:100]), fontsize=11, wrap=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     image = io.BytesIO()

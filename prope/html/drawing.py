@@ -4,12 +4,14 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import matplotlib.figure
 import numpy as np
 from etils import epath
 from matplotlib.colors import PowerNorm, to_hex
+from matplotlib.text import Text
 
 # Seven and four have no common divisor, so 28 lines in a row look different.
 MARKERS = "osD^vP*"
@@ -30,6 +32,7 @@ STYLE = {
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "axes.formatter.useoffset": False,
+    "text.parse_math": False,  # a $ in a name is a $
     "savefig.dpi": 150,
 }
 _MARGIN = 1.4  # inches of a panel that its title, labels and scale take
@@ -46,21 +49,41 @@ class Picture:
     draw: Callable  # takes a matplotlib Figure
     size: tuple[float, float] = (9.6, 3.9)
 
+    @property
+    def file_name(self) -> str:
+        """The name of its file, which is in no other folder."""
+        return re.sub(r"[^\w.=-]", "_", self.name) + ".png"
+
     def render(self) -> tuple[bytes, list[dict]]:
         """Returns the picture as a PNG file, and its `cells`."""
         png = io.BytesIO()
         with matplotlib.rc_context(STYLE):
             figure = matplotlib.figure.Figure(figsize=self.size, layout="constrained")
             self.draw(figure)
+            for text in figure.findobj(Text):
+                text.set_text(visible(text.get_text()))
             figure.savefig(png, format="png", metadata={"Software": None})
         return png.getvalue(), cells(figure)
 
     def save(self, folder: epath.Path) -> epath.Path:
         """Writes the picture as FOLDER/NAME.png; returns its path."""
         png, _ = self.render()
-        path = folder / f"{self.name}.png"
+        path = folder / self.file_name
         path.write_bytes(png)
         return path
+
+
+def visible(text: str) -> str:
+    """Escapes characters that are not seen or that move others, as in Python: "\\x00".
+
+    They are control characters, bidirectional marks and lone surrogates; line breaks stay.
+    """
+    characters = []
+    for character in text:
+        if not character.isprintable() and character != "\n":
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def panels(figure, columns: int, rows=1, wrap=math.inf, **options) -> np.ndarray:
@@ -155,8 +178,7 @@ def _map_cells(axes, values: np.ndarray, row_name: str) -> dict:
 
 
 def _tick_texts(axis, count: int) -> list[str]:
-    texts = axis.get_major_formatter().format_ticks(range(count))
-    return [text.replace(r"\$", "$") for text in texts]
+    return axis.get_major_formatter().format_ticks(range(count))
 
 
 def _join_numbers(row: np.ndarray) -> str:
@@ -182,7 +204,7 @@ def label_ticks(axis, labels: list, **options) -> None:
     step = math.ceil(len(labels) / room)
     axis.set_ticks(range(0, len(labels), step))
     # `cells` asks this formatter for all labels.
-    texts = [str(label).replace("$", r"\$") for label in labels]
+    texts = [visible(str(label)) for label in labels]
     axis.set_major_formatter(lambda place, _: texts[round(place)])
     axis.set_tick_params(**options)
 

@@ -9,7 +9,7 @@ import jinja2
 from etils import epath
 from markupsafe import Markup
 
-from prope.html.drawing import Picture
+from prope.html.drawing import Picture, visible
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -17,18 +17,19 @@ _FOLDER = pathlib.Path(__file__).parent
 def write(folder: epath.Path, template: str, pictures: list[Picture], **data) -> epath.Path:
     """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
 
-    The template of this name in `prope/html/` gets `pictures`, by name, and `data`, escaped.
+    The template of this name in `prope/html/` gets `pictures`, by name, and `data`, both escaped.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for picture in pictures:
         png, maps = picture.render()
-        (folder / f"{picture.name}.png").write_bytes(png)
+        (folder / picture.file_name).write_bytes(png)
         drawn[picture.name] = vars(picture) | {"png": _base64(png), "maps": maps}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
     )
     environment.filters["number"] = number
     if any(picture["maps"] for picture in drawn.values()):
@@ -37,8 +38,15 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
         environment.globals.update(script=Markup(script), digest=_base64(digest))
     html = environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
     output = folder / "index.html"
-    output.write_text(html)
+    output.write_text(html, encoding="utf-8")
     return output
+
+
+def _finalize(value):
+    """Makes text visible that is not from a template; it is escaped for HTML after that."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return visible(value)
+    return value
 
 
 def _base64(content: bytes) -> Markup:

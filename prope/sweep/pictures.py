@@ -17,7 +17,7 @@ from etils import epath
 from matplotlib.ticker import LogFormatter
 
 from prope.errors import usage_error
-from prope.html.drawing import TEXT, Picture, legend, line, panels, styles
+from prope.html.drawing import TEXT, Picture, legend, line, panels, styles, visible
 from prope.inference.paired import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.runs import SEED, P, Run, group_name, groups
@@ -368,7 +368,7 @@ def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
     perplexities: Means = {}
     differences: Means = {}
     for row in rows:
-        x = row["group"]
+        x = visible(row["group"])
         name = ""
         if by_p:
             values = dict(row["values"])
