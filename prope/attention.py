@@ -49,13 +49,13 @@ def attention(
     window: int | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
-    """Computes softmax(query key^T / sqrt(H)) value; a query sees the keys up to its own index.
+    """Computes softmax(query key^T) value; a query sees the keys up to its own index.
 
     Each group of G = N / K query heads shares a key/value head: K = 1 is multi-query, K = N
     multi-head attention.
 
     Args:
-      query: rotated, not scaled.
+      query: rotated, and scaled by H^-0.5.
       key: rotated.
       value: not rotated.
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
@@ -117,6 +117,7 @@ def _cudnn(window, query, key, value):
         split_heads(key),
         split_heads(value),
         is_causal=True,
+        scale=1.0,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
@@ -131,11 +132,10 @@ _IMPLEMENTATIONS = {
 
 
 def _heads_first(query, key, value):
-    """Scales and transposes queries to [B, K, G, T, H], keys and values to [B, K, S, H]."""
+    """Transposes queries to [B, K, G, T, H], keys and values to [B, K, S, H]."""
     B, T, N, H = query.shape
     K = key.shape[2]
-    scaled = query * H**-0.5
-    query = scaled.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    query = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     return query, key.swapaxes(1, 2), value.swapaxes(1, 2)
 
 

@@ -113,8 +113,10 @@ class Attention(nn.Module):
             key = RMSNorm(name="key_norm")(key)
         query = self._scale_query(query)
         unrotated = (query, key, value)
-        query, key, value = self.rotate_fn(query, key, value, table)
-        self._capture(Captured(*unrotated, query, key))
+        query, key, value = self.rotate_fn(query.astype(jnp.float32), key, value, table)
+        self._capture(Captured(*unrotated, query.astype(x.dtype), key))
+        # Rounded once: a factor that is no power of 2 would round the queries once more.
+        query = (query * self.config.head_dim**-0.5).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
         key = checkpoint_name(constrain(key, "BTKH"), "key")
         value = checkpoint_name(constrain(value, "BTKH"), "value")

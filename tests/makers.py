@@ -61,12 +61,18 @@ def draw_segments(B, T, seed=2):
     return jnp.asarray(segments, jnp.int32)
 
 
+def scaled_attention(query, key, value, **options):
+    """Attention of queries that are not scaled yet, as the formula has them."""
+    scaled = query.astype(jnp.float32) * query.shape[-1] ** -0.5
+    return attention.attention(scaled.astype(query.dtype), key, value, **options)
+
+
 def attention_with_gradients(query, key, value, cotangent, segments=None, **options):
     """Attention's output and the cotangents of query, key and value, compiled anew."""
 
     def run(query, key, value, cotangent, segments):
         attend = functools.partial(
-            attention.attention,
+            scaled_attention,
             segment_ids=segments,
             **options,
         )

@@ -10,11 +10,21 @@ import numpy as np
 import oracles
 import pytest
 from compiled import array_shapes
-from makers import attention_with_gradients, check_attention, draw_segments
+from makers import (
+    attention_with_gradients,
+    check_attention,
+    draw_inputs,
+    draw_model,
+    draw_segments,
+    scaled_attention,
+    small,
+)
 from makers import draw_attention as draw
 
+from prope import model
 from prope.attention import attention, choose_implementation
 from prope.cost.traced import count_flops
+from prope.rope import rotation_table
 
 MASKED = pytest.mark.parametrize("masked", [False, True])
 
@@ -140,7 +150,7 @@ def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementatio
     query = query / 4
     last_seen = np.array(first)[:, None, None] + np.arange(T)[:, None]
     expected = oracles.attention(query, key, value, np.arange(S) <= last_seen)
-    output = attention(
+    output = scaled_attention(
         query,
         key,
         value,
@@ -162,6 +172,32 @@ def test_large_scores_do_not_overflow():
 
 def test_softmax_is_float32_for_bfloat16_inputs():
     check_attention(*draw(300, 300, 2, 1, dtype=jnp.bfloat16), rtol=0.015)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_bfloat16_queries_are_rotated_and_scaled_with_one_rounding(head_dim, monkeypatch):
+    """At 32 and 128 the scale is no power of 2; a second rounding would double the error."""
+    config = small(head_dim=head_dim, dtype="bfloat16", num_layers=1, scan_layers=False)
+    seen = {}
+
+    def capture(query, key, value, **options):
+        seen["query"] = query
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(model, "attention", capture)
+    params, _, positions = draw_model(config)
+    x = jnp.asarray(draw_inputs(config.embed_dim, positions)[:, :, 0], jnp.bfloat16)
+    layer_params = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    freqs = oracles.frequencies(head_dim, p=config.rope_percentage)
+    table = rotation_table(positions, freqs)
+    _, captured = model.layer(config, layer_params, x, table)
+    rotated = oracles.rotate(captured.query, positions, freqs)
+    expected = rotated / np.sqrt(head_dim)
+    query = seen["query"]
+    assert query.dtype == jnp.bfloat16
+    half_ulp = 2.0**-9 * 2 ** np.ceil(np.log2(np.abs(expected) + 1e-30))
+    error = np.abs(oracles.float64(query) - expected)
+    assert (error <= half_ulp + 1e-6 * np.abs(expected).max()).all()
 
 
 @pytest.mark.parametrize("T", [512, 1024])
@@ -196,7 +232,7 @@ def test_cudnn_is_called_with_what_equals_the_formula(monkeypatch, heads, kv_hea
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     check_attention(*draw(20, 20, heads, kv_heads), implementation="cudnn", window=window)
     # No array of a mask, no bias, no lengths.
-    options = {"is_causal", "local_window_size"} if window else {"is_causal"}
+    options = {"is_causal", "scale", *(["local_window_size"] if window else [])}
     assert calls == [("cudnn", options)]
 
 

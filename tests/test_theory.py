@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from makers import head_weights
+from makers import head_weights, scaled_attention
 
 from prope import apply_p_rope
 from prope.analysis import theory, theory_page
-from prope.attention import attention
 from prope.rope import frequencies
 
 HEAD_DIM = 256
@@ -49,7 +48,7 @@ def decoder_weights(queries, keys, p, first=0):
         heads,
         H,
     )
-    outputs = attention(rotated(queries), rotated(keys), values)
+    outputs = scaled_attention(rotated(queries), rotated(keys), values)
     return np.asarray(outputs).reshape(T, -1)[:, :T]
 
 
