@@ -55,6 +55,7 @@ def test_every_document_arrives_once_and_whole(tmp_path, kind):
             "documents": len(documents),
             "bytes": size,
             "prompt_tokens": 0,
+            "unk_tokens": 0,
         }
         assert store.targets(split) == size + len(documents)
 
@@ -264,6 +265,43 @@ def test_sentencepiece_makes_a_store(config, sentencepiece_model):
     assert load_tokenizer(sentencepiece_model).decode(first) == expected
 
 
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_tokens_for_unknown_text_are_counted_and_told(tmp_path, caplog, byte_fallback):
+    import sentencepiece
+
+    learnt = ["rope turn pair frequency 0123456789"] * 50
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(learnt),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=300 if byte_fallback else 40,
+        model_type="char",
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        byte_fallback=byte_fallback,
+        minloglevel=2,
+    )
+    folder = write_text(tmp_path / "text", articles())
+    config = data_config(tmp_path, "files", folder, validation_fraction=0.3)
+    config.tokenizer = str(tmp_path / "m.model")
+    store = open_store(config, 300)
+    model = sentencepiece.SentencePieceProcessor(model_file=config.tokenizer)
+    expected = {"train": 0, "validation": 0}
+    for text in articles():
+        split = "validation" if pack.is_validation(text.encode(), 0.3) else "train"
+        expected[split] += model.encode(text).count(3)
+    assert all(expected.values()) != byte_fallback
+    for split, count in expected.items():
+        assert store.index[split]["unk_tokens"] == count
+    share = sum(expected.values()) / store.count("tokens", "all")
+    told = [line for line in caplog.messages if "<unk>" in line]
+    assert len(told) == (not byte_fallback)
+    for line in told:
+        assert line.startswith(f"data: {share:.2%} of the tokens are <unk>, text that {tmp_path}")
+
+
 # --- What cannot be used ----------------------------------------------------------------------
 
 
@@ -419,7 +457,7 @@ LINES = "".join(json.dumps({"text": document}) + "\n" for document in articles()
         ("z.txt", b"fine so far \xff\xfe", r"z.txt: not UTF-8 text \(byte 12\)"),
         ("y.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "y.jsonl line 2: no text under 'text'"),
         ("y.jsonl", b'{"text": "a"}\n{"text": "b\n', "y.jsonl line 2: not a JSON value"),
-        ("y.jsonl", b"[" * 100_000, "y.jsonl line 1: not a JSON value"),
+        ("y.jsonl", b'{"text": ' + b"[" * 100_000, "y.jsonl line 1: not a JSON value"),
         (
             "z.jsonl.gz",
             gzip.compress(LINES.encode())[:5000],

@@ -1,11 +1,16 @@
 """Kinds of text, instructions, and mixtures."""
 
+import contextlib
 import gzip
+import itertools
 import json
 import math
+import os
+import socket
 
 import numpy as np
 import pytest
+from etils import epath
 from makers import WIKIPEDIA as NAME
 from makers import (
     articles,
@@ -28,6 +33,7 @@ from prope.data.store.pack import is_validation
 from prope.data.tokenizer import BOS, EOS
 from prope.data.windows import train_batch
 from prope.errors import UsageError
+from prope.runtime.files import hash_file, read_text
 from prope.runtime.validate import validate
 
 assert_equal = np.testing.assert_array_equal
@@ -79,7 +85,11 @@ def test_a_folder_is_the_same_documents_however_it_is_cut(tmp_path, folder, monk
         (b'{"text": "\xff"}', r"not UTF-8 text \(byte 10\)"),
         (b'{"text": "\\ud800"}', "holds half a character"),
         (b'{"text": 3}', "no text under 'text'; name the key"),
-        (b"[1]", "no text under 'text'"),
+        (b'{"content": "a", "id": 1}', "no text under 'text'; .*: it has 'content', 'id'"),
+        (b"3", "no text under 'text'; .*: it has none"),
+        (b"[1]", "a JSON array, not an object; write one object a line, as jq"),
+        (b' [{"text": "a"},', "a JSON array, not an object"),
+        (b"{", "not a JSON value .*; write one object a line"),
     ],
 )
 def test_a_line_that_is_no_document(tmp_path, folder, monkeypatch, line, problem):
@@ -89,6 +99,201 @@ def test_a_line_that_is_no_document(tmp_path, folder, monkeypatch, line, problem
     file.write_bytes(whole + b"\n" + line + b"\n")
     number = whole.count(b"\n") + 2
     refused(data_config(tmp_path, "files", folder), f"a.jsonl line {number}: {problem}")
+
+
+@pytest.fixture
+def data_lines(caplog):
+    """The lines about data that were logged since the last call."""
+    caplog.set_level("INFO", "prope")
+
+    def take():
+        lines = [line for line in caplog.messages if line.startswith("data: ")]
+        caplog.clear()
+        return lines
+
+    return take
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def json_line(text):
+    return json.dumps({"text": text}) + "\n"
+
+
+def test_files_that_are_not_read_are_counted(tmp_path, data_lines):
+    folder = tmp_path / "text"
+    for name in ("a.jsonl", "B.JSONL", "d/c.jsonl"):
+        write(folder, name, json_line(name))
+    write(folder, "D.TXT.GZ", gzip.compress(b"D"))
+    hidden = ["._a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "__MACOSX/a.txt", ".git/x.txt"]
+    for name in [*hidden, "e.csv", "f.csv", "g.md", "README", "txt", "h.txt~"]:
+        write(folder, name, "not a document")
+    os.mkfifo(folder / "pipe.txt")
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(str(folder / "s.txt"))
+        (folder / "device.txt").symlink_to("/dev/zero")
+        (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+        source = find_source(data_config(tmp_path, "files", folder))
+    assert sorted(source.documents()) == [b"B.JSONL", b"D", b"a.jsonl", b"d/c.jsonl"]
+    (told,) = data_lines()
+    counts = "4 hidden, 3 pipes or devices, 2 ending in .csv, 2 without an ending, 1 "
+    assert told.startswith(f"data: {folder}: 4 files read, 14 left out ({counts}")
+    assert told.endswith(" ..)")
+
+
+def test_links_are_followed_once(tmp_path, data_lines):
+    folder = tmp_path / "text"
+    write(folder, "b/a.jsonl", json_line("b"))
+    write(tmp_path, "outside/o.jsonl", json_line("o"))
+    write(tmp_path, "outside/deeper/p.jsonl", json_line("p"))
+    write(tmp_path, "one.jsonl", json_line("one"))
+    (folder / "a").symlink_to(folder / "b")  # read where it is
+    (folder / "b" / "up").symlink_to(folder)
+    (folder / "c").symlink_to(tmp_path / "outside")
+    (folder / "d").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside" / "loop").symlink_to(tmp_path / "outside")
+    (folder / "e").symlink_to(tmp_path / "outside" / "deeper")
+    (folder / "f.jsonl").symlink_to(tmp_path / "one.jsonl")
+    (folder / "g.jsonl").symlink_to(folder / "b" / "a.jsonl")
+    source = find_source(data_config(tmp_path, "files", folder))
+    names = [name for name, _ in source.identity["files"]]
+    assert names == ["b/a.jsonl", "c/deeper/p.jsonl", "c/o.jsonl", "f.jsonl"]
+    assert list(source.documents()) == [b"b", b"p", b"o", b"one"]
+    assert data_lines() == [f"data: {folder}: 4 files read, 6 left out (6 linked twice)"]
+
+
+def test_nothing_to_read_says_what_is_there(tmp_path):
+    write(tmp_path / "text", "a.parquet", b"PAR1")
+    write(tmp_path / "text", ".cache/a.txt", "a")
+    problem = r"in it or below it; 2 left out \(1 hidden, 1 ending in .parquet\)"
+    refused(data_config(tmp_path, "files", tmp_path / "text"), problem)
+
+
+def test_what_a_bucket_holds_beside_text(tmp_path, bucket, data_lines):
+    for name in ("a.txt", "x/B.TXT", "._a.txt", ".ipynb_checkpoints/a.txt", "c.md"):
+        (epath.Path(bucket) / name).write_text(f"{name}.")
+    source = find_source(data_config(tmp_path, "files", bucket))
+    assert list(source.documents()) == [b"a.txt.", b"x/B.TXT."]
+    told = f"data: {bucket}: 2 files read, 3 left out (2 hidden, 1 ending in .md)"
+    assert data_lines() == [told]
+
+
+def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch):
+    """Not again on a host that has read none of them, unless they change."""
+    hashed = []
+    monkeypatch.setattr(
+        files, "hash_file", lambda path: hashed.append(path.name) or hash_file(path)
+    )
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (epath.Path(bucket) / name).write_text(json_line(name))
+    config = data_config(tmp_path, "files", bucket)
+    config.cache_dir = f"{bucket}-stores"
+    first = find_source(config).identity
+    assert sorted(hashed) == ["a.txt", "b.txt", "c.jsonl"]
+    assert find_source(config).identity == first
+    assert len(hashed) == 3
+    (epath.Path(bucket) / "b.txt").write_text(json_line("B.txt"))  # of the same size
+    (epath.Path(bucket) / "d.txt").write_text("d")
+    changed = find_source(config).identity
+    assert sorted(hashed[3:]) == ["b.txt", "d.txt"]
+    other_cache = data_config(tmp_path / "other", "files", bucket)
+    assert find_source(other_cache).identity == changed != first
+    (epath.Path(config.cache_dir) / os.path.basename(_hashes(config))).write_text("[" * 100_000)
+    assert find_source(config).identity == changed
+
+
+def _hashes(config):
+    (path,) = epath.Path(config.cache_dir).iterdir()
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("few", [True, False])
+def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, name, few):
+    if not few:
+        monkeypatch.setattr(files, "_FEW_TEXTS", 0)
+    text = "One line.\n\ufeffTwo.\n"
+    content = json_line(text) if "jsonl" in name else text
+    content = content.encode("utf-8-sig")
+    write(
+        tmp_path / "text",
+        name,
+        gzip.compress(content) if name.endswith("gz") else content,
+    )
+    write(tmp_path / "text", "b.txt", b"\xef\xbb\xbf")
+    source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
+    assert list(source.documents()) == [text.encode(), b""]
+
+
+def test_a_byte_order_mark_is_no_prompt(tmp_path):
+    write(tmp_path, "prompts", "\ufeffdef f\n\ufeffg".encode())
+    assert read_text("prompts", str(tmp_path / "prompts"), "") == "def f\n\ufeffg"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("few", [True, False])
+def test_text_in_another_encoding_is_refused(tmp_path, monkeypatch, encoding, name, few):
+    if not few:
+        monkeypatch.setattr(files, "_FEW_TEXTS", 0)
+    write(tmp_path / "text", name, '{"text": "ein Stück"}\n'.encode(encoding))
+    problem = f"{name}( line 1)?: (not UTF-8 text|holds NUL bytes|not a JSON value)"
+    refused(data_config(tmp_path, "files", tmp_path / "text"), problem)
+
+
+def test_records_whose_text_is_null_are_left_out_and_counted(tmp_path, data_lines):
+    records = [
+        {"text": "a", "q": "1"},
+        {"text": None, "q": "2"},
+        {"q": None, "text": "b"},
+    ]
+    folder = tmp_path / "text"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [*records, {"text": "", "q": ""}])
+    plain = open_store(data_config(tmp_path, "files", folder), 260)
+    assert documents_of(plain, "all") == ["a", "b"]
+    assert plain.index["empty"] == 2
+    assert any("2 documents without text were left out" in told for told in data_lines())
+    joined = open_store(data_config(tmp_path, "files", folder, template="{q}:{text}"), 260)
+    assert documents_of(joined, "all") == ["1:a", ":"]
+    assert joined.index["empty"] == 2
+
+
+LONG_TEXTS = {
+    "lines": "".join(f"line {i} of a poem\n" for i in range(4000)),
+    "one line": " ".join(f"word{i}" for i in range(9000)),
+    "no space": "".join(chr(0x4E00 + i % 20_000) for i in range(30_000)),
+    "CRLF": "".join(f"line {i}\r\n\r\n" for i in range(5000)),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_TEXTS)
+@pytest.mark.parametrize("name", ["input.txt", "input.txt.gz"])
+def test_one_long_text_is_split_into_training_and_validation(tmp_path, kind, name):
+    text = LONG_TEXTS[kind].encode()
+    content = gzip.compress(text) if name.endswith("gz") else text
+    write(tmp_path / "text", name, content)
+    config = data_config(tmp_path, "files", tmp_path / "text", seq_len=64)
+    pieces = list(find_source(config).documents())
+    assert b"".join(pieces) == text
+    size = len(content) * 3 if name.endswith("gz") else len(content)
+    assert max(map(len, pieces)) <= max(size // 256, 256)
+    for piece, after in itertools.pairwise(pieces):
+        assert piece.endswith(b"\n") or after.startswith(b" ") or kind == "no space"
+    for split in ("train", "validation"):
+        assert open_windows(config, 260, split).count > 0
+
+
+def test_many_texts_are_whole_documents(tmp_path):
+    texts = [f"{i} " + "word " * 2000 for i in range(17)]
+    for i, text in enumerate(texts):
+        write(tmp_path / "text", f"{i:02d}.txt", text)
+    source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
+    assert [text.decode() for text in source.documents()] == texts
 
 
 def test_a_document_that_is_too_long(tmp_path, folder, monkeypatch):
@@ -155,7 +360,11 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
     train = predicted_ids("train")
     held_out = predicted_ids("validation")
     losses = [-math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in held_out]
-    assert math.isclose(store.index["unigram_loss"], np.mean(losses), rel_tol=1e-9)
+    assert math.isclose(
+        store.index["unigram_loss"],
+        np.mean(losses),
+        rel_tol=1e-9,
+    )
     loss_on_all, _ = instructions(tmp_path / "all", kind)
     assert open_store(loss_on_all, 260).fingerprint != store.fingerprint
 
@@ -232,10 +441,21 @@ def test_fields_that_do_not_fit(fields, problem):
 def mixture(tmp_path, weights=(3, 1)):
     """A config of two folders; the configs of the folders."""
     first = write_text(tmp_path / "text", articles(100))
-    second = write_text(tmp_path / "other", [text.upper() for text in articles(40)])
+    second = write_text(
+        tmp_path / "other",
+        [text.upper() for text in articles(40)],
+    )
     entries = [FILES | {"data_dir": str(folder)} for folder in (first, second)]
     config = mixed(tmp_path, entries, weights)
-    alone = [data_config(tmp_path, "files", folder, seq_len=64) for folder in (first, second)]
+    alone = [
+        data_config(
+            tmp_path,
+            "files",
+            folder,
+            seq_len=64,
+        )
+        for folder in (first, second)
+    ]
     return config, alone
 
 
@@ -333,7 +553,11 @@ def test_a_generated_source_of_a_mixture_has_windows_for_every_seed(tmp_path, se
     folder = str(write_text(tmp_path / "text", articles(60)))
     entries = [{"dataset": "longcontext/passkey"}, {"dataset": "files", "data_dir": folder}]
     entries.sort(key=lambda entry: entry["dataset"] != first)
-    windows = open_windows(mixed(tmp_path, entries, weights=(1, 1)), 260, "train")
+    windows = open_windows(
+        mixed(tmp_path, entries, weights=(1, 1)),
+        260,
+        "train",
+    )
     batch = train_batch(windows, seed, 4, 0)
     for number, entry in enumerate(entries):
         data = data_config(tmp_path, seq_len=64, **entry)

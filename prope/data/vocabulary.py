@@ -16,9 +16,9 @@ from etils import epath
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from prope.data.sources.base import Source
+from prope.data.sources.base import Source, cut_text
 from prope.data.sources.find import find_source, weighted_sources
-from prope.data.store.pack import cut_text, is_validation
+from prope.data.store.pack import is_validation
 from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
 from prope.errors import log, usage_error
 from prope.runtime.files import is_url, write_output

@@ -254,9 +254,9 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
 
 
 def read_text(flag: str, path: str, remedy: str) -> str:
-    """Reads the text file that a flag names; a UsageError ends with `remedy`."""
+    """Reads the text file that a flag names, without a BOM; a UsageError ends with `remedy`."""
     try:
-        return as_path(f"--{flag}", path).read_text(encoding="utf-8")
+        return as_path(f"--{flag}", path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise usage_error(f"--{flag}", path, f"cannot be read: {reason}", remedy) from None
@@ -283,7 +283,7 @@ def read_json(path: epath.Path, remedy: str | None = None):
         return json.loads(text)
     except _NO_FILE:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if remedy is None:
             return None
         raise UsageError(f"{path}: not readable as JSON ({error}); {remedy}") from None

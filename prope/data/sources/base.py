@@ -101,7 +101,7 @@ class TextRule(NamedTuple):
 
 
 def check_utf8(text: bytes, where: str) -> bytes:
-    """Returns the text; raises UsageError if it is not UTF-8 or too long."""
+    """Returns the text; raises UsageError if it is not UTF-8 text or too long."""
     if len(text) > MAX_DOCUMENT:
         raise too_long(where)
     if text.isascii():
@@ -112,6 +112,24 @@ def check_utf8(text: bytes, where: str) -> bytes:
         problem = f"not UTF-8 text (byte {error.start})"
         raise UsageError(f"{where}: {problem}; convert or remove it") from None
     return text
+
+
+def cut_text(text: bytes, limit: int, find_cut: Callable[[int, int], int]) -> Iterator[bytes]:
+    """Yields segments of at most `limit` bytes.
+
+    They end at `find_cut(start, latest end)`, or between characters if that is not after `start`.
+    """
+    start = 0
+    while len(text) - start > limit:
+        cut = find_cut(start, start + limit)
+        if cut <= start:
+            cut = start + limit
+            while text[cut] & 0xC0 == 0x80:  # inside a character
+                cut -= 1
+        yield text[start:cut]
+        start = cut
+    if start < len(text):
+        yield text[start:]
 
 
 def too_long(where: str) -> UsageError:

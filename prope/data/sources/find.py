@@ -12,7 +12,7 @@ from prope.data.sources.files import files
 from prope.data.sources.python_docs import python_docs
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import usage_error
-from prope.runtime.files import as_path, is_url, retry_reads
+from prope.runtime.files import as_path, is_url, local_cache, retry_reads
 
 
 def find_source(data: ConfigDict) -> Source:
@@ -33,7 +33,7 @@ def find_source(data: ConfigDict) -> Source:
         if not data.data_dir or not is_there:
             raise FileNotFoundError
         if data.dataset == "files":
-            return files(folder, rule)
+            return files(folder, rule, data.cache_dir or str(local_cache()))
         return tfds_source(data.dataset, folder, rule)
 
     try:

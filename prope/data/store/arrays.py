@@ -27,8 +27,9 @@ from prope.runtime.files import CONTEXT, files_below, is_url, kvstore, retry_rea
 T = TypeVar("T")
 
 SPLITS = ("train", "validation")
-COUNTS = ("tokens", "documents", "bytes", "prompt_tokens")  # per split in index.json: see `Store`
-FORMAT = 3  # version of the store; in its fingerprint
+# Per split in index.json: see `Store`.
+COUNTS = ("tokens", "documents", "bytes", "prompt_tokens", "unk_tokens")
+FORMAT = 4  # version of the store; in its fingerprint
 SHARD = 2**24  # tokens in a file
 _ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
@@ -53,10 +54,10 @@ class Store:
     """A token store.
 
     `index` is the content of index.json. Per split it has `tokens, documents, bytes`, where bytes
-    are those of the predicted text, and `prompt_tokens`. `empty`: the number of documents without
-    text, which are left out. `unigram_loss`: nats per token of the validation split under the token
-    frequencies of the train split; `train_unigram_loss`: of the train split itself. A `split` is
-    train, validation or all.
+    are those of the predicted text, `prompt_tokens`, and `unk_tokens`, which stand for text that
+    the tokenizer lacks. `empty`: the number of documents without text, which are left out.
+    `unigram_loss`: nats per token of the validation split under the token frequencies of the train
+    split; `train_unigram_loss`: of the train split itself. A `split` is train, validation or all.
     """
 
     path: str  # folder or URL; empty for a mixture of stores, and for generated windows
@@ -68,7 +69,7 @@ class Store:
         return ts.concat([_open_array(self.path, name) for name in _ARRAYS[split]], axis=0)
 
     def count(self, name: str, split: str) -> int:
-        """Counts the `tokens, documents, bytes` or `prompt_tokens` of a split."""
+        """Counts what one of COUNTS names, in a split."""
         return sum(self.index[array][name] for array in _ARRAYS[split])
 
     def targets(self, split: str) -> int:

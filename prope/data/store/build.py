@@ -33,7 +33,7 @@ from prope.runtime.files import as_path, check_writable, is_url, kvstore, local_
 
 # Fields of config.data that a store is made with.
 _SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
-_SIZES = ("tokens", "documents", "bytes")
+_SIZES = ("tokens", "documents", "bytes", "unk_tokens")
 _POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
 
@@ -166,6 +166,7 @@ def _write_store(
         first = next(record["chunk"] for record in records if record["empty"])
         message = "data: %d documents without text were left out, the first in %s"
         log.info(message, index["empty"], first)
+    _log_unknown(index, data.tokenizer)
     if not any(index[split]["documents"] for split in SPLITS):
         raise UsageError(f"{source.name}: has no document with text; add some")
     index["rule"] = rule
@@ -175,6 +176,16 @@ def _write_store(
     index |= _concatenate(path, data, rule["has_prompts"], chunks, records)
     kvstore(path).write("index.json", json.dumps(index, indent=2).encode()).result()
     shutil.rmtree(chunks, ignore_errors=True)
+
+
+def _log_unknown(index: dict, tokenizer: str) -> None:
+    """Warns of text that the tokenizer does not know, which is lost."""
+    unknown = sum(index[split]["unk_tokens"] for split in SPLITS)
+    tokens = sum(index[split]["tokens"] for split in SPLITS)
+    if unknown:
+        problem = f"{unknown / tokens:.2%} of the tokens are <unk>, text that {tokenizer} lacks"
+        remedy = "take a tokenizer with byte fallback, as prope.data.train_tokenizer makes"
+        log.warning("data: %s; above 1 %% there are no bits per byte; %s", problem, remedy)
 
 
 def _concatenate(

@@ -13,14 +13,14 @@ import pathlib
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 
 import numpy as np
 
-from prope.data.sources.base import Chunk, Document
+from prope.data.sources.base import Chunk, Document, cut_text
 from prope.data.store.arrays import COUNTS, SPLITS, element_dtype, prompt_bit
-from prope.data.tokenizer import BOS, EOS, load_tokenizer
+from prope.data.tokenizer import BOS, EOS, UNKNOWN, load_tokenizer
 from prope.errors import RunFailed
 from prope.runtime.files import write_atomic
 
@@ -58,8 +58,7 @@ def pack_run(chunks: list[tuple[int, Chunk]], folder: pathlib.Path) -> list[tupl
 def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
     """Writes the files of a chunk; returns the content of its JSON file.
 
-    It holds, per split, `tokens, documents, bytes, prompt_tokens, crc`; `chunk`, its key; and
-    `empty`, the documents left out.
+    It holds, per split, COUNTS and `crc`; `chunk`, its key; and `empty`, the documents left out.
     """
     record: dict = {split: dict.fromkeys((*COUNTS, "crc"), 0) for split in SPLITS}
     record |= {"chunk": chunk.key, "empty": 0}
@@ -75,7 +74,7 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
                 continue
             held_out = is_validation(document.text, _validation_fraction)
             split = "validation" if held_out else "train"
-            elements, prompt_tokens = _tokenise(document)
+            elements, prompt_tokens, unk_tokens = _tokenise(document)
             data = elements.tobytes()
             files[split].write(data)
             counts = record[split]
@@ -84,6 +83,7 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
             counts["documents"] += 1
             counts["bytes"] += len(predicted_text)
             counts["prompt_tokens"] += prompt_tokens
+            counts["unk_tokens"] += unk_tokens
     write_atomic(folder / f"{number}.json", json.dumps(record))
     return record
 
@@ -110,8 +110,8 @@ def read_elements(
     return elements
 
 
-def _tokenise(document: Document) -> tuple[np.ndarray, int]:
-    """Returns a document's elements, from <bos> to <eos>, and the number of prompt tokens."""
+def _tokenise(document: Document) -> tuple[np.ndarray, int, int]:
+    """Returns a document's elements, from <bos> to <eos>; counts those of prompts, and <unk>."""
     # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
     prompt = _encode(document.text[: document.prompt_bytes])
     predicted = _encode(document.text[document.prompt_bytes :])
@@ -119,7 +119,7 @@ def _tokenise(document: Document) -> tuple[np.ndarray, int]:
     elements = ids.astype(_dtype)
     prompt_tokens = sum(map(len, prompt))
     elements[1 : 1 + prompt_tokens] |= prompt_bit(_dtype)
-    return elements, prompt_tokens
+    return elements, prompt_tokens, int(np.count_nonzero(ids == UNKNOWN))
 
 
 def _encode(text: bytes) -> list[np.ndarray]:
@@ -130,24 +130,12 @@ def _segments(text: bytes) -> Iterator[bytes]:
     """Yields segments of a long text that end after a line or a space."""
 
     def find_cut(start: int, stop: int) -> int:
-        return max(text.rfind(b"\n", start, stop), text.rfind(b" ", start, stop)) + 1
+        return (
+            max(
+                text.rfind(b"\n", start, stop),
+                text.rfind(b" ", start, stop),
+            )
+            + 1
+        )
 
     return cut_text(text, _SEGMENT_BYTES, find_cut)
-
-
-def cut_text(text: bytes, limit: int, find_cut: Callable[[int, int], int]) -> Iterator[bytes]:
-    """Yields segments of at most `limit` bytes.
-
-    They end at `find_cut(start, latest end)`, or between characters if that is not after `start`.
-    """
-    start = 0
-    while len(text) - start > limit:
-        cut = find_cut(start, start + limit)
-        if cut <= start:
-            cut = start + limit
-            while text[cut] & 0xC0 == 0x80:  # inside a character
-                cut -= 1
-        yield text[start:cut]
-        start = cut
-    if start < len(text):
-        yield text[start:]
