@@ -256,7 +256,7 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
 def read_text(flag: str, path: str, remedy: str) -> str:
     """Reads the text file that a flag names, without a BOM; a UsageError ends with `remedy`."""
     try:
-        return as_path(f"--{flag}", path).read_text(encoding="utf-8-sig")
+        return as_path(f"--{flag}", path).read_text(encoding="utf-8").removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise usage_error(f"--{flag}", path, f"cannot be read: {reason}", remedy) from None
