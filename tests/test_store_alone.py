@@ -1,10 +1,14 @@
 """A token store alone: in a bucket, made twice at once, or opened when the text is gone."""
 
+import os
+import random
 import shutil
+import signal
+import time
 
 import numpy as np
 import pytest
-from conftest import CONFIG
+from conftest import CONFIG, finish
 from etils import epath
 from makers import WIKIPEDIA as NAME
 from makers import articles, data_config, start_patched, write_text, write_tfds
@@ -16,10 +20,12 @@ from prope.data.mixture import open_windows
 from prope.data.store import arrays, build, workers
 from prope.data.store.build import open_store
 from prope.data.windows import train_batch
-from prope.errors import RunFailed, UsageError
+from prope.errors import RunFailed, StorageFailed, UsageError
 from prope.runtime import files
 from prope.runtime.files import files_below
 from prope.runtime.validate import validate
+
+SUSPENDS = int(os.environ.get("PROPE_SUSPENDS", "2"))  # 20 and more by hand
 
 
 @pytest.fixture
@@ -42,6 +48,13 @@ def read_files(folder) -> dict[str, bytes]:
     """The files below a folder or URL, by their path in it."""
     folder = epath.Path(folder)
     return {name: (folder / name).read_bytes() for name in files_below(folder)}
+
+
+def modified(folder) -> dict[str, float]:
+    """The times at which the files below a folder or URL were written, but for zarr.json."""
+    folder = epath.Path(folder)
+    names = [name for name in files_below(folder) if not name.endswith("zarr.json")]
+    return {name: (folder / name).stat().mtime for name in names}
 
 
 def assert_same_batches(windows, expected):
@@ -86,12 +99,28 @@ def test_a_store_does_not_count_without_its_index(config, in_bucket, monkeypatch
     assert read_files(open_store(in_bucket, 260).path) == expected
 
 
+class NoLock:
+    """A lock of a file system that has none, or has given it to another host meanwhile."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def acquire(self, **options):
+        pass
+
+    release = acquire
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
 @pytest.mark.parametrize("moment", ["chunks", "train", "validation", "index"])
 def test_two_hosts_that_prepare_at_once_lose_nothing(
-    tmp_path, config, in_bucket, monkeypatch, moment
+    tmp_path, config, in_bucket, monkeypatch, moment, place
 ):
     """One host writes all of the store while another is about to write what `moment` names."""
     expected = read_files(open_store(config, 260).path)
+    if place == "folder":
+        in_bucket.cache_dir = str(tmp_path / "shared")
+        monkeypatch.setattr(build.filelock, "FileLock", NoLock)
     write_array = arrays.write_array
     concatenate = build._concatenate
     pack_chunks = workers.pack_chunks
@@ -115,7 +144,12 @@ def test_two_hosts_that_prepare_at_once_lose_nothing(
     def write_array_late(path, split, *arguments):
         if split == moment:
             prepare_on_other_host()
-        write_array(path, split, *arguments)
+            before = modified(path)
+        try:
+            write_array(path, split, *arguments)
+        finally:
+            if split == moment:
+                assert modified(path) == before, "what has an index is left as it is"
         if found:
             assert read_files(path) == expected, "it is whole all the time"
 
@@ -132,6 +166,59 @@ def test_two_hosts_that_prepare_at_once_lose_nothing(
     assert found == [store]
     assert read_files(store.path) == expected
     assert len(stream(store, "all")) == store.count("tokens", "all")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_suspended_while_another_prepares(
+    tmp_path, bucket, config, storage, start_command
+):
+    """At a random moment; PROPE_SUSPENDS times."""
+    expected = read_files(open_store(config, 260).path)
+    chance = random.Random(SUSPENDS)
+    suspended = 0
+    for attempt in range(SUSPENDS):
+        arguments = (
+            CONFIG,
+            "--config.data.dataset=files",
+            f"--config.data.data_dir={tmp_path}/text",
+            f"--config.data.cache_dir={bucket}/{attempt}",
+        )
+        hosts = []
+        for name in ("one", "two"):
+            host = storage.environment | {"PROPE_CACHE": str(tmp_path / f"{name}{attempt}")}
+            hosts.append(start_command("prope.data.prepare", *arguments, **host))
+            if name == "one":
+                hosts[0].wait_for("packing")
+                time.sleep(chance.random() / 10)
+                process = hosts[0]._process
+                suspended += process.is_alive()
+                os.kill(process.pid, signal.SIGSTOP)
+        results = [finish(hosts[1])]
+        (store,) = epath.Path(f"{bucket}/{attempt}").iterdir()
+        assert read_files(store) == expected
+        os.kill(process.pid, signal.SIGCONT)
+        results.append(finish(hosts[0]))
+        assert [result.code for result in results] == [0, 0], results
+        assert read_files(store) == expected
+    assert suspended == SUSPENDS
+
+
+def test_a_bucket_that_refuses_writes(in_bucket, storage, monkeypatch):
+    write_array = arrays.write_array
+
+    def refuse(*arguments):
+        with storage.failing(403):
+            write_array(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arrays, "write_array", refuse)
+        problem = f"^{in_bucket.cache_dir}: the store cannot be prepared: .*; finished chunks are"
+        with pytest.raises(StorageFailed, match=problem) as caught:
+            open_store(in_bucket, 260)
+    assert "\n" not in str(caught.value)
+    stats = {}
+    open_store(in_bucket, 260, stats)
+    assert stats["tokens"] == 0, "its chunks were kept"
 
 
 @pytest.mark.slow

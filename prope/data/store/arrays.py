@@ -240,8 +240,10 @@ def write_array(
 ) -> None:
     """Writes a split of a store: arrays of `dtype` one after the other, `size` elements together.
 
-    What is there already of the same store is written again.
+    What is there already of the same store is written again. Raises FileExistsError where the store
+    has an index: another process has finished it.
     """
+    folder = kvstore(path)
     spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
     store = ts.open(
         spec,
@@ -252,6 +254,8 @@ def write_array(
     start = 0
     writing = None
     for shard in _join(arrays, SHARD):
+        if folder.read("index.json").result().state == "value":
+            raise FileExistsError(path)
         if writing is not None:
             writing.result()
         stop = start + len(shard)

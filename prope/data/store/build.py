@@ -4,8 +4,10 @@ Workers pack chunks of the source into files, in any order. When all are there, 
 concatenated into the store. A killed process leaves chunks that the next one reuses.
 
 The bytes of a store depend on nothing but its fingerprint, which is in its name, and its index is
-written last. Hosts that prepare the same store in a bucket at once do the work twice: each writes
-the same objects, and none deletes any. Processes that share a folder wait for each other.
+written last. Processes that share a folder wait for each other, where its file system has locks.
+Others, as hosts that prepare the same store in a bucket, do the work twice: each writes the same
+objects, stops where another one has written the index, and deletes none. So a writer that was
+suspended in the meantime does no harm.
 """
 
 import contextlib
@@ -28,12 +30,21 @@ from prope.data.store import arrays, pack, workers
 from prope.data.store.arrays import COUNTS, SPLITS, Store, find_store
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import BOS, load_tokenizer
-from prope.errors import UsageError, is_disk_full, log, usage_error
+from prope.errors import (
+    RunFailed,
+    StorageFailed,
+    UsageError,
+    first_line,
+    is_disk_full,
+    log,
+    usage_error,
+)
 from prope.runtime.files import as_path, check_writable, is_url, kvstore, local_cache
 
 # Fields of config.data that a store is made with.
 _SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
 _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
+_TENSORSTORE_ERROR = re.compile("[A-Z_]+: ")  # how its texts begin
 _POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
 
@@ -73,7 +84,13 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
             store = find_store(path, fingerprint)
             if store is None:
                 chunks = local_folder / f"{name}.chunks"
-                _write_store(source, data, rule, path, chunks, {} if stats is None else stats)
+                try:
+                    _write_store(source, data, rule, path, chunks, {} if stats is None else stats)
+                except (OSError, RunFailed):
+                    if find_store(path, fingerprint) is None:
+                        raise
+                    log.info("data: another host has finished %s meanwhile", path)
+                shutil.rmtree(chunks, ignore_errors=True)
                 store = find_store(path, fingerprint)
     return store
 
@@ -144,7 +161,11 @@ def _lock_preparation(cache: str, name: str) -> Iterator[pathlib.Path]:
         yield folder
     except (OSError, ValueError) as error:  # ValueError: of TensorStore
         if not is_disk_full(error):
-            raise
+            if isinstance(error, ValueError) and not _TENSORSTORE_ERROR.match(str(error)):
+                raise
+            problem = f"the store cannot be prepared: {first_line(error)}"
+            remedy = "finished chunks are kept: see to the storage and run the same command again"
+            raise StorageFailed(f"{cache}: {problem}; {remedy}") from error
         room = "a store needs room for itself and, until it is done, for its chunks"
         remedy = "Finished chunks are kept: free some space and run the same command again"
         raise usage_error(setting, folder, "the disk is full", f"{room}. {remedy}") from error
@@ -171,11 +192,12 @@ def _write_store(
         raise UsageError(f"{source.name}: has no document with text; add some")
     index["rule"] = rule
     index["fingerprint"] = arrays.fingerprint_of(rule)
-    if not is_url(path):
-        shutil.rmtree(path, ignore_errors=True)  # what a killed process left, without an index
     index |= _concatenate(path, data, rule["has_prompts"], chunks, records)
-    kvstore(path).write("index.json", json.dumps(index, indent=2).encode()).result()
-    shutil.rmtree(chunks, ignore_errors=True)
+    folder = kvstore(path)
+    before = folder.read("index.json").result()
+    if before.state != "value":  # nor does it write over one that comes at the same moment
+        content = json.dumps(index, indent=2).encode()
+        folder.write("index.json", content, if_equal=before.stamp.generation).result()
 
 
 def _log_unknown(index: dict, tokenizer: str) -> None:
