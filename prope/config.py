@@ -371,6 +371,12 @@ FIELDS = {
         "a finished token store, as prope.data.prepare prints its place: the text is not needed",
     ),
     "data.num_workers": Field(0, "processes that tokenise; 0: one per core", (_NOT_NEGATIVE,)),
+    "optimizer.name": Field(
+        "adamw",
+        "adamw | lion | adafactor (has no b1, b2, eps, mu_dtype) | muon (matrices of layers; Adam "
+        "for the rest)",
+        (_one_of("adamw", "lion", "adafactor", "muon"),),
+    ),
     "optimizer.learning_rate": Field(1e-3, "at the peak, the end of warmup", (_POSITIVE,)),
     "optimizer.final_learning_rate": Field(
         1e-4, "at the last step, the end of the cosine", relations=(_at_most_peak,)
@@ -380,14 +386,14 @@ FIELDS = {
     ),
     "optimizer.b1": Field(0.9, "decay rate of the first moment", (_DECAY_RATE,)),
     "optimizer.b2": Field(0.95, "decay rate of the second moment", (_DECAY_RATE,)),
-    "optimizer.eps": Field(1e-8, "added to the denominator", (_POSITIVE,)),
+    "optimizer.eps": Field(1e-8, "added to the denominator, but of lion", (_POSITIVE,)),
     "optimizer.weight_decay": Field(0.1, "of matrices, not of norm scales", (_NOT_NEGATIVE,)),
     "optimizer.clip_norm": Field(
         1.0, "largest norm of the gradient over all parameters", (_POSITIVE,)
     ),
     "optimizer.mu_dtype": Field(
         "float32",
-        "dtype of AdamW's first moment; the second is always float32",
+        "dtype of the first moment; the second is always float32",
         (_one_of(*DTYPES),),
     ),
     "mesh.data": Field(

@@ -1,8 +1,9 @@
-"""The optimizer, AdamW with warmup, cosine decay and clipping: change it here."""
+"""The optimizer, of Optax, with warmup, cosine decay and clipping: change it here."""
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from ml_collections import ConfigDict
 
 from prope import parameters
@@ -25,18 +26,57 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
 
 
 def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """Makes the update rule: clips by the global norm, then AdamW with decay on matrices only."""
+    """Makes the update rule: clips by the global norm, then `config.optimizer.name`.
+
+    All have the schedule, and decay of matrices that is multiplied by the learning rate.
+    """
     c = config.optimizer
-    adamw = optax.adamw(
-        learning_rate(config),
-        b1=c.b1,
-        b2=c.b2,
+    rate = learning_rate(config)
+    clip = optax.clip_by_global_norm(c.clip_norm)
+    if c.name in ("adamw", "lion"):
+        options = {"b1": c.b1, "b2": c.b2, "mu_dtype": c.mu_dtype, "weight_decay": c.weight_decay}
+        if c.name == "adamw":
+            rule = optax.adamw(rate, eps=c.eps, mask=has_weight_decay, **options)
+        else:
+            rule = optax.lion(rate, mask=has_weight_decay, **options)
+        return optax.chain(clip, rule)
+    direction = optax.adafactor() if c.name == "adafactor" else _muon(c)
+    decay = optax.add_decayed_weights(-c.weight_decay, has_weight_decay)
+    return optax.chain(clip, direction, decay, optax.scale_by_schedule(rate))
+
+
+def _muon(c: ConfigDict) -> optax.GradientTransformation:
+    """Makes Muon for the matrices of layers, and Adam for the embedding and norms.
+
+    Updates have the root mean square of AdamW's, so that it takes AdamW's learning rate.
+    """
+    return optax.contrib.muon(
+        1.0,
+        beta=c.b1,
         eps=c.eps,
         mu_dtype=c.mu_dtype,
-        weight_decay=c.weight_decay,
-        mask=has_weight_decay,
+        adam_b1=c.b1,
+        adam_b2=c.b2,
+        muon_weight_dimension_numbers=_matrix_axes,
+        consistent_rms=0.2,
     )
-    return optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
+
+
+def _matrix_axes(params):
+    """Returns which axes of every parameter Muon takes as a matrix's rows and columns; None: Adam.
+
+    Layers, and the two matrices in one array, are matrices of their own.
+    """
+
+    def find_axes(keys, _):
+        row, axes = parameters.find(keys)
+        if not row.is_matrix or "V" in axes:
+            return None
+        rows = tuple(axes.index(axis) for axis in row.fan_in)
+        columns = tuple(i for i, axis in enumerate(axes) if axis not in f"{row.fan_in}LC")
+        return optax.contrib.MuonDimensionNumbers(rows, columns)
+
+    return jax.tree_util.tree_map_with_path(find_axes, params)
 
 
 def has_weight_decay(params):

@@ -390,6 +390,8 @@ def state_shardings(state, mesh: Mesh):
         if parameter is None or leaf.size < _MIN_SHARD_SIZE:
             return NamedSharding(mesh, PartitionSpec())
         _, axes = parameter
+        if len(axes) != leaf.ndim:  # a sum over some axes, of Adafactor
+            return NamedSharding(mesh, PartitionSpec())
         return NamedSharding(mesh, _param_spec(mesh, axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(rule, state)

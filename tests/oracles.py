@@ -253,6 +253,31 @@ def adamw(
         yield weights
 
 
+def lion(weights, gradients, rates, clip_norm, weight_decay, b1=0.9, b2=0.95):
+    """Yields the weights after each update by Lion with clipped gradients."""
+    mu = np.zeros_like(weights)
+    for rate, gradient in zip(rates, gradients, strict=True):
+        clipped = gradient / max(np.linalg.norm(gradient) / clip_norm, 1)
+        step = np.sign(b1 * mu + (1 - b1) * clipped)
+        mu = b2 * mu + (1 - b2) * clipped
+        weights = weights - rate * (step + weight_decay * weights)
+        yield weights
+
+
+def adafactor(weights, gradients, rates, clip_norm, weight_decay):
+    """Yields the weights after each update by Adafactor, of an array too small to be factored."""
+    nu = np.zeros_like(weights)
+    for index, gradient in enumerate(gradients):
+        clipped = gradient / max(np.linalg.norm(gradient) / clip_norm, 1)
+        decay = 1 - (index + 1) ** -0.8
+        nu = decay * nu + (1 - decay) * clipped**2
+        step = clipped / np.sqrt(nu)
+        step = step / max(np.sqrt(np.mean(step**2)), 1)
+        step = step * max(np.sqrt(np.mean(weights**2)), 1e-3)
+        weights = weights - rates[index] * (step + weight_decay * weights)
+        yield weights
+
+
 # --- Analysis ---------------------------------------------------------------------------------
 
 
@@ -275,7 +300,15 @@ def channel(query, key, frequency, head_dim):
     rotated = (advantage * np.exp(-1j * rotations)).real
     return {
         "to_first": added[:, 1:, 0].mean(0),
-        "to_others": [np.diagonal(others, -m, 1, 2).mean() for m in range(T - 1)],
+        "to_others": [
+            np.diagonal(
+                others,
+                -m,
+                1,
+                2,
+            ).mean()
+            for m in range(T - 1)
+        ],
         "first_alignment": _cosine(mean, mean_first),
         "others_alignment": _cosine(mean, mean_others),
         "breaking_rotation": rotations[np.argmax(rotated <= 0)] if rotated[0] > 0 else None,

@@ -1,18 +1,28 @@
 """A run's first checkpoint is read back, its origin is recorded, and storage is asked little."""
 
+import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import pytest
 from conftest import finish
 from etils import epath
-from makers import make_run, restore_training, save_checkpoints
+from makers import NO_WINDOWS, make_run, restore_training, save_checkpoints
 
+from configs.quickstart import get_config
+from prope import parameters
+from prope import step as step_lib
 from prope import train as train_lib
 from prope.errors import RunFailed, UsageError
+from prope.hf import exporter
+from prope.optimizer import make_optimizer
+from prope.parameters import TABLE
+from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported
-from prope.workdir.run import read_config
+from prope.workdir.hashes import hash_arrays
+from prope.workdir.run import open_run, read_config
 
 
 def lose_array(folder, hashes):
@@ -72,6 +82,99 @@ def test_no_weights_are_drawn_for_a_run_that_starts_from_another_one(origin, tmp
     config, folder = origin
     monkeypatch.setattr(train_lib, "init_state", lambda *_: pytest.fail("draws weights"))
     assert restore_training(config, tmp_path / "new", folder)[0] == 0
+
+
+NAMES = ("adamw", "lion", "adafactor", "muon")
+
+
+def save_training(config, folder):
+    """Saves the state that training starts from, as step 10."""
+    prepared = prepare(config, jax.devices())
+    params, opt_state = init_state(config, prepared.optimizer)
+    with Checkpoints(folder) as checkpoints:
+        data = train_lib.data_state(config, NO_WINDOWS, 10)
+        identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+        checkpoints.save(10, params, opt_state, identity, data)
+    return hash_arrays(params), hash_arrays(opt_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_each_optimizer_is_restored_and_of_no_other(tmp_path, monkeypatch, name):
+    """Where the config says the same, as when code is changed, the names and shapes tell."""
+    config = get_config("tiny")
+    config.optimizer.name = name
+    saved = save_training(config, tmp_path)
+    assert restore_training(config, tmp_path) == (10, *saved)
+    for other in NAMES:
+        if other == name:
+            continue
+        changed = config.copy_and_resolve_references()
+        changed.optimizer.name = other
+        with pytest.raises(UsageError, match=f"optimizer.name: {name}, not {other}"):
+            restore_training(changed, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(step_lib, "make_optimizer", lambda _, c=changed: make_optimizer(c))
+            says = r"opt_state is of other code or another optimizer: \[.* in the checkpoint and "
+            with pytest.raises(UsageError, match=says) as raised:
+                restore_training(config, tmp_path)
+        assert "damaged" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_run_of_before_there_was_a_choice_is_adamws(tmp_path):
+    values = get_config("tiny").to_dict()
+    del values["optimizer"]["name"]
+    (tmp_path / "config.json").write_text(json.dumps({"format": 2} | values))
+    assert read_config(epath.Path(tmp_path)).optimizer.name == "adamw"
+
+
+# What other code might make: the path of a row of parameters and its change.
+OTHER_CODE = {
+    "one more": {"layers/extra_norm/scale": TABLE["layers/pre_ffw_norm/scale"]},
+    "another shape": {"final_norm/scale": TABLE["final_norm/scale"]._replace(axes="F")},
+    "another name": {
+        "earlier_norm/scale": TABLE["final_norm/scale"],
+        "final_norm/scale": TABLE["final_norm/scale"]._replace(required_field="use_qk_norm"),
+    },
+}
+
+
+@pytest.mark.parametrize("rows", OTHER_CODE.values(), ids=OTHER_CODE)
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "reads"])
+def test_parameters_of_other_code_are_refused_by_all_that_read_them(
+    tmp_path, monkeypatch, rows, saves
+):
+    """Code that makes other parameters has saved the checkpoint, or reads it."""
+    with monkeypatch.context() as patch:
+        if saves:
+            patch.setattr(parameters, "TABLE", TABLE | rows)
+        make_run(tmp_path / "run")
+    if not saves:
+        monkeypatch.setattr(parameters, "TABLE", TABLE | rows)
+    path = ".*".join(next(iter(rows)).split("/"))
+    says = rf"checkpoints/7: params is of other code .*{path}.* in the checkpoint and "
+    readers = {
+        "evaluate, sample, analyze": lambda: open_run(tmp_path / "run"),
+        "init_from": lambda: restore_training(
+            read_config(epath.Path(tmp_path / "run")), tmp_path / "new", tmp_path / "run"
+        ),
+        "export": lambda: exporter.export(tmp_path / "run", tmp_path / "hf"),
+    }
+    for read in readers.values():
+        with pytest.raises(UsageError, match=says):
+            read()
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("extra_layernorm",), ("input_layernorm",)], ids=["none", "unknown", "taken"]
+)
+def test_a_parameter_that_transformers_does_not_read_is_not_exported(tmp_path, monkeypatch, names):
+    row = TABLE["layers/pre_ffw_norm/scale"]._replace(hf_names=names)
+    monkeypatch.setattr(parameters, "TABLE", TABLE | {"layers/extra_norm/scale": row})
+    make_run(tmp_path / "run")
+    with pytest.raises(UsageError, match="has no tensor for layers/extra_norm/scale; an export"):
+        exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 KILLED = "from prope import train; train.Training.save = lambda *_: os._exit(9)"

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import adamw
+from makers import initial_params, small
+from oracles import adafactor, adamw, lion
 from oracles import learning_rate as expected_rate
 
 from prope.config import default_config
-from prope.optimizer import learning_rate, make_optimizer
+from prope.optimizer import keep_unless, learning_rate, make_optimizer
 
 
 def make_config(**fields):
@@ -36,8 +37,13 @@ def test_the_rate_rises_to_the_peak_and_ends_where_it_should(warmup):
     assert math.isclose(rate(99), 1e-3, rel_tol=1e-6)
 
 
-def test_matrices_decay_and_scales_do_not():
-    config = make_config(warmup_steps=0, weight_decay=0.1)
+NAMES = ("adamw", "lion", "adafactor", "muon")
+FORMULAS = {"adamw": adamw, "lion": lion, "adafactor": adafactor}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matrices_decay_and_scales_do_not(name):
+    config = make_config(warmup_steps=0, weight_decay=0.1, name=name)
     optimizer = make_optimizer(config)
     layers = {
         "pre_ffw_norm": {"scale": jnp.full((2, 3), 0.5)},
@@ -61,7 +67,7 @@ def compare_updates(config, weights, gradients, rtol, atol):
     params = {"linear": jnp.asarray(weights, jnp.float32)}
     state = optimizer.init(params)
     rate = learning_rate(config)
-    formula = adamw(
+    formula = FORMULAS[config.optimizer.name](
         weights,
         gradients,
         rates=[float(rate(count)) for count in range(len(gradients))],
@@ -74,6 +80,26 @@ def compare_updates(config, weights, gradients, rtol, atol):
         params = jax.tree.map(jnp.add, params, updates)
         np.testing.assert_allclose(params["linear"], expected, rtol=rtol, atol=atol)
     return state, expected
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_updates_equal_the_formula(name, decay):
+    config = make_config(warmup_steps=0, weight_decay=decay, clip_norm=1.0, name=name)
+    gradients = np.array(
+        [
+            [3.0, -4, 1, 0.5],
+            [0.1, 0.2, 0.3, -0.4],
+            [2, 2, -2, 2],
+        ]
+    )
+    compare_updates(
+        config,
+        np.array([0.5, -1, 2, 1]),
+        gradients,
+        rtol=1e-4,
+        atol=1e-8,
+    )
 
 
 def test_two_updates_equal_the_formula():
@@ -111,3 +137,61 @@ def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
 def is_adam(node) -> bool:
     """Whether a node of an optimizer's state holds the moments."""
     return hasattr(node, "mu")
+
+
+def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest():
+    """Layers, and the two matrices in one array, are matrices of their own."""
+    config = make_config(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
+    params = initial_params(small(embed_dim=64, head_dim=8))
+    rng = np.random.default_rng(0)
+    gradients = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape, np.float32),
+        params,
+    )
+    optimizer = make_optimizer(config)
+    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+    rate = learning_rate(config)(0)
+    attention = updates["layers"]["attn"]
+    mlp = updates["layers"]["mlp"]
+    matrices = [layer.reshape(-1, 64) for layer in attention["attn_vec_einsum"]["w"]]
+    matrices += list(mlp["linear"])
+    for layer in range(len(attention["q_einsum"]["w"])):
+        matrices.append(
+            np.moveaxis(attention["q_einsum"]["w"][layer], 1, 0).reshape(
+                64,
+                -1,
+            )
+        )
+        for half in (0, 1):
+            matrices.append(mlp["gating_einsum"][layer, half])
+            kv = attention["kv_einsum"]["w"][layer, half]
+            matrices.append(np.moveaxis(kv, 1, 0).reshape(64, -1))
+    for matrix in matrices:
+        singular = np.linalg.svd(np.asarray(matrix), compute_uv=False)
+        expected = 0.2 * rate * math.sqrt(max(matrix.shape))
+        assert 0.6 * expected < singular.min() and singular.max() < 1.3 * expected
+    for adam in (updates["embedder"]["input_embedding"], updates["final_norm"]["scale"]):
+        # Its first update, by Nesterov's momentum.
+        np.testing.assert_allclose(
+            np.abs(adam),
+            rate * (1 + 0.9 / 1.9),
+            rtol=1e-3,
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_is_skipped_changes_no_state_but_the_schedule(name):
+    config = make_config(warmup_steps=0, name=name)
+    optimizer = make_optimizer(config)
+    params = {"linear": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+    _, new = jax.jit(optimizer.update)(params, state, params)
+    kept = keep_unless(jnp.array(False), new, state)
+    changed = [
+        path
+        for (path, old), value in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(kept), strict=True
+        )
+        if not np.array_equal(old, value)
+    ]
+    assert len(changed) == 1 and changed[0][-1].name == "count"

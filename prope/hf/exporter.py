@@ -6,9 +6,9 @@ import math
 
 from prope.data.tokenizer import UNKNOWN, load_tokenizer
 from prope.encodings import describe, rotated_pairs
-from prope.errors import log
+from prope.errors import log, usage_error
 from prope.hf import gemma
-from prope.hf.layout import TOKENIZER, list_tensors
+from prope.hf.layout import TOKENIZER, list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
 from prope.runtime.files import as_path, check_new, new_directory
 from prope.workdir.run import Run, open_run
@@ -24,6 +24,10 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     check_new("output", target)
     run = open_run(workdir, step)
     config = run.config
+    unread = unread_parameters(config.model)
+    if unread:
+        problem = f"transformers has no tensor for {', '.join(unread)}"
+        raise usage_error("--workdir", workdir, problem, "an export would compute something else")
     tokenizer = config.data.tokenizer
     hf_config = gemma.to_hf(config, dtype)
     hf_class = hf_config["architectures"][0]

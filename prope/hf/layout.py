@@ -17,6 +17,14 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.model"
 
 
+# The tensors that the classes of transformers read, of a layer or of the model.
+_READ = {
+    *("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"),
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Tensor:
     """A tensor of the file, and the parameter, or matrix of one, that it holds."""
@@ -73,6 +81,18 @@ def list_tensors(
                 tensor = _tensor(model, path, row, layer, number, f"{prefix}{name}")
                 tensors.append(tensor if one_plus_scale else _without_convention(tensor, model))
     return sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def unread_parameters(model: ConfigDict) -> list[str]:
+    """Lists the parameters that no tensor of transformers can hold, or only another's."""
+    taken: set[str] = set()
+    unread = []
+    for path, row in parameters.parameters(model).items():
+        names = set(row.hf_names)
+        if not names or names & taken or not names <= _READ:
+            unread.append(path)
+        taken |= names
+    return unread
 
 
 def _tensor(

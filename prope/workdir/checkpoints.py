@@ -31,7 +31,7 @@ from prope.errors import (
 )
 from prope.runtime import processes
 from prope.runtime.files import absolute, is_url, retry_reads
-from prope.workdir.hashes import array_hashes, hash_json
+from prope.workdir.hashes import array_hashes, array_shapes, hash_json
 from prope.workdir.reader import HASHES, CheckpointReader, Damaged, write_hashes
 
 _CHUNK_BYTES = 2**24  # bytes of an array that are compressed, and read, together
@@ -233,8 +233,9 @@ def _preservation_policy(keep: ConfigDict | None):
 
 
 def _hash_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, Any]:
-    hashes = {item: array_hashes(tree) for item, tree in arrays.items()}
-    return hashes | {"config": hash_json(config), "data": hash_json(data)}
+    hashes: dict[str, Any] = {item: array_hashes(tree) for item, tree in arrays.items()}
+    shapes = {item: array_shapes(tree) for item, tree in arrays.items()}
+    return hashes | {"config": hash_json(config), "data": hash_json(data), "shapes": shapes}
 
 
 def _chunks(params):

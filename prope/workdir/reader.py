@@ -24,7 +24,7 @@ from prope import parameters
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
 from prope.runtime.files import absolute, is_url, retry_reads, write_atomic
-from prope.workdir.hashes import array_hashes, hash_json, hash_on_host
+from prope.workdir.hashes import array_hashes, array_shapes, hash_json, hash_on_host
 
 HASHES = "hashes.json"  # beside the items, written last
 
@@ -117,8 +117,10 @@ class CheckpointReader:
     def restore(self, **abstract) -> dict[str, Any]:
         """Reads whole items onto devices, by name.
 
-        Arrays get the shapes, dtypes and shardings of `abstract`.
+        Arrays get the shapes, dtypes and shardings of `abstract`. Raises UsageError where these are
+        not what was saved.
         """
+        self.check(**abstract)
 
         def read_sharded(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             item = path[0].key
@@ -133,6 +135,26 @@ class CheckpointReader:
                 if saved.get(path) != hashes:
                     raise Damaged(f"{item}: {path} is not what was saved")
         return items
+
+    def check(self, **abstract) -> None:
+        """Raises UsageError where whole items are not of the names, shapes and dtypes saved."""
+        for item, tree in abstract.items():
+            ours = array_shapes(tree)
+            # Older checkpoints have names only.
+            saved = self._hashes.get("shapes", {}).get(item)
+            if saved is None:
+                saved = {path: ours.get(path) for path in self._hashes[item]}
+            differing = sorted(
+                path for path in ours.keys() | saved.keys() if ours.get(path) != saved.get(path)
+            )
+            if differing:
+                path = differing[0]
+                theirs = saved.get(path, "absent") or "there"
+                what = f"{path} is {theirs} in the checkpoint and {ours.get(path, 'absent')} here"
+                more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+                problem = f"{item} is of other code or another optimizer: {what}{more}"
+                remedy = "use the code that saved it, or start in a new --workdir with --init_from"
+                raise UsageError(f"{self._folder}: {problem}; {remedy}")
 
     def open(self, **abstract) -> None:
         """Opens the arrays of whole items, as `restore` does before it reads them."""
@@ -205,7 +227,12 @@ class CheckpointReader:
                 read=True,
                 context=self._context,
             ).result()
-            if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
+            dtype = store.dtype.numpy_dtype
+            is_checked = "shapes" in self._hashes
+            if store.shape != leaf.shape or (is_checked and dtype != leaf.dtype):
                 raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
+            if dtype != leaf.dtype:  # of an older checkpoint
+                remedy = "use the settings of JAX that saved it"
+                raise UsageError(f"{self._folder}: {item} is {dtype}, not {leaf.dtype}; {remedy}")
             self._stores[item, path] = store
         return self._stores[item, path]

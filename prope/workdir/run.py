@@ -44,6 +44,7 @@ class Run:
         self.init_hash: str = self.checkpoint.init_hash
         disagreement = f"{workdir}: config.json and checkpoint {self.step} disagree"
         check_same(config, self.checkpoint.config, disagreement)
+        self.checkpoint.check(params=self.checkpoint.shapes)
 
     def first_undamaged(self, read: Callable[["Run"], Any]) -> tuple["Run", Any]:
         """Returns (run, read(run)) of the newest checkpoint whose `read` does not raise Damaged.
