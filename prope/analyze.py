@@ -87,4 +87,4 @@ def _list_statements() -> dict:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags, joins=True)
+    command.run(main, define_flags, joins=True, watches=True)

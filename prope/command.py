@@ -50,6 +50,7 @@ def run(
     leave: Callable[[int], None] = sys.exit,
     uses_devices: bool = True,
     joins: bool = False,
+    watches: bool = False,
 ) -> None:
     """Parses the flags, runs `main` and prints its result.
 
@@ -63,6 +64,7 @@ def run(
       uses_devices: whether JAX computes in this process.
       joins: whether several processes run the command together where the environment says so; the
         first one prints.
+      watches: whether it ends, to be started again, after an hour without progress.
     """
     prepare(define_flags, main.__globals__["__doc__"], uses_devices)
     _on_ctrl_c(_interrupt)
@@ -76,10 +78,11 @@ def run(
 
             reuse_memory()
         if joins:
-            from prope.runtime import processes
+            from prope.runtime import processes, watchdog
 
             leave = processes.leave
-            with processes.joined():
+            minutes = watchdog.MINUTES if watches else None
+            with watchdog.Watchdog(minutes), processes.joined():
                 result = main()
             if not processes.is_first():
                 result = None
@@ -107,6 +110,8 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
         print(_help_text(define_flags, doc), flush=True)
         sys.exit(0)
     _on_ctrl_c(_leave)
+    if os.getpid() == 1:  # in a container: there a signal without a handler does nothing
+        signal.signal(signal.SIGTERM, _terminate)
     if uses_devices and not _accelerators() and any(map(importlib.util.find_spec, _COMPILERS)):
         # Else these packages log errors where there is no TPU or GPU.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -146,6 +151,12 @@ def _leave(_number: int, _frame) -> None:
     """Leaves at once: while JAX is imported there is nothing to tidy up."""
     print(_STOPPED, file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
+
+
+def _terminate(number: int, _frame) -> None:
+    """Leaves at once, with the code of a process that this signal has ended."""
+    print("stopped by SIGTERM", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def _interrupt(_number: int, _frame) -> None:

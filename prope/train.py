@@ -137,8 +137,7 @@ class Training:
         with session.raise_on_all():
             stop = session.interrupts.ask_to_stop
             self.lease = session.enter_context(open_workdir(path, config, stop))
-        # Processes wait for one another here. Text is tokenized on first use, maybe for an hour.
-        with session.phase("data"), session.watchdog.paused():
+        with session.phase("data"):  # processes wait for one another here
             vocab_size = config.model.vocab_size
             self.windows = open_windows(config.data, vocab_size, "train")
             validation = open_windows(config.data, vocab_size, "validation")

@@ -1,12 +1,15 @@
 """Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
+import ast
 import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import pathlib
 import queue
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,8 +18,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
+from makers import evaluate_run, make_run, make_walk
 
 from prope.errors import UsageError
+from prope.hf import exporter
 from prope.runtime import interrupts, memory, processes, startup, watchdog
 from prope.workdir import metrics
 
@@ -78,6 +83,60 @@ def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
         assert ended.get(timeout=20) == 76
     line = "nothing has happened for 0.001 minutes after step 3; the stacks"
     assert line in capfd.readouterr().err
+
+
+def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_join(monkeypatch):
+    with watchdog.Watchdog(60) as dog:
+        alive_at = []
+        monkeypatch.setattr(processes, "_join", lambda wanted: alive_at.append(dog._alive_at))
+        monkeypatch.setattr(processes, "_check_gpus", lambda environ: None)
+        processes.start({"PROPE_PROCESSES": "auto"})
+        assert alive_at == [math.inf] and dog._alive_at < math.inf
+        watchdog.alive("a part of it")
+        assert dog._progress == "a part of it"
+    watchdog.alive("nothing")  # to which nobody listens
+    assert dog._progress == "a part of it"
+
+
+@pytest.mark.parametrize("module", ["evaluate", "analyze", "export_hf", "ask"])
+def test_commands_that_compute_for_long_are_watched(module):
+    tree = ast.parse((ROOT / f"prope/{module}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (run,) = [call for call in calls if ast.unparse(call.func) == "command.run"]
+    assert "watches=True" in ast.unparse(run)
+
+
+def test_what_commands_do_for_long_reports_progress(tmp_path, monkeypatch):
+    progress = []
+    monkeypatch.setattr(watchdog, "alive", progress.append)
+    make_run(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert progress[-1] == "the tensors before model.norm.weight"
+    evaluate_run(tmp_path / "run", dataset="synthetic/copy", max_windows=20, batch_size=8)
+    assert progress[-3:] == [f"sequence {start} of 20" for start in (0, 8, 16)]
+    make_walk(tmp_path / "run").enter()
+    assert progress[-1] == "a part of the analysis"
+
+
+SIGTERM_AS_PROCESS_1 = """
+import os, signal
+if os.getpid() != 1:  # namespaces are not permitted here
+    os.getpid = lambda: 1
+from prope import command
+command.prepare(lambda: None, "")
+signal.raise_signal(signal.SIGTERM)
+raise SystemExit("the signal was ignored")
+"""
+
+
+def test_sigterm_ends_a_command_that_is_the_first_process_of_a_container():
+    """The kernel ignores a signal to process 1 that has no handler."""
+    command = [sys.executable, "-c", SIGTERM_AS_PROCESS_1]
+    namespace = ["unshare", "--pid", "--fork"]
+    if shutil.which("unshare") and subprocess.run([*namespace, "true"]).returncode == 0:
+        command = namespace + command
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM\n")
 
 
 # Counts the page faults of a program, x @ x.T of 81 MB; at times a small block takes a piece of

@@ -20,7 +20,7 @@ from prope.encodings import layer_frequencies
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.rope import rotation_table
-from prope.runtime import processes
+from prope.runtime import processes, watchdog
 from prope.workdir.reader import Damaged
 from prope.workdir.run import Run
 
@@ -70,6 +70,7 @@ class Walk:
 
     def run(self, function: Callable, *arguments):
         """Calls a jitted function sharded over all devices, with matmuls in float32."""
+        watchdog.alive("a part of the analysis")
         with sharding.use(self._mesh), matmul_precision("float32"):
             return function(*arguments)
 

@@ -26,7 +26,7 @@ from prope.data.store.arrays import Store, find_store, retry_tokens
 from prope.data.store.build import check_split, open_store
 from prope.data.tokenizer import BOS, PAD
 from prope.errors import UsageError, log, usage_error
-from prope.runtime import processes
+from prope.runtime import processes, watchdog
 
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
@@ -150,6 +150,7 @@ class Windows:
         return longest
 
 
+@watchdog.paused()  # text is tokenized on first use, maybe for an hour
 def _open_on_all(data: ConfigDict, vocab_size: int) -> Store:
     """Opens the store in all processes of a run; the first one prepares it, without the others."""
     if processes.count() == 1:

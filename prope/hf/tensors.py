@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from prope.errors import UsageError, usage_error
 from prope.hf import gemma
 from prope.hf.layout import INDEX, WEIGHTS, Tensor
+from prope.runtime import watchdog
 from prope.workdir.run import check_disk
 
 _MAX_SHARD = 2 * 10**9  # bytes; as much is in memory, since the library writes a file at once
@@ -112,6 +113,7 @@ def _write_file(
 ) -> None:
     values = {}
     for tensor in tensors:
+        watchdog.alive(f"the tensors before {tensor.name}")
         parameter = read(tensor.path, tensor.layer)
         values[tensor.name] = tensor.read(parameter, jnp.dtype(dtype))
     save_file(values, path, {"format": "pt"})  # transformers requires this entry

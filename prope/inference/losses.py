@@ -28,7 +28,7 @@ from prope.errors import log
 from prope.inference import paired
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
-from prope.runtime import processes
+from prope.runtime import processes, watchdog
 from prope.runtime.memory import check_memory
 from prope.step import batch_hidden
 
@@ -112,6 +112,7 @@ def run_batches(
     batch_size = -(-wanted // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
     for start in range(0, count, batch_size):
+        watchdog.alive(f"sequence {start} of {count}")
         if not go_on():
             return
         sequences = read([start + row for row in local_rows])

@@ -43,6 +43,7 @@ from prope.errors import (
     to_user_error,
     usage_error,
 )
+from prope.runtime import watchdog
 
 T = TypeVar("T")
 
@@ -95,7 +96,8 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
     if wanted == "1":
         return
     log.info("joining the other processes; PROPE_PROCESSES=1 would run this one alone")
-    _join(wanted)
+    with watchdog.paused():  # they may come minutes apart
+        _join(wanted)
     # JAX's runtime has taken the signal for itself.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     _index = jax.process_index()
@@ -126,7 +128,9 @@ def is_first() -> bool:
 def wait() -> None:
     """Waits, up to a week, until all processes call this; a collective fails after 30 s on CPUs."""
     if _count > 1:
-        distributed.global_state.client.wait_at_barrier(f"prope-{next(_barrier_ids)}", _WEEK_MS)
+        with watchdog.paused():  # what holds another one up, its own ends
+            barrier = f"prope-{next(_barrier_ids)}"
+            distributed.global_state.client.wait_at_barrier(barrier, _WEEK_MS)
 
 
 def broadcast_from_first(value: T) -> T:
@@ -176,6 +180,7 @@ def _wait_for_value(key: str) -> str:
     start = time.monotonic()
     logged = start
     while True:
+        watchdog.alive("waiting for process 0")  # which has a watchdog of its own
         try:
             # A second at a time, so that signals are heard.
             return distributed.global_state.client.blocking_key_value_get(key, 1000)

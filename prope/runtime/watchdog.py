@@ -10,10 +10,30 @@ import time
 
 from prope.errors import LOST
 
+MINUTES = 60.0  # without progress, after which a command that has no config ends
+
 _ADVICE = (
     "the stacks of all threads are above. The same command goes on from the last checkpoint; "
     "config.watchdog_minutes says how long to wait"
 )
+
+
+_open: list["Watchdog"] = []  # those of this process, which code far from them reports to
+
+
+def alive(progress: str) -> None:
+    """Reports progress to this process's watchdogs, if any."""
+    for watchdog in _open:
+        watchdog.alive(progress)
+
+
+@contextlib.contextmanager
+def paused():
+    """Stops the timers of this process's watchdogs within the context."""
+    with contextlib.ExitStack() as stack:
+        for watchdog in _open:
+            stack.enter_context(watchdog.paused())
+        yield
 
 
 class Watchdog(contextlib.AbstractContextManager):
@@ -25,11 +45,13 @@ class Watchdog(contextlib.AbstractContextManager):
         self.alive("the start")
 
     def __enter__(self):
+        _open.append(self)
         if self._seconds is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *error):
+        _open.remove(self)
         self._closed.set()
 
     def alive(self, progress: str) -> None:
