@@ -46,7 +46,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("channels", 4, channels, lower_bound=0)
     paper = "make all figures and tables of the paper, of the heads that fit them best"
     flags.DEFINE_boolean("paper", False, paper)
-    theory = "list the paper's statements and draw Figures 2 and 8, into --workdir"
+    output = "folder for the results instead of --workdir, such as that of another user"
+    command.define_place("output", None, output)
+    theory = "list the paper's statements and draw Figures 2 and 8, into --output or --workdir"
     flags.DEFINE_boolean("theory", False, theory)
 
 
@@ -79,7 +81,7 @@ def _list_statements() -> dict:
     from prope.analysis import theory_page
     from prope.runtime.processes import call_on_first
 
-    folder = FLAGS.workdir or "runs/theory"
+    folder = FLAGS.output or FLAGS.workdir or "runs/theory"
     result = call_on_first(lambda: theory_page.write(folder))
     for row in result["statements"]:
         log.info("%s (%s): %s", row["statement"], row["source"], row["says"])

@@ -4,7 +4,8 @@
     python -m prope.report --sweep=runs/sweep
 
 The first writes W/loss.png, and W/longcontext/ where tasks were evaluated. The second writes
-DIR/report/index.html, which needs no network, and its pictures as PNG files.
+DIR/report/index.html, which needs no network, and its pictures as PNG files. --output is another
+folder for them.
 """
 
 from absl.flags import FLAGS
@@ -17,6 +18,8 @@ from prope.errors import UsageError, usage_error
 def define_flags() -> None:
     """Defines the command's flags."""
     command.define_place("workdir", None, "directory of a run: draws W/loss.png")
+    output = "folder for the pictures and the page instead, such as that of another user"
+    command.define_place("output", None, output)
     command.define_place("sweep", None, "directory of a sweep: writes DIR/report/index.html")
 
 
@@ -35,20 +38,21 @@ def main() -> dict:
     # Only files are read, and an accelerator may be in use by another run.
     jax.config.update("jax_platforms", "cpu")
     if FLAGS.sweep is not None:
-        return report_sweep(epath.Path(FLAGS.sweep))
+        return report_sweep(epath.Path(FLAGS.sweep), FLAGS.output)
     workdir = epath.Path(FLAGS.workdir)
+    output = FLAGS.output
     if (workdir / "sweep.json").exists():
         remedy = f"give --sweep={workdir}"
         raise usage_error("--workdir", workdir, "holds a sweep, not a run", remedy)
-    tasks, effective = draw_tasks(workdir)
+    tasks, effective = draw_tasks(workdir, output)
     if not tasks:
-        return {"output": str(draw_loss(workdir)), "runs": [str(workdir)]}
-    output = tasks[0]
+        return {"output": str(draw_loss(workdir, output)), "runs": [str(workdir)]}
+    shown = tasks[0]
     # An imported run was not trained here.
     if (workdir / "metrics.jsonl").exists():
-        output = str(draw_loss(workdir))
+        shown = str(draw_loss(workdir, output))
     return {
-        "output": output,
+        "output": shown,
         "runs": [str(workdir)],
         "tasks": tasks,
         "effective_lengths": effective,

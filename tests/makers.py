@@ -533,7 +533,7 @@ def analysis_options(**flags) -> types.SimpleNamespace:
     """The flags of prope.analyze."""
     from prope.analysis.analysis import _OPTIONS
 
-    options = dict.fromkeys(("step", *_OPTIONS))
+    options = dict.fromkeys(("step", "output", *_OPTIONS))
     options |= {"sequences": 3, "channels": 2, "paper": False}
     return types.SimpleNamespace(**options | flags)
 

@@ -15,6 +15,7 @@ from prope.analysis.walk import Walk
 from prope.config import default_config
 from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
 from prope.errors import log, usage_error
+from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import average_seeds
 from prope.model import Captured
 from prope.runtime import processes
@@ -41,11 +42,15 @@ def analyse_all(workdir: epath.Path, options) -> dict:
     if not runs:
         problem = "no run there has a finished checkpoint"
         raise usage_error("--workdir", workdir, problem, "train one first")
-    analyses = []
+    folders = []
     for run in runs:
-        analysis = analyse(run, options)
+        folder = results_folder(run, workdir, options.output)
+        check_folder(folder, options.output)
+        folders.append(folder / "analysis")
+    analyses = []
+    for run, folder in zip(runs, folders, strict=True):
+        analysis = analyse(run, options, folder)
         analyses.append(analysis)
-        folder = run / "analysis"
         if processes.is_first():
             if options.paper:
                 theory_page.write(folder / "theory")
@@ -53,11 +58,12 @@ def analyse_all(workdir: epath.Path, options) -> dict:
     if is_single:
         output = {"output": str(folder / "index.html")}
         return output | {name: analysis[name] for name in _PRINTED}
-    return processes.call_on_first(lambda: compare.write(workdir / "analysis", analyses))
+    folder = results_folder(workdir, workdir, options.output) / "analysis"
+    return processes.call_on_first(lambda: compare.write(folder, analyses))
 
 
-def analyse(workdir: epath.Path, options) -> dict:
-    """Analyses a run and writes its analysis.json; returns the content.
+def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> dict:
+    """Analyses a run, writes analysis.json into `folder`, by default W/analysis; returns it.
 
     All processes call it; the first one reads the text, and writes.
     """
@@ -106,7 +112,7 @@ def analyse(workdir: epath.Path, options) -> dict:
     }
     result = json.loads(json.dumps(result), parse_float=_round)
     if processes.is_first():
-        output = workdir / "analysis" / "analysis.json"
+        output = (folder or workdir / "analysis") / "analysis.json"
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(output, json.dumps(result))
     return result

@@ -4,10 +4,12 @@ A model is a run at a checkpoint, with its encoding or a changed one, at a lengt
 computes losses of them, asking.py asks them tasks.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
 from prope import sharding
@@ -24,7 +26,7 @@ from prope.errors import log, usage_error
 from prope.inference.options import Options
 from prope.inference.paired import sums_folder
 from prope.runtime import processes
-from prope.runtime.files import append_jsonl
+from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
 from prope.runtime.validate import validate
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
@@ -68,6 +70,30 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
             "give faster ones, or remove",
         )
     return opened
+
+
+def results_folder(workdir: epath.PathLike, root: epath.PathLike, output: str | None) -> epath.Path:
+    """Returns where results about a run go: its directory or, with `output`, one below that.
+
+    `root` is the directory that --workdir names; the run lies in it.
+    """
+    if output is None:
+        return epath.Path(workdir)
+    below = epath.Path(workdir).relative_to(as_path("--workdir", root))
+    return as_path("--output", output) / below
+
+
+def check_folder(folder: epath.Path, output: str | None) -> None:
+    """Raises UsageError, in all processes, where no results can be written into a folder."""
+
+    def check():
+        flag = "--workdir" if output is None else "--output"
+        check_writable(flag, folder)
+        if not is_url(folder) and not os.access(folder, os.W_OK):
+            remedy = "give --output, a folder for the results"
+            raise usage_error(flag, folder, "cannot be written", remedy)
+
+    processes.call_on_first(check)
 
 
 def choose_encodings(run: Run, options: Options) -> list[str | None]:
@@ -209,6 +235,23 @@ def configs_by_length(
     return configs
 
 
+def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
+    """Returns the fields that a record needs for this evaluation, to be used again."""
+    key = {
+        "step": step,
+        "dataset": evaluation.dataset,
+        "seq_len": evaluation.seq_len,
+        "fingerprint": evaluation.selection.fingerprint,
+        "windows": len(evaluation.selection.indices),
+    }
+    if encoding:
+        model = evaluation.config.model
+        key["encoding"] = encoding
+        key["factor"] = model.rope_scaling_factor
+        key["logit_factor"] = logit_factor(model)
+    return key
+
+
 def records(
     options: Options,
     open_evaluations: Callable[[Run, str | None], list],
@@ -221,7 +264,7 @@ def records(
       options: the flags.
       open_evaluations: opens what evaluates the parameters of a run with an encoding: all, before
         the first is computed.
-      file: the name of the records in the run's directory.
+      file: the name of the records in the run's directory, or its `results_folder`.
       fields: more values of new records.
     """
     plan = []
@@ -233,20 +276,11 @@ def records(
                     cases.append((encoding, evaluation))
         plan.append((run, cases))
     for run, cases in plan:
-        path = run.workdir / file
+        folder = results_folder(run.workdir, options.workdir, options.output)
         params = None
         for encoding, evaluation in cases:
             model = evaluation.config.model
-            cache_key = {
-                "step": run.step,
-                "dataset": evaluation.dataset,
-                "seq_len": evaluation.seq_len,
-                "fingerprint": evaluation.selection.fingerprint,
-                "windows": len(evaluation.selection.indices),
-            }
-            if encoding:
-                cache_key |= {"encoding": encoding, "factor": model.rope_scaling_factor}
-                cache_key["logit_factor"] = logit_factor(model)
+            cache_key = _cache_key(run.step, encoding, evaluation)
             record = cache_key | {
                 "split": evaluation.split,
                 "rope_percentage": model.rope_percentage,
@@ -255,7 +289,10 @@ def records(
             run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
             windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
             description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
-            cached = None if options.again else find_evaluation(read_jsonl(path), **cache_key)
+            cached = None
+            if not options.again:
+                known = read_jsonl(run.workdir / file) + read_jsonl(folder / file)
+                cached = find_evaluation(known, **cache_key)
             cached = processes.broadcast_from_first(cached)
             if cached:
                 log.info("%s is in %s", description, file)
@@ -263,12 +300,13 @@ def records(
                 continue
             log.info("evaluating %s; %s", description, describe(model))
             if params is None:
+                check_folder(folder, options.output)
                 # Without --step, those of the newest undamaged checkpoint.
                 run, params = run.first_undamaged(Run.params)
                 record["step"] = run.step
-            folder = sums_folder(run.workdir, record)
-            result = evaluation.evaluate(params, sharding.make_mesh(), folder)
+            sums = sums_folder(folder, record)
+            result = evaluation.evaluate(params, sharding.make_mesh(), sums)
             record |= fields | result | run_identity
             if processes.is_first():
-                append_jsonl(path, record)
+                append_jsonl(folder / file, record)
             yield record

@@ -22,6 +22,7 @@ class Options:
     intervene: str | None = None
     factor: float | None = None
     again: bool = False
+    output: str | None = None
 
     def __post_init__(self):
         if self.step not in (None, "all") and not self.step.isdecimal():
@@ -57,6 +58,8 @@ def define_flags(file: str) -> None:
     factor += "in training; by default each --seq_len over the training's, of dynamic 1"
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
+    output = "folder for the results instead of --workdir, such as that of another user"
+    command.define_place("output", None, output)
     flags.mark_flags_as_required(["workdir"])
 
 

@@ -22,6 +22,7 @@ from prope.html.drawing import (
     show_image,
 )
 from prope.inference.asking import RECORDS
+from prope.inference.opening import check_folder, results_folder
 from prope.sweep.runs import P, Run, groups, read_run
 from prope.workdir.records import find_evaluations
 from prope.workdir.run import read_config
@@ -72,8 +73,8 @@ def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
     return table
 
 
-def draw_tasks(workdir: epath.Path) -> tuple[list[str], dict[str, str]]:
-    """Draws the tasks that a run was asked, into W/longcontext/.
+def draw_tasks(workdir: epath.Path, output: str | None = None) -> tuple[list[str], dict[str, str]]:
+    """Draws the tasks that a run was asked, into longcontext/ in W or in `output`.
 
     Returns the files, and effective lengths by task.
     """
@@ -81,7 +82,9 @@ def draw_tasks(workdir: epath.Path) -> tuple[list[str], dict[str, str]]:
     if config is None or not (workdir / RECORDS).exists():
         return [], {}
     run = read_run(workdir, {P: config.model.rope_percentage}, config)
-    folder = workdir / "longcontext"
+    folder = results_folder(workdir, workdir, output)
+    check_folder(folder, output)
+    folder /= "longcontext"
     folder.mkdir(exist_ok=True)
     paths = [str(picture.save(folder)) for picture in maps([run])]
     (effective,) = effective_lengths([run]).values()

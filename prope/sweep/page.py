@@ -14,6 +14,7 @@ from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
+from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import Difference
 from prope.sweep import interventions
 from prope.sweep.maps import effective_lengths
@@ -58,13 +59,18 @@ PAPER_FIELDS = {
 FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}
 
 
-def report_sweep(directory: epath.Path) -> dict:
-    """Writes the page of a sweep and its pictures; returns what the command prints."""
+def report_sweep(directory: epath.Path, output: str | None = None) -> dict:
+    """Writes the page of a sweep and its pictures; returns what the command prints.
+
+    They are in DIR/report or, with `output`, in OUTPUT/report.
+    """
     runs = read_sweep(directory)
+    folder = results_folder(directory, directory, output)
+    check_folder(folder, output)
     rows = result_rows(runs)
     changes = interventions.changes(runs)
     drawn = pictures(runs, rows) + interventions.pictures(changes)
-    output = write(directory, runs, rows, drawn, changes)
+    page_path = write(directory, runs, rows, drawn, changes, folder)
     printed = []
     for row, result in zip(table(runs), rows, strict=True):
         row["minus_rope"] = None
@@ -72,7 +78,7 @@ def report_sweep(directory: epath.Path) -> dict:
             row["minus_rope"] = describe(result["difference"], "loss") | {"over": result["over"]}
         printed.append(row)
     record = {
-        "output": str(output),
+        "output": str(page_path),
         "runs": [run.record() for run in runs],
         "table": printed,
     }
@@ -94,15 +100,16 @@ def write(
     rows: list[dict],
     drawn: list[Picture],
     changes: Sequence[interventions.Change] = (),
+    folder: epath.Path | None = None,
 ) -> epath.Path:
-    """Writes DIR/report/index.html and its pictures; returns the page's path."""
+    """Writes report/index.html and its pictures into `folder`, or DIR; returns the page's path."""
     config = runs[0].config
     finished = [run for run in runs if run.state == "finished"]
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
     return page.write(
-        directory / "report",
+        (folder or directory) / "report",
         "sweep",
         drawn,
         title=f"Sweep {directory.resolve().name}",

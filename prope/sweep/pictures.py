@@ -18,6 +18,7 @@ from matplotlib.ticker import LogFormatter
 
 from prope.errors import usage_error
 from prope.html.drawing import TEXT, Picture, legend, line, panels, styles, visible
+from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.runs import SEED, P, Run, group_name, groups
@@ -39,8 +40,8 @@ VALIDATION = f"validation {LOSS}"
 POSITION = "position (tokens)"
 
 
-def draw_loss(workdir: epath.Path) -> epath.Path:
-    """Draws training and validation loss of a run by step; returns the picture's path."""
+def draw_loss(workdir: epath.Path, output: str | None = None) -> epath.Path:
+    """Draws the losses of a run by step, into loss.png in W or in `output`; returns its path."""
     config = read_config(workdir)
     steps = read_jsonl(workdir / "metrics.jsonl")
     if config is None or not steps:
@@ -72,7 +73,9 @@ def draw_loss(workdir: epath.Path) -> epath.Path:
         )
         axes.legend(loc="best")
 
-    return Picture("loss", "", "", "", draw, size=(7, 4.2)).save(workdir)
+    folder = results_folder(workdir, workdir, output)
+    check_folder(folder, output)
+    return Picture("loss", "", "", "", draw, size=(7, 4.2)).save(folder)
 
 
 def _draw_validation(axes, evaluations: list[dict]) -> None:
