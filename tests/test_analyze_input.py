@@ -220,6 +220,14 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
         read(seq_len=2)
 
 
+def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sequences, "UNKNOWN", 4 + ord("a"))
+    (tmp_path / "a.txt").write_text("bananas")
+    run = open_run(run_and_export / "run")
+    sequences.read_sequences(run, analysis_options(text=str(tmp_path / "a.txt")))
+    assert "a.txt: 3 of 7 tokens are <unk>" in caplog.text
+
+
 CONFLICTS = ["--heads=0.1", "--head_of=q", "--channel=0.1.2", "--theory=True", "--channels=0"]
 CHOSEN = "--paper chooses that itself; leave out one of the two"
 

@@ -76,7 +76,13 @@ def jackknife(values: np.ndarray, document: np.ndarray) -> float:
 
 # --- The numbers ------------------------------------------------------------------------------
 
-SLOW_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 1000)]
+SLOW_SIZES = [
+    pytest.param(
+        size,
+        marks=pytest.mark.slow,
+    )
+    for size in (1, 1000)
+]
 CONTRACT = "step rope_percentage rotated_pairs dataset seq_len tokens loss perplexity bits_per_byte"
 
 
@@ -148,6 +154,20 @@ def test_the_standard_error_is_the_spread_over_many_samples():
         np.array([6.0, 0.0]),
         np.array([2, 0]),
     ) == (3.0, None)
+
+
+def test_saved_sums_are_added_up_in_float64():
+    """In float32, as they are saved, a document is less than the last digit of all together."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 100, 20_000).astype(np.int32)
+    loss = (tokens * rng.normal(3, 0.3, len(tokens))).astype(np.float32)
+    expected = paired.mean_and_stderr(loss.astype(np.float64), tokens.astype(np.float64))
+    assert paired.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
+    share = tokens / tokens.sum()
+    mean = share @ (loss / tokens.astype(np.float64))
+    deviations = share * (loss / tokens - mean)
+    linear = np.sqrt((deviations**2).sum())
+    assert expected == pytest.approx((mean, linear), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -426,6 +426,31 @@ def test_an_evaluation_without_a_predicted_token_has_no_numbers(base, tmp_path, 
 # --- What must be said ------------------------------------------------------------------------
 
 
+IGNORED = [
+    (
+        "generated",
+        {"max_tokens": 640},
+        "--max_tokens=640: mixture has generated windows, which are",
+    ),
+    (
+        "generated",
+        {"data_dir": "text"},
+        "--data_dir=text: the run's data is a mixture, .* --dataset",
+    ),
+    (
+        "run",
+        {"max_tokens": 640, "dataset": "synthetic/copy"},
+        "--max_tokens=640: synthetic/copy has generated windows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "says"), IGNORED)
+def test_flags_that_the_data_would_ignore_are_refused(request, name, flags, says):
+    with pytest.raises(UsageError, match=says):
+        evaluate_run(request.getfixturevalue(name), **flags)
+
+
 def test_an_imported_run_is_asked_for_its_dataset(tmp_path, base):
     run = tmp_path / "run"
     config, params = make_run(run, 1.0)

@@ -24,7 +24,7 @@ from prope.encodings import (
 from prope.errors import UsageError
 from prope.hf.rotation import choose_class
 from prope.inference.opening import configs_by_length, parse_interventions
-from prope.inference.options import Options
+from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import paired_difference
 from prope.loss import token_losses
 from prope.runtime.validate import validate
@@ -189,6 +189,10 @@ def test_an_encoding_is_put_on_a_runs_own_or_refused(own, change, logits):
             freqs = layer_frequencies(config.model, T)
             np.testing.assert_array_equal(layer_frequencies(actual, T), freqs)
             assert logit_scale(actual) == logit_scale(config.model)
+
+
+def test_the_flag_offers_every_scaling_that_is_no_intervention():
+    assert {"none", *ENCODINGS, *INTERVENTIONS} == set(SCALINGS)
 
 
 def test_a_run_that_was_trained_slower_is_not_evaluated_unscaled(runs, base):

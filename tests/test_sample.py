@@ -505,6 +505,15 @@ def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path
     assert spread["texts"] == result["texts"], "on four devices"
 
 
+def test_unknown_tokens_of_prompts_are_counted(run, monkeypatch, caplog):
+    monkeypatch.setattr(generation, "UNKNOWN", 4 + ord("a"))
+    generation.continue_prompts(str(run), None, ["bab", "aa"], Sampling(1), 0)
+    assert "3 tokens of the prompts are <unk>" in caplog.text
+    caplog.clear()
+    generation.continue_prompts(str(run), None, ["b", "c"], Sampling(1), 0)
+    assert "<unk>" not in caplog.text
+
+
 def test_a_text_ends_before_its_eos(run, monkeypatch):
     """Position 1 + len(prompt) is the first that is sampled; longer prompts have ended by then."""
     letters = np.frombuffer(b"__klm", np.uint8).astype(np.int32) + 4

@@ -5,7 +5,7 @@ import numpy as np
 from prope.analysis.measures import FROM
 from prope.data.mixture import open_text
 from prope.data.tasks.synthetic import text_of
-from prope.data.tokenizer import BOS, load_tokenizer, token_name
+from prope.data.tokenizer import BOS, UNKNOWN, load_tokenizer, token_name
 from prope.errors import UsageError, log, usage_error
 from prope.runtime.files import read_text
 from prope.runtime.validate import validate
@@ -49,6 +49,9 @@ def _read_file(path: str, tokenizer: str) -> np.ndarray:
     ids = load_tokenizer(tokenizer).encode(text.encode())
     if len(ids) < MIN_TOKENS - 1:
         raise usage_error("--text", path, f"has {len(ids)} tokens", "two at least are needed")
+    unknown = np.count_nonzero(ids == UNKNOWN)
+    if unknown:
+        log.warning("%s: %d of %d tokens are <unk>", path, unknown, len(ids))
     return np.append(BOS, ids)[None]
 
 

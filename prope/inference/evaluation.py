@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 
 from ml_collections import ConfigDict
 
-from prope.config import override_dataset
+from prope.config import is_generated, override_dataset
 from prope.data.mixture import open_text
+from prope.data.sources.find import weighted_sources
 from prope.errors import log, usage_error
 from prope.inference.losses import LossEvaluation, select
 from prope.inference.opening import configs_by_length, records
@@ -72,6 +73,7 @@ def _open_lengths(
     override_dataset(config.data, options.dataset, options.data_dir)
     configs = configs_by_length(config, options, encoding)
     longest = max(configs)
+    _check_flags(options, config.data)
     if options.max_tokens:
         _check_max_tokens(options, configs)
     evaluations = []
@@ -85,6 +87,17 @@ def _open_lengths(
             opened[key] = LossEvaluation(config, windows, selection)
         evaluations.append(opened[key])
     return evaluations
+
+
+def _check_flags(options: LossOptions, data: ConfigDict) -> None:
+    """Raises UsageError for flags that this data would ignore."""
+    datasets = [source.dataset for _, source in weighted_sources(data)]
+    if options.max_tokens and any(map(is_generated, datasets)):
+        problem = f"{data.dataset} has generated windows, which are others at every length"
+        raise usage_error("--max_tokens", options.max_tokens, problem, "give --max_windows")
+    if options.data_dir and data.dataset == "mixture":
+        problem = "the run's data is a mixture, whose sources have folders of their own"
+        raise usage_error("--data_dir", options.data_dir, problem, "give --dataset, too")
 
 
 def _check_max_tokens(options: LossOptions, lengths: Iterable[int]) -> None:

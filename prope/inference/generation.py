@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model, sharding
-from prope.data.tokenizer import BOS, EOS, PAD, load_tokenizer
+from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
 from prope.errors import log, usage_error
 from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
@@ -279,6 +279,18 @@ def check_vocabulary(tokenizer, config: ConfigDict, workdir: str) -> None:
         )
 
 
+def _encode_prompts(tokenizer, texts: list[str]) -> list[list[int]]:
+    """Encodes prompts, <bos> first; warns of tokens that the tokenizer does not know."""
+    prompts = []
+    for text in texts:
+        ids = tokenizer.encode(text.encode())
+        prompts.append([BOS, *ids.tolist()])
+    unknown = sum(prompt.count(UNKNOWN) for prompt in prompts)
+    if unknown:
+        log.warning("%d tokens of the prompts are <unk>: the tokenizer does not know them", unknown)
+    return prompts
+
+
 def continue_prompts(
     workdir: str,
     step: int | None,
@@ -299,10 +311,7 @@ def continue_prompts(
     with processes.raise_on_all():
         tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(tokenizer, config, workdir)
-    prompts = []
-    for text in texts:
-        ids = tokenizer.encode(text.encode())
-        prompts.append([BOS, *ids.tolist()])
+    prompts = _encode_prompts(tokenizer, texts)
     longest = max(map(len, prompts)) + sampling.length
     trained = config.data.seq_len
     if longest > trained:

@@ -9,6 +9,9 @@ from absl.flags import FLAGS
 from prope import command
 from prope.errors import log, usage_error
 
+# Of prope.encodings.SCALINGS, which --help does without.
+ENCODINGS = ["linear", "ntk", "dynamic", "yarn", "llama3"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -48,10 +51,9 @@ def define_flags(file: str) -> None:
     flags.DEFINE_integer("batch_size", None, at_a_time, lower_bound=1)
     lengths = "tokens: numbers, or multiples of the training length, as in 512,2x,8x; 1x by default"
     flags.DEFINE_string("seq_len", None, lengths)
-    scalings = ["linear", "ntk", "dynamic", "yarn", "llama3"]
     scaling = "rescale the encoding without training, for longer text; yarn scales the logits too. "
     scaling += "A run that has the same scaling keeps its factor, times --factor"
-    flags.DEFINE_enum("encoding", None, scalings, scaling)
+    flags.DEFINE_enum("encoding", None, ENCODINGS, scaling)
     bands = "stop, remove or interpolate a band of pairs, as in stop:16-19; without a band, "
     flags.DEFINE_string("intervene", None, f"{bands}every eighth of the pairs in turn")
     factor = "with --encoding or --intervene=interpolate: how many times longer the text is than "
