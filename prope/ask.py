@@ -29,7 +29,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("depths", None, depths)
     flags.DEFINE_integer("trials", 32, "prompts of each depth", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "from which prompts are drawn", lower_bound=0)
+    flags.DEFINE_integer(
+        "seed", 0, "from which prompts are drawn", lower_bound=0, upper_bound=2**32 - 1
+    )
     control = "evidence removed, which must give chance, or near, 32 tokens before the question"
     flags.DEFINE_enum("control", None, ["removed", "near"], control)
 

@@ -73,6 +73,10 @@ def run(
     try:
         _parse_flags(sys.argv, _define(define_flags))
         # From here on the imports import JAX.
+        if uses_devices:
+            from prope.runtime.environment import check_environment
+
+            check_environment()
         if uses_devices and not _accelerators():
             from prope.runtime.memory import reuse_memory
 

@@ -102,6 +102,7 @@ def _optional_count(meaning_of_none: str) -> Rule:
 
 _AT_LEAST_1 = _rule(lambda x: x >= 1, "must be at least 1")
 _NOT_NEGATIVE = _rule(lambda x: x >= 0, "must not be negative")
+_SEED = _rule(lambda x: 0 <= x < 2**32, "must be in [0, 2^32 - 1]: keys of JAX hold 32 bits of it")
 _POSITIVE = _rule(lambda x: x > 0, "must be positive")
 _DECAY_RATE = _rule(lambda x: 0 <= x < 1, "must be in [0, 1)")
 _SHARE = _rule(lambda x: 0 < x < 1, "must be between 0 and 1")
@@ -195,7 +196,7 @@ FIELDS = {
         "where a loss or gradient is not finite: stop | skip the step, up to 10 in a row",
         (_one_of("stop", "skip"),),
     ),
-    "seed": Field(0, "of the initial weights and the order of the data", (_NOT_NEGATIVE,)),
+    "seed": Field(0, "of the initial weights and the order of the data", (_SEED,)),
     "log_every": Field(10, "steps between lines of metrics.jsonl", (_AT_LEAST_1,)),
     "eval_every": Field(
         500, "steps between evaluations; the last step is always evaluated", (_AT_LEAST_1,)

@@ -34,6 +34,7 @@ from prope.kernels.geglu import geglu_mlp
 from prope.rope import rotate, rotation_table
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
 
+PRNG = "threefry2x32"  # the kind of every random key, whatever JAX's default is
 Params = dict[str, Any]
 # {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
 Cache = dict[str, jax.Array]

@@ -58,7 +58,7 @@ def init_state(
     config: ConfigDict, optimizer: optax.GradientTransformation
 ) -> tuple[model.Params, optax.OptState]:
     """Initialises (params, opt_state), as a function of the config alone."""
-    params = model.init(config.model, jax.random.key(config.seed))
+    params = model.init(config.model, jax.random.key(config.seed, impl=model.PRNG))
     return params, optimizer.init(params)
 
 

@@ -241,7 +241,7 @@ def pad_prompts(rows: Sequence) -> tuple[Prompts, Rows]:
 
 def row_keys(seed: int, count: int) -> jax.Array:
     """Makes a random key per row: fold_in(key(seed), i) for row i."""
-    key = jax.random.key(seed)
+    key = jax.random.key(seed, impl=model.PRNG)
     rows = jnp.arange(count)
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(rows)
 
