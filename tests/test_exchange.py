@@ -287,6 +287,77 @@ def test_the_released_form_is_read(tmp_path, exported):
     assert same(run.params(), open_run(tmp_path / "run").params())
 
 
+EMBEDDING = "model.embed_tokens.weight"
+FREQUENCIES = np.ones(4, np.float32)
+
+
+def write_frequencies(directory, tensors):
+    """As releases before 2024 have them: a buffer of each layer."""
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    save(directory, tensors | {name.format(i): FREQUENCIES for i in range(2)})
+
+
+def write_one_buffer(directory, tensors):
+    save(directory, tensors | {"model.rotary_emb.inv_freq": FREQUENCIES})
+
+
+def write_base_model(directory, tensors):
+    """As GemmaModel saves itself, without a head."""
+    bare = {name.removeprefix("model."): values for name, values in tensors.items()}
+    save(directory, bare | {"rotary_emb.inv_freq": FREQUENCIES})
+
+
+def write_untied(directory, tensors):
+    edit(directory, tie_word_embeddings=False)
+    save(directory, tensors | {"lm_head.weight": tensors[EMBEDDING]})
+
+
+def write_wide(directory, tensors):
+    save(directory, {name: values.astype(np.float64) for name, values in tensors.items()})
+
+
+def write_index_with_head(directory, tensors, file="a.safetensors"):
+    """The index names a tied head, which save_pretrained has dropped."""
+    (directory / "model.safetensors").rename(directory / "a.safetensors")
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": file}
+    index = json.dumps({"weight_map": weight_map})
+    (directory / "model.safetensors.index.json").write_text(index)
+
+
+def write_index_with_lost_head(directory, tensors):
+    write_index_with_head(directory, tensors, "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_frequencies,
+        write_one_buffer,
+        write_base_model,
+        write_untied,
+        write_wide,
+        write_index_with_head,
+        write_index_with_lost_head,
+    ],
+)
+def test_what_transformers_loads_is_read(tmp_path, exported, write):
+    write(exported, stored(exported))
+    _, run = import_back(tmp_path, exported)
+    assert same(run.params(), open_run(tmp_path / "run").params())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_read_with_a_warning(tmp_path, exported, caplog, value):
+    tensors = stored(exported)
+    tensors[EMBEDDING][3, 5] = value
+    save(exported, tensors | {"lm_head.weight": tensors[EMBEDDING]})
+    _, run = import_back(tmp_path, exported)
+    embedding = model.embedding(run.params())
+    np.testing.assert_array_equal(embedding, tensors[EMBEDDING])
+    assert f"{EMBEDDING} has values that are nan or infinite" in caplog.text
+    assert caplog.text.count("nan or infinite") == 1
+
+
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
 def test_p_is_read_from_either_field(exported, field):
     edit(exported, rope_parameters=None, rope_scaling=None)

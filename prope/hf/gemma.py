@@ -34,7 +34,7 @@ _FIXED = {
     "hidden_activation": (None, _GELU),
     "rms_norm_eps": (1e-6,),
     "attention_bias": (False,),
-    "tie_word_embeddings": (True,),
+    "tie_word_embeddings": (True, False),  # with an output matrix that equals the embedding
     "use_bidirectional_attention": (None, False),
     "quantization_config": (None,),
     "attn_logit_softcapping": (None,),

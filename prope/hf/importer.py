@@ -14,15 +14,14 @@ from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log, usage_error
 from prope.hf import gemma
-from prope.hf.layout import TOKENIZER, Tensor, list_tensors
+from prope.hf.layout import HEAD, TOKENIZER, Tensor, list_tensors
 from prope.hf.tensors import Stored, open_tensors, some
 from prope.runtime.files import absolute, as_path, check_new, local_copy, new_directory
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, write_config
 
-_DTYPES = ("F32", "BF16", "F16")  # whose values are all float32 values
-_TIED = "lm_head.weight"  # if present, a copy of the embedding
+_DTYPES = ("F32", "BF16", "F16", "F64")  # the last is rounded to float32
 _EMBEDDING = "model.embed_tokens.weight"
 _REMEDY = "give --tokenizer=PATH, the SentencePiece model that the checkpoint was trained with"
 _OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -58,7 +57,7 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
         params = read_params(config, stored, expected)
-        check_tied(stored, params)
+        check_tied(local, values.get("tie_word_embeddings", True), stored, params)
         if tokenizer_file is not None:
             tokenizer_file.copy(directory / TOKENIZER)
             config.data.tokenizer = str(absolute(path) / TOKENIZER)
@@ -89,7 +88,7 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
     """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
     missing = shapes.keys() - stored.keys()
-    unknown = stored.keys() - shapes.keys() - {_TIED}
+    unknown = stored.keys() - shapes.keys() - {HEAD}
     problems = []
     if missing:
         problems.append(f"missing tensors: {some(missing)}")
@@ -107,7 +106,8 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
             raise UsageError(f"{file}: {name} {problem}")
         if dtype not in _DTYPES:
             problem = f"has dtype {dtype}; only {', '.join(_DTYPES)} can be read"
-            raise UsageError(f"{file}: {name} {problem}")
+            remedy = "load it with transformers, dequantized, and call save_pretrained"
+            raise UsageError(f"{file}: {name} {problem}; {remedy}")
 
 
 def find_tokenizer(
@@ -155,17 +155,34 @@ def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[Te
     params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
     for tensor in expected:
         parameter = functools.reduce(operator.getitem, tensor.path, params)
-        tensor.write(parameter, stored[tensor.name].values[:])
+        _copy(stored[tensor.name], tensor, parameter)
     return params
 
 
-def check_tied(stored: dict[str, Stored], params: dict) -> None:
-    """Raises UsageError where the checkpoint has an output matrix that is not its embedding."""
-    if _TIED not in stored:
+def _copy(source: Stored, tensor: Tensor, parameter: np.ndarray) -> None:
+    values = source.values[:]
+    with np.errstate(invalid="ignore"):
+        total = values.sum(dtype=np.float64)  # without a second array of its size
+    if not np.isfinite(total):
+        log.warning("%s: %s has values that are nan or infinite", source.file, tensor.name)
+    tensor.write(parameter, values)
+
+
+def check_tied(source: epath.Path, tied: bool, stored: dict[str, Stored], params: dict) -> None:
+    """Raises UsageError where the checkpoint has an output matrix that is not its embedding.
+
+    Without tie_word_embeddings that matrix must be in the file.
+    """
+    if HEAD not in stored:
+        if not tied:
+            problem = f"config.json's tie_word_embeddings=false needs {HEAD}, which is missing"
+            remedy = "if the embedding is also the output matrix, set it to true"
+            raise usage_error("--input", source, problem, remedy)
         return
-    head = stored[_TIED]
-    if (head.values[:] != params["embedder"]["input_embedding"]).any():
-        problem = f"{_TIED} differs from {_EMBEDDING}"
+    head = stored[HEAD]
+    output = np.asarray(head.values[:], np.float32)
+    if not np.array_equal(output, params["embedder"]["input_embedding"], equal_nan=True):
+        problem = f"{HEAD} differs from {_EMBEDDING}"
         remedy = "this decoder has one matrix for both, as Gemma 1 has"
         raise UsageError(
             f"{head.file}: {problem}; {remedy}: import a checkpoint with tied embeddings"

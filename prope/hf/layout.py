@@ -15,6 +15,7 @@ from prope.parameters import Parameter
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.model"
+HEAD = "lm_head.weight"  # if present, a copy of the embedding
 
 
 # The tensors that the classes of transformers read, of a layer or of the model.

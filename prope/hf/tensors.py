@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from prope.errors import UsageError, usage_error
 from prope.hf import gemma
-from prope.hf.layout import INDEX, WEIGHTS, Tensor
+from prope.hf.layout import HEAD, INDEX, WEIGHTS, Tensor
 from prope.runtime import watchdog
 from prope.workdir.run import check_disk
 
@@ -28,10 +28,22 @@ class Stored(NamedTuple):
 
 
 def open_tensors(source: epath.Path) -> dict[str, Stored]:
-    """Opens all tensors of the checkpoint in a directory, by name.
+    """Opens all tensors of the checkpoint in a directory, by the names that transformers uses.
 
-    Raises UsageError where a file is not whole.
+    As there, buffers of frequencies are left out, and those of a model without a head lack their
+    prefix. Raises UsageError where a file is not whole.
     """
+    stored = _open_all(source)
+    has_prefix = any(name.startswith("model.") for name in stored)
+    tensors = {}
+    for name, tensor in stored.items():
+        prefix = "" if has_prefix or name == HEAD else "model."
+        if not name.endswith("rotary_emb.inv_freq"):
+            tensors[prefix + name] = tensor
+    return tensors
+
+
+def _open_all(source: epath.Path) -> dict[str, Stored]:
     if (source / WEIGHTS).is_file():
         return _open_file(source / WEIGHTS)
     index = source / INDEX
@@ -44,7 +56,7 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
         problem = "has no weight_map, which names every tensor's shard"
         raise UsageError(f"{index}: {problem}; download it again")
     stored = {}
-    for shard in sorted(set(map(str, weight_map.values()))):
+    for shard in sorted({str(file) for name, file in weight_map.items() if name != HEAD}):
         stored |= _open_shard(index, shard, weight_map)
     return stored
 
@@ -55,7 +67,7 @@ def _open_shard(index: epath.Path, shard: str, weight_map: dict) -> dict[str, St
         raise UsageError(f"{index}: names the shard {shard}, which is not there; download it too")
     tensors = _open_file(path)
     listed = {name for name, file in weight_map.items() if file == shard}
-    if tensors.keys() != listed:
+    if tensors.keys() - {HEAD} != listed - {HEAD}:  # a tied head is named, but not always saved
         differing = some(tensors.keys() ^ listed)
         problem = f"{index.name} says that its tensors are others: {differing}"
         raise UsageError(f"{path}: {problem}; download both again")
