@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "data.cache_dir",
     "data.store",
     "data.num_workers",
+    "data.stop_ids",
     "checkpoint.",
     "eval.",
     "mesh.",
@@ -103,6 +104,7 @@ def _optional_count(meaning_of_none: str) -> Rule:
 _AT_LEAST_1 = _rule(lambda x: x >= 1, "must be at least 1")
 _NOT_NEGATIVE = _rule(lambda x: x >= 0, "must not be negative")
 _SEED = _rule(lambda x: 0 <= x < 2**32, "must be in [0, 2^32 - 1]: keys of JAX hold 32 bits of it")
+_IDS = _rule(lambda ids: all(type(i) is int and i >= 0 for i in ids), "must be ids, such as (106,)")
 _POSITIVE = _rule(lambda x: x > 0, "must be positive")
 _DECAY_RATE = _rule(lambda x: 0 <= x < 1, "must be in [0, 1)")
 _SHARE = _rule(lambda x: 0 < x < 1, "must be between 0 and 1")
@@ -342,6 +344,9 @@ FIELDS = {
         "all",
         "tokens with a loss: all | targets (only those of the template's last feature)",
         (_one_of(*LOSS_ON),),
+    ),
+    "data.stop_ids": Field(
+        (), "ids besides <eos> that end a sampled text, as an import has them", (_IDS,)
     ),
     "data.mixture": Field(
         (),

@@ -346,6 +346,26 @@ def test_what_transformers_loads_is_read(tmp_path, exported, write):
     assert same(run.params(), open_run(tmp_path / "run").params())
 
 
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        (1, None, ()),
+        ([1, 107], None, (107,)),
+        (1, [1, 107, 106], (106, 107)),
+        ([1, 107], 1, ()),
+    ],
+)
+def test_ids_that_end_a_text_are_kept(tmp_path, exported, in_config, in_generation, expected):
+    """Generation's file goes before config.json, as in transformers."""
+    edit(exported, eos_token_id=in_config)
+    generation = exported / "generation_config.json"
+    generation.unlink()
+    if in_generation is not None:
+        generation.write_text(json.dumps({"eos_token_id": in_generation}))
+    _, run = import_back(tmp_path, exported)
+    assert tuple(run.config.data.stop_ids) == expected
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_read_with_a_warning(tmp_path, exported, caplog, value):
     tensors = stored(exported)

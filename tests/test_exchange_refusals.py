@@ -222,6 +222,12 @@ def test_shards_that_are_not_whole(tmp_path, exported):
     refused(tmp_path, "index.json: not readable as JSON")
 
 
+@pytest.mark.parametrize("ids", [[1, 300], [1, -1], [1, "2"], [1, 2.0]])
+def test_an_end_that_is_no_id(tmp_path, exported, ids):
+    (exported / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    refused(tmp_path, "eos_token_id=.*: must be ids below vocab_size=300; restore")
+
+
 def test_a_config_that_is_not_there(tmp_path, exported):
     (exported / "config.json").write_text("[]")
     refused(tmp_path, "config.json: holds no JSON object")

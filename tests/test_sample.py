@@ -49,7 +49,13 @@ def full_forward(config, params, rows):
 
 def join(prompts, more):
     """The tokens of each prompt without padding, and those that follow."""
-    return [[*prompts[b, :n].tolist(), *more[b].tolist()] for b, n in enumerate(LENGTHS)]
+    return [
+        [
+            *prompts[b, :n].tolist(),
+            *more[b].tolist(),
+        ]
+        for b, n in enumerate(LENGTHS)
+    ]
 
 
 def without_cache(config, sampling, params, prompts, lengths, keys):
@@ -279,15 +285,16 @@ def test_a_row_that_has_ended_stays_as_it_is():
         if len(ended):
             row[ended[0] + 1 :] = 0
     assert (expected[:, -1] != 0).any(), "one row goes on"
-    cut = generate(
-        config,
-        Sampling(12, 1.5, eos=eos),
-        params,
-        prompts,
-        lengths,
-        keys,
-    )
-    np.testing.assert_array_equal(cut, expected)
+    for sampling in (Sampling(12, 1.5, eos=eos), Sampling(12, 1.5, eos=NEVER, stop_ids=(299, eos))):
+        cut = generate(
+            config,
+            sampling,
+            params,
+            prompts,
+            lengths,
+            keys,
+        )
+        np.testing.assert_array_equal(cut, expected)
     at_once = Sampling(12, 1.5, eos=whole[1, 0].item())
     row = slice(1, 2)
     tokens = generate(
@@ -529,6 +536,12 @@ def test_a_text_ends_before_its_eos(run, monkeypatch):
     jax.clear_caches()
     assert result["texts"] == ["klm", "m", ""]
     assert result["tokens"] == 4 + 2 + 1
+    opened = generation.open_run(str(run), None)
+    opened.config.data.stop_ids = (4 + ord("l"),)
+    monkeypatch.setattr(generation, "open_run", lambda *_: opened)
+    result = generation.continue_prompts(str(run), None, ["a", "abcd"], Sampling(4), 0)
+    jax.clear_caches()
+    assert result["texts"] == ["k", ""]
 
 
 @pytest.mark.slow

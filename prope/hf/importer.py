@@ -53,6 +53,7 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     stored = open_tensors(local)
     check_tensors(local, stored, expected)
     tokenizer_file = find_tokenizer(local, tokenizer, config, values)
+    config.data.stop_ids = read_stop_ids(local, values, config.model.vocab_size)
     num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
@@ -135,11 +136,31 @@ def find_tokenizer(
     for special in ("bos_token_id", "eos_token_id"):
         ours = gemma.SPECIAL_IDS[special]
         theirs = values.get(special)
-        ids = theirs if isinstance(theirs, list) else [theirs]
+        ids = _as_list(theirs)
         if theirs is not None and ours not in ids:
             problem = f"{special}={theirs}, {tokenizer_has} {ours}"
             raise UsageError(f"{source}: {problem}; {_REMEDY}")
     return None if name in (None, "byte") else epath.Path(name)
+
+
+def _as_list(ids) -> list:
+    return ids if isinstance(ids, list) else [ids]
+
+
+def read_stop_ids(source: epath.Path, values: dict, vocab_size: int) -> tuple[int, ...]:
+    """Lists the ids besides <eos> at which transformers stops: of generation_config.json, or here.
+
+    Raises UsageError where one is no id.
+    """
+    generation = source / "generation_config.json"
+    if generation.is_file():
+        values = values | gemma.read_json(generation)
+    ids = _as_list(values.get("eos_token_id", gemma.SPECIAL_IDS["eos_token_id"]))
+    for stop in ids:
+        if stop is not None and (type(stop) is not int or not 0 <= stop < vocab_size):
+            problem = f"must be ids below vocab_size={vocab_size}"
+            raise usage_error(f"{source}: eos_token_id", ids, problem, "restore the original file")
+    return tuple(sorted(set(ids) - {None, gemma.SPECIAL_IDS["eos_token_id"]}))
 
 
 def _refuse_other_tokenizers(source: epath.Path) -> None:

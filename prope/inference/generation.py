@@ -51,6 +51,7 @@ class Sampling:
     top_k: int | None = None  # None keeps all
     top_p: float = 1.0  # 1 keeps all
     eos: int = EOS  # ends a row; <pad> follows it
+    stop_ids: tuple[int, ...] = ()  # more ids that do
 
     def __post_init__(self):
         if self.length < 1:
@@ -154,6 +155,8 @@ def decode(
     tokens = jnp.full(shape, PAD, jnp.int32)
     tokens = tokens.at[:, 0].set(first)
 
+    stops = jnp.array([sampling.eos, *sampling.stop_ids])
+
     def unfinished(state):
         i, _, ended, *_ = state
         return (i < sampling.length) & ~ended.all()
@@ -166,11 +169,11 @@ def decode(
         logits = model.logits(params, hidden[:, 0])
         token = sample_tokens(sampling, logits, keys, position)
         token = jnp.where(ended, PAD, token)
-        ended |= token == sampling.eos
+        ended |= jnp.isin(token, stops)
         tokens = tokens.at[:, i].set(token)
         return i + 1, token, ended, tokens, cache
 
-    ended = first == sampling.eos
+    ended = jnp.isin(first, stops)
     state = (jnp.int32(1), first, ended, tokens, cache)
     *_, tokens, cache = jax.lax.while_loop(unfinished, append_token, state)
     return tokens, cache
@@ -318,11 +321,13 @@ def continue_prompts(
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
     run, params = run.first_undamaged(Run.params)
     config.model.attention = "auto"  # for this machine, which need not be the one that trained
+    stops = (EOS, *config.data.stop_ids)
+    sampling = dataclasses.replace(sampling, stop_ids=stops)
     tokens, seconds = generate(config.model, sampling, params, prompts, seed)
     continuations = []
     count = 0
     for text, row in zip(texts, tokens.tolist(), strict=True):
-        stop = row.index(EOS) if EOS in row else len(row)
+        stop = _find_end(row, stops)
         count += min(stop + 1, len(row))
         continuation = tokenizer.decode(row[:stop])
         continuations.append(continuation)
@@ -341,6 +346,11 @@ def continue_prompts(
         "rope_percentage": config.model.rope_percentage,
         "workdir": workdir,
     }
+
+
+def _find_end(row: list[int], stops: tuple[int, ...]) -> int:
+    """Returns the index of the first id that ends a row, or the row's length."""
+    return next((i for i, token in enumerate(row) if token in stops), len(row))
 
 
 def generate(
