@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from absl import flags
+from ml_collections import config_flags
 
 from prope.config import FIELDS
 from prope.errors import (
@@ -33,6 +34,7 @@ from prope.errors import (
     usage_error,
 )
 
+_SAVED_CONFIG = pathlib.Path(__file__).parent / "workdir" / "saved_config.py"
 _WIDTH = 100  # columns of --help
 _MAX_INDENT = 34
 _STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
@@ -208,7 +210,7 @@ def _help_text(define_flags: Callable[[], None], doc: str) -> str:
         flag = flags.FLAGS[name]
         prefix = "--[no]" if flag.boolean else "--"
         rows.append((prefix + name, _meaning(flag)))
-    text = f"{doc.strip()}\n\nFlags:\n{_table(rows)}"
+    text = f"{(doc or '').strip()}\n\nFlags:\n{_table(rows)}"  # python -OO has no docstrings
     if "config" in flags.FLAGS:
         text += "\n\n" + textwrap.fill(_FIELDS_HELP, _WIDTH)
     return text
@@ -240,6 +242,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def _parse_flags(argv: list[str], names: list[str]) -> None:
     """Parses the command line; raises UsageError for what is wrong in the flags `names`."""
+    argv = _open_configs(argv)
     try:
         rest = flags.FLAGS(argv)
         if "config" in names and flags.FLAGS.config is not None:
@@ -253,6 +256,41 @@ def _parse_flags(argv: list[str], names: list[str]) -> None:
         value = flags.FLAGS[name].value
         if value != value:  # within any bounds of absl
             raise usage_error(f"--{name}", "nan", "must be a number")
+
+
+def _open_configs(argv: list[str]) -> list[str]:
+    """Makes `--config` name a Python file: for W/config.json, one that reads it.
+
+    Raises UsageError for a pipe or a device, which would be waited for.
+    """
+    opened = []
+    for before, argument in zip(["", *argv], argv, strict=False):
+        match = re.fullmatch(r"(--?config=)?(.+)", argument, re.DOTALL)
+        if match and (match[1] or before in ("--config", "-config")):
+            path = os.path.expanduser(match[2])
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise usage_error(
+                    "--config", path, "is not a file", "the project's are in configs/"
+                )
+            reader = f"{_SAVED_CONFIG}:" if path.endswith(".json") else ""
+            argument = f"{match[1] or ''}{reader}{path}"
+        opened.append(argument)
+    return opened
+
+
+class _OptionalNumber(flags.ArgumentParser):
+    """Parses a number, or None, for a config field that may have no value."""
+
+    def __init__(self, parser: flags.ArgumentParser):
+        self._parser = parser
+        self.syntactic_help = parser.syntactic_help
+
+    def parse(self, argument: str):
+        return None if argument == "None" else self._parser.parse(argument)
+
+
+for _type, _parser in ((int, flags.IntegerParser()), (float, flags.FloatParser())):
+    config_flags.register_flag_parser_for_type(_type, _OptionalNumber(_parser))
 
 
 def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:

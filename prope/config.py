@@ -566,7 +566,7 @@ def from_dict(values: dict) -> ConfigDict:
         if isinstance(saved.get("model.rope_percentage"), list | tuple):
             set_layer_percentages(config, saved.pop("model.rope_percentage"))
         config.update_from_flattened_dict(saved)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(f"the saved config cannot be read: {error}") from None
     return config
 

@@ -2,9 +2,13 @@
 
 import difflib
 import errno
+import json
 import logging
 import os
 import re
+import traceback
+import zipfile
+import zlib
 
 log = logging.getLogger("prope")  # `command.run` sends it to stderr
 
@@ -17,6 +21,12 @@ INTERRUPTED = 130  # by Ctrl-C
 
 # Other packages are always installed.
 _EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",), "'.[gcs]'": ("gcsfs",)}
+# What libraries raise for a file that is not what it should be.
+_BAD_DATA = UnicodeError | EOFError | json.JSONDecodeError | zipfile.BadZipFile | zlib.error
+_OF_TENSORSTORE = re.compile(
+    r"(NOT_FOUND|PERMISSION_DENIED|UNAUTHENTICATED|DATA_LOSS|UNAVAILABLE|ABORTED|INTERNAL|UNKNOWN"
+    r"|DEADLINE_EXCEEDED|FAILED_PRECONDITION|ALREADY_EXISTS|OUT_OF_RANGE): "
+)
 _FREE_SPACE = (
     "what was saved before is whole: free some space, then run the same command again"  # remedy
 )
@@ -71,7 +81,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 def is_storage_error(error: BaseException) -> bool:
     """Tells whether a file system or a bucket has failed, rather than the program."""
-    libraries = ("gcsfs.", "aiohttp.", "google.", "boto", "urllib3.", "http.")
+    libraries = ("fsspec.", "s3fs.", "gcsfs.", "aiohttp.", "google.", "boto", "urllib3.", "http.")
     if isinstance(error, OSError) or type(error).__module__.startswith(libraries):
         return True
     return isinstance(error, ValueError) and str(error).startswith("Bad Request")  # of gcsfs
@@ -90,7 +100,24 @@ def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
         return _missing_package(error)
     if is_storage_error(error) and not isinstance(error, OSError):
         return StorageFailed(f"the storage has failed ({cause}): run the same command again")
+    is_tensorstore = isinstance(error, ValueError) and _OF_TENSORSTORE.match(str(error))
+    if isinstance(error, OSError | _BAD_DATA) or is_tensorstore:
+        return _file_error(error)
     return None
+
+
+def _file_error(error: Exception) -> RunFailed:
+    """Names the file, or the line of this code, where reading or writing failed, and the cause."""
+    place = getattr(error, "filename", None)
+    if place is None:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "/prope/" in frame.filename]
+        place = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in (ours or frames)[-1:])
+    cause = getattr(error, "strerror", None) or first_line(error)
+    remedy = "see to that file, then run the same command again"
+    if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "have its owner permit it, or name another place; --output=DIR where there is one"
+    return RunFailed(f"{place}: {type(error).__name__}: {cause}; {remedy}")
 
 
 def _missing_package(error: ImportError) -> UsageError | None:

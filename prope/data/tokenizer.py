@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 
 from prope.errors import usage_error
-from prope.runtime.files import as_path, retry_reads
+from prope.runtime.files import as_path, read_bytes, retry_reads
 
 # Gemma's ids of the special tokens, which every tokenizer here has.
 PAD = 0
@@ -70,7 +70,7 @@ class SentencePieceTokenizer:
 def _read_model(path: str) -> bytes:
     file = as_path("config.data.tokenizer", path)
     try:
-        return retry_reads(file, file.read_bytes)
+        return retry_reads(file, lambda: read_bytes(file))
     except OSError as error:
         problem = f"cannot be read: {error.strerror or 'no such file'}"
         raise usage_error("config.data.tokenizer", path, problem, _REMEDY) from None

@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 import tempfile
 import time
 import urllib.parse
@@ -256,7 +257,8 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
 def read_text(flag: str, path: str, remedy: str) -> str:
     """Reads the text file that a flag names, without a BOM; a UsageError ends with `remedy`."""
     try:
-        return as_path(f"--{flag}", path).read_text(encoding="utf-8").removeprefix("\ufeff")
+        text = read_bytes(as_path(f"--{flag}", path)).decode()
+        return text.removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise usage_error(f"--{flag}", path, f"cannot be read: {reason}", remedy) from None
@@ -279,8 +281,8 @@ def read_json(path: epath.Path, remedy: str | None = None):
     a remedy the file counts as missing, as in a cache.
     """
     try:
-        text = retry_reads(path, path.read_text) if remedy else path.read_text()
-        return json.loads(text)
+        read = functools.partial(read_bytes, path)
+        return parse_json(retry_reads(path, read) if remedy else read())
     except _NO_FILE:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -289,10 +291,32 @@ def read_json(path: epath.Path, remedy: str | None = None):
         raise UsageError(f"{path}: not readable as JSON ({error}); {remedy}") from None
 
 
+def read_bytes(path: epath.Path) -> bytes:
+    """Reads a file; raises UsageError for a pipe or a device, which would be waited for."""
+    if not is_url(path) and os.path.exists(path):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise UsageError(f"{path}: is a pipe or a device; put a file there")
+    return path.read_bytes()
+
+
+def parse_json(content: str | bytes):
+    """Parses JSON; raises ValueError also where it is nested too deep."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def append_jsonl(path: epath.Path, *records: dict) -> None:
-    """Appends JSON objects, each as a line of its own, also after a line that was cut short."""
+    """Appends JSON objects, each as a line of its own, also after a line that was cut short.
+
+    Raises UsageError for a link: what it points to may be another's.
+    """
     lines = "".join(json.dumps(record) + "\n" for record in records).encode()
     if not is_url(path):
+        if os.path.islink(path):
+            raise UsageError(f"{path}: is a link, and is not written; put a file in its place")
         with open(path, "a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)

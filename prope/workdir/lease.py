@@ -18,7 +18,7 @@ from collections.abc import Callable
 from etils import epath
 
 from prope.errors import RunFailed, first_line, log, usage_error
-from prope.runtime.files import kvstore
+from prope.runtime.files import kvstore, parse_json
 
 _NAME = "lease.json"
 RENEW_SECONDS = 5.0
@@ -121,8 +121,8 @@ class Lease:
 
 def _parse(content: bytes) -> dict:
     """Reads the file; what is not a record counts as no lease."""
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(content)
+    with contextlib.suppress(ValueError):
+        record = parse_json(content)
         if isinstance(record, dict):
             return record
     return {}

@@ -23,7 +23,7 @@ from prope import config as config_lib
 from prope import parameters
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
-from prope.runtime.files import absolute, is_url, retry_reads, write_atomic
+from prope.runtime.files import absolute, is_url, read_bytes, retry_reads, write_atomic
 from prope.workdir.hashes import array_hashes, array_shapes, hash_json, hash_on_host
 
 HASHES = "hashes.json"  # beside the items, written last
@@ -106,7 +106,7 @@ class CheckpointReader:
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self._folder / name
         try:
-            content = retry_reads(self._folder, path.read_bytes)
+            content = retry_reads(self._folder, lambda: read_bytes(path))
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
         try:

@@ -1,13 +1,12 @@
 """The JSON lines of a run, metrics.jsonl and eval.jsonl, and which evaluation of several to use."""
 
-import json
 from collections.abc import Iterable
 
 from etils import epath
 from ml_collections import ConfigDict
 
 from prope.errors import log
-from prope.runtime.files import retry_reads
+from prope.runtime.files import parse_json, read_bytes, retry_reads
 
 SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # equal in these: the same tokens predicted
 
@@ -18,11 +17,15 @@ def read_jsonl(path: epath.Path) -> list[dict]:
     Without the file the list is empty.
     """
     records = []
-    content = retry_reads(path, path.read_bytes, b"")
+    content = retry_reads(path, lambda: read_bytes(path), b"")
     for number, line in enumerate(content.splitlines(), 1):
         try:
-            records.append(json.loads(line))
+            record = parse_json(line)
         except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
             cause = "its process was killed as it wrote it"
             log.warning("%s: line %d is not JSON and is skipped; %s", path, number, cause)
     return records

@@ -186,7 +186,11 @@ def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
 
 def read_config(workdir: epath.Path) -> ConfigDict | None:
     """Reads W/config.json; None where there is none."""
-    path = workdir / "config.json"
+    return read_config_file(workdir / "config.json")
+
+
+def read_config_file(path: epath.Path) -> ConfigDict | None:
+    """Reads the config.json of a run; None where there is none."""
     values = read_json(path, "restore it from a checkpoint's config item")
     if values is None:
         return None

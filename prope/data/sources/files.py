@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -34,7 +33,15 @@ from prope.data.sources.base import (
     too_long,
 )
 from prope.errors import UsageError, log, usage_error
-from prope.runtime.files import as_path, hash_file, is_url, read_json, retry_reads, write_atomic
+from prope.runtime.files import (
+    as_path,
+    hash_file,
+    is_url,
+    parse_json,
+    read_json,
+    retry_reads,
+    write_atomic,
+)
 
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
@@ -326,7 +333,7 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         problem = "a JSON array, not an object"
         raise UsageError(f"{problem}; write one object a line, as jq -c '.[]' does")
     try:
-        record = json.loads(line.decode())
+        record = parse_json(line.decode())
     except UnicodeDecodeError as error:
         raise UsageError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,204 @@
+"""What start-up, writing and parsing raise ends a command with one line."""
+
+import errno
+import json
+import os
+import sys
+import zipfile
+import zlib
+
+import pytest
+import tensorstore as ts
+from absl import flags
+from conftest import CONFIG
+from etils import epath
+from makers import make_run
+from ml_collections import config_flags
+
+from prope import command
+from prope.config import default_config, flat
+from prope.errors import UsageError, to_user_error
+from prope.runtime.files import append_jsonl, read_bytes, read_json, read_text
+from prope.workdir.records import read_jsonl
+from prope.workdir.run import open_run, read_config, write_config
+
+
+def of_tensorstore():
+    ts.open({"driver": "zarr", "kvstore": "file:///no/such/place/"}).result()
+
+
+def of_fsspec():
+    from fsspec.exceptions import BlocksizeMismatchError
+
+    raise BlocksizeMismatchError("cut")
+
+
+def of_http():
+    from gcsfs.retry import HttpError
+
+    raise HttpError({"code": 418, "message": "teapot"})
+
+
+def raises(kind, *arguments):
+    def call():
+        raise kind(*arguments)
+
+    return call
+
+
+ONE_LINE = [
+    (lambda: os.open("/etc/no/such", 0), "/etc/no/such: FileNotFoundError: No such file"),
+    (lambda: os.open("/", os.O_WRONLY), "/: IsADirectoryError: Is a directory"),
+    (lambda: os.open("/etc/passwd/x", 0), "/etc/passwd/x: NotADirectoryError: "),
+    (lambda: os.open("/" + "a" * 300, 0), "OSError: File name too long"),
+    (raises(PermissionError, errno.EACCES, "Permission denied", "W"), "--output=DIR"),
+    (raises(OSError, errno.EROFS, "Read-only file system", "W"), "--output=DIR"),
+    (raises(OSError, errno.ENOSPC, "No space left on device", "W"), "free some space"),
+    (raises(OSError, errno.EIO, "Input/output error", "W"), "W: OSError: Input/output error"),
+    (raises(TimeoutError, "slow"), "TimeoutError: slow"),
+    (lambda: json.loads("{"), "JSONDecodeError: Expecting property name"),
+    (lambda: b"\xff".decode(), "UnicodeDecodeError: "),
+    (lambda: zipfile.ZipFile(__file__), "BadZipFile: File is not a zip file"),
+    (lambda: zlib.decompress(b"no"), "error: Error -3"),
+    (raises(EOFError, "ended early"), "EOFError: ended early"),
+    (raises(ModuleNotFoundError, "No module named 's3fs'"), "package s3fs is not installed"),
+    (of_tensorstore, "ValueError: NOT_FOUND: "),
+    (of_fsspec, "cut"),
+    (of_http, "teapot"),
+]
+TRACEBACKS = [KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError]
+
+
+@pytest.mark.parametrize(("call", "says"), ONE_LINE)
+def test_what_the_world_does_ends_with_one_line(call, says):
+    with pytest.raises(Exception) as caught:
+        call()
+    text, code = command._describe_error(caught.value)
+    assert says in text and "\n" not in text and code != 0
+    assert text.startswith(("stopped: ", "error: "))
+
+
+@pytest.mark.parametrize("kind", [*TRACEBACKS, RecursionError, NotImplementedError])
+def test_a_mistake_of_the_program_keeps_its_traceback(kind):
+    with pytest.raises(kind) as caught:
+        raise kind("INTERNAL error of ours")
+    assert to_user_error(caught.value) is None
+    assert "Traceback" in command._describe_error(caught.value)[0]
+
+
+# --- Files that are not what they seem ---------------------------------------------------------
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    path = epath.Path(tmp_path) / "pipe"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("content", [DEEP, '{"a":' * 100_000, "[" * 100_000])
+def test_json_that_is_nested_too_deep_is_refused(tmp_path, content, caplog):
+    path = epath.Path(tmp_path) / "config.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"config\.json: not readable as JSON"):
+        read_config(path.parent)
+    assert read_json(path) is None, "a cache may be damaged"
+    assert read_jsonl(path) == []
+    assert "is not JSON and is skipped" in caplog.text
+
+
+def test_a_config_that_is_nested_is_refused(tmp_path):
+    values = deep = {}
+    for _ in range(400):
+        deep["a"] = {}
+        deep = deep["a"]
+    path = epath.Path(tmp_path) / "config.json"
+    path.write_text(json.dumps({"format": 2, "model": values}))
+    with pytest.raises(UsageError, match="saved config"):
+        read_config(path.parent)
+
+
+@pytest.mark.parametrize("line", ["[1]", "7", "null", '"x"', DEEP])
+def test_a_line_that_is_no_record_is_skipped(tmp_path, line):
+    path = epath.Path(tmp_path) / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_pipe_is_not_waited_for(pipe, tmp_path):
+    reads = [
+        lambda: read_bytes(pipe),
+        lambda: read_json(pipe),
+        lambda: read_jsonl(pipe),
+        lambda: read_text("prompts", str(pipe), "give a file"),
+        lambda: command._open_configs(["train", f"--config={pipe}"]),
+        lambda: command._open_configs(["train", "--config", "/dev/zero"]),
+    ]
+    for read in reads:
+        with pytest.raises(UsageError, match="is a pipe or a device|is not a file"):
+            read()
+    make_run(tmp_path / "run")
+    hashes = tmp_path / "run/checkpoints/7/hashes.json"
+    hashes.unlink()
+    os.mkfifo(hashes)
+    with pytest.raises(UsageError, match="is a pipe or a device"):
+        open_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "longcontext.jsonl"])
+def test_records_are_not_written_through_a_link(tmp_path, name):
+    target = tmp_path / "target"
+    target.write_text("of another\n")
+    for path in (tmp_path / name, tmp_path / f"dangling-{name}"):
+        path.symlink_to(target if path.name == name else tmp_path / "none")
+        with pytest.raises(UsageError, match=rf"{path.name}: is a link, and is not written"):
+            append_jsonl(epath.Path(path), {"step": 1})
+    assert target.read_text() == "of another\n"
+    assert not (tmp_path / "none").exists()
+
+
+# --- Flags of a config -------------------------------------------------------------------------
+
+
+LOADS = pytest.mark.filterwarnings("ignore:the load_module")  # by which ml_collections loads a file
+
+
+def parse(monkeypatch, *arguments):
+    """The config that the command line of a command gives."""
+    defined = flags.FlagValues()
+    monkeypatch.setattr(flags, "FLAGS", defined)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])  # which ml_collections reads, too
+    config_flags.DEFINE_config_file("config", flag_values=defined)
+    command._parse_flags(sys.argv, ["config"])
+    return defined.config
+
+
+@LOADS
+def test_a_field_may_be_set_back_to_none(monkeypatch):
+    optional = ["eval.max_windows", "mesh.data", "model.sliding_window", "model.rope_cutoff"]
+    unset = [f"--config.{name}=None" for name in optional]
+    values = flat(parse(monkeypatch, CONFIG, "--config.eval.max_windows=3", *unset))
+    assert [values[name] for name in optional] == [None] * 4
+    assert flat(parse(monkeypatch, CONFIG, "--config.eval.max_windows=3"))["eval.max_windows"] == 3
+    with pytest.raises(UsageError, match="invalid literal for int"):
+        parse(monkeypatch, CONFIG, "--config.eval.max_windows=none")
+
+
+@LOADS
+@pytest.mark.parametrize("form", [["--config={}"], ["-config={}"], ["--config", "{}"]])
+def test_a_run_s_config_is_a_config_file(monkeypatch, tmp_path, form):
+    config = default_config()
+    config.update_from_flattened_dict({"model.num_layers": 7, "eval.max_windows": 5})
+    write_config(epath.Path(tmp_path), config)
+    arguments = [part.format(tmp_path / "config.json") for part in form]
+    read = parse(monkeypatch, *arguments, "--config.seed=3")
+    config.seed = 3
+    assert read == config
+    (tmp_path / "config.json").write_text(DEEP)
+    with pytest.raises(UsageError, match="not readable as JSON"):
+        parse(monkeypatch, *arguments)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match="there is no such file"):
+        parse(monkeypatch, *arguments)
