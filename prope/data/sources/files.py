@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import itertools
+import json
 import math
 import os
 import pathlib
