@@ -101,7 +101,9 @@ def test_text_that_has_changed_since_training_is_told(tmp_path, base, caplog):
     evaluate_run(tmp_path / "run", again=True, seq_len="1x,2x")
     evaluate_run(tmp_path / "run", again=True, data_dir=str(base / "other"))
     (line,) = [record.message for record in caplog.records if "changed" in record.message]
-    assert line.startswith(f"files {tmp_path}/text has changed since it was trained on: its finger")
+    assert line.startswith(
+        f"files {tmp_path}/text: the text, the tokenizer or the format has changed"
+    )
 
 
 # --- Splits -----------------------------------------------------------------------------------

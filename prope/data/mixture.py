@@ -64,7 +64,9 @@ def open_text(
 @functools.cache  # one line, whatever the number of lengths and runs
 def _warn_if_changed(name: str, fingerprint: str, trained_on: str) -> None:
     if fingerprint != trained_on:
-        message = "%s has changed since it was trained on: its fingerprint is %s, not %s"
+        message = (
+            "%s: the text, the tokenizer or the format has changed since training (%s, not %s)"
+        )
         log.warning(message, name, fingerprint, trained_on)
 
 

@@ -183,7 +183,7 @@ def _reason_against(name: str) -> str:
     if name.lower().endswith(_SUFFIXES):
         return ""
     ending = os.path.splitext(name)[1]
-    return f"ending in {ending}" if ending else "without an ending"
+    return f"ending in {ending}" if ending.isprintable() and ending else "without an ending"
 
 
 def _reason_against_kind(path: pathlib.Path) -> str:
