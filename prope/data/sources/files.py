@@ -337,7 +337,7 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         record = parse_json(line.decode())
     except UnicodeDecodeError as error:
         raise UsageError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         problem = f"not a JSON value ({error})"
         raise UsageError(f"{problem}; write one object a line, as jq -c does") from None
     keys = list(record) if isinstance(record, dict) else []

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ import tensorstore as ts
 from etils import epath
 
 from prope.errors import UsageError, first_line
-from prope.runtime.files import CONTEXT, files_below, is_url, kvstore, retry_reads
+from prope.runtime.files import CONTEXT, files_below, is_url, kvstore, parse_json, retry_reads
 
 T = TypeVar("T")
 
@@ -147,6 +148,9 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
 
     Raises UsageError where it is damaged, or its fingerprint is not `fingerprint`, if that is set.
     """
+    local = pathlib.Path(path, "index.json")
+    if not is_url(path) and local.exists() and not local.is_file():
+        raise _unusable(path, "its index.json is a pipe or a device")
     try:
         entry = retry_tokens(path, lambda: kvstore(path).read("index.json").result())
     except ValueError as error:
@@ -156,10 +160,10 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
     if entry.state != "value":
         return None
     try:
-        index = json.loads(entry.value)
+        index = parse_json(entry.value)
         fingerprints = [index["fingerprint"], fingerprint_of(index["rule"])]
         sizes = {split: index[split]["tokens"] for split in SPLITS}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise _unusable(path, "its index.json is damaged") from None
     expected = fingerprint or fingerprints[0]
     for fingerprint in fingerprints:
