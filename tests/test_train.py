@@ -315,6 +315,33 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train,
     )
 
 
+@pytest.mark.slow
+def test_an_evaluation_without_a_predicted_token_does_not_end_a_run(train, tmp_path):
+    """Of long questions with short answers, the window that is evaluated holds no answer."""
+    (tmp_path / "text").mkdir()
+    records = [{"q": f"{i} {'why ' * 1000}", "a": "so"} for i in range(60)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "text/a.jsonl").write_text(lines)
+    fields = {
+        "data.dataset": "files",
+        "data.data_dir": tmp_path / "text",
+        "data.template": "{q} {a}",
+        "data.loss_on": "targets",
+        "data.validation_fraction": 0.3,
+        "eval.max_windows": 1,
+        "num_steps": 4,
+        "eval_every": 2,
+        "checkpoint_every": 2,
+    }
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    stopped = train(tmp_path / "run", *flags, "--stop_at_step=2")
+    assert stopped.code == 0, stopped.stderr
+    outcome = train(tmp_path / "run", *flags)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.result["step"] == 4 and outcome.result["eval_loss"] is None
+    assert "step 4: validation without a predicted token" in outcome.stderr
+
+
 def test_tensorboard_is_written_without_torch(tmp_path):
     """tensorboardX imports what it finds of torch and cloud libraries: seconds of every start."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
