@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from makers import analysis_options, data_config, layer_params, make_run, read_tokens
 
-from prope.analysis import analysis, page, sequences
+from prope.analysis import analysis, choices, page, sequences
 from prope.config import default_config
 from prope.data import windows
 from prope.data.mixture import open_windows
@@ -50,7 +50,10 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
     opened = open_windows(config, 260, "validation")
     (longest,) = opened.document_starts(1)
     stream = read_tokens(opened.store, "validation")
-    lengths = np.diff(np.flatnonzero(stream == BOS), append=len(stream))
+    lengths = np.diff(
+        np.flatnonzero(stream == BOS),
+        append=len(stream),
+    )
     assert len(longest) == lengths.max()
 
 
@@ -158,7 +161,13 @@ REFUSALS = [
 def test_what_is_not_there_is_refused(run_and_export, tmp_path, monkeypatch, flags, error):
     (tmp_path / "a.txt").write_text("word " * 40)
     monkeypatch.setattr(analysis, "Walk", None)  # nothing is put on a device
-    options = analysis_options(**{"text": str(tmp_path / "a.txt"), "seq_len": 64} | flags)
+    options = analysis_options(
+        **{
+            "text": str(tmp_path / "a.txt"),
+            "seq_len": 64,
+        }
+        | flags
+    )
     with pytest.raises(UsageError, match=error) as raised:
         analysis.analyse(run_and_export / "run", options)
     assert "\n" not in str(raised.value)
@@ -218,6 +227,25 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
     error = "dataset=files: no document of split all has 3 tokens; give a --text=FILE"
     with pytest.raises(UsageError, match=error):
         read(seq_len=2)
+
+
+def test_windows_and_tokens_reach_to_both_ends():
+    for start, stop in ((0, 1), (0, choices.MOST), (72, 200), (199, 200)):
+        window = choices.parse_window(f"{start}:{stop}", 200)
+        assert window == range(start, stop)
+    for text in ("0:0", f"0:{choices.MOST + 1}", "150:201", "200:201", "5:4"):
+        with pytest.raises(UsageError, match="is not START:STOP of the 200 tokens read"):
+            choices.parse_window(text, 200)
+    names = np.array([["'x'"] * 200])
+
+    def choose(count: int) -> list[int]:
+        tokens = ",".join(map(str, range(200 - count, 200)))
+        options = analysis_options(tokens=tokens, paper=False)
+        return choices.choose_tokens(options, names).table
+
+    assert choose(choices.SHOWN) == list(range(200 - choices.SHOWN, 200))
+    with pytest.raises(UsageError, match="is not one of at most 48 positions"):
+        choose(choices.SHOWN + 1)
 
 
 def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypatch, caplog):

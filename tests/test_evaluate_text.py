@@ -339,6 +339,8 @@ def test_a_mixture_weighs_its_sources_as_training_does(mixed, base):
 def test_some_windows_of_a_mixture_are_of_its_sources_by_weight(mixed, base):
     (record,) = evaluate_run(mixed, max_windows=20)
     assert [source["windows"] for source in record["sources"]] == [18, 2]
+    (few,) = evaluate_run(mixed, max_windows=4)
+    assert [source["windows"] for source in few["sources"]] == [4, 1], "one of each at least"
     folder = str(base / "long")
     (record,) = evaluate_run(mixed, dataset="files", data_dir=folder)
     assert record["split"] == "validation", "a source is not foreign"

@@ -204,6 +204,21 @@ def test_a_run_that_was_trained_slower_is_not_evaluated_unscaled(runs, base):
     assert (record["factor"], record["loss"]) == (8.0, own["loss"])
 
 
+@pytest.mark.parametrize("change", [*ENCODINGS, "interpolate:3-5", "stop:3-5"])
+@pytest.mark.parametrize("logits", ["yarn", "drope"])
+def test_logits_keep_a_factor_that_they_had_from_the_frequencies(change, logits):
+    """As of a run whose config names one factor: what changes is the same as where it names two."""
+    if (change, logits) == ("yarn", "drope"):
+        return  # refused
+    config = encoded("none", logits, 1.0, 3.0)
+    one_factor = encoded("none", logits, 1.0, None)
+    one_factor.model.rope_scaling_factor = 3.0
+    options = Options("", seq_len="4x", encoding=change)
+    (expected,) = configs_by_length(config, options, change).values()
+    (actual,) = configs_by_length(one_factor, options, change).values()
+    assert actual.model == expected.model
+
+
 @pytest.mark.parametrize("scaling", ["none", "linear", "yarn"])
 @pytest.mark.parametrize("logits", ["yarn", "drope"])
 def test_a_config_without_a_factor_of_its_logits_has_that_of_the_frequencies(scaling, logits):
