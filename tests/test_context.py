@@ -3,6 +3,7 @@
 That a step is the same on every mesh, with context parallelism too, is in test_sharded.
 """
 
+import functools
 import json
 import math
 import os
@@ -14,14 +15,16 @@ import jax
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, logged, losses, needs_cuda, needs_libtpu
-from makers import check_attention, draw_segments, read_lines
+from makers import check_attention, draw_segments, initial_params, on_eight_devices, read_lines
 from makers import draw_attention as draw
 from oracles import causal_mask
 
 from prope import attention, sharding
 from prope.config import default_config
 from prope.cost.flops import busiest_part
+from prope.data.tokenizer import UNKNOWN
 from prope.errors import UsageError
+from prope.inference.losses import LossEvaluation
 from prope.kernels import pairs
 from prope.kernels.choice import choose_implementation
 from prope.runtime.validate import validate, validate_devices
@@ -242,6 +245,39 @@ def test_a_run_may_move_between_whole_and_split_sequences(train, tmp_path, cache
     expected = list(losses(straight).values())
     np.testing.assert_allclose(list(by_step.values()), expected, rtol=1e-5)
     assert_same_evaluations(run, straight)
+
+
+def check_unknown():
+    """Counts the <unk> of windows that are split over four devices."""
+    config = default_config()
+    config.model.update(
+        {
+            "num_layers": 1,
+            "embed_dim": 16,
+            "head_dim": 8,
+            "hidden_dim": 16,
+        }
+    )
+    config.data.seq_len = 1024
+    rng = np.random.default_rng(0)
+    weights = rng.integers(0, 2, (4, 1024)).astype(np.float32)
+    integers = {
+        name: rng.integers(0, 9, (4, 1024)).astype(np.int32)
+        for name in ("tokens", "targets", "positions", "segment_ids")
+    }
+    mesh = sharding.make_mesh(context=4)
+    batch = sharding.global_batch(mesh, integers | {"weights": weights}, 4)
+    evaluation = SimpleNamespace(config=config, windows=())
+    with sharding.use(mesh):
+        params = initial_params(config.model)
+        score = functools.partial(LossEvaluation._score, evaluation)
+        scores = jax.jit(score)(params, batch)
+    is_unknown = (integers["targets"] == UNKNOWN) & (weights > 0)
+    np.testing.assert_array_equal(scores["unknown_tokens"], is_unknown.sum(axis=1))
+
+
+def test_unknown_tokens_of_split_sequences_are_counted_by_window():
+    on_eight_devices("test_context", "check_unknown")
 
 
 COMPILE = """

@@ -231,9 +231,8 @@ class LossEvaluation:
         """Scores every token of a batch, [B, T], and finds windows that end a document, [B]."""
         hidden = batch_hidden(self.config, params, batch)
         targets = batch["targets"]
-        weights = batch["weights"]
         scores = {
-            "weights": weights,
+            "weights": batch["weights"],
             "segment_ids": batch["segment_ids"],
             "losses": token_losses(hidden, model.embedding(params), targets),
         }
@@ -242,9 +241,12 @@ class LossEvaluation:
             predict = functools.partial(_likeliest, params)
             scores["correct"] = jax.lax.map(predict, hidden) == targets
         scores = jax.tree.map(sharding.whole_sequences, scores)
-        last = sharding.whole_sequences(targets)[:, -1]
-        is_unknown = (targets == UNKNOWN) & (weights > 0)
-        return scores | {"ends_document": last == BOS, "unknown_tokens": is_unknown.sum(axis=1)}
+        targets = sharding.whole_sequences(targets)
+        is_unknown = (targets == UNKNOWN) & (scores["weights"] > 0)
+        return scores | {
+            "ends_document": targets[:, -1] == BOS,
+            "unknown_tokens": is_unknown.sum(axis=1),
+        }
 
 
 def _likeliest(params, hidden):
