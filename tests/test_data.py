@@ -72,6 +72,18 @@ def test_chunks_have_their_share_of_a_datasets_bytes(tmp_path, monkeypatch, size
     assert len(source.chunks) >= 2
 
 
+def test_splits_that_are_not_read_are_told(tmp_path, caplog):
+    caplog.set_level("INFO", "prope")
+    folder = write_tfds(tmp_path, "tfrecord", articles())
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["splits"] += [info["splits"][0] | {"name": name} for name in ("validation", "test")]
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    for _ in range(2):
+        find_source(data_config(tmp_path, NAME, tmp_path))
+    told = f"data: {folder}: split train read, 2 left out ['test', 'validation']"
+    assert caplog.messages == [told]
+
+
 def test_another_version_of_a_dataset_is_other_data(tmp_path):
     folder = write_tfds(tmp_path, "tfrecord", articles())
     config = data_config(tmp_path, NAME, tmp_path)
@@ -405,6 +417,20 @@ CODE_RUNNERS = {
 
 def _features(**features):
     return {"pythonClassName": DICT, "featuresDict": {"features": features}}
+
+
+def test_no_code_is_run_that_the_info_names(tmp_path, monkeypatch):
+    folder = write_tfds(tmp_path / "data", "tfrecord", articles())
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info |= {"moduleName": "evil", "name": "evil", "configName": "evil.Evil"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    for path in folder.glob("wikipedia-*"):
+        path.rename(folder / path.name.replace("wikipedia", "evil"))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert open_store(data_config(tmp_path, NAME, tmp_path / "data"), 260)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", CODE_RUNNERS)

@@ -3,11 +3,12 @@
 Chunks depend on the source alone, not on the number of processes that share them.
 """
 
+import functools
 import string
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from prope.errors import UsageError
+from prope.errors import UsageError, log
 
 MAX_DOCUMENT = 2**26  # bytes; a longer one would not leave a worker within 2 GB
 
@@ -51,6 +52,12 @@ class Source(NamedTuple):
 def chunk_bytes(total: int) -> int:
     """Returns the size of a chunk: an interruption loses little, and there are not thousands."""
     return min(max(total // 256, 2**18), 2**23)
+
+
+@functools.cache  # the splits of a run read the same source
+def log_once(message: str) -> None:
+    """Logs a line that was not logged before."""
+    log.info("%s", message)
 
 
 class TextRule(NamedTuple):

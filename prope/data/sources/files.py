@@ -31,9 +31,10 @@ from prope.data.sources.base import (
     check_utf8,
     chunk_bytes,
     cut_text,
+    log_once,
     too_long,
 )
-from prope.errors import UsageError, log, usage_error
+from prope.errors import UsageError, usage_error
 from prope.runtime.files import (
     as_path,
     hash_file,
@@ -61,7 +62,7 @@ def files(folder: epath.Path, rule: TextRule, cache: str) -> Source:
     are kept in `cache`. Raises UsageError where there is no such file, or the rule does not apply.
     """
     found, left_out = _list_bucket(folder) if is_url(folder) else _list_folder(folder)
-    _log_once(f"data: {folder}: {len(found)} files read, {_describe(left_out)}")
+    log_once(f"data: {folder}: {len(found)} files read, {_describe(left_out)}")
     if not found:
         problem = f"no .txt or .jsonl file (.gz or not) in it or below it; {_describe(left_out)}"
         raise usage_error("config.data.data_dir", folder, problem)
@@ -86,12 +87,6 @@ def files(folder: epath.Path, rule: TextRule, cache: str) -> Source:
         chunk = Chunk(f"pieces of {len(paths)} files", sum(sizes.values()), read)
         return Source("files", identity | {"piece": piece}, (chunk,))
     return Source("files", identity, tuple(_chunks(folder, sizes, rule)))
-
-
-@functools.cache  # the splits of a run list the same folder
-def _log_once(message: str) -> None:
-    """Logs a line that was not logged before."""
-    log.info("%s", message)
 
 
 class _File(NamedTuple):

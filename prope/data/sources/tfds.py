@@ -14,7 +14,7 @@ import filelock
 import fsspec
 from etils import epath
 
-from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes
+from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes, log_once
 from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
 from prope.runtime.files import hash_file, is_url, local_cache, retry_reads
 
@@ -118,6 +118,9 @@ def _check_content(folder: epath.Path, info, rule: TextRule) -> None:
     content = f"it has splits {sorted(info.splits)}, text features {sorted(texts)}"
     if "train" not in info.splits:
         raise UsageError(f"{folder}: needs a split 'train'; {content}")
+    others = sorted(set(info.splits) - {"train"})
+    if others:
+        log_once(f"data: {folder}: split train read, {len(others)} left out {others}")
     for feature in rule.features:
         if feature not in texts:
             problem = f"no text feature {feature!r}{nearest(feature, texts)}"
