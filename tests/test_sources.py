@@ -264,6 +264,7 @@ def test_records_whose_text_is_null_are_left_out_and_counted(tmp_path, data_line
 
 
 LONG_TEXTS = {
+    "same lines": "To be, or not to be.\n" * 3000,
     "lines": "".join(f"line {i} of a poem\n" for i in range(4000)),
     "one line": " ".join(f"word{i}" for i in range(9000)),
     "no space": "".join(chr(0x4E00 + i % 20_000) for i in range(30_000)),

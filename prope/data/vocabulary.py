@@ -8,6 +8,7 @@ import functools
 import hashlib
 import heapq
 import io
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -75,10 +76,10 @@ def _train_documents(source: Source, validation_fraction: float) -> Iterator[byt
     hidden = not sys.stderr.isatty()
     total = source.num_bytes
     with tqdm(total=total, unit="B", unit_scale=True, desc="text", disable=hidden) as bar:
-        for document in source.documents():
-            bar.update(len(document))
-            if not is_validation(document, validation_fraction):
-                yield document
+        for document in itertools.chain.from_iterable(chunk.read() for chunk in source.chunks):
+            bar.update(len(document.text))
+            if not is_validation(document.split_key, validation_fraction):
+                yield document.text
 
 
 def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int]:

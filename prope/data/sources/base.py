@@ -18,6 +18,12 @@ class Document(NamedTuple):
 
     text: bytes  # UTF-8
     prompt_bytes: int = 0  # length of its beginning that is not predicted, such as an instruction
+    piece: int = 0  # number of a piece of a text, which may equal another one
+
+    @property
+    def split_key(self) -> bytes:
+        """What decides by its hash whether the document is held out."""
+        return self.text + b"%d" % self.piece if self.piece else self.text
 
 
 class Chunk(NamedTuple):

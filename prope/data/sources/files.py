@@ -269,22 +269,27 @@ def _check_text(text: bytes, path: epath.Path) -> bytes:
 
 
 def _read_pieces(paths: tuple[epath.Path, ...], limit: int) -> Iterator[Document]:
-    """Yields texts in pieces of whole lines; of a line above `limit` bytes, in pieces of words."""
-    for path in paths:
-        lines: list[bytes] = []
-        size = 0
-        for _, line in _read_lines(path, 0, math.inf):
-            if lines and size + len(line) > limit:
-                yield Document(b"".join(lines))
-                lines.clear()
-                size = 0
-            find_space = functools.partial(line.rfind, b" ")
-            pieces = list(cut_text(_check_text(line, path), limit, find_space))
-            for piece in pieces[:-1]:
-                yield Document(piece)
-            lines += pieces[-1:]
-            size += sum(map(len, pieces[-1:]))
-        yield Document(b"".join(lines))
+    """Yields texts in numbered pieces of at most `limit` bytes."""
+    texts = itertools.chain.from_iterable(_cut_lines(path, limit) for path in paths)
+    for number, text in enumerate(texts):
+        yield Document(text, piece=number)
+
+
+def _cut_lines(path: epath.Path, limit: int) -> Iterator[bytes]:
+    """Yields a text in pieces of whole lines; of a line above `limit` bytes, in pieces of words."""
+    lines: list[bytes] = []
+    size = 0
+    for _, line in _read_lines(path, 0, math.inf):
+        if lines and size + len(line) > limit:
+            yield b"".join(lines)
+            lines.clear()
+            size = 0
+        find_space = functools.partial(line.rfind, b" ")
+        pieces = list(cut_text(_check_text(line, path), limit, find_space))
+        yield from pieces[:-1]
+        lines += pieces[-1:]
+        size += sum(map(len, pieces[-1:]))
+    yield b"".join(lines)
 
 
 def _read_json_lines(

@@ -72,7 +72,7 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
             if not predicted_text.strip():
                 record["empty"] += 1
                 continue
-            held_out = is_validation(document.text, _validation_fraction)
+            held_out = is_validation(document.split_key, _validation_fraction)
             split = "validation" if held_out else "train"
             elements, prompt_tokens, unk_tokens = _tokenise(document)
             data = elements.tobytes()
