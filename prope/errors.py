@@ -19,6 +19,12 @@ PREEMPTED = 75
 LOST = 76
 INTERRUPTED = 130  # by Ctrl-C
 
+# Errors of a disk, or of a file system over a network, that a later start may not meet.
+_OUTAGES = (
+    *(errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.ENOTCONN),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+)
+
 # Other packages are always installed.
 _EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",), "'.[gcs]'": ("gcsfs",)}
 # What libraries raise for a file that is not what it should be.
@@ -117,7 +123,17 @@ def _file_error(error: Exception) -> RunFailed:
     remedy = "see to that file, then run the same command again"
     if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = "have its owner permit it, or name another place; --output=DIR where there is one"
-    return RunFailed(f"{place}: {type(error).__name__}: {cause}; {remedy}")
+    kind = StorageFailed if _is_outage(error) else RunFailed
+    return kind(f"{place}: {type(error).__name__}: {cause}; {remedy}")
+
+
+def _is_outage(error: Exception) -> bool:
+    """Tells whether storage or a network has failed in a way that may pass."""
+    if isinstance(error, TimeoutError | ConnectionError) and not isinstance(error, BrokenPipeError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno in _OUTAGES
+    return re.match("UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED", str(error)) is not None
 
 
 def _missing_package(error: ImportError) -> UsageError | None:

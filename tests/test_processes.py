@@ -1,5 +1,6 @@
 """How a process learns of the others: the environment, lost peers, memory, aborts, GPUs."""
 
+import errno
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import jax
 import pytest
 from conftest import ROOT
+from gcsfs.retry import HttpError
 from makers import make_run
 
 from prope import command, sharding
@@ -129,6 +131,34 @@ def test_out_of_memory_is_final_and_says_what_to_lower(monkeypatch, capsys, erro
     assert re.fullmatch(line, message)
     for remedy in ("config.accumulation", "config.model.remat=full", "prope.plan"):
         assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EIO, "Input/output error"), 76),
+        (OSError(errno.ESTALE, "Stale file handle"), 76),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), 76),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), 76),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), 76),
+        (HttpError({"code": 503, "message": "Service Unavailable"}), 76),
+        (ValueError("UNAVAILABLE: Error reading gs://bucket/x: Service Unavailable"), 76),
+        (ValueError("ABORTED: Error writing: All 32 retry attempts failed"), 76),
+        (StorageFailed("a read was repeated for 4 minutes"), 76),
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 1),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), 1),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_launchers_restart_what_failing_storage_ended(monkeypatch, capsys, error, code):
+    monkeypatch.setattr(sys, "argv", ["prope.train"])
+    codes = []
+    monkeypatch.setattr(command.os, "_exit", codes.append)  # as with a full disk
+    command.run(lambda: (_ for _ in ()).throw(error), lambda: None, codes.append)
+    assert codes == [code]
+    assert re.fullmatch("stopped: .*\n", capsys.readouterr().err)
 
 
 # JAX's runtime aborts in a thread that Python did not start.
