@@ -11,7 +11,7 @@ from etils import epath
 from makers import NO_WINDOWS, make_run, restore_training, save_checkpoints
 
 from configs.quickstart import get_config
-from prope import parameters
+from prope import parameters, sharding
 from prope import step as step_lib
 from prope import train as train_lib
 from prope.errors import RunFailed, UsageError
@@ -22,6 +22,7 @@ from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.hashes import hash_arrays
+from prope.workdir.reader import CheckpointReader, Damaged
 from prope.workdir.run import open_run, read_config
 
 
@@ -163,6 +164,22 @@ def test_parameters_of_other_code_are_refused_by_all_that_read_them(
         with pytest.raises(UsageError, match=says):
             read()
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["with shapes", "without"])
+def test_another_dtype_is_not_damage(tmp_path, older):
+    """As where JAX_ENABLE_X64 makes parameters of float64: the line names both."""
+    _, params = make_run(tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/7"
+    if older:
+        items = json.loads((folder / "hashes.json").read_text())["items"]
+        del items["shapes"]
+        write_hashes(epath.Path(folder), items)
+    wide = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
+    abstract = sharding.with_shardings(wide, sharding.make_mesh())
+    with pytest.raises(UsageError, match="is float32.*bfloat16") as raised:
+        CheckpointReader(folder).restore(params=abstract)
+    assert not isinstance(raised.value, Damaged)
 
 
 @pytest.mark.parametrize(
