@@ -797,10 +797,12 @@ def _write_sweep_run(workdir, p, seed, rng):
     config = default_config()
     fields = {"model.rope_percentage": p, "seed": seed, "num_steps": 10}
     config.update_from_flattened_dict(fields)
+    config.model.update({"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8})
     config.data.tokenizer = "<b>.model"
     write_config(workdir, config)
+    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
     with Checkpoints(workdir) as checkpoints:
-        state = {"x": np.zeros(1)}
+        state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
         checkpoints.save(10, state, state, identity, {"examples": 0})
     metrics = []

@@ -36,7 +36,14 @@ def analyse_all(workdir: epath.Path, options) -> dict:
 
     `options` are the flags of `prope.analyze`. Returns what the command prints.
     """
-    workdirs = processes.call_on_first(lambda: list(map(str, find_runs(workdir))))
+    workdirs = processes.call_on_first(
+        lambda: list(
+            map(
+                str,
+                find_runs(workdir),
+            )
+        )
+    )
     is_single = workdirs == [str(workdir)]
     runs = [epath.Path(run) for run in workdirs if is_single or list_steps(run)]
     if not runs:
@@ -59,7 +66,8 @@ def analyse_all(workdir: epath.Path, options) -> dict:
         output = {"output": str(folder / "index.html")}
         return output | {name: analysis[name] for name in _PRINTED}
     folder = results_folder(workdir, workdir, options.output) / "analysis"
-    return processes.call_on_first(lambda: compare.write(folder, analyses))
+    pages = [folder / "index.html" for folder in folders]
+    return processes.call_on_first(lambda: compare.write(folder, analyses, pages))
 
 
 def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> dict:

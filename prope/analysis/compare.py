@@ -19,20 +19,24 @@ from prope.html.drawing import TEXT, Picture, line, panels, styles
 Groups = dict[str, list[dict]]  # analyses by "p = .."
 
 
-def write(folder: epath.Path, analyses: list[dict]) -> dict:
-    """Writes the page, its pictures and comparison.json; returns what the command prints."""
+def write(folder: epath.Path, analyses: list[dict], pages: list[epath.Path]) -> dict:
+    """Writes the page, its pictures and comparison.json; returns what the command prints.
+
+    `pages` are those of the analyses.
+    """
     groups = by_p(analyses)
     rows = [row(p, group) for p, group in groups.items()]
     pictures = [usage(groups), scores(groups)]
     if all(analysis["channels"] for analysis in analyses):
         pictures.append(losses(groups))
     runs = [analysis["workdir"] for analysis in analyses]
-    pages = [epath.Path(run, "analysis", "index.html") for run in runs]
+    texts = [f"{a['sequences']} × {a['seq_len']} tokens of {a['source']}" for a in analyses]
     data = {
         "name": folder.resolve().parent.name,
         "links": [os.path.relpath(path, folder) for path in pages],
         "analyses": analyses,
         "rows": rows,
+        "texts": list(dict.fromkeys(texts)),
         "kinds": KINDS,
     }
     output = page.write(folder, "comparison", pictures, **data)
