@@ -94,11 +94,12 @@ def test_value_and_gradients_equal_the_formula(monkeypatch, max_logits, rows):
 
 
 def test_narrow_hidden_states_are_summed_in_float32(monkeypatch):
+    """In 384 chunks of a row: a gradient that is summed in bfloat16 would be off by 0.013."""
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", 1)
-    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 8})
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 1})
     check(
-        draw(D=64, dtype=jnp.bfloat16),
-        rtol=0.01,
+        draw(B=1, T=384, D=64, dtype=jnp.bfloat16),
+        rtol=0.006,
     )
 
 

@@ -82,6 +82,17 @@ def test_a_skipped_step_changes_nothing_but_the_schedule(number):
     np.testing.assert_allclose(norms, ratio, rtol=1e-4)
 
 
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+    """The squares of its norm overflow."""
+    _, step, (params, opt_state), batch = tiny_step()
+    params["final_norm"]["scale"] += 1e25
+    kept_params, kept_state, metrics = step(params, opt_state, batch)
+    assert np.isfinite(metrics["loss"])
+    assert not np.isfinite(metrics["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, params, kept_params)
+    jax.tree.map(np.testing.assert_array_equal, opt_state[1][0], kept_state[1][0])
+
+
 @pytest.mark.slow
 def test_ten_skips_in_a_row_end_the_run_however_often_it_was_interrupted(train, tmp_path):
     diverge = ("--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=0")

@@ -188,6 +188,7 @@ WINDOWS = {
     "model__layer_types": ("sliding_attention", "full_attention"),
     "model__sliding_window": 100,
 }
+WIDE_WINDOWS = WINDOWS | {"model__sliding_window": 600}  # more than a part of CONTEXT_4, 256
 CONTEXT_2 = {"mesh__context": 2}
 CONTEXT_4 = {"mesh__context": 4}
 # The model and its data, the mesh, remat, whether layers are scanned, and what changes nothing.
@@ -214,10 +215,17 @@ CASES = [
     (MQA | LONGER | MASKED, (1, 2, 1), "full", True, TWICE | CONTEXT_2),
     (GQA | LONGER | WINDOWS, (1, 2, 1), "minimal", True, CONTEXT_4),
     (MQA | LONG | LONGER, (1, 2, 1), "minimal", True, CONTEXT_4 | SPLASH),
+    (MQA | LONG | LONGER | WIDE_WINDOWS | MASKED, (1, 2, 1), "full", True, CONTEXT_4 | SPLASH),
+    (MHA | LONGER | WIDE_WINDOWS, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
     (GQA | LONG | LONGER | MASKED, (1, 2, 2), "full", True, CONTEXT_2 | SPLASH),
     (MQA | LONG | LONGER | WINDOWS, (1, 2, 1), "full", True, CONTEXT_2 | SPLASH),
     (MHA | LONGER, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
     (MQA | LONGER | WINDOWS, (1, 2, 2), "minimal", True, TWICE | CONTEXT_2 | CUDNN),
+]
+# In the default tier: several replicas, and parts of sequences with windows and documents.
+FEW_CASES = [
+    (GQA | MASKED, (4, 2, 1), "none", True, TWICE),
+    (GQA | LONGER | WIDE_WINDOWS | MASKED, (2, 1, 1), "minimal", True, CONTEXT_4),
 ]
 
 
@@ -233,7 +241,11 @@ def run_kernels_on_cpu():
     jax.nn.dot_product_attention = by_xla
 
 
-def check_steps():
+def check_few_steps():
+    check_steps(FEW_CASES)
+
+
+def check_steps(cases=CASES):
     """Compares the loss and gradient of every case with those of one device."""
     sharding._MIN_SHARD_SIZE = 0  # or nothing of a model this small would be sharded
     loss._MAX_LOGITS_WHOLE = 1  # several chunks of the vocabulary
@@ -246,7 +258,7 @@ def check_steps():
             (1, 1, 1),
         )
 
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         fields, shape, remat, scan, others = case
         expected_loss, expected = run_alone(tuple(fields.items()))
         # Every other time, the embedding is too large to be gathered.
@@ -261,6 +273,10 @@ def check_steps():
             err_msg=str(case),
         )
         assert_trees_close(actual, expected, rtol, str(case))
+
+
+def test_a_step_is_the_same_with_replicas_and_split_sequences():
+    on_eight_devices("test_sharded", "check_few_steps")
 
 
 @pytest.mark.slow
