@@ -220,8 +220,8 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
         ),
         (
             "train",
-            ["--config={c}", "--config.model.rope_percentage=None"],
-            "--config.model.rope_percentage=None: could not convert string to float: 'None'; "
+            ["--config={c}", "--config.model.rope_percentage=half"],
+            "--config.model.rope_percentage=half: could not convert string to float: 'half'; "
             "p in [0, 1]: 1 is RoPE, 0 is NoPE",
         ),
         ("train", ["--rope_percentage=1"], "(did you mean --config.model.rope_percentage?)"),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import sys
 import zipfile
 import zlib
@@ -12,13 +13,16 @@ import tensorstore as ts
 from absl import flags
 from conftest import CONFIG
 from etils import epath
-from makers import make_run
+from makers import analysis_options, evaluate_run, make_run, write_lines
 from ml_collections import config_flags
 
 from prope import command
+from prope.analysis import analysis
 from prope.config import default_config, flat
 from prope.errors import UsageError, to_user_error
+from prope.inference.asking import AskOptions, answers
 from prope.runtime.files import append_jsonl, read_bytes, read_json, read_text
+from prope.sweep.pictures import draw_loss
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run, read_config, write_config
 
@@ -187,7 +191,10 @@ def test_a_field_may_be_set_back_to_none(monkeypatch):
 
 
 @LOADS
-@pytest.mark.parametrize("form", [["--config={}"], ["-config={}"], ["--config", "{}"]])
+@pytest.mark.parametrize(
+    "form",
+    [["--config={}"], ["-config={}"], ["--config", "{}"]],
+)
 def test_a_run_s_config_is_a_config_file(monkeypatch, tmp_path, form):
     config = default_config()
     config.update_from_flattened_dict({"model.num_layers": 7, "eval.max_windows": 5})
@@ -202,3 +209,72 @@ def test_a_run_s_config_is_a_config_file(monkeypatch, tmp_path, form):
     (tmp_path / "config.json").unlink()
     with pytest.raises(UsageError, match="there is no such file"):
         parse(monkeypatch, *arguments)
+
+
+# --- Runs of somebody else -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def read_only(base, tmp_path, monkeypatch):
+    """A folder of a run that this user may not write, and whether anything was written there."""
+    top = tmp_path / "theirs"
+    shutil.copytree(base / "runs", top)
+    before = sorted((path, path.read_bytes()) for path in top.rglob("*") if path.is_file())
+    access = os.access
+
+    def refuse(path, mode, **options):
+        return not str(path).startswith(str(top)) and access(path, mode, **options)
+
+    monkeypatch.setattr(os, "access", refuse)  # the tests may run as a user who may do anything
+    yield top
+    assert sorted((path, path.read_bytes()) for path in top.rglob("*") if path.is_file()) == before
+
+
+def evaluated(workdir, output=None):
+    return evaluate_run(workdir, seq_len="64", max_windows=2, output=output)
+
+
+def asked(workdir, output=None):
+    options = AskOptions(
+        str(workdir),
+        tasks="passkey",
+        trials=1,
+        seq_len="128",
+        output=output,
+    )
+    return list(answers(options))
+
+
+def analysed(workdir, output=None):
+    options = analysis_options(sequences=1, seq_len=16, channels=0, output=output)
+    return [analysis.analyse_all(epath.Path(workdir), options)]
+
+
+WRITERS = [
+    (evaluated, ["eval.jsonl", "eval/9"]),
+    (asked, ["longcontext.jsonl"]),
+    (analysed, ["analysis/index.html", "analysis/analysis.json"]),
+]
+
+
+@pytest.mark.parametrize(("command_of", "files"), WRITERS)
+def test_results_about_a_run_of_somebody_else_lie_elsewhere(read_only, tmp_path, command_of, files):
+    for workdir in (read_only, read_only / "rope"):
+        with pytest.raises(UsageError, match=r"^--workdir=.*cannot be written; give --output"):
+            command_of(workdir)
+    output = tmp_path / "ours"
+    assert command_of(read_only / "rope", str(output))
+    assert all((output / name).exists() for name in files)
+    output = tmp_path / "all of ours"
+    assert command_of(read_only, str(output))
+    assert all((output / run / name).exists() for name in files for run in ("nope", "rope"))
+
+
+def test_a_picture_of_a_run_of_somebody_else_lies_elsewhere(base, tmp_path, monkeypatch):
+    theirs = epath.Path(shutil.copytree(base / "runs/rope", tmp_path / "theirs"))
+    write_lines(theirs / "metrics.jsonl", [{"step": 7, "loss": 2.0}])
+    monkeypatch.setattr(os, "access", lambda path, mode: "theirs" not in str(path))
+    with pytest.raises(UsageError, match=r"^--workdir=.*cannot be written; give --output"):
+        draw_loss(theirs)
+    assert draw_loss(theirs, f"{tmp_path}/ours") == epath.Path(tmp_path / "ours/loss.png")
+    assert (tmp_path / "ours/loss.png").stat().st_size > 1000

@@ -346,13 +346,14 @@ def test_tensorboard_is_written_without_torch(tmp_path):
     """tensorboardX imports what it finds of torch and cloud libraries: seconds of every start."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     write = (
-        "import pathlib, sys\n"
-        "from prope.workdir.metrics import _open_events\n"
-        "events = _open_events(pathlib.Path(sys.argv[1]) / 'run', 1)\n"
-        "events.add_scalar('train/loss', 1.0, 1)\n"
-        "events.close()\n"
+        "import sys, threading\n"
+        "from prope.workdir.metrics import EventFiles\n"
+        "with EventFiles(sys.argv[1] + '/run', 1) as events:\n"
+        "    events.add('train', {'loss': 1.0, 'step': 1})\n"
+        "    events.flush(threading.Lock())\n"
         "assert 'torch' not in sys.modules, 'it can be imported later'\n"
     )
+    (tmp_path / "run").mkdir()
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     subprocess.run([sys.executable, "-c", write, tmp_path], env=env, check=True, timeout=300)
     (path,) = (tmp_path / "run").glob("events.out.tfevents.*")

@@ -317,12 +317,15 @@ def append_jsonl(path: epath.Path, *records: dict) -> None:
     if not is_url(path):
         if os.path.islink(path):
             raise UsageError(f"{path}: is a link, and is not written; put a file in its place")
-        with open(path, "a+b") as file:
-            if file.tell():
+        with open(path, "a+b", buffering=0) as file:
+            size = file.tell()
+            if size:
                 file.seek(-1, os.SEEK_END)
                 if file.read() != b"\n":
-                    file.write(b"\n")
-            file.write(lines)
+                    lines = b"\n" + lines
+            if file.write(lines) != len(lines):  # the disk is full
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return
     folder = kvstore(path.parent)
     is_written = False

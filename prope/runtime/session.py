@@ -11,7 +11,15 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from prope.errors import INTERRUPTED, PREEMPTED, Stopped, UsageError
+from prope.errors import (
+    INTERRUPTED,
+    PREEMPTED,
+    Stopped,
+    UsageError,
+    first_line,
+    log,
+    to_user_error,
+)
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl
 from prope.runtime.interrupts import Interrupts, Request
@@ -68,7 +76,13 @@ class Session(contextlib.ExitStack):
         """Waits for the first step and adds this start to starts.jsonl."""
         jax.block_until_ready(metrics)
         if processes.is_first():
-            append_jsonl(self._starts, self.startup.record(step))
+            record = self.startup.record(step)
+            try:
+                append_jsonl(self._starts, record)
+            except Exception as error:  # of the storage: it need not end the run
+                if to_user_error(error) is None:
+                    raise
+                log.warning("%s: not written: %s", self._starts, first_line(error))
 
     def poll(self, progress: str) -> bool:
         """Reports progress to the watchdog; returns False once a stop is asked for.

@@ -2,11 +2,16 @@
 
 import collections
 import contextlib
+import functools
 import json
 import math
+import pathlib
 import sys
 import tempfile
+import threading
 import time
+import types
+from concurrent import futures
 
 import jax
 from etils import epath
@@ -14,7 +19,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from prope.errors import RunFailed, log
+from prope.errors import RunFailed, first_line, log, to_user_error
 from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
@@ -22,13 +27,19 @@ from prope.workdir.lease import Lease
 from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
-_URL_SECONDS = 30.0  # between writes to a URL, where a file cannot grow; pauses write, too
+_URL_SECONDS = 30.0  # between writes to a URL of files up to 1 MiB; pauses write, too
+_PAUSE_SECONDS = 10.0  # that an evaluation or a save waits at most for records to be written
+_SMALL_BYTES = 2**20  # up to which a file is written anew every time
 _MAX_SKIPS = 10  # steps in a row that are not finite, with config.on_nonfinite=skip
 _EVALUATION = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")  # printed beside the loss
 
 
 class _RecordFiles(contextlib.ExitStack):
-    """Appends records to the files of a run; only the first process does, others ignore them."""
+    """Appends records to the files of a run; only the first process does, others ignore them.
+
+    What cannot be written never ends a run: it is kept and tried again, with a warning. At a URL a
+    thread writes. Every file is then written anew, the more seldom the larger they are.
+    """
 
     def __init__(self, workdir: epath.Path, start: int, stop: int, lease: Lease | None):
         """Drops the records of the steps after `start`, which a resumed run repeats."""
@@ -37,45 +48,134 @@ class _RecordFiles(contextlib.ExitStack):
         self._lease = lease
         self._writes = processes.is_first()
         self._unwritten: dict[str, list[dict]] = collections.defaultdict(list)  # by file
+        self._lock = threading.Lock()  # of the records that are not written
+        self._num_failures = 0
+        self._num_bytes = 0  # of the files
         self._written_at = time.monotonic()
         self._events = None
-        self._scratch = None  # holds TensorBoard's file, which is then copied to the URL
+        self._upload: futures.Future | None = None
         if not self._writes:
             return
         for name in _FILES:
             kept = [record for record in read_jsonl(workdir / name) if record["step"] <= start]
-            write_atomic(workdir / name, "".join(json.dumps(record) + "\n" for record in kept))
+            content = "".join(json.dumps(record) + "\n" for record in kept)
+            self._num_bytes += len(content)
+            write_atomic(workdir / name, content)
         if start == stop:
             return
-        if is_url(workdir):
-            self._scratch = epath.Path(self.enter_context(tempfile.TemporaryDirectory()))
-            self.callback(self.flush)
-        self._events = self.enter_context(_open_events(self._scratch or workdir, start + 1))
+        self._events = self.enter_context(EventFiles(workdir, start + 1))
+        self.callback(self._finish)  # after the thread has ended
+        self._pool = self.enter_context(futures.ThreadPoolExecutor(1))
 
     def write(self, name: str, tag: str, record: dict) -> None:
         """Adds a record to the file `name`, and its numbers to TensorBoard below `tag`."""
         if not self._writes:
             return
-        self._unwritten[name].append(record)
-        if self._events:
-            for key, value in record.items():
-                if key != "step" and isinstance(value, int | float):
-                    self._events.add_scalar(f"{tag}/{key}", value, record["step"])
-        if not is_url(self._workdir) or time.monotonic() - self._written_at > _URL_SECONDS:
+        with self._lock:
+            self._unwritten[name].append(record)
+            if self._events:
+                self._events.add(tag, record)
+        pause = _URL_SECONDS * max(1.0, self._num_bytes / _SMALL_BYTES)
+        if not is_url(self._workdir) or time.monotonic() - self._written_at > pause:
             self.flush()
 
-    def flush(self) -> None:
-        """Writes the records since the last call; at a URL every file is written anew."""
-        if self._lease and not self._lease.is_held():
-            self._unwritten.clear()
+    def flush(self, wait_seconds: float = 0.0) -> None:
+        """Writes the records since the last call; at a URL in a thread, for which it may wait."""
+        if not self._writes:
             return
-        for name, records in self._unwritten.items():
-            append_jsonl(self._workdir / name, *records)
-        self._unwritten.clear()
-        if self._scratch:
-            self._events.flush()
-            upload(self._scratch, self._workdir)
         self._written_at = time.monotonic()
+        if not is_url(self._workdir) or self._events is None:
+            self._write_all()
+            return
+        if self._upload is None or self._upload.done():
+            self._upload = self._pool.submit(self._write_all)
+        futures.wait([self._upload], wait_seconds)
+
+    def _finish(self) -> None:
+        self._write_all()
+        left = sum(map(len, self._unwritten.values()))
+        if left:
+            log.warning("%s: %d records could not be written and are lost", self._workdir, left)
+
+    def _write_all(self) -> None:
+        """Writes what there is, and warns once where that fails."""
+        with self._lock:
+            unwritten = dict(self._unwritten)
+            self._unwritten.clear()
+        try:
+            if self._lease and not self._lease.is_held():
+                return
+            for name in list(unwritten):
+                append_jsonl(self._workdir / name, *unwritten[name])
+                self._num_bytes += sum(map(len, map(json.dumps, unwritten.pop(name))))
+            if self._events:
+                self._events.flush(self._lock)
+        except Exception as error:
+            if to_user_error(error) is None:
+                raise
+            self._num_failures += 1
+            if self._num_failures == 1:
+                line = "%s: records cannot be written (%s); training goes on, and tries it again"
+                log.warning(line, self._workdir, first_line(error))
+        with self._lock:
+            for name, records in unwritten.items():
+                self._unwritten[name][:0] = records
+
+
+class EventFiles(contextlib.AbstractContextManager):
+    """Writes numbers for TensorBoard, in files that are complete after some size.
+
+    At a URL they are written on the local disk first. Nothing is raised by `add`.
+    """
+
+    def __init__(self, workdir: epath.Path, first_step: int):
+        """Opens a file that replaces earlier ones from `first_step` on."""
+        self._target = workdir
+        self._scratch = tempfile.TemporaryDirectory() if is_url(workdir) else None
+        self._folder = pathlib.Path(self._scratch.name if self._scratch else workdir)
+        self._events = [_purge_event(first_step)]  # not yet written
+        self._file = None
+        self._number = 0
+
+    def add(self, tag: str, record: dict) -> None:
+        """Adds the numbers of a record."""
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float):
+                self._events.append(_scalar_event(f"{tag}/{key}", value, record["step"]))
+
+    def flush(self, lock: threading.Lock) -> None:
+        """Writes what was added; `lock` is held while `add` may be called."""
+        with lock:
+            events = self._events
+            self._events = []
+        try:
+            if self._file is None:
+                self._number += 1
+                self._file = _tensorboard().EventsWriter(
+                    str(self._folder / "events"), f".{self._number}"
+                )
+            while events:
+                self._file.write_event(events[0])
+                events.pop(0)
+            self._file.flush()
+        finally:
+            with lock:
+                self._events[:0] = events
+        if self._scratch is None:
+            return
+        upload(epath.Path(self._folder), self._target)
+        (path,) = self._folder.iterdir()
+        if path.stat().st_size > _SMALL_BYTES:
+            self._file.close()
+            self._file = None
+            path.unlink()
+
+    def __exit__(self, *error):
+        if self._file:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        if self._scratch:
+            self._scratch.cleanup()
 
 
 class MetricWriter(contextlib.ExitStack):
@@ -130,7 +230,7 @@ class MetricWriter(contextlib.ExitStack):
         """Reports the pending step; excludes what follows from the time of training."""
         self._report()
         before = time.perf_counter()
-        self._files.flush()
+        self._files.flush(_PAUSE_SECONDS)
         yield
         self._began += time.perf_counter() - before
 
@@ -269,16 +369,38 @@ def _skips_before(workdir: epath.Path, step: int) -> int:
     return skips[-1]["in_a_row"] if skips and skips[-1]["step"] == step else 0
 
 
-def _open_events(workdir: epath.Path, first_step: int):
-    """Opens a TensorBoard event file that replaces earlier ones from `first_step` on."""
-    # tensorboardX imports these where they are installed, which takes seconds; scalars in a local
-    # folder need none of them.
+@functools.cache
+def _tensorboard() -> types.SimpleNamespace:
+    """Imports what writes events, without what tensorboardX imports where it is installed.
+
+    That takes seconds: scalars in a local folder need none of it.
+    """
     packages = ("torch", "boto3", "google.cloud.storage")
     hidden = {name: None for name in packages if name not in sys.modules}
     sys.modules.update(hidden)
     try:
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
     finally:
         for name in hidden:
             del sys.modules[name]
-    return SummaryWriter(str(workdir), purge_step=first_step)
+    return types.SimpleNamespace(
+        Event=Event,
+        SessionLog=SessionLog,
+        EventsWriter=EventsWriter,
+        scalar=scalar,
+    )
+
+
+def _purge_event(step: int):
+    """Makes the event that replaces those of earlier files from `step` on."""
+    tensorboard = _tensorboard()
+    session = tensorboard.SessionLog(status=tensorboard.SessionLog.START)
+    return tensorboard.Event(wall_time=time.time(), step=step, session_log=session)
+
+
+def _scalar_event(tag: str, value: float, step: int):
+    tensorboard = _tensorboard()
+    summary = tensorboard.scalar(tag, value)
+    return tensorboard.Event(wall_time=time.time(), step=step, summary=summary)
