@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pathlib
 
 import pytest
 from etils import epath
@@ -104,6 +103,8 @@ def test_a_line_of_which_the_disk_takes_a_part_is_taken_back(tmp_path, monkeypat
     path = epath.Path(tmp_path) / "metrics.jsonl"
     append_jsonl(path, {"step": 1})
 
+    open_file = open
+
     class Full:
         def __init__(self, file):
             self._file = file
@@ -124,7 +125,7 @@ def test_a_line_of_which_the_disk_takes_a_part_is_taken_back(tmp_path, monkeypat
         patch.setattr(
             files,
             "open",
-            lambda *a, **k: Full(pathlib.Path(a[0]).open(*a[1:], **k)),
+            lambda *a, **k: Full(open_file(*a, **k)),
             raising=False,
         )
         with pytest.raises(OSError, match="No space left"):
