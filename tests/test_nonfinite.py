@@ -90,7 +90,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
     assert np.isfinite(metrics["loss"])
     assert not np.isfinite(metrics["grad_norm"])
     jax.tree.map(np.testing.assert_array_equal, params, kept_params)
-    jax.tree.map(np.testing.assert_array_equal, opt_state[1][0], kept_state[1][0])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        opt_state[1][0],
+        kept_state[1][0],
+    )
 
 
 @pytest.mark.slow
