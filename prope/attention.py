@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from prope.kernels.choice import choose_implementation
 from prope.kernels.pairs import attend_pairs
+from prope.kernels.softcap import softcap
 from prope.kernels.splash import splash
 from prope.sharding import (
     all_gather_sequence,
@@ -47,6 +48,7 @@ def attention(
     segment_ids: Int[Array, "B S"] | None = None,
     first_query: Int[Array, " B"] | None = None,
     window: int | None = None,
+    cap: float | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Computes softmax(query key^T) value; a query sees the keys up to its own index.
@@ -60,6 +62,7 @@ def attention(
       value: not rotated.
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
       window: how many keys a query sees at most, its own included; None: all up to its own.
+      cap: soft cap on the scores, before the mask; None: none.
       first_query: for keys from a cache, the key index of each row's first query; always computed
         by plain XLA.
       implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what
@@ -70,7 +73,7 @@ def attention(
       The output in value's dtype; scores and softmax are float32 for any input dtype.
     """
     if first_query is not None:
-        return _attend_to_cache(query, key, value, first_query, window)
+        return _attend_to_cache(query, key, value, first_query, window, cap)
     T, _, H = query.shape[1:]
     if implementation == "auto":
         device = jax.devices()[0]
@@ -83,10 +86,11 @@ def attention(
             H,
             dtype,
             segmented,
+            capped=cap is not None,
         )
     if window is not None and window >= context_size() * T:
         window = None
-    attend = functools.partial(_IMPLEMENTATIONS[implementation], window)
+    attend = functools.partial(_IMPLEMENTATIONS[implementation], window, cap)
     if segment_ids is None:
         return shard_mapped(
             attend,
@@ -96,7 +100,7 @@ def attention(
     return mapped(query, key, value, segment_ids)
 
 
-def _by_blocks(run, window, query, key, value, segment_ids=None):
+def _by_blocks(run, window, cap, query, key, value, segment_ids=None):
     """Attends by `attend_pairs` or `splash`, to the keys and values of whole sequences."""
     positions = rank_positions(
         context_size(),
@@ -106,12 +110,14 @@ def _by_blocks(run, window, query, key, value, segment_ids=None):
     segments = None
     if segment_ids is not None:
         segments = (segment_ids, all_gather_sequence(segment_ids))
-    output = run(*arrays, positions, context_rank(), segments, window)
+    output = run(*arrays, positions, context_rank(), segments, window, cap)
     return _heads_last(output)
 
 
-def _cudnn(window, query, key, value):
-    """Attends by NVIDIA's flash attention, causal without a mask array."""
+def _cudnn(window, cap, query, key, value):
+    """Attends by NVIDIA's flash attention, causal without a mask array, which has no soft cap."""
+    if cap is not None:
+        raise ValueError("cuDNN has no soft cap on scores; take implementation=xla")
     output = jax.nn.dot_product_attention(
         split_heads(query),
         split_heads(key),
@@ -145,7 +151,7 @@ def _heads_last(output):
     return output.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-def _attend_to_cache(query, key, value, first_query, window):
+def _attend_to_cache(query, key, value, first_query, window, cap):
     """Attends to each row's cache, in which `first_query` [B] keys precede its queries.
 
     It has no efficient gradient.
@@ -156,11 +162,11 @@ def _attend_to_cache(query, key, value, first_query, window):
     for start in range(0, T, _CACHE_BLOCK):
         block = query[:, :, :, start : start + _CACHE_BLOCK]
         positions = first_query[:, None] + jnp.arange(start, start + block.shape[3])[None]
-        outputs.append(_attend_block_to_cache(block, key, value, positions, window))
+        outputs.append(_attend_block_to_cache(block, key, value, positions, window, cap))
     return _heads_last(jnp.concatenate(outputs, axis=3))
 
 
-def _attend_block_to_cache(query, key, value, positions, window):
+def _attend_block_to_cache(query, key, value, positions, window, cap):
     """Attends queries [B, K, G, T, H] at `positions` [B, T] to all keys of the cache at once."""
     B, K, G, T, H = query.shape
     S = key.shape[2]
@@ -174,7 +180,7 @@ def _attend_block_to_cache(query, key, value, positions, window):
         visible = visible & (keys > last_key - window)
     scores = jnp.where(
         visible,
-        scores.reshape(B, K, G, T, S),
+        softcap(scores, cap).reshape(B, K, G, T, S),
         _MASKED_SCORE,
     )
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)

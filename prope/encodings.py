@@ -7,6 +7,7 @@ in tokens.
 A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -236,7 +237,7 @@ def can_rescale(rope_type: str, scaling: str | None) -> bool:
 def layer_windows(model) -> list[int | None]:
     """Returns how many keys a query of each layer sees, its own included, [L]; None: all before."""
     pattern = tuple(model.layer_types) or ("full_attention",)
-    kinds = pattern * (model.num_layers // len(pattern))
+    kinds = itertools.islice(itertools.cycle(pattern), model.num_layers)
     return [model.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 

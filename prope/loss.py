@@ -13,12 +13,14 @@ Axes: B batch, T length, D embed_dim, V vocab, R = B * T tokens, C chunks, P sha
 vocabulary, v entries of a chunk on one shard.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from prope.kernels.softcap import softcap, softcap_slope
 from prope.sharding import (
     constrain,
     constrain_like_param,
@@ -41,12 +43,15 @@ _MAX_LOGITS_PER_CHUNK = 2**27  # logits of a device in a chunk of the vocabulary
 
 
 def token_losses(
-    hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], targets: Int[Array, "B T"]
+    hidden: Float[Array, "B T D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    cap: float | None = None,
 ) -> Float[Array, "B T"]:
-    """Computes -log softmax(hidden embedding^T)[targets] in nats, float32, for evaluation.
+    """Computes -log softmax(softcap(hidden embedding^T, cap))[targets], nats, float32.
 
-    The matmul is in hidden's dtype with float32 sums. For training use `weighted_loss`, whose
-    gradient is chunked too.
+    The matmul is in hidden's dtype with float32 sums. This is for evaluation; for training use
+    `weighted_loss`, whose gradient is chunked too.
     """
     table = constrain(embedding.astype(hidden.dtype), "VD")
 
@@ -58,6 +63,7 @@ def token_losses(
             table,
             preferred_element_type=jnp.float32,
         )
+        logits = softcap(logits, cap)
         target_logits = jnp.take_along_axis(
             logits,
             targets[..., None],
@@ -74,21 +80,22 @@ def token_losses(
     return losses.swapaxes(0, 1).reshape(targets.shape)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def weighted_loss(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
+    cap: float | None = None,
 ) -> Float[Array, ""]:
-    """Computes the sum of weights * -log softmax(hidden embedding^T)[targets], nats, float32.
+    """Computes the sum of weights * `token_losses`, nats, float32.
 
     Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too.
     """
-    return (token_losses(hidden, embedding, targets) * weights).sum()
+    return (token_losses(hidden, embedding, targets, cap) * weights).sum()
 
 
-def _forward(hidden, embedding, targets, weights):
+def _forward(hidden, embedding, targets, weights, cap):
     table_bytes = embedding.size * hidden.dtype.itemsize
     table_fits = table_bytes <= _MAX_TABLE_BYTES * num_shards("V")
     one_device = num_shards("B") == num_shards("V") == 1
@@ -96,18 +103,19 @@ def _forward(hidden, embedding, targets, weights):
         # The cast comes before the all-gather, which then moves fewer bytes.
         table = constrain_like_param(embedding.astype(hidden.dtype), "VD")
         by_tokens = shard_mapped(
-            _by_tokens,
+            functools.partial(_by_tokens, cap),
             ["BTD", "VD", "BT", "BT"],
             ["BT", "BTD", "VD"],
         )
         losses, grad_hidden, grad_embedding = by_tokens(hidden, table, targets, weights)
     else:
-        losses, grad_hidden, grad_embedding = _by_vocab(hidden, embedding, targets, weights)
+        losses, grad_hidden, grad_embedding = _by_vocab(cap, hidden, embedding, targets, weights)
     residuals = (losses, grad_hidden, grad_embedding.astype(embedding.dtype))
     return (losses * weights).sum(), residuals
 
 
-def _backward(residuals, cotangent):
+def _backward(cap, residuals, cotangent):
+    del cap
     losses, grad_hidden, grad_embedding = residuals
     grad_hidden = (grad_hidden * cotangent).astype(grad_hidden.dtype)
     grad_embedding = (grad_embedding * cotangent).astype(grad_embedding.dtype)
@@ -118,7 +126,7 @@ def _backward(residuals, cotangent):
 weighted_loss.defvjp(_forward, _backward)
 
 
-def _by_tokens(hidden, table, targets, weights):
+def _by_tokens(cap, hidden, table, targets, weights):
     """Returns losses [B, T], gradients of hidden and table, by chunks of a device's tokens."""
     axes = shard_axes("V")  # with them, the table holds this device's entries of the vocabulary
     entries = jax.lax.axis_index(axes) * len(table) + jnp.arange(len(table))
@@ -132,11 +140,12 @@ def _by_tokens(hidden, table, targets, weights):
             table,
             preferred_element_type=jnp.float32,
         )
+        logits = softcap(logits, cap)
         logsumexp = _logsumexp_over_shards(logits, axes)
         is_target = entries[None] == targets[:, None]
         target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
         probabilities = jnp.exp(logits - logsumexp[:, None])
-        grad_logits = (probabilities - is_target) * weights[:, None]
+        grad_logits = _grad_logits(cap, logits, probabilities - is_target, weights[:, None])
         grad_logits = grad_logits.astype(rows.dtype)
         grad_rows, chunk_grad_table = _matmul_gradients(grad_logits, rows, table, axes)
         results = (logsumexp, target_logits, grad_rows)
@@ -156,6 +165,11 @@ def _by_tokens(hidden, table, targets, weights):
     )
     losses = logsumexp - target_logits
     return losses, grad_hidden.astype(hidden.dtype), sum_like_param(grad_table, "VD")
+
+
+def _grad_logits(cap, logits, grad_loss, weights):
+    """Returns the gradient of logits before their cap, from that of a token's loss after it."""
+    return grad_loss * weights * softcap_slope(logits, cap)
 
 
 def _matmul_gradients(grad_logits, rows, table, axes):
@@ -219,7 +233,7 @@ class _Rows(NamedTuple):
     weights: jax.Array  # [R, 1, 1]
 
 
-def _by_vocab(hidden, embedding, targets, weights):
+def _by_vocab(cap, hidden, embedding, targets, weights):
     """Returns the same by chunks of the vocabulary; each device keeps its columns of the table."""
     B, T, D = hidden.shape
     rows = _Rows(
@@ -236,20 +250,20 @@ def _by_vocab(hidden, embedding, targets, weights):
         ),
         "BVD",
     )
-    logsumexp, target_logits = _softmax_by_vocab(rows, chunks, zeros[:, :, 0])
-    grad_rows, grad_tables = _gradients_by_vocab(rows, chunks, zeros, logsumexp)
+    logsumexp, target_logits = _softmax_by_vocab(cap, rows, chunks, zeros[:, :, 0])
+    grad_rows, grad_tables = _gradients_by_vocab(cap, rows, chunks, zeros, logsumexp)
     losses = (logsumexp - target_logits).reshape(targets.shape)
     grad_hidden = grad_rows.astype(hidden.dtype).reshape(hidden.shape)
     grad_embedding = grad_tables.swapaxes(0, 1).reshape(embedding.shape)
     return losses, grad_hidden, grad_embedding
 
 
-def _softmax_by_vocab(rows: _Rows, chunks: _VocabChunks, zeros):
+def _softmax_by_vocab(cap, rows: _Rows, chunks: _VocabChunks, zeros):
     """Returns the logsumexp and the logit of the target of every row, [R]; zeros are [R, P]."""
 
     def add_chunk(carry, chunk):
         logsumexp, target_logits = carry
-        logits, _, is_target = _score_chunk(rows, chunks, *chunk)
+        logits, _, is_target = _score_chunk(cap, rows, chunks, *chunk)
         logsumexp = jnp.logaddexp(
             logsumexp,
             jax.nn.logsumexp(logits, axis=2),
@@ -267,13 +281,13 @@ def _softmax_by_vocab(rows: _Rows, chunks: _VocabChunks, zeros):
     return jax.nn.logsumexp(logsumexp, axis=1), target_logits.sum(axis=1)
 
 
-def _gradients_by_vocab(rows: _Rows, chunks: _VocabChunks, zeros, logsumexp):
+def _gradients_by_vocab(cap, rows: _Rows, chunks: _VocabChunks, zeros, logsumexp):
     """Returns the gradients of rows [R, D] and of the chunks' tables; zeros are [R, P, D]."""
 
     def add_chunk(grad_rows, chunk):
-        logits, table, is_target = _score_chunk(rows, chunks, *chunk)
+        logits, table, is_target = _score_chunk(cap, rows, chunks, *chunk)
         probabilities = jnp.exp(logits - logsumexp[:, None, None])
-        grad_logits = (probabilities - is_target) * rows.weights
+        grad_logits = _grad_logits(cap, logits, probabilities - is_target, rows.weights)
         grad_logits = constrain(grad_logits.astype(rows.hidden.dtype), "BVv")
         grad_rows = grad_rows + jnp.einsum(
             "RPV,PVD->RPD", grad_logits, table, preferred_element_type=jnp.float32
@@ -288,8 +302,8 @@ def _gradients_by_vocab(rows: _Rows, chunks: _VocabChunks, zeros, logsumexp):
     return grad_rows.sum(axis=1), grad_tables
 
 
-def _score_chunk(rows: _Rows, chunks: _VocabChunks, table, first):
-    """Scores a chunk's entries: logits [R, P, v], the table in use, which entry is the target."""
+def _score_chunk(cap, rows: _Rows, chunks: _VocabChunks, table, first):
+    """Scores a chunk's entries: capped logits [R, P, v], the table, which entry is the target."""
     table = constrain(table.astype(rows.hidden.dtype), "VvD")
     logits = jnp.einsum(
         "RD,PVD->RPV",
@@ -298,7 +312,7 @@ def _score_chunk(rows: _Rows, chunks: _VocabChunks, table, first):
         preferred_element_type=jnp.float32,
     )
     is_target = rows.targets == (first + chunks.offsets)[None]
-    return constrain(logits, "BVv"), table, is_target
+    return constrain(softcap(logits, cap), "BVv"), table, is_target
 
 
 def _chunk_tokens(arrays, V: int, shards: int = 1):

@@ -1,4 +1,6 @@
-"""The decoder: Gemma 1 (RMSNorm, MQA/GQA/MHA, GeGLU, tied embedding) with p-RoPE.
+"""The decoder, with p-RoPE: RMSNorm, MQA/GQA/MHA and a gated MLP.
+
+By default it is Gemma 1; switches in `config.model` make it Gemma 2 or 3, Llama, Qwen or Mistral.
 
 Read from top to bottom: norm, attention, MLP, block; then the forward pass, which runs blocks;
 then initial values. No other module of prope imports Flax. Modules here only read parameters,
@@ -30,7 +32,8 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope import parameters
 from prope.attention import attention, save_policy
 from prope.encodings import layer_frequencies, layer_windows, logit_scale
-from prope.kernels.geglu import geglu_mlp
+from prope.kernels.gated_mlp import gated_mlp
+from prope.kernels.softcap import softcap
 from prope.rope import rotate, rotation_table
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
 
@@ -72,9 +75,9 @@ def rotate_qkv(query, key, value, table):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (1 + scale) over the last axis, in float32."""
+    """x / sqrt(mean(x^2) + epsilon) * (1 + scale) over the last axis, in float32."""
 
-    epsilon: float = 1e-6
+    epsilon: float
 
     @nn.compact
     def __call__(self, x):
@@ -88,13 +91,19 @@ class RMSNorm(nn.Module):
 
 
 class Einsum(nn.Module):
-    """Computes einsum(equation, x, w), with its parameter `w` all-gathered first."""
+    """Computes einsum(equation, x, w) + b, with its parameter `w` all-gathered first."""
+
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, equation, x):
         w = self.get_variable("params", "w").astype(x.dtype)
         w_axes = equation.split(",")[1].split("->")[0]
-        return jnp.einsum(equation, x, all_gather_param(w, w_axes))
+        out = jnp.einsum(equation, x, all_gather_param(w, w_axes))
+        if not self.use_bias:
+            return out
+        bias = self.get_variable("params", "b").astype(x.dtype)
+        return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
 
 
 class Attention(nn.Module):
@@ -106,18 +115,20 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, cache, layer_index, table, segment_ids, first_query):
-        query = Einsum(name="q_einsum")("BTD,NDH->BTNH", x)
-        key_value = Einsum(name="kv_einsum")("BTD,CKDH->BTCKH", x)
+        config = self.config
+        query = Einsum(config.qkv_bias, name="q_einsum")("BTD,NDH->BTNH", x)
+        key_value = Einsum(config.qkv_bias, name="kv_einsum")("BTD,CKDH->BTCKH", x)
         key, value = jnp.unstack(key_value, axis=2)
-        if self.config.use_qk_norm:
-            query = RMSNorm(name="query_norm")(query)
-            key = RMSNorm(name="key_norm")(key)
+        if config.use_qk_norm:
+            query = RMSNorm(config.norm_epsilon, name="query_norm")(query)
+            key = RMSNorm(config.norm_epsilon, name="key_norm")(key)
         query = self._scale_query(query)
         unrotated = (query, key, value)
         query, key, value = self.rotate_fn(query.astype(jnp.float32), key, value, table)
         self._capture(Captured(*unrotated, query.astype(x.dtype), key))
         # Rounded once: a factor that is no power of 2 would round the queries once more.
-        query = (query * self.config.head_dim**-0.5).astype(x.dtype)
+        scale = config.attention_scale or config.head_dim**-0.5
+        query = (query * scale).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
         key = checkpoint_name(constrain(key, "BTKH"), "key")
         value = checkpoint_name(constrain(value, "BTKH"), "value")
@@ -132,7 +143,8 @@ class Attention(nn.Module):
             segment_ids=segment_ids,
             first_query=first_query,
             window=self.window,
-            implementation=self.config.attention,
+            cap=config.attention_softcap,
+            implementation=config.attention,
         )
         out = Einsum(name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), cache
@@ -167,17 +179,23 @@ def _write_cache(
 
 
 class MLP(nn.Module):
-    """GeGLU: projects gelu(x W0) * (x W1) back to D."""
+    """Projects act(x W0) * (x W1) back to D."""
+
+    activation: str
 
     @nn.compact
     def __call__(self, x):
         gating = self.get_variable("params", "gating_einsum").astype(x.dtype)
         linear = self.get_variable("params", "linear").astype(x.dtype)
-        return geglu_mlp(x, all_gather_param(gating, "CDF"), all_gather_param(linear, "FD"))
+        weights = (all_gather_param(gating, "CDF"), all_gather_param(linear, "FD"))
+        return gated_mlp(x, *weights, self.activation)
 
 
 class Block(nn.Module):
-    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), for the residual stream x."""
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), for the residual stream x.
+
+    With post_norms, what is added is normalised first.
+    """
 
     config: FrozenConfigDict
     window: int | None = None
@@ -186,13 +204,18 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, carry, layer_index, table, segment_ids=None, first_query=None):
         x, cache = carry
-        normed = RMSNorm(name="pre_attention_norm")(x)
+        norm = functools.partial(RMSNorm, self.config.norm_epsilon)
+        normed = norm(name="pre_attention_norm")(x)
         attend = Attention(self.config, self.window, self.rotate_fn, name="attn")
         attended, cache = attend(normed, cache, layer_index, table, segment_ids, first_query)
+        if self.config.post_norms:
+            attended = norm(name="post_attention_norm")(attended)
         x = x + attended
-        normed = RMSNorm(name="pre_ffw_norm")(x)
-        x = x + MLP(name="mlp")(normed)
-        return x, cache
+        normed = norm(name="pre_ffw_norm")(x)
+        projected = MLP(self.config.activation, name="mlp")(normed)
+        if self.config.post_norms:
+            projected = norm(name="post_ffw_norm")(projected)
+        return x + projected, cache
 
 
 def hidden_states(
@@ -268,13 +291,14 @@ def _run(
                 windows[i],
             )
     x, cache = carry
-    return final_norm(params["final_norm"], x), cache
+    return final_norm(config, params["final_norm"], x), cache
 
 
 def _scan_layers(config, run_layer, carry, layers, tables, table_indices, windows):
     """Scans over the layers; where `layer_types` repeats every n layers, a scan step runs n.
 
-    So every layer of a step has a window that is known when it is compiled.
+    So every layer of a step has a window that is known when it is compiled. Layers after the last
+    whole repetition are run one by one.
     """
     if config.remat != "none":
         run_layer = jax.checkpoint(
@@ -285,63 +309,85 @@ def _scan_layers(config, run_layer, carry, layers, tables, table_indices, window
         )
     L = config.num_layers
     period = len(config.layer_types) or 1
+    repetitions = L // period
     _, cache = carry
     # The whole cache is carried: a step writes the slots of its tokens and copies no others.
     layer_indices = None if cache is None else jnp.arange(L)
     one_table = len(tables) == 1
     tables = tables[0] if one_table else jnp.stack(tables)
     table_indices = None if one_table else jnp.asarray(table_indices)
-    scanned = (layers, layer_indices, table_indices)
-    if period > 1:
-        scanned = jax.tree.map(lambda x: x.reshape(L // period, period, *x.shape[1:]), scanned)
+    by_layer = (layers, layer_indices, table_indices)
+    num_scanned = repetitions * period
+
+    def run_one(carry, layer, window):
+        layer_params, layer_index, table_index = layer
+        table = tables if one_table else tables[table_index]
+        return run_layer(carry, layer_params, layer_index, table, window)
 
     def run_period(carry, scanned):
         for j in range(period):
             layer = jax.tree.map(lambda x: x[j], scanned) if period > 1 else scanned  # noqa: B023
-            layer_params, layer_index, table_index = layer
-            table = tables if one_table else tables[table_index]
-            carry = run_layer(carry, layer_params, layer_index, table, windows[j])
+            carry = run_one(carry, layer, windows[j])
         return carry, None
 
-    unroll = 1 if config.scan_layers else L // period
+    def by_period(x):
+        return x[:num_scanned].reshape(repetitions, period, *x.shape[1:])
+
+    scanned = by_layer if period == 1 else jax.tree.map(by_period, by_layer)
+    unroll = 1 if config.scan_layers else repetitions
     carry, _ = jax.lax.scan(run_period, carry, scanned, unroll=unroll)
+    for i in range(num_scanned, L):
+        layer = jax.tree.map(lambda x: x[i], by_layer)  # noqa: B023
+        carry = run_one(carry, layer, windows[i])
     return carry
 
 
 def embed(
     config: ConfigDict, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
-    """Computes the first layer's input: embeddings times sqrt(D), in float32; casts last.
+    """Computes the first layer's input: embeddings, with scale_embedding times sqrt(D).
 
-    The table may also hold some rows of the embedding only; tokens then index these.
+    The factor is rounded to `config.dtype`; the product is in float32 and cast last. The table may
+    also hold some rows of the embedding only; tokens then index these.
     """
+    factor = 1.0
+    if config.scale_embedding:
+        factor = float(np.asarray(math.sqrt(config.embed_dim), jnp.dtype(config.dtype)))
 
     def scale(rows):
-        return (rows * math.sqrt(config.embed_dim)).astype(config.dtype)
+        return (rows * factor).astype(config.dtype)
 
     return embedding_lookup(table, tokens, scale)
 
 
 def embedding(params: Params) -> Float[Array, "V D"]:
-    """Returns the tied embedding: it embeds tokens and, transposed, scores them."""
+    """Returns the table that embeds tokens."""
     return params["embedder"]["input_embedding"]
 
 
+def head(params: Params) -> Float[Array, "V D"]:
+    """Returns the table that, transposed, scores tokens: the embedding, where they are tied."""
+    return params["head"]["w"] if "head" in params else embedding(params)
+
+
 def final_norm(
+    config: ConfigDict,
     params: Params,
     x: Float[Array, "B T D"],
 ) -> Float[Array, "B T D"]:
     """Normalises the last layer's output for `logits`; `params` are those of "final_norm"."""
-    return RMSNorm().apply({"params": params}, x)
+    return RMSNorm(config.norm_epsilon).apply({"params": params}, x)
 
 
 def logits(
+    config: ConfigDict,
     params: Params,
     hidden: Float[Array, "... D"],
 ) -> Float[Array, "... V"]:
-    """Scores the next token, float32: a matmul with the tied embedding in hidden's dtype."""
-    table = embedding(params).astype(hidden.dtype)
-    return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
+    """Scores the next token, float32: a matmul with `head` in hidden's dtype, capped."""
+    table = head(params).astype(hidden.dtype)
+    scores = jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
+    return softcap(scores, config.final_softcap)
 
 
 def layer(

@@ -20,15 +20,15 @@ class Parameter(NamedTuple):
     """A row: an array of float32, of one layer where its path begins with "layers"."""
 
     axes: str
-    fan_in: str  # axes that its matmul contracts; none: the scale of a norm, which starts at 0
+    fan_in: str  # axes that its matmul contracts; none: a bias or a norm's scale, which start at 0
     hf_names: tuple[str, ...]  # tensors in the files of transformers, one for each matrix of C
     hf_axes: str  # axes of such a tensor; in "NH D", N and H are one axis
     draw: int = 2  # which draw of its module gives the initial values, counted as Flax counts
-    required_field: str = ""  # field of config.model that must be true for it to exist
+    exists_where: tuple[str, bool] | None = None  # a field of config.model and its value
 
     @property
     def is_matrix(self) -> bool:
-        """Tells whether it is multiplied by, decays and counts for FLOPs; scales do not."""
+        """Tells whether it is multiplied by, decays and counts for FLOPs; other arrays do not."""
         return bool(self.fan_in)
 
 
@@ -39,29 +39,45 @@ TABLE = {
     "layers/attn/kv_einsum/w": Parameter(
         "CKDH", "D", ("self_attn.k_proj", "self_attn.v_proj"), "KH D"
     ),
+    "layers/attn/q_einsum/b": Parameter(
+        "NH", "", ("self_attn.q_proj",), "NH", exists_where=("qkv_bias", True)
+    ),
+    "layers/attn/kv_einsum/b": Parameter(
+        "CKH", "", ("self_attn.k_proj", "self_attn.v_proj"), "KH", exists_where=("qkv_bias", True)
+    ),
     "layers/attn/query_norm/scale": Parameter(
-        "H", "", ("self_attn.q_norm",), "H", required_field="use_qk_norm"
+        "H", "", ("self_attn.q_norm",), "H", exists_where=("use_qk_norm", True)
     ),
     "layers/attn/key_norm/scale": Parameter(
-        "H", "", ("self_attn.k_norm",), "H", required_field="use_qk_norm"
+        "H", "", ("self_attn.k_norm",), "H", exists_where=("use_qk_norm", True)
     ),
     "layers/attn/attn_vec_einsum/w": Parameter("NHD", "NH", ("self_attn.o_proj",), "D NH"),
+    "layers/post_attention_norm/scale": Parameter(
+        "D", "", ("post_attention_layernorm",), "D", exists_where=("post_norms", True)
+    ),
     "layers/pre_ffw_norm/scale": Parameter("D", "", ("post_attention_layernorm",), "D"),
     "layers/mlp/gating_einsum": Parameter(
         "CDF", "D", ("mlp.gate_proj", "mlp.up_proj"), "F D", draw=3
     ),
     "layers/mlp/linear": Parameter("FD", "F", ("mlp.down_proj",), "D F", draw=4),
+    "layers/post_ffw_norm/scale": Parameter(
+        "D", "", ("post_feedforward_layernorm",), "D", exists_where=("post_norms", True)
+    ),
     "final_norm/scale": Parameter("D", "", ("norm",), "D"),
+    "head/w": Parameter("VD", "D", ("lm_head",), "V D", draw=1, exists_where=("tied", False)),
 }
 
 
 def parameters(model: ConfigDict) -> dict[str, Parameter]:
     """Returns the rows of the parameters that a run's `config.model` has, by path."""
-    return {
-        path: row
-        for path, row in TABLE.items()
-        if not row.required_field or model[row.required_field]
-    }
+
+    def exists(row: Parameter) -> bool:
+        if row.exists_where is None:
+            return True
+        field, value = row.exists_where
+        return model[field] == value
+
+    return {path: row for path, row in TABLE.items() if exists(row)}
 
 
 def axis_sizes(model: ConfigDict) -> dict[str, int]:
@@ -97,12 +113,13 @@ def shapes(model: ConfigDict) -> dict[str, Any]:
 def count(model: ConfigDict, matrices_only: bool = False) -> int:
     """Counts the scalars of all parameters, or of those that a token is multiplied by.
 
-    The embedding is one of these: as the head, not as the lookup.
+    A tied embedding is one of these: as the head, not as the lookup.
     """
     sizes = axis_sizes(model)
     total = 0
     for path, row in parameters(model).items():
-        if row.is_matrix or not matrices_only:
+        is_lookup = path == "embedder/input_embedding" and not model.tied
+        if not matrices_only or (row.is_matrix and not is_lookup):
             total += math.prod(sizes[axis] for axis in stacked_axes(path))
     return total
 

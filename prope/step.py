@@ -37,6 +37,7 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
             config.model.dtype,
             segmented=config.data.mask_documents,
             heads_divide=_context_divides_heads(config),
+            capped=config.model.attention_softcap is not None,
         )
     except ValueError as error:
         raise UsageError(f"config.model.{error}") from None
@@ -112,7 +113,13 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
 
     def weighted_sum(params, batch):
         hidden = batch_hidden(config, params, batch)
-        return weighted_loss(hidden, model.embedding(params), batch["targets"], batch["weights"])
+        return weighted_loss(
+            hidden,
+            model.head(params),
+            batch["targets"],
+            batch["weights"],
+            config.model.final_softcap,
+        )
 
     def step(params, opt_state, batch):
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.

@@ -82,13 +82,13 @@ def attention_with_gradients(query, key, value, cotangent, segments=None, **opti
     return jax.jit(run)(query, key, value, cotangent, segments)
 
 
-def check_attention(query, key, value, segments=None, rtol=5e-6, window=None, **options):
+def check_attention(query, key, value, segments=None, rtol=5e-6, window=None, cap=None, **options):
     """Compares attention and its gradients with the formula, relative to each largest value."""
     rng = np.random.default_rng(1)
     cotangent = jnp.asarray(rng.standard_normal(query.shape), query.dtype)
     seen = oracles.causal_mask(query.shape[1], segments, window)
-    expected = oracles.attention(query, key, value, seen, cotangent)
-    options["window"] = window
+    expected = oracles.attention(query, key, value, seen, cotangent, cap)
+    options |= {"window": window, "cap": cap}
     actual = attention_with_gradients(query, key, value, cotangent, segments, **options)
     names = ("output", "query", "key", "value")
     for name, ours, theirs in zip(names, actual, expected, strict=True):
@@ -100,6 +100,21 @@ def check_attention(query, key, value, segments=None, rtol=5e-6, window=None, **
             atol=rtol * np.abs(theirs).max(),
             err_msg=name,
         )
+
+
+# Every switch of config.model, at a value that is not its default's.
+SWITCHES = {
+    "activation": "silu",
+    "norm_epsilon": 0.1,
+    "scale_embedding": False,
+    "tied": False,
+    "post_norms": True,
+    "attention_scale": 0.7,
+    "attention_softcap": 0.5,
+    "final_softcap": 4.0,
+    "qkv_bias": True,
+    "use_qk_norm": True,
+}
 
 
 def small(**fields):
@@ -146,7 +161,7 @@ def forward(config, params, tokens, positions, segments=None):
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(config, params, tokens, positions, segments):
     hidden = model.hidden_states(config, params, tokens, positions, segments)
-    return model.logits(params, hidden)
+    return model.logits(config, params, hidden)
 
 
 def assert_trees_close(actual, expected, rtol, where=""):

@@ -68,10 +68,19 @@ def softmax(scores):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def attention(query, key, value, seen, cotangent=None):
+def softcap(scores, cap):
+    """Returns c tanh(z / c), and its derivative."""
+    if cap is None:
+        return scores, 1.0
+    tanh = np.tanh(scores / cap)
+    return cap * tanh, 1 - tanh**2
+
+
+def attention(query, key, value, seen, cotangent=None, cap=None):
     """Returns the output [B, T, N, H]; with its cotangent, also those of query, key and value.
 
-    Query is [B, T, N, H], key and value are [B, S, K, H], `seen` is [B, T, S].
+    Query is [B, T, N, H], key and value are [B, S, K, H], `seen` is [B, T, S]; `cap` is that of the
+    scores.
     """
     query = float64(query)
     N, H = query.shape[2:]
@@ -80,7 +89,7 @@ def attention(query, key, value, seen, cotangent=None):
     keys = float64(key)[:, :, key_head]
     values = float64(value)[:, :, key_head]
     scores = einsum("btnh,bsnh->bnts", query, keys)
-    scores = scores / np.sqrt(H)
+    scores, slope = softcap(scores / np.sqrt(H), cap)
     scores = np.where(seen[:, None], scores, -np.inf)
     weights = softmax(scores)
     output = einsum("bnts,bsnh->btnh", weights, values)
@@ -95,7 +104,7 @@ def attention(query, key, value, seen, cotangent=None):
     grad_weights = einsum("btnh,bsnh->bnts", cotangent, values)
     mean = (weights * grad_weights).sum(-1, keepdims=True)
     grad_scores = weights * (grad_weights - mean)
-    grad_scores = grad_scores / np.sqrt(H)
+    grad_scores = grad_scores * slope / np.sqrt(H)
     grad_query = einsum("bnts,bsnh->btnh", grad_scores, keys)
     grad_keys = einsum("bnts,btnh->bsnh", grad_scores, query)
     grad_values = einsum("bnts,btnh->bsnh", weights, cotangent)
@@ -110,10 +119,10 @@ def attention(query, key, value, seen, cotangent=None):
 # --- Decoder ----------------------------------------------------------------------------------
 
 
-def rms_norm(x, params):
+def rms_norm(x, params, epsilon=1e-6):
     """RMSNorm over the last axis, with Gemma's 1 + scale."""
     mean_square = (x**2).mean(-1, keepdims=True)
-    normed = x / np.sqrt(mean_square + 1e-6)
+    normed = x / np.sqrt(mean_square + epsilon)
     return normed * (1 + params["scale"])
 
 
@@ -123,6 +132,11 @@ def gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * inner))
 
 
+def silu(x):
+    """x times its logistic sigmoid."""
+    return x / (1 + np.exp(-x))
+
+
 def map_leaves(function, tree):
     """Applies a function to the arrays of nested dictionaries."""
     if isinstance(tree, dict):
@@ -130,26 +144,34 @@ def map_leaves(function, tree):
     return function(tree)
 
 
-def self_attention(params, x, positions, seen, freqs, scale):
+def self_attention(config, params, x, positions, seen, freqs, scale):
     """One layer's attention of x [B, T, D]; `scale` multiplies its logits."""
     query_weights = params["q_einsum"]["w"]
     key_weights, value_weights = params["kv_einsum"]["w"]
     query = einsum("btd,ndh->btnh", x, query_weights)
     key = einsum("bsd,kdh->bskh", x, key_weights)
     value = einsum("bsd,kdh->bskh", x, value_weights)
-    if "query_norm" in params:
-        query = rms_norm(query, params["query_norm"])
-        key = rms_norm(key, params["key_norm"])
+    if config.qkv_bias:
+        key_bias, value_bias = params["kv_einsum"]["b"]
+        query = query + params["q_einsum"]["b"]
+        key = key + key_bias
+        value = value + value_bias
+    if config.use_qk_norm:
+        query = rms_norm(query, params["query_norm"], config.norm_epsilon)
+        key = rms_norm(key, params["key_norm"], config.norm_epsilon)
+    if config.attention_scale is not None:
+        scale = scale * config.attention_scale * np.sqrt(config.head_dim)
     query = scale * rotate(query, positions, freqs)
     key = rotate(key, positions, freqs)
-    output = attention(query, key, value, seen)
+    output = attention(query, key, value, seen, cap=config.attention_softcap)
     return einsum("btnh,nhd->btd", output, params["attn_vec_einsum"]["w"])
 
 
-def mlp(params, x):
+def mlp(config, params, x):
     """One layer's gated MLP of x [B, T, D]."""
+    activation = {"gelu": gelu, "silu": silu}[config.activation]
     gate_weights, up_weights = params["gating_einsum"]
-    hidden = gelu(x @ gate_weights) * (x @ up_weights)
+    hidden = activation(x @ gate_weights) * (x @ up_weights)
     return hidden @ params["linear"]
 
 
@@ -163,9 +185,10 @@ def decoder(
     windows=None,
     scale=1.0,
 ):
-    """Returns the logits [B, T, V] of Gemma 1's decoder.
+    """Returns the logits [B, T, V] of the decoder of a config.model.
 
-    `freqs` [L, P] are p-RoPE's by default. A layer of `windows` that is not None sees so many keys.
+    `freqs` [L, P] are p-RoPE's by default. A layer of `windows` that is not None sees so many keys;
+    they follow from the config by default.
     `scale` multiplies the attention logits of layers without a window.
     """
     params = map_leaves(float64, params)
@@ -175,13 +198,20 @@ def decoder(
         percentages = np.broadcast_to(config.rope_percentage, config.num_layers)
         theta = config.max_wavelength
         freqs = [frequencies(config.head_dim, theta, p) for p in percentages]
+    if windows is None:
+        pattern = config.layer_types or ("full_attention",)
+        kinds = [pattern[number % len(pattern)] for number in range(config.num_layers)]
+        windows = [config.sliding_window if kind[0] == "s" else None for kind in kinds]
     x = table[np.asarray(tokens)]
-    x = x * np.sqrt(config.embed_dim)
+    if config.scale_embedding:
+        x = x * np.sqrt(config.embed_dim)
+    epsilon = config.norm_epsilon
     for number in range(config.num_layers):
         layer = map_leaves(lambda leaf: leaf[number], params["layers"])  # noqa: B023
-        window = windows[number] if windows else None
-        normed = rms_norm(x, layer["pre_attention_norm"])
-        x = x + self_attention(
+        window = windows[number]
+        normed = rms_norm(x, layer["pre_attention_norm"], epsilon)
+        attended = self_attention(
+            config,
             layer["attn"],
             normed,
             positions,
@@ -189,24 +219,33 @@ def decoder(
             freqs[number],
             1.0 if window else scale,
         )
-        normed = rms_norm(x, layer["pre_ffw_norm"])
-        x = x + mlp(layer["mlp"], normed)
-    hidden = rms_norm(x, params["final_norm"])
-    return hidden @ table.T
+        if config.post_norms:
+            attended = rms_norm(attended, layer["post_attention_norm"], epsilon)
+        x = x + attended
+        normed = rms_norm(x, layer["pre_ffw_norm"], epsilon)
+        projected = mlp(config, layer["mlp"], normed)
+        if config.post_norms:
+            projected = rms_norm(projected, layer["post_ffw_norm"], epsilon)
+        x = x + projected
+    hidden = rms_norm(x, params["final_norm"], epsilon)
+    head = table if config.tied else params["head"]["w"]
+    logits, _ = softcap(hidden @ head.T, config.final_softcap)
+    return logits
 
 
 # --- Loss and optimizer -----------------------------------------------------------------------
 
 
-def cross_entropy(hidden, embedding, targets, weights):
+def cross_entropy(hidden, embedding, targets, weights, cap=None):
     """Returns losses [B, T] and the gradients of their weighted sum for hidden and embedding."""
     hidden = float64(hidden)
     embedding = float64(embedding)
     weights = float64(weights)
-    probabilities = softmax(hidden @ embedding.T)
+    logits, slope = softcap(hidden @ embedding.T, cap)
+    probabilities = softmax(logits)
     is_target = np.eye(len(embedding))[np.asarray(targets)]
     losses = -np.log((probabilities * is_target).sum(-1))
-    grad_logits = weights[..., None] * (probabilities - is_target)
+    grad_logits = weights[..., None] * (probabilities - is_target) * slope
     grad_hidden = grad_logits @ embedding
     grad_embedding = einsum("btv,btd->vd", grad_logits, hidden)
     return losses, grad_hidden, grad_embedding

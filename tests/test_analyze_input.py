@@ -182,16 +182,15 @@ def test_what_is_not_there_is_refused(run_and_export, tmp_path, monkeypatch, fla
         ),
         ({"rope_type": "reversed"}, "rope_type=reversed"),
         ({"rope_scaling_type": "stop", "scaled_pairs": (0, 3)}, "rope_scaling_type=stop"),
+        ({"attention_scale": 0.5}, "attention_scale=0.5"),
+        ({"attention_softcap": 9.0}, "attention_softcap=9.0"),
     ],
 )
-def test_an_encoding_whose_rotated_pairs_are_not_the_first_is_refused(
-    tmp_path, monkeypatch, fields, error
-):
+def test_attention_that_is_not_measured_is_refused(tmp_path, monkeypatch, fields, error):
     make_run(tmp_path / "run", **fields)
     (tmp_path / "a.txt").write_text("word " * 40)
     monkeypatch.setattr(analysis, "Walk", None)
-    allowed = "only layers without windows, whose rotated pairs are the first"
-    with pytest.raises(UsageError, match=f"{error}.*: {allowed}"):
+    with pytest.raises(UsageError, match=f"{error}.*: only .* can be analysed"):
         analysis.analyse(tmp_path / "run", analysis_options(text=str(tmp_path / "a.txt")))
 
 

@@ -65,6 +65,15 @@ def test_blocks_of_queries_and_their_gradients_equal_the_formula(
     check_attention(*arrays, segments, window=window, implementation="xla")
 
 
+@MASKED
+@pytest.mark.parametrize("window", [None, 40])
+def test_capped_scores_and_their_gradients_equal_the_formula(window, masked):
+    """Without a care for masked scores, their gradient would be infinite times 0."""
+    arrays = draw(300, 300, 4, 2, H=8)
+    segments = draw_segments(2, 300) if masked else None
+    check_attention(*arrays, segments, window=window, cap=0.5, implementation="xla")
+
+
 @pytest.mark.parametrize(
     ("T", "heads", "kv_heads", "window", "masked"),
     [

@@ -29,7 +29,7 @@ def plain_losses(config, params, tokens):
     """Mean loss of every sequence by the whole forward pass."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = model.hidden_states(config, params, jnp.asarray(tokens), positions)
-    logits = oracles.float64(model.logits(params, hidden))
+    logits = oracles.float64(model.logits(config, params, hidden))
     probabilities = oracles.softmax(logits[:, :-1])
     probabilities = np.take_along_axis(
         probabilities,

@@ -8,12 +8,13 @@ import types
 import numpy as np
 import pytest
 from conftest import ROOT
-from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, save, stored
+from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, SWITCHES, edit, save, small, stored
 
 from prope.errors import UsageError
 from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
 from prope.hf import layout
+from prope.hf.rotation import choose_class
 
 
 def refused(tmp_path, expected, source=None, workdir="back", **arguments):
@@ -273,6 +274,12 @@ def test_what_is_there_is_left_alone(tmp_path, exported):
         assert (empty / path.name).read_bytes() == content
     (tmp_path / "new.part").mkdir()
     export_refused(tmp_path, "new", "new.part: another process writes there, or one was killed")
+
+
+@pytest.mark.parametrize("switch", SWITCHES.keys() - {"use_qk_norm"})
+def test_a_decoder_that_no_class_is_written_for_is_refused(switch):
+    with pytest.raises(UsageError, match=f"config.model.{switch}=.* can be exported"):
+        choose_class(small(**{switch: SWITCHES[switch]}))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])

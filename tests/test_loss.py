@@ -1,5 +1,6 @@
 """The loss against -log softmax in float64, on one device and on meshes of eight."""
 
+import functools
 import itertools
 import math
 
@@ -33,11 +34,11 @@ def draw(B=2, T=12, D=8, V=30, dtype=np.float32):
     )
 
 
-def loss_and_gradients(hidden, embedding, targets, weights):
+def loss_and_gradients(hidden, embedding, targets, weights, cap=None):
     """Three times the weighted loss; its gradients for hidden, embedding and weights."""
 
     def three_times(hidden, embedding, weights):
-        return 3 * loss.weighted_loss(hidden, embedding, targets, weights)
+        return 3 * loss.weighted_loss(hidden, embedding, targets, weights, cap)
 
     run = jax.value_and_grad(three_times, argnums=(0, 1, 2))
     return run(hidden, embedding, weights)
@@ -48,15 +49,15 @@ def jit_anew(function):
     return jax.jit(lambda *arrays: function(*arrays))
 
 
-def check(arrays, rtol=1e-5, place=lambda array: array):
+def check(arrays, rtol=1e-5, place=lambda array: array, cap=None):
     """Compares training's loss and gradients, and evaluation's losses, with the formula."""
     hidden, embedding, targets, weights = arrays
     rounded = embedding.astype(hidden.dtype)  # as matmuls read it
-    losses, grad_hidden, grad_embedding = cross_entropy(hidden, rounded, targets, weights)
+    losses, grad_hidden, grad_embedding = cross_entropy(hidden, rounded, targets, weights, cap)
     expected_gradients = (grad_hidden, grad_embedding, losses)
     placed = [place(array) for array in arrays]
 
-    value, gradients = jit_anew(loss_and_gradients)(*placed)
+    value, gradients = jit_anew(functools.partial(loss_and_gradients, cap=cap))(*placed)
     dtypes = [gradient.dtype for gradient in gradients]
     assert dtypes == [hidden.dtype, np.float32, np.float32]
     assert value.dtype == np.float32
@@ -74,10 +75,11 @@ def check(arrays, rtol=1e-5, place=lambda array: array):
             atol=bound,
         )
 
-    evaluated = jit_anew(loss.token_losses)(*placed[:3])
+    evaluated = jit_anew(functools.partial(loss.token_losses, cap=cap))(*placed[:3])
     np.testing.assert_allclose(evaluated, losses, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(
     ("max_logits", "rows"),
     [
@@ -87,10 +89,10 @@ def check(arrays, rtol=1e-5, place=lambda array: array):
         (1, 1),
     ],
 )
-def test_value_and_gradients_equal_the_formula(monkeypatch, max_logits, rows):
+def test_value_and_gradients_equal_the_formula(monkeypatch, max_logits, rows, cap):
     monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", max_logits)
     monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": rows})
-    check(draw())
+    check(draw(), cap=cap)
 
 
 def test_narrow_hidden_states_are_summed_in_float32(monkeypatch):
@@ -180,6 +182,7 @@ def check_meshes():
                 draw(8, 6, D, V, dtype),
                 rtol,
                 place,
+                cap=2.0 if dtype == np.float32 else None,
             )
 
 

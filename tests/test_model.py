@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from makers import assert_trees_close, forward, initial_params, same, small
+from makers import SWITCHES, assert_trees_close, forward, initial_params, same, small
 from makers import draw_model as draw
 
+from prope import config as config_lib
 from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.loss import weighted_loss
@@ -65,6 +66,52 @@ def assert_equals_formula(config, params, tokens, positions, segments=None):
 def test_equals_the_formula(p, kv_heads):
     config = small(rope_percentage=p, num_kv_heads=kv_heads)
     assert_equals_formula(config, *draw(config))
+
+
+def test_every_switch_is_tested():
+    assert set(SWITCHES) == set(config_lib.SWITCHES)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_switch_equals_the_formula_and_changes_the_result(switch):
+    plain = small()
+    config = small(**{switch: SWITCHES[switch]})
+    params, tokens, positions = draw(config)
+    assert_equals_formula(config, params, tokens, positions)
+    plain_params, *_ = draw(plain)
+    expected = forward(plain, plain_params, tokens, positions)
+    if jax.tree.structure(plain_params) == jax.tree.structure(params):
+        assert same(plain_params, params)
+        scores = forward(config, params, tokens, positions)
+        assert np.abs(scores - expected).max() > 0.01 * np.std(expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "minimal", "full"])
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_all_switches_and_a_pattern_that_ends_in_part(scan_layers, remat):
+    pattern = ("sliding_attention", "sliding_attention", "full_attention")
+    fields = {"num_layers": 5, "layer_types": pattern, "sliding_window": 3}
+    config = small(**fields, **SWITCHES, scan_layers=scan_layers, remat=remat)
+    params, tokens, positions = draw(config)
+    expected = oracles.decoder(config, params, tokens, positions)
+    scores = forward(config, params, tokens, positions)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=2e-5 * expected.std())
+
+    def norm(config, params):
+        hidden = model.hidden_states(config, params, tokens, positions)
+        return (hidden**2).sum()
+
+    gradients = jax.jit(jax.grad(functools.partial(norm, config)))(params)
+    plain = small(**fields, **SWITCHES, scan_layers=False)
+    theirs = jax.jit(jax.grad(functools.partial(norm, plain)))(params)
+    assert_trees_close(gradients, theirs, rtol=1e-5)
+
+
+def test_the_factor_of_embeddings_is_rounded_to_the_dtype():
+    config = small(embed_dim=1536, dtype="bfloat16")
+    table = jnp.ones((2, 1536))
+    embedded = model.embed(config, table, jnp.zeros((1, 1), jnp.int32))
+    assert float(embedded[0, 0, 0]) == 39.25, "as in Gemma, not 39.19"
 
 
 def test_far_positions_equal_the_formula():
@@ -147,7 +194,7 @@ def test_rms_norm_of_bfloat16_is_the_formula_rounded_once():
     )
     params = {"scale": np.linspace(-0.9, 2, 512, dtype=np.float32)}
     expected = oracles.rms_norm(oracles.float64(x), params)
-    normed = model.final_norm(params, jnp.asarray(x))
+    normed = model.final_norm(small(), params, jnp.asarray(x))
     assert normed.dtype == jnp.bfloat16
     magnitude = np.abs(expected)
     half_ulp = 2.0 ** (np.floor(np.log2(magnitude)) - 8)
@@ -368,7 +415,7 @@ def test_bfloat16_stays_near_float32():
     hidden_states = jax.jit(functools.partial(model.hidden_states, config))
     hidden = hidden_states(params, tokens, positions)
     assert hidden.dtype == jnp.bfloat16
-    scores = model.logits(params, hidden)
+    scores = model.logits(config, params, hidden)
     assert scores.dtype == jnp.float32
     expected = oracles.decoder(config, params, tokens, positions)
     assert np.abs(scores - expected).mean() < 0.03 * expected.std()

@@ -24,19 +24,27 @@ SIZES = {
     "hidden_dim": 48,
     "vocab_size": 50,
     "use_qk_norm": True,
+    "qkv_bias": True,
+    "post_norms": True,
+    "tied": False,
 }
 FSDP = ("fsdp", "context")
 # In a model of these sizes: the shape, and the mesh axes that shard each axis where they divide it.
 EXPECTED = {
     "embedder/input_embedding": ((50, 32), ("tensor", FSDP)),
     "final_norm/scale": ((32,), (FSDP,)),
+    "head/w": ((50, 32), ("tensor", FSDP)),
     "layers/attn/attn_vec_einsum/w": ((3, 4, 16, 32), (None, "tensor", None, FSDP)),
     "layers/attn/key_norm/scale": ((3, 16), (None, FSDP)),
     "layers/attn/kv_einsum/w": ((3, 2, 2, 32, 16), (None, None, "tensor", FSDP, None)),
+    "layers/attn/kv_einsum/b": ((3, 2, 2, 16), (None, None, "tensor", FSDP)),
+    "layers/attn/q_einsum/b": ((3, 4, 16), (None, "tensor", FSDP)),
     "layers/attn/q_einsum/w": ((3, 4, 32, 16), (None, "tensor", FSDP, None)),
     "layers/attn/query_norm/scale": ((3, 16), (None, FSDP)),
     "layers/mlp/gating_einsum": ((3, 2, 32, 48), (None, None, FSDP, "tensor")),
     "layers/mlp/linear": ((3, 48, 32), (None, "tensor", FSDP)),
+    "layers/post_attention_norm/scale": ((3, 32), (None, FSDP)),
+    "layers/post_ffw_norm/scale": ((3, 32), (None, FSDP)),
     "layers/pre_attention_norm/scale": ((3, 32), (None, FSDP)),
     "layers/pre_ffw_norm/scale": ((3, 32), (None, FSDP)),
 }
@@ -50,6 +58,11 @@ def initial_shapes(config):
     )
 
 
+def is_matrix(path: str) -> bool:
+    """Whether a parameter is neither a norm's scale nor a bias."""
+    return not path.endswith(("/scale", "/b"))
+
+
 def test_names_shapes_and_counts_are_those_of_the_model():
     config = small(**SIZES, dtype="bfloat16")
     tree = initial_shapes(config)
@@ -60,20 +73,31 @@ def test_names_shapes_and_counts_are_those_of_the_model():
     }
     assert {leaf.dtype for leaf in leaves.values()} == {np.dtype(np.float32)}
     assert parameters.count(config) == num_parameters(tree)
-    matrices = {path: leaf for path, leaf in leaves.items() if not path.endswith("/scale")}
-    assert parameters.count(config, matrices_only=True) == num_parameters(matrices)
+    multiplied = {path: leaf for path, leaf in leaves.items() if is_matrix(path)}
+    del multiplied["embedder/input_embedding"]  # here the head is another matrix
+    assert parameters.count(config, matrices_only=True) == num_parameters(multiplied)
+    config.tied = True
+    assert parameters.count(config, matrices_only=True) == num_parameters(multiplied)
 
 
-def test_norms_of_queries_and_keys_are_there_where_the_config_has_them():
-    paths = set(leaves_by_path(initial_shapes(small())))
-    norms = {f"layers/attn/{name}_norm/scale" for name in ("query", "key")}
-    assert paths == EXPECTED.keys() - norms
-    assert parameters.parameters(small()).keys() == paths
+def test_what_a_switch_adds_is_there_where_the_config_has_it():
+    added = {
+        ("use_qk_norm", True): {f"layers/attn/{name}_norm/scale" for name in ("query", "key")},
+        ("qkv_bias", True): {"layers/attn/q_einsum/b", "layers/attn/kv_einsum/b"},
+        ("post_norms", True): {f"layers/post_{name}_norm/scale" for name in ("attention", "ffw")},
+        ("tied", False): {"head/w"},
+    }
+    plain = EXPECTED.keys() - set().union(*added.values())
+    for (field, value), paths in added.items():
+        config = small(**{field: value})
+        assert parameters.parameters(config).keys() == plain | paths
+        assert leaves_by_path(initial_shapes(config)).keys() == plain | paths
+    assert leaves_by_path(initial_shapes(small())).keys() == plain
 
 
 def test_matrices_decay_and_scales_do_not():
     decay = leaves_by_path(has_weight_decay(initial_shapes(small(**SIZES))))
-    assert decay == {path: not path.endswith("/scale") for path in EXPECTED}
+    assert decay == {path: is_matrix(path) for path in EXPECTED}
 
 
 def test_parameters_and_moments_are_sharded_by_their_axes(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from compiled import array_shapes
-from makers import draw_model, forward, make_run, small
+from makers import SWITCHES, draw_model, forward, make_run, small
 from ml_collections import FrozenConfigDict
 from oracles import decoder
 
@@ -119,7 +119,11 @@ def assert_near(actual, expected, bound):
     )
 
 
-VARIANTS = [{"p": (1.0, 0.25, 0.0), "num_kv_heads": 2}]
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
+VARIANTS = [
+    {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},
+    {"num_kv_heads": 2, **WINDOWS, **SWITCHES},
+]
 for fields in (
     {"p": 0.0, "num_kv_heads": 1},
     {"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"},
@@ -148,14 +152,14 @@ def test_logits_equal_those_of_the_full_forward(fields):
     decode = jax.jit(functools.partial(model.decode, config))
     start = jnp.zeros(4, jnp.int32)
     hidden, cache = decode(params, prompts, empty_cache(config, 4, 16), start)
-    read = np.asarray(model.logits(params, hidden))
+    read = np.asarray(model.logits(config, params, hidden))
     layers = generation.split_layers(config, params)
     written = []
     place = 0
     for size in (1, 1, 3, 1, 1):
         tokens = more[:, place : place + size]
         hidden, cache = decode(layers, tokens, cache, lengths + place)
-        written.append(model.logits(params, hidden))
+        written.append(model.logits(config, params, hidden))
         place += size
     written = np.concatenate(written, axis=1)
     for b, n in enumerate(LENGTHS):
@@ -198,7 +202,7 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most):
     monkeypatch.setattr(generation, "_CHUNK", most)
     fill = jax.jit(functools.partial(generation.fill_cache, config))
     last, cache = fill(params, prompts, lengths)
-    logits = model.logits(params, last[:, 0])
+    logits = model.logits(config, params, last[:, 0])
     assert_near(
         logits,
         expected[np.arange(5), np.asarray(lengths) - 1],

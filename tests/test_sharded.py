@@ -11,7 +11,7 @@ import pytest
 from compiled import array_shapes
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import AbstractMesh
-from makers import assert_trees_close, leaves_by_path, on_eight_devices, same
+from makers import SWITCHES, assert_trees_close, leaves_by_path, on_eight_devices, same
 
 from prope import loss, model, parameters, sharding
 from prope.config import default_config
@@ -146,7 +146,7 @@ def test_a_step_takes_the_mean_over_the_tokens_that_count(accumulation):
             batch["tokens"],
             batch["positions"],
         )
-        log_probabilities = jax.nn.log_softmax(model.logits(params, hidden))
+        log_probabilities = jax.nn.log_softmax(model.logits(config.model, params, hidden))
         losses = -jnp.take_along_axis(
             log_probabilities,
             targets,
@@ -190,6 +190,8 @@ WINDOWS = {
 }
 # More than a part of CONTEXT_4, 256, and less than a document, 341.
 WIDE_WINDOWS = WINDOWS | {"model__sliding_window": 300}
+SWITCHED = {f"model__{field}": value for field, value in SWITCHES.items()}
+SWITCHED |= {"model__num_layers": 3}  # the pattern ends in part
 CONTEXT_2 = {"mesh__context": 2}
 CONTEXT_4 = {"mesh__context": 4}
 # The model and its data, the mesh, remat, whether layers are scanned, and what changes nothing.
@@ -222,6 +224,8 @@ CASES = [
     (MQA | LONG | LONGER | WINDOWS, (1, 2, 1), "full", True, CONTEXT_2 | SPLASH),
     (MHA | LONGER, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
     (MQA | LONGER | WINDOWS, (1, 2, 2), "minimal", True, TWICE | CONTEXT_2 | CUDNN),
+    (GQA | LONGER | WINDOWS | SWITCHED, (1, 2, 2), "minimal", True, CONTEXT_2),
+    (GQA | LONG | WINDOWS | SWITCHED, (2, 4, 1), "full", True, TWICE | SPLASH),
 ]
 # In the default tier: several replicas, and parts of sequences with windows and documents.
 FEW_CASES = [

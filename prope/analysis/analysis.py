@@ -133,6 +133,10 @@ def _round(number: str) -> float:
 
 def _check_encoding(workdir: epath.Path, config: ConfigDict) -> None:
     """Raises UsageError unless all layers attend to all tokens and rotate their first pairs."""
+    for name in ("attention_scale", "attention_softcap"):
+        if config[name] is not None:
+            problem = f"model.{name}={config[name]}: only softmax(q k / sqrt(H)) can be analysed"
+            raise usage_error("--workdir", workdir, problem)
     rotates = layer_frequencies(config) > 0
     if config.layer_types or (rotates[:, 1:] > rotates[:, :-1]).any():
         names = ("layer_types", "rope_type", "rope_scaling_type")

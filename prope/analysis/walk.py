@@ -61,7 +61,7 @@ class Walk:
             )
         )
         self._layer = jax.jit(self._run_layer)
-        self._losses = jax.jit(_losses)
+        self._losses = jax.jit(functools.partial(_losses, self.config))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
         leaves = jax.tree.leaves(run.checkpoint.shapes)
@@ -125,7 +125,7 @@ class Walk:
         for number in range(first, self.config.num_layers):
             x, _ = self.layer(number, x)
         norm = self._params("final_norm")
-        (table,) = self._params("embedder").values()
+        (table,) = self._params("embedder" if self.config.tied else "head").values()
         next_tokens = np.roll(self.tokens, -1, axis=1)
         targets = self.batches(next_tokens)
         means = []
@@ -161,9 +161,10 @@ class Walk:
         )["x"]
 
 
-def _losses(norm, table, x, targets):
+def _losses(config, norm, table, x, targets):
     """Computes the loss of every token, whole in all processes: [B, T]."""
-    losses = token_losses(model.final_norm(norm, x), table, targets)
+    hidden = model.final_norm(config, norm, x)
+    losses = token_losses(hidden, table, targets, config.final_softcap)
     return sharding.constrain(losses, "TT")
 
 

@@ -11,6 +11,7 @@ import math
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope.config import FIELDS, SWITCHES
 from prope.encodings import (
     SCALINGS,
     layer_frequencies,
@@ -47,6 +48,13 @@ def choose_class(model: ConfigDict) -> tuple[str, dict]:
 
     Raises UsageError where no class computes it.
     """
+    for name in SWITCHES:
+        default = FIELDS[f"model.{name}"].default
+        default = None if isinstance(default, type) else default
+        if model[name] != default and name != "use_qk_norm":
+            problem = f"only {default} can be exported"
+            remedy = "no class of transformers is written for it yet"
+            raise usage_error(f"config.model.{name}", model[name], problem, remedy)
     windows = layer_windows(model)
     layers = zip(layer_percentages(model), windows, layer_frequencies(model), strict=True)
     ropes = [_rope(model, *layer) for layer in layers]

@@ -100,7 +100,7 @@ def prefill(
     padding = [(0, 0)] * 5
     padding[3] = (0, sampling.length - 1)
     cache = {name: jnp.pad(x, padding) for name, x in cache.items()}
-    logits = model.logits(params, last[:, 0])
+    logits = model.logits(config, params, last[:, 0])
     return sample_tokens(sampling, logits, keys, lengths), cache
 
 
@@ -166,7 +166,7 @@ def decode(
         position = lengths + i
         token = token[:, None]
         hidden, cache = model.decode(config, params, token, cache, position - 1)
-        logits = model.logits(params, hidden[:, 0])
+        logits = model.logits(config, params, hidden[:, 0])
         token = sample_tokens(sampling, logits, keys, position)
         token = jnp.where(ended, PAD, token)
         ended |= jnp.isin(token, stops)

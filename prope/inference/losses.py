@@ -234,11 +234,16 @@ class LossEvaluation:
         scores = {
             "weights": batch["weights"],
             "segment_ids": batch["segment_ids"],
-            "losses": token_losses(hidden, model.embedding(params), targets),
+            "losses": token_losses(
+                hidden,
+                model.head(params),
+                targets,
+                self.config.model.final_softcap,
+            ),
         }
         if isinstance(self.windows, GeneratedWindows):
             # One sequence at a time, so that the logits of a batch never exist whole.
-            predict = functools.partial(_likeliest, params)
+            predict = functools.partial(_likeliest, self.config.model, params)
             scores["correct"] = jax.lax.map(predict, hidden) == targets
         scores = jax.tree.map(sharding.whole_sequences, scores)
         targets = sharding.whole_sequences(targets)
@@ -249,8 +254,8 @@ class LossEvaluation:
         }
 
 
-def _likeliest(params, hidden):
-    return model.logits(params, hidden).argmax(axis=-1)
+def _likeliest(config, params, hidden):
+    return model.logits(config, params, hidden).argmax(axis=-1)
 
 
 class DocumentSums:

@@ -96,7 +96,7 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
             if answer.shape[1] > 1:
                 rest, _ = model.decode(config, layers, answer[:, :-1], cache, lengths)
                 hidden = jnp.concatenate([last, rest], axis=1)
-            logits = model.logits(params, hidden)
+            logits = model.logits(config, params, hidden)
             is_padding = answer == PAD
             logprobs = jax.nn.log_softmax(logits)
             logprobs = jnp.take_along_axis(logprobs, answer[..., None], axis=-1)

@@ -13,6 +13,7 @@ def choose_implementation(
     dtype: str,
     segmented: bool,
     heads_divide: bool = True,
+    capped: bool = False,
 ) -> tuple[str, str]:
     """Returns the implementation for a device, and the reason: "auto" takes the fastest.
 
@@ -26,6 +27,7 @@ def choose_implementation(
       segmented: whether `segment_ids` are passed.
       heads_divide: whether mesh.context divides the heads of a device, those of the keys too unless
         there is only one.
+      capped: whether scores have a soft cap.
 
     Raises:
       ValueError: the requested implementation cannot run there; names every obstacle.
@@ -34,7 +36,7 @@ def choose_implementation(
     obstacles = {
         "xla": [],
         "splash": _splash_obstacles(platform, T, H),
-        "cudnn": _cudnn_obstacles(device, H, dtype, segmented, heads_divide),
+        "cudnn": _cudnn_obstacles(device, H, dtype, segmented, heads_divide, capped),
     }
     native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform)
     candidate = native if requested == "auto" else requested
@@ -59,7 +61,9 @@ def _splash_obstacles(platform: str, T: int, H: int) -> list[str]:
     return [obstacle for obstacle, holds in requirements.items() if not holds]
 
 
-def _cudnn_obstacles(device, H: int, dtype: str, segmented: bool, heads_divide: bool) -> list[str]:
+def _cudnn_obstacles(
+    device, H: int, dtype: str, segmented: bool, heads_divide: bool, capped: bool
+) -> list[str]:
     on_gpu = device.platform in ("gpu", "cuda")
     capability = _compute_capability(device)
     max_head_dim = 256 if capability >= (9, 0) else 128
@@ -71,6 +75,7 @@ def _cudnn_obstacles(device, H: int, dtype: str, segmented: bool, heads_divide: 
         f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}": head_dim_fits,
         f"dtype must be bfloat16; got {dtype}": dtype == "bfloat16",
         "it needs a dense mask to keep documents apart (data.mask_documents)": not segmented,
+        "it has no soft cap on scores (model.attention_softcap)": not capped,
         divisor: heads_divide,
     }
     return [obstacle for obstacle, holds in requirements.items() if not holds]

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from prope.kernels.softcap import softcap, softcap_slope
+
 _MASKED_SCORE = float(jnp.finfo(jnp.float32).min)
 _MOST_UNROLLED = 10  # pairs, up to which a loop is slower than a program for each
 
@@ -29,6 +31,7 @@ def attend_pairs(
     rank,
     segments=None,
     window: int | None = None,
+    cap: float | None = None,
 ):
     """Attends causally, [B, K, G, T, H] to [B, K, S, H]; arguments as those of `splash`."""
     T = query.shape[3]
@@ -56,6 +59,7 @@ def attend_pairs(
     output = _attend(
         block,
         window,
+        cap,
         query,
         key,
         value,
@@ -134,10 +138,11 @@ def _add_keys(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(
     block,
     window,
+    cap,
     query,
     key,
     value,
@@ -149,6 +154,7 @@ def _attend(
     output, _ = _forward(
         block,
         window,
+        cap,
         query,
         key,
         value,
@@ -162,6 +168,7 @@ def _attend(
 def _forward(
     block,
     window,
+    cap,
     query,
     key,
     value,
@@ -174,7 +181,7 @@ def _forward(
     def add_pair(carry, pair):
         output, logsumexp, last_query_block, sums = carry
         query_block, key_block = pair
-        scores = _scores(block, window, query, key, positions, pair, segments)
+        scores = _scores(block, window, cap, query, key, positions, pair, segments)
         block_values = _block(block, value, key_block, axis=2)
         same_queries = query_block == last_query_block
         sums = _add_keys(sums, scores, block_values, same_queries)
@@ -208,7 +215,7 @@ def _forward(
     return output, (query, key, value, positions, pairs, segments, output, logsumexp)
 
 
-def _backward(block, window, residuals, cotangent):
+def _backward(block, window, cap, residuals, cotangent):
     query, key, value, positions, pairs, segments, output, logsumexp = residuals
     mean = (cotangent.astype(jnp.float32) * output).sum(axis=-1)
 
@@ -221,10 +228,11 @@ def _backward(block, window, residuals, cotangent):
         row_mean = _rows(block, mean, query_block)
         k = _block(block, key, key_block, axis=2)
         v = _block(block, value, key_block, axis=2)
-        scores = _scores(block, window, query, key, positions, pair, segments)
+        scores = _scores(block, window, cap, query, key, positions, pair, segments)
         weights = jnp.exp(scores - row_logsumexp[..., None])
         grad_weights = _dot("BKRH,BKSH->BKRS", g, v)
-        grad_scores = weights * (grad_weights - row_mean[..., None])
+        grad_capped = weights * (grad_weights - row_mean[..., None])
+        grad_scores = grad_capped * softcap_slope(scores, cap)
         weights = weights.astype(query.dtype)
         grad_scores = grad_scores.astype(query.dtype)
         block_grad_query = _dot("BKRS,BKSH->BKRH", grad_scores, k)
@@ -246,8 +254,8 @@ def _backward(block, window, residuals, cotangent):
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(block, window, query, key, positions, pair, segments):
-    """Computes a pair's scores [B, K, R, s], float32; _MASKED_SCORE where a key is hidden."""
+def _scores(block, window, cap, query, key, positions, pair, segments):
+    """Computes a pair's capped scores [B, K, R, s], float32; _MASKED_SCORE where hidden."""
     query_block, key_block = pair
     query_positions = _block(block, positions, query_block, axis=0)[:, None]
     key_positions = key_block * block + jnp.arange(block)[None]
@@ -265,7 +273,7 @@ def _scores(block, window, query, key, positions, pair, segments):
         rows,
         _block(block, key, key_block, axis=2),
     )
-    by_query = scores.reshape(*query.shape[:3], block, block)
+    by_query = softcap(scores, cap).reshape(*query.shape[:3], block, block)
     return jnp.where(visible, by_query, _MASKED_SCORE).reshape(scores.shape)
 
 

@@ -80,6 +80,7 @@ def splash(
     rank,
     segments=None,
     window: int | None = None,
+    cap: float | None = None,
     blocks: Blocks | None = None,
 ):
     """Attends causally, [B, K, G, T, H] to [B, K, S, H].
@@ -92,6 +93,7 @@ def splash(
       rank: which of them this device has.
       segments: ids of queries and keys; with them, a query sees keys of its own segment only.
       window: how many keys a query sees, its own included; None: all up to its own.
+      cap: soft cap on the scores; None: none.
       blocks: by default those for the chip.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
@@ -111,6 +113,7 @@ def splash(
         q_seq_shards=C,
         block_sizes=_block_sizes(kernel, query, S, C, window, blocks),
         residual_checkpoint_name="attention_out",
+        attn_logits_soft_cap=cap,
     )
     if C > 1:
         attend = _rows_of_rank(attend, C, rank)

@@ -1,7 +1,9 @@
-"""GeGLU: gelu(x W0) * (x W1) projected back, in an order that is fast on a CPU and saves memory.
+"""A gated MLP, act(x W0) * (x W1) projected back, fast on a CPU and saving memory.
 
 Axes: B batch, T length, D embed_dim, F hidden_dim.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,19 @@ from jaxtyping import Array, Float
 
 from prope.sharding import constrain, constrain_like_param
 
+ACTIVATIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),  # the tanh form, as in Gemma
+    "silu": jax.nn.silu,
+}
 
-def geglu_mlp(
-    x: Float[Array, "B T D"], gating: Float[Array, "2 D F"], linear: Float[Array, "F D"]
+
+def gated_mlp(
+    x: Float[Array, "B T D"],
+    gating: Float[Array, "2 D F"],
+    linear: Float[Array, "F D"],
+    activation: str = "gelu",
 ) -> Float[Array, "B T D"]:
-    """Computes (gelu(x gating[0]) * (x gating[1])) linear; the gelu is the tanh form, as in Gemma.
+    """Computes (act(x gating[0]) * (x gating[1])) linear, by one of `ACTIVATIONS`.
 
     Its matmuls are saved for the backward pass as "gate" and "up".
     """
@@ -31,29 +41,29 @@ def geglu_mlp(
     gate = checkpoint_name(constrain(gate, "BF"), "gate")
     up = checkpoint_name(constrain(up, "BF"), "up")
     return constrain(
-        _project(gate, up, linear).reshape(x.shape),
+        _project(activation, gate, up, linear).reshape(x.shape),
         "BTD",
     )
 
 
-@jax.custom_vjp
-def _project(gate, up, linear):
-    """Computes (gelu(gate) * up) @ linear; its gradient recomputes the product, not saving it."""
-    return _gated(gate, up) @ linear
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(activation, gate, up, linear):
+    """Computes (act(gate) * up) @ linear; its gradient recomputes the product, not saving it."""
+    return _gated(activation, gate, up) @ linear
 
 
-def _gated(gate, up):
-    return jax.nn.gelu(gate, approximate=True) * up
+def _gated(activation, gate, up):
+    return ACTIVATIONS[activation](gate) * up
 
 
-def _project_forward(gate, up, linear):
-    return _project(gate, up, linear), (gate, up, linear)
+def _project_forward(activation, gate, up, linear):
+    return _project(activation, gate, up, linear), (gate, up, linear)
 
 
-def _project_backward(residuals, cotangent):
+def _project_backward(activation, residuals, cotangent):
     gate, up, linear = residuals
     grad_linear = constrain_like_param(
-        _gated(gate, up).T @ cotangent,
+        _gated(activation, gate, up).T @ cotangent,
         "FD",
     )
     grad_gated = constrain(cotangent @ linear.T, "BF")
@@ -61,7 +71,7 @@ def _project_backward(residuals, cotangent):
     grad_gated, grad_linear, gate, up = jax.lax.optimization_barrier(
         (grad_gated, grad_linear, gate, up)
     )
-    _, vjp = jax.vjp(_gated, gate, up)
+    _, vjp = jax.vjp(functools.partial(_gated, activation), gate, up)
     grad_gate, grad_up = vjp(grad_gated)
     return grad_gate, grad_up, grad_linear
 
