@@ -153,17 +153,22 @@ def test_the_scores_never_exist_whole(masked):
         (300, 400, 2, (70, 3), "splash"),  # whatever is requested
     ],
 )
-def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementation):
+@pytest.mark.parametrize("window", [None, 1, 4, 500])
+def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementation, window):
     query, key, value = draw(T, S, 4, kv_heads)
     # Scores up to 12: at 50, float32 alone is off by 2e-6, and by how much depends on the CPU.
     query = query / 4
     last_seen = np.array(first)[:, None, None] + np.arange(T)[:, None]
-    expected = oracles.attention(query, key, value, np.arange(S) <= last_seen)
+    seen = np.arange(S) <= last_seen
+    if window is not None:
+        seen &= np.arange(S) > last_seen - window
+    expected = oracles.attention(query, key, value, seen)
     output = scaled_attention(
         query,
         key,
         value,
         first_query=jnp.array(first),
+        window=window,
         implementation=implementation,
     )
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
