@@ -7,7 +7,7 @@ import re
 import matplotlib.figure
 import numpy as np
 import pytest
-from makers import draw_picture, save_checkpoints, write_lines
+from makers import draw_picture, initial_params, save_checkpoints, write_lines
 
 from prope.config import default_config
 from prope.html import drawing
@@ -67,9 +67,9 @@ def sweep(tmp_path_factory):
             config.seed = seed
             config.num_steps = 10
             config.data.seq_len = TRAINED
+            config.model.update({"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8})
             write_config(workdir, config)
-            params = {"x": np.full(1, seed)}
-            save_checkpoints(workdir, config, {10: params})
+            save_checkpoints(workdir, config, {10: initial_params(config.model, seed)})
             records = [ask(p, seed, length) for length in LENGTHS]
             not_drawn = records[0] | {"accuracy": 0.0, "cells": []}
             for other in ({"control": "removed"}, {"encoding": "yarn"}, {"step": 5}):
