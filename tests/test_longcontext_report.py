@@ -107,7 +107,11 @@ def test_a_map_shows_the_means_over_seeds(picture):
 
 
 def test_lines_of_a_map_are_the_training_length_and_the_slowest_pairs_period(picture):
-    for panel, p in zip(draw_picture(picture).axes[:2], (0.25, 1.0), strict=True):
+    for panel, p in zip(
+        draw_picture(picture).axes[:2],
+        (0.25, 1.0),
+        strict=True,
+    ):
         dashed, training, period = panel.lines
         assert dashed.get_xdata()[0] == 1  # the training length is the second one
         x, y = training.get_data()  # depth 0 at 256 tokens, 0.5 at 512: rows 0 and 1
