@@ -8,6 +8,7 @@ executed and not what it computes, and may differ when a run is resumed.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -614,8 +615,12 @@ def differences(config: ConfigDict, other: ConfigDict) -> list[str]:
 
 
 def _identity(config: ConfigDict) -> dict:
-    """Returns the fields without those that may change, in a mixture's sources too."""
+    """Returns the fields without those that may change, in a mixture's sources too.
+
+    A tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
+    """
     fields = flat(config)
+    fields["data.tokenizer"] = os.path.basename(fields["data.tokenizer"])
     fields["data.mixture"] = [
         {key: value for key, value in source.items() if f"data.{key}" not in MAY_CHANGE}
         for source in fields["data.mixture"]

@@ -102,6 +102,7 @@ def test_a_mistake_of_the_program_is_not_hidden(tmp_path, monkeypatch):
 def test_a_line_of_which_the_disk_takes_a_part_is_taken_back(tmp_path, monkeypatch):
     path = epath.Path(tmp_path) / "metrics.jsonl"
     append_jsonl(path, {"step": 1})
+    open_file = open
 
     open_file = open
 

@@ -3,15 +3,19 @@
 import errno
 import json
 import os
+import pwd
 import shutil
+import signal
+import subprocess
 import sys
+import threading
 import zipfile
 import zlib
 
 import pytest
 import tensorstore as ts
 from absl import flags
-from conftest import CONFIG
+from conftest import CONFIG, ROOT
 from etils import epath
 from makers import analysis_options, evaluate_run, make_run, write_lines
 from ml_collections import config_flags
@@ -19,9 +23,12 @@ from ml_collections import config_flags
 from prope import command
 from prope.analysis import analysis
 from prope.config import default_config, flat
+from prope.data.tokenizer import load_tokenizer
 from prope.errors import UsageError, to_user_error
 from prope.inference.asking import AskOptions, answers
-from prope.runtime.files import append_jsonl, read_bytes, read_json, read_text
+from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, read_json, read_text
+from prope.runtime.interrupts import Interrupts, Request
+from prope.runtime.startup import Startup
 from prope.sweep.pictures import draw_loss
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run, read_config, write_config
@@ -278,3 +285,60 @@ def test_a_picture_of_a_run_of_somebody_else_lies_elsewhere(base, tmp_path, monk
         draw_loss(theirs)
     assert draw_loss(theirs, f"{tmp_path}/ours") == epath.Path(tmp_path / "ours/loss.png")
     assert (tmp_path / "ours/loss.png").stat().st_size > 1000
+
+
+# --- Unusual surroundings ------------------------------------------------------------------------
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "PROPE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(UsageError, match="set HOME, XDG_CACHE_HOME or PROPE_CACHE"):
+        local_cache()
+    with pytest.raises(UsageError, match="the home folder is not known"):
+        as_path("--workdir", "~/run")
+    Startup().use_cache()  # without a place programs are not kept
+
+
+def test_interrupts_may_be_opened_in_a_thread():
+    """Python lets the main thread alone handle signals."""
+    polled = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def poll():
+        with Interrupts() as interrupts:
+            polled.append(interrupts.poll())
+            interrupts.ask_to_stop()
+            polled.append(interrupts.poll())
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    thread.join()
+    assert polled == [Request.NONE, Request.STOP]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("old", ["gone", "another"])
+def test_a_run_that_was_moved_has_its_tokenizer_with_it(tmp_path, sentencepiece_model, old):
+    first = tmp_path / "first"
+    make_run(first, tokenizer=first / "tokenizer.model", vocab_size=300)
+    shutil.copy(sentencepiece_model, first / "tokenizer.model")
+    moved = shutil.copytree(first, tmp_path / "moved")
+    if old == "gone":
+        shutil.rmtree(first)
+    else:
+        (first / "tokenizer.model").write_text("another")
+    run = open_run(moved)
+    assert run.config.data.tokenizer == str(moved / "tokenizer.model")
+    assert load_tokenizer(run.config.data.tokenizer).vocab_size == 300
+
+
+def test_a_program_without_docstrings_answers_help():
+    command_line = [sys.executable, "-OO", "-m", "prope.train", "--help"]
+    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "--workdir" in done.stdout, done.stderr

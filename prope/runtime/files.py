@@ -134,6 +134,8 @@ def user_cache() -> pathlib.Path:
     """Returns the user's cache folder; raises UsageError where there is no home folder."""
     if os.environ.get("XDG_CACHE_HOME"):
         return _local_folder("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"])
+    if os.path.expanduser("~") == "~":
+        raise UsageError("HOME: there is no home folder; set HOME, XDG_CACHE_HOME or PROPE_CACHE")
     return _local_folder("HOME", "~/.cache")
 
 

@@ -52,6 +52,9 @@ class Interrupts(contextlib.AbstractContextManager):
         self._saved_after_vote = False  # so that a vote to save is fulfilled
 
     def __enter__(self):
+        self._hears = threading.current_thread() is threading.main_thread()
+        if not self._hears:  # Python lets no other thread handle signals
+            return self
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous = {}
@@ -62,6 +65,8 @@ class Interrupts(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, *error):
+        if not self._hears:
+            return
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -185,8 +186,16 @@ def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
 
 
 def read_config(workdir: epath.Path) -> ConfigDict | None:
-    """Reads W/config.json; None where there is none."""
-    return read_config_file(workdir / "config.json")
+    """Reads W/config.json; None where there is none.
+
+    A tokenizer that lies in W is taken from there: the run may have been moved.
+    """
+    config = read_config_file(workdir / "config.json")
+    if config is not None and config.data.tokenizer != "byte":
+        beside = workdir / os.path.basename(config.data.tokenizer)
+        if beside.exists():
+            config.data.tokenizer = str(beside)
+    return config
 
 
 def read_config_file(path: epath.Path) -> ConfigDict | None:
