@@ -194,7 +194,11 @@ def test_a_parameter_that_transformers_does_not_read_is_not_exported(tmp_path, m
     assert not (tmp_path / "hf").exists()
 
 
-KILLED = "from prope import train; train.Training.save = lambda *_: os._exit(9)"
+KILLED = """
+import os
+from prope.workdir.checkpoints import Checkpoints
+Checkpoints.save = lambda *_: os._exit(9)
+"""
 
 
 @pytest.mark.slow
@@ -205,7 +209,7 @@ def test_a_run_killed_before_its_first_save_starts_from_the_same_parameters(
     straight = train(tmp_path / "straight", flag, "--config.seed=3")
     workdir = f"--workdir={tmp_path / 'run'}"
     again = (train_lib.__name__, "--config=configs/quickstart.py:tiny", workdir, "--config.seed=3")
-    killed = finish(start_command(*again, flag, patch=f"import os; {KILLED}"))
+    killed = finish(start_command(*again, flag, patch=KILLED))
     assert killed.code == 9 and not list((tmp_path / "run/checkpoints").iterdir())
     rerun = finish(start_command(*again))
     assert rerun.code == 0, rerun.stderr
