@@ -134,7 +134,7 @@ OTHER_CODE = {
     "another shape": {"final_norm/scale": TABLE["final_norm/scale"]._replace(axes="F")},
     "another name": {
         "earlier_norm/scale": TABLE["final_norm/scale"],
-        "final_norm/scale": TABLE["final_norm/scale"]._replace(required_field="use_qk_norm"),
+        "final_norm/scale": TABLE["final_norm/scale"]._replace(exists_where=("use_qk_norm", True)),
     },
 }
 
