@@ -276,7 +276,7 @@ def test_what_is_there_is_left_alone(tmp_path, exported):
     export_refused(tmp_path, "new", "new.part: another process writes there, or one was killed")
 
 
-@pytest.mark.parametrize("switch", SWITCHES.keys() - {"use_qk_norm"})
+@pytest.mark.parametrize("switch", sorted(SWITCHES.keys() - {"use_qk_norm"}))
 def test_a_decoder_that_no_class_is_written_for_is_refused(switch):
     with pytest.raises(UsageError, match=f"config.model.{switch}=.* can be exported"):
         choose_class(small(**{switch: SWITCHES[switch]}))
