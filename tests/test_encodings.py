@@ -418,7 +418,7 @@ WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 8}
         ),
         ({"layer_types": ("sliding_attention",)}, "sliding_window=None: must have a value"),
         (WINDOWS | {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
-        ({"layer_types": ("full_attention",) * 4}, "layer_types=.*must fill the layers"),
+        ({"layer_types": ("full_attention",) * 9}, "layer_types=.*a pattern of at most"),
         (
             {"layer_types": ("full_atention",)},
             r"there is no full_atention \(did you mean full_attention\?\)",

@@ -286,7 +286,7 @@ def test_long_windows_are_finite_and_their_scores_never_whole(runs, p, monkeypat
 
 
 def test_windows_of_8192_tokens_are_told_apart_by_thousands(runs, monkeypatch):
-    def root(hidden, table, targets):
+    def root(hidden, table, targets, cap):
         positions = jnp.arange(1.0, targets.shape[1] + 1)
         return jnp.broadcast_to(jnp.sqrt(positions), targets.shape)
 

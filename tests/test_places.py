@@ -84,11 +84,11 @@ REFUSED = [
 ]
 PLACES = [
     ("prope.train", ("workdir", "init_from")),
-    ("prope.evaluate", ("workdir", "data_dir")),
-    ("prope.ask", ("workdir",)),
+    ("prope.evaluate", ("workdir", "data_dir", "output")),
+    ("prope.ask", ("workdir", "output")),
     ("prope.sample", ("workdir", "prompts")),
-    ("prope.analyze", ("workdir", "text")),
-    ("prope.report", ("workdir", "sweep")),
+    ("prope.analyze", ("workdir", "text", "output")),
+    ("prope.report", ("workdir", "sweep", "output")),
     ("prope.export_hf", ("workdir", "output")),
     ("prope.import_hf", ("input", "workdir", "tokenizer")),
     ("prope.check_port", ("values",)),

@@ -592,7 +592,7 @@ def test_values_out_of_range_are_refused(values, says):
         (["--prompt=x", "--step=3"], "--step=3: .* has no such checkpoint; it has 7"),
         ([], "there is no prompt; give --prompt=TEXT"),
         (["--prompts=nowhere.txt"], "nowhere.txt: cannot be read: No such file.*one prompt per"),
-        (["--prompts=/dev/null"], "--prompts=/dev/null: there is no prompt; give --prompt=TEXT"),
+        (["--prompts=/dev/null"], "/dev/null: is a pipe or a device; put a file there"),
     ],
 )
 def test_bad_input_gets_one_line_before_a_device_is_touched(run, run_command, flags, says):
