@@ -323,7 +323,7 @@ FIELDS = {
         "gelu", "of the gated MLP: gelu (its tanh form) | silu", (_one_of(*ACTIVATIONS),)
     ),
     "model.norm_epsilon": Field(1e-6, "added to the mean square in every RMSNorm", (_POSITIVE,)),
-    "model.scale_embedding": Field(True, "embeddings times sqrt(embed_dim), rounded to dtype"),
+    "model.scale_embedding": Field(True, "embeddings times sqrt(embed_dim)"),
     "model.tied": Field(True, "the embedding also scores tokens; False: head/w does"),
     "model.post_norms": Field(
         False, "RMSNorm of what attention and MLP add to the residual stream"

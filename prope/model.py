@@ -122,11 +122,11 @@ class Attention(nn.Module):
         if config.use_qk_norm:
             query = RMSNorm(config.norm_epsilon, name="query_norm")(query)
             key = RMSNorm(config.norm_epsilon, name="key_norm")(key)
-        query = self._scale_query(query)
-        unrotated = (query, key, value)
-        query, key, value = self.rotate_fn(query.astype(jnp.float32), key, value, table)
+        # In float32, and rounded once: a factor that is no power of 2 would round once more.
+        query = self._scale_query(query.astype(jnp.float32))
+        unrotated = (query.astype(x.dtype), key, value)
+        query, key, value = self.rotate_fn(query, key, value, table)
         self._capture(Captured(*unrotated, query.astype(x.dtype), key))
-        # Rounded once: a factor that is no power of 2 would round the queries once more.
         scale = config.attention_scale or config.head_dim**-0.5
         query = (query * scale).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
@@ -154,7 +154,7 @@ class Attention(nn.Module):
         scale = logit_scale(self.config)
         if self.window is not None or np.all(scale == 1):
             return query
-        return (query.astype(jnp.float32) * scale).astype(query.dtype)
+        return query * scale
 
     def _capture(self, captured: Captured) -> None:
         """Hands the inputs of attention to `layer`; elsewhere nothing is stored."""
@@ -347,12 +347,10 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Computes the first layer's input: embeddings, with scale_embedding times sqrt(D).
 
-    The factor is rounded to `config.dtype`; the product is in float32 and cast last. The table may
-    also hold some rows of the embedding only; tokens then index these.
+    In float32; it casts last. The table may also hold some rows of the embedding only; tokens then
+    index these.
     """
-    factor = 1.0
-    if config.scale_embedding:
-        factor = float(np.asarray(math.sqrt(config.embed_dim), jnp.dtype(config.dtype)))
+    factor = math.sqrt(config.embed_dim) if config.scale_embedding else 1.0
 
     def scale(rows):
         return (rows * factor).astype(config.dtype)

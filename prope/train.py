@@ -51,6 +51,7 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
 from prope.errors import UsageError, log, usage_error
 from prope.inference.losses import LossEvaluation
+from prope.runtime.environment import check_environment
 from prope.runtime.files import absolute, as_path, retry_reads, write_atomic
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import (
@@ -100,6 +101,7 @@ def train(
       RunFailed: a loss or a gradient was not finite; the disk is full; the storage has failed.
       Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
+    check_environment()
     validate(config)
     with Session(config) as session:
         run = Training(session, config, as_path("--workdir", workdir))

@@ -69,6 +69,7 @@ def test_a_guard_that_forbids_copies_is_refused(direction, value):
         ("--xla_cpu_enable_fast_math", True),
         ("--xla_dump_to=/x --xla_cpu_enable_fast_min_max=1", True),
         ("--xla_cpu_enable_fast_math=false", False),
+        ("--xla_cpu_fast_math_honor_nans=true", False),
         ("--xla_force_host_platform_device_count=8", False),
     ],
 )

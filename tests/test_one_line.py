@@ -298,7 +298,7 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    with pytest.raises(UsageError, match="set HOME, XDG_CACHE_HOME or PROPE_CACHE"):
+    with pytest.raises(UsageError, match="set HOME or XDG_CACHE_HOME"):
         local_cache()
     with pytest.raises(UsageError, match="the home folder is not known"):
         as_path("--workdir", "~/run")

@@ -79,6 +79,7 @@ REFUSED = [
     ("gs://bucket/../x", "a URL must be"),
     ("s3://bucket/x::gs://b", "a URL must be"),
     ("s3://bucket/x", "needs a package: pip install s3fs"),
+    ("gs:///x", "a URL must be"),
     ("/gs/bucket", "is read as a URL"),
     ("/s3", "is read as a URL"),
 ]

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 
-from prope.data.tokenizer import UNKNOWN, load_tokenizer
+from prope.data.tokenizer import EOS, UNKNOWN, load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import log, usage_error
 from prope.hf import gemma
@@ -31,7 +31,10 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     tokenizer = config.data.tokenizer
     hf_config = gemma.to_hf(config, dtype)
     hf_class = hf_config["architectures"][0]
-    texts = {"config.json": hf_config, "generation_config.json": gemma.SPECIAL_IDS}
+    generation = dict(gemma.SPECIAL_IDS)
+    if config.data.stop_ids:
+        generation["eos_token_id"] = [EOS, *config.data.stop_ids]
+    texts = {"config.json": hf_config, "generation_config.json": generation}
     if tokenizer == "byte":
         ids = "the ids of a text are 2, then 4 more than each of its bytes"
         log.info("transformers has no byte tokenizer: %s", ids)

@@ -44,7 +44,7 @@ _POST_NORMS = (
     "which normalises attention's and the MLP's output "
     "(post_attention_layernorm, post_feedforward_layernorm)"
 )
-# What this decoder lacks of the later model types; it has their windows, wavelengths and QK-norm.
+# What is not imported yet of the later model types.
 _LACKS = {
     "gemma2": _POST_NORMS,
     "gemma3_text": _POST_NORMS,

@@ -56,7 +56,13 @@ def _open_all(source: epath.Path) -> dict[str, Stored]:
         problem = "has no weight_map, which names every tensor's shard"
         raise UsageError(f"{index}: {problem}; download it again")
     stored = {}
-    for shard in sorted({str(file) for name, file in weight_map.items() if name != HEAD}):
+    # A tied head may be named and not saved.
+    shards = {
+        str(file)
+        for name, file in weight_map.items()
+        if name != HEAD or (source / str(file)).is_file()
+    }
+    for shard in sorted(shards):
         stored |= _open_shard(index, shard, weight_map)
     return stored
 

@@ -51,7 +51,7 @@ class Picture:
 
     @property
     def file_name(self) -> str:
-        """The name of its file, which is in no other folder."""
+        """The name of its file: that of the picture, without characters such as /."""
         return re.sub(r"[^\w.=-]", "_", self.name) + ".png"
 
     def render(self) -> tuple[bytes, list[dict]]:

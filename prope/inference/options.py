@@ -9,7 +9,7 @@ from absl.flags import FLAGS
 from prope import command
 from prope.errors import log, usage_error
 
-# Of prope.encodings.SCALINGS, which --help does without.
+# Those of prope.encodings.SCALINGS; --help does not import it, because it imports JAX.
 ENCODINGS = ["linear", "ntk", "dynamic", "yarn", "llama3"]
 
 

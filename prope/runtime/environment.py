@@ -31,7 +31,7 @@ REQUIRED = {
 }
 _GUARDS = ("", "_host_to_device", "_device_to_host", "_device_to_device")
 # Compiled programs with other sums, exponentials or minima than IEEE's.
-_INEXACT_FLAG = re.compile(r"--(xla_\w*fast_m(?:ath|in)\w*)(?:=(\w+))?")
+_INEXACT_FLAG = re.compile(r"--(xla_\w*fast_m(?:ath|in)(?!_honor)\w*)(?:=(\w+))?")
 # Under these a run is bit for bit the same; a test runs one with all of them.
 HARMLESS = {
     "JAX_DEFAULT_PRNG_IMPL": "rbg",  # every key names its own

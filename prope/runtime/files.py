@@ -49,7 +49,7 @@ CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 _SCHEMES = ("gs", "s3")
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # which read and write their URLs
-_URL_NAMES = re.compile(r"[\w.~/=,+@!()-]+", re.ASCII)
+_URL_NAMES = re.compile(r"\w[\w.~/=,+@!()-]*", re.ASCII)
 # Other hosts write to a bucket, too: what it lists is asked for every time.
 for _scheme in ("gcs", *_SCHEMES):
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
@@ -135,7 +135,7 @@ def user_cache() -> pathlib.Path:
     if os.environ.get("XDG_CACHE_HOME"):
         return _local_folder("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"])
     if os.path.expanduser("~") == "~":
-        raise UsageError("HOME: there is no home folder; set HOME, XDG_CACHE_HOME or PROPE_CACHE")
+        raise UsageError("HOME: there is no home folder; set HOME or XDG_CACHE_HOME")
     return _local_folder("HOME", "~/.cache")
 
 

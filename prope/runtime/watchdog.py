@@ -13,8 +13,8 @@ from prope.errors import LOST
 MINUTES = 60.0  # without progress, after which a command that has no config ends
 
 _ADVICE = (
-    "the stacks of all threads are above. The same command goes on from the last checkpoint; "
-    "config.watchdog_minutes says how long to wait"
+    "the stacks of all threads are above. Run the same command again: a training goes on from its "
+    "last checkpoint, and waits for config.watchdog_minutes"
 )
 
 
