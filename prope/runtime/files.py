@@ -43,6 +43,15 @@ _PAUSES = (1, 2, 4, 8, 16, *[32] * 7)
 _OUTAGE_SECONDS = 300  # after which nothing is tried again: a library may have repeated, too
 _REFUSED_PAUSES = (1, 2, 4)  # where a login or a permission may be missing for a moment
 
+# How TensorStore's errors begin that may tell of what is stored, unless a code of the operating
+# system or of HTTP says otherwise; it leaves INVALID_ARGUMENT out. All others tell of the storage.
+_CONTENT = re.compile(r"NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:|FAILED_PRECONDITION:|(?![A-Z_]+:)")
+_CODE = re.compile(r"\[(os_error|http_response)_code='(\d+)'\]")
+_CONTENT_CODES = {
+    "os_error": (errno.ENOENT,),
+    "http_response": (404, 410, 416),
+}
+
 # One for the process: its cache holds the indices of a token store's shards, and tokens that
 # windows share.
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
@@ -204,6 +213,17 @@ def _is_refused(error: Exception) -> bool:
     # Errors of gcsfs, which has no kind for these.
     refusals = ("Forbidden", "Bad Request")
     return getattr(error, "code", None) in (400, 401, 403) or str(error).startswith(refusals)
+
+
+def raise_storage_error(error: ValueError) -> None:
+    """Raises OSError where TensorStore's error is of the storage, not of what is stored."""
+    text = str(error)
+    code = _CODE.search(text)
+    if code and int(code[2]) not in _CONTENT_CODES[code[1]]:
+        number = int(code[2]) if code[1] == "os_error" else errno.EIO
+        raise OSError(number, first_line(error)) from error
+    if not _CONTENT.match(text):
+        raise OSError(errno.EIO, first_line(error)) from error
 
 
 def hash_file(path: epath.Path) -> str:

@@ -9,7 +9,6 @@ import errno
 import functools
 import json
 import operator
-import re
 from typing import Any
 
 import jax
@@ -23,19 +22,17 @@ from prope import config as config_lib
 from prope import parameters
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
-from prope.runtime.files import absolute, is_url, read_bytes, retry_reads, write_atomic
+from prope.runtime.files import (
+    absolute,
+    is_url,
+    raise_storage_error,
+    read_bytes,
+    retry_reads,
+    write_atomic,
+)
 from prope.workdir.hashes import array_hashes, array_shapes, hash_json, hash_on_host
 
 HASHES = "hashes.json"  # beside the items, written last
-
-# How TensorStore's errors begin that may tell of what is stored, unless a code of the operating
-# system or of HTTP says otherwise; it leaves INVALID_ARGUMENT out. All others tell of the storage.
-_CONTENT = re.compile(r"NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:|FAILED_PRECONDITION:|(?![A-Z_]+:)")
-_CODE = re.compile(r"\[(os_error|http_response)_code='(\d+)'\]")
-_CONTENT_CODES = {
-    "os_error": (errno.ENOENT,),
-    "http_response": (404, 410, 416),
-}
 
 
 class Damaged(UsageError):
@@ -49,17 +46,6 @@ def write_hashes(folder: epath.Path, hashes: dict[str, Any]) -> None:
     """Writes a checkpoint's hashes.json: `hashes` of its items by name, and their own hash."""
     sealed = {"items": hashes, "hash": hash_json(hashes)}
     write_atomic(folder / HASHES, json.dumps(sealed))
-
-
-def _raise_storage_error(error: ValueError) -> None:
-    """Raises OSError where TensorStore's error is of the storage, not of what is stored."""
-    text = str(error)
-    code = _CODE.search(text)
-    if code and int(code[2]) not in _CONTENT_CODES[code[1]]:
-        number = int(code[2]) if code[1] == "os_error" else errno.EIO
-        raise OSError(number, first_line(error)) from error
-    if not _CONTENT.match(text):
-        raise OSError(errno.EIO, first_line(error)) from error
 
 
 class CheckpointReader:
@@ -204,7 +190,7 @@ class CheckpointReader:
                 store = self._open(item, path, leaf)
                 return None if index is None else store[index].read().result()
             except ValueError as error:  # TensorStore's, also for a storage that fails
-                _raise_storage_error(error)
+                raise_storage_error(error)
                 if not (is_url(self._folder) or self._folder.is_dir()):  # the first process saw it
                     raise OSError(errno.ESTALE, "this host does not see it") from None
                 name = f"{item}: {keystr(path)}"

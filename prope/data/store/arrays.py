@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -23,7 +24,15 @@ import tensorstore as ts
 from etils import epath
 
 from prope.errors import UsageError, first_line
-from prope.runtime.files import CONTEXT, files_below, is_url, kvstore, parse_json, retry_reads
+from prope.runtime.files import (
+    CONTEXT,
+    files_below,
+    is_url,
+    kvstore,
+    parse_json,
+    raise_storage_error,
+    retry_reads,
+)
 
 T = TypeVar("T")
 
@@ -34,19 +43,7 @@ FORMAT = 4  # version of the store; in its fingerprint
 SHARD = 2**24  # tokens in a file
 _ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
-# Kinds of TensorStore's errors: a store that is not whole, and a storage that fails.
-_DAMAGED = ("NOT_FOUND", "DATA_LOSS")
-_STORAGE_FAILED = (
-    "PERMISSION_DENIED",
-    "UNAUTHENTICATED",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "RESOURCE_EXHAUSTED",
-    "ABORTED",
-    "CANCELLED",
-    "INTERNAL",
-    "UNKNOWN",
-)
+_DAMAGED = re.compile("NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:")  # of TensorStore's errors
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
 
 
@@ -222,14 +219,10 @@ def retry_tokens(path: str, read: Callable[[], T]) -> T:
     def read_once() -> T:
         try:
             return read()
-        except ValueError as error:  # TensorStore's text begins with the kind of error
-            kind, _, _ = str(error).partition(":")
-            if kind in _DAMAGED:
+        except ValueError as error:
+            raise_storage_error(error)
+            if _DAMAGED.match(str(error)):
                 raise _unusable(path, first_line(error)) from None
-            if kind in _STORAGE_FAILED:
-                is_final = kind == "PERMISSION_DENIED" and not is_url(path)
-                failure = PermissionError if is_final else OSError
-                raise failure(first_line(error)) from error
             raise
 
     return retry_reads(path, read_once)
