@@ -334,8 +334,8 @@ def resume(
         expected = data_state(config, windows, step)
         if reader.data != expected:
             other = f"was trained on other data ({reader.data}, now {expected})"
-            changed = "the documents, the tokenizer or the split have changed"
-            remedy = "bring the old data back, or start in a new --workdir"
+            changed = "the documents, the tokenizer, the split or how text is read have changed"
+            remedy = "bring the old data or code back, or start in a new --workdir"
             raise UsageError(f"checkpoint {step} {other}: {changed}; {remedy}")
         params, opt_state = prepared.state
         arrays = reader.restore(params=params, opt_state=opt_state)

@@ -94,6 +94,27 @@ def test_another_version_of_a_dataset_is_other_data(tmp_path):
     assert open_store(config, 260).fingerprint != first.fingerprint
 
 
+def test_stores_of_older_versions_are_the_same_data(tmp_path):
+    """So their runs can be resumed; only .txt files are read in another way since."""
+    write_tfds(tmp_path / "data", "tfrecord", articles())
+    tfds = data_config(tmp_path, NAME, tmp_path / "data")
+    lines = data_config(tmp_path, "files", tmp_path / "lines")
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "a.jsonl").write_text('{"text": "abc"}\n{"text": "d"}\n')
+    store = open_store(tfds, 260)
+    assert (store.fingerprint, open_store(lines, 260).fingerprint) == (
+        "d8adaa55946c72fc",
+        "f1e02052f662114c",
+    )
+    (tmp_path / "lines" / "a.txt").write_text("abc")
+    assert open_store(lines, 260).fingerprint != "8ff8113e6df24c81"
+    index = json.loads(pathlib.Path(store.path, "index.json").read_text())
+    for split in ("train", "validation"):
+        del index[split]["unk_tokens"]
+    pathlib.Path(store.path, "index.json").write_text(json.dumps(index))
+    assert open_store(tfds, 260).count("unk_tokens", "all") == 0
+
+
 def test_shards_of_the_store_are_cut_anywhere(tmp_path, config, text, monkeypatch):
     whole = stream(open_store(config, 260), "train")
     monkeypatch.setattr(arrays, "_READ_TOKENS", 128)

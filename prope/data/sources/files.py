@@ -49,6 +49,7 @@ _JSON_LINES = (".jsonl", ".jsonl.gz")
 _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
 _GZIP_RATIO = 3  # about how much gzip shrinks text
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which some editors begin UTF-8
+_RULE = 2  # version of the rule that reads .txt files; in the fingerprint
 _FEW_TEXTS = 16  # so many documents can hardly be split into training and validation
 _PIECES = 256  # into which they are cut, by a rule that makes each at least of ..
 _LEAST_PIECE = 256  # bytes
@@ -76,6 +77,8 @@ def files(folder: epath.Path, rule: TextRule, cache: str) -> Source:
     hashes = _hash_files(folder, names, stamps, cache)
     listing = list(zip(names, hashes, strict=True))
     identity = {"dataset": "files", "files": listing, **rule.identity}
+    if texts:
+        identity["rule"] = _RULE
     sizes = {
         path: found[path].size * (_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
         for path in paths

@@ -39,7 +39,7 @@ T = TypeVar("T")
 SPLITS = ("train", "validation")
 # Per split in index.json: see `Store`.
 COUNTS = ("tokens", "documents", "bytes", "prompt_tokens", "unk_tokens")
-FORMAT = 4  # version of the store; in its fingerprint
+FORMAT = 3  # version of the store; in its fingerprint
 SHARD = 2**24  # tokens in a file
 _ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
 _READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
@@ -68,7 +68,8 @@ class Store:
 
     def count(self, name: str, split: str) -> int:
         """Counts what one of COUNTS names, in a split."""
-        return sum(self.index[array][name] for array in _ARRAYS[split])
+        # Older stores lack unk_tokens.
+        return sum(self.index[array].get(name, 0) for array in _ARRAYS[split])
 
     def targets(self, split: str) -> int:
         """Counts the predicted tokens: all except every document's <bos> and the prompts."""

@@ -181,7 +181,8 @@ def _write_store(
     records = workers.pack_chunks(source, data, rule["has_prompts"], chunks, stats)
     index: dict = {}
     for split in SPLITS:
-        index[split] = {name: sum(record[split][name] for record in records) for name in COUNTS}
+        counts = [record[split] for record in records]  # of older code some lack unk_tokens
+        index[split] = {name: sum(count.get(name, 0) for count in counts) for name in COUNTS}
     index["empty"] = sum(record["empty"] for record in records)
     if index["empty"]:
         first = next(record["chunk"] for record in records if record["empty"])
