@@ -12,7 +12,7 @@ from makers import evaluate_run, make_run, write_lines
 
 from prope.analysis.sequences import read_sequences
 from prope.config import default_config
-from prope.data.mixture import open_windows
+from prope.data.mixture import _warn_if_changed, open_text, open_windows
 from prope.data.store.pack import is_validation
 from prope.errors import UsageError
 from prope.inference import losses
@@ -344,6 +344,26 @@ def test_some_windows_of_a_mixture_are_of_its_sources_by_weight(mixed, base):
     folder = str(base / "long")
     (record,) = evaluate_run(mixed, dataset="files", data_dir=folder)
     assert record["split"] == "validation", "a source is not foreign"
+
+
+@pytest.mark.parametrize("place", ["trained", "./trained", "~/trained/", "other/../trained"])
+def test_a_source_is_the_same_however_its_place_is_written(base, monkeypatch, caplog, place):
+    _warn_if_changed.cache_clear()
+    monkeypatch.chdir(base)
+    monkeypatch.setenv("HOME", str(base))
+    run_data = read_config(base / "run").data
+    run_data.data_dir = place
+    named = read_config(base / "run").data
+    text = open_text(named, 300, None, run_data, {"fingerprint": "of other documents"})
+    assert text.split == "validation"
+    expected = f"files {base}/trained: the text, the tokenizer or the format has changed"
+    assert expected in caplog.text
+    source = {"weight": 1, "dataset": "files", "data_dir": place}
+    run_data.update({"dataset": "mixture", "data_dir": "", "mixture": (source,)})
+    assert open_text(named, 300, None, run_data, {}).split == "validation"
+    caplog.clear()
+    open_text(run_data, 300, None, run_data, {"fingerprint": "of another mixture"})
+    assert [line.split(":")[0] for line in caplog.messages] == ["mixture"]
 
 
 @pytest.fixture

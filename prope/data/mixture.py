@@ -19,6 +19,7 @@ from prope.data.tasks.windows import GeneratedWindows
 from prope.data.windows import Windows
 from prope.errors import log, usage_error
 from prope.runtime import processes
+from prope.runtime.files import absolute, as_path
 
 _ENDLESS = 2**96  # indices of a generated source: windows of 2**64 seeds
 
@@ -55,9 +56,11 @@ def open_text(
         if windows.store.fingerprint != state.get("fingerprint"):
             return windows
     windows = open_windows(data, vocab_size, split or "validation")
-    is_same_place = (data.dataset, data.data_dir) == (run_data.dataset, run_data.data_dir)
-    if is_same_place and "fingerprint" in state and processes.is_first():
-        _warn_if_changed(windows.sources[0].name, windows.store.fingerprint, state["fingerprint"])
+    is_same = _place(data) == _place(run_data)
+    if is_same and "fingerprint" in state and processes.is_first():
+        is_mixture = data.dataset == "mixture"
+        name = "mixture" if is_mixture else windows.sources[0].name
+        _warn_if_changed(name, windows.store.fingerprint, state["fingerprint"])
     return windows
 
 
@@ -74,10 +77,15 @@ def _is_text_of_run(data: ConfigDict, run_data: ConfigDict, state: dict) -> bool
     """Tells whether a run's config.data names this dataset."""
     if "imported_from" in state:
         return False
-    place = (data.dataset, data.data_dir)
     texts = [source for _, source in weighted_sources(run_data)]
     texts.append(run_data)
-    return any((text.dataset, text.data_dir) == place for text in texts)
+    return _place(data) in map(_place, texts)
+
+
+def _place(data: ConfigDict) -> tuple[str, str]:
+    """Returns the dataset, and its folder in the one way in which it can be written."""
+    folder = data.data_dir and str(absolute(as_path("config.data.data_dir", data.data_dir)))
+    return data.dataset, folder
 
 
 class Mixture:
