@@ -85,6 +85,11 @@ def is_disk_full(error: BaseException) -> bool:
     return cause is not None and is_disk_full(cause)
 
 
+def is_denied(error: BaseException) -> bool:
+    """Tells whether a file system does not permit something: no later start may do it either."""
+    return getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 def is_storage_error(error: BaseException) -> bool:
     """Tells whether a file system or a bucket has failed, rather than the program."""
     libraries = ("fsspec.", "s3fs.", "gcsfs.", "aiohttp.", "google.", "boto", "urllib3.", "http.")
@@ -121,7 +126,7 @@ def _file_error(error: Exception) -> RunFailed:
         place = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in (ours or frames)[-1:])
     cause = getattr(error, "strerror", None) or first_line(error)
     remedy = "see to that file, then run the same command again"
-    if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if is_denied(error):
         remedy = "have its owner permit it, or name another place; --output=DIR where there is one"
     kind = StorageFailed if _is_outage(error) else RunFailed
     return kind(f"{place}: {type(error).__name__}: {cause}; {remedy}")

@@ -1,5 +1,6 @@
 """A run's first checkpoint is read back, its origin is recorded, and storage is asked little."""
 
+import errno
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import finish
 from etils import epath
+from gcsfs.retry import HttpError
 from makers import NO_WINDOWS, make_run, restore_training, save_checkpoints
 
 from configs.quickstart import get_config
@@ -48,6 +50,38 @@ def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reaso
         save_checkpoints(tmp_path / "run", config, {1: params})
     # Later ones are not waited for.
     save_checkpoints(tmp_path / "whole", config, {8: params})
+
+
+# What saving meets, and the exit code: 76 where launchers may start again.
+SAVING = [
+    (OSError(errno.EIO, "Input/output error"), 76),
+    (ValueError("UNAVAILABLE: 503 from the bucket"), 76),
+    (ValueError("Bad Request [http_response_code='400']"), 76),
+    (ValueError("FAILED_PRECONDITION: Failed to write [os_error_code='107']"), 76),
+    (HttpError({"code": 403, "message": "says the bucket"}), 76),
+    (ValueError("UNKNOWN: Failed to write: No space left on device [os_error_code='28']"), 1),
+    (ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"), 1),
+    (PermissionError(errno.EACCES, "Permission denied"), 1),
+    (OSError(errno.EROFS, "Read-only file system"), 1),
+    (TypeError("an error of the program"), None),
+    (KeyError("an error of the program"), None),
+    (ValueError("an error of the program"), None),
+    (jax.errors.JaxRuntimeError("INTERNAL: an error of the device"), None),
+    (MemoryError("Unable to allocate 7.45 GiB"), None),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), SAVING, ids=lambda value: str(value)[:40])
+def test_only_what_may_pass_is_tried_again_when_a_save_fails(tmp_path, monkeypatch, error, code):
+    config, params = make_run(tmp_path / "whole")
+    monkeypatch.setattr(checkpoints_lib, "write_hashes", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises((type(error), RunFailed)) as raised:
+        save_checkpoints(tmp_path / "run", config, {1: params})
+    if code is None:
+        assert raised.value is error
+    else:
+        assert "checkpoint 1 could not be written" in str(raised.value)
+        assert raised.value.code == code
 
 
 def test_an_imported_checkpoint_is_read_back(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from makers import (
 
 from prope import sharding
 from prope.analysis import analysis
-from prope.errors import StorageFailed, UsageError
+from prope.errors import RunFailed, StorageFailed, UsageError
 from prope.hf import exporter, importer
 from prope.inference import evaluation, generation
 from prope.optimizer import make_optimizer
@@ -391,8 +391,9 @@ def test_a_read_that_is_not_permitted_ends_the_command_at_once(run, monkeypatch,
         denied = array_error("PERMISSION_DENIED", "open", " [os_error_code='13']")
     with monkeypatch.context() as patch:
         fail_reads(patch, kind, -1, denied)
-        with pytest.raises(StorageFailed, match="checkpoints/20"):
+        with pytest.raises(RunFailed, match="checkpoints/20") as raised:
             open_run(run).first_undamaged(Run.params)
+    assert raised.value.code == 1, "launchers would restart without end"
     assert pauses == []
 
 

@@ -89,7 +89,9 @@ def test_only_the_errors_of_a_lost_peer_are_restarted(monkeypatch, message, kind
         assert f"({message})" in str(raised.value)
 
 
-@pytest.mark.parametrize(("message", "expected"), [(GLOO, Stopped), ("no bucket", StorageFailed)])
+@pytest.mark.parametrize(
+    ("message", "expected"), [(GLOO, Stopped), ("INTERNAL: no bucket", StorageFailed)]
+)
 def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
     monkeypatch, tmp_path, message, expected
 ):

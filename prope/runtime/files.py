@@ -27,9 +27,11 @@ import tensorstore as ts
 from etils import epath
 
 from prope.errors import (
+    RunFailed,
     StorageFailed,
     UsageError,
     first_line,
+    is_denied,
     is_storage_error,
     log,
     usage_error,
@@ -182,7 +184,8 @@ def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None =
 
     Raises:
       FileNotFoundError, NotADirectoryError, IsADirectoryError: no file, and `missing` is None.
-      StorageFailed: the storage failed every time, or does not permit it.
+      RunFailed: a local file system does not permit it.
+      StorageFailed: the storage failed every time.
     """
     end = time.monotonic() + _OUTAGE_SECONDS
     pauses = iter(_PAUSES)
@@ -199,9 +202,11 @@ def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None =
                 raise
             problem = f"{path}: cannot be read: {_reason(error)}"
             pause = next(refused_pauses if _is_refused(error) else pauses, None)
-            if pause is None or isinstance(error, PermissionError) or time.monotonic() > end:
+            is_final = is_denied(error) and not is_url(path)
+            if pause is None or is_final or time.monotonic() > end:
                 remedy = f"{_remedy(path)}, then run the same command again"
-                raise StorageFailed(f"{problem}; nothing was changed: {remedy}") from error
+                kind = RunFailed if is_final else StorageFailed
+                raise kind(f"{problem}; nothing was changed: {remedy}") from error
         log.warning("%s; trying again in %d s", problem, pause)
         time.sleep(pause)
 

@@ -26,17 +26,18 @@ from prope.errors import (
     StorageFailed,
     UsageError,
     first_line,
+    is_denied,
     is_disk_full,
+    is_storage_error,
     log,
 )
 from prope.runtime import processes
-from prope.runtime.files import absolute, is_url, retry_reads
+from prope.runtime.files import absolute, is_url, raise_storage_error, retry_reads
 from prope.workdir.hashes import array_hashes, array_shapes, hash_json
 from prope.workdir.reader import HASHES, CheckpointReader, Damaged, write_hashes
 
 _CHUNK_BYTES = 2**24  # bytes of an array that are compressed, and read, together
 _FILE_BYTES = 2**26  # that an import collects before it writes them
-_NOT_OF_STORAGE = (jax.errors.JaxRuntimeError, MemoryError, UsageError, RunFailed, Stopped)
 _ORBAX_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
 
 # Processes that hold the same array save it together, in parts of this size at least: each host
@@ -153,7 +154,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._unchecked = True
 
     def check(self) -> None:
-        """Raises StorageFailed where the last checkpoint could not be written meanwhile."""
+        """Raises RunFailed where the last checkpoint could not be written meanwhile."""
         # Orbax's own check_for_errors does not see what its last thread has met.
         if self._unchecked and not self._manager.is_saving_in_progress():
             self._unchecked = False
@@ -161,7 +162,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 self._manager.wait_until_finished()
 
     def __exit__(self, kind, *error):
-        """Waits for what is being saved; raises StorageFailed where it cannot be written."""
+        """Waits for what is being saved; raises RunFailed where it cannot be written."""
         # After an error here, the other processes may not come to where all wait for one another.
         if kind is None or processes.count() == 1 or issubclass(kind, Stopped):
             with self._as_storage_failed():
@@ -171,15 +172,18 @@ class Checkpoints(contextlib.AbstractContextManager):
     @contextlib.contextmanager
     def _as_storage_failed(self):
         try:
-            yield
-        except Exception as error:  # whatever the storage raises
-            if isinstance(error, _NOT_OF_STORAGE) or processes.is_peer_loss(error):
+            with _tensorstore_errors_as_os_errors():
+                yield
+        except Exception as error:
+            is_final = is_disk_full(error) or is_denied(error)  # a person must change something
+            is_of_storage = is_disk_full(error) or is_storage_error(error)
+            if isinstance(error, UsageError | RunFailed | Stopped) or not is_of_storage:
                 raise
             reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
             failed = f"checkpoint {self._saving} could not be written to {self.directory}"
             remedy = "see to the storage, then run the same command again"
             message = f"{failed} ({reason}); those before it are whole: {remedy}"
-            kind = RunFailed if is_disk_full(error) else StorageFailed  # a person must free space
+            kind = RunFailed if is_final else StorageFailed
             raise kind(message) from error
 
     def _finish(self) -> None:
@@ -213,6 +217,16 @@ def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None
         manager.save(0, args=items)
     write_hashes(directory / "0", _hash_items(config, data, {"params": arrays}))
     _read_back(directory / "0", {"params": arrays})
+
+
+@contextlib.contextmanager
+def _tensorstore_errors_as_os_errors():
+    try:
+        yield
+    except ValueError as error:
+        if not processes.is_peer_loss(error):
+            raise_storage_error(error)
+        raise
 
 
 def _read_back(folder: epath.Path, arrays: dict[str, Any]) -> None:
