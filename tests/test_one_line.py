@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -118,6 +119,15 @@ def test_json_that_is_nested_too_deep_is_refused(tmp_path, content, caplog):
     assert read_json(path) is None, "a cache may be damaged"
     assert read_jsonl(path) == []
     assert "is not JSON and is skipped" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("Forbidden: b/o"), ValueError("Bad Request: b/o")])
+def test_a_text_that_the_storage_refuses_is_one_line(tmp_path, monkeypatch, error):
+    """gcsfs's errors have no number."""
+    monkeypatch.setattr(type(epath.Path()), "read_bytes", lambda _: (_ for _ in ()).throw(error))
+    says = f"--text={tmp_path}/a: cannot be read: {error}; give a file"
+    with pytest.raises(UsageError, match=f"^{re.escape(says)}$"):
+        read_text("text", f"{tmp_path}/a", "give a file")
 
 
 def test_a_config_that_is_nested_is_refused(tmp_path):

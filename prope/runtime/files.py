@@ -286,8 +286,11 @@ def read_text(flag: str, path: str, remedy: str) -> str:
     try:
         text = read_bytes(as_path(f"--{flag}", path)).decode()
         return text.removeprefix("\ufeff")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+    except Exception as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        if is_text and not is_storage_error(error):
+            raise
+        reason = _reason(error) if is_text else "it is not UTF-8"
         raise usage_error(f"--{flag}", path, f"cannot be read: {reason}", remedy) from None
 
 
@@ -312,7 +315,7 @@ def read_json(path: epath.Path, remedy: str | None = None):
         return parse_json(retry_reads(path, read) if remedy else read())
     except _NO_FILE:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         if remedy is None:
             return None
         raise UsageError(f"{path}: not readable as JSON ({error}); {remedy}") from None
