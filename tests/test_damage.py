@@ -384,6 +384,18 @@ def test_what_is_missing_or_cannot_be_decoded_is_damage(run, monkeypatch, pauses
     assert "checkpoint 20 is damaged (params: " in caplog.text
 
 
+@pytest.mark.parametrize("content", ["folder", "[]", "7", "null", "[" * 100_000])
+@pytest.mark.parametrize("name", ["hashes.json", "config/metadata"])
+def test_a_json_file_that_is_something_else_is_damage(run, tmp_path, caplog, name, content):
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "checkpoints/20" / name
+    path.unlink()
+    path.mkdir() if content == "folder" else path.write_text(content)
+    opened, _ = open_run(copy).first_undamaged(Run.params)
+    assert opened.step == 10
+    assert f"checkpoint 20 is damaged ({name} is " in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["small file", "array"])
 def test_a_read_that_is_not_permitted_ends_the_command_at_once(run, monkeypatch, pauses, kind):
     denied = PermissionError(errno.EACCES, "Permission denied")

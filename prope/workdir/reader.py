@@ -25,6 +25,7 @@ from prope.runtime import processes
 from prope.runtime.files import (
     absolute,
     is_url,
+    parse_json,
     raise_storage_error,
     read_bytes,
     retry_reads,
@@ -93,12 +94,15 @@ class CheckpointReader:
         path = self._folder / name
         try:
             content = retry_reads(self._folder, lambda: read_bytes(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise Damaged(f"{name} is missing") from None
         try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
+            values = parse_json(content)
+        except ValueError as error:
             raise Damaged(f"{name} is not readable as JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise Damaged(f"{name} is not a JSON object")
+        return values
 
     def restore(self, **abstract) -> dict[str, Any]:
         """Reads whole items onto devices, by name.
@@ -139,7 +143,9 @@ class CheckpointReader:
                 what = f"{path} is {theirs} in the checkpoint and {ours.get(path, 'absent')} here"
                 more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
                 problem = f"{item} is of other code or another optimizer: {what}{more}"
-                remedy = "use the code that saved it, or start in a new --workdir with --init_from"
+                remedy = "use the code that saved it"
+                if item == "opt_state":  # the parameters may be read without it
+                    remedy += ", or start in a new --workdir with --init_from"
                 raise UsageError(f"{self._folder}: {problem}; {remedy}")
 
     def open(self, **abstract) -> None:
