@@ -390,7 +390,10 @@ def test_a_json_file_that_is_something_else_is_damage(run, tmp_path, caplog, nam
     copy = shutil.copytree(run, tmp_path / "run")
     path = copy / "checkpoints/20" / name
     path.unlink()
-    path.mkdir() if content == "folder" else path.write_text(content)
+    if content == "folder":
+        path.mkdir()
+    else:
+        path.write_text(content)
     opened, _ = open_run(copy).first_undamaged(Run.params)
     assert opened.step == 10
     assert f"checkpoint 20 is damaged ({name} is " in caplog.text
