@@ -1,11 +1,14 @@
 """One training at a time writes a run; records that no checkpoint explains are kept."""
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Callable
 
 import pytest
 from conftest import CONFIG, finish
@@ -13,7 +16,8 @@ from etils import epath
 from makers import read_lines, write_lines
 
 from prope.config import default_config
-from prope.errors import UsageError
+from prope.errors import Stopped, StorageFailed, UsageError
+from prope.runtime import files
 from prope.workdir import lease as lease_lib
 from prope.workdir.lease import Lease, LeaseLost
 from prope.workdir.run import open_workdir, write_config
@@ -50,8 +54,10 @@ def holder_elsewhere(**fields) -> dict:
 def test_one_of_two_trainings_is_refused(place):
     first = Lease(place)
     first.acquire(nothing)
-    with pytest.raises(UsageError, match=f"at work there, process {os.getpid()} on .*; end it"):
+    holder = f"at work there, process {os.getpid()} on .*; end it"
+    with pytest.raises(Stopped, match=holder) as refusal:
         Lease(place).acquire(nothing)
+    assert refusal.value.code == 76, "a launcher starts it again"
     first.check()
     first.saved = 7
     first.release()
@@ -127,6 +133,179 @@ def test_what_is_no_lease_holds_nothing(place, content):
     lease.release()
 
 
+# --- A folder and a clock of the test's own ---------------------------------------------------
+
+
+class Folder:
+    """A key-value store of one file; `before` is called with "read", "write" and "answer"."""
+
+    def __init__(self):
+        self.value = b""
+        self.generation = 0
+        self.before: Callable[[str], None] = lambda operation: None
+
+    def put(self, holder: dict | None, **fields) -> None:
+        self.value = json.dumps({"holder": holder} | fields).encode()
+        self.generation += 1
+
+    def read(self, _name):
+        return types.SimpleNamespace(result=self._read)
+
+    def write(self, _name, content, if_equal):
+        write = functools.partial(self._write, content, if_equal)
+        return types.SimpleNamespace(result=write)
+
+    def _read(self):
+        self.before("read")
+        stamp = types.SimpleNamespace(generation=str(self.generation))
+        return types.SimpleNamespace(value=self.value, stamp=stamp)
+
+    def _write(self, content, if_equal):
+        self.before("write")
+        if if_equal != str(self.generation):
+            return types.SimpleNamespace(generation="")
+        self.value = content
+        self.generation += 1
+        self.before("answer")
+        return types.SimpleNamespace(generation=str(self.generation))
+
+
+@pytest.fixture
+def folder(monkeypatch) -> Folder:
+    folder = Folder()
+    monkeypatch.setattr(lease_lib, "kvstore", lambda _: folder)
+    return folder
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    fake = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=lambda: 0.0)
+    monkeypatch.setattr(lease_lib, "time", fake)
+    monkeypatch.setattr(files, "time", fake)
+    return now
+
+
+# When the clock jumps, to when, and whether the holder renews meanwhile; whether it is succeeded.
+WAITS = [
+    ("another was faster", 40.2, 40.2, True, False),
+    ("this one was suspended", 3.0, 100.0, True, False),
+    ("the first read was slow", 0.0, 50.0, True, False),
+    ("the holder is dead", 0.0, 50.0, False, True),
+    ("the holder renews late", 30.0, 39.0, True, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("at", "to", "renews", "succeeds"),
+    [wait[1:] for wait in WAITS],
+    ids=[wait[0] for wait in WAITS],
+)
+def test_a_holder_that_gives_a_sign_of_life_is_never_succeeded(
+    tmp_path, folder, clock, at, to, renews, succeeds
+):
+    folder.put(holder_elsewhere(), time=0.0)
+    reads = []
+
+    def jump(operation):
+        reads.append(operation)
+        if len(reads) > 1 and clock[0] >= at and renews and folder.generation == 1:
+            folder.put(holder_elsewhere(), time=clock[0])
+        if clock[0] >= at:
+            clock[0] = max(clock[0], to)
+
+    folder.before = jump
+    lease = Lease(epath.Path(tmp_path))
+    if succeeds:
+        lease.acquire(nothing)
+        assert clock[0] > to + lease_lib.EXPIRE_SECONDS
+        lease.release()
+        return
+    with pytest.raises(Stopped, match="another training is at work there"):
+        lease.acquire(nothing)
+
+
+def test_one_that_has_lost_the_run_between_two_reads_does_not_steal_it_back(tmp_path, folder):
+    lease = Lease(epath.Path(tmp_path))
+    lease.acquire(nothing)
+    reads = []
+
+    def take_over(operation):
+        reads.append(operation)
+        if len(reads) == 2:
+            folder.put(holder_elsewhere())
+
+    folder.before = take_over
+    with pytest.raises(LeaseLost):
+        lease.check()
+    assert json.loads(folder.value)["holder"] == holder_elsewhere()
+    lease.release()
+
+
+def test_a_container_of_the_same_machine_is_another_machine(monkeypatch):
+    holder = lease_lib._this_process()
+    ended = holder | {"started": "1"}
+    assert lease_lib._is_gone(ended) and not lease_lib._is_gone(holder)
+    assert not lease_lib._is_gone(ended | {"pids": "pid:[1]"}), (
+        "its process has another number here"
+    )
+
+
+FAILURES = [
+    "INTERNAL: unexpected [http_response_code='500']",
+    "PERMISSION_DENIED: no [http_response_code='403']",
+    "UNAUTHENTICATED: no [http_response_code='401']",
+    "INVALID_ARGUMENT: bad [http_response_code='400']",
+    "UNKNOWN: failed [os_error_code='5']",
+]
+
+
+@pytest.mark.parametrize("what", ["acquire", "check"])
+@pytest.mark.parametrize("failing", ["read", "write"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_storage_that_fails_is_tried_again_and_then_to_blame(
+    tmp_path, folder, clock, what, failing, failure
+):
+    times = [3]
+
+    def fail(operation):
+        if operation == failing and times[0]:
+            times[0] -= 1
+            raise ValueError(failure)
+
+    lease = Lease(epath.Path(tmp_path))
+    if what == "check":
+        lease.acquire(nothing)
+    operate = {"acquire": lambda: lease.acquire(nothing), "check": lease.check}[what]
+    folder.before = fail
+    operate()
+    assert times == [0] and lease.is_held()
+    if what == "acquire":
+        lease.release()
+    times[0] = 1000
+    with pytest.raises(StorageFailed, match="lease.json: .*then run the same command again"):
+        operate()
+
+
+def test_a_write_whose_answer_is_lost_is_our_own(tmp_path, folder, clock):
+    lost = []
+
+    def lose(operation):
+        if operation == "answer" and not lost:
+            lost.append(True)
+            raise ValueError("UNAVAILABLE: the answer is lost")
+
+    folder.before = lose
+    lease = Lease(epath.Path(tmp_path))
+    lease.acquire(nothing)
+    assert lost and lease.is_held()
+    lease.release()
+
+
 # --- Records and checkpoints --------------------------------------------------------------------
 
 # config.json, checkpoints/, the step that the lease knows as saved; records; whether it starts.
@@ -182,7 +361,7 @@ def test_two_trainings_at_once_are_one(start_command, tmp_path):
     patch = QUICK + SLOW_STEPS
     both = [start_command("prope.train", *arguments, patch=patch) for _ in range(2)]
     outcomes = sorted(map(finish, both), key=lambda outcome: outcome.code)
-    assert [outcome.code for outcome in outcomes] == [0, 2], outcomes
+    assert [outcome.code for outcome in outcomes] == [0, 76], outcomes
     assert "another training is at work there" in outcomes[1].stderr.splitlines()[-1]
     steps = [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 21))

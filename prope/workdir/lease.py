@@ -6,6 +6,7 @@ from this machine, else after a while without a renewal.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -17,8 +18,9 @@ from collections.abc import Callable
 
 from etils import epath
 
-from prope.errors import RunFailed, first_line, log, usage_error
-from prope.runtime.files import kvstore, parse_json
+from prope.errors import LOST, RunFailed, Stopped, first_line, log
+from prope.runtime.files import kvstore, parse_json, retry_reads
+from prope.workdir.reader import _raise_storage_error
 
 _NAME = "lease.json"
 RENEW_SECONDS = 5.0
@@ -42,6 +44,7 @@ class Lease:
         self.saved = 0
         self.is_lost = False
         self._workdir = workdir
+        self._path = workdir / _NAME
         self._folder = kvstore(workdir)
         self._holder = _this_process() | {"id": secrets.token_hex(8)}
         self._has_ended = threading.Event()
@@ -50,68 +53,91 @@ class Lease:
     def acquire(self, on_loss: Callable[[], None]) -> None:
         """Takes the lease and renews it in a thread, which calls `on_loss` once it is lost.
 
-        Raises UsageError where another training holds it and is alive.
+        Raises Stopped where another training holds it and is alive: a later start may go on.
         """
         first_seen = None
-        start = time.monotonic()
+        seen_at = 0.0
         while True:
-            entry = self._folder.read(_NAME).result()
+            entry = retry_reads(self._path, self._read)
             record = _parse(entry.value)
             holder = record.get("holder")
-            has_expired = time.monotonic() - start > EXPIRE_SECONDS
-            if not holder or _is_gone(holder) or has_expired:
+            is_still = entry.value == first_seen
+            has_expired = is_still and time.monotonic() - seen_at > EXPIRE_SECONDS
+            if not holder or self._is_ours(holder) or _is_gone(holder) or has_expired:
                 self.saved = record.get("saved", 0)
-                if self._write(entry, self._holder):
+                write = functools.partial(self._write, entry, self._holder)
+                if retry_reads(self._path, write):
                     break
             elif first_seen is None:
                 first_seen = entry.value
-                log.info("%s: waiting for a sign of life of %s", self._workdir / _NAME, holder)
-            elif entry.value != first_seen:
+                seen_at = time.monotonic()
+                log.info("%s: waiting for a sign of life of %s", self._path, holder)
+            elif not is_still:
                 where = f"process {holder.get('pid')} on {holder.get('host')}"
                 problem = f"another training is at work there, {where}"
-                raise usage_error("--workdir", self._workdir, problem, "end it, or wait for it")
+                message = f"--workdir={self._workdir}: {problem}; end it, or wait for it"
+                raise Stopped(message, LOST)
             time.sleep(_POLL_SECONDS)
-        threading.Thread(target=self._renew, args=[on_loss], name="lease", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._renew, args=[on_loss], name="lease", daemon=True
+        )
+        self._thread.start()
 
     def check(self) -> None:
-        """Renews the lease; raises LeaseLost where another training has taken the run over."""
-        with self._lock:
-            while self.is_held():
-                entry = self._folder.read(_NAME).result()
-                if self._write(entry, self._holder):
-                    return
-        problem = "another training has taken this run over"
-        raise LeaseLost(f"--workdir={self._workdir}: {problem}; this one writes nothing more")
+        """Renews the lease; raises LeaseLost where another training has taken the run over.
+
+        While the storage fails it tries again; raises StorageFailed where that goes on.
+        """
+        retry_reads(self._path, self._renew_once)
 
     def is_held(self) -> bool:
         """Tells whether this training may write, by the file as it is now."""
-        if not self.is_lost:
-            value = self._folder.read(_NAME).result().value
-            holder = _parse(value).get("holder") or {}
-            # Where somebody has removed the file, nobody else holds it.
-            self.is_lost = bool(value) and holder.get("id") != self._holder["id"]
-        return not self.is_lost
+        return not self.is_lost and self._holds(self._read())
 
     def release(self) -> None:
         """Gives the lease back; one that is lost is left alone."""
         self._has_ended.set()
         with contextlib.suppress(Exception), self._lock:  # a lease that stays expires
-            entry = self._folder.read(_NAME).result()
-            if entry.value and self.is_held():
+            entry = self._read()
+            if entry.value and self._holds(entry):
                 self._write(entry, None)
+
+    def _read(self):
+        return _result(self._folder.read(_NAME))
 
     def _write(self, entry, holder: dict | None) -> bool:
         """Writes the file, unless it has changed since `entry` was read from it."""
         record = {"holder": holder, "saved": self.saved, "time": time.time()}
         generation = entry.stamp.generation
         content = json.dumps(record).encode()
-        stamp = self._folder.write(_NAME, content, if_equal=generation).result()
+        stamp = _result(self._folder.write(_NAME, content, if_equal=generation))
         return bool(stamp.generation)  # empty where it has changed
+
+    def _is_ours(self, holder: dict) -> bool:
+        return holder.get("id") == self._holder["id"]
+
+    def _holds(self, entry) -> bool:
+        """Tells whether this training may write, by what was read; one that may not never may."""
+        holder = _parse(entry.value).get("holder") or {}
+        # Where somebody has removed the file, nobody else holds it.
+        self.is_lost |= bool(entry.value) and not self._is_ours(holder)
+        return not self.is_lost
+
+    def _renew_once(self) -> None:
+        with self._lock:
+            while True:
+                entry = self._read()
+                if not self._holds(entry):
+                    problem = "another training has taken this run over"
+                    message = f"--workdir={self._workdir}: {problem}; this one writes nothing more"
+                    raise LeaseLost(message)
+                if self._write(entry, self._holder):  # else what was read is no longer so
+                    return
 
     def _renew(self, on_loss: Callable[[], None]) -> None:
         while not self._has_ended.wait(RENEW_SECONDS):
             try:
-                self.check()
+                self._renew_once()
             except LeaseLost:
                 on_loss()
                 return
@@ -119,11 +145,20 @@ class Lease:
                 log.warning("the lease of the run was not renewed: %s", first_line(error))
 
 
+def _result(future):
+    """Waits for the storage's answer; raises OSError where it fails, which is tried again."""
+    try:
+        return future.result()
+    except ValueError as error:
+        _raise_storage_error(error)
+        raise
+
+
 def _parse(content: bytes) -> dict:
     """Reads the file; what is not a record counts as no lease."""
     with contextlib.suppress(ValueError):
         record = parse_json(content)
-        if isinstance(record, dict):
+        if isinstance(record, dict) and isinstance(record.get("holder"), dict | None):
             return record
     return {}
 
@@ -138,8 +173,12 @@ def _this_process() -> dict:
 
 
 def _machine() -> dict:
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
-    return {"host": socket.gethostname(), "boot": boot.read_text() if boot.exists() else ""}
+    """Identifies what numbers this process's siblings: containers of one machine are several."""
+    machine = {"host": socket.gethostname(), "boot": "", "pids": ""}
+    with contextlib.suppress(OSError):  # not on every system
+        machine["boot"] = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+        machine["pids"] = os.readlink("/proc/self/ns/pid")  # the namespace
+    return machine
 
 
 def _start_of(pid: int) -> str | None:
