@@ -7,8 +7,8 @@ functions of the config alone, so an interrupted run ends as an uninterrupted on
 
 Several processes train one run where the environment says so (prope/runtime/processes.py). Exit
 codes: 0 done; 1 the run failed; 2 invalid input; 75 stopped on request, with everything saved; 76
-stuck, another process is gone, or the storage; 130 Ctrl-C. After 75, 76 or a kill the same command
-goes on.
+stuck, another process is gone, the storage has failed, or another training is at work on the run;
+130 Ctrl-C. After 75, 76 or a kill the same command goes on.
 """
 
 import functools
@@ -52,10 +52,9 @@ from prope.encodings import FIELDS, describe
 from prope.errors import UsageError, log, usage_error
 from prope.inference.losses import LossEvaluation
 from prope.runtime.environment import check_environment
-from prope.runtime.files import absolute, as_path, retry_reads, write_atomic
+from prope.runtime.files import absolute, as_path, read_bytes, retry_reads, write_atomic
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import (
-    broadcast_from_first,
     call_on_first,
     check_count,
     is_first,
@@ -67,7 +66,6 @@ from prope.runtime.validate import validate, validate_devices
 from prope.step import Prepared, compile_step, init_state, prepare
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
-from prope.workdir.lease import LeaseLost
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
@@ -181,7 +179,7 @@ class Training:
         if self.start == 0:
             log.info("init_hash %s", self.init_hash)
         elif self.is_due(self.start, config.eval_every):
-            missing = broadcast_from_first(writer.evaluated(self.start) is None)
+            missing = call_on_first(lambda: writer.evaluated(self.start) is None)
             if missing:
                 self.evaluate(self.start, params)
         session.startup.mark("evaluation")
@@ -236,12 +234,10 @@ class Training:
         with self.writer.pause():
             with self.session.raise_on_all():
                 self.check_disk()  # again: disks fill up while runs go on
-            with self.session.raise_on_all(LeaseLost):
-                if self.lease:
-                    self.lease.check()
+            call_on_first(lambda: self.lease.check())  # which only the first one has
             self.checkpoints.save(step, params, opt_state, identity, data)
-            if self.lease:  # the save before this one is complete
-                self.lease.saved = self.saved
+            if self.lease:  # the save before this one is complete, and the first one is waited for
+                self.lease.saved = self.saved or step
             self.saved = step
             self.session.interrupts.saved()
 
@@ -309,7 +305,8 @@ def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None
     Raises UsageError where they differ.
     """
     path = workdir / INIT_FROM
-    recorded = call_on_first(lambda: retry_reads(path, path.read_text, "")) or None
+    read = functools.partial(read_bytes, path)
+    recorded = call_on_first(lambda: retry_reads(path, read, b"").decode()) or None
     if None in (recorded, init_from):
         return init_from or recorded
     if str(absolute(init_from)) != recorded:

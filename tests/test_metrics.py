@@ -82,6 +82,12 @@ def test_a_failure_to_write_is_told_once_and_made_up_for(place, error, what, mon
     assert len(scalars(place)) == 4
 
 
+def test_an_evaluation_after_the_last_step_is_written(place):
+    with _RecordFiles(place, 9, 9, None) as records:
+        records.write("eval.jsonl", "eval", {"step": 9, "loss": 0.5})
+    assert lines(place / "eval.jsonl") == [{"step": 9, "loss": 0.5}]
+
+
 def test_records_that_are_lost_in_the_end_are_counted(place, monkeypatch, caplog):
     def broken(*_):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))

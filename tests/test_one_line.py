@@ -7,6 +7,7 @@ import pwd
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, 
 from prope.runtime.interrupts import Interrupts, Request
 from prope.runtime.startup import Startup
 from prope.sweep.pictures import draw_loss
+from prope.train import recorded_init_from
+from prope.workdir.lease import Lease
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run, read_config, write_config
 
@@ -178,6 +181,35 @@ def test_records_are_not_written_through_a_link(tmp_path, name):
             append_jsonl(epath.Path(path), {"step": 1})
     assert target.read_text() == "of another\n"
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link"])
+def test_what_a_run_writes_is_a_file(tmp_path, kind):
+    def put(path):
+        make = {
+            "pipe": lambda: os.mkfifo(path),
+            "device": lambda: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5)),
+            "folder": path.mkdir,
+            "link": lambda: path.symlink_to("none"),
+        }
+        try:
+            make[kind]()
+        except PermissionError:
+            pytest.skip("only root makes devices")
+
+    put(tmp_path / "metrics.jsonl")
+    put(tmp_path / "lease.json")
+    refused = f"is {'a link' if kind == 'link' else 'not a file'}, and is not written; put a file"
+    with pytest.raises(UsageError, match=f"metrics.jsonl: {refused}"):
+        append_jsonl(epath.Path(tmp_path / "metrics.jsonl"), {"step": 1})
+    with pytest.raises(UsageError, match=f"lease.json: {refused}"):
+        Lease(epath.Path(tmp_path)).acquire(lambda: None)
+
+
+def test_a_pipe_that_tells_what_a_run_was_begun_from_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "init_from")
+    with pytest.raises(UsageError, match="is a pipe or a device"):
+        recorded_init_from(epath.Path(tmp_path), None)
 
 
 # --- Flags of a config -------------------------------------------------------------------------

@@ -232,6 +232,14 @@ def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog):
     assert "step 4: validation without a predicted token" in caplog.text
 
 
+def test_a_summary_without_an_evaluation_has_nulls(tmp_path):
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+        summary = writer.summary("0" * 16)
+    names = ("eval_loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "loss")
+    assert [summary[name] for name in names] == 5 * [None]
+
+
 def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
     """Field 22 of /proc/self/stat is the start, in ticks after boot; here each holds its number."""
     ticks = os.sysconf("SC_CLK_TCK")

@@ -4,9 +4,10 @@ A model is a run at a checkpoint, with its encoding or a changed one, at a lengt
 computes losses of them, asking.py asks them tasks.
 """
 
+import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from etils import epath
@@ -252,6 +253,12 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
     return key
 
 
+def _find_record(files: Iterable[epath.Path], cache_key: dict) -> dict | None:
+    """Returns the newest of the fullest records with these values in some files, if any."""
+    known = [record for file in files for record in read_jsonl(file)]
+    return find_evaluation(known, **cache_key)
+
+
 def records(
     options: Options,
     open_evaluations: Callable[[Run, str | None], list],
@@ -289,11 +296,9 @@ def records(
             run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
             windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
             description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
-            cached = None
-            if not options.again:
-                known = read_jsonl(run.workdir / file) + read_jsonl(folder / file)
-                cached = find_evaluation(known, **cache_key)
-            cached = processes.broadcast_from_first(cached)
+            files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
+            find = functools.partial(_find_record, files, cache_key)
+            cached = None if options.again else processes.call_on_first(find)
             if cached:
                 log.info("%s is in %s", description, file)
                 yield record | cached | run_identity

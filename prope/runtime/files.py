@@ -330,6 +330,13 @@ def read_bytes(path: epath.Path) -> bytes:
     return path.read_bytes()
 
 
+def check_regular(path: epath.Path) -> None:
+    """Raises UsageError for what is not written: a link (to a file of another), a pipe, a device."""
+    if not is_url(path) and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        kind = "a link" if os.path.islink(path) else "not a file"
+        raise UsageError(f"{path}: is {kind}, and is not written; put a file in its place")
+
+
 def parse_json(content: str | bytes):
     """Parses JSON; raises ValueError also where it is nested too deep."""
     try:
@@ -341,12 +348,11 @@ def parse_json(content: str | bytes):
 def append_jsonl(path: epath.Path, *records: dict) -> None:
     """Appends JSON objects, each as a line of its own, also after a line that was cut short.
 
-    Raises UsageError for a link: what it points to may be another's.
+    Raises UsageError as `check_regular` does.
     """
     lines = "".join(json.dumps(record) + "\n" for record in records).encode()
     if not is_url(path):
-        if os.path.islink(path):
-            raise UsageError(f"{path}: is a link, and is not written; put a file in its place")
+        check_regular(path)
         with open(path, "a+b", buffering=0) as file:
             size = file.tell()
             if size:

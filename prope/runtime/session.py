@@ -15,7 +15,6 @@ from prope.errors import (
     INTERRUPTED,
     PREEMPTED,
     Stopped,
-    UsageError,
     first_line,
     log,
     to_user_error,
@@ -49,9 +48,9 @@ class Session(contextlib.ExitStack):
         self.startup.mark("processes")
         return self
 
-    def raise_on_all(self, kind=UsageError) -> contextlib.AbstractContextManager:
-        """Re-raises an error of any process on every process."""
-        return processes.raise_on_all(kind)
+    def raise_on_all(self) -> contextlib.AbstractContextManager:
+        """Re-raises a UsageError of any process on every process."""
+        return processes.raise_on_all()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from etils import epath
 
 from prope.errors import LOST, RunFailed, Stopped, first_line, log
-from prope.runtime.files import kvstore, parse_json, retry_reads
+from prope.runtime.files import check_regular, kvstore, parse_json, retry_reads
 from prope.workdir.reader import _raise_storage_error
 
 _NAME = "lease.json"
@@ -53,8 +53,10 @@ class Lease:
     def acquire(self, on_loss: Callable[[], None]) -> None:
         """Takes the lease and renews it in a thread, which calls `on_loss` once it is lost.
 
-        Raises Stopped where another training holds it and is alive: a later start may go on.
+        Raises Stopped where another training holds it and is alive: a later start may go on;
+        UsageError where lease.json is not a file.
         """
+        check_regular(self._path)
         first_seen = None
         seen_at = 0.0
         while True:

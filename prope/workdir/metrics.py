@@ -61,9 +61,8 @@ class _RecordFiles(contextlib.ExitStack):
             content = "".join(json.dumps(record) + "\n" for record in kept)
             self._num_bytes += len(content)
             write_atomic(workdir / name, content)
-        if start == stop:
-            return
-        self._events = self.enter_context(EventFiles(workdir, start + 1))
+        if start < stop:
+            self._events = self.enter_context(EventFiles(workdir, start + 1))
         self.callback(self._finish)  # after the thread has ended
         self._pool = self.enter_context(futures.ThreadPoolExecutor(1))
 
@@ -84,7 +83,7 @@ class _RecordFiles(contextlib.ExitStack):
         if not self._writes:
             return
         self._written_at = time.monotonic()
-        if not is_url(self._workdir) or self._events is None:
+        if not is_url(self._workdir):
             self._write_all()
             return
         if self._upload is None or self._upload.done():
@@ -207,7 +206,7 @@ class MetricWriter(contextlib.ExitStack):
         self._step_flops = model_flops_per_token * self._step_tokens
         self._peak_flops = peak_flops
         self._files = self.enter_context(_RecordFiles(workdir, start, stop, lease))
-        self._skips_in_a_row = processes.broadcast_from_first(_skips_before(workdir, start))
+        self._skips_in_a_row = processes.call_on_first(lambda: _skips_before(workdir, start))
         show_bar = processes.is_first() and sys.stderr.isatty()
         bar = tqdm(total=stop, initial=start, unit="step", disable=not show_bar)
         self._bar = self.enter_context(bar)
@@ -263,8 +262,8 @@ class MetricWriter(contextlib.ExitStack):
         return find_evaluation(records, max_windows=self._config.eval.max_windows)
 
     def summary(self, init_hash: str) -> dict:
-        """Returns what the command prints; `loss` is None without a record of the last step."""
-        evaluation = self.evaluated(self._stop)
+        """Returns what the command prints; what the last step has no record of is None."""
+        evaluation = self.evaluated(self._stop) or {}
         last = {"loss": None, "tokens_per_second": None}
         for record in read_jsonl(self._workdir / "metrics.jsonl"):
             if record["step"] == self._stop:
@@ -276,8 +275,8 @@ class MetricWriter(contextlib.ExitStack):
         return {
             "step": self._stop,
             "loss": last["loss"],
-            "eval_loss": evaluation["loss"],
-            **{name: evaluation[name] for name in _EVALUATION},
+            "eval_loss": evaluation.get("loss"),
+            **{name: evaluation.get(name) for name in _EVALUATION},
             "rope_percentage": self._config.model.rope_percentage,
             "init_hash": init_hash,
             "tokens_per_second": speed,
