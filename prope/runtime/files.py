@@ -331,7 +331,7 @@ def read_bytes(path: epath.Path) -> bytes:
 
 
 def check_regular(path: epath.Path) -> None:
-    """Raises UsageError for what is not written: a link (to a file of another), a pipe, a device."""
+    """Raises UsageError for what is not to be written: a link, a pipe, a device or a folder."""
     if not is_url(path) and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         kind = "a link" if os.path.islink(path) else "not a file"
         raise UsageError(f"{path}: is {kind}, and is not written; put a file in its place")
