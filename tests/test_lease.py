@@ -1,5 +1,6 @@
 """One training at a time writes a run; records that no checkpoint explains are kept."""
 
+import contextlib
 import functools
 import json
 import os
@@ -15,12 +16,13 @@ from conftest import CONFIG, finish
 from etils import epath
 from makers import read_lines, write_lines
 
+from prope import train
 from prope.config import default_config
-from prope.errors import Stopped, StorageFailed, UsageError
+from prope.errors import RunFailed, Stopped, StorageFailed, UsageError
 from prope.runtime import files
 from prope.workdir import lease as lease_lib
 from prope.workdir.lease import Lease, LeaseLost
-from prope.workdir.run import open_workdir, write_config
+from prope.workdir.run import open_workdir, read_config, write_config
 
 LOG = "--config.log_every=1"
 QUICK = """
@@ -350,6 +352,108 @@ def test_records_that_no_checkpoint_explains_are_kept(
         ):
             pass
         assert len(read_lines(tmp_path / f"{records}.jsonl")) == 2
+
+
+# config.json, whether lease.json is there, the step that it knows as saved; whether it starts.
+URL_STATES = [
+    ("killed before its first checkpoint", True, 0, True),
+    ("checkpoints/ is removed", True, 1, False),
+    ("of a version without a lease", False, 0, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("has_lease", "saved", "starts"),
+    [state[1:] for state in URL_STATES],
+    ids=[state[0] for state in URL_STATES],
+)
+def test_records_in_a_bucket_that_no_checkpoint_explains_are_kept(bucket, has_lease, saved, starts):
+    place = epath.Path(bucket)
+    write_config(place, default_config())
+    (place / "metrics.jsonl").write_text('{"step": 9}\n')
+    if has_lease:
+        (place / "lease.json").write_text(json.dumps({"holder": None, "saved": saved}))
+    if not starts:
+        with (
+            pytest.raises(UsageError, match="has records up to step 9, and no checkpoint"),
+            open_workdir(place, default_config()),
+        ):
+            pass
+        return
+    with open_workdir(place, default_config()) as lease:
+        assert lease.saved == 0
+
+
+@pytest.mark.parametrize("ending", [None, Stopped("SIGTERM"), RunFailed("not finite")], ids=repr)
+def test_the_newest_checkpoint_is_told_to_the_next_training(tmp_path, ending):
+    (tmp_path / "lease.json").write_text(json.dumps({"holder": None, "saved": 5}))
+    with (
+        contextlib.suppress(Stopped, RunFailed),
+        open_workdir(epath.Path(tmp_path), default_config()),
+    ):
+        assert json.loads((tmp_path / "lease.json").read_text())["holder"]
+        (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+        if ending:
+            raise ending
+    saved = 0 if isinstance(ending, RunFailed) else 3
+    assert json.loads((tmp_path / "lease.json").read_text())["saved"] == saved
+
+
+def test_the_first_save_is_known_at_once_and_others_by_the_next(monkeypatch):
+    monkeypatch.setattr(train, "data_state", lambda *_: {})
+    session = types.SimpleNamespace(
+        raise_on_all=contextlib.nullcontext, interrupts=types.SimpleNamespace(saved=nothing)
+    )
+    run = types.SimpleNamespace(
+        config=default_config(),
+        init_hash="",
+        windows=None,
+        session=session,
+        writer=types.SimpleNamespace(pause=contextlib.nullcontext),
+        check_disk=nothing,
+        checkpoints=types.SimpleNamespace(save=lambda *_: None),
+        lease=types.SimpleNamespace(check=nothing, saved=0),
+        saved=0,
+    )
+    known = []
+    for step in (10, 20, 30):
+        train.Training.save(run, step, None, None)
+        known.append(run.lease.saved)
+    assert known == [10, 10, 20]
+
+
+def test_a_run_that_was_begun_while_this_start_waited_is_left_alone(tmp_path, monkeypatch):
+    workdir = epath.Path(tmp_path / "run")
+    acquire = Lease.acquire
+
+    def wait(self, on_loss):
+        other = default_config()
+        other.seed = 9
+        write_config(workdir, other)
+        acquire(self, on_loss)
+
+    monkeypatch.setattr(Lease, "acquire", wait)
+    with (
+        pytest.raises(UsageError, match=r"holds a run of another config \(.*seed"),
+        open_workdir(workdir, default_config()),
+    ):
+        pass
+    assert read_config(workdir).seed == 9
+
+
+def test_a_folder_that_is_removed_again_does_not_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_lib, "RENEW_SECONDS", 0.01)
+    workdir = epath.Path(tmp_path / "run")
+    rmtree = type(workdir).rmtree
+
+    def slow_rmtree(path, **options):
+        rmtree(path, **options)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(type(workdir), "rmtree", slow_rmtree)
+    with pytest.raises(UsageError, match="no device"), open_workdir(workdir, default_config()):
+        raise UsageError("no device")
+    assert not workdir.exists()
 
 
 # --- Trainings ----------------------------------------------------------------------------------

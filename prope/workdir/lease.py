@@ -37,11 +37,13 @@ class Lease:
 
     Attributes:
       saved: step of the newest checkpoint that is known to be complete, kept for the next training.
+      is_known: whether a training before this one has left the file.
       is_lost: whether another training has taken the run over; then nothing may be written.
     """
 
     def __init__(self, workdir: epath.Path):
         self.saved = 0
+        self.is_known = False
         self.is_lost = False
         self._workdir = workdir
         self._path = workdir / _NAME
@@ -67,6 +69,7 @@ class Lease:
             has_expired = is_still and time.monotonic() - seen_at > EXPIRE_SECONDS
             if not holder or self._is_ours(holder) or _is_gone(holder) or has_expired:
                 self.saved = record.get("saved", 0)
+                self.is_known = bool(record)
                 write = functools.partial(self._write, entry, self._holder)
                 if retry_reads(self._path, write):
                     break
@@ -96,10 +99,15 @@ class Lease:
         """Tells whether this training may write, by the file as it is now."""
         return not self.is_lost and self._holds(self._read())
 
+    def stop(self) -> None:
+        """Ends the renewals: only `release` writes the file after it has returned."""
+        self._has_ended.set()
+        self._thread.join()
+
     def release(self) -> None:
         """Gives the lease back; one that is lost is left alone."""
-        self._has_ended.set()
-        with contextlib.suppress(Exception), self._lock:  # a lease that stays expires
+        self.stop()
+        with contextlib.suppress(Exception):  # a lease that stays expires
             entry = self._read()
             if entry.value and self._holds(entry):
                 self._write(entry, None)

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import sharding
-from prope.errors import UsageError, usage_error
+from prope.errors import Stopped, UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import as_path, check_writable, is_url, read_json, write_atomic
 from prope.workdir.checkpoints import finished_steps, list_steps, newest_undamaged
@@ -111,13 +111,7 @@ def open_workdir(
     Removes it again where the run is refused before its first step. `on_loss` is called in another
     thread where another training has taken the run over.
     """
-    existing = read_config(path)
-    if existing is not None:
-        problem = f"--workdir={path}: holds a run of another config"
-        remedy = "; choose another --workdir, or the config that it was started with"
-        if config.num_steps > existing.num_steps:  # which the learning rate depends on
-            remedy += f"; --init_from={path} in another --workdir trains its parameters for longer"
-        check_same(config, existing, problem, remedy)
+    _read_same(path, config)
     is_new = not path.exists()
     created = []
     if not is_url(path):
@@ -130,12 +124,17 @@ def open_workdir(
         lease.acquire(on_loss)
     try:
         if lease:
-            _check_records(path, existing, lease)
+            # Another training may have begun and ended while this one waited.
+            is_new = is_new and not (path / "config.json").exists()
+            _check_records(path, _read_same(path, config), lease)
         yield lease
-        if lease:
-            lease.saved = max(finished_steps(path / "checkpoints"), default=0)
+        _note_saved(path, lease)
+    except Stopped:
+        _note_saved(path, lease)
+        raise
     except UsageError:
-        if is_new and not read_jsonl(path / "metrics.jsonl"):
+        if lease and is_new and not read_jsonl(path / "metrics.jsonl"):
+            lease.stop()
             path.rmtree(missing_ok=True)
         for folder in created:
             with contextlib.suppress(OSError):  # not empty, or another process has removed it
@@ -146,6 +145,18 @@ def open_workdir(
             lease.release()
 
 
+def _read_same(path: epath.Path, config: ConfigDict) -> ConfigDict | None:
+    """Reads the config of a run, if any; raises UsageError where it is another than `config`."""
+    existing = read_config(path)
+    if existing is not None:
+        problem = f"--workdir={path}: holds a run of another config"
+        remedy = "; choose another --workdir, or the config that it was started with"
+        if config.num_steps > existing.num_steps:  # which the learning rate depends on
+            remedy += f"; --init_from={path} in another --workdir trains its parameters for longer"
+        check_same(config, existing, problem, remedy)
+    return existing
+
+
 def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) -> None:
     """Raises UsageError where training would start anew over records that no checkpoint explains.
 
@@ -153,16 +164,25 @@ def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) ->
     checkpoints are left, training goes on from the newest, and computes the later records again.
     """
     folder = path / "checkpoints"
-    if finished_steps(folder):
+    steps = finished_steps(folder)
+    if steps:
+        lease.saved = steps[-1]
         return
     records = read_jsonl(path / "metrics.jsonl") + read_jsonl(path / "eval.jsonl")
-    # Training makes the folder before it writes records; a bucket has none.
-    had_folder = is_url(path) or folder.exists()
+    # Training makes the folder before it writes records; a bucket has none, but has the lease.
+    had_folder = lease.is_known if is_url(path) else folder.exists()
     if records and (config is None or lease.saved or not had_folder):
         last = max(record["step"] for record in records)
         problem = f"has records up to step {last}, and no checkpoint"
         remedy = "bring its checkpoints/ back from a copy; to train anew, move it away"
         raise usage_error("--workdir", path, problem, remedy)
+    lease.saved = 0  # it starts anew
+
+
+def _note_saved(path: epath.Path, lease: Lease | None) -> None:
+    """Tells the next training of the newest checkpoint, once all are complete."""
+    if lease:
+        lease.saved = max(finished_steps(path / "checkpoints"), default=lease.saved)
 
 
 def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
