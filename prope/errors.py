@@ -1,5 +1,6 @@
 """The project's log, the exceptions that end a command with one line, and the exit codes."""
 
+import contextlib
 import difflib
 import errno
 import json
@@ -9,6 +10,7 @@ import re
 import traceback
 import zipfile
 import zlib
+from collections.abc import Iterator
 
 log = logging.getLogger("prope")  # `command.run` sends it to stderr
 
@@ -115,6 +117,17 @@ def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
     if isinstance(error, OSError | _BAD_DATA) or is_tensorstore:
         return _file_error(error)
     return None
+
+
+@contextlib.contextmanager
+def warn_if_unwritten(place) -> Iterator[None]:
+    """Turns an error of the storage into a warning, for a file that training can do without."""
+    try:
+        yield
+    except Exception as error:
+        if to_user_error(error) is None:
+            raise
+        log.warning("%s: not written: %s", place, first_line(error))
 
 
 def _file_error(error: Exception) -> RunFailed:

@@ -49,7 +49,7 @@ from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
-from prope.errors import UsageError, log, usage_error
+from prope.errors import UsageError, log, usage_error, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.runtime.environment import check_environment
 from prope.runtime.files import absolute, as_path, read_bytes, retry_reads, write_atomic
@@ -221,9 +221,10 @@ class Training:
         """Evaluates; a request to stop ends it, and the resumed run then evaluates this step."""
         progress = f"a part of the evaluation of step {step}"
         go_on = functools.partial(self.session.poll, progress)
-        sums_folder = self.path / "eval" / str(step)
+        folder = self.path / "eval" / str(step)
+        mesh = self.prepared.mesh
         with self.writer.pause():
-            record = self.evaluation.evaluate(params, self.prepared.mesh, sums_folder, go_on)
+            record = self.evaluation.evaluate(params, mesh, folder, go_on, warn_if_unwritten)
             if record is not None:
                 self.writer.evaluation(step, record)
 

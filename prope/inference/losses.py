@@ -6,6 +6,7 @@ the result.
 Axes: B batch, T seq_len of the windows, C documents, Q buckets of positions.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -141,6 +142,7 @@ class LossEvaluation:
         mesh: Mesh,
         sums_folder: epath.Path | None = None,
         go_on: Callable[[], bool] = lambda: True,
+        writing: Callable = contextlib.nullcontext,
     ) -> dict | None:
         """Returns the record of an evaluation; None where `go_on` ends it.
 
@@ -149,6 +151,8 @@ class LossEvaluation:
           mesh: the devices, the same ones in every call.
           sums_folder: where the sums by document are written; None: nowhere.
           go_on: called before every batch, in all processes alike; False ends the evaluation.
+          writing: makes the context in which the sums are written, `errors.warn_if_unwritten` in
+            training.
         """
         indices = self.selection.indices
         count = len(indices)
@@ -184,7 +188,8 @@ class LossEvaluation:
         if isinstance(self.windows, GeneratedWindows):
             record |= self.windows.accuracy(indices, np.array(correct))
         if sums_folder is not None and processes.is_first():
-            paired.write_sums(sums_folder, record, sums)
+            with writing(sums_folder):
+                paired.write_sums(sums_folder, record, sums)
         return record
 
     def _record(self, sums: paired.Sums, unknown: np.ndarray) -> dict:

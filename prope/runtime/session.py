@@ -11,14 +11,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from prope.errors import (
-    INTERRUPTED,
-    PREEMPTED,
-    Stopped,
-    first_line,
-    log,
-    to_user_error,
-)
+from prope.errors import INTERRUPTED, PREEMPTED, Stopped, warn_if_unwritten
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl
 from prope.runtime.interrupts import Interrupts, Request
@@ -76,12 +69,8 @@ class Session(contextlib.ExitStack):
         jax.block_until_ready(metrics)
         if processes.is_first():
             record = self.startup.record(step)
-            try:
+            with warn_if_unwritten(self._starts):
                 append_jsonl(self._starts, record)
-            except Exception as error:  # of the storage: it need not end the run
-                if to_user_error(error) is None:
-                    raise
-                log.warning("%s: not written: %s", self._starts, first_line(error))
 
     def poll(self, progress: str) -> bool:
         """Reports progress to the watchdog; returns False once a stop is asked for.
