@@ -18,7 +18,7 @@ from makers import read_lines, write_lines
 
 from prope import train
 from prope.config import default_config
-from prope.errors import RunFailed, Stopped, StorageFailed, UsageError
+from prope.errors import RunFailed, Stopped, StorageFailed, UsageError, to_user_error
 from prope.runtime import files
 from prope.workdir import lease as lease_lib
 from prope.workdir.lease import Lease, LeaseLost
@@ -291,6 +291,20 @@ def test_a_storage_that_fails_is_tried_again_and_then_to_blame(
     times[0] = 1000
     with pytest.raises(StorageFailed, match="lease.json: .*then run the same command again"):
         operate()
+
+
+def test_a_full_disk_is_told_at_once(tmp_path, folder, clock):
+    lease = Lease(epath.Path(tmp_path))
+    lease.acquire(nothing)
+
+    def fail(operation):
+        if operation == "write":
+            raise ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']")
+
+    folder.before = fail
+    with pytest.raises(ValueError, match="No space left") as failure:
+        lease.check()
+    assert to_user_error(failure.value).code == 1 and clock == [0.0]
 
 
 def test_a_write_whose_answer_is_lost_is_our_own(tmp_path, folder, clock):

@@ -119,6 +119,7 @@ def evaluated(tmp_path, monkeypatch):
         windows=types.SimpleNamespace(sources=[types.SimpleNamespace(count=1)], shares=[1.0]),
         seq_len=8,
         _read=None,
+        _run=lambda: None,
         _record=lambda sums, unknown: {"fingerprint": "f", "seq_len": 8, "windows": 1},
     )
     evaluation.evaluate = functools.partial(losses.LossEvaluation.evaluate, evaluation)

@@ -158,17 +158,14 @@ class LossEvaluation:
         count = len(indices)
         sources = self.windows.sources
         sizes = [source.count for source in sources]
-        source_of_all = np.repeat(range(len(sizes)), sizes)
-        source_of = source_of_all[indices]
+        source_of = np.repeat(range(len(sizes)), sizes)[indices]
         is_generated = [isinstance(source, GeneratedWindows) for source in sources]
         by_document = DocumentSums(self.seq_len, self.config.data.seq_len)
         unknown = np.zeros(len(sources))
         correct = []
         row = 0
 
-        def step(batch):
-            return self._compile(params, batch, mesh)(params, batch)
-
+        step = functools.partial(self._run, params, mesh)
         for scores in run_batches(step, self.config, mesh, count, self._read, go_on):
             correct.extend(scores.pop("correct", ()))
             unknown_tokens = scores.pop("unknown_tokens")
@@ -220,6 +217,9 @@ class LossEvaluation:
             )
             for name in batch
         }
+
+    def _run(self, params, mesh, batch) -> dict[str, jax.Array]:
+        return self._compile(params, batch, mesh)(params, batch)
 
     def _compile(self, params, batch, mesh) -> jax.stages.Compiled:
         """Returns `_score`, compiled at the first call: later ones have the same shapes."""

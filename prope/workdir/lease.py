@@ -18,9 +18,8 @@ from collections.abc import Callable
 
 from etils import epath
 
-from prope.errors import LOST, RunFailed, Stopped, first_line, log
-from prope.runtime.files import check_regular, kvstore, parse_json, retry_reads
-from prope.workdir.reader import _raise_storage_error
+from prope.errors import LOST, RunFailed, Stopped, first_line, is_disk_full, log
+from prope.runtime.files import check_regular, kvstore, parse_json, raise_storage_error, retry_reads
 
 _NAME = "lease.json"
 RENEW_SECONDS = 5.0
@@ -156,11 +155,15 @@ class Lease:
 
 
 def _result(future):
-    """Waits for the storage's answer; raises OSError where it fails, which is tried again."""
+    """Waits for the storage's answer; raises OSError where it fails, which is tried again.
+
+    A full disk is not: a person must free space.
+    """
     try:
         return future.result()
     except ValueError as error:
-        _raise_storage_error(error)
+        if not is_disk_full(error):
+            raise_storage_error(error)
         raise
 
 
