@@ -16,8 +16,8 @@ log = logging.getLogger("prope")  # `command.run` sends it to stderr
 
 # Stopped on request after saving (EX_TEMPFAIL): rerun the same command to resume.
 PREEMPTED = 75
-# Hung, or lost another process or the storage: rerun the same command to resume from the last
-# checkpoint.
+# Hung, lost another process or the storage, or another training is at work on the run: rerun the
+# same command to resume from the last checkpoint.
 LOST = 76
 INTERRUPTED = 130  # by Ctrl-C
 

@@ -88,6 +88,7 @@ def test_slurm_refuses_another_folder_and_no_command(fakes, tmp_path):
         ("76 76 0 76", 76, True),
         ("76 134 76 76", 76, True),
         ("0 0 0 139", 139, True),
+        ("143 143 143 143", 143, True),
         ("0 kill 0 0", 137, True),
         ("0 1 kill 0", 1, False),
         ("130 130 0 130", 130, False),
