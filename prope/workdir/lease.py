@@ -35,14 +35,13 @@ class Lease:
     """The lease of one training on a run.
 
     Attributes:
-      saved: step of the newest checkpoint that is known to be complete, kept for the next training.
-      is_known: whether a training before this one has left the file.
+      saved: step of the newest checkpoint that is known to be complete, kept for the next training;
+        0 before the first one; None where no training has told it.
       is_lost: whether another training has taken the run over; then nothing may be written.
     """
 
     def __init__(self, workdir: epath.Path):
-        self.saved = 0
-        self.is_known = False
+        self.saved: int | None = None
         self.is_lost = False
         self._workdir = workdir
         self._path = workdir / _NAME
@@ -67,8 +66,7 @@ class Lease:
             is_still = entry.value == first_seen
             has_expired = is_still and time.monotonic() - seen_at > EXPIRE_SECONDS
             if not holder or self._is_ours(holder) or _is_gone(holder) or has_expired:
-                self.saved = record.get("saved", 0)
-                self.is_known = bool(record)
+                self.saved = record.get("saved")
                 write = functools.partial(self._write, entry, self._holder)
                 if retry_reads(self._path, write):
                     break

@@ -170,7 +170,7 @@ def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) ->
         return
     records = read_jsonl(path / "metrics.jsonl") + read_jsonl(path / "eval.jsonl")
     # Training makes the folder before it writes records; a bucket has none, but has the lease.
-    had_folder = lease.is_known if is_url(path) else folder.exists()
+    had_folder = lease.saved is not None if is_url(path) else folder.exists()
     if records and (config is None or lease.saved or not had_folder):
         last = max(record["step"] for record in records)
         problem = f"has records up to step {last}, and no checkpoint"
