@@ -232,6 +232,16 @@ def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog):
     assert "step 4: validation without a predicted token" in caplog.text
 
 
+def test_records_that_tell_all_processes_the_same_are_read_by_the_first(tmp_path, monkeypatch):
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "_index", 1)
+    monkeypatch.setattr(processes, "_wait_for_value", lambda key: '{"value": 3}')
+    monkeypatch.setattr(metrics, "read_jsonl", lambda path: pytest.fail("read by another host"))
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+        assert writer._skips_in_a_row == 3
+
+
 def test_a_summary_without_an_evaluation_has_nulls(tmp_path):
     config = importlib.import_module("configs.quickstart").get_config("tiny")
     with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
