@@ -72,7 +72,7 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
                 atol=1e-5,
             )
             assert np.abs(ours).max() > 0.5
-    output = model.final_norm(params["final_norm"], layers[-1][0])
+    output = model.final_norm(config, params["final_norm"], layers[-1][0])
     np.testing.assert_allclose(output, hidden, rtol=0, atol=1e-5)
 
 

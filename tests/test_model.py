@@ -86,8 +86,15 @@ def test_each_switch_equals_the_formula_and_changes_the_result(switch):
         assert np.abs(scores - expected).max() > 0.01 * np.std(expected)
 
 
-@pytest.mark.parametrize("remat", ["none", "minimal", "full"])
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize(
+    ("scan_layers", "remat"),
+    [
+        (True, "full"),
+        pytest.param(True, "none", marks=pytest.mark.slow),
+        pytest.param(True, "minimal", marks=pytest.mark.slow),
+        pytest.param(False, "full", marks=pytest.mark.slow),
+    ],
+)
 def test_all_switches_and_a_pattern_that_ends_in_part(scan_layers, remat):
     pattern = ("sliding_attention", "sliding_attention", "full_attention")
     fields = {"num_layers": 5, "layer_types": pattern, "sliding_window": 3}

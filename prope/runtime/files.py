@@ -10,6 +10,7 @@ import functools
 import glob
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -284,8 +285,8 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
 def read_text(flag: str, path: str, remedy: str) -> str:
     """Reads the text file that a flag names, without a BOM; a UsageError ends with `remedy`."""
     try:
-        text = read_bytes(as_path(f"--{flag}", path)).decode()
-        return text.removeprefix("\ufeff")
+        text = read_bytes(as_path(f"--{flag}", path)).decode().removeprefix("\ufeff")
+        return io.StringIO(text, newline=None).read()  # lines end in \n, whatever they end in there
     except Exception as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         if is_text and not is_storage_error(error):
