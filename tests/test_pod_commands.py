@@ -292,18 +292,21 @@ def test_a_checkpoint_that_one_process_cannot_read_is_damaged_for_all():
     assert [lines[-1] for _, lines in run_script(RAISE)] == [b"process 1: of one", b"of one"]
 
 
-# Every process checks the files of data, and those of params that hold its shards.
-@pytest.mark.parametrize("item", ["data", "params"])
-def test_a_checkpoint_that_is_damaged_on_one_host_is_passed_over_by_both(run_pod, twice, item):
+# Every process checks the files of params that hold its shards; the first reads data for all.
+@pytest.mark.parametrize(("item", "step"), [("data", 4), ("params", 2)])
+def test_a_checkpoint_that_is_damaged_on_one_host_is_passed_over_by_both(
+    run_pod, twice, item, step
+):
     """The second process reads a copy; with another step than the other it would wait for it."""
     for path in (twice[1] / "checkpoints" / "4" / item).rglob("*"):
         if path.is_file() and (item == "data" or path.stat().st_size > 2**16):
             path.write_bytes(bytes(path.stat().st_size))
     workdirs = [f"--workdir={workdir}" for workdir in twice]
     first, second = run_pod("prope.sample", workdirs, "--prompt=a")
-    assert first.result["step"] == 2
-    assert "checkpoint 4 is damaged (" in first.stderr
-    assert f"checkpoint 4 is damaged ({item}" in second.stderr
+    assert first.result["step"] == step
+    if step == 2:
+        assert "checkpoint 4 is damaged (" in first.stderr
+        assert f"checkpoint 4 is damaged ({item}" in second.stderr
 
 
 LEAVE = """
