@@ -38,6 +38,22 @@ Profiler.run = lambda *arguments: (time.sleep(0.5), run(*arguments))[1]
 """
 
 
+@pytest.fixture(autouse=True)
+def ended(monkeypatch):
+    """Ends the threads of the leases of a test."""
+    begun = []
+    acquire = Lease.acquire
+
+    def record(lease, *arguments):
+        begun.append(lease)
+        return acquire(lease, *arguments)
+
+    monkeypatch.setattr(Lease, "acquire", record)
+    yield
+    for lease in begun:
+        lease._has_ended.set()
+
+
 @pytest.fixture(params=["local", "url"])
 def place(request, tmp_path, monkeypatch):
     monkeypatch.setattr(lease_lib, "RENEW_SECONDS", 0.1)
