@@ -57,7 +57,7 @@ def attention(
     multi-head attention.
 
     Args:
-      query: rotated, and scaled by H^-0.5.
+      query: rotated, and scaled: by 1 / sqrt(H), or the config's attention_scale.
       key: rotated.
       value: not rotated.
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.

@@ -1,5 +1,6 @@
 """A token store alone: in a bucket, made twice at once, or opened when the text is gone."""
 
+import errno
 import os
 import random
 import re
@@ -220,6 +221,17 @@ def test_a_bucket_that_refuses_writes(in_bucket, storage, monkeypatch):
     stats = {}
     open_store(in_bucket, 260, stats)
     assert stats["tokens"] == 0, "its chunks were kept"
+
+
+def test_a_folder_that_may_not_be_written_is_told_and_not_tried_again(config, monkeypatch):
+    """Launchers restart what failed with the storage: here a person must change something."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(arrays, "write_array", refuse)
+    with pytest.raises(UsageError, match="cache_dir=.*: cannot be written: Permission denied"):
+        open_store(config, 260)
 
 
 @pytest.mark.slow

@@ -36,14 +36,7 @@ def analyse_all(workdir: epath.Path, options) -> dict:
 
     `options` are the flags of `prope.analyze`. Returns what the command prints.
     """
-    workdirs = processes.call_on_first(
-        lambda: list(
-            map(
-                str,
-                find_runs(workdir),
-            )
-        )
-    )
+    workdirs = processes.call_on_first(lambda: list(map(str, find_runs(workdir))))
     is_single = workdirs == [str(workdir)]
     runs = [epath.Path(run) for run in workdirs if is_single or list_steps(run)]
     if not runs:

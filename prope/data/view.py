@@ -145,10 +145,7 @@ def _describe_document(row: Batch, start: int, stop: int, tokenizer) -> Iterator
         places = f"{', '.join(map(str, positions[:4]))} .. {positions[-1]}"
     yield f"{heading}: tokens {start}..{stop - 1} at positions {places}"
     # A token's weight stands where it is the target.
-    is_predicted = np.append(
-        [True],
-        row["weights"][:-1] > 0,
-    )[start:stop]
+    is_predicted = np.append([True], row["weights"][:-1] > 0)[start:stop]
     if stop - start > 1:
         is_predicted[0] = is_predicted[1]  # a window's first token counts as the next one
     changes = np.flatnonzero(np.diff(is_predicted)) + 1

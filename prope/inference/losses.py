@@ -208,15 +208,7 @@ class LossEvaluation:
         indices = [selected[row] for row in rows if row < len(selected)]
         batch = self.windows.read(indices)
         fill = padding(len(rows) - len(indices), self.seq_len)
-        return {
-            name: np.concatenate(
-                [
-                    batch[name],
-                    fill[name],
-                ]
-            )
-            for name in batch
-        }
+        return {name: np.concatenate([batch[name], fill[name]]) for name in batch}
 
     def _run(self, params, mesh, batch) -> dict[str, jax.Array]:
         return self._compile(params, batch, mesh)(params, batch)
@@ -357,7 +349,10 @@ def per_byte(windows: Windows, sums: paired.Sums, unknown: np.ndarray) -> dict:
       sums: their sums; sources without tokens do not count.
       unknown: [S] how many predicted tokens of each source are <unk>.
     """
-    tokens = np.array([sums.tokens[sums.source == s].sum() for s in range(len(unknown))])
+    tokens = np.zeros(len(unknown))
+    for source in range(len(tokens)):
+        is_of_source = sums.source == source
+        tokens[source] = sums.tokens[is_of_source].sum()
     record = dict.fromkeys(("perplexity", "bits_per_byte", "unigram_bits_per_byte"))
     record["unknown_tokens"] = int(unknown.sum())
     if not tokens.any():
@@ -371,20 +366,15 @@ def per_byte(windows: Windows, sums: paired.Sums, unknown: np.ndarray) -> dict:
     unknown_share = float(np.dot(shares, unknown[counted] / tokens[counted]))
     if unknown_share > _MAX_UNKNOWN:
         problem = f"{unknown_share:.1%} of the predicted tokens are <unk>, more than 1 %"
-        log.warning("%s: no bits per byte; a tokenizer that falls back on bytes has none", problem)
+        log.warning("%s: there are no bits per byte; take a tokenizer with byte fallback", problem)
         return record
     split = windows.split
     stores = [windows.sources[s].store for s in counted]
-    sizes = [
-        store.count(
-            "bytes",
-            split,
-        )
-        / store.targets(split)
-        for store in stores
-    ]
+    bytes_per_token = [store.count("bytes", split) / store.targets(split) for store in stores]
     unigrams = [store.unigram_loss(split) for store in stores]
-    bits_per_byte = 1 / math.log(2) / np.dot(shares, sizes)
-    record["bits_per_byte"] = float(loss * bits_per_byte)
-    record["unigram_bits_per_byte"] = float(np.dot(shares, unigrams) * bits_per_byte)
+    bits_per_nat = 1 / math.log(2)
+    factor = bits_per_nat / np.dot(shares, bytes_per_token)
+    unigram_loss = np.dot(shares, unigrams)
+    record["bits_per_byte"] = float(loss * factor)
+    record["unigram_bits_per_byte"] = float(unigram_loss * factor)
     return record

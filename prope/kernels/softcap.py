@@ -24,9 +24,5 @@ def softcap_slope(
     """
     if cap is None:
         return 1.0
-    share = jnp.clip(
-        capped / cap,
-        -1,
-        1,
-    )
+    share = jnp.clip(capped / cap, -1, 1)
     return 1 - jnp.square(share)

@@ -221,6 +221,19 @@ def _is_refused(error: Exception) -> bool:
     return getattr(error, "code", None) in (400, 401, 403) or str(error).startswith(refusals)
 
 
+@contextlib.contextmanager
+def os_errors_of_tensorstore(
+    passes: Callable[[Exception], bool] = lambda _: False,
+) -> Iterator[None]:
+    """Raises OSError for TensorStore's errors of the storage, except those for which `passes`."""
+    try:
+        yield
+    except ValueError as error:
+        if not passes(error):
+            raise_storage_error(error)
+        raise
+
+
 def raise_storage_error(error: ValueError) -> None:
     """Raises OSError where TensorStore's error is of the storage, not of what is stored."""
     text = str(error)
@@ -324,11 +337,17 @@ def read_json(path: epath.Path, remedy: str | None = None):
 
 def read_bytes(path: epath.Path) -> bytes:
     """Reads a file; raises UsageError for a pipe or a device, which would be waited for."""
-    if not is_url(path) and os.path.exists(path):
-        mode = os.stat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise UsageError(f"{path}: is a pipe or a device; put a file there")
+    if is_special(path):
+        raise UsageError(f"{path}: is a pipe or a device; put a file there")
     return path.read_bytes()
+
+
+def is_special(path: epath.PathLike) -> bool:
+    """Tells whether a local path leads to a pipe, a socket or a device; etils says to a file."""
+    if is_url(path) or not os.path.exists(path):
+        return False
+    mode = os.stat(path).st_mode
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_regular(path: epath.Path) -> None:

@@ -32,7 +32,7 @@ from prope.errors import (
     log,
 )
 from prope.runtime import processes
-from prope.runtime.files import absolute, is_url, raise_storage_error, retry_reads
+from prope.runtime.files import absolute, is_url, os_errors_of_tensorstore, retry_reads
 from prope.workdir.hashes import array_hashes, array_shapes, hash_json
 from prope.workdir.reader import HASHES, CheckpointReader, Damaged, write_hashes
 
@@ -172,7 +172,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     @contextlib.contextmanager
     def _as_storage_failed(self):
         try:
-            with _tensorstore_errors_as_os_errors():
+            with os_errors_of_tensorstore(processes.is_peer_loss):
                 yield
         except Exception as error:
             is_final = is_disk_full(error) or is_denied(error)  # a person must change something
@@ -217,16 +217,6 @@ def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None
         manager.save(0, args=items)
     write_hashes(directory / "0", _hash_items(config, data, {"params": arrays}))
     _read_back(directory / "0", {"params": arrays})
-
-
-@contextlib.contextmanager
-def _tensorstore_errors_as_os_errors():
-    try:
-        yield
-    except ValueError as error:
-        if not processes.is_peer_loss(error):
-            raise_storage_error(error)
-        raise
 
 
 def _read_back(folder: epath.Path, arrays: dict[str, Any]) -> None:

@@ -31,8 +31,11 @@ def array_hashes(tree) -> dict[str, list[int]]:
 
 def array_shapes(tree) -> dict[str, str]:
     """Describes the arrays of a tree, or their shapes, by path: {"['a']['b']": "float32[9, 4]"}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    by_path = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dims = list(leaf.shape)
+        by_path[jax.tree_util.keystr(path)] = f"{leaf.dtype}{dims}"
+    return by_path
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:
@@ -70,14 +73,7 @@ def _digest(text: str) -> str:
 @jax.jit
 def _hash_leaves(tree):
     def hash_leaf(path, leaf):
-        names = [
-            getattr(
-                key,
-                "key",
-                None,
-            )
-            for key in path
-        ]
+        names = [getattr(key, "key", None) for key in path]
         return hash_bits(leaf, "layers" in names)
 
     return jax.tree_util.tree_map_with_path(hash_leaf, tree)

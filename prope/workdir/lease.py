@@ -19,7 +19,13 @@ from collections.abc import Callable
 from etils import epath
 
 from prope.errors import LOST, RunFailed, Stopped, first_line, is_disk_full, log
-from prope.runtime.files import check_regular, kvstore, parse_json, raise_storage_error, retry_reads
+from prope.runtime.files import (
+    check_regular,
+    kvstore,
+    os_errors_of_tensorstore,
+    parse_json,
+    retry_reads,
+)
 
 _NAME = "lease.json"
 RENEW_SECONDS = 5.0
@@ -157,12 +163,8 @@ def _result(future):
 
     A full disk is not: a person must free space.
     """
-    try:
+    with os_errors_of_tensorstore(is_disk_full):
         return future.result()
-    except ValueError as error:
-        if not is_disk_full(error):
-            raise_storage_error(error)
-        raise
 
 
 def _parse(content: bytes) -> dict:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import itertools
 import os
-import pathlib
 from collections.abc import Callable, Iterator
 
 import filelock
@@ -16,7 +15,7 @@ from etils import epath
 
 from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes, log_once
 from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
-from prope.runtime.files import hash_file, is_url, local_cache, retry_reads
+from prope.runtime.files import hash_file, is_special, is_url, local_cache, retry_reads
 
 _FEATURES = "tensorflow_datasets.core.features."
 
@@ -34,7 +33,7 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     shards = [epath.Path(path) for path in split.filepaths]
     # Not by is_file of each, which is also false where the storage fails.
     # A pipe is no shard: opening it would wait forever.
-    present = {path.name for path in folder.iterdir() if is_url(path) or not _is_special(path)}
+    present = {path.name for path in folder.iterdir() if not is_special(path)}
     missing = [shard.name for shard in shards if shard.name not in present]
     if missing:
         raise fail(f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
@@ -70,7 +69,7 @@ def _read_info(folder: epath.Path, fail: Callable[[str], UsageError]):
     import tensorflow_datasets as tfds
 
     for file in ("dataset_info.json", "features.json"):
-        if not is_url(folder) and _is_special(folder / file):
+        if is_special(folder / file):
             raise fail(f"{file} is a pipe or a device")
         with contextlib.suppress(FileNotFoundError):
             hash_file(folder / file)  # raises where the storage fails, which TFDS would not tell
@@ -101,12 +100,6 @@ def _known_features(folder: epath.Path) -> Iterator[None]:
         yield
     finally:
         FeatureConnector.cls_from_name = original
-
-
-def _is_special(path: epath.Path) -> bool:
-    """Tells whether a local path is a pipe, a socket or a device."""
-    local = pathlib.Path(path)  # epath takes them for files
-    return local.exists() and not (local.is_file() or local.is_dir())
 
 
 def _check_content(folder: epath.Path, info, rule: TextRule) -> None:

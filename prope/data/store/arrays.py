@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -27,7 +26,7 @@ from prope.errors import UsageError, first_line
 from prope.runtime.files import (
     CONTEXT,
     files_below,
-    is_url,
+    is_special,
     kvstore,
     parse_json,
     raise_storage_error,
@@ -146,8 +145,7 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
 
     Raises UsageError where it is damaged, or its fingerprint is not `fingerprint`, if that is set.
     """
-    local = pathlib.Path(path, "index.json")
-    if not is_url(path) and local.exists() and not local.is_file():
+    if is_special(os.path.join(path, "index.json")):
         raise _unusable(path, "its index.json is a pipe or a device")
     try:
         entry = retry_tokens(path, lambda: kvstore(path).read("index.json").result())

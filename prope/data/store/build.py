@@ -35,16 +35,23 @@ from prope.errors import (
     StorageFailed,
     UsageError,
     first_line,
+    is_denied,
     is_disk_full,
     log,
     usage_error,
 )
-from prope.runtime.files import as_path, check_writable, is_url, kvstore, local_cache
+from prope.runtime.files import (
+    as_path,
+    check_writable,
+    is_url,
+    kvstore,
+    local_cache,
+    os_errors_of_tensorstore,
+)
 
 # Fields of config.data that a store is made with.
 _SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
 _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
-_TENSORSTORE_ERROR = re.compile("[A-Z_]+: ")  # how its texts begin
 _POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
 
@@ -158,11 +165,12 @@ def _lock_preparation(cache: str, name: str) -> Iterator[pathlib.Path]:
     except OSError as error:
         raise usage_error(setting, folder, f"cannot be written: {error.strerror}") from error
     try:
-        yield folder
-    except (OSError, ValueError) as error:  # ValueError: of TensorStore
+        with os_errors_of_tensorstore():
+            yield folder
+    except OSError as error:
+        if is_denied(error):
+            raise usage_error(setting, folder, f"cannot be written: {error.strerror}") from error
         if not is_disk_full(error):
-            if isinstance(error, ValueError) and not _TENSORSTORE_ERROR.match(str(error)):
-                raise
             problem = f"the store cannot be prepared: {first_line(error)}"
             remedy = "finished chunks are kept: see to the storage and run the same command again"
             raise StorageFailed(f"{cache}: {problem}; {remedy}") from error

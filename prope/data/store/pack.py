@@ -130,12 +130,8 @@ def _segments(text: bytes) -> Iterator[bytes]:
     """Yields segments of a long text that end after a line or a space."""
 
     def find_cut(start: int, stop: int) -> int:
-        return (
-            max(
-                text.rfind(b"\n", start, stop),
-                text.rfind(b" ", start, stop),
-            )
-            + 1
-        )
+        last_line_end = text.rfind(b"\n", start, stop)
+        last_space = text.rfind(b" ", start, stop)
+        return max(last_line_end, last_space) + 1
 
     return cut_text(text, _SEGMENT_BYTES, find_cut)
