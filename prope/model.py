@@ -283,13 +283,8 @@ def _run(
         carry = _scan_layers(config, run_layer, carry, layers, tables, table_indices, windows)
     else:  # split, for `decode`
         for i, layer_params in enumerate(layers):
-            carry = run_layer(
-                carry,
-                layer_params,
-                i,
-                tables[table_indices[i]],
-                windows[i],
-            )
+            table = tables[table_indices[i]]
+            carry = run_layer(carry, layer_params, i, table, windows[i])
     x, cache = carry
     return final_norm(config, params["final_norm"], x), cache
 
@@ -347,13 +342,14 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Computes the first layer's input: embeddings, with scale_embedding times sqrt(D).
 
-    In float32; it casts last. The table may also hold some rows of the embedding only; tokens then
-    index these.
+    The factor is rounded to `config.dtype`, as Google's code does; the product is cast last. The
+    table may also hold some rows of the embedding only; tokens then index these.
     """
     factor = math.sqrt(config.embed_dim) if config.scale_embedding else 1.0
+    rounded = float(jnp.dtype(config.dtype).type(factor))
 
     def scale(rows):
-        return (rows * factor).astype(config.dtype)
+        return (rows * rounded).astype(config.dtype)
 
     return embedding_lookup(table, tokens, scale)
 

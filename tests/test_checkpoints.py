@@ -159,7 +159,7 @@ def test_the_state_of_each_optimizer_is_restored_and_of_no_other(tmp_path, monke
 def test_a_run_of_before_there_was_a_choice_is_adamws(tmp_path):
     values = get_config("tiny").to_dict()
     del values["optimizer"]["name"]
-    (tmp_path / "config.json").write_text(json.dumps({"format": 2} | values))
+    (tmp_path / "config.json").write_text(json.dumps({"format": 3} | values))
     assert read_config(epath.Path(tmp_path)).optimizer.name == "adamw"
 
 

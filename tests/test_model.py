@@ -408,6 +408,26 @@ def test_initial_weights_have_the_variance_of_their_fan_in():
         np.testing.assert_array_equal(norm["scale"], 0)
 
 
+@pytest.mark.parametrize(
+    ("D", "factor"),
+    [
+        (640, 25.25),
+        (1152, 34.0),
+        (2304, 48.0),
+        (3072, 55.5),
+        (5376, 73.5),
+    ],
+)
+def test_the_factor_of_embeddings_is_rounded_as_in_googles_code(D, factor):
+    config = small(embed_dim=D, dtype="bfloat16")
+    ones = jnp.ones((config.vocab_size, D))
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    assert set(np.ravel(model.embed(config, ones, tokens)).tolist()) == {factor}
+    config.dtype = "float32"
+    exact = np.float32(np.sqrt(D))
+    assert set(np.ravel(model.embed(config, ones, tokens)).tolist()) == {exact}
+
+
 @pytest.mark.slow
 def test_bfloat16_stays_near_float32():
     config = small(dtype="bfloat16")

@@ -139,7 +139,7 @@ def test_a_config_that_is_nested_is_refused(tmp_path):
         deep["a"] = {}
         deep = deep["a"]
     path = epath.Path(tmp_path) / "config.json"
-    path.write_text(json.dumps({"format": 2, "model": values}))
+    path.write_text(json.dumps({"format": 3, "model": values}))
     with pytest.raises(UsageError, match="saved config"):
         read_config(path.parent)
 

@@ -100,22 +100,36 @@ def test_json_that_cannot_be_read_counts_as_missing_unless_there_is_a_remedy(tmp
             read_json(path, "start again")
 
 
-@pytest.mark.parametrize("saved_format", [None, 1, 3, "2"])
+@pytest.mark.parametrize("saved_format", [None, 1, 4, "3"])
 def test_a_run_of_another_format_is_refused(tmp_path, saved_format):
     write_config(tmp_path, default_config())
     assert read_config(tmp_path) == default_config()
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
-    assert values.pop("format") == 2
+    assert values.pop("format") == 3
     if saved_format is not None:
         values["format"] = saved_format
     path.write_text(json.dumps(values))
-    refused = rf"^{path}: format={saved_format or 'none'}: .* reads format 2; .*train again"
+    refused = rf"^{path}: format={saved_format or 'none'}: .* reads format 3; .*train again"
     with pytest.raises(UsageError, match=refused):
         open_run(tmp_path)
     with pytest.raises(UsageError, match=refused), open_workdir(tmp_path, default_config()):
         pass
     assert json.loads(path.read_text()) == values, "it is left alone"
+
+
+def test_format_2_is_read_where_it_computes_the_same(tmp_path):
+    """Its bfloat16 runs had a factor of embeddings that was not rounded to bfloat16."""
+    config = default_config()
+    write_config(tmp_path, config)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"format": 2}
+    path.write_text(json.dumps(values))
+    assert read_config(tmp_path) == config
+    values["model"]["dtype"] = "bfloat16"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UsageError, match="format=2: .* reads format 3; .*train again"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(

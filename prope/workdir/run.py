@@ -21,7 +21,8 @@ from prope.workdir.lease import Lease
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
 
-FORMAT = 2  # version of a run's directory; raise it where older ones cannot be read
+FORMAT = 3  # version of a run's directory; raise it where older ones cannot be read
+_FLOAT32_FORMAT = 2  # of which float32 runs alone compute as today: bfloat16 had another sqrt(D)
 
 _REMEDY = "give the --workdir that prope.train had"
 
@@ -224,11 +225,17 @@ def read_config_file(path: epath.Path) -> ConfigDict | None:
     if values is None:
         return None
     saved_format = values.pop("format", "none")
-    if saved_format != FORMAT:
+    computes_the_same = saved_format == _FLOAT32_FORMAT and _is_float32(values)
+    if saved_format != FORMAT and not computes_the_same:
         problem = f"is the run of another version of prope: this one reads format {FORMAT}"
         remedy = "use that version, or train again in a new --workdir"
         raise usage_error(f"{path}: format", saved_format, problem, remedy)
     return config_lib.from_dict(values)
+
+
+def _is_float32(values: dict) -> bool:
+    model = values.get("model")
+    return isinstance(model, dict) and model.get("dtype") == "float32"
 
 
 def write_config(workdir: epath.Path, config: ConfigDict) -> None:
