@@ -388,7 +388,9 @@ FIELDS = {
         'for dataset=mixture: ({"weight": 0.9, "dataset": .., "data_dir": ..}, ..), a dict per '
         "source",
     ),
-    "data.tokenizer": Field("byte", "byte | path or gs:// URL of a SentencePiece .model"),
+    "data.tokenizer": Field(
+        "byte", "byte | path or URL of a tokenizer.json, a SentencePiece .model, or their folder"
+    ),
     "data.seq_len": Field(256, "T, tokens in a window", (_AT_LEAST_1,), (_chunks_of_context,)),
     "data.mask_documents": Field(
         False, "True: positions restart and attention stops at document borders"

@@ -239,17 +239,20 @@ def test_a_config_that_is_not_there(tmp_path, exported):
 
 
 def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):
-    (exported / "tokenizer.json").write_text("{}")
-    no_model = "has no tokenizer.model, and tokenizer.json is not read; give --tokenizer=PATH"
-    refused(tmp_path, no_model)
+    (exported / "vocab.json").write_text("{}")
+    no_file = "has neither tokenizer.json nor tokenizer.model, and vocab.json is not read; load it"
+    refused(tmp_path, no_file)
     refused(tmp_path, "none.model: cannot be read", tokenizer="none.model")
     result = import_hf.import_run(exported, tmp_path / "bytes", tokenizer="byte")
     assert result["tokenizer"] == "byte"
     result = import_hf.import_run(exported, tmp_path / "named", tokenizer=sentencepiece_model)
-    assert result["tokenizer"] == str(tmp_path / "named" / "tokenizer.model")
+    assert result["tokenizer"] == str(tmp_path / "named" / "tokenizer")
+    assert [file.name for file in (tmp_path / "named" / "tokenizer").iterdir()] == [
+        "tokenizer.model"
+    ]
     shutil.copy(sentencepiece_model, exported / "tokenizer.model")
     result = import_hf.import_run(exported, tmp_path / "there")
-    assert result["tokenizer"] == str(tmp_path / "there" / "tokenizer.model")
+    assert result["tokenizer"] == str(tmp_path / "there" / "tokenizer")
     assert import_hf.import_run(exported, tmp_path / "both", tokenizer=sentencepiece_model)
     differs = "--tokenizer=byte: .*tokenizer.model is there and is another one"
     refused(tmp_path, differs, tokenizer="byte")

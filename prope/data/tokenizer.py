@@ -1,34 +1,74 @@
 """Converts text to ids and back.
 
-`byte` needs no file; any other name is the path or URL of a SentencePiece model.
+`byte` needs no file; any other name is the path or URL of a `tokenizer.json`, of a SentencePiece
+model, or of a folder with one of them. All tokenizers have `vocab_size`, `text_size`, `special`,
+`fingerprint`, `encode` and `decode`.
 """
 
 import hashlib
+import json
+import os
+from typing import NamedTuple
 
 import numpy as np
+from etils import epath
 
-from prope.errors import usage_error
-from prope.runtime.files import as_path, read_bytes, retry_reads
+from prope.errors import first_line, usage_error
+from prope.runtime.files import as_path, parse_json, read_bytes, read_json, retry_reads
 
-# Gemma's ids of the special tokens, which every tokenizer here has.
-PAD = 0
-EOS = 1
-BOS = 2
-UNKNOWN = 3
+FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
 
 # SentencePiece writes a space as this character, and so reads the character itself as a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_REMEDY = "give byte, Gemma's tokenizer.model, or one made by python -m prope.data.train_tokenizer"
+_FIELD = "config.data.tokenizer"
+_REMEDY = (
+    "give byte, a folder with tokenizer.json or tokenizer.model, or the file of either; "
+    "python -m prope.data.train_tokenizer makes one"
+)
+# Names of special tokens, for a tokenizer.json with no file beside it that tells which it has.
+_NAMES = {
+    "pad": ("<pad>",),
+    "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"),
+    "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
+}
+_DECIDES_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # in tokenizer.json
+
+
+class SpecialIds(NamedTuple):
+    """The ids of a tokenizer's special tokens."""
+
+    pad: int  # the end token where there is none: padding is told by its length
+    eos: int
+    bos: int | None  # None: no text begins with one
+    unk: int | None  # None: the tokenizer knows every text
+
+    @property
+    def start(self) -> int:
+        """The first id of every document: <bos>, or the end token, which then also ends the last.
+
+        So a document is <bos>, text, <eos>; or the end token, text.
+        """
+        return self.eos if self.bos is None else self.bos
+
+
+GEMMA_IDS = SpecialIds(
+    pad=0,
+    eos=1,
+    bos=2,
+    unk=3,
+)
 
 
 class ByteTokenizer:
-    """One id per byte of UTF-8, after the four special ids."""
+    """One id per byte of UTF-8, after the four special ids, which are Gemma's."""
 
     vocab_size = 260
+    text_size = vocab_size
+    special = GEMMA_IDS
     fingerprint = "byte"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Encodes UTF-8 text, without <bos> or <eos>: int32 [tokens]."""
+        """Encodes UTF-8 text, without special ids: int32 [tokens]."""
         return np.frombuffer(text, np.uint8).astype(np.int32) + 4
 
     def decode(self, ids) -> str:
@@ -38,21 +78,24 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model: Gemma's `tokenizer.model`, or one of prope.data.train_tokenizer."""
+    """A SentencePiece model: Gemma's or Mistral's, or one of prope.data.train_tokenizer."""
 
-    def __init__(self, path: str):
-        model = _read_model(path)
+    def __init__(self, path: str, model: bytes):
         self.processor = _load_model(path, model)
         self.vocab_size = self.processor.vocab_size()
+        self.text_size = self.vocab_size
+        self.special = _special_ids_of(path, self.processor)
         self.fingerprint = hashlib.sha256(model).hexdigest()
         space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        # None: the model does not fall back on bytes.
-        self._space = None if UNKNOWN in space else space
+        first_piece = self.processor.id_to_piece(self.processor.encode("a")[0])
+        # None: the model does not fall back on bytes, or puts a space before every text.
+        is_lossy = self.special.unk in space or first_piece.startswith(_SPACE)
+        self._space = None if is_lossy else space
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Encodes UTF-8 text, without <bos> or <eos>: int32 [tokens].
+        """Encodes UTF-8 text, without special ids: int32 [tokens].
 
-        It is lossless if the model falls back on bytes.
+        It is lossless if the model falls back on bytes and puts no space before a text.
         """
         string = text.decode()
         if self._space is None or _SPACE not in string:
@@ -67,17 +110,53 @@ class SentencePieceTokenizer:
         return self.processor.decode([int(i) for i in ids if i < self.vocab_size])
 
 
-def _read_model(path: str) -> bytes:
-    file = as_path("config.data.tokenizer", path)
-    try:
-        return retry_reads(file, lambda: read_bytes(file))
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror or 'no such file'}"
-        raise usage_error("config.data.tokenizer", path, problem, _REMEDY) from None
+class JsonTokenizer:
+    """A `tokenizer.json`, as the library `tokenizers` reads it.
+
+    Text that spells a special token is text. The special ids are those of the files beside it.
+    """
+
+    def __init__(self, path: str, file: epath.Path, content: bytes):
+        values = _parse_tokenizer(path, content)
+        self.tokenizer = _load_json(path, content)
+        config = read_beside(file, "tokenizer_config.json")
+        self.special = _special_ids_beside(path, file, self.tokenizer, values["model"], config)
+        borders = {self.special.pad, self.special.eos, self.special.start}
+        tokens = [self.tokenizer.id_to_token(i) for i in sorted(borders)]
+        self.tokenizer.add_special_tokens(tokens)  # some files have them as ordinary ones
+        self.tokenizer.encode_special_tokens = True
+        self._borders = borders
+        # Not in text, so they may lie beyond a model's vocabulary: Gemma 3 has one for images.
+        unused = {
+            token["id"] for token in values.get("added_tokens") or () if token.get("special")
+        } - {*borders, self.special.unk}
+        ids = self.tokenizer.get_vocab().values()
+        self.vocab_size = max(ids) + 1
+        self.text_size = max(i for i in ids if i not in unused) + 1
+        identity = {name: values.get(name) for name in _DECIDES_IDS} | {"special": self.special}
+        identity = json.dumps(identity, sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Encodes UTF-8 text, without special ids: int32 [tokens].
+
+        It is lossless unless the file normalises text.
+        """
+        (encoding,) = self.tokenizer.encode_batch_fast([text.decode()], add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
+
+    def decode(self, ids) -> str:
+        """Decodes ids; those of padding and borders are left out, broken UTF-8 becomes U+FFFD."""
+        ids = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        shown = [i for i in ids if i not in self._borders]
+        return self.tokenizer.decode(shown, skip_special_tokens=False)
+
+
+Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
 
 
 def _load_model(path: str, model: bytes):
-    """Returns the SentencePiece processor of a model; raises UsageError where it does not fit."""
+    """Returns the SentencePiece processor of a model; raises UsageError where it is none."""
     import sentencepiece
 
     try:
@@ -86,23 +165,151 @@ def _load_model(path: str, model: bytes):
         processor = None
     if not processor or not processor.vocab_size():  # an empty file has no ids
         problem = "cannot be read: it is not a SentencePiece model"
-        raise usage_error("config.data.tokenizer", path, problem, _REMEDY)
-    special = (processor.pad_id(), processor.eos_id(), processor.bos_id(), processor.unk_id())
-    expected = (PAD, EOS, BOS, UNKNOWN)
-    if special != expected:
-        ids = "pad {}, eos {}, bos {}, unk {}"
-        problem = f"its special ids are {ids.format(*special)} (-1: none)"
-        wanted = f"must be Gemma's, {ids.format(*expected)}"
-        raise usage_error("config.data.tokenizer", path, f"{problem} and {wanted}", _REMEDY)
+        raise usage_error(_FIELD, path, problem, _REMEDY)
     return processor
 
 
-def load_tokenizer(name: str) -> ByteTokenizer | SentencePieceTokenizer:
-    """Returns the tokenizer that `config.data.tokenizer` names."""
-    return ByteTokenizer() if name == "byte" else SentencePieceTokenizer(name)
+def _special_ids_of(path: str, processor) -> SpecialIds:
+    """Returns the special ids of a SentencePiece model, where -1 stands for none."""
+    eos = processor.eos_id()
+    if eos < 0:
+        raise _without_end(path)
+    pad = processor.pad_id()
+    bos = processor.bos_id()
+    return SpecialIds(
+        pad=eos if pad < 0 else pad,
+        eos=eos,
+        bos=None if bos < 0 else bos,
+        unk=processor.unk_id(),
+    )
 
 
-def token_name(tokenizer: ByteTokenizer | SentencePieceTokenizer, token: int) -> str:
+def _without_end(path: str):
+    problem = "has no end token, which ends every document"
+    remedy = "name one as eos_token in tokenizer_config.json beside it"
+    return usage_error(_FIELD, path, problem, remedy)
+
+
+def _parse_tokenizer(path: str, content: bytes) -> dict:
+    try:
+        values = parse_json(content)
+    except ValueError as error:
+        problem = f"not readable as JSON ({error})"
+        raise usage_error(_FIELD, path, problem, "download it again") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+        problem = "tokenizer.json has no model"
+        remedy = "load it with AutoTokenizer of transformers, and call save_pretrained"
+        raise usage_error(_FIELD, path, problem, remedy)
+    return values
+
+
+def _load_json(path: str, content: bytes):
+    """Returns the Tokenizer of a tokenizer.json; raises UsageError where it is none."""
+    # One text at a time is encoded here, in processes of our own.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library has no other kind
+        problem = f"tokenizer.json cannot be used: {first_line(error)}"
+        raise usage_error(_FIELD, path, problem, "download it again") from None
+    if not tokenizer.get_vocab():
+        problem = "the model in tokenizer.json has no tokens"
+        raise usage_error(_FIELD, path, problem, "download it again")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_beside(file: epath.Path, name: str) -> dict:
+    """Reads the JSON object in another file of a folder; empty where there is none."""
+    values = read_json(file.with_name(name), "download it again")
+    return values if isinstance(values, dict) else {}
+
+
+def _special_ids_beside(
+    path: str, file: epath.Path, tokenizer, model: dict, config: dict
+) -> SpecialIds:
+    """Finds the special ids: of the files beside tokenizer.json, or by their usual names."""
+    token_maps = [config, read_beside(file, "special_tokens_map.json")]
+    id_maps = [read_beside(file, name) for name in ("generation_config.json", "config.json")]
+
+    def find(role: str) -> int | None:
+        names = [values.get(f"{role}_token") for values in token_maps]
+        names = [name.get("content") if isinstance(name, dict) else name for name in names]
+        found = [tokenizer.token_to_id(name) for name in names if isinstance(name, str)]
+        for values in id_maps:
+            ids = values.get(f"{role}_token_id")
+            first = ids[0] if isinstance(ids, list) and ids else ids
+            is_id = type(first) is int and first >= 0 and tokenizer.id_to_token(first)
+            found.append(first if is_id else None)
+        found += map(tokenizer.token_to_id, _NAMES[role])
+        return next((i for i in found if i is not None), None)
+
+    eos = find("eos")
+    if eos is None:
+        raise _without_end(path)
+    pad = find("pad")
+    bos = find("bos")
+    unk = model.get("unk_id")
+    if isinstance(model.get("unk_token"), str):
+        unk = tokenizer.token_to_id(model["unk_token"])
+    # Gemma's texts all begin with <bos>, whether the files ask for it or not.
+    begins = config.get("add_bos_token")
+    if bos is not None and tokenizer.id_to_token(bos) == "<bos>":
+        begins = True
+    if begins is None:
+        ids = tokenizer.encode("a").ids
+        plain = tokenizer.encode("a", add_special_tokens=False).ids
+        bos = ids[0] if ids[:1] != plain[:1] else None
+    return SpecialIds(
+        pad=eos if pad is None else pad,
+        eos=eos,
+        bos=bos if begins in (None, True) else None,
+        unk=None if unk in (eos, bos, pad) else unk,
+    )
+
+
+def find_file(path: epath.Path) -> epath.Path:
+    """Returns a tokenizer's file: in a folder tokenizer.json, else tokenizer.model."""
+    for name in FILES:
+        if (path / name).is_file():
+            return path / name
+    return path
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Returns the tokenizer that `config.data.tokenizer` names.
+
+    Raises UsageError where it cannot be read.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    path = as_path(_FIELD, name)
+
+    def read() -> tuple[epath.Path, bytes]:
+        file = find_file(path)
+        return file, read_bytes(file)
+
+    try:
+        file, content = retry_reads(path, read)
+    except IsADirectoryError:
+        problem = f"holds neither {' nor '.join(FILES)}"
+        raise usage_error(_FIELD, name, problem, _REMEDY) from None
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or 'no such file'}"
+        raise usage_error(_FIELD, name, problem, _REMEDY) from None
+    if file.suffix == ".json":
+        return JsonTokenizer(name, file, content)
+    return SentencePieceTokenizer(name, content)
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
     """Returns a token as it can be shown: <bos>, or its text in quotes."""
-    special = {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}
-    return special.get(int(token)) or repr(tokenizer.decode([token]))
+    special = tokenizer.special
+    names = {special.pad: "<pad>", special.bos: "<bos>", special.eos: "<eos>"}
+    return names.get(int(token)) or repr(tokenizer.decode([token]))
+
+
+PAD, EOS, BOS, UNKNOWN = GEMMA_IDS

@@ -4,12 +4,13 @@ import functools
 import json
 import math
 
-from prope.data.tokenizer import EOS, UNKNOWN, load_tokenizer
+from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import log, usage_error
 from prope.hf import gemma
-from prope.hf.layout import TOKENIZER, list_tensors, unread_parameters
+from prope.hf.layout import list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
+from prope.hf.tokenizers import special_fields, write_tokenizer
 from prope.runtime.files import as_path, check_new, new_directory
 from prope.workdir.run import Run, open_run
 
@@ -28,18 +29,14 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     if unread:
         problem = f"transformers has no tensor for {', '.join(unread)}"
         raise usage_error("--workdir", workdir, problem, "an export would compute something else")
-    tokenizer = config.data.tokenizer
-    hf_config = gemma.to_hf(config, dtype)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    special = special_fields(tokenizer)
+    hf_config = gemma.to_hf(config, dtype) | special
     hf_class = hf_config["architectures"][0]
-    generation = dict(gemma.SPECIAL_IDS)
+    generation = dict(special)
     if config.data.stop_ids:
-        generation["eos_token_id"] = [EOS, *config.data.stop_ids]
+        generation["eos_token_id"] = [special["eos_token_id"], *config.data.stop_ids]
     texts = {"config.json": hf_config, "generation_config.json": generation}
-    if tokenizer == "byte":
-        ids = "the ids of a text are 2, then 4 more than each of its bytes"
-        log.info("transformers has no byte tokenizer: %s", ids)
-    else:
-        texts["tokenizer_config.json"] = _tokenizer_config(tokenizer)
     tensors = list_tensors(config.model, one_plus_scale=hf_class == "GemmaForCausalLM")
 
     def write(run: Run) -> None:
@@ -50,8 +47,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         with new_directory("output", target) as directory:
             for name, values in texts.items():
                 (directory / name).write_text(json.dumps(values, indent=2) + "\n")
-            if tokenizer != "byte":
-                as_path("config.data.tokenizer", tokenizer).copy(directory / TOKENIZER)
+            write_tokenizer(config.data.tokenizer, tokenizer, directory)
             write_tensors(directory, tensors, read, dtype)
 
     run, _ = run.first_undamaged(write)
@@ -64,21 +60,4 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         "rope_percentage": config.model.rope_percentage,
         "rotated_pairs": rotated_pairs(config.model),
         "workdir": str(workdir),
-    }
-
-
-def _tokenizer_config(tokenizer: str) -> dict:
-    """Returns tokenizer_config.json for a SentencePiece model.
-
-    Without the names of its pieces, transformers takes Gemma's and leaves <bos> out.
-    """
-    processor = load_tokenizer(tokenizer).processor
-    ids = gemma.SPECIAL_IDS | {"unk_token_id": UNKNOWN}
-    pieces = {name.removesuffix("_id"): processor.id_to_piece(ids[name]) for name in ids}
-    return {
-        "tokenizer_class": "GemmaTokenizer",
-        "add_bos_token": True,
-        "add_eos_token": False,
-        **pieces,
-        "clean_up_tokenization_spaces": False,
     }

@@ -9,14 +9,12 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import default_config
-from prope.data.tokenizer import BOS, EOS, PAD
 from prope.errors import UsageError, usage_error
 from prope.hf.rotation import choose_class, read_rotation
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
 from prope.runtime.validate import validate
 
-SPECIAL_IDS = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 _SIZES = {
     "hidden_size": "embed_dim",
     "intermediate_size": "hidden_dim",
@@ -73,7 +71,6 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
         "tie_word_embeddings": True,
         **encoding,
         "rope_theta": rope.get("rope_theta", model.max_wavelength),
-        **SPECIAL_IDS,
         "dtype": dtype,
     }
     if "rope_type" in rope:

@@ -10,21 +10,19 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope import parameters
-from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log, usage_error
 from prope.hf import gemma
-from prope.hf.layout import HEAD, TOKENIZER, Tensor, list_tensors
+from prope.hf.layout import HEAD, Tensor, list_tensors
 from prope.hf.tensors import Stored, open_tensors, some
-from prope.runtime.files import absolute, as_path, check_new, local_copy, new_directory
+from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
+from prope.runtime.files import as_path, check_new, local_copy, new_directory
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, write_config
 
 _DTYPES = ("F32", "BF16", "F16", "F64")  # the last is rounded to float32
 _EMBEDDING = "model.embed_tokens.weight"
-_REMEDY = "give --tokenizer=PATH, the SentencePiece model that the checkpoint was trained with"
-_OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
 def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
@@ -52,16 +50,15 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     expected = list_tensors(config.model)
     stored = open_tensors(local)
     check_tensors(local, stored, expected)
-    tokenizer_file = find_tokenizer(local, tokenizer, config, values)
-    config.data.stop_ids = read_stop_ids(local, values, config.model.vocab_size)
+    vocab_size = config.model.vocab_size
+    tokenizer_name, found = find_tokenizer(local, tokenizer, vocab_size, values)
+    config.data.stop_ids = read_stop_ids(local, values, vocab_size, found.special.eos)
     num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
         params = read_params(config, stored, expected)
         check_tied(local, values.get("tie_word_embeddings", True), stored, params)
-        if tokenizer_file is not None:
-            tokenizer_file.copy(directory / TOKENIZER)
-            config.data.tokenizer = str(absolute(path) / TOKENIZER)
+        config.data.tokenizer = copy_into_run(tokenizer_name, directory, path)
         params = jax.device_put(params, may_alias=True)  # without a second copy
         init_hash = hash_arrays(params)
         write_config(directory, config)
@@ -109,65 +106,6 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
             problem = f"has dtype {dtype}; only {', '.join(_DTYPES)} can be read"
             remedy = "load it with transformers, dequantized, and call save_pretrained"
             raise UsageError(f"{file}: {name} {problem}; {remedy}")
-
-
-def find_tokenizer(
-    source: epath.Path, flag: str | None, config: ConfigDict, values: dict
-) -> epath.Path | None:
-    """Finds the file of the checkpoint's SentencePiece model; None for bytes.
-
-    Raises UsageError where there is none, or it does not fit config.json.
-    """
-    beside = source / TOKENIZER
-    name = str(beside) if beside.is_file() else flag
-    if name is None:
-        _refuse_other_tokenizers(source)
-        remedy = "taking the byte tokenizer; if that is wrong, give --tokenizer=PATH"
-        log.info("no %s in %s: %s", TOKENIZER, source, remedy)
-    tokenizer = load_tokenizer(name or "byte")
-    if flag is not None and load_tokenizer(flag).fingerprint != tokenizer.fingerprint:
-        problem = f"{beside} is there and is another one"
-        raise usage_error("--tokenizer", flag, problem, "remove the flag, or that file")
-    size = config.model.vocab_size
-    tokenizer_has = f"but the tokenizer {name or 'byte'} has"
-    if size < tokenizer.vocab_size:
-        problem = f"vocab_size={size}, {tokenizer_has} {tokenizer.vocab_size} ids"
-        raise UsageError(f"{source}: {problem}; {_REMEDY}")
-    for special in ("bos_token_id", "eos_token_id"):
-        ours = gemma.SPECIAL_IDS[special]
-        theirs = values.get(special)
-        ids = _as_list(theirs)
-        if theirs is not None and ours not in ids:
-            problem = f"{special}={theirs}, {tokenizer_has} {ours}"
-            raise UsageError(f"{source}: {problem}; {_REMEDY}")
-    return None if name in (None, "byte") else epath.Path(name)
-
-
-def _as_list(ids) -> list:
-    return ids if isinstance(ids, list) else [ids]
-
-
-def read_stop_ids(source: epath.Path, values: dict, vocab_size: int) -> tuple[int, ...]:
-    """Lists the ids besides <eos> at which transformers stops: of generation_config.json, or here.
-
-    Raises UsageError where one is no id.
-    """
-    generation = source / "generation_config.json"
-    if generation.is_file():
-        values = values | gemma.read_json(generation)
-    ids = _as_list(values.get("eos_token_id", gemma.SPECIAL_IDS["eos_token_id"]))
-    for stop in ids:
-        if stop is not None and (type(stop) is not int or not 0 <= stop < vocab_size):
-            problem = f"must be ids below vocab_size={vocab_size}"
-            raise usage_error(f"{source}: eos_token_id", ids, problem, "restore the original file")
-    return tuple(sorted(set(ids) - {None, gemma.SPECIAL_IDS["eos_token_id"]}))
-
-
-def _refuse_other_tokenizers(source: epath.Path) -> None:
-    for other in _OTHER_TOKENIZERS:
-        if (source / other).is_file():
-            problem = f"has no {TOKENIZER}, and {other} is not read"
-            raise usage_error("--input", source, problem, _REMEDY)
 
 
 def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[Tensor]) -> dict:

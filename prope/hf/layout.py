@@ -14,7 +14,6 @@ from prope.parameters import Parameter
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.model"
 HEAD = "lm_head.weight"  # if present, a copy of the embedding
 
 

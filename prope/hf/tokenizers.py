@@ -1,0 +1,154 @@
+"""Finds, checks, copies and writes the tokenizer files of a checkpoint."""
+
+import json
+
+from etils import epath
+
+from prope.data.tokenizer import FILES, GEMMA_IDS, Tokenizer, find_file, load_tokenizer, read_beside
+from prope.errors import UsageError, log, usage_error
+from prope.runtime.files import absolute, as_path
+
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+_IDS = ("config.json", "generation_config.json")  # which may tell special ids
+_UNREAD = ("tokenizer_config.json", "vocab.json")  # of a tokenizer without FILES
+_FOLDER = "tokenizer"  # in a run
+_REMEDY = "give --tokenizer=PATH, the tokenizer that the checkpoint was trained with"
+
+
+def find_tokenizer(
+    source: epath.Path, flag: str | None, vocab_size: int, values: dict
+) -> tuple[str, Tokenizer]:
+    """Finds a checkpoint's tokenizer: its place, "byte" where there is none, and the tokenizer.
+
+    Raises UsageError where it cannot be read, or does not fit `vocab_size` or the special ids in
+    `values`, the fields of config.json.
+    """
+    beside = [str(source / name) for name in FILES if (source / name).is_file()]
+    name = flag or (str(source) if beside else None)
+    if name is None:
+        _refuse_unread(source)
+        remedy = "taking the byte tokenizer; if that is wrong, give --tokenizer=PATH"
+        log.info("no %s in %s: %s", " or ".join(FILES), source, remedy)
+        name = "byte"
+    tokenizer = load_tokenizer(name)
+    if flag and beside:
+        known = [load_tokenizer(file).fingerprint for file in beside]
+        if tokenizer.fingerprint not in known:
+            problem = f"{beside[0]} is there and is another one"
+            raise usage_error("--tokenizer", flag, problem, "remove the flag, or that file")
+    tokenizer_has = f"but the tokenizer {name} has"
+    if vocab_size < tokenizer.text_size:
+        problem = f"vocab_size={vocab_size}, {tokenizer_has} {tokenizer.text_size} ids"
+        raise UsageError(f"{source}: {problem}; {_REMEDY}")
+    for field in ("bos_token_id", "eos_token_id"):
+        ours = special_fields(tokenizer)[field]
+        theirs = values.get(field)
+        if None not in (ours, theirs) and ours not in _as_list(theirs):
+            problem = f"{field}={theirs}, {tokenizer_has} {ours}"
+            raise UsageError(f"{source}: {problem}; {_REMEDY}")
+    return name, tokenizer
+
+
+def _refuse_unread(source: epath.Path) -> None:
+    for other in _UNREAD:
+        if (source / other).is_file():
+            problem = f"has neither {' nor '.join(FILES)}, and {other} is not read"
+            remedy = f"load it with AutoTokenizer of transformers and save it there, or {_REMEDY}"
+            raise usage_error("--input", source, problem, remedy)
+
+
+def _as_list(ids) -> list:
+    return ids if isinstance(ids, list) else [ids]
+
+
+def read_stop_ids(source: epath.Path, values: dict, vocab_size: int, eos: int) -> tuple[int, ...]:
+    """Lists the ids besides `eos` at which transformers stops, as generation_config.json has them.
+
+    Raises UsageError where one is no id.
+    """
+    values = values | read_beside(source / "config.json", "generation_config.json")
+    ids = _as_list(values.get("eos_token_id", eos))
+    for stop in ids:
+        if stop is not None and (type(stop) is not int or not 0 <= stop < vocab_size):
+            problem = f"must be ids below vocab_size={vocab_size}"
+            raise usage_error(f"{source}: eos_token_id", ids, problem, "restore the original file")
+    return tuple(sorted(set(ids) - {None, eos}))
+
+
+def copy_into_run(name: str, directory: epath.Path, workdir: epath.Path) -> str:
+    """Copies a tokenizer's files into the folder of a run that becomes `workdir`.
+
+    Returns `config.data.tokenizer`.
+    """
+    if name == "byte":
+        return name
+    folder = directory / _FOLDER
+    folder.mkdir()
+    _copy_files(name, folder, _IDS)
+    return str(absolute(workdir) / _FOLDER)
+
+
+def _copy_files(name: str, folder: epath.Path, more: tuple[str, ...] = ()) -> list[str]:
+    """Copies a tokenizer's file, and those beside it if they are its own; returns their names."""
+    path = as_path("config.data.tokenizer", name)
+    file = find_file(path)
+    kind = "tokenizer.json" if file.suffix == ".json" else "tokenizer.model"
+    copied = {kind: file}
+    if file != path or kind == "tokenizer.json":
+        for beside in (*FILES, *_BESIDE, *more):
+            if file.with_name(beside).is_file():
+                copied.setdefault(beside, file.with_name(beside))
+    for target, source in copied.items():
+        source.copy(folder / target)
+    return list(copied)
+
+
+def special_fields(tokenizer: Tokenizer) -> dict:
+    """Returns the special ids as config.json and generation_config.json have them."""
+    pad, eos, bos, _ = tokenizer.special
+    return {
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": None if pad == eos else pad,
+    }
+
+
+def write_tokenizer(name: str, tokenizer: Tokenizer, folder: epath.Path) -> None:
+    """Writes a run's tokenizer so that AutoTokenizer of transformers gives the same ids."""
+    if name == "byte":
+        ids = "the ids of a text are 2, then 4 more than each of its bytes"
+        log.info("transformers has no byte tokenizer: %s", ids)
+        return
+    copied = _copy_files(name, folder)
+    if "tokenizer_config.json" not in copied:
+        text = json.dumps(_tokenizer_config(tokenizer), indent=2)
+        (folder / "tokenizer_config.json").write_text(text + "\n")
+
+
+def _tokenizer_config(tokenizer: Tokenizer) -> dict:
+    """Returns tokenizer_config.json for a tokenizer that has none.
+
+    Without the names of its tokens, transformers takes a family's, and may leave <bos> out.
+    """
+    special = tokenizer.special
+    if hasattr(tokenizer, "processor"):
+        name_of = tokenizer.processor.id_to_piece
+        kind = "GemmaTokenizer" if special == GEMMA_IDS else "LlamaTokenizer"
+    else:
+        name_of = tokenizer.tokenizer.id_to_token
+        kind = "PreTrainedTokenizerFast"
+    ids = special_fields(tokenizer) | {"unk_token_id": special.unk}
+    names = {field.removesuffix("_id"): name_of(i) for field, i in ids.items() if i is not None}
+    return {
+        "tokenizer_class": kind,
+        "add_bos_token": special.bos is not None,
+        "add_eos_token": False,
+        **names,
+        "clean_up_tokenization_spaces": False,
+    }
