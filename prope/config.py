@@ -278,7 +278,7 @@ FIELDS = {
     "model.rope_scaling_type": Field(
         "none",
         "scaling of layers without a window: none | linear | ntk | dynamic | yarn | llama3; or an "
-        "intervention on scaled_pairs: stop | remove | interpolate",
+        "intervention on scaled_pairs of all layers: stop | remove | interpolate",
         (_kind_of("rope_scaling_type"),),
     ),
     "model.rope_scaling_factor": Field(1.0, "s, by how much the length grows", (_AT_LEAST_1,)),

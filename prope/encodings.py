@@ -253,6 +253,12 @@ def layer_percentages(model) -> list[float]:
     ]
 
 
+def layer_wavelengths(model) -> list[float]:
+    """Returns max_wavelength of every layer, [L], before any scaling."""
+    local = model.local_max_wavelength or model.max_wavelength
+    return [model.max_wavelength if window is None else local for window in layer_windows(model)]
+
+
 def layer_frequencies(model, seq_len: int | None = None) -> np.ndarray:
     """Returns the frequencies of every layer of a run's `config.model`, float64 [L, P].
 
@@ -264,7 +270,7 @@ def layer_frequencies(model, seq_len: int | None = None) -> np.ndarray:
       ValueError: a field does not fit the type; the text names it.
     """
     is_local = [window is not None for window in layer_windows(model)]
-    layers = list(zip(layer_percentages(model), is_local, strict=True))
+    layers = list(zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True))
     by_kind = {kind: _frequencies(model, *kind, seq_len) for kind in set(layers)}
     return np.stack([by_kind[kind] for kind in layers])
 
@@ -272,16 +278,16 @@ def layer_frequencies(model, seq_len: int | None = None) -> np.ndarray:
 def _frequencies(
     model,
     p: float,
+    wavelength: float,
     is_local: bool,
     seq_len: int | None,
 ) -> np.ndarray:
-    """Returns the frequencies of a layer with this rope_percentage, with or without a window."""
+    """Returns the frequencies of a layer with this p and wavelength, with or without a window."""
     factor = model.rope_scaling_factor
     length = model.original_seq_len
-    scaling = "none" if is_local else model.rope_scaling_type
-    wavelength = model.max_wavelength
-    if is_local and model.local_max_wavelength is not None:
-        wavelength = model.local_max_wavelength
+    scaling = model.rope_scaling_type
+    if is_local and scaling not in INTERVENTIONS:
+        scaling = "none"
     # The denominator of the exponent.
     lanes = int(p * model.head_dim) if model.rope_type == "partial" else model.head_dim
     if scaling == "ntk":
@@ -351,18 +357,18 @@ def logit_factor(model) -> float | None:
     return model.logit_scale_factor
 
 
-def logit_scale(model) -> float | np.ndarray:
-    """Returns the factor on logits of layers without a window, by s = `logit_factor`.
+def logit_scale(model, is_local: bool = False) -> float | np.ndarray:
+    """Returns the factor on logits of a layer, with or without a window, by s = `logit_factor`.
 
     yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s
-    (2512.12167). With the scaling "remove" it is that of every lane of the queries, [1, 1, 1, H]: 0
-    where the pair adds nothing.
+    (2512.12167); layers with a window have neither. With the scaling "remove" it is that of every
+    lane of the queries, [1, 1, 1, H]: 0 where the pair adds nothing.
     """
     log = math.log(logit_factor(model) or 1.0)
     scale = 1.0
-    if model.logit_scale == "yarn":
+    if model.logit_scale == "yarn" and not is_local:
         scale = (0.1 * log + 1) ** 2
-    elif model.logit_scale == "drope":
+    elif model.logit_scale == "drope" and not is_local:
         scale = 1 + model.logit_scale_coefficient * log
     if model.rope_scaling_type != "remove":
         return scale

@@ -55,8 +55,8 @@ _SAVED_RESIDUALS = {
 class Captured(NamedTuple):
     """Inputs of one layer's attention: queries [B, T, N, H], keys and values [B, T, K, H].
 
-    `query` has the encoding's factor on logits; the softmax is of
-    rotated_query rotated_key^T / sqrt(H).
+    `query` has the encoding's factor on logits. The softmax is of rotated_query rotated_key^T times
+    the config's attention_scale, capped, within the layer's window.
     """
 
     query: jax.Array
@@ -150,9 +150,9 @@ class Attention(nn.Module):
         return constrain(out, "BTD"), cache
 
     def _scale_query(self, query):
-        """Scales queries, and so the logits, of layers without a window, as the encoding says."""
-        scale = logit_scale(self.config)
-        if self.window is not None or np.all(scale == 1):
+        """Scales queries, and so the logits, as the encoding says."""
+        scale = logit_scale(self.config, is_local=self.window is not None)
+        if np.all(scale == 1):
             return query
         return query * scale
 
@@ -390,10 +390,9 @@ def layer(
     x: Float[Array, "B T D"],
     table: Float[Array, "2 b T P"],
     rotate_fn: Callable | None = None,
+    window: int | None = None,
 ) -> tuple[Float[Array, "B T D"], Captured]:
     """Runs one layer, for analysis: the residual stream after it and its attention's inputs.
-
-    It has no window and no segments; the caller refuses runs that have them.
 
     Args:
       config: a run's `config.model`.
@@ -401,8 +400,9 @@ def layer(
       x: the residual stream before the layer.
       table: of this layer's rotation, with b = 1 or B.
       rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
+      window: keys that a query sees, its own included; None: all before.
     """
-    block = Block(FrozenConfigDict(config), None, rotate_fn or rotate_qkv)
+    block = Block(FrozenConfigDict(config), window, rotate_fn or rotate_qkv)
     (x, _), sown = block.apply(
         {"params": params},
         (x, None),

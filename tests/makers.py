@@ -23,7 +23,7 @@ from ml_collections import FrozenConfigDict
 
 from prope import attention, model
 from prope.config import default_config, set_layer_percentages
-from prope.encodings import layer_frequencies
+from prope.encodings import layer_frequencies, layer_windows
 from prope.errors import UsageError
 from prope.rope import frequencies, rotation_table
 from prope.runtime.validate import validate
@@ -114,6 +114,17 @@ SWITCHES = {
     "final_softcap": 4.0,
     "qkv_bias": True,
     "use_qk_norm": True,
+}
+
+
+# Layers that differ in all that layers can, in a pattern that ends in part.
+KINDS_OF_LAYERS = {
+    "num_layers": 5,
+    "num_kv_heads": 2,
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+    "sliding_window": 6,
+    "local_max_wavelength": 100.0,
+    "local_rope_percentage": 0.75,
 }
 
 
@@ -561,9 +572,11 @@ def layer_params(params, number):
 def run_layers(config, params, tokens, positions):
     """Yields (residual stream after, captured) of every layer."""
     x = model.embed(config, model.embedding(params), tokens)
+    windows = layer_windows(config)
     for number, freqs in enumerate(layer_frequencies(config)):
         table = rotation_table(positions, freqs)
-        x, captured = model.layer(config, layer_params(params, number), x, table)
+        layer = layer_params(params, number)
+        x, captured = model.layer(config, layer, x, table, window=windows[number])
         yield x, captured
 
 

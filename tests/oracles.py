@@ -144,7 +144,7 @@ def map_leaves(function, tree):
     return function(tree)
 
 
-def self_attention(config, params, x, positions, seen, freqs, scale):
+def self_attention(config, params, x, positions, seen, freqs, scale, rotate_fn):
     """One layer's attention of x [B, T, D]; `scale` multiplies its logits."""
     query_weights = params["q_einsum"]["w"]
     key_weights, value_weights = params["kv_einsum"]["w"]
@@ -161,10 +161,21 @@ def self_attention(config, params, x, positions, seen, freqs, scale):
         key = rms_norm(key, params["key_norm"], config.norm_epsilon)
     if config.attention_scale is not None:
         scale = scale * config.attention_scale * np.sqrt(config.head_dim)
-    query = scale * rotate(query, positions, freqs)
-    key = rotate(key, positions, freqs)
-    output = attention(query, key, value, seen, cap=config.attention_softcap)
+    query, key, value = rotate_fn(query, key, value, positions, freqs)
+    output = attention(scale * query, key, value, seen, cap=config.attention_softcap)
     return einsum("btnh,nhd->btd", output, params["attn_vec_einsum"]["w"])
+
+
+def rotate_qkv(query, key, value, positions, freqs):
+    """Rotates queries and keys; another function in its place sees or changes them."""
+    return rotate(query, positions, freqs), rotate(key, positions, freqs), value
+
+
+def layer_windows(config):
+    """How many keys a query of each layer sees; None: all before."""
+    pattern = config.layer_types or ("full_attention",)
+    kinds = [pattern[number % len(pattern)] for number in range(config.num_layers)]
+    return [config.sliding_window if kind[0] == "s" else None for kind in kinds]
 
 
 def mlp(config, params, x):
@@ -184,12 +195,14 @@ def decoder(
     freqs=None,
     windows=None,
     scale=1.0,
+    rotate_fn=rotate_qkv,
 ):
     """Returns the logits [B, T, V] of the decoder of a config.model.
 
     `freqs` [L, P] are p-RoPE's by default. A layer of `windows` that is not None sees so many keys;
     they follow from the config by default.
-    `scale` multiplies the attention logits of layers without a window.
+    `scale` multiplies the attention logits of layers without a window. `rotate_fn` is called for
+    every layer in turn.
     """
     params = map_leaves(float64, params)
     table = params["embedder"]["input_embedding"]
@@ -198,10 +211,7 @@ def decoder(
         percentages = np.broadcast_to(config.rope_percentage, config.num_layers)
         theta = config.max_wavelength
         freqs = [frequencies(config.head_dim, theta, p) for p in percentages]
-    if windows is None:
-        pattern = config.layer_types or ("full_attention",)
-        kinds = [pattern[number % len(pattern)] for number in range(config.num_layers)]
-        windows = [config.sliding_window if kind[0] == "s" else None for kind in kinds]
+    windows = windows or layer_windows(config)
     x = table[np.asarray(tokens)]
     if config.scale_embedding:
         x = x * np.sqrt(config.embed_dim)
@@ -218,6 +228,7 @@ def decoder(
             causal_mask(T, segments, window),
             freqs[number],
             1.0 if window else scale,
+            rotate_fn,
         )
         if config.post_norms:
             attended = rms_norm(attended, layer["post_attention_norm"], epsilon)
@@ -311,13 +322,105 @@ def adafactor(weights, gradients, rates, clip_norm, weight_decay):
         decay = 1 - (index + 1) ** -0.8
         nu = decay * nu + (1 - decay) * clipped**2
         step = clipped / np.sqrt(nu)
-        step = step / max(np.sqrt(np.mean(step**2)), 1)
-        step = step * max(np.sqrt(np.mean(weights**2)), 1e-3)
+        step = step / max(
+            np.sqrt(np.mean(step**2)),
+            1,
+        )
+        step = step * max(
+            np.sqrt(np.mean(weights**2)),
+            1e-3,
+        )
         weights = weights - rates[index] * (step + weight_decay * weights)
         yield weights
 
 
 # --- Analysis ---------------------------------------------------------------------------------
+
+
+def by_pair(x):
+    """Both lanes of every pair, [2, .., P]."""
+    return np.stack(np.split(x, 2, axis=-1))
+
+
+def contributions(query, key, scale):
+    """What every pair adds to logits, [B, N, T, S, P]."""
+    heads_per_key = query.shape[2] // key.shape[2]
+    keys = np.repeat(key, heads_per_key, axis=2)
+    return scale * einsum("cbtnp,cbsnp->bntsp", by_pair(query), by_pair(keys))
+
+
+def score_queries(rotated, unrotated, after):
+    """Scores of every query, [B, N, T], from weights with and without rotation."""
+    places = np.arange(rotated.shape[-1])
+    previous = rotated[..., places, places - 1]
+    first = rotated[..., 0]
+    logs = np.log(
+        rotated,
+        where=rotated > 0,
+        out=np.zeros_like(rotated),
+    )
+    seen = np.minimum(
+        places + 1,
+        (rotated > 0).sum(-1).max(),
+    )
+    return {
+        "diagonal": rotated[..., places, places],
+        "previous_token": previous,
+        "first_token": first,
+        "entropy": -(rotated * logs).sum(-1)
+        / np.log(
+            np.maximum(
+                seen,
+                2,
+            )
+        ),
+        "distance": (rotated * (places[:, None] - places)).sum(-1),
+        "overlap_without_rotation": np.minimum(rotated, unrotated).sum(-1),
+        "after_token": previous * after[:, None],
+        "elsewhere": first * ~after[:, None],
+    }
+
+
+def attention_measures(query, key, value, freqs, after, scale=None, cap=None, window=None):
+    """What an analysis measures of a layer, from whole arrays of queries and keys.
+
+    Queries are [B, T, N, H], keys and values [B, T, K, H]; `after` [B, T] are the queries that
+    count in after_token. Means over sequences.
+    """
+    query = float64(query)
+    key = float64(key)
+    B, T, _, H = query.shape
+    scale = H**-0.5 if scale is None else scale
+    seen = causal_mask(T, window=window)[0]
+    positions = np.tile(np.arange(T), (B, 1))
+    parts = contributions(
+        rotate(query, positions, freqs),
+        rotate(key, positions, freqs),
+        scale,
+    )
+    weights = []
+    for added in (parts, contributions(query, key, scale)):
+        scores, _ = softcap(added.sum(-1), cap)
+        weights.append(softmax(np.where(seen, scores, -np.inf)))
+    measured = score_queries(*weights, after)
+    for name, scores in measured.items():
+        rows = seen[:, 0].nonzero()[0] if name in ("first_token", "elsewhere") else np.arange(T)
+        measured[name] = scores[..., rows[2:]].mean((0, 2))
+    for name, x in (("query", query), ("key", key), ("value", float64(value))):
+        measured[f"{name}_norms"] = np.linalg.norm(
+            by_pair(x),
+            axis=0,
+        ).mean((0, 1))
+    measured["to_first"] = parts[:, :, 1:, 0][:, :, seen[1:, 0]].mean((0, 2))
+    others = [
+        parts[:, :, i, 1:][:, :, seen[i, 1:]].mean(2)
+        for i in range(
+            1,
+            T,
+        )
+    ]
+    measured["to_others"] = np.mean(others, axis=(0, 1))
+    return measured
 
 
 def channel(query, key, frequency, head_dim):
@@ -328,7 +431,11 @@ def channel(query, key, frequency, head_dim):
     """
     T = query.shape[1]
     turns = np.exp(1j * frequency * np.arange(T))
-    added = einsum("bi,bj->bij", (query * turns).conj(), key * turns).real
+    added = einsum(
+        "bi,bj->bij",
+        (query * turns).conj(),
+        key * turns,
+    ).real
     added = added / math.sqrt(head_dim)
     others = added[:, 1:, 1:]
     mean = query[:, 1:].mean()

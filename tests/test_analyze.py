@@ -19,7 +19,7 @@ from makers import (
     small,
     text_with_q,
 )
-from scipy import special, stats
+from scipy import stats
 
 from prope import model
 from prope.analysis import analysis, census, compare, measures, page
@@ -27,6 +27,7 @@ from prope.config import default_config, set_layer_percentages
 from prope.kernels import pairs
 
 H = KNOWN_HEAD_DIM
+SCORING = measures.Scoring(H**-0.5)
 
 # --- Capture --------------------------------------------------------------------------------------
 
@@ -64,7 +65,8 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     T = tokens.shape[1]
     for scores, (_, captured) in zip(scores_by_layer, layers, strict=True):
         for row in range(len(tokens)):
-            ours = measures.logits(captured.rotated_query[row], captured.rotated_key[row])
+            query = captured.rotated_query[row]
+            ours = measures.logits(query, captured.rotated_key[row], SCORING)
             np.testing.assert_allclose(
                 ours,
                 scores[row].reshape(4, T, T),
@@ -97,74 +99,6 @@ def test_capture_costs_nothing_where_it_is_off(monkeypatch):
 # --- Measures -------------------------------------------------------------------------------------
 
 
-def by_pair(x):
-    """Both lanes of every pair, [2, .., P]."""
-    return np.stack(np.split(x, 2, axis=-1))
-
-
-def contributions(query, key):
-    """What every pair adds to logits, [B, N, T, T, P]."""
-    heads_per_key = query.shape[2] // key.shape[2]
-    keys = np.repeat(key, heads_per_key, axis=2)
-    return np.einsum("cbtnp,cbsnp->bntsp", by_pair(query), by_pair(keys)) / H**0.5
-
-
-def causal_weights(parts):
-    logits = np.where(
-        np.tri(parts.shape[2]),
-        parts.sum(-1),
-        -np.inf,
-    )
-    return oracles.softmax(logits)
-
-
-def score_queries(rotated, unrotated, after):
-    """Scores of every query, [B, N, T], from weights with and without rotation."""
-    places = np.arange(rotated.shape[-1])
-    previous = rotated[..., places, places - 1]
-    first = rotated[..., 0]
-    entropy = special.entr(rotated).sum(-1)
-    return {
-        "diagonal": rotated[..., places, places],
-        "previous_token": previous,
-        "first_token": first,
-        "entropy": entropy / np.log(np.maximum(places, 1) + 1),
-        "distance": (rotated * (places[:, None] - places)).sum(-1),
-        "overlap_without_rotation": np.minimum(rotated, unrotated).sum(-1),
-        "after_token": previous * after[:, None],
-        "elsewhere": first * ~after[:, None],
-    }
-
-
-def measure_in_float64(captured, freqs, after):
-    """`measure` from its formulas, with all arrays of queries and keys whole."""
-    query, key, value = map(oracles.float64, captured[:3])
-    positions = np.tile(
-        np.arange(query.shape[1]),
-        (len(query), 1),
-    )
-    rotated_query = oracles.rotate(query, positions, freqs)
-    rotated_key = oracles.rotate(key, positions, freqs)
-    parts = contributions(rotated_query, rotated_key)
-    unrotated = contributions(query, key)
-    found = score_queries(causal_weights(parts), causal_weights(unrotated), after)
-    found = {name: scores[..., 2:].mean((0, 2)) for name, scores in found.items()}
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        norms = np.linalg.norm(by_pair(x), axis=0)
-        found[f"{name}_norms"] = norms.mean((0, 1))
-    found["to_first"] = parts[:, :, 1:, 0].mean((0, 2))
-    T = query.shape[1]
-    to_others = [
-        parts[:, :, i, 1 : i + 1].mean(2)
-        for i in range(
-            1,
-            T,
-        )
-    ]
-    found["to_others"] = np.mean(to_others, axis=(0, 1))
-    return found
-
-
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize(
     ("p", "kv_heads"),
@@ -182,8 +116,9 @@ def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
     monkeypatch.setattr(measures, "BLOCK", block)
     measures.measure.clear_cache()
     after = np.random.default_rng(0).random(tokens.shape) < 0.4
-    by_sequence = measures.measure(captured, after)._asdict()
-    expected = measure_in_float64(captured, oracles.frequencies(H, p=p), after)
+    by_sequence = measures.measure(captured, after, SCORING)._asdict()
+    freqs = oracles.frequencies(H, p=p)
+    expected = oracles.attention_measures(*captured[:3], freqs, after)
     assert by_sequence.keys() == expected.keys()
     for name, values in by_sequence.items():
         mean = np.mean(values, axis=0)
@@ -279,6 +214,7 @@ def test_the_high_frequency_share_counts_rotated_pairs_only(rotated, share):
         0,
         oracles.frequencies(H, p=rotated / 16),
         equal,
+        SCORING,
     )
     assert head["high_frequency_share"] == pytest.approx(share)
 

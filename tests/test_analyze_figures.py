@@ -66,8 +66,10 @@ def test_values_stand_beside_queries_and_keys_of_every_head():
             "key_norms": rng.random((2, 16)).tolist(),
             "value_norms": rng.random((2, 16)).tolist(),
         }
-        layers.append({"layer": number, "rotated_pairs": 8} | norms)
-    picture = page.usage_by_head({"layers": layers, "heads": [None] * 8})
+        layers.append({"layer": number} | norms)
+    freqs = [[1.0] * 8 + [0.0] * 8] * 4
+    analysis = {"layers": layers, "heads": [None] * 8, "frequencies": freqs}
+    picture = page.usage_by_head(analysis)
     shown = map_values(picture)
     assert list(shown) == ["queries", "keys", "values (control)"]
     for values, name in zip(shown.values(), norms, strict=True):
@@ -78,7 +80,10 @@ def test_values_stand_beside_queries_and_keys_of_every_head():
     panels = [axes for axes in draw_picture(picture).axes if axes.images]
     assert tick_texts(panels[2].yaxis) == ["0.0", "0.1", "3.0", "3.1"]
     # Where the rotated pairs end; values are not rotated.
-    assert [len(axes.patches) for axes in panels] == [1, 1, 0]
+    borders = [
+        [segment[0, 0] for c in axes.collections for segment in c.get_segments()] for axes in panels
+    ]
+    assert borders == [[7.5] * 8, [7.5] * 4, []]
 
 
 def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
@@ -119,7 +124,7 @@ def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
     assert tick_texts(axes.xaxis) == tick_texts(axes.yaxis) == token_names(positions)
     norms = draw_picture(previous[1]).axes[0]
     assert tick_texts(norms.yaxis)[:2] == token_names(positions)[:2]
-    assert len(norms.patches) == 1, "where the rotated pairs end"
+    assert len(norms.collections) == 1, "where the rotated pairs end"
 
 
 def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):

@@ -81,7 +81,12 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset, paper)
     saved = json.loads((folder / "analysis.json").read_text())
     assert saved["shown"][0]["table"]["tokens"][0] == "<bos>"
     changes = [channel["removed"]["difference"] for channel in saved["channels"]]
-    assert np.isfinite([saved["loss"]["loss"], *changes]).all()
+    assert np.isfinite(
+        [
+            saved["loss"]["loss"],
+            *changes,
+        ]
+    ).all()
     heads = {place_of(head): head["why"] for head in saved["shown"]}
     (channel,) = map(place_of, saved["shown_channels"])
     if paper:
@@ -171,27 +176,6 @@ def test_what_is_not_there_is_refused(run_and_export, tmp_path, monkeypatch, fla
     with pytest.raises(UsageError, match=error) as raised:
         analysis.analyse(run_and_export / "run", options)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        (
-            {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4},
-            "layer_types=.'sliding",
-        ),
-        ({"rope_type": "reversed"}, "rope_type=reversed"),
-        ({"rope_scaling_type": "stop", "scaled_pairs": (0, 3)}, "rope_scaling_type=stop"),
-        ({"attention_scale": 0.5}, "attention_scale=0.5"),
-        ({"attention_softcap": 9.0}, "attention_softcap=9.0"),
-    ],
-)
-def test_attention_that_is_not_measured_is_refused(tmp_path, monkeypatch, fields, error):
-    make_run(tmp_path / "run", **fields)
-    (tmp_path / "a.txt").write_text("word " * 40)
-    monkeypatch.setattr(analysis, "Walk", None)
-    with pytest.raises(UsageError, match=f"{error}.*: only .* can be analysed"):
-        analysis.analyse(tmp_path / "run", analysis_options(text=str(tmp_path / "a.txt")))
 
 
 def test_a_text_has_two_tokens_at_least(run_and_export, tmp_path):

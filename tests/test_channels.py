@@ -122,6 +122,23 @@ def test_only_the_head_that_is_stopped_changes():
     np.testing.assert_array_equal(stopped, plain.query[:, :, 2, lanes])
 
 
+def test_channels_may_be_fast_pairs_that_do_not_rotate():
+    freqs = oracles.frequencies(H) * (np.arange(16) >= 2)  # as rope_type=reversed
+    norms = np.arange(16, 0, -1.0)[None]
+    equal = measures.Measures(
+        norms,
+        norms,
+        norms,
+        *[np.zeros(1)] * 6,
+        norms,
+        norms,
+    )
+    scoring = measures.Scoring(1.0, sliding_window=5)
+    found = channels.strongest_channels(0, freqs, equal, scoring, 100, 4)
+    assert [channel["pair"] for channel in found] == [0, 1, 8, 9]
+    assert found[2]["largest_rotation"] == pytest.approx(4 * freqs[8])
+
+
 @pytest.mark.parametrize(
     ("rotated", "slow"),
     [(16, 8), (4, 4), (0, 0)],
@@ -136,10 +153,11 @@ def test_channels_are_slow_or_unrotated_and_the_strongest(rotated, slow):
         5,
         oracles.frequencies(H, p=rotated / 16),
         measures.Measures(query, key, key, *scores, query, query),
+        measures.Scoring(H**-0.5),
         100,
         3,
     )
-    strength = query * np.repeat(key, 2, axis=0) / H**0.5
+    strength = query * np.repeat(key, 2, axis=0) * H**-0.5
     strengths = {place: value for place, value in np.ndenumerate(strength) if place[1] >= slow}
     strongest = sorted(strengths, key=strengths.get, reverse=True)[:3]
     assert [(channel["head"], channel["pair"]) for channel in found] == strongest

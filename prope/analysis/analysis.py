@@ -1,19 +1,26 @@
 """Analyses runs and writes their pages; `prope.analyze` is its command."""
 
+import functools
 import json
 import time
 
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from prope.analysis import census, channels, compare, measures, page, theory_page
 from prope.analysis.choices import Tokens, choose_tokens, parse_layers, parse_places
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
-from prope.config import default_config
-from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
+from prope.config import SWITCHES, default_config
+from prope.encodings import (
+    FIELDS,
+    layer_frequencies,
+    layer_percentages,
+    layer_wavelengths,
+    layer_windows,
+    rotated_pairs,
+)
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import average_seeds
@@ -70,7 +77,6 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
     """
     run = open_run(workdir, options.step)
     config = run.config.model
-    _check_encoding(workdir, config)
     layers = parse_layers(options.layers, config)
     axes = {"HEAD": config.num_heads, "PAIR": config.head_dim // 2}
     heads = parse_places("heads", options.heads, layers, HEAD=config.num_heads)
@@ -124,28 +130,30 @@ def _round(number: str) -> float:
     return float(f"{float(number):.6g}")
 
 
-def _check_encoding(workdir: epath.Path, config: ConfigDict) -> None:
-    """Raises UsageError unless all layers attend to all tokens and rotate their first pairs."""
-    for name in ("attention_scale", "attention_softcap"):
-        if config[name] is not None:
-            problem = f"model.{name}={config[name]}: only softmax(q k / sqrt(H)) can be analysed"
-            raise usage_error("--workdir", workdir, problem)
-    rotates = layer_frequencies(config) > 0
-    if config.layer_types or (rotates[:, 1:] > rotates[:, :-1]).any():
-        names = ("layer_types", "rope_type", "rope_scaling_type")
-        fields = ", ".join(f"model.{name}={config[name]}" for name in names)
-        allowed = "only layers without windows, whose rotated pairs are the first, can be analysed"
-        raise usage_error("--workdir", workdir, f"{fields}: {allowed}")
-
-
 def _describe_run(run: Run, T: int) -> dict:
     """Collects fields of a run's config that tell its encoding and its training.
 
-    `frequencies` [L][P] are those of each layer in sequences of T tokens.
+    `frequencies` [L][P] are those of each layer in sequences of T tokens. `kinds` are the layers
+    that have the same ones and the same window, in the order of their first layers.
     """
     config = run.config.model
     defaults = default_config().model
-    fields = sorted(FIELDS - {"rope_percentage"})
+    fields = sorted({*FIELDS, *SWITCHES} - {"rope_percentage"})
+    frequencies = layer_frequencies(config, T).tolist()
+    windows = layer_windows(config)
+    wavelengths = layer_wavelengths(config)
+    percentages = layer_percentages(config)
+    kinds = {}
+    for layer, freqs in enumerate(frequencies):
+        values = {
+            "layers": [],
+            "sliding_window": windows[layer],
+            "max_wavelength": wavelengths[layer],
+            "rope_percentage": percentages[layer],
+            "rotated_pairs": int(np.count_nonzero(freqs)),
+        }
+        kind = kinds.setdefault((windows[layer], *freqs), values)
+        kind["layers"].append(layer)
     return {
         "step": run.step,
         "rope_percentage": config.rope_percentage,
@@ -155,7 +163,8 @@ def _describe_run(run: Run, T: int) -> dict:
         "max_wavelength": config.max_wavelength,
         "seed": run.config.seed,
         "trained_on": run.config.data.seq_len,
-        "frequencies": layer_frequencies(config, T).tolist(),
+        "frequencies": frequencies,
+        "kinds": list(kinds.values()),
     }
 
 
@@ -172,6 +181,7 @@ def _measure(walk: Walk, options, layers, heads, places, tokens: Tokens) -> dict
         record = {"layer": layer, "head": head, "why": why}
         record |= census.show_head(
             views[layer],
+            walk.scoring[layer],
             head,
             tokens.window,
             tokens.table,
@@ -192,7 +202,8 @@ def measure_layers(
     `count` channels are removed in turn; 0 saves the layers above the measured ones, and the loss.
     `after` is that of `choices.find_after`. Returns:
 
-    layers      for each measured layer: `layer`, `rotated_pairs`, and norms by head and pair
+    layers      for each measured layer: `layer`, `sliding_window`, `rotated_pairs`, and norms by
+                head and pair
     heads       scores of all their heads, from the census
     views       by layer: `measures.View` of the positions
     channels    the strongest `count` of all these layers, with the loss without them
@@ -200,7 +211,6 @@ def measure_layers(
     """
     B, T = walk.tokens.shape
     after_batches = walk.batches(after)
-    share = after[:, measures.FROM :].mean()
     result = {
         "layers": [],
         "heads": [],
@@ -209,9 +219,9 @@ def measure_layers(
         "loss": None,
     }
 
-    def on_layer(batch: int, captured: Captured) -> tuple[measures.Measures, measures.View]:
-        values = walk.run(measures.measure, captured, after_batches[batch])
-        view = walk.run(measures.view, captured, np.array(positions))
+    def on_layer(scoring: measures.Scoring, batch: int, captured: Captured) -> tuple:
+        values = walk.run(measures.measure, captured, after_batches[batch], scoring)
+        view = walk.run(measures.view, captured, np.array(positions), scoring)
         return jax.device_get((values, view))
 
     x = walk.enter()
@@ -220,26 +230,36 @@ def measure_layers(
         if layer not in layers:
             x, _ = walk.layer(layer, x)
             continue
-        x, batches = walk.layer(layer, x, on_layer=on_layer)
+        scoring = walk.scoring[layer]
+        x, batches = walk.layer(layer, x, on_layer=functools.partial(on_layer, scoring))
         values, views = zip(*batches, strict=True)
-        mean = jax.tree.map(
-            lambda *parts: np.concatenate(parts)[:B].mean(axis=0),
-            *values,
-        )
+        mean = _mean_over_sequences(values, B)
         freqs = walk.frequencies[layer]
-        result["layers"].append(_describe_layer(layer, freqs, mean))
-        result["heads"] += census.score_heads(layer, freqs, mean, share)
+        result["layers"].append(_describe_layer(layer, freqs, mean, scoring))
+        result["heads"] += census.score_heads(layer, freqs, mean, scoring, after)
         result["views"][layer] = views[0]
-        result["channels"] += channels.strongest_channels(layer, freqs, mean, T, count)
+        strongest = channels.strongest_channels(layer, freqs, mean, scoring, T, count)
+        result["channels"] += strongest
         log.info("layer %d of %d is measured", layer, walk.config.num_layers)
     if count:
         _ablate_strongest(walk, walk.losses(x, end), count, result)
     return result
 
 
-def _describe_layer(layer: int, freqs: np.ndarray, mean: measures.Measures) -> dict:
+def _mean_over_sequences(batches: tuple[measures.Measures, ...], B: int) -> measures.Measures:
+    """Averages fields [b, ...] of batches, of which the last one may be filled up, over B."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[:B].mean(axis=0), *batches)
+
+
+def _describe_layer(
+    layer: int,
+    freqs: np.ndarray,
+    mean: measures.Measures,
+    scoring: measures.Scoring,
+) -> dict:
     return {
         "layer": layer,
+        "sliding_window": scoring.sliding_window,
         "rotated_pairs": int(np.count_nonzero(freqs)),
         "query_norms": mean.query_norms.tolist(),
         "key_norms": mean.key_norms.tolist(),

@@ -8,7 +8,7 @@ from operator import itemgetter
 import numpy as np
 
 from prope.analysis.channels import strengths
-from prope.analysis.measures import Measures, View
+from prope.analysis.measures import FROM, Measures, Scoring, View
 
 MOSTLY = 0.5  # share of the weight at which a head is named by where it attends
 SHARP = 0.5  # share of the largest entropy below which a head is named semantic
@@ -20,33 +20,42 @@ def score_heads(
     layer: int,
     frequencies: np.ndarray,
     measures: Measures,
-    share: float = 0,
+    scoring: Scoring,
+    after: np.ndarray | None = None,
 ) -> list[dict]:
     """Computes a record for every head of a layer with these frequencies [P].
 
     It has its scores (`Measures`), and
 
     head_of                 the smaller of its weights on the token before, at queries after the
-                            token of --head_of, which are a `share` of all, and on the first token
-                            elsewhere (Figure 7); None without it
+                            token of --head_of, and on the first token elsewhere (Figure 7); None
+                            without it. `after` [B, T] is that of `choices.find_after`
     high_frequency_share    share of the fastest quarter of the pairs in what all can add to logits
                             (`strengths`), as far as they are rotated: at wavelength 10,000 those of
-                            0.1 radians a token and more
+                            0.1 radians a token and more, at 1,000,000 those of 0.03
     positional              the larger of diagonal and previous_token
     kind                    "diagonal", "previous_token" or "first_token", where more than half of
                             the weight goes there; "semantic": none of these, but sharp, and more
                             than half of the attention is the same without any rotation, so that it
                             depends on what tokens are; otherwise ""
     """
-    strength = strengths(measures)
+    strength = strengths(measures, scoring)
     quarter = len(frequencies) // 4
     fast = strength[:, :quarter] @ (frequencies[:quarter] > 0)
     total = strength.sum(axis=1)
     fast_share = fast / np.maximum(total, 1e-30)
     head_of = [None] * len(strength)
-    if share:
-        after_token = measures.after_token / share
-        elsewhere = measures.elsewhere / (1 - share)
+    counted = np.zeros(0) if after is None else after[:, FROM:]
+    if counted.any():
+        see_first = counted[
+            :,
+            : max(
+                scoring.reach(after.shape[1]) - FROM,
+                1,
+            ),
+        ]
+        after_token = measures.after_token / counted.mean()
+        elsewhere = measures.elsewhere / max(1 - see_first.mean(), 1e-30)
         head_of = np.minimum(after_token, elsewhere).tolist()
     records = []
     for head in range(len(strength)):
@@ -140,6 +149,7 @@ def strongest(heads: list[dict], paper: bool = False) -> dict[tuple[int, int], s
 
 def show_head(
     view: View,
+    scoring: Scoring,
     head: int,
     window: list[int],
     table: list[int],
@@ -159,17 +169,20 @@ def show_head(
         "logits": view.logits[head][square].tolist(),
         "query_norms": view.query_norms[head][rows].tolist(),
         "key_norms": view.key_norms[head][rows].tolist(),
-        "table": bounds_table(view, head, table, names),
+        "table": bounds_table(view, scoring, head, table, names),
     }
 
 
 def bounds_table(
     view: View,
+    scoring: Scoring,
     head: int,
     table: list[int],
     names: list[str],
 ) -> dict:
     """Compares logits of tokens with their bounds |q_i| |k_j| / sqrt(H) (Tables 3 to 5).
+
+    Bounds have the layer's own scale in place of 1 / sqrt(H), and its cap.
 
     Returns for every token i of the positions `table`: `upper_bound` of the logit to itself, that
     logit (`diagonal`), and the same of the token before, `previous_upper_bound` and
@@ -178,10 +191,11 @@ def bounds_table(
     """
     query_norms = view.query_norms[head].astype(np.float64)
     key_norms = view.key_norms[head].astype(np.float64)
-    head_dim = 2 * query_norms.shape[-1]
     query_norm = np.linalg.norm(query_norms, axis=-1)
     key_norm = np.linalg.norm(key_norms, axis=-1)
-    bounds = np.outer(query_norm, key_norm) / head_dim**0.5
+    bounds = scoring.scale * np.outer(query_norm, key_norm)
+    if scoring.cap is not None:
+        bounds = scoring.cap * np.tanh(bounds / scoring.cap)
     logits = view.logits[head].astype(np.float64)
     rows = np.searchsorted(view.positions, table)
 

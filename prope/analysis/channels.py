@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from prope.analysis.measures import Measures
+from prope.analysis.measures import Measures, Scoring
 from prope.analysis.walk import Stream, Walk
 from prope.inference.paired import average_seeds
 from prope.model import Captured, rotate_qkv
@@ -21,14 +21,14 @@ from prope.rope import rotate
 from prope.sharding import constrain
 
 
-def strengths(measures: Measures) -> np.ndarray:
+def strengths(measures: Measures, scoring: Scoring) -> np.ndarray:
     """Computes what a pair can add to a logit, by Cauchy-Schwarz on mean norms: [N, P].
 
-    It is |q| |k| / sqrt(H).
+    It is |q| |k| times the scale of logits, 1 / sqrt(H) by default; before a cap.
     """
     query = np.asarray(measures.query_norms, np.float64)
     key = np.asarray(measures.key_norms, np.float64)
-    return query * _by_query_head(key, query) / (2 * query.shape[1]) ** 0.5
+    return query * _by_query_head(key, query) * scoring.scale
 
 
 def _by_query_head(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
@@ -40,6 +40,7 @@ def strongest_channels(
     layer: int,
     frequencies: np.ndarray,
     measures: Measures,
+    scoring: Scoring,
     seq_len: int,
     count: int,
 ) -> list[dict]:
@@ -47,14 +48,14 @@ def strongest_channels(
 
     layer, head, pair       the pair counts from the fastest, 0
     frequency               radians a token; 0 where the pair is not rotated
-    largest_rotation        radians between the two ends of `seq_len` tokens
+    largest_rotation        radians between the two ends of `seq_len` tokens, or of the window
     strength, share         `strengths` of the pair, and its share of the sum over the head's pairs
     query_norm, key_norm    `Measures.query_norms` and `key_norms`
     to_first, to_others     contributions to the logit of the first token, and on average to those
                             of the others
     """
     P = len(frequencies)
-    strength = strengths(measures)
+    strength = strengths(measures, scoring)
     total = strength.sum(axis=1, keepdims=True)
     by_pair = {
         "strength": strength,
@@ -64,15 +65,15 @@ def strongest_channels(
         "to_first": measures.to_first,
         "to_others": measures.to_others,
     }
-    first_slow = min(P // 2, int(np.count_nonzero(frequencies)))
-    order = np.argsort(-strength[:, first_slow:], axis=None)
+    slow = np.flatnonzero((np.arange(P) >= P // 2) | (frequencies == 0))
+    order = np.argsort(-strength[:, slow], axis=None)
     records = []
     for index in order[:count].tolist():
-        head, slow_pair = divmod(index, P - first_slow)
-        pair = first_slow + slow_pair
+        head, place = divmod(index, len(slow))
+        pair = int(slow[place])
         record = {"layer": layer, "head": head, "pair": pair}
         record["frequency"] = float(frequencies[pair])
-        record["largest_rotation"] = record["frequency"] * (seq_len - 1)
+        record["largest_rotation"] = record["frequency"] * (scoring.reach(seq_len) - 1)
         record |= {name: float(values[head, pair]) for name, values in by_pair.items()}
         records.append(record)
     return records
@@ -114,7 +115,11 @@ def _loss_change(
     x, _ = walk.layer(channel["layer"], x, changed)
     changed_losses = walk.losses(x, channel["layer"] + 1)
     difference, stderr, _ = average_seeds((changed_losses - losses).tolist())
-    return {"loss": float(changed_losses.mean()), "difference": difference, "stderr": stderr}
+    return {
+        "loss": float(changed_losses.mean()),
+        "difference": difference,
+        "stderr": stderr,
+    }
 
 
 def show_channels(
@@ -124,11 +129,11 @@ def show_channels(
 ) -> list[dict]:
     """Describes each (layer, head, pair), as Figure 14 and Appendix D.1.
 
-    layer, head, pair, frequency
+    layer, head, pair, frequency, sliding_window
     queries, keys           [t, 2] before rotation, of the positions `window` in the first sequence
     to_first, to_others     contributions to the logits of the first key, at distances 1 .. T-1, and
-                            of the others, at distances 0 .. T-2: means over sequences and queries,
-                            of which the first one does not count
+                            of the others, at distances 0 .. T-2, as far as the window reaches:
+                            means over sequences and queries, of which the first one does not count
     first_alignment, others_alignment   cosine of the mean query with the first key, and with the
                             mean of the others
     breaking_rotation       radians after which the first key's advantage over the mean of the
@@ -159,7 +164,10 @@ def show_channels(
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
         for index, place in enumerate(places):
-            lanes = np.concatenate([batch[index] for batch in batches], axis=1)
+            lanes = np.concatenate(
+                [batch[index] for batch in batches],
+                axis=1,
+            )
             lanes = lanes[:, : len(walk.tokens)]
             records[place] = _describe_channel(walk, place, lanes, window)
     return [records[place] for place in chosen]
@@ -177,8 +185,6 @@ def _describe_channel(
     after a rotation by r is Re(conj(q) (k_first - k_others) exp(-i r)) of means, or
     |..| cos(psi - r): first 0 at r = psi + pi / 2.
     """
-    from scipy.signal import correlate  # takes half a second
-
     layer, head, pair = place
     frequency = float(walk.frequencies[layer][pair])
     vectors = lanes.astype(np.float64).view(complex)[..., 0]
@@ -190,30 +196,40 @@ def _describe_channel(
     rotation = None
     if advantage.real > 0:
         rotation = float(np.angle(advantage) + np.pi / 2)
-    rotated_query = rotated_query[:, 1:]
-    on_first = rotated_query.conj() * rotated_key[:, :1]
-    to_first = on_first.real.mean(axis=0)
-    pairs = zip(rotated_query, rotated_key[:, 1:], strict=True)
-    correlations = [correlate(queries, keys) for queries, keys in pairs]
-    products = np.mean(correlations, axis=0)
-    T = query.shape[1]
-    counts = np.arange(T - 1, 0, -1)  # at distances 0, 1 ..
-    to_others = products.real[T - 2 :] / counts
-    scale = walk.config.head_dim**-0.5
+    scoring = walk.scoring[layer]
+    reach = scoring.reach(query.shape[1])
+    to_first, to_others = _added_by_distance(rotated_query[:, 1:], rotated_key)
     return {
         "layer": layer,
         "head": head,
         "pair": pair,
         "frequency": frequency,
+        "sliding_window": scoring.sliding_window,
         "queries": lanes[0, 0, window].tolist(),
         "keys": lanes[1, 0, window].tolist(),
         "first_alignment": _cosine(mean, first),
         "others_alignment": _cosine(mean, others),
-        "to_first": (scale * to_first).tolist(),
-        "to_others": (scale * to_others).tolist(),
+        "to_first": (scoring.scale * to_first)[: reach - 1].tolist(),
+        "to_others": (scoring.scale * to_others)[:reach].tolist(),
         "breaking_rotation": rotation,
         "breaking_distance": rotation / frequency if rotation and frequency else None,
     }
+
+
+def _added_by_distance(query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Averages products of rotated queries [B, T - 1] and keys [B, T] by distance, [T - 1] each.
+
+    Returns those with the first key, at distances 1, 2 .., and with the others, at 0, 1 ...
+    """
+    from scipy.signal import correlate  # takes half a second
+
+    on_first = query.conj() * key[:, :1]
+    pairs = zip(query, key[:, 1:], strict=True)
+    correlations = [correlate(queries, keys) for queries, keys in pairs]
+    products = np.mean(correlations, axis=0)
+    count = query.shape[1]
+    counts = np.arange(count, 0, -1)  # at distances 0, 1 ..
+    return on_first.real.mean(axis=0), products.real[count - 1 :] / counts
 
 
 def _cosine(a: complex, b: complex) -> float:

@@ -46,7 +46,8 @@ def heads(analysis: dict) -> Picture:
             label_ticks(top.yaxis, positions)
             title = f"{name_of(head)}: {score} {record[score]:.2f}"
             top.set(title=title, xlabel="key", ylabel="query")
-            _draw_norms(below, layers[head["layer"]], head["head"])
+            rotated = np.array(analysis["frequencies"][head["layer"]]) > 0
+            _draw_norms(below, layers[head["layer"]], head["head"], rotated)
         axes[1, 0].legend(loc="best")
 
     texts = []
@@ -62,7 +63,7 @@ def heads(analysis: dict) -> Picture:
     return Picture("heads", "Chosen heads", alt, caption, draw, (2.55 * len(shown), 5.0))
 
 
-def _draw_norms(axes, layer: dict, head: int) -> None:
+def _draw_norms(axes, layer: dict, head: int, rotated: np.ndarray) -> None:
     """Draws the mean norms of a head's queries and keys by pair."""
     query_norms = layer["query_norms"]
     key_norms = layer["key_norms"]
@@ -70,8 +71,8 @@ def _draw_norms(axes, layer: dict, head: int) -> None:
     curves = {"query": query_norms[head], "key": key_norms[key_head]}
     for name, style in styles(list(curves)).items():
         axes.plot(curves[name], label=name, **style | {"marker": None})
-    if layer["rotated_pairs"] < len(curves["key"]):
-        axes.axvline(layer["rotated_pairs"] - 0.5, color=BORDER, lw=1.5)
+    for border in np.flatnonzero(np.diff(rotated, prepend=True)):
+        axes.axvline(border - 0.5, color=BORDER, lw=1.5)
     axes.set(xlabel="pair, fastest first", ylabel="mean norm", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
 
@@ -84,11 +85,15 @@ def maps(analysis: dict, head: dict) -> list[Picture]:
     window = analysis["window"]
     tokens = zip(window["positions"], window["tokens"], strict=True)
     labels = [f"{position} {token}" for position, token in tokens]
-    return [_attention_picture(head, labels), _norms_picture(analysis, head, labels)]
+    return [_attention_picture(analysis, head, labels), _norms_picture(analysis, head, labels)]
 
 
-def _attention_picture(head: dict, labels: list[str]) -> Picture:
-    visible = np.tri(len(labels))
+def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
+    (layer,) = [layer for layer in analysis["layers"] if layer["layer"] == head["layer"]]
+    positions = np.array(analysis["window"]["positions"])
+    distances = positions[:, None] - positions
+    reach = layer["sliding_window"] or np.inf
+    visible = (distances >= 0) & (distances < reach)
     weights = np.where(visible, head["map"], np.nan)
     logits = np.where(visible, head["logits"], np.nan)
     least = np.nanmin(logits)
@@ -101,18 +106,23 @@ def _attention_picture(head: dict, labels: list[str]) -> Picture:
             "logits": (logits, 1, least, most),
         }
         grid = panels(figure, 2, wrap=1 if is_stacked else 2, sharey=True)
-        for axes, (title, limits) in zip(grid.flat, images.items(), strict=True):
+        for axes, (title, limits) in zip(
+            grid.flat,
+            images.items(),
+            strict=True,
+        ):
             image = show_image(axes, *limits, aspect="auto")
             figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
             axes.set(title=title, xlabel="key", ylabel="query")
             label_ticks(axes.xaxis, labels, rotation=90)
             label_ticks(axes.yaxis, labels)
 
-    alt = f"Mean weight on the first token {weights[:, 0].mean():.2f}; "
+    alt = f"Mean weight on the first token {np.nanmean(weights[:, 0]):.2f}; "
     alt += f"logits from {least:.1f} to {most:.1f}."
+    seen = "tokens before" if reach == np.inf else f"{reach:,} tokens of the layer's window"
     caption = (
         "The first token and those of --window, of the first sequence. Weights are shares of all "
-        "tokens before; their colours are by square root."
+        f"{seen}; their colours are by square root."
     )
     name = f"head_{head['layer']}_{head['head']}"
     title = f"Head {name_of(head)}: weights and logits"
@@ -121,11 +131,11 @@ def _attention_picture(head: dict, labels: list[str]) -> Picture:
 
 
 def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
-    (layer,) = [layer for layer in analysis["layers"] if layer["layer"] == head["layer"]]
+    freqs = np.array(analysis["frequencies"][head["layer"]])
     norms = {kind: np.array(head[f"{kind}_norms"]) for kind in ("query", "key")}
 
     def draw(figure):
-        rotated = [layer["rotated_pairs"]] * len(labels)
+        rotated = np.tile(freqs > 0, (len(labels), 1))
         row = panels(figure, 2, sharey=True)[0]
         for axes, kind in zip(row, norms, strict=True):
             heat(axes, norms[kind], f"norms of the {kind}", "token", labels, rotated)
@@ -134,7 +144,14 @@ def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
     caption = f"Longest on average: {'; '.join(longest)}."
     name = f"norms_{head['layer']}_{head['head']}"
     title = f"Head {name_of(head)}: norms by token"
-    return Picture(name, title, caption, caption, draw, (12, height(len(labels))))
+    return Picture(
+        name,
+        title,
+        caption,
+        caption,
+        draw,
+        (12, height(len(labels))),
+    )
 
 
 def channel(record: dict) -> Picture:
@@ -166,22 +183,31 @@ def channel(record: dict) -> Picture:
                 )
             axes.set(title=kind, xlabel=xlabel, aspect="equal", adjustable="datalim")
 
-    rotation = record["breaking_rotation"]
-    distance = record["breaking_distance"]
-    if not rotation:
-        end = "is none at distance 0."
-    elif not distance:
-        end = (
-            f"ends after a rotation by {rotation:.2f} radians: never, as the pair does not rotate."
-        )
-    else:
-        end = f"ends after a rotation by {rotation:.2f} radians: {distance:,.0f} tokens."
     alt = (
         f"Cosine of the mean query with the first key {record['first_alignment']:.2f}, with the "
-        f"mean of the others {record['others_alignment']:.2f}. The first token's advantage {end}"
+        f"mean of the others {record['others_alignment']:.2f}. The first token's advantage "
+        f"{_end_of_advantage(record)}"
     )
     caption = f"{alt} Vectors, before rotation: --window of the first sequence; "
     caption += "the large mark is the first key."
     place = f"{name_of(record)}.{record['pair']}"
     name = f"channel_{place.replace('.', '_')}"
     return Picture(name, f"Channel {place}", alt, caption, draw, (12, 3.9))
+
+
+def _end_of_advantage(record: dict) -> str:
+    """Says after which rotation and distance the first key of a channel is no better than others.
+
+    Captions of `channel` end with it.
+    """
+    rotation = record["breaking_rotation"]
+    distance = record["breaking_distance"]
+    reach = record["sliding_window"] or np.inf
+    if not rotation:
+        return "is none at distance 0."
+    end = f"ends after a rotation by {rotation:.2f} radians"
+    if not distance:
+        return f"{end}: never, as the pair does not rotate."
+    if distance >= reach:
+        return f"{end}: {distance:,.0f} tokens, beyond the layer's window of {reach:,}."
+    return f"{end}: {distance:,.0f} tokens."

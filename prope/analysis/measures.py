@@ -6,23 +6,39 @@ Axes: B sequences, T length, N query heads, K key/value heads, G = N / K, H head
 pairs, t chosen tokens.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from prope.kernels.softcap import softcap
 from prope.model import Captured
 from prope.sharding import constrain, shard_mapped
 
 BLOCK = 128  # queries whose weights exist at a time
 FROM = 2  # the first query that counts: it, the token before it and the first one are three tokens
+_OF_FIRST = (2, 7)  # of `_score_queries`: first_token and elsewhere
+
+
+class Scoring(NamedTuple):
+    """How a layer makes weights of queries and keys: the softmax of softcap(scale q.k, cap)."""
+
+    scale: float
+    cap: float | None = None
+    sliding_window: int | None = None  # keys that a query sees, its own included; None: all before
+
+    def reach(self, length: int) -> int:
+        """Returns how many keys a query sees at most, in sequences of `length` tokens."""
+        return min(self.sliding_window or length, length)
 
 
 class Measures(NamedTuple):
     """Means of one layer over tokens, later over sequences too.
 
-    Those of weights are over queries from the third token on.
+    Those of weights are over queries from the third token on. Those of the first token are over
+    the queries that see it, which in a layer with a window are the first ones; 0 without any.
     """
 
     # The 2-norm of the two lanes of every pair, fastest first (Figures 3, 4, 11). Values are not
@@ -39,11 +55,11 @@ class Measures(NamedTuple):
     # The sum of min(weight, weight without rotation): attention that needs no position.
     overlap_without_rotation: Array  # [N]
     # Contributions of a pair to the logit of the first token, of queries after it, and on average
-    # to the logits of all visible tokens after the first.
+    # to the logits of all visible tokens after the first; before a cap.
     to_first: Array  # [N, P]
     to_others: Array  # [N, P]
     # previous_token, counted where that token is the one of --head_of, and first_token, counted at
-    # the other queries (Figure 7).
+    # the other queries that see it (Figure 7).
     after_token: Array = 0  # [N]
     elsewhere: Array = 0  # [N]
 
@@ -52,32 +68,43 @@ class View(NamedTuple):
     """Attention among t chosen tokens of the first sequence, as tables and maps show it."""
 
     positions: Array  # [t], ascending
-    logits: Array  # [N, t, t], before the softmax; unmasked (Figure 9)
+    logits: Array  # [N, t, t], before the softmax, capped; unmasked (Figure 9)
     weights: Array  # [N, t, t], of a softmax over all visible tokens (Figures 5, 7, 12, 13)
     query_norms: Array  # [N, t, P], of every pair
     key_norms: Array  # [N, t, P], of the key head that the query head attends to
 
 
-def logits(query: Array, key: Array) -> Array:
+def logits(
+    query: Array,
+    key: Array,
+    scoring: Scoring,
+) -> Array:
     """Computes the unmasked logits [N, t, S] of queries [t, N, H] and keys [S, K, H]."""
-    scaled = query * query.shape[-1] ** -0.5
+    scaled = query * scoring.scale
     key = _by_query_head(key, query)
-    return jnp.einsum("TNH,SNH->NTS", scaled, key, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("TNH,SNH->NTS", scaled, key, preferred_element_type=jnp.float32)
+    return softcap(scores, scoring.cap)
 
 
 def weights(
     query: Array,
     key: Array,
     rows: Array,
+    scoring: Scoring,
 ) -> Array:
     """Computes causal attention [N, t, S] of queries at positions `rows` [t] to all keys."""
-    visible = jnp.arange(len(key))[None] <= rows[:, None]
-    masked = jnp.where(visible[None], logits(query, key), -jnp.inf)
+    distances = rows[:, None] - jnp.arange(len(key))[None]
+    visible = (distances >= 0) & (distances < scoring.reach(len(key)))
+    masked = jnp.where(visible[None], logits(query, key, scoring), -jnp.inf)
     return jax.nn.softmax(masked, axis=-1)
 
 
-@jax.jit
-def measure(captured: Captured, after: Array) -> Measures:
+@jax.jit(static_argnums=2)
+def measure(
+    captured: Captured,
+    after: Array,
+    scoring: Scoring,
+) -> Measures:
     """Measures every sequence; the fields are [B, ...], whole on every device.
 
     The arrays are [B, T, ., H] with T >= 3; `after` [B, T] is that of `choices.find_after`.
@@ -93,11 +120,12 @@ def measure(captured: Captured, after: Array) -> Measures:
         "BN",
         "BN",
     ]
-    sharded = shard_mapped(lambda *arrays: jax.lax.map(_measure_sequence, arrays), axes, results)
+    measure_one = functools.partial(_measure_sequence, scoring)
+    sharded = shard_mapped(lambda *arrays: jax.lax.map(measure_one, arrays), axes, results)
     return Measures(*map(_replicate, sharded(*captured, after)))
 
 
-def _measure_sequence(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def _measure_sequence(scoring: Scoring, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     captured = Captured(*arrays[:-1])
     after = arrays[-1]
     T = len(captured.query)
@@ -107,14 +135,17 @@ def _measure_sequence(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         rows = start + jnp.arange(block_size)
         is_counted = ((rows >= FROM) & (rows < T))[None]
         # The last block may run over the end.
-        scores = _score_queries(captured, after, jnp.minimum(rows, T - 1))
+        scores = _score_queries(captured, after, jnp.minimum(rows, T - 1), scoring)
         counted = [jnp.where(is_counted, score, 0) for score in scores]
         return jnp.stack([score.sum(axis=-1) for score in counted])
 
     sums = jax.lax.map(sum_block, jnp.arange(0, T, block_size))
-    means = sums.sum(axis=0) / (T - FROM)
+    sums = sums.sum(axis=0)
+    # Queries beyond the window add 0 to the scores of the first token.
+    see_first = max(scoring.reach(T) - FROM, 1)
+    means = [x / (see_first if i in _OF_FIRST else T - FROM) for i, x in enumerate(sums)]
     norms = [_pair_norms(x).mean(axis=0) for x in captured[:3]]
-    contributions = _contributions(captured.rotated_query, captured.rotated_key)
+    contributions = _contributions(captured.rotated_query, captured.rotated_key, scoring)
     return *norms, *means[:6], *contributions, *means[6:]
 
 
@@ -122,16 +153,18 @@ def _score_queries(
     captured: Captured,
     after: Array,
     rows: Array,
+    scoring: Scoring,
 ) -> tuple[Array, ...]:
     """Computes the measures of weights for the queries at some positions, each [N, t]."""
-    rotated = weights(captured.rotated_query[rows], captured.rotated_key, rows)
-    unrotated = weights(captured.query[rows], captured.key, rows)
+    rotated = weights(captured.rotated_query[rows], captured.rotated_key, rows, scoring)
+    unrotated = weights(captured.query[rows], captured.key, rows, scoring)
     queries = jnp.arange(len(rows))
     diagonal = rotated[:, queries, rows]
     previous_token = rotated[:, queries, rows - 1]
     first_token = rotated[:, :, 0]
     negative_entropy = jax.scipy.special.xlogy(rotated, rotated).sum(axis=-1)
-    entropy = -negative_entropy / jnp.log(jnp.maximum(rows, 1) + 1)[None]
+    seen = jnp.minimum(rows + 1, scoring.reach(len(captured.key)))
+    entropy = -negative_entropy / jnp.log(jnp.maximum(seen, 2))[None]
     distances = rows[:, None] - jnp.arange(len(captured.key))[None]
     distance = (rotated * distances[None]).sum(axis=-1)
     overlap = jnp.minimum(rotated, unrotated).sum(axis=-1)
@@ -149,26 +182,35 @@ def _score_queries(
     )
 
 
-def _contributions(query: Array, key: Array) -> list[Array]:
+def _contributions(query: Array, key: Array, scoring: Scoring) -> list[Array]:
     """Computes `Measures.to_first` and `to_others` of a sequence's rotated queries and keys."""
+    T = len(key)
+    reach = scoring.reach(T)
     key = _by_query_head(key, query)
-    counts = jnp.arange(1, len(key))[:, None, None]
-    mean_of_others = jnp.cumsum(key[1:], axis=0) / counts
-    scaled = query[1:] * query.shape[-1] ** -0.5
-    means = [(scaled * keys).mean(axis=0) for keys in (key[:1], mean_of_others)]
-    return [sum(jnp.split(lanes, 2, axis=-1)) for lanes in means]
+    sums = jnp.cumsum(key[1:], axis=0)
+    if reach < T:
+        sums = sums.at[reach:].add(-sums[: T - 1 - reach])
+    counts = jnp.minimum(jnp.arange(1, T), reach)[:, None, None]
+    scaled = query[1:] * scoring.scale
+    to_first = (scaled[: reach - 1] * key[:1]).sum(axis=0) / max(reach - 1, 1)
+    to_others = (scaled * (sums / counts)).mean(axis=0)
+    return [sum(jnp.split(lanes, 2, axis=-1)) for lanes in (to_first, to_others)]
 
 
-@jax.jit
-def view(captured: Captured, positions: Array) -> View:
+@jax.jit(static_argnums=2)
+def view(
+    captured: Captured,
+    positions: Array,
+    scoring: Scoring,
+) -> View:
     """Computes attention among the tokens at `positions` [t] of the first sequence."""
     query = captured.rotated_query[0, positions]
     all_keys = captured.rotated_key[0]
     key = _by_query_head(all_keys[positions], query)
     chosen = View(
         positions,
-        logits(query, key),
-        weights(query, all_keys, positions)[:, :, positions],
+        logits(query, key, scoring),
+        weights(query, all_keys, positions, scoring)[:, :, positions],
         _pair_norms(query).swapaxes(0, 1),
         _pair_norms(key).swapaxes(0, 1),
     )

@@ -8,7 +8,7 @@ from etils import epath
 
 from prope.analysis.maps import SCORES, channel, heads, maps, name_of
 from prope.html import page
-from prope.html.drawing import TEXT, Picture, heat, label_ticks, panels, show_image, styles
+from prope.html.drawing import TEXT, Picture, heat, label_ticks, line, panels, show_image, styles
 
 KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none of these"}
@@ -30,7 +30,14 @@ def write(folder: epath.Path, analysis: dict) -> epath.Path:
     pictures += map(channel, analysis["shown_channels"])
     if analysis["channels"]:
         pictures.append(channels(analysis))
-    data = {"run": run, "lead": lead(analysis), "a": analysis, "kinds": KINDS}
+    if len(analysis["kinds"]) > 1:
+        pictures.insert(0, frequencies(analysis))
+    data = {
+        "run": run,
+        "lead": lead(analysis),
+        "a": analysis,
+        "kinds": KINDS,
+    }
     return page.write(folder, "analysis", pictures, **data)
 
 
@@ -61,10 +68,48 @@ def norms(analysis: dict, name: str) -> np.ndarray:
     return np.array([layer[name] for layer in analysis["layers"]])
 
 
+def rotated_by_layer(analysis: dict) -> np.ndarray:
+    """Tells which pairs of the measured layers rotate, [L, P]."""
+    layers = [layer["layer"] for layer in analysis["layers"]]
+    return np.array(analysis["frequencies"])[layers] > 0
+
+
+def name_of_kind(kind: dict) -> str:
+    """Names a kind of layer by its window, wavelength and p."""
+    window = kind["sliding_window"]
+    name = f"window {window:,}" if window else "no window"
+    return f"{name}, wavelength {kind['max_wavelength']:,.0f}, p = {kind['rope_percentage']:g}"
+
+
+def frequencies(analysis: dict) -> Picture:
+    """Draws the frequencies of every kind of layer by pair."""
+    kinds = {name_of_kind(kind): kind for kind in analysis["kinds"]}
+    curves = {}
+    for name, kind in kinds.items():
+        freqs = np.array(analysis["frequencies"][kind["layers"][0]])
+        curves[name] = np.where(freqs > 0, freqs, np.nan)
+
+    def draw(figure):
+        axes = panels(figure, 1)[0, 0]
+        for name, style in styles(list(curves)).items():
+            points = {pair: (freq, None) for pair, freq in enumerate(curves[name])}
+            line(axes, points, style, name)
+        axes.set(xlabel="pair, fastest first", ylabel="radians a token", yscale="log")
+        axes.legend(loc="best")
+
+    texts = []
+    for name, kind in kinds.items():
+        slowest = np.nanmin(curves[name], initial=np.inf)
+        end = f"to {slowest:.2g} radians a token" if kind["rotated_pairs"] else "none"
+        texts.append(f"{name}: {kind['rotated_pairs']} pairs rotate, {end}")
+    caption = "A pair has another frequency in each kind of layer. Pairs without one do not rotate."
+    return Picture("frequencies", "Kinds of layers", f"{'; '.join(texts)}.", caption, draw)
+
+
 def usage(analysis: dict) -> Picture:
     """Draws Figure 3: norms by layer and pair, means over heads."""
     layers = [layer["layer"] for layer in analysis["layers"]]
-    rotated = [layer["rotated_pairs"] for layer in analysis["layers"]]
+    rotated = rotated_by_layer(analysis)
     means = {}
     for kind, name in NORMS.items():
         means[kind] = norms(analysis, name).mean(axis=1)
@@ -85,8 +130,8 @@ def usage(analysis: dict) -> Picture:
     alt = f"Mean norms by pair. {'; '.join(texts)}."
     caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads "
     caption += "(the paper's Figure 3)."
-    if min(rotated) < analysis["head_dim"] // 2:
-        caption += " Pairs right of the red line are not rotated."
+    if not rotated.all():
+        caption += " Red lines border the pairs that are not rotated."
     return Picture("usage", "Frequency usage by layer", alt, caption, draw, (12, 3.4))
 
 
@@ -104,7 +149,7 @@ def usage_by_head(analysis: dict) -> Picture:
             values = norms(analysis, name)
             count = values.shape[1]
             labels = [f"{layer['layer']}.{head}" for layer in layers for head in range(count)]
-            rotated = np.repeat([layer["rotated_pairs"] for layer in layers], count)
+            rotated = np.repeat(rotated_by_layer(analysis), count, axis=0)
             ends = None if "values" in kind else rotated
             heat(axes, np.concatenate(values), kind, "layer.head", labels, ends)
 
@@ -133,6 +178,8 @@ def census(analysis: dict) -> Picture:
         texts.append(f"{words}: {best[score]:.2f}, of head {name_of(best)}")
     alt = f"Greatest mean weight on {'; '.join(texts)}."
     caption = "Mean weight of every head, over queries from the third token on."
+    if any(layer["sliding_window"] for layer in analysis["layers"]):
+        caption += " In layers with a window, on the first token: over the queries that see it."
     if correlation:
         caption += (
             f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "

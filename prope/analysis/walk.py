@@ -16,7 +16,8 @@ from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
 from prope import model, sharding
-from prope.encodings import layer_frequencies
+from prope.analysis.measures import Scoring
+from prope.encodings import layer_frequencies, layer_windows
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.rope import rotation_table
@@ -49,6 +50,9 @@ class Walk:
         self.tokens = tokens
         B, T = tokens.shape
         self.frequencies = layer_frequencies(config, T)  # [L, P]
+        scale = config.attention_scale or config.head_dim**-0.5
+        cap = config.attention_softcap
+        self.scoring = [Scoring(scale, cap, window) for window in layer_windows(config)]  # [L]
         self._mesh = sharding.make_mesh()
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
         most_rows = shards * max(_TOKENS // T, 1)
@@ -60,7 +64,7 @@ class Walk:
                 self.config,
             )
         )
-        self._layer = jax.jit(self._run_layer)
+        self._layer = jax.jit(self._run_layer, static_argnums=4)
         self._losses = jax.jit(functools.partial(_losses, self.config))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
@@ -105,11 +109,12 @@ class Walk:
         T = self.tokens.shape[1]
         positions = np.arange(T, dtype=np.int32)[None]
         table = np.asarray(rotation_table(positions, self.frequencies[number]))
+        window = self.scoring[number].sliding_window
         outputs = []
         results = []
         for batch, rows in enumerate(x):
             batch_x = self._global(rows)
-            output, captured = self.run(self._layer, params, batch_x, table, rotate_fn)
+            output, captured = self.run(self._layer, params, batch_x, table, rotate_fn, window)
             outputs.append(_local_rows(output))
             if on_layer:
                 results.append(on_layer(batch, captured))
@@ -136,8 +141,8 @@ class Walk:
             means.append(losses[:, :-1].mean(axis=1))  # the last token has no target
         return np.concatenate(means)[: len(self.tokens)]
 
-    def _run_layer(self, params, x, table, rotate_fn):
-        x, captured = model.layer(self.config, params, x, table, rotate_fn)
+    def _run_layer(self, params, x, table, rotate_fn, window):
+        x, captured = model.layer(self.config, params, x, table, rotate_fn, window)
         return sharding.constrain(x, "BTD"), captured
 
     def _read_params(

@@ -209,23 +209,17 @@ def label_ticks(axis, labels: list, **options) -> None:
     axis.set_tick_params(**options)
 
 
-def heat(axes, values, title: str, rows: str, labels: list, rotated: list[int] | None) -> None:
-    """Draws a map of [rows, P] with its scale, and a line where every row's rotated pairs end."""
+def heat(axes, values, title: str, rows: str, labels: list, rotated: np.ndarray | None) -> None:
+    """Draws a map of [rows, P] with its scale, and borders of the pairs that are not `rotated`."""
     image = show_image(axes, values, aspect="auto")
     axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
     axes.set(xlabel="pair, fastest first", ylabel=rows, title=title)
     axes.locator_params(axis="x", integer=True)
     label_ticks(axes.yaxis, labels)
-    if rotated is None or min(rotated) == values.shape[1]:
+    if rotated is None or rotated.all():
         return
-    axes.stairs(
-        np.array(rotated) - 0.5,
-        np.arange(len(rotated) + 1) - 0.5,
-        orientation="horizontal",
-        baseline=None,
-        color=BORDER,
-        lw=2,
-    )
+    row, pair = np.nonzero(np.diff(rotated, axis=1, prepend=True))
+    axes.vlines(pair - 0.5, row - 0.5, row + 0.5, color=BORDER, lw=2)
 
 
 def legend(axes) -> None:
