@@ -21,7 +21,7 @@ import pytest
 from conftest import CONFIG, ROOT
 from ml_collections import FrozenConfigDict
 
-from prope import attention, model
+from prope import attention, model, parameters
 from prope.config import default_config, set_layer_percentages
 from prope.encodings import layer_frequencies, layer_windows
 from prope.errors import UsageError
@@ -154,11 +154,14 @@ def initial_params(config, seed=0):
 def draw_model(config, B=2, T=12, seed=0):
     """Parameters with no zeros in them, so that every one matters; tokens; positions."""
     rng = np.random.default_rng(seed)
-
-    def add_noise(leaf):
-        return leaf + 0.1 * rng.standard_normal(leaf.shape).astype(np.float32)
-
-    params = jax.tree.map(add_noise, initial_params(config, seed))
+    sizes = parameters.axis_sizes(config)
+    leaves = {}
+    for path, row in parameters.parameters(config).items():
+        fan_in = math.prod(sizes[axis] for axis in row.fan_in)
+        scale = 0.1 + row.is_matrix / math.sqrt(fan_in)
+        shape = [sizes[axis] for axis in parameters.stacked_axes(path)]
+        leaves[path] = jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+    params = parameters.nest(leaves)
     tokens = rng.integers(0, config.vocab_size, (B, T))
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     return params, jnp.asarray(tokens, jnp.int32), positions

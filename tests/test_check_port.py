@@ -17,6 +17,7 @@ from conftest import ROOT
 from makers import ROPE_MUTANTS, load_source
 
 from prope.encodings import partial_frequencies
+from prope.golden import check as golden_check
 from prope.golden.check import (
     ARRAYS,
     FLOAT32,
@@ -48,6 +49,22 @@ def settings(name):
 
 def golden(names, kinds=ARRAYS):
     return {name: {kind: CASES[name][kind] for kind in kinds} for name in names}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def predictions_are_kept():
+    """Every mistake is computed once for each case: most tests look through all of them."""
+    known = {}
+
+    def predict_once(case, mistake, error=0.0):
+        key = (id(case), tuple(mistake.items()), error)
+        if key not in known:
+            known[key] = predict(case, mistake, error)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(golden_check, "predict", predict_once)
+        yield
 
 
 def mistake_in(values):
