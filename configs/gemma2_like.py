@@ -1,7 +1,8 @@
-"""Gemma 2's attention on a sample of Wikipedia: layers with and without a window take turns.
+"""Gemma 2 on a sample of Wikipedia: layers with and without a window take turns.
 
-What       wiki_sample.py with the layers of Gemma 2, 2B: one local, one global, both RoPE of
-           wavelength 10 000; the window is half of the length, as there. Not built: soft caps.
+What       wiki_sample.py with the decoder of Gemma 2: one local layer, one global, both RoPE of
+           wavelength 10 000; norms before and after attention and MLP; soft caps of scores and
+           logits. The window is half of the length, as there.
 Command    python -m prope.train --config=configs/gemma2_like.py --workdir=W \\
                --config.data.data_dir=DATA
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
@@ -14,12 +15,12 @@ import runpy
 
 from prope.config import sized
 
+families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
 
 
 def get_config(size: str = "full"):
     config = wiki_sample["get_config"]()
-    config.model.rope_percentage = 1.0
-    config.model.layer_types = ("sliding_attention", "full_attention")
+    families["gemma2"](config)
     config.model.sliding_window = 256
     return sized(config, size)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from prope import sharding
+from prope import parameters, sharding
 from prope.config import default_config, differences, flat, from_dict, set_layer_percentages, sized
 from prope.cost.flops import num_parameters
 from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
@@ -20,10 +20,10 @@ from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
 from prope.step import batch_shapes, init_state, make_train_step, resolve_attention
 
-FILES = sorted((ROOT / "configs").glob("*.py"))
+FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})
 # Those whose tiny model no other page has, then those of them whose tiny run is like no other's.
 STEPPED = [path for path in FILES if not path.stem.startswith("encodings_")]
-LIKE = ("gemma_2b_1m", "gemma2_like", "gemma3_like", "rnope_swa", "smollm3_like")
+LIKE = ("gemma_2b_1m", "gemma2_like", "gemma3_like", "gemma3_1b", "rnope_swa", "smollm3_like")
 TRAINED = [path for path in STEPPED if path.stem not in LIKE]
 
 
@@ -51,6 +51,48 @@ def test_every_config_is_whole_and_builds_at_full_size(path):
     page = importlib.util.spec_from_file_location(path.stem, path).loader.get_source(path.stem)
     for heading in ("What ", "Command ", "Hardware ", "Hours ", "Expected "):
         assert f"\n{heading}" in page, f"the page of {path.name} lacks {heading}"
+
+
+# Checkpoints as they were published: family, sizes, further fields, parameters as transformers
+# counts them, page.
+SIZES = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+BIAS = {"qkv_bias": True}
+UNTIED = {"tied": False}
+RELEASED = [
+    ("gemma2", (26, 2304, 8, 4, 256, 9216), 256_000, {}, 2_614_341_888, None),
+    ("gemma2", (42, 3584, 16, 8, 256, 14336), 256_000, {}, 9_241_705_984, None),
+    ("gemma2", (46, 4608, 32, 16, 128, 36864), 256_000, {}, 27_227_128_320, None),
+    ("gemma3", (18, 640, 4, 1, 256, 2048), 262_144, {}, 268_098_176, "gemma3_270m"),
+    ("gemma3", (26, 1152, 4, 1, 256, 6912), 262_144, {}, 999_885_952, "gemma3_1b"),
+    ("gemma3", (34, 2560, 8, 4, 256, 10240), 262_144, {}, 3_880_099_328, None),
+    ("gemma3", (48, 3840, 16, 8, 256, 15360), 262_144, {}, 11_765_788_416, None),
+    ("gemma3", (62, 5376, 32, 16, 128, 21504), 262_144, {}, 27_009_002_240, None),
+    ("llama", (16, 2048, 32, 8, 64, 8192), 128_256, {}, 1_235_814_400, "llama32_1b"),
+    ("llama", (28, 3072, 24, 8, 128, 8192), 128_256, {}, 3_212_749_824, None),
+    ("llama", (32, 4096, 32, 8, 128, 14336), 128_256, UNTIED, 8_030_261_248, None),
+    ("llama", (30, 576, 9, 3, 64, 1536), 49_152, {}, 134_515_008, "smollm2_135m"),
+    ("llama", (32, 960, 15, 5, 64, 2560), 49_152, {}, 361_821_120, None),
+    ("llama", (24, 2048, 32, 32, 64, 8192), 49_152, {}, 1_711_376_384, None),
+    ("smollm3", (36, 2048, 16, 4, 128, 11008), 128_256, {}, 3_075_098_624, None),
+    ("llama", (24, 896, 14, 2, 64, 4864), 151_936, BIAS, 494_032_768, None),
+    ("qwen3", (28, 1024, 16, 8, 128, 3072), 151_936, {}, 596_049_920, "qwen3_0_6b"),
+    ("qwen3", (28, 2048, 16, 8, 128, 6144), 151_936, {}, 1_720_574_976, None),
+    ("qwen3", (36, 4096, 32, 8, 128, 12288), 151_936, UNTIED, 8_190_735_360, None),
+    ("llama", (32, 4096, 32, 8, 128, 14336), 32_768, UNTIED, 7_248_023_552, None),
+]
+
+
+@pytest.mark.parametrize("released", RELEASED, ids=lambda released: f"{released[0]}-{released[4]}")
+def test_a_family_at_published_sizes_has_the_parameters_of_its_checkpoint(released):
+    family, sizes, vocab_size, fields, count, page = released
+    config = default_config()
+    config.model.update(dict(zip(SIZES, sizes, strict=True)) | {"vocab_size": vocab_size} | fields)
+    module_of("families")[family](config)
+    assert parameters.count(config.model) == count
+    if page is not None:
+        model = load(ROOT / "configs" / f"{page}.py").model
+        assert [model[size] for size in SIZES] == list(sizes)
+        assert parameters.count(model) == count
 
 
 @pytest.mark.slow

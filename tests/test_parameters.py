@@ -139,7 +139,7 @@ def read_config(name, *arguments):
     ("arguments", "expected"),
     [
         (("quickstart",), "9c55f44410ac4337"),
-        (("gemma3_like", "tiny"), "920afaa7b63f52a9"),
+        (("gemma4_like", "tiny"), "920afaa7b63f52a9"),
     ],
 )
 def test_initial_values_are_those_of_every_version(arguments, expected):

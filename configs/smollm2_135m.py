@@ -1,0 +1,33 @@
+"""SmolLM2 135M on English Wikipedia: onwards from Hugging Face's checkpoint, or from scratch.
+
+What       The decoder of HuggingFaceTB/SmolLM2-135M, 134,515,008 parameters, with the training of
+           gemma_300m_wiki.py: windows of 2048 tokens. Its own: 8192.
+Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M --workdir=W0
+           python -m prope.train --config=configs/smollm2_135m.py --workdir=W --init_from=W0 \\
+               --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer.json
+           DATA as in gemma_2b_wiki.py; from scratch without --init_from.
+Hardware   One H100 with 80 GB.
+Hours      3.9 billion tokens, about 4.0e18 FLOPs: 3 on one H100 at 40 % of its peak. Computed.
+Expected   Not yet run.
+"""
+
+import pathlib
+import runpy
+
+from prope.config import sized
+
+families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
+
+
+def get_config(size: str = "full"):
+    config = families["on_wikipedia"]()
+    families["llama"](config)
+    config.model.max_wavelength = 1e5
+    config.model.num_layers = 30
+    config.model.embed_dim = 576
+    config.model.num_heads = 9
+    config.model.num_kv_heads = 3
+    config.model.head_dim = 64
+    config.model.hidden_dim = 1536
+    config.model.vocab_size = 49_152
+    return sized(config, size)
