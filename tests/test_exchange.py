@@ -23,6 +23,7 @@ from prope.hf import exporter as export_hf
 from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
 from prope.hf import tensors as tensor_files
+from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run
@@ -256,7 +257,9 @@ def test_the_released_configs_are_full_rope(tmp_path, released, parameters):
     config, _ = gemma_hf.from_hf(tmp_path / "config.json")
     assert config.model.dtype == "bfloat16"
     assert (config.data.seq_len, config.eval.batch_size) == (8192, 1)
-    tensors = {tensor.name: tensor.shape for tensor in list_tensors(config.model)}
+    tensors = {
+        tensor.name: tensor.shape for tensor in list_tensors(config.model, FAMILIES["gemma"])
+    }
     assert sum(np.prod(shape) for shape in tensors.values()) == parameters
     heads = released["num_attention_heads"]
     output = tensors["model.layers.17.self_attn.o_proj.weight"]
@@ -460,7 +463,7 @@ def test_one_shard_or_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch, dtype
     config = default_config()
     sizes = {"num_layers": 12, "embed_dim": 512, "hidden_dim": 1024, "vocab_size": 1024}
     config.model.update(SIZES | sizes)
-    expected = list_tensors(config.model)
+    expected = list_tensors(config.model, FAMILIES["gemma"])
     shapes = jax.eval_shape(
         lambda: model.init(
             config.model,

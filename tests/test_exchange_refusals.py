@@ -7,14 +7,14 @@ import types
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, SWITCHES, edit, save, small, stored
+from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, save, small, stored
 
 from prope.errors import UsageError
 from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
 from prope.hf import layout
-from prope.hf.rotation import choose_class
+from prope.hf.families import IMPORTED, choose_family
+from prope.hf.rotation import write_rotations
 
 
 def refused(tmp_path, expected, source=None, workdir="back", **arguments):
@@ -36,24 +36,23 @@ def rope(**fields):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"model_type": "llama"}, 'model_type="llama": only "gemma" can be imported'),
-        ({"model_type": ["gemma"]}, r'model_type=\["gemma"\]: only "gemma" can be imported'),
-        (
-            {"attn_logit_softcapping": 50.0},
-            "attn_logit_softcapping=50.0: only null can be imported",
-        ),
-        (
-            {"final_logit_softcapping": 30.0},
-            "final_logit_softcapping=30.0: only null can be imported",
-        ),
+        ({"model_type": "gpt2"}, 'model_type="gpt2": only "gemma" or "gemma2" or .* choose'),
+        ({"model_type": ["gemma"]}, r'model_type=\["gemma"\]: only "gemma" or'),
         ({"model_type": None}, "model_type=null: only"),
-        ({"hidden_act": "silu"}, 'hidden_act="silu": only "gelu_pytorch_tanh"'),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: only null or false"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: only null or false"),
+        ({"hidden_act": "relu"}, "only gelu_pytorch_tanh or silu, the same in all fields"),
+        ({"hidden_act": "silu"}, "only gelu_pytorch_tanh or silu, the same in all fields"),
+        ({"hidden_activation": "gelu"}, "only gelu_pytorch_tanh or silu, the same"),
+        ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps="1e-5": must be a positive number'),
+        ({"attention_bias": True}, "attention_bias=true: only null or false"),
+        ({"mlp_bias": True}, "mlp_bias=true: only null or false"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2: only null or false"),
+        ({"num_experts": 8}, "num_experts=8: only null or false"),
         (
-            {"hidden_activation": "gelu"},
-            'hidden_activation="gelu": only null or "gelu_pytorch_tanh"',
+            {"layer_types": ["linear_attention", "full_attention"]},
+            r'layer_types=\["linear_attention", .*: GemmaForCausalLM has full_attention',
         ),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: only 1e-06"),
-        ({"attention_bias": True}, "attention_bias=true: only false"),
         ({"tie_word_embeddings": "no"}, 'tie_word_embeddings="no": only true or false'),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=false needs lm_head.weight, .* true"),
         (
@@ -61,7 +60,8 @@ def rope(**fields):
             "use_bidirectional_attention=true: only null or false",
         ),
         ({"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4}: only null'),
-        ({"head_dim": None}, "head_dim=null: must be a positive integer"),
+        ({"head_dim": "64"}, 'head_dim="64": must be a positive integer'),
+        ({"head_dim": None}, r"has shape \(256, 48\); config.json leads to \(1024, 48\)"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0: must be a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads=0: must be a positive integer"),
         ({"head_dim": 63}, "head_dim=63: must be even"),
@@ -118,46 +118,42 @@ def test_a_config_that_would_be_loaded_wrongly(tmp_path, exported, fields, expec
     refused(tmp_path, re.escape(str(exported)) + ".*" + expected)
 
 
-NORMED = (
-    ", which normalises attention's and the MLP's output "
-    "(post_attention_layernorm, post_feedforward_layernorm)"
-)
+ONLY = " or ".join(f'"{model_type}"' for model_type in IMPORTED)
+GEMMA_3_4B = GEMMA_3_12B["text_config"]
 
 
 @pytest.mark.parametrize(
     ("values", "names"),
     [
         (
-            GEMMA_2_2B,
-            f'model_type="gemma2"{NORMED}: only "gemma"; attn_logit_softcapping=50.0: only null; '
-            "final_logit_softcapping=30.0: only null",
+            {"model_type": "gemma3n", "num_kv_shared_layers": 10, "num_experts": 4},
+            f'model_type="gemma3n": only {ONLY}; num_kv_shared_layers=10: only null or false; '
+            "num_experts=4: only null or false",
         ),
-        (GEMMA_3_1B, f'model_type="gemma3_text"{NORMED}: only "gemma"'),
-        (  # EmbeddingGemma, and a Gemma 3 with a cap
-            GEMMA_3_1B | {"use_bidirectional_attention": True, "final_logit_softcapping": 30.0},
-            f'model_type="gemma3_text"{NORMED}: only "gemma"; '
-            "use_bidirectional_attention=true: only null or false; "
-            "final_logit_softcapping=30.0: only null",
+        (  # EmbeddingGemma, with a rotation that is not known
+            GEMMA_3_1B | {"use_bidirectional_attention": True, "rope_scaling": {"type": "su"}},
+            "use_bidirectional_attention=true: only null or false; the rotation is ",
         ),
         (
-            GEMMA_3_12B,
-            'model_type="gemma3", which reads images (vision_config): only "gemma"; '
-            f'text_config.model_type="gemma3_text"{NORMED}: only "gemma"',
+            GEMMA_3_1B | {"layer_types": ["full_attention"] * 25 + ["linear_attention"]},
+            "layer_types=[",
+        ),
+        (GEMMA_3_1B | {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters={"),
+        (GEMMA_2_2B | {"sliding_window": None}, "sliding_window=null: must be a positive integer"),
+        (GEMMA_2_2B | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "the rotation is "),
+        (GEMMA_3_12B | {"text_config": None}, "text_config=null: must be the fields of a gemma3"),
+        (GEMMA_3_12B | {"text_config": {"model_type": "siglip"}}, "text_config={"),
+        (
+            GEMMA_3_12B | {"text_config": GEMMA_3_4B | {"attn_logit_softcapping": 50.0}},
+            "attn_logit_softcapping=50.0: only null",
         ),
     ],
 )
-def test_a_later_gemma_is_told_all_that_is_lacking(tmp_path, values, names):
+def test_all_that_is_not_computed_is_named_at_once(tmp_path, values, names):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
-    only = (
-        "can be imported, as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf "
-        "writes it"
-    )
-    pages = ["configs/gemma2_like.py", "configs/gemma3_like.py"]
-    assert all((ROOT / page).is_file() for page in pages)
-    remedy = f"{' and '.join(pages)} train models with such windows from scratch"
-    line = f"{tmp_path}/hf/config.json: {names} {only}; {remedy}"
-    refused(tmp_path, f"^{re.escape(line)}$")
+    remedy = "; choose a checkpoint without it: prope/hf/README.md says which are imported"
+    refused(tmp_path, f"^{re.escape(f'{tmp_path}/hf/config.json: {names}')}.*{remedy}$")
 
 
 @pytest.mark.parametrize(
@@ -279,10 +275,25 @@ def test_what_is_there_is_left_alone(tmp_path, exported):
     export_refused(tmp_path, "new", "new.part: another process writes there, or one was killed")
 
 
-@pytest.mark.parametrize("switch", sorted(SWITCHES.keys() - {"use_qk_norm"}))
-def test_a_decoder_that_no_class_is_written_for_is_refused(switch):
-    with pytest.raises(UsageError, match=f"config.model.{switch}=.* can be exported"):
-        choose_class(small(**{switch: SWITCHES[switch]}))
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"attention_scale": 0.7}, "attention_scale=0.7: .* nearest, GemmaForCausalLM, would"),
+        ({"attention_softcap": 0.5}, "attention_softcap=0.5: no class of transformers"),
+        ({"final_softcap": 4.0}, "final_softcap=4.0: no class of transformers"),
+        ({"post_norms": True, "qkv_bias": True}, "qkv_bias=True: .* nearest, Gemma2ForCausalLM"),
+        ({"post_norms": True, "scale_embedding": False}, "scale_embedding=False: .* Gemma2For"),
+        (
+            {"post_norms": True, "use_qk_norm": True, "attention_softcap": 0.5},
+            "use_qk_norm=True: .* Gemma2ForCausalLM",
+        ),
+        ({"post_norms": True, "attention_scale": 0.7}, "attention_scale=0.7: .* Gemma2For"),
+    ],
+)
+def test_a_decoder_of_no_class_is_not_exported(fields, expected):
+    model = small(**fields)
+    with pytest.raises(UsageError, match=f"^config.model.{expected}"):
+        choose_family(model, write_rotations(model))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])

@@ -22,7 +22,7 @@ from prope.encodings import (
     logit_scale,
 )
 from prope.errors import UsageError
-from prope.hf.rotation import choose_class
+from prope.hf.rotation import write_rotations
 from prope.inference.opening import configs_by_length, parse_interventions
 from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import paired_difference
@@ -290,7 +290,7 @@ def test_a_band_needs_an_intervention_and_transformers_has_none():
         validate(band_config("none", (0, 3)))
     says = "rope_scaling_type=remove: no class of transformers removes pairs"
     with pytest.raises(UsageError, match=says):
-        choose_class(band_config("remove", (0, 3)).model)
+        write_rotations(band_config("remove", (0, 3)).model)
 
 
 # --- A planted band ---------------------------------------------------------------------------

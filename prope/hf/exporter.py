@@ -8,6 +8,7 @@ from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import log, usage_error
 from prope.hf import gemma
+from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
@@ -25,19 +26,20 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     check_new("output", target)
     run = open_run(workdir, step)
     config = run.config
-    unread = unread_parameters(config.model)
+    hf_config = gemma.to_hf(config, dtype)
+    family = FAMILIES[hf_config["model_type"]]
+    unread = unread_parameters(config.model, family)
     if unread:
         problem = f"transformers has no tensor for {', '.join(unread)}"
         raise usage_error("--workdir", workdir, problem, "an export would compute something else")
     tokenizer = load_tokenizer(config.data.tokenizer)
     special = special_fields(tokenizer)
-    hf_config = gemma.to_hf(config, dtype) | special
-    hf_class = hf_config["architectures"][0]
+    hf_config |= special
     generation = dict(special)
     if config.data.stop_ids:
         generation["eos_token_id"] = [special["eos_token_id"], *config.data.stop_ids]
     texts = {"config.json": hf_config, "generation_config.json": generation}
-    tensors = list_tensors(config.model, one_plus_scale=hf_class == "GemmaForCausalLM")
+    tensors = list_tensors(config.model, family)
 
     def write(run: Run) -> None:
         encoding = describe(config.model)
@@ -53,7 +55,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     run, _ = run.first_undamaged(write)
     return {
         "output": str(target),
-        "class": hf_class,
+        "class": family.hf_class,
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "dtype": dtype,
         "step": run.step,

@@ -1,4 +1,4 @@
-"""config.json of transformers: written for a run, and read for a Gemma 1.
+"""config.json of transformers: written for a run, and read for a new one.
 
 Neither torch nor transformers is needed to write or read it.
 """
@@ -8,46 +8,27 @@ import json
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.config import default_config
-from prope.errors import UsageError, usage_error
-from prope.hf.rotation import choose_class, read_rotation
+from prope.config import default_config, set_layer_percentages
+from prope.errors import UsageError
+from prope.hf.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    FULL,
+    IMPORTED,
+    SIZES,
+    changed_fields,
+    choose_family,
+    fill,
+    read_layers,
+    read_switches,
+    write_fields,
+)
+from prope.hf.rotation import read_rotation, write_rotations
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
 from prope.runtime.validate import validate
 
-_SIZES = {
-    "hidden_size": "embed_dim",
-    "intermediate_size": "hidden_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-}
-_GELU = "gelu_pytorch_tanh"
-# Fields with the values that this decoder computes; an absent field has the first.
-_FIXED = {
-    "model_type": ("gemma",),
-    "hidden_act": (_GELU, "gelu"),  # which transformers reads as its tanh form too
-    "hidden_activation": (None, _GELU),
-    "rms_norm_eps": (1e-6,),
-    "attention_bias": (False,),
-    "tie_word_embeddings": (True, False),  # with an output matrix that equals the embedding
-    "use_bidirectional_attention": (None, False),
-    "quantization_config": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-}
-_POST_NORMS = (
-    "which normalises attention's and the MLP's output "
-    "(post_attention_layernorm, post_feedforward_layernorm)"
-)
-# What is not imported yet of the later model types.
-_LACKS = {
-    "gemma2": _POST_NORMS,
-    "gemma3_text": _POST_NORMS,
-    "gemma3": "which reads images (vision_config)",
-}
+_TEXT_PARTS = {"gemma3": "gemma3_text"}  # model_type: that of its text_config
 
 
 def to_hf(config: ConfigDict, dtype: str) -> dict:
@@ -56,98 +37,99 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     Raises UsageError where no class of transformers computes the run.
     """
     model = config.model
-    name, encoding = choose_class(model)
+    ropes = write_rotations(model)
+    model_type = choose_family(model, ropes)
+    family = FAMILIES[model_type]
+    encoding = write_fields(family, model, ropes)
     rope = encoding["rope_parameters"]
+    activation = ACTIVATIONS[model.activation]
     values = {
-        "architectures": [name],
-        "model_type": name.removesuffix("ForCausalLM").lower(),
-        **{theirs: model[ours] for theirs, ours in _SIZES.items()},
+        "architectures": [family.hf_class],
+        "model_type": model_type,
+        **{theirs: model[ours] for theirs, ours in SIZES.items() if ours in model},
         "max_position_embeddings": config.data.seq_len,
-        "hidden_act": _GELU,
-        "hidden_activation": _GELU,
-        "rms_norm_eps": 1e-6,
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "rms_norm_eps": model.norm_epsilon,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": model.tied,
         **encoding,
         "rope_theta": rope.get("rope_theta", model.max_wavelength),
         "dtype": dtype,
     }
-    if "rope_type" in rope:
-        p = rope.get("partial_rotary_factor", 0)
-        if num_rotated_pairs(model.head_dim, p) < model.head_dim // 2:
-            # transformers 4 does not know rope_parameters and would rotate every pair; this field
-            # it reads, or stops at it.
-            values["rope_scaling"] = rope
+    written = list(rope.values()) if family.rotates_by_kind else [rope]
+    read_before = model_type != "mellum" and (rope.get(FULL) or written[-1])
+    if read_before and any(_leaves_pairs(model.head_dim, rope) for rope in written):
+        # transformers 4 does not know rope_parameters and would rotate every pair; this field it
+        # reads, or stops at it.
+        values["rope_scaling"] = read_before
     if model.rope_scaling_type == "dynamic":
         # The length that transformers scales by.
         values["max_position_embeddings"] = model.original_seq_len
     return values
 
 
-def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
-    """Returns (config, values): a run's config for this config.json, and the file's fields.
+def _leaves_pairs(head_dim: int, rope: dict) -> bool:
+    """Tells whether a rotation leaves pairs out, or gives them periods of their own."""
+    p = rope.get("partial_rotary_factor", 0)
+    return num_rotated_pairs(head_dim, p) < head_dim // 2
 
-    Raises UsageError where the file cannot be read, or describes something that this decoder does
-    not compute.
+
+def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
+    """Returns (config, values): a run's config for this config.json, and the fields of its text.
+
+    Raises UsageError, with all that is wrong, where the file cannot be read, or describes something
+    that this decoder does not compute.
     """
-    values = read_json(path)
-    _check_supported(path, values)
+    values, problems = _text_part(read_json(path))
+    model_type = values.get("model_type")
+    family = FAMILIES[model_type] if model_type in IMPORTED else None
+    if family is None:
+        only = " or ".join(map(json.dumps, IMPORTED))
+        problems.append(f"model_type={json.dumps(model_type)}: only {only}")
+    problems += changed_fields(family, values)
+    fields = {}
+    if family is not None:
+        try:
+            values = fill(family, values)
+            for read in (read_switches, read_layers, read_rotation):
+                fields |= read(family, values)
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        remedy = "choose a checkpoint without it: prope/hf/README.md says which are imported"
+        raise UsageError(f"{path}: {'; '.join(problems)}; {remedy}")
     config = default_config()
-    for theirs, ours in _SIZES.items():
-        config.model[ours] = _size(path, values, theirs)
-    saved_dtype = values.get("dtype", values.get("torch_dtype"))
-    config.model.dtype = "bfloat16" if saved_dtype == "bfloat16" else "float32"
+    fields |= {ours: values[theirs] for theirs, ours in SIZES.items() if ours in config.model}
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    fields["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     tokens_at_a_time = config.eval.batch_size * config.data.seq_len
-    config.data.seq_len = _size(path, values, "max_position_embeddings", 8192)
+    config.data.seq_len = values["max_position_embeddings"]
     config.eval.batch_size = max(1, tokens_at_a_time // config.data.seq_len)
     try:
-        config.model.update(read_rotation(values))
+        p = fields.pop("rope_percentage")
+        if isinstance(p, tuple):
+            set_layer_percentages(config, p)
+        else:
+            config.model.rope_percentage = p
+        config.model.update(fields)
         validate(config)
     except (TypeError, UsageError) as error:
         raise UsageError(f"{path}: {error}") from None
     return config, values
 
 
-def _size(path: epath.Path, values: dict, name: str, default: int | None = None) -> int:
-    value = values.get(name, default)
-    if type(value) is not int or value < 1:
-        problem = "must be a positive integer"
-        raise usage_error(
-            f"{path}: {name}", json.dumps(value), problem, "restore the original file"
-        )
-    return value
-
-
-def _check_supported(path: epath.Path, values: dict) -> None:
-    """Raises UsageError that names all fields which this decoder does not compute."""
-    rejected = _rejected(values)
-    text_config = values.get("text_config")  # where the model reads images too
-    if isinstance(text_config, dict):
-        rejected += _rejected(text_config, "text_config.")
-    if not rejected:
-        return
-    supported = (
-        "can be imported, as in Gemma 1 (google/gemma-2b, google/gemma-7b) and as prope.export_hf "
-        "writes it"
-    )
-    if str(values.get("model_type")) in _LACKS:
-        pages = "configs/gemma2_like.py and configs/gemma3_like.py"
-        supported += f"; {pages} train models with such windows from scratch"
-    raise UsageError(f"{path}: {'; '.join(rejected)} {supported}")
-
-
-def _rejected(values: dict, prefix: str = "") -> list[str]:
-    """Describes the fields that this decoder does not compute, and what is allowed."""
-    rejected = []
-    for name, allowed in _FIXED.items():
-        absent = None if name == "model_type" else allowed[0]
-        value = values.get(name, absent)
-        if value not in allowed:
-            lacks = f", {_LACKS[value]}" if str(value) in _LACKS else ""
-            only = " or ".join(map(json.dumps, allowed))
-            rejected.append(f"{prefix}{name}={json.dumps(value)}{lacks}: only {only}")
-    return rejected
+def _text_part(values: dict) -> tuple[dict, list[str]]:
+    """Returns (fields, problems): those of the text, in a file of a model that reads images too."""
+    text_type = _TEXT_PARTS.get(str(values.get("model_type")))
+    if text_type is None:
+        return values, []
+    text = values.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", text_type) != text_type:
+        problem = f"must be the fields of a {text_type}"
+        return values, [f"text_config={json.dumps(text)}: {problem}"]
+    return values | {"model_type": text_type} | text, []
 
 
 def read_json(path: epath.Path) -> dict:

@@ -1,4 +1,4 @@
-"""Reads a Gemma 1 checkpoint in the format of Hugging Face into a new run, as its step 0."""
+"""Reads a checkpoint in the format of Hugging Face into a new run, as its step 0."""
 
 import functools
 import math
@@ -13,7 +13,8 @@ from prope import parameters
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log, usage_error
 from prope.hf import gemma
-from prope.hf.layout import HEAD, Tensor, list_tensors
+from prope.hf.families import FAMILIES
+from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors
 from prope.hf.tensors import Stored, open_tensors, some
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
@@ -21,8 +22,8 @@ from prope.workdir.checkpoints import save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, write_config
 
+_ROWS = 4096  # of two matrices, that are compared at a time
 _DTYPES = ("F32", "BF16", "F16", "F64")  # the last is rounded to float32
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
@@ -47,9 +48,11 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
 def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: str | None) -> dict:
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
     config, values = gemma.from_hf(local / "config.json")
-    expected = list_tensors(config.model)
+    family = FAMILIES[values["model_type"]]
     stored = open_tensors(local)
-    check_tensors(local, stored, expected)
+    check_tensors(local, stored, list_tensors(config.model, family))
+    config.model.tied = is_tied(local, config.model.tied, stored)
+    expected = list_tensors(config.model, family)
     vocab_size = config.model.vocab_size
     tokenizer_name, found = find_tokenizer(local, tokenizer, vocab_size, values)
     config.data.stop_ids = read_stop_ids(local, values, vocab_size, found.special.eos)
@@ -57,7 +60,6 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
         params = read_params(config, stored, expected)
-        check_tied(local, values.get("tie_word_embeddings", True), stored, params)
         config.data.tokenizer = copy_into_run(tokenizer_name, directory, path)
         params = jax.device_put(params, may_alias=True)  # without a second copy
         init_hash = hash_arrays(params)
@@ -85,6 +87,10 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
 def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[Tensor]) -> None:
     """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
+    if HEAD in shapes and HEAD not in stored:
+        problem = f"config.json's tie_word_embeddings=false needs {HEAD}, which is missing"
+        remedy = "if the embedding is also the output matrix, set it to true"
+        raise usage_error("--input", source, problem, remedy)
     missing = shapes.keys() - stored.keys()
     unknown = stored.keys() - shapes.keys() - {HEAD}
     problems = []
@@ -93,10 +99,10 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
     if unknown:
         problems.append(f"unknown tensors: {some(unknown)}")
     if problems:
-        remedy = "only the tensors of a plain Gemma 1 can be imported"
+        remedy = "a checkpoint has the tensors that its config.json leads to, and no others"
         raise usage_error("--input", source, "; ".join(problems), remedy)
     for name, (file, values) in stored.items():
-        expected_shape = shapes.get(name, shapes[_EMBEDDING])
+        expected_shape = shapes.get(name, shapes[EMBEDDING])
         shape = tuple(values.get_shape())
         dtype = values.get_dtype()
         if shape != expected_shape:
@@ -127,25 +133,28 @@ def _copy(source: Stored, tensor: Tensor, parameter: np.ndarray) -> None:
     tensor.write(parameter, values)
 
 
-def check_tied(source: epath.Path, tied: bool, stored: dict[str, Stored], params: dict) -> None:
-    """Raises UsageError where the checkpoint has an output matrix that is not its embedding.
+def is_tied(source: epath.Path, tied: bool, stored: dict[str, Stored]) -> bool:
+    """Tells whether the embedding is the output matrix: by config.json, or because both are equal.
 
-    Without tie_word_embeddings that matrix must be in the file.
+    Raises UsageError where config.json and the file disagree.
     """
     if HEAD not in stored:
-        if not tied:
-            problem = f"config.json's tie_word_embeddings=false needs {HEAD}, which is missing"
-            remedy = "if the embedding is also the output matrix, set it to true"
-            raise usage_error("--input", source, problem, remedy)
-        return
+        return tied
     head = stored[HEAD]
-    output = np.asarray(head.values[:], np.float32)
-    if not np.array_equal(output, params["embedder"]["input_embedding"], equal_nan=True):
-        problem = f"{HEAD} differs from {_EMBEDDING}"
-        remedy = "this decoder has one matrix for both, as Gemma 1 has"
-        raise UsageError(
-            f"{head.file}: {problem}; {remedy}: import a checkpoint with tied embeddings"
-        )
+    rows = head.values.get_shape()[0]
+    for start in range(0, rows, _ROWS):
+        some_rows = slice(start, min(start + _ROWS, rows))
+        output = np.asarray(head.values[some_rows], np.float32)
+        embedding = np.asarray(stored[EMBEDDING].values[some_rows], np.float32)
+        if not np.array_equal(output, embedding, equal_nan=True):
+            break
+    else:
+        return True
+    if tied:
+        problem = f"{HEAD} differs from {EMBEDDING}, but config.json's tie_word_embeddings is true"
+        remedy = "set it to false if the checkpoint has an output matrix of its own"
+        raise UsageError(f"{head.file}: {problem}; {remedy}")
+    return False
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:

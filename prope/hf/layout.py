@@ -10,16 +10,18 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope import parameters
+from prope.hf.families import Family
 from prope.parameters import Parameter
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"  # if present, a copy of the embedding
-
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 # The tensors that the classes of transformers read, of a layer or of the model.
 _READ = {
-    *("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"),
+    *("embed_tokens", "norm", "lm_head", "input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
     *("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 }
@@ -59,37 +61,35 @@ class Tensor:
             parameter = parameter[self.layer]
         matrix = parameter[self.index].transpose(self.order)
         matrix[...] = values.reshape(matrix.shape)
+        if self.offset:
+            matrix -= self.offset
 
 
-def list_tensors(
-    model: ConfigDict,
-    one_plus_scale: bool = True,
-) -> list[Tensor]:
-    """Lists the tensors of a run's `config.model`, sorted by name.
+def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
+    """Lists the tensors of a run's `config.model` for a family's class, sorted by name.
 
-    Args:
-      model: the config.
-      one_plus_scale: whether the class adds 1 to the scale of a norm and multiplies the embedding
-        by sqrt(D), as Gemma does. Otherwise the tensors hold what it does not compute.
+    They hold what the class does not compute: 1 + scale of a norm, and sqrt(D), by which the
+    embedding is multiplied.
     """
     tensors = []
     for path, row in parameters.parameters(model).items():
         layers = range(model.num_layers) if path.startswith("layers/") else [None]
         for layer in layers:
             prefix = "" if layer is None else f"layers.{layer}."
-            for number, name in enumerate(row.hf_names):
+            for number, name in enumerate(family.names.get(path, row.hf_names)):
                 tensor = _tensor(model, path, row, layer, number, f"{prefix}{name}")
-                tensors.append(tensor if one_plus_scale else _without_convention(tensor, model))
+                tensors.append(_in_convention(tensor, model, family))
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
-def unread_parameters(model: ConfigDict) -> list[str]:
-    """Lists the parameters that no tensor of transformers can hold, or only another's."""
+def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
+    """Lists the parameters that no tensor of a family's class can hold, or only another's."""
     taken: set[str] = set()
     unread = []
     for path, row in parameters.parameters(model).items():
-        names = set(row.hf_names)
-        if not names or names & taken or not names <= _READ:
+        kind = path.rpartition("/")[2]
+        names = {f"{name}/{kind == 'b'}" for name in family.names.get(path, row.hf_names)}
+        if not names or names & taken or not {name.split("/")[0] for name in names} <= _READ:
             unread.append(path)
         taken |= names
     return unread
@@ -101,8 +101,9 @@ def _tensor(
     """Makes the tensor that holds matrix `number` of a parameter."""
     sizes = parameters.axis_sizes(model)
     matrix_axes = row.axes.removeprefix("C")
+    prefix = "" if f"{name}.weight" == HEAD else "model."
     return Tensor(
-        name=f"model.{name}.weight",
+        name=f"{prefix}{name}.{'bias' if path.endswith('/b') else 'weight'}",
         shape=tuple(math.prod(sizes[axis] for axis in axes) for axes in row.hf_axes.split()),
         path=tuple(path.split("/")),
         layer=layer,
@@ -111,19 +112,18 @@ def _tensor(
     )
 
 
-def _without_convention(tensor: Tensor, model: ConfigDict) -> Tensor:
-    """Moves 1 + scale and sqrt(D) into the tensors.
+def _in_convention(tensor: Tensor, model: ConfigDict, family: Family) -> Tensor:
+    """Moves 1 + scale and sqrt(D) into the tensor where the class does not compute them.
 
-    The embedding is also the output matrix, for which the final norm takes the factor back.
+    Where the embedding is also the output matrix, the final norm takes the factor back.
     """
-    scales = {
-        "embedder": model.embed_dim**0.5,
-        "final_norm": model.embed_dim**-0.5,
-    }
     module, *_, name = tensor.path
-    scale = scales.get(module, 1.0)
-    return dataclasses.replace(
-        tensor,
-        scale=scale,
-        offset=float(name == "scale"),
-    )
+    scale = 1.0
+    if model.scale_embedding and "scale_embedding" not in family.flags:
+        scales = {
+            "embedder": model.embed_dim**0.5,
+            "final_norm": model.embed_dim**-0.5 if model.tied else 1.0,
+        }
+        scale = scales.get(module, 1.0)
+    adds_one = name == "scale" and not family.adds_one
+    return dataclasses.replace(tensor, scale=scale, offset=float(adds_one))

@@ -1,9 +1,4 @@
-"""The class of transformers 5 that computes a run's decoder, with its fields for the encoding.
-
-Gemma has one rotation and no windows; SmolLM3 has windows and layers without rotation; Mellum, here
-without experts, windows, QK-norm and a rotation per kind of layer. Gemma 2 and 3 cannot: they
-normalise the output of attention and MLP, so that its size is lost.
-"""
+"""The rotation of layers: rope_parameters of transformers, written for a run, and read."""
 
 import json
 import math
@@ -11,7 +6,6 @@ import math
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope.config import FIELDS, SWITCHES
 from prope.encodings import (
     SCALINGS,
     layer_frequencies,
@@ -22,6 +16,7 @@ from prope.encodings import (
     ntk_wavelength,
 )
 from prope.errors import UsageError, usage_error
+from prope.hf.families import FULL, SLIDING, Family, layer_kinds, rotated_layers
 from prope.rope import frequencies, num_rotated_pairs
 
 
@@ -43,61 +38,18 @@ _SCALINGS = {
 }
 
 
-def choose_class(model: ConfigDict) -> tuple[str, dict]:
-    """Returns (class, fields of config.json) for a run's `config.model`.
+def write_rotations(model: ConfigDict) -> list[dict]:
+    """Returns rope_parameters of every layer of a run's `config.model`.
 
-    Raises UsageError where no class computes it.
+    Raises UsageError where transformers has no rope_type for it.
     """
-    for name in SWITCHES:
-        default = FIELDS[f"model.{name}"].default
-        default = None if isinstance(default, type) else default
-        if model[name] != default and name != "use_qk_norm":
-            problem = f"only {default} can be exported"
-            remedy = "no class of transformers is written for it yet"
-            raise usage_error(f"config.model.{name}", model[name], problem, remedy)
-    windows = layer_windows(model)
-    layers = zip(layer_percentages(model), windows, layer_frequencies(model), strict=True)
-    ropes = [_rope(model, *layer) for layer in layers]
-    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    rope_of_kind = dict(zip(kinds, ropes, strict=True))
-    one_rope_per_kind = ropes == [rope_of_kind[kind] for kind in kinds]
-    fields = {
-        "layer_types": kinds,
-        "sliding_window": model.sliding_window,
-        "rope_parameters": rope_of_kind,
-    }
-    if model.use_qk_norm and one_rope_per_kind:
-        return "MellumForCausalLM", fields | {"mlp_layer_types": ["dense"] * model.num_layers}
-    rotated = [rope for rope in ropes if rope.get("partial_rotary_factor") != 0] or ropes
-    one_rope = all(rope == rotated[0] for rope in rotated)
-    if model.use_qk_norm or not one_rope:
-        raise _no_class(model)
-    if rotated == ropes and "sliding_attention" not in kinds:
-        return "GemmaForCausalLM", {"rope_parameters": rotated[0]}
-    return "SmolLM3ForCausalLM", fields | {
-        "rope_parameters": rotated[0],
-        "use_sliding_window": True,
-        "no_rope_layers": [int(rope in rotated) for rope in ropes],  # 0: no rotation
-    }
-
-
-def _no_class(model: ConfigDict) -> UsageError:
-    """Names the field that gives layers encodings which no class has together."""
-    if isinstance(model.rope_percentage, int | float):
-        fields = (
-            "local_max_wavelength",
-            "local_rope_percentage",
-            "rope_scaling_type",
-            "logit_scale",
-        )
-    else:
-        fields = ("rope_percentage",)
-    name = next(field for field in fields if model[field] not in (None, "none"))
-    layers = "without QK-norm that rotate or have logit_scale"
-    if model.use_qk_norm:
-        layers = "of the same layer_types"
-    problem = f"in transformers, layers {layers} must have one encoding"
-    return usage_error(f"config.model.{name}", model[name], problem)
+    layers = zip(
+        layer_percentages(model),
+        layer_windows(model),
+        layer_frequencies(model),
+        strict=True,
+    )
+    return [_rope(model, *layer) for layer in layers]
 
 
 def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) -> dict:
@@ -167,9 +119,37 @@ def _share(head_dim: int, p: float, num_rotated: int) -> float:
     return float(next(fitting))
 
 
-def read_rotation(values: dict) -> dict:
-    """Returns the fields of config.model for config.json's, as transformers reads them."""
-    rope = _rope_parameters(values)
+def read_rotation(family: Family, values: dict) -> dict:
+    """Returns the fields of config.model for a file's fields, filled, as transformers reads them.
+
+    Raises UsageError for a rotation that is not known, or that this decoder does not compute.
+    """
+    kinds = layer_kinds(family, values)
+    by_kind = _ropes_by_kind(values) if family.rotates_by_kind else {FULL: _rope_parameters(values)}
+    main = FULL if FULL in kinds or SLIDING not in by_kind else SLIDING
+    model = _read_rope(by_kind[main], values)
+    is_scaled = "rope_scaling_type" in model
+    rotated = rotated_layers(family, values)
+    if SLIDING in kinds and family.rotates_by_kind:
+        local = _read_rope(by_kind[SLIDING], values)
+        is_scaled = "rope_scaling_type" in local
+        for name in ("max_wavelength", "rope_percentage"):
+            if local[name] != model[name]:
+                model[f"local_{name}"] = local[name]
+    if is_scaled and SLIDING in kinds:
+        problem = "this decoder scales no layers with a window"
+        raise UsageError(f"the rotation is {json.dumps(by_kind)}: {problem}")
+    if "logit_scale" in model and not all(rotated):
+        problem = "it scales the logits of layers without rotation here; give attention_factor=1"
+        raise UsageError(f"the rotation is {json.dumps(by_kind[main])}: {problem}")
+    if not all(rotated):
+        p = model["rope_percentage"]
+        model["rope_percentage"] = tuple(p if rotates else 0.0 for rotates in rotated)
+    return model
+
+
+def _read_rope(rope: dict, values: dict) -> dict:
+    """Returns the fields of config.model for rope_parameters."""
     kind = rope["rope_type"]
     theta = rope["rope_theta"]
     p = rope["partial_rotary_factor"]
@@ -178,27 +158,39 @@ def read_rotation(values: dict) -> dict:
         problem = f"must be a fraction in [0, 1] with rope_type proportional, and 1 with {kind}"
         raise usage_error("partial_rotary_factor", json.dumps(p), problem)
     if type(theta) not in (int, float):
-        problem = "must be a number; it is 10000.0 in Gemma 1"
-        raise usage_error("rope_theta", json.dumps(theta), problem)
+        raise usage_error("rope_theta", json.dumps(theta), "must be a number")
     model = {"max_wavelength": float(theta), "rope_percentage": float(p)}
     if not _is_plain(rope):
         model["rope_scaling_type"] = kind
         model |= {ours: rope[theirs] for theirs, ours in _SCALINGS[kind].items()}
     if kind == "dynamic":
-        model["original_seq_len"] = values.get("max_position_embeddings", 8192)
+        model["original_seq_len"] = values["max_position_embeddings"]
     if kind == "yarn" and rope.get("attention_factor") is None:
         model["logit_scale"] = "yarn"
     return model
+
+
+def _ropes_by_kind(values: dict) -> dict[str, dict]:
+    """Returns the rotations of full and of sliding layers, as Gemma 3 reads them."""
+    written = values.get("rope_parameters") or {}
+    if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
+        problem = f"must be an object with {FULL} and {SLIDING}"
+        raise usage_error("rope_parameters", json.dumps(written), problem)
+    full = {name: values.get(name) for name in ("rope_theta", "rope_scaling")}
+    local = {"rope_theta": values["rope_local_base_freq"]}
+    return {
+        FULL: _rope_parameters(full | {"rope_parameters": written.get(FULL)}),
+        SLIDING: _rope_parameters(local | {"rope_parameters": written.get(SLIDING)}),
+    }
 
 
 def _rope_parameters(values: dict) -> dict:
     """Returns rope_parameters, or rope_scaling of older files, with what is absent filled in."""
     names = ("rope_scaling", "rope_parameters")
     written = [values[name] for name in names if values.get(name)] or [{}]
-    # The releases of Gemma 1 have only rope_theta: every pair is rotated.
     absent = {
         "rope_type": "default",
-        "rope_theta": values.get("rope_theta", 1e4),
+        "rope_theta": values["rope_theta"],
         "partial_rotary_factor": values.get("partial_rotary_factor", 1),
         "factor": 1,
     }

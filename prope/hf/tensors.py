@@ -17,6 +17,12 @@ from prope.hf.layout import HEAD, INDEX, WEIGHTS, Tensor
 from prope.runtime import watchdog
 from prope.workdir.run import check_disk
 
+# Of the text, in the order in which they are tried.
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_NOT_TEXT = {
+    *("vision_tower", "audio_tower", "multi_modal_projector"),
+    *("embed_vision", "embed_audio", "vision_embedder"),
+}
 _MAX_SHARD = 2 * 10**9  # bytes; as much is in memory, since the library writes a file at once
 
 
@@ -31,16 +37,23 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
     """Opens all tensors of the checkpoint in a directory, by the names that transformers uses.
 
     As there, buffers of frequencies are left out, and those of a model without a head lack their
-    prefix. Raises UsageError where a file is not whole.
+    prefix. So are the parts of a model that read images and sounds. Raises UsageError where a file
+    is not whole.
     """
-    stored = _open_all(source)
-    has_prefix = any(name.startswith("model.") for name in stored)
     tensors = {}
-    for name, tensor in stored.items():
-        prefix = "" if has_prefix or name == HEAD else "model."
-        if not name.endswith("rotary_emb.inv_freq"):
-            tensors[prefix + name] = tensor
+    for name, tensor in _open_all(source).items():
+        if name.endswith("rotary_emb.inv_freq") or _NOT_TEXT & set(name.split(".")):
+            continue
+        bare = next(filter(None, (_without(name, prefix) for prefix in _PREFIXES)))
+        known = bare if bare == HEAD else f"model.{bare}"
+        if known in tensors:
+            raise UsageError(f"{tensor.file}: {name} is there twice; remove one")
+        tensors[known] = tensor
     return tensors
+
+
+def _without(name: str, prefix: str) -> str | None:
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
 
 
 def _open_all(source: epath.Path) -> dict[str, Stored]:

@@ -1,0 +1,408 @@
+"""The families of models in transformers: what their classes compute, for import and for export.
+
+A row of the table is read both ways. Its defaults are the fields of config.json that the class
+reads, each with the value that it takes where a file has none.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from prope.encodings import LAYER_TYPES, layer_windows
+from prope.errors import UsageError, usage_error
+
+SLIDING, FULL = LAYER_TYPES
+# By field of config.json: that of config.model, or of config.data for the last.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embed_dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "seq_len",
+}
+# By config.model.activation.
+ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "silu": "silu"}
+_ACTIVATION_FIELDS = ("hidden_act", "hidden_activation")
+# Switches of config.model that are part of a class; it has fields for the others.
+_FLAGS = ("scale_embedding", "post_norms", "qkv_bias", "use_qk_norm")
+_CAPS = {
+    "attn_logit_softcapping": "attention_softcap",
+    "final_logit_softcapping": "final_softcap",
+}
+_SCALAR = "query_pre_attn_scalar"  # attention_scale to the power of -2
+# Fields of configs that change what a class computes, unless they are null, false or 0.
+_CHANGES = re.compile(
+    "attention_bias|mlp_bias|quantization_config|bidirectional|softcapping|multiplier|experts"
+    "|logits_scaling|interleaved|per_layer|kv_shared|k_eq_v|mrope|moe|mup|clip_qkv|chunk_size"
+)
+
+
+class Family(NamedTuple):
+    """A row: a class of transformers for causal language models."""
+
+    hf_class: str
+    defaults: dict[str, Any]
+    flags: tuple[str, ...] = ()  # which of _FLAGS are True
+    activation: str = "silu"  # where a file names none
+    adds_one: bool = False  # norms multiply by 1 + w, as prope's do; otherwise by w
+    names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # by parameter: other tensors
+    divides: bool = False  # the class demands that its heads divide hidden_size
+
+    def reads(self, field: str) -> bool:
+        """Tells whether the class reads a field of config.json."""
+        return field in self.defaults
+
+    @property
+    def rotates_by_kind(self) -> bool:
+        """Tells whether sliding layers have a rotation of their own."""
+        return self.reads("rope_local_base_freq")
+
+
+def _defaults(*sizes: int | None, **fields) -> dict[str, Any]:
+    """Returns a row's defaults: sizes in the order of SIZES, and fields beside the common ones."""
+    common = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
+    return dict(zip(SIZES, sizes, strict=True)) | common | fields
+
+
+_WINDOWS = {"layer_types": None, "sliding_window": 4096}
+_LATER_GEMMA = {
+    "activation": "gelu",
+    "adds_one": True,
+    "names": {"layers/pre_ffw_norm/scale": ("pre_feedforward_layernorm",)},
+    "divides": True,
+}
+_QWEN = _WINDOWS | {"use_sliding_window": False, "max_window_layers": 28}
+# By model_type, in the order in which export tries them. None for K is N, and for H is D / N.
+FAMILIES = {
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _defaults(256000, 3072, 24576, 28, 16, 16, 256, 8192, tie_word_embeddings=True),
+        ("scale_embedding",),
+        activation="gelu",
+        adds_one=True,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _defaults(
+            *(256000, 2304, 9216, 26, 8, 4, 256, 8192),
+            **_WINDOWS,
+            tie_word_embeddings=True,
+            query_pre_attn_scalar=256,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+            sliding_window_pattern=2,
+        ),
+        ("scale_embedding", "post_norms"),
+        **_LATER_GEMMA,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _defaults(
+            *(262208, 2304, 9216, 26, 8, 4, 256, 131072),
+            **_WINDOWS,
+            tie_word_embeddings=True,
+            query_pre_attn_scalar=256,
+            final_logit_softcapping=None,
+            sliding_window_pattern=6,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+        ),
+        ("scale_embedding", "post_norms", "use_qk_norm"),
+        **_LATER_GEMMA,
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        _defaults(32000, 4096, 11008, 32, 32, None, None, 2048),
+        divides=True,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _defaults(151936, 4096, 22016, 32, 32, 32, None, 32768, **_QWEN),
+        ("qkv_bias",),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _defaults(151936, 4096, 22016, 32, 32, 32, 128, 32768, **_QWEN),
+        ("use_qk_norm",),
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _defaults(32000, 4096, 14336, 32, 32, 8, None, 131072, sliding_window=4096),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _defaults(
+            *(128256, 2048, 11008, 36, 16, 4, None, 32768),
+            tie_word_embeddings=True,
+            rope_theta=2e6,
+            layer_types=None,
+            sliding_window=None,
+            use_sliding_window=False,
+            no_rope_layers=None,
+            no_rope_layer_interval=4,
+        ),
+    ),
+    # Only exported, and without its experts.
+    "mellum": Family(
+        "MellumForCausalLM",
+        _defaults(
+            *(98304, 2304, 7168, 28, 32, 4, 128, 131072),
+            layer_types=None,
+            sliding_window=1024,
+            rope_theta=5e5,
+            rope_local_base_freq=1e4,
+            mlp_layer_types=None,
+        ),
+        ("use_qk_norm",),
+    ),
+}
+IMPORTED = [model_type for model_type in FAMILIES if model_type != "mellum"]
+
+
+# --- config.json to config.model ----------------------------------------------------------------
+
+
+def fill(family: Family, values: dict) -> dict:
+    """Returns a file's fields with the class's defaults; raises UsageError for a bad size."""
+    filled = family.defaults | values
+    for name in SIZES:
+        value = filled[name]
+        if value is None and name == "num_key_value_heads":
+            value = filled["num_attention_heads"]
+        if value is None and name == "head_dim":
+            value = filled["hidden_size"] // filled["num_attention_heads"]
+        if type(value) is not int or value < 1:
+            raise usage_error(name, json.dumps(value), "must be a positive integer")
+        filled[name] = value
+    return filled
+
+
+def changed_fields(family: Family | None, values: dict) -> list[str]:
+    """Describes the fields with which another model than the family's is computed."""
+    changed = []
+    for name, value in values.items():
+        is_read = family is not None and family.reads(name)
+        if value and not is_read and _CHANGES.search(name):
+            changed.append(f"{name}={json.dumps(value)}: only null or false")
+    return changed
+
+
+def read_switches(family: Family, values: dict) -> dict:
+    """Returns the switches of config.model for the fields of a file, filled.
+
+    Raises UsageError for a value that is no positive number, or an activation that is not known.
+    """
+    # The shortest number that is the same in float32, as GGUF files hold it: 1e-6 for 9.99..e-7.
+    epsilon = str(np.float32(_positive(values, "rms_norm_eps")))
+    tied = values["tie_word_embeddings"]
+    if type(tied) is not bool:
+        raise usage_error("tie_word_embeddings", json.dumps(tied), "only true or false")
+    switches = {flag: flag in family.flags for flag in _FLAGS}
+    switches |= {
+        "activation": _read_activation(family, values),
+        "norm_epsilon": float(epsilon),
+        "tied": tied,
+    }
+    for theirs, ours in _CAPS.items():
+        if family.reads(theirs) and values[theirs] is not None:
+            switches[ours] = float(_positive(values, theirs))
+    if family.reads(_SCALAR) and values[_SCALAR] != values["head_dim"]:
+        switches["attention_scale"] = _positive(values, _SCALAR) ** -0.5
+    return switches
+
+
+def _positive(values: dict, name: str) -> int | float:
+    value = values[name]
+    if type(value) not in (int, float) or not value > 0:
+        raise usage_error(name, json.dumps(value), "must be a positive number")
+    return value
+
+
+def _read_activation(family: Family, values: dict) -> str:
+    names = {field: values.get(field) for field in _ACTIVATION_FIELDS}
+    if family.adds_one and names["hidden_act"] == "gelu":
+        names["hidden_act"] = ACTIVATIONS["gelu"]  # as transformers reads the releases
+    written = {name for name in names.values() if name is not None}
+    known = [ours for ours, theirs in ACTIVATIONS.items() if written == {theirs}]
+    if written and not known:
+        problem = f"only {' or '.join(ACTIVATIONS.values())}, the same in all fields"
+        fields = {field: name for field, name in names.items() if name is not None}
+        raise usage_error(" and ".join(fields), json.dumps(list(fields.values())), problem)
+    return known[0] if known else family.activation
+
+
+def read_layers(family: Family, values: dict) -> dict:
+    """Returns layer_types and sliding_window of config.model; none where no layer has a window.
+
+    Raises UsageError for a kind of layer that is not known, or a window that is no length.
+    """
+    kinds = layer_kinds(family, values)
+    if SLIDING not in kinds:
+        return {}
+    window = values["sliding_window"]
+    if type(window) is not int or window < 1:
+        problem = "must be a positive integer: some layers are sliding_attention"
+        raise usage_error("sliding_window", json.dumps(window), problem)
+    lengths = range(1, len(kinds) + 1)
+    period = next(n for n in lengths if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+    return {"layer_types": tuple(kinds[:period]), "sliding_window": window}
+
+
+def layer_kinds(family: Family, values: dict) -> list[str]:
+    """Returns sliding_attention or full_attention for every layer: layer_types, or by its rule."""
+    kinds = _kinds_by_rule(family, values)
+    written = values.get("layer_types")
+    if written is None or written == kinds:
+        return kinds
+    known = isinstance(written, list) and all(kind in LAYER_TYPES for kind in written)
+    if not (family.reads("layer_types") and known and len(written) == len(kinds)):
+        problem = f"must be {len(kinds)} of {' and '.join(LAYER_TYPES)}"
+        if not family.reads("layer_types"):
+            problem = f"{family.hf_class} has {kinds[0]} in all layers"
+        raise usage_error("layer_types", json.dumps(written), problem)
+    return written
+
+
+def _kinds_by_rule(family: Family, values: dict) -> list[str]:
+    numbers = range(values["num_hidden_layers"])
+    window = values["sliding_window"] if family.reads("sliding_window") else None
+    if family.reads("use_sliding_window") and not values["use_sliding_window"]:
+        window = None
+    if family.reads("sliding_window_pattern"):
+        period = _positive(values, "sliding_window_pattern")
+        is_sliding = [(number + 1) % period > 0 for number in numbers]
+    elif family.reads("no_rope_layers"):
+        is_sliding = [not rotated for rotated in rotated_layers(family, values)]
+    else:
+        first = values["max_window_layers"] if family.reads("max_window_layers") else 0
+        is_sliding = [number >= first for number in numbers]
+    has_windows = window is not None or family.reads("sliding_window_pattern")
+    return [SLIDING if has_windows and sliding else FULL for sliding in is_sliding]
+
+
+def rotated_layers(family: Family, values: dict) -> list[bool]:
+    """Tells of every layer whether it rotates at all: in SmolLM3, some do not."""
+    layers = values["num_hidden_layers"]
+    if not family.reads("no_rope_layers"):
+        return [True] * layers
+    interval = _positive(values, "no_rope_layer_interval")
+    written = values["no_rope_layers"]  # 1: rotated
+    if written is None:
+        return [(number + 1) % interval > 0 for number in range(layers)]
+    if not isinstance(written, list) or len(written) < layers:
+        raise usage_error("no_rope_layers", json.dumps(written), f"must be {layers} of 0 and 1")
+    return [bool(rotated) for rotated in written[:layers]]
+
+
+# --- config.model to config.json ----------------------------------------------------------------
+
+
+def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
+    """Returns the fields of config.json that not all classes have."""
+    kinds = kinds_of(model)
+    rotated = rotating(ropes)
+    rope_of_kind = dict(zip(kinds, ropes, strict=True))
+    fields = {
+        _SCALAR: attention_scalar(model),
+        **{theirs: model[ours] for theirs, ours in _CAPS.items()},
+        "layer_types": kinds,
+        "sliding_window": model.sliding_window,
+        "use_sliding_window": SLIDING in kinds,
+        "no_rope_layers": [int(rope in rotated) for rope in ropes],  # 0: no rotation
+        "mlp_layer_types": ["dense"] * len(kinds),
+        "rope_local_base_freq": rope_of_kind.get(SLIDING, ropes[0])["rope_theta"],
+    }
+    fields = {name: value for name, value in fields.items() if family.reads(name)}
+    if family.reads("sliding_window_pattern") and SLIDING not in kinds:
+        del fields["sliding_window"]  # Gemma 2 and 3 make the mask all the same
+    fields["rope_parameters"] = rope_of_kind if family.rotates_by_kind else rotated[0]
+    return fields
+
+
+def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
+    """Returns the model_type of the first family whose class computes a run's `config.model`.
+
+    Where none does as it is, one that takes a factor of the embedding out of the tensors. Raises
+    UsageError where there is none either.
+    """
+    for model_type, family in FAMILIES.items():
+        if not _lacks(family, model, ropes):
+            return model_type
+    unscaled = model.copy_and_resolve_references()
+    unscaled.scale_embedding = False
+    lacks = {name: _lacks(FAMILIES[name], unscaled, ropes) for name in reversed(FAMILIES)}
+    nearest = min(lacks, key=lambda name: len(lacks[name]))
+    if not lacks[nearest]:
+        return nearest
+    lacks = {name: _lacks(family, model, ropes) for name, family in FAMILIES.items()}
+    nearest = min(lacks, key=lambda name: len(lacks[name]))
+    fields = ", ".join(f"config.model.{name}={model[name]}" for name in lacks[nearest])
+    problem = "no class of transformers computes this with the other fields"
+    remedy = f"the nearest, {FAMILIES[nearest].hf_class}, would compute something else"
+    raise UsageError(f"{fields}: {problem}; {remedy}")
+
+
+def _lacks(family: Family, model: ConfigDict, ropes: list[dict]) -> list[str]:
+    """Lists the fields of config.model whose values the family's class does not compute."""
+    kinds = kinds_of(model)
+    plain_scale = model.head_dim**-0.5
+    scale = model.attention_scale or plain_scale
+    fields = [flag for flag in _FLAGS if model[flag] != (flag in family.flags)]
+    for theirs, ours in _CAPS.items():
+        if model[ours] is not None and not family.reads(theirs):
+            fields.append(ours)
+    computed = attention_scalar(model) ** -0.5 if family.reads(_SCALAR) else plain_scale
+    if not math.isclose(scale, computed, rel_tol=1e-9):
+        fields.append("attention_scale")
+    can_mix = family.reads("layer_types") or len(set(kinds)) == 1
+    if SLIDING in kinds and not (family.reads("sliding_window") and can_mix):
+        fields.append("layer_types")
+    if not _has_ropes(family, kinds, ropes):
+        fields.append(_rope_field(model))
+    if family.divides and model.embed_dim % model.num_heads:
+        fields.append("num_heads")
+    return fields
+
+
+def _has_ropes(family: Family, kinds: list[str], ropes: list[dict]) -> bool:
+    """Tells whether the family's class can rotate every layer as told."""
+    if family.rotates_by_kind:
+        rope_of_kind = dict(zip(kinds, ropes, strict=True))
+        return ropes == [rope_of_kind[kind] for kind in kinds]
+    if family.reads("no_rope_layers"):
+        ropes = rotating(ropes)
+    return all(rope == ropes[0] for rope in ropes)
+
+
+def _rope_field(model: ConfigDict) -> str:
+    """Names the field that gives layers different rotations."""
+    if not isinstance(model.rope_percentage, int | float):
+        return "rope_percentage"
+    fields = ("local_max_wavelength", "local_rope_percentage", "rope_scaling_type", "logit_scale")
+    return next(field for field in fields if model[field] not in (None, "none"))
+
+
+def kinds_of(model: ConfigDict) -> list[str]:
+    """Returns sliding_attention or full_attention for every layer of a run."""
+    return [FULL if window is None else SLIDING for window in layer_windows(model)]
+
+
+def rotating(ropes: list[dict]) -> list[dict]:
+    """Returns the rotations that are not NoPE; all where every one is."""
+    return [rope for rope in ropes if rope.get("partial_rotary_factor") != 0] or ropes
+
+
+def attention_scalar(model: ConfigDict) -> int:
+    """Returns query_pre_attn_scalar, which transformers takes as an integer."""
+    if model.attention_scale is None:
+        return model.head_dim
+    return max(1, round(model.attention_scale**-2))

@@ -1,0 +1,408 @@
+"""Every family beside transformers: tiny models with its switches, imported, cached, exported."""
+
+import copy
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from makers import forward, save, save_run, stored
+from oracles import decoder
+
+from prope import model
+from prope.config import set_layer_percentages
+from prope.encodings import layer_frequencies, layer_windows
+from prope.hf import exporter, importer
+from prope.hf.families import FAMILIES, SIZES, fill, layer_kinds, rotated_layers
+from prope.inference.generation import empty_cache
+from prope.workdir.run import open_run, read_config
+
+pytestmark = pytest.mark.slow  # torch and transformers take seconds to import
+BOUND = 1e-4  # of logits in float32
+
+IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+COMMON = IDS | {
+    "vocab_size": 263,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-3,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+}
+
+
+def sizes(layers, kv_heads, head_dim=None, **fields):
+    fields |= {"num_hidden_layers": layers, "num_key_value_heads": kv_heads}
+    return fields | ({} if head_dim is None else {"head_dim": head_dim})
+
+
+def rope(theta, **fields):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | fields}
+
+
+GEMMA_3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Values that change logits at random weights, where published ones would not: (class, fields).
+ORACLES = {
+    "gemma": ("Gemma", sizes(3, 1, 32)),
+    "gemma2": (
+        "Gemma2",
+        sizes(
+            *(4, 2, 32),
+            query_pre_attn_scalar=12,
+            sliding_window=5,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        sizes(
+            *(8, 2, 32),
+            query_pre_attn_scalar=12,
+            sliding_window=5,
+            sliding_window_pattern=3,
+            rope_parameters=GEMMA_3_ROPES,
+        ),
+    ),
+    "llama3": ("Llama", sizes(3, 2, 32) | rope(1e4, **LLAMA_3_ROPE)),
+    "smollm2": (
+        "Llama",
+        sizes(3, 1, num_attention_heads=3, tie_word_embeddings=True) | rope(1e5),
+    ),
+    "smollm3": ("SmolLM3", sizes(4, 2, no_rope_layer_interval=4) | rope(5e6)),
+    "qwen2": (
+        "Qwen2",
+        sizes(
+            *(4, 2),
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=2,
+        )
+        | rope(1e6),
+    ),
+    "qwen3": ("Qwen3", sizes(3, 2, 32) | rope(1e6)),
+    "mistral": ("Mistral", sizes(3, 2, 32, sliding_window=5) | rope(1e6)),
+}
+TOKENS = np.random.default_rng(1).integers(3, 199, (2, 24))
+POSITIONS = jnp.broadcast_to(jnp.arange(24), TOKENS.shape)
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """(transformers, torch)."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
+    return transformers, torch
+
+
+def draw(torch, theirs):
+    """Draws weights in which every number matters, for a model of transformers in float32."""
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for path, leaf in theirs.named_parameters():
+            mean = leaf.flatten()[0].item() if "norm" in path else 0.0
+            scale = leaf.shape[-1] ** -0.5
+            for part, value in {"bias": 0.5, "norm": 0.3, "embed": 0.3}.items():
+                scale = value if part in path else scale
+            drawn = torch.tensor(rng.normal(mean, scale, leaf.shape))
+            # So that 1 can be taken off in float32, and added again.
+            leaf.copy_(drawn.bfloat16())
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def imported(libraries, tmp_path_factory):
+    """What a family's tiny model is there and here, by name; each is made once."""
+    transformers, torch = libraries
+
+    @functools.cache
+    def make(name, dtype="float32"):
+        family, fields = ORACLES[name]
+        text = "Text" if family == "Gemma3" else ""
+        config = getattr(transformers, f"{family}{text}Config")(**COMMON | fields)
+        theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        draw(torch, theirs)
+        folder = tmp_path_factory.mktemp(name)
+        logits = compute(torch, theirs)
+        theirs.to(getattr(torch, dtype)).save_pretrained(folder / "hf")
+        result = importer.import_run(folder / "hf", folder / "run")
+        run = open_run(folder / "run")
+        return types.SimpleNamespace(
+            folder=folder,
+            logits=logits,
+            parameters=result["parameters"],
+            config=run.config.model,
+            params=run.params(),
+        )
+
+    return make
+
+
+def compute(torch, theirs):
+    """The logits of a model of transformers."""
+    with torch.no_grad():
+        return theirs(torch.tensor(TOKENS)).logits.numpy()
+
+
+def distance(config, params, expected):
+    """The largest difference of a logit."""
+    return np.abs(forward(config, params, jnp.asarray(TOKENS), POSITIONS) - expected).max()
+
+
+def reference_distance(config, params, expected, freqs=None):
+    """The largest difference of a logit of the reference in NumPy, which compiles nothing."""
+    freqs = layer_frequencies(config) if freqs is None else freqs
+    return np.abs(decoder(config, params, TOKENS, POSITIONS, freqs=freqs) - expected).max()
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_logits_are_those_of_transformers(imported, name):
+    """Whole, and in pieces with a cache."""
+    oracle = imported(name)
+    config = oracle.config
+    assert oracle.parameters == sum(leaf.size for leaf in jax.tree.leaves(oracle.params))
+    assert np.abs(oracle.logits).max() > 1
+    assert reference_distance(config, oracle.params, oracle.logits) < BOUND
+    assert distance(config, oracle.params, oracle.logits) < BOUND
+    decode = jax.jit(functools.partial(model.decode, config))
+    cache = empty_cache(config, 2, 24)
+    for start in range(0, 24, 3):  # windows have 5 keys
+        tokens = jnp.asarray(TOKENS[:, start : start + 3], jnp.int32)
+        hidden, cache = decode(oracle.params, tokens, cache, jnp.full(2, start, jnp.int32))
+        logits = model.logits(config, oracle.params, hidden)
+        assert np.abs(logits - oracle.logits[:, start : start + 3]).max() < BOUND
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ORACLES)
+def test_import_then_export_is_the_same_file(libraries, imported, name, dtype):
+    """Tensors bit for bit, and the class; so the logits are the same there, too."""
+    transformers, torch = libraries
+    oracle = imported(name, dtype)
+    again = oracle.folder / "again"
+    result = exporter.export(oracle.folder / "run", again, dtype=dtype)
+    assert result["class"] == f"{ORACLES[name][0]}ForCausalLM"
+    ours, theirs = (stored(oracle.folder / place) for place in ("again", "hf"))
+    assert ours.keys() == theirs.keys()
+    for tensor in ours:
+        assert ours[tensor].dtype == theirs[tensor].dtype
+        assert ours[tensor].tobytes() == theirs[tensor].tobytes(), tensor
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loaded, report = load(again, output_loading_info=True, attn_implementation="eager")
+    assert not any(report.values()), report
+    np.testing.assert_array_equal(compute(torch, loaded.float()), oracle.logits)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_another_p_is_exported_to_the_same_class(libraries, imported, name, tmp_path):
+    transformers, torch = libraries
+    oracle = imported(name)
+    config = read_config(oracle.folder / "run")
+    p = config.model.rope_percentage
+    if isinstance(p, tuple):
+        set_layer_percentages(config, [share / 2 for share in p])
+    else:
+        config.model.rope_percentage = 0.5
+    save_run(tmp_path / "run", config, oracle.params)
+    result = exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert result["class"] == f"{ORACLES[name][0]}ForCausalLM"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    logits = compute(torch, load(tmp_path / "hf", attn_implementation="eager"))
+    assert distance(config.model, oracle.params, logits) < BOUND
+    assert np.abs(logits - oracle.logits).max() > 100 * BOUND
+
+
+def test_the_text_part_of_a_model_of_images(libraries, tmp_path):
+    """Under the two prefixes that its files have."""
+    transformers, torch = libraries
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    images = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=COMMON | ORACLES["gemma3"][1] | {"model_type": "gemma3_text"},
+        vision_config=small | images | {"model_type": "siglip_vision_model"},
+        mm_tokens_per_image=4,
+        image_token_index=262,
+    )
+    theirs = draw(torch, transformers.Gemma3ForConditionalGeneration(config).float().eval())
+    logits = compute(torch, theirs)
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = stored(tmp_path / "hf")
+    renamed = {
+        name.replace("language_model.model.", "model.language_model."): values
+        for name, values in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    assert any("vision_tower" in name for name in tensors)
+    for number, written in enumerate((tensors, renamed)):
+        save(tmp_path / "hf", written)
+        importer.import_run(tmp_path / "hf", tmp_path / f"run{number}")
+        run = open_run(tmp_path / f"run{number}")
+        assert distance(run.config.model, run.params(), logits) < BOUND
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_absent_fields_are_those_of_the_class(libraries, model_type):
+    transformers, _ = libraries
+    theirs = transformers.AutoConfig.for_model(model_type)
+    family = FAMILIES[model_type]
+    ours = fill(family, {})
+    common = ("rms_norm_eps", "tie_word_embeddings")
+    for name in {*SIZES, *common} - {"head_dim"}:
+        assert ours[name] == getattr(theirs, name), name
+    heads = theirs.hidden_size // theirs.num_attention_heads
+    assert ours["head_dim"] == getattr(theirs, "head_dim", heads)
+    for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        if family.reads(name):
+            assert ours[name] == getattr(theirs, name), name
+    layers = ours["num_hidden_layers"]
+    full = ["full_attention"] * layers
+    if model_type == "mistral":
+        full = ["sliding_attention"] * layers
+        assert ours["sliding_window"] == theirs.sliding_window
+    assert layer_kinds(family, ours) == (getattr(theirs, "layer_types", None) or full)
+    rotated = getattr(theirs, "no_rope_layers", [1] * layers)
+    assert rotated_layers(family, ours) == list(map(bool, rotated))
+    ropes = theirs.rope_parameters
+    assert ours["rope_theta"] == ropes.get("full_attention", ropes)["rope_theta"]
+    if family.rotates_by_kind:
+        assert ours["rope_local_base_freq"] == ropes["sliding_attention"]["rope_theta"]
+
+
+# --- Single changes, each of which a port has made ----------------------------------------------
+
+
+def fields(**values):
+    """Changes fields of config.model."""
+
+    def change(config, params):
+        p = values.pop("rope_percentage", config.rope_percentage)
+        with config.ignore_type():
+            config.rope_percentage = p
+        config.update(values)
+        return params
+
+    return change
+
+
+def arrays(ending, function):
+    """Changes the parameters whose path has an ending."""
+
+    def change(config, params):
+        def change_leaf(path, leaf):
+            name = "/".join(key.key for key in path)
+            return function(leaf) if name.endswith(ending) else leaf
+
+        return jax.tree_util.tree_map_with_path(change_leaf, params)
+
+    return change
+
+
+def round_factor(config, params):
+    """sqrt(D) of the embedding in bfloat16, but not of the output matrix."""
+    config.tied = False
+    table = model.embedding(params)
+    factor = np.sqrt(config.embed_dim)
+    rounded = float(jnp.asarray(factor, jnp.bfloat16))
+    embedder = {"input_embedding": table * (rounded / factor)}
+    return params | {"embedder": embedder, "head": {"w": table}}
+
+
+def tie(config, params):
+    config.tied = True
+    return {name: leaves for name, leaves in params.items() if name != "head"}
+
+
+def exchange_norms(config, params):
+    layers = params["layers"]
+    first = layers["pre_attention_norm"]
+    second = layers["pre_ffw_norm"]
+    return params | {"layers": layers | {"pre_attention_norm": second, "pre_ffw_norm": first}}
+
+
+def zero(leaf):
+    return 0 * leaf
+
+
+def bias(number):
+    """Changes the bias of keys, 0, or of values, 1."""
+    return arrays("kv_einsum/b", lambda leaf: leaf * (np.arange(2) != number)[:, None, None])
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+NO_WINDOW = {"layer_types": (), "sliding_window": None}
+MUTANTS = {
+    "eps": ("gemma", fields(norm_epsilon=1e-2)),
+    "eps of a Llama": ("llama3", fields(norm_epsilon=1e-2)),
+    "w for 1 + w": ("gemma", arrays("scale", lambda leaf: leaf - 1)),
+    "1 + w for w": ("llama3", arrays("scale", lambda leaf: leaf + 1)),
+    "1 + w for w of QK-norm": ("qwen3", arrays("_norm/scale", lambda leaf: leaf + 1)),
+    "no s_e": ("gemma", fields(scale_embedding=False)),
+    "s_e in a Llama": ("smollm2", fields(scale_embedding=True)),
+    "s_e in bfloat16": ("gemma", round_factor),
+    "silu for gelu": ("gemma", fields(activation="silu")),
+    "gelu for silu": ("mistral", fields(activation="gelu")),
+    "H^-1/2": ("gemma2", fields(attention_scale=None)),
+    "H^-1/2 in Gemma 3": ("gemma3", fields(attention_scale=None)),
+    "no cap of scores": ("gemma2", fields(attention_softcap=None)),
+    "no final cap": ("gemma2", fields(final_softcap=None)),
+    "no post-norms": ("gemma2", fields(post_norms=False)),
+    "post_attention_norm without scale": ("gemma2", arrays("post_attention_norm/scale", zero)),
+    "post_ffw_norm without scale": ("gemma3", arrays("post_ffw_norm/scale", zero)),
+    "no QK-norm": ("gemma3", fields(use_qk_norm=False)),
+    "no QK-norm in Qwen 3": ("qwen3", fields(use_qk_norm=False)),
+    "no scale of query_norm": ("gemma3", arrays("query_norm/scale", zero)),
+    "no scale of key_norm": ("qwen3", arrays("key_norm/scale", zero)),
+    "window + 1": ("gemma2", fields(sliding_window=6)),
+    "window + 1 in Mistral": ("mistral", fields(sliding_window=6)),
+    "window - 1": ("qwen2", fields(sliding_window=4)),
+    "no window": ("gemma2", fields(**NO_WINDOW)),
+    "no window in Mistral": ("mistral", fields(**NO_WINDOW)),
+    "pattern shifted": ("gemma2", fields(layer_types=(FULL, SLIDING))),
+    "pattern of 3 shifted": ("gemma3", fields(layer_types=(SLIDING, FULL, SLIDING))),
+    "first layers slide": ("qwen2", fields(layer_types=(SLIDING, SLIDING, FULL, FULL))),
+    "theta 1e4 everywhere": ("gemma3", fields(max_wavelength=1e4)),
+    "theta 1e6 everywhere": ("gemma3", fields(local_max_wavelength=1e6)),
+    "theta of a Llama": ("smollm2", fields(max_wavelength=1e4)),
+    "no linear scaling": ("gemma3", fields(rope_scaling_type="none")),
+    "no llama3 scaling": ("llama3", fields(rope_scaling_type="none")),
+    "linear for llama3": ("llama3", fields(rope_scaling_type="linear")),
+    "unrotated layer rotated": ("smollm3", fields(rope_percentage=1.0)),
+    "other layers unrotated": ("smollm3", fields(rope_percentage=(0.0, 1.0, 1.0, 1.0))),
+    "no bias of queries": ("qwen2", arrays("q_einsum/b", zero)),
+    "no bias of keys": ("qwen2", bias(0)),
+    "no bias of values": ("qwen2", bias(1)),
+    "tied for untied": ("llama3", tie),
+    "norms of attention and MLP exchanged": ("llama3", exchange_norms),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), MUTANTS.values(), ids=MUTANTS)
+def test_each_single_change_is_seen(imported, name, change):
+    oracle = imported(name)
+    config = copy.deepcopy(oracle.config)
+    params = change(config, oracle.params)
+    assert reference_distance(config, params, oracle.logits) > 50 * BOUND
+
+
+def test_a_scaling_is_of_full_layers_alone(imported):
+    """Other ports scaled Gemma 3's sliding layers too."""
+    oracle = imported("gemma3")
+    config = oracle.config
+    freqs = layer_frequencies(config)
+    windows = np.array([window is not None for window in layer_windows(config)])
+    scaled = np.where(windows[:, None], freqs / config.rope_scaling_factor, freqs)
+    assert reference_distance(config, oracle.params, oracle.logits, scaled) > 50 * BOUND
