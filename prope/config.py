@@ -396,7 +396,7 @@ FIELDS = {
         False, "True: positions restart and attention stops at document borders"
     ),
     "data.bos_every_window": Field(
-        False, "True: every window begins with <bos>, which replaces its first token"
+        False, "True: every window begins with <bos> (or what documents begin with), as token 0"
     ),
     "data.position_range": Field(
         int,

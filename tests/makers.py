@@ -489,12 +489,12 @@ def read_tokens(store, split):
 
 def documents_of(store, split):
     """The documents of a split, from its tokens alone."""
-    from prope.data.tokenizer import BOS, EOS, ByteTokenizer
+    from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 
     tokens = read_tokens(store, split)
-    assert tokens[0] == BOS and tokens[-1] == EOS
-    documents = np.split(tokens, np.flatnonzero(tokens == BOS))[1:]
-    assert all(document[-1] == EOS for document in documents)
+    assert tokens[0] == GEMMA_IDS.bos and tokens[-1] == GEMMA_IDS.eos
+    documents = np.split(tokens, np.flatnonzero(tokens == GEMMA_IDS.bos))[1:]
+    assert all(document[-1] == GEMMA_IDS.eos for document in documents)
     return [ByteTokenizer().decode(document) for document in documents]
 
 

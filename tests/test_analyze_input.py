@@ -12,7 +12,7 @@ from prope.analysis import analysis, choices, page, sequences
 from prope.config import default_config
 from prope.data import windows
 from prope.data.mixture import open_windows
-from prope.data.tokenizer import BOS, EOS
+from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.errors import UsageError
 from prope.workdir.run import open_run, write_config
 
@@ -44,14 +44,14 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
     assert len({bytes(start) for start in starts}) == len(starts) == 5
     for start in starts:
         assert len(start) == 64
-        assert start[0] == BOS
+        assert start[0] == GEMMA_IDS.bos
         assert len(set(start[1:].tolist())) == 1
     config.seq_len = 1000  # longer than any: the longest
     opened = open_windows(config, 260, "validation")
     (longest,) = opened.document_starts(1)
     stream = read_tokens(opened.store, "validation")
     lengths = np.diff(
-        np.flatnonzero(stream == BOS),
+        np.flatnonzero(stream == GEMMA_IDS.bos),
         append=len(stream),
     )
     assert len(longest) == lengths.max()
@@ -202,7 +202,7 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
         ids, *_ = sequences.read_sequences(run, analysis_options(**flags))
         return ids
 
-    documents = [[BOS, 4 + ord(letter), EOS] for letter in "xy"]
+    documents = [[GEMMA_IDS.bos, 4 + ord(letter), GEMMA_IDS.eos] for letter in "xy"]
     assert read(seq_len=3, sequences=2) == documents
     assert "found" not in caplog.text
     assert read(seq_len=64, sequences=2) == documents
@@ -232,7 +232,7 @@ def test_windows_and_tokens_reach_to_both_ends():
 
 
 def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(sequences, "UNKNOWN", 4 + ord("a"))
+    monkeypatch.setattr(ByteTokenizer, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
     (tmp_path / "a.txt").write_text("bananas")
     run = open_run(run_and_export / "run")
     sequences.read_sequences(run, analysis_options(text=str(tmp_path / "a.txt")))

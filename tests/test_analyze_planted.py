@@ -31,7 +31,7 @@ from makers import (
 
 from prope.analysis import analysis, channels, maps, page
 from prope.config import default_config
-from prope.data.tokenizer import BOS
+from prope.data.tokenizer import GEMMA_IDS
 
 L, N, K, T, D, H = 2, 6, 3, 64, 64, 32
 P = H // 2
@@ -63,7 +63,7 @@ def draw_rows(rng) -> np.ndarray:
     rows = rng.standard_normal((260, D))
     rows[:, :4] = 1, -1, 0, -1
     rows[4 + ord("'"), 1] = 1
-    rows[BOS, 2] = 1
+    rows[GEMMA_IDS.bos, 2] = 1
     rows[4 + ord("q"), 3] = 1
     free = D - (rows[:, :4] ** 2).sum(axis=1)
     rows[:, 4:] *= np.sqrt(free / (rows[:, 4:] ** 2).sum(axis=1))[:, None]
@@ -168,7 +168,7 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
     layer, value_head, value_pair = value_place
     value[layer, value_head, :, value_pair::P] *= 20
     save(workdir, rows, text, query, key, value)
-    x = rows[[BOS, *(4 + ord(letter) for letter in text)]]
+    x = rows[[GEMMA_IDS.bos, *(4 + ord(letter) for letter in text)]]
     return types.SimpleNamespace(
         places=places,
         fast=fast,

@@ -22,7 +22,8 @@ from oracles import causal_mask
 from prope import attention, sharding
 from prope.config import default_config
 from prope.cost.flops import busiest_part
-from prope.data.tokenizer import UNKNOWN
+from prope.data.store.arrays import Store
+from prope.data.tokenizer import GEMMA_IDS
 from prope.errors import UsageError
 from prope.inference.losses import LossEvaluation
 from prope.kernels import pairs
@@ -267,12 +268,12 @@ def check_unknown():
     }
     mesh = sharding.make_mesh(context=4)
     batch = sharding.global_batch(mesh, integers | {"weights": weights}, 4)
-    evaluation = SimpleNamespace(config=config, windows=())
+    evaluation = SimpleNamespace(config=config, windows=SimpleNamespace(store=Store("", "", {})))
     with sharding.use(mesh):
         params = initial_params(config.model)
         score = functools.partial(LossEvaluation._score, evaluation)
         scores = jax.jit(score)(params, batch)
-    is_unknown = (integers["targets"] == UNKNOWN) & (weights > 0)
+    is_unknown = (integers["targets"] == GEMMA_IDS.unk) & (weights > 0)
     np.testing.assert_array_equal(scores["unknown_tokens"], is_unknown.sum(axis=1))
 
 

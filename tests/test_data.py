@@ -17,7 +17,7 @@ from prope.data.sources import tfds as tfds_files
 from prope.data.sources.find import find_source
 from prope.data.store import arrays, pack
 from prope.data.store.build import open_store
-from prope.data.tokenizer import BOS, load_tokenizer
+from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
 from prope.data.windows import Windows, shuffled_index, train_batch
 from prope.errors import UsageError
 
@@ -150,10 +150,10 @@ def test_a_damaged_store_is_an_error_and_not_other_text(config):
 def test_the_baseline_is_the_cross_entropy_of_token_frequencies(config):
     store = open_store(config, 260)
     train = stream(store, "train")
-    train = train[train != BOS]
+    train = train[train != GEMMA_IDS.bos]
     for split, name in (("validation", "unigram_loss"), ("train", "train_unigram_loss")):
         predicted = stream(store, split)
-        predicted = predicted[predicted != BOS]
+        predicted = predicted[predicted != GEMMA_IDS.bos]
         total = 0.0
         for token in range(260):
             share = (np.sum(train == token) + 1) / (len(train) + 260)
@@ -191,7 +191,7 @@ def test_windows_predict_every_token_once(open_windows, split):
     batch = windows.read(range(windows.count))
     tokens = stream(windows.store, split)
     predicted = batch["targets"][batch["weights"] > 0]
-    np.testing.assert_array_equal(predicted, tokens[tokens != BOS])
+    np.testing.assert_array_equal(predicted, tokens[tokens != GEMMA_IDS.bos])
     assert len(predicted) == windows.store.targets(split)
     np.testing.assert_array_equal(
         batch["tokens"].ravel()[: len(tokens) - 1],
@@ -224,7 +224,7 @@ def test_segments_and_positions_follow_the_documents(open_windows):
         segment = 1
         position = 0
         for t in range(64):
-            if t and batch["tokens"][row, t] == BOS:
+            if t and batch["tokens"][row, t] == GEMMA_IDS.bos:
                 segment += 1
                 position = 0
             if row * 64 + t >= total:

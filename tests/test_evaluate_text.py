@@ -13,9 +13,10 @@ from makers import evaluate_run, make_run, write_lines
 from prope.analysis.sequences import read_sequences
 from prope.config import default_config
 from prope.data.mixture import _warn_if_changed, open_text, open_windows
+from prope.data.store.arrays import Store
 from prope.data.store.pack import is_validation
+from prope.data.tokenizer import GEMMA_IDS
 from prope.errors import UsageError
-from prope.inference import losses
 from prope.inference.options import last_line
 from prope.inference.paired import paired_difference
 from prope.runtime import memory
@@ -417,7 +418,7 @@ def test_above_1_percent_of_unknown_tokens_there_are_no_bits_per_byte(
     run, tmp_path, monkeypatch, caplog, letters, has_bits
 ):
     """Of 100 predicted tokens, <eos> among them, one or two are unknown."""
-    monkeypatch.setattr(losses, "UNKNOWN", 4 + ord("a"))
+    monkeypatch.setattr(Store, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text(letters)
     (record,) = evaluate_run(run, dataset="files", data_dir=str(tmp_path / "text"))

@@ -14,7 +14,7 @@ from prope.data.store.build import prepare
 from prope.data.tasks.draws import LETTERS, Draw
 from prope.data.tasks.retrieval import DEPTHS
 from prope.data.tasks.tasks import TASKS, VARIANTS, make_prompt, split_name
-from prope.data.tokenizer import BOS, ByteTokenizer
+from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.data.windows import train_batch
 from prope.errors import UsageError
 from prope.runtime.validate import validate
@@ -373,7 +373,7 @@ def test_a_program_solves_every_window(task, split, T):
     generated = windows(task, T, split)
     batch = generated.read(range(30))
     tokens = batch["tokens"]
-    assert (tokens[:, 0] == BOS).all()
+    assert (tokens[:, 0] == GEMMA_IDS.bos).all()
     assert (batch["targets"][:, :-1] == tokens[:, 1:]).all()
     names = set()
     for row in range(30):

@@ -13,7 +13,7 @@ from ml_collections import FrozenConfigDict
 
 from prope import sharding
 from prope.data.tasks.tasks import TASKS, make_prompt
-from prope.data.tokenizer import BOS, ByteTokenizer, load_tokenizer
+from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer, load_tokenizer
 from prope.errors import UsageError
 from prope.inference import asking, generation, trials
 from prope.inference.asking import AskOptions
@@ -192,7 +192,7 @@ def test_answers_of_several_lengths_are_scored_together(base):
 @pytest.mark.parametrize("task", TASKS)
 def test_a_prompt_has_one_bos_and_fits(task):
     for tokens, candidates, _, distance in make_trials(task, 9, 96):
-        assert np.flatnonzero(tokens == BOS).tolist() == [0]
+        assert np.flatnonzero(tokens == GEMMA_IDS.bos).tolist() == [0]
         assert len(tokens) + candidates.shape[1] <= 96
         assert 0 < distance < len(tokens)
         distinct = np.unique(candidates, axis=0)

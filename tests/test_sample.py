@@ -15,7 +15,7 @@ from ml_collections import FrozenConfigDict
 from oracles import decoder
 
 from prope import model
-from prope.data.tokenizer import EOS
+from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.errors import UsageError
 from prope.inference import generation
 from prope.inference.generation import Sampling, empty_cache
@@ -517,7 +517,7 @@ def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path
 
 
 def test_unknown_tokens_of_prompts_are_counted(run, monkeypatch, caplog):
-    monkeypatch.setattr(generation, "UNKNOWN", 4 + ord("a"))
+    monkeypatch.setattr(ByteTokenizer, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
     generation.continue_prompts(str(run), None, ["bab", "aa"], Sampling(1), 0)
     assert "3 tokens of the prompts are <unk>" in caplog.text
     caplog.clear()
@@ -528,7 +528,7 @@ def test_unknown_tokens_of_prompts_are_counted(run, monkeypatch, caplog):
 def test_a_text_ends_before_its_eos(run, monkeypatch):
     """Position 1 + len(prompt) is the first that is sampled; longer prompts have ended by then."""
     letters = np.frombuffer(b"__klm", np.uint8).astype(np.int32) + 4
-    drawn = jnp.asarray([*letters, EOS, *letters])
+    drawn = jnp.asarray([*letters, GEMMA_IDS.eos, *letters])
 
     def draw(sampling, logits, keys, positions):
         return drawn[positions]

@@ -30,13 +30,15 @@ from prope.data.sources.find import find_source
 from prope.data.store import arrays
 from prope.data.store.build import open_store
 from prope.data.store.pack import is_validation
-from prope.data.tokenizer import BOS, EOS
+from prope.data.tokenizer import GEMMA_IDS
 from prope.data.windows import train_batch
 from prope.errors import UsageError
 from prope.runtime.files import hash_file, read_text
 from prope.runtime.validate import validate
 
 assert_equal = np.testing.assert_array_equal
+BOS = GEMMA_IDS.bos
+EOS = GEMMA_IDS.eos
 
 # --- Folders ----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import numpy as np
 from prope.analysis.measures import FROM
 from prope.data.mixture import open_text
 from prope.data.tasks.synthetic import text_of
-from prope.data.tokenizer import BOS, UNKNOWN, load_tokenizer, token_name
+from prope.data.tokenizer import load_tokenizer, token_name
 from prope.errors import UsageError, log, usage_error
 from prope.runtime.files import read_text
 from prope.runtime.validate import validate
@@ -43,16 +43,17 @@ def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]],
     return sequences, token_names, {"source": source, "split": split}
 
 
-def _read_file(path: str, tokenizer: str) -> np.ndarray:
-    """Reads the tokens of a text file, after <bos>: [1, T]."""
+def _read_file(path: str, name: str) -> np.ndarray:
+    """Reads the tokens of a text file, which begin as a document: [1, T]."""
     text = read_text("text", path, "give a text file")
-    ids = load_tokenizer(tokenizer).encode(text.encode())
+    tokenizer = load_tokenizer(name)
+    ids = tokenizer.encode(text.encode())
     if len(ids) < MIN_TOKENS - 1:
         raise usage_error("--text", path, f"has {len(ids)} tokens", "two at least are needed")
-    unknown = np.count_nonzero(ids == UNKNOWN)
+    unknown = np.count_nonzero(tokenizer.special.is_unknown(ids))
     if unknown:
         log.warning("%s: %d of %d tokens are <unk>", path, unknown, len(ids))
-    return np.append(BOS, ids)[None]
+    return np.append(tokenizer.special.start, ids)[None]
 
 
 def _read_documents(run: Run, seq_len: int, count: int) -> tuple[np.ndarray, str]:

@@ -125,7 +125,8 @@ class Mixture:
         self.shares = weighted / np.dot(self.weights, predicted)
         fingerprints = [windows.store.fingerprint for windows in self.sources]
         fingerprint = mixture_fingerprint(self.weights, fingerprints)
-        self.store = Store("", fingerprint, {})
+        ids = self.sources[0].store.special  # one tokenizer for all
+        self.store = Store("", fingerprint, {"special_ids": ids})
 
     def window_index(self, example: int, seed: int) -> int:
         """Returns the index of the window of a training example."""

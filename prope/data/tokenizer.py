@@ -50,6 +50,10 @@ class SpecialIds(NamedTuple):
         """
         return self.eos if self.bos is None else self.bos
 
+    def is_unknown(self, ids):
+        """Tells which ids of an array stand for text that the tokenizer lacks."""
+        return ids == (-1 if self.unk is None else self.unk)
+
 
 GEMMA_IDS = SpecialIds(
     pad=0,
@@ -310,6 +314,3 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
     special = tokenizer.special
     names = {special.pad: "<pad>", special.bos: "<bos>", special.eos: "<eos>"}
     return names.get(int(token)) or repr(tokenizer.decode([token]))
-
-
-PAD, EOS, BOS, UNKNOWN = GEMMA_IDS

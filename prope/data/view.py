@@ -15,7 +15,7 @@ from prope.data.mixture import open_windows
 from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store, retry_tokens
 from prope.data.tasks.windows import GeneratedWindows
-from prope.data.tokenizer import BOS, EOS, load_tokenizer, token_name
+from prope.data.tokenizer import load_tokenizer, token_name
 from prope.data.windows import train_batch
 from prope.errors import usage_error
 from prope.runtime.files import write_output
@@ -136,9 +136,11 @@ def _describe_document(row: Batch, start: int, stop: int, tokenizer) -> Iterator
     tokens = row["tokens"][start:stop]
     positions = row["positions"][start:stop]
     heading = f"--- document {row['segment_ids'][start]}"
-    if tokens[0] != BOS:
+    special = tokenizer.special
+    if tokens[0] != special.start:
         heading += ", which began in the window before"
-    if tokens[-1] != EOS and stop == len(row["tokens"]):
+    has_end = special.bos is not None and tokens[-1] == special.eos
+    if stop == len(row["tokens"]) and not has_end and row["targets"][-1] != special.start:
         heading += ", goes on in the next window"
     places = f"{positions[0]}..{positions[-1]}"
     if (np.diff(positions) != 1).any():
@@ -184,7 +186,7 @@ def document_lengths(store: Store) -> np.ndarray:
     def find_borders(start: int) -> np.ndarray:
         span = tokens[start : min(start + _SCAN_TOKENS, total)]
         elements = retry_tokens(store.path, lambda: span.read().result())
-        return np.flatnonzero(elements == BOS) + start
+        return np.flatnonzero(elements == store.special.start) + start
 
     starts = range(0, total, _SCAN_TOKENS)
     if len(starts) > _SCANS:

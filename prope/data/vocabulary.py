@@ -20,7 +20,7 @@ from tqdm import tqdm
 from prope.data.sources.base import Source, cut_text
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store.pack import is_validation
-from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
+from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
 from prope.errors import log, usage_error
 from prope.runtime.files import is_url, write_output
 from prope.runtime.validate import validate
@@ -125,10 +125,10 @@ def _learn(lines: list[bytes], vocab_size: int, model_type: str) -> bytes:
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
-            pad_id=PAD,
-            eos_id=EOS,
-            bos_id=BOS,
-            unk_id=UNKNOWN,
+            pad_id=GEMMA_IDS.pad,
+            eos_id=GEMMA_IDS.eos,
+            bos_id=GEMMA_IDS.bos,
+            unk_id=GEMMA_IDS.unk,
             eos_piece="<eos>",
             bos_piece="<bos>",
             # No text is changed, and none is unknown.

@@ -24,7 +24,6 @@ from ml_collections import ConfigDict
 from prope.data.batch import Batch
 from prope.data.store.arrays import Store, find_store, retry_tokens
 from prope.data.store.build import check_split, open_store
-from prope.data.tokenizer import BOS, PAD
 from prope.errors import UsageError, log, usage_error
 from prope.runtime import processes, watchdog
 
@@ -70,6 +69,34 @@ class Windows:
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order."""
         T = self.seq_len
+        special = self.store.special
+        stream, is_token, is_prompt = self._read_stream(indices)
+        is_start = is_token & (stream == special.start)
+        is_predicted = is_token & ~is_prompt
+        if special.bos is not None:  # elsewhere it is the end token, which is predicted
+            is_predicted &= ~is_start
+        begun = np.cumsum(is_start, axis=1, dtype=np.int32)
+        began_before = ~is_start[:, :1]
+        segment_ids = begun + began_before
+        segment_ids = np.where(is_token, segment_ids, 0)
+        positions = np.arange(T, dtype=np.int32)
+        positions = np.tile(positions, (len(stream), 1))
+        if self._mask_documents:
+            starts = np.where(is_start[:, :-1], positions, 0)
+            positions -= np.maximum.accumulate(starts, axis=1)
+        if self._bos_every_window:
+            stream[:, 0] = special.start
+        return {
+            "tokens": stream[:, :-1],
+            "targets": stream[:, 1:],
+            "positions": positions,
+            "segment_ids": segment_ids[:, :-1].astype(np.int32),
+            "weights": is_predicted[:, 1:].astype(np.float32),
+        }
+
+    def _read_stream(self, indices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reads tokens [B, T + 1], which of them are no padding, and which are of a prompt."""
+        T = self.seq_len
         spans = []
         for index in indices:
             start = int(index) * T
@@ -78,7 +105,7 @@ class Windows:
         rows = self._read_tokens(spans)
         stream = np.full(
             (len(rows), T + 1),
-            PAD,
+            self.store.special.pad,
             np.int32,
         )
         is_token = np.zeros(stream.shape, bool)
@@ -87,26 +114,7 @@ class Windows:
             size = len(elements)
             stream[row, :size], is_prompt[row, :size] = self.store.decode(elements)
             is_token[row, :size] = True
-        is_bos = stream == BOS
-        is_predicted = is_token & ~is_bos & ~is_prompt
-        begun = np.cumsum(is_bos, axis=1, dtype=np.int32)
-        began_before = ~is_bos[:, :1]
-        segment_ids = begun + began_before
-        segment_ids = np.where(is_token, segment_ids, 0)
-        positions = np.arange(T, dtype=np.int32)
-        positions = np.tile(positions, (len(rows), 1))
-        if self._mask_documents:
-            starts = np.where(is_bos[:, :-1], positions, 0)
-            positions -= np.maximum.accumulate(starts, axis=1)
-        if self._bos_every_window:
-            stream[:, 0] = BOS
-        return {
-            "tokens": stream[:, :-1],
-            "targets": stream[:, 1:],
-            "positions": positions,
-            "segment_ids": segment_ids[:, :-1].astype(np.int32),
-            "weights": is_predicted[:, 1:].astype(np.float32),
-        }
+        return stream, is_token, is_prompt
 
     def _read_tokens(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Reads the elements of (start, stop) spans of the stream, all at once."""
@@ -138,7 +146,8 @@ class Windows:
             end = min(last + self.seq_len, self.length)
             (elements,) = self._read_tokens([(first, end)])
             tokens, _ = self.store.decode(elements)
-            borders = [*np.flatnonzero(tokens == BOS), len(tokens)]
+            starts = np.flatnonzero(tokens == self.store.special.start)
+            borders = [*starts, len(tokens)]
             for begin, end in itertools.pairwise(borders):
                 if begin >= last - first:
                     break

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model, sharding
-from prope.data.tokenizer import BOS, EOS, PAD, UNKNOWN, load_tokenizer
+from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer
 from prope.errors import log, usage_error
 from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
@@ -50,8 +50,10 @@ class Sampling:
     temperature: float = 1.0  # 0 takes the likeliest token, whatever top_k and top_p are
     top_k: int | None = None  # None keeps all
     top_p: float = 1.0  # 1 keeps all
-    eos: int = EOS  # ends a row; <pad> follows it
+    eos: int = GEMMA_IDS.eos  # ends a row; `pad` follows it
     stop_ids: tuple[int, ...] = ()  # more ids that do
+    pad: int = GEMMA_IDS.pad
+    vocab_size: int | None = None  # ids from here on, which the tokenizer lacks, are not sampled
 
     def __post_init__(self):
         if self.length < 1:
@@ -149,10 +151,10 @@ def decode(
     lengths: Rows,
     keys: jax.Array,
 ) -> tuple[Int[Array, "B length"], model.Cache]:
-    """Returns the tokens from `first` on, <pad> after a row's end, and the cache; it is donated."""
+    """Returns the tokens from `first` on, `pad` after a row's end, and the cache; it is donated."""
     params = split_layers(config, params)  # once, not for each token
     shape = (len(first), sampling.length)
-    tokens = jnp.full(shape, PAD, jnp.int32)
+    tokens = jnp.full(shape, sampling.pad, jnp.int32)
     tokens = tokens.at[:, 0].set(first)
 
     stops = jnp.array([sampling.eos, *sampling.stop_ids])
@@ -168,7 +170,7 @@ def decode(
         hidden, cache = model.decode(config, params, token, cache, position - 1)
         logits = model.logits(config, params, hidden[:, 0])
         token = sample_tokens(sampling, logits, keys, position)
-        token = jnp.where(ended, PAD, token)
+        token = jnp.where(ended, sampling.pad, token)
         ended |= jnp.isin(token, stops)
         tokens = tokens.at[:, i].set(token)
         return i + 1, token, ended, tokens, cache
@@ -205,6 +207,10 @@ def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
 
 def sample_tokens(sampling: Sampling, logits: Logits, keys: jax.Array, positions: Rows) -> Rows:
     """Samples the token of each row at these positions from its logits."""
+    V = logits.shape[-1]
+    if sampling.vocab_size is not None and sampling.vocab_size < V:
+        is_known = jnp.arange(V) < sampling.vocab_size
+        logits = jnp.where(is_known, logits, -jnp.inf)
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
@@ -236,7 +242,7 @@ def pad_prompts(rows: Sequence) -> tuple[Prompts, Rows]:
     """Pads the tokens of prompts to (prompts [B, T], lengths [B])."""
     lengths = np.array(list(map(len, rows)), np.int32)
     shape = (len(rows), lengths.max())
-    prompts = np.full(shape, PAD, np.int32)
+    prompts = np.zeros(shape, np.int32)
     for prompt, row in zip(prompts, rows, strict=True):
         prompt[: len(row)] = row
     return jnp.asarray(prompts), jnp.asarray(lengths)
@@ -270,25 +276,27 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     return texts
 
 
-def check_vocabulary(tokenizer, config: ConfigDict, workdir: str) -> None:
+def check_vocabulary(tokenizer: Tokenizer, config: ConfigDict, workdir: str) -> None:
     """Raises UsageError where a run's model cannot say all that its tokenizer encodes."""
     ids = config.model.vocab_size
-    if tokenizer.vocab_size > ids:
+    if tokenizer.text_size > ids:
         raise usage_error(
             "config.data.tokenizer",
             config.data.tokenizer,
-            f"has {tokenizer.vocab_size} ids, and the model of {workdir} {ids}",
+            f"has {tokenizer.text_size} ids, and the model of {workdir} {ids}",
             "put back the tokenizer that the run was trained with",
         )
 
 
-def _encode_prompts(tokenizer, texts: list[str]) -> list[list[int]]:
-    """Encodes prompts, <bos> first; warns of tokens that the tokenizer does not know."""
+def _encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Encodes prompts as documents begin; warns of tokens that the tokenizer does not know."""
+    special = tokenizer.special
     prompts = []
+    unknown = 0
     for text in texts:
         ids = tokenizer.encode(text.encode())
-        prompts.append([BOS, *ids.tolist()])
-    unknown = sum(prompt.count(UNKNOWN) for prompt in prompts)
+        prompts.append([special.start, *ids.tolist()])
+        unknown += np.count_nonzero(special.is_unknown(ids))
     if unknown:
         log.warning("%d tokens of the prompts are <unk>: the tokenizer does not know them", unknown)
     return prompts
@@ -321,8 +329,15 @@ def continue_prompts(
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
     run, params = run.first_undamaged(Run.params)
     config.model.attention = "auto"  # for this machine, which need not be the one that trained
-    stops = (EOS, *config.data.stop_ids)
-    sampling = dataclasses.replace(sampling, stop_ids=stops)
+    special = tokenizer.special
+    stops = (special.eos, *config.data.stop_ids)
+    sampling = dataclasses.replace(
+        sampling,
+        eos=special.eos,
+        stop_ids=stops,
+        pad=special.pad,
+        vocab_size=tokenizer.vocab_size,
+    )
     tokens, seconds = generate(config.model, sampling, params, prompts, seed)
     continuations = []
     count = 0
@@ -367,7 +382,7 @@ def generate(
     prompts, lengths = jax.device_put(pad_prompts(rows), replicated)
     make_keys = jax.jit(row_keys, static_argnums=(0, 1), out_shardings=replicated)
     keys = make_keys(seed, len(rows))
-    ended = np.full(len(rows), EOS, np.int32)
+    ended = np.full(len(rows), sampling.eos, np.int32)
     ended = jax.device_put(ended, replicated)
 
     def read():

@@ -23,7 +23,6 @@ from prope import model, sharding
 from prope.data.batch import Batch, padding
 from prope.data.store.arrays import fingerprint_of
 from prope.data.tasks.windows import GeneratedWindows
-from prope.data.tokenizer import BOS, UNKNOWN
 from prope.data.windows import Windows
 from prope.errors import log
 from prope.inference import paired
@@ -244,9 +243,10 @@ class LossEvaluation:
             scores["correct"] = jax.lax.map(predict, hidden) == targets
         scores = jax.tree.map(sharding.whole_sequences, scores)
         targets = sharding.whole_sequences(targets)
-        is_unknown = (targets == UNKNOWN) & (scores["weights"] > 0)
+        special = self.windows.store.special
+        is_unknown = special.is_unknown(targets) & (scores["weights"] > 0)
         return scores | {
-            "ends_document": targets[:, -1] == BOS,
+            "ends_document": targets[:, -1] == special.start,
             "unknown_tokens": is_unknown.sum(axis=1),
         }
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model
 from prope.data.tasks.draws import Prompt
-from prope.data.tokenizer import BOS, PAD
+from prope.data.tokenizer import Tokenizer
 from prope.errors import usage_error
 from prope.inference.generation import fill_cache, split_layers
 from prope.inference.losses import run_batches
@@ -28,13 +28,13 @@ _REMEDY = "take another --form, or other tasks"
 class Trial(NamedTuple):
     """A prompt as tokens."""
 
-    tokens: np.ndarray  # int32, <bos> first
+    tokens: np.ndarray  # int32, as documents begin
     candidates: np.ndarray  # int32 [C, A], the right answer first
     kinds: list[str]  # kind of each foil, [C - 1]
     distance: int  # tokens from the answer back to the evidence
 
 
-def encode(tokenizer, task: str, prompt: Prompt) -> Trial:
+def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     """Encodes a prompt, its answer and the first foils of as many tokens.
 
     Raises UsageError where the tokenizer has too few of them, or joins a prompt and its answer.
@@ -78,7 +78,7 @@ def encode(tokenizer, task: str, prompt: Prompt) -> Trial:
         )
     before = prompt.text[: prompt.source]
     distance = len(tokens) - len(tokenizer.encode(before.encode()))
-    tokens = np.append(np.int32(BOS), tokens)
+    tokens = np.append(np.int32(tokenizer.special.start), tokens)
     return Trial(tokens, np.stack([right, *foils]), kinds, distance)
 
 
@@ -86,7 +86,7 @@ def encode(tokenizer, task: str, prompt: Prompt) -> Trial:
 def _make_score(config: FrozenConfigDict, mesh: Mesh):
     """Makes the function that scores a batch: arrays [B, C] and [B], as `score_trials`."""
 
-    def score(params, tokens, lengths, candidates):
+    def score(params, tokens, lengths, candidates, answer_lengths):
         layers = split_layers(config, params)
         # The hidden state of a prompt's last token predicts the first of every answer.
         last, cache = fill_cache(config, layers, tokens, lengths)
@@ -97,7 +97,7 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
                 rest, _ = model.decode(config, layers, answer[:, :-1], cache, lengths)
                 hidden = jnp.concatenate([last, rest], axis=1)
             logits = model.logits(config, params, hidden)
-            is_padding = answer == PAD
+            is_padding = jnp.arange(answer.shape[1]) >= answer_lengths[:, None]
             logprobs = jax.nn.log_softmax(logits)
             logprobs = jnp.take_along_axis(logprobs, answer[..., None], axis=-1)
             logprobs = logprobs[..., 0] * ~is_padding
@@ -131,13 +131,16 @@ def score_trials(
             "tokens": np.zeros((len(rows), T), np.int32),
             "lengths": np.zeros(len(rows), np.int32),
             "candidates": np.zeros((len(rows), C, A), np.int32),
+            "answer_lengths": np.zeros(len(rows), np.int32),
         }
         for i, row in enumerate(rows):
             tokens, candidates, *_ = trials[min(row, R - 1)]
             length = len(tokens)
             batch["lengths"][i] = length
             batch["tokens"][i, :length] = tokens
-            batch["candidates"][i, :, : candidates.shape[1]] = candidates
+            size = candidates.shape[1]
+            batch["candidates"][i, :, :size] = candidates
+            batch["answer_lengths"][i] = size
         return batch
 
     def step(batch):

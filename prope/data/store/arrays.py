@@ -2,7 +2,8 @@
 
 A store is a folder, or a prefix below a URL such as gs://bucket/stores. It has two one-dimensional
 Zarr arrays, `train` and `validation`, and `index.json`, which is written last: a folder without it
-is not a store. In both arrays a document is <bos>, its tokens, <eos>.
+is not a store. In both arrays a document is <bos>, its tokens, <eos>; with a tokenizer that has no
+<bos> it is the end token, then its tokens.
 
 With `config.data.loss_on` "targets" the store has prompts: the top bit of an element tells that
 the token belongs to a prompt, which is not predicted. Other stores hold the plain ids.
@@ -22,6 +23,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from prope.data.tokenizer import GEMMA_IDS, SpecialIds
 from prope.errors import UsageError, first_line
 from prope.runtime.files import (
     CONTEXT,
@@ -54,12 +56,18 @@ class Store:
     are those of the predicted text, `prompt_tokens`, and `unk_tokens`, which stand for text that
     the tokenizer lacks. `empty`: the number of documents without text, which are left out.
     `unigram_loss`: nats per token of the validation split under the token frequencies of the train
-    split; `train_unigram_loss`: of the train split itself. A `split` is train, validation or all.
+    split; `train_unigram_loss`: of the train split itself. `special_ids`: those of the tokenizer,
+    by default Gemma's. A `split` is train, validation or all.
     """
 
     path: str  # folder or URL; empty for a mixture of stores, and for generated windows
     fingerprint: str  # equal ones mean equal tokens; hash of dataset, split rule and tokenizer
     index: dict
+
+    @property
+    def special(self) -> SpecialIds:
+        """The special ids of the tokenizer."""
+        return SpecialIds(*self.index.get("special_ids", GEMMA_IDS))
 
     def tokens(self, split: str) -> ts.TensorStore:
         """Opens the split's elements, [tokens]; slices are read with `.read().result()`."""
@@ -71,9 +79,13 @@ class Store:
         return sum(self.index[array].get(name, 0) for array in _ARRAYS[split])
 
     def targets(self, split: str) -> int:
-        """Counts the predicted tokens: all except every document's <bos> and the prompts."""
-        not_predicted = self.count("documents", split) + self.count("prompt_tokens", split)
-        return self.count("tokens", split) - not_predicted
+        """Counts the predicted tokens: all except every document's <bos> and the prompts.
+
+        An end token that begins a document is predicted, but for the first of the split.
+        """
+        documents = self.count("documents", split)
+        starts = min(documents, 1) if self.special.bos is None else documents
+        return self.count("tokens", split) - starts - self.count("prompt_tokens", split)
 
     def unigram_loss(self, split: str) -> float:
         """Computes the loss per token under the token frequencies of the train split."""

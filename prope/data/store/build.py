@@ -29,7 +29,7 @@ from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store import arrays, pack, workers
 from prope.data.store.arrays import COUNTS, SPLITS, Store, find_store
 from prope.data.tasks.windows import GeneratedWindows
-from prope.data.tokenizer import BOS, load_tokenizer
+from prope.data.tokenizer import load_tokenizer
 from prope.errors import (
     RunFailed,
     StorageFailed,
@@ -62,7 +62,7 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     where the data, the tokenizer or the size of the model's vocabulary does not fit.
     """
     tokenizer = load_tokenizer(data.tokenizer)
-    ids = tokenizer.vocab_size
+    ids = tokenizer.text_size
     if vocab_size < ids:
         problem = f"the tokenizer {data.tokenizer} has {ids} ids"
         remedy = f"set config.model.vocab_size to {ids} or more"
@@ -222,8 +222,12 @@ def _log_unknown(index: dict, tokenizer: str) -> None:
 def _concatenate(
     path: str, data: ConfigDict, has_prompts: bool, chunks: pathlib.Path, records: list[dict]
 ) -> dict:
-    """Writes the two arrays; returns the losses of predicting by token frequencies."""
-    vocab_size = load_tokenizer(data.tokenizer).vocab_size
+    """Writes the two arrays; returns what the index says about tokens.
+
+    That are the special ids, and the losses of predicting by token frequencies.
+    """
+    tokenizer = load_tokenizer(data.tokenizer)
+    vocab_size = tokenizer.vocab_size
     dtype = arrays.element_dtype(vocab_size, has_prompts)
     counts = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}
 
@@ -237,14 +241,15 @@ def _concatenate(
     for split in SPLITS:
         size = sum(record[split]["tokens"] for record in records)
         arrays.write_array(path, split, dtype, size, read(split))
-        counts[split][BOS] = 0  # never predicted
+        if tokenizer.special.bos is not None:
+            counts[split][tokenizer.special.bos] = 0  # never predicted
     smoothed = counts["train"] + 1
     log_frequencies = np.log(smoothed / smoothed.sum())
-    losses = {}
+    about: dict = {"special_ids": tokenizer.special}
     for split, name in (("validation", "unigram_loss"), ("train", "train_unigram_loss")):
         total = -(counts[split] * log_frequencies).sum()
-        losses[name] = float(total / max(counts[split].sum(), 1))
-    return losses
+        about[name] = float(total / max(counts[split].sum(), 1))
+    return about
 
 
 def prepare(config: ConfigDict) -> dict:

@@ -20,7 +20,7 @@ import numpy as np
 
 from prope.data.sources.base import Chunk, Document, cut_text
 from prope.data.store.arrays import COUNTS, SPLITS, element_dtype, prompt_bit
-from prope.data.tokenizer import BOS, EOS, UNKNOWN, load_tokenizer
+from prope.data.tokenizer import load_tokenizer
 from prope.errors import RunFailed
 from prope.runtime.files import write_atomic
 
@@ -60,7 +60,13 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
 
     It holds, per split, COUNTS and `crc`; `chunk`, its key; and `empty`, the documents left out.
     """
-    record: dict = {split: dict.fromkeys((*COUNTS, "crc"), 0) for split in SPLITS}
+    record: dict = {
+        split: dict.fromkeys(
+            (*COUNTS, "crc"),
+            0,
+        )
+        for split in SPLITS
+    }
     record |= {"chunk": chunk.key, "empty": 0}
     with contextlib.ExitStack() as stack:
         files = {}
@@ -111,15 +117,17 @@ def read_elements(
 
 
 def _tokenise(document: Document) -> tuple[np.ndarray, int, int]:
-    """Returns a document's elements, from <bos> to <eos>; counts those of prompts, and <unk>."""
+    """Returns a document's elements, as in the store; counts those of prompts, and <unk>."""
+    special = _tokenizer.special
     # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
     prompt = _encode(document.text[: document.prompt_bytes])
     predicted = _encode(document.text[document.prompt_bytes :])
-    ids = np.concatenate([[BOS], *prompt, *predicted, [EOS]])
+    end = [] if special.bos is None else [[special.eos]]
+    ids = np.concatenate([[special.start], *prompt, *predicted, *end])
     elements = ids.astype(_dtype)
     prompt_tokens = sum(map(len, prompt))
     elements[1 : 1 + prompt_tokens] |= prompt_bit(_dtype)
-    return elements, prompt_tokens, int(np.count_nonzero(ids == UNKNOWN))
+    return elements, prompt_tokens, int(np.count_nonzero(special.is_unknown(ids)))
 
 
 def _encode(text: bytes) -> list[np.ndarray]:

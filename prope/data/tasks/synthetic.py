@@ -17,7 +17,7 @@ import numpy as np
 
 from prope.config import GENERATED
 from prope.data.tasks.draws import Key, Window, make_rng, window_without_answers
-from prope.data.tokenizer import BOS
+from prope.data.tokenizer import GEMMA_IDS
 
 NAMES = GENERATED["synthetic"]
 OFFSETS = (1, 2, 3, 4)  # k of copy
@@ -42,8 +42,13 @@ def draw_window(task: str, T: int, index: int, key: Key) -> Window:
     """Draws a window of T tokens, a function of the arguments."""
     number = NAMES.index(task)
     rng = make_rng(index, (2, number, *key))
-    stream = rng.integers(_LETTER, _VALUE, T + 1, dtype=np.int32)
-    stream[0] = BOS
+    stream = rng.integers(
+        _LETTER,
+        _VALUE,
+        T + 1,
+        dtype=np.int32,
+    )
+    stream[0] = GEMMA_IDS.bos
     window = window_without_answers(stream)
     gaps = rng.integers(_SHORTEST_GAP, _LONGEST_GAP + 1, T // _SHORTEST_GAP)
     # The first token of each; <bos> and a gap come before.

@@ -13,7 +13,7 @@ from prope.data.tasks import texts
 from prope.data.tasks.draws import Draw, Key, Prompt, Window, window_without_answers
 from prope.data.tasks.retrieval import Retrieval, pairs, symbols_after_mark
 from prope.data.tasks.texts import Task
-from prope.data.tokenizer import BOS, ByteTokenizer
+from prope.data.tokenizer import ByteTokenizer
 from prope.errors import nearest, usage_error
 
 FORMAT = 1  # version of the rules by which prompts are drawn
@@ -22,7 +22,12 @@ VOCABULARY = ByteTokenizer.vocab_size
 _BYTES = ByteTokenizer()
 
 # ((fact, question) in compact form, the same in prose); {0} is the key, {1} the value.
-_PASSKEY = pairs(("#{1}.", "#"), ("The pass key is {1}\n", "The pass key is"), digits=5, repeat=3)
+_PASSKEY = pairs(
+    ("#{1}.", "#"),
+    ("The pass key is {1}\n", "The pass key is"),
+    digits=5,
+    repeat=3,
+)
 _NIAH = pairs(("={}{}", "?{}"), ("The code of {} is {}\n", "The code of {} is"))
 _LOOKUP = pairs(("{}{}", "/{}"), ("{}: {}\n", "{}:"), double=True)
 _CHAIN = pairs(("{}:{}", "&{}"), ("Set {} to {}\n", "The value of {} is"), chained=True)
@@ -126,7 +131,7 @@ def draw_window(task: str, T: int, index: int, key: Key) -> Window:
     draw = Draw(index, key, option)
     text, answers = TASKS[name].window(draw, T)
     tokens = _BYTES.encode(text[:T].encode())
-    stream = np.append(np.int32(BOS), tokens)
+    stream = np.append(np.int32(_BYTES.special.bos), tokens)
     window = window_without_answers(stream)
     for answer in answers:
         # <bos> comes first, so a character is the target of its index in the text.
