@@ -6,10 +6,10 @@
 
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with
 every number. A directory of runs also gets a page that compares them. The model runs one layer at a
-time, in float32, over the beginnings of documents. Started on every host of a pod as training is,
-it uses all their devices; process 0 writes and prints. --paper makes every figure and table of the
-paper for a checkpoint, in one run. --theory lists the paper's statements instead and draws Figures
-2 and 8.
+time, in float32, over the beginnings of documents; a layer is measured with its own window, cap and
+frequencies. Started on every host of a pod as training is, it uses all their devices; process 0
+writes and prints. --paper makes every figure and table of the paper for a checkpoint, in one run.
+--theory lists the paper's statements instead and draws Figures 2 and 8.
 """
 
 from absl import flags

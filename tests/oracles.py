@@ -178,6 +178,20 @@ def layer_windows(config):
     return [config.sliding_window if kind[0] == "s" else None for kind in kinds]
 
 
+def layer_frequencies(config):
+    """p-RoPE's frequencies of each layer, [L][P], with the fields of layers with a window."""
+    percentages = np.broadcast_to(config.rope_percentage, config.num_layers)
+    freqs = []
+    for p, window in zip(percentages, layer_windows(config), strict=True):
+        theta = config.max_wavelength
+        if window is not None and config.local_max_wavelength is not None:
+            theta = config.local_max_wavelength
+        if window is not None and config.local_rope_percentage is not None:
+            p = config.local_rope_percentage
+        freqs.append(frequencies(config.head_dim, theta, p))
+    return freqs
+
+
 def mlp(config, params, x):
     """One layer's gated MLP of x [B, T, D]."""
     activation = {"gelu": gelu, "silu": silu}[config.activation]
@@ -207,10 +221,7 @@ def decoder(
     params = map_leaves(float64, params)
     table = params["embedder"]["input_embedding"]
     T = np.shape(tokens)[1]
-    if freqs is None:
-        percentages = np.broadcast_to(config.rope_percentage, config.num_layers)
-        theta = config.max_wavelength
-        freqs = [frequencies(config.head_dim, theta, p) for p in percentages]
+    freqs = layer_frequencies(config) if freqs is None else freqs
     windows = windows or layer_windows(config)
     x = table[np.asarray(tokens)]
     if config.scale_embedding:

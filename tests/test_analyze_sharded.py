@@ -8,7 +8,15 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from makers import analysis_options, compare_analyses, make_run, make_walk, on_eight_devices
+from makers import (
+    KINDS_OF_LAYERS,
+    SWITCHES,
+    analysis_options,
+    compare_analyses,
+    make_run,
+    make_walk,
+    on_eight_devices,
+)
 
 from prope import sharding
 from prope.analysis import analysis, walk
@@ -47,7 +55,7 @@ def analyse_on(run, shape):
     return found
 
 
-def over_meshes(kv_heads, *shapes):
+def over_meshes(fields, *shapes):
     """Compares analyses on meshes of these shapes with that on one device."""
     sharding._MIN_SHARD_SIZE = 1
     ids = (
@@ -67,23 +75,23 @@ def over_meshes(kv_heads, *shapes):
     analysis.json = types.SimpleNamespace(dumps=json.dumps, loads=loads)
     with tempfile.TemporaryDirectory() as folder:
         run = epath.Path(folder) / "run"
-        make_run(run, 0.75, num_layers=3, num_kv_heads=kv_heads)
+        make_run(run, 0.75, **{"num_layers": 3} | fields)
         alone = analyse_on(run, (1, 1, 1))
         assert alone["sequences"] == B
         assert alone["heads"][0]["head_of"] is not None
         assert len(alone["channels"]) == 3
         assert any(channel["stopped"] for channel in alone["channels"])
         for shape in shapes:
-            print(kv_heads, shape, compare_analyses(alone, analyse_on(run, shape)))
+            print(fields, shape, compare_analyses(alone, analyse_on(run, shape)))
 
 
 def on_four_devices():
-    over_meshes(2, (1, 2, 2))
+    over_meshes(KINDS_OF_LAYERS | SWITCHES, (1, 2, 2))
 
 
 def on_other_meshes():
     over_meshes(
-        1,
+        {},
         (2, 2, 1),
         (1, 8, 1),
         (2, 2, 2),

@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, AxisType
+from makers import SWITCHES
 
-from prope import model, sharding
+from prope import model, parameters, sharding
 from prope.config import default_config
 from prope.cost import flops
 from prope.cost.traced import count_flops
@@ -57,6 +58,32 @@ def test_model_flops_are_six_per_parameter_and_attention(kv_heads):
     matmuls = flops.num_parameters(params) - norms
     attention = 18 * 2048 * 2
     assert flops.model_flops_per_token(config, 2) == 6 * (matmuls + attention)
+
+
+SIZES = ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+GEMMA_3 = {"use_qk_norm": True, "post_norms": True}
+PUBLISHED = {  # sizes, V, switches, parameters
+    "gemma-2-2b": ((2304, 26, 8, 4, 256, 9216), 256000, {"post_norms": True}, 2_614_341_888),
+    "gemma-3-270m": ((640, 18, 4, 1, 256, 2048), 262144, GEMMA_3, 268_098_176),
+    "gemma-3-1b": ((1152, 26, 4, 1, 256, 6912), 262144, GEMMA_3, 999_885_952),
+    "Llama-3.1-8B": ((4096, 32, 32, 8, 128, 14336), 128256, {"tied": False}, 8_030_261_248),
+    "SmolLM2-135M": ((576, 30, 9, 3, 64, 1536), 49152, {}, 134_515_008),
+    "Qwen2.5-0.5B": ((896, 24, 14, 2, 64, 4864), 151936, {"qkv_bias": True}, 494_032_768),
+    "Qwen3-0.6B": ((1024, 28, 16, 8, 128, 3072), 151936, {"use_qk_norm": True}, 596_049_920),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_have_the_parameters_that_are_published_and_flops_of_the_matrices(name):
+    sizes, vocab_size, switches, count = PUBLISHED[name]
+    config = default_config().model
+    sizes = dict(zip(SIZES, sizes, strict=True))
+    config.update(sizes | switches | {"vocab_size": vocab_size})
+    assert parameters.count(config) == count
+    D, L, N, K, H, F = sizes.values()
+    matrices = L * (2 * N * H * D + 2 * K * H * D + 3 * F * D) + vocab_size * D
+    attention = L * N * H * 1024
+    assert flops.model_flops_per_token(config, 1024) == 6 * (matrices + attention)
 
 
 def test_layers_with_a_window_count_the_keys_that_it_shows():
@@ -146,11 +173,12 @@ def flops_of_step(config, mesh_shape):
         (2, 8, 1, 4),
     ],
 )
-def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(mesh_shape):
+@pytest.mark.parametrize("switches", [{}, SWITCHES], ids=("gemma", "switched"))
+def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(mesh_shape, switches):
     """Of short sequences: a flash attention's backward pass computes its scores again."""
     config = default_config()
     config.model.update(gemma_2b().to_dict())
-    config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla")
+    config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla", **switches)
     config.batch_size = 64
     config.data.seq_len = 128
     model_flops = 64 * 128 * flops.model_flops_per_token(config.model, 128)
@@ -217,13 +245,20 @@ def test_batched_contractions():
     def inner(a, b):
         return jnp.einsum("ij,ij->", a, b)
 
-    assert flops_of(batched, (2, 3, 5), (2, 5, 7)) == 2 * (2 * 3 * 5 * 7)
+    assert flops_of(
+        batched,
+        (2, 3, 5),
+        (2, 5, 7),
+    ) == 2 * (2 * 3 * 5 * 7)
     assert flops_of(inner, (3, 5), (3, 5)) == 2 * (3 * 5)
 
 
 def test_calls_are_entered():
     square = jax.custom_vjp(lambda x: x @ x)
-    square.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x.T + x.T @ g,))
+    square.defvjp(
+        lambda x: (x @ x, x),
+        lambda x, g: (g @ x.T + x.T @ g,),
+    )
 
     def loss(x):
         return square(x).sum()
@@ -234,7 +269,12 @@ def test_calls_are_entered():
 
 def test_the_costliest_branch_counts():
     def either(x):
-        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+        return jax.lax.cond(
+            x[0, 0] > 0,
+            lambda x: x @ x @ x,
+            lambda x: x @ x,
+            x,
+        )
 
     assert flops_of(either, SQUARE) == 2 * MATMUL
 
@@ -343,7 +383,10 @@ def test_ranks_of_a_split_sequence_share_its_blocks(scan_layers):
     config.model.update(attention="splash", head_dim=128, num_layers=2, scan_layers=scan_layers)
     config.batch_size = 2
     config.data.seq_len = 4096
-    assert flops_of_step(config, (1, 1, 2, 1)) == flops_of_step(config, (1, 1, 1, 1))
+    assert flops_of_step(
+        config,
+        (1, 1, 2, 1),
+    ) == flops_of_step(config, (1, 1, 1, 1))
 
 
 def test_splash_attention_with_a_mask_that_is_not_a_constant_is_an_error():

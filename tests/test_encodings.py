@@ -6,8 +6,17 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
-from makers import draw_model, forward, initial_params, layer_params, same, small
+from makers import (
+    KINDS_OF_LAYERS,
+    draw_model,
+    forward,
+    initial_params,
+    layer_params,
+    same,
+    small,
+)
 from oracles import decoder
 
 from prope import encodings, model
@@ -265,6 +274,23 @@ def test_scalings_leave_layers_with_a_window_as_they_are():
     freqs = layer_frequencies(small(num_layers=6, rope_percentage=1.0, **scaling, **GEMMA))
     for layer, expected in enumerate([R16, R16, np.array(R16) / 8] * 2):
         close(freqs[layer], expected)
+
+
+def test_interventions_act_on_layers_with_a_window_too():
+    """Stopping makes their frequencies 0; removing is zeroing the weights of the queries."""
+    stop = {"rope_scaling_type": "stop", "scaled_pairs": (1, 2)}
+    own = oracles.layer_frequencies(small(**KINDS_OF_LAYERS))
+    in_band = np.isin(np.arange(8), (1, 2))
+    stopped = layer_frequencies(small(**KINDS_OF_LAYERS, **stop))
+    np.testing.assert_allclose(stopped, np.where(in_band, 0, own))
+    config = small(**KINDS_OF_LAYERS)
+    params, *inputs = draw_model(config)
+    removed = small(**KINDS_OF_LAYERS, **stop | {"rope_scaling_type": "remove"})
+    actual = forward(removed, params, *inputs)
+    query = params["layers"]["attn"]["q_einsum"]
+    query["w"] = jnp.where(np.tile(in_band, 2), 0, query["w"])
+    expected = forward(config, params, *inputs)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_logit_scales_have_the_numbers_of_their_formulas():

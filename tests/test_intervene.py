@@ -191,6 +191,17 @@ def test_an_encoding_is_put_on_a_runs_own_or_refused(own, change, logits):
             assert logit_scale(actual) == logit_scale(config.model)
 
 
+def test_scalings_are_refused_where_all_layers_have_a_window():
+    config = default_config()
+    config.model.update({"layer_types": ("sliding_attention",), "sliding_window": 4})
+    for change in ENCODINGS:
+        says = f"--encoding={change}: all its layers have a window"
+        with pytest.raises(UsageError, match=says):
+            configs_by_length(config, Options("", encoding=change), change)
+    (stopped,) = configs_by_length(config, Options(""), "stop:0-1").values()
+    assert not layer_frequencies(stopped.model)[:, :2].any()
+
+
 def test_the_flag_offers_every_scaling_that_is_no_intervention():
     assert {"none", *ENCODINGS, *INTERVENTIONS} == set(SCALINGS)
 

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from makers import SWITCHES, assert_trees_close, forward, initial_params, same, small
+from makers import (
+    KINDS_OF_LAYERS,
+    SWITCHES,
+    assert_trees_close,
+    forward,
+    initial_params,
+    same,
+    small,
+)
 from makers import draw_model as draw
 
 from prope import config as config_lib
@@ -96,9 +104,8 @@ def test_each_switch_equals_the_formula_and_changes_the_result(switch):
     ],
 )
 def test_all_switches_and_a_pattern_that_ends_in_part(scan_layers, remat):
-    pattern = ("sliding_attention", "sliding_attention", "full_attention")
-    fields = {"num_layers": 5, "layer_types": pattern, "sliding_window": 3}
-    config = small(**fields, **SWITCHES, scan_layers=scan_layers, remat=remat)
+    fields = KINDS_OF_LAYERS | SWITCHES | {"sliding_window": 3}
+    config = small(**fields, scan_layers=scan_layers, remat=remat)
     params, tokens, positions = draw(config)
     expected = oracles.decoder(config, params, tokens, positions)
     scores = forward(config, params, tokens, positions)
@@ -109,7 +116,7 @@ def test_all_switches_and_a_pattern_that_ends_in_part(scan_layers, remat):
         return (hidden**2).sum()
 
     gradients = jax.jit(jax.grad(functools.partial(norm, config)))(params)
-    plain = small(**fields, **SWITCHES, scan_layers=False)
+    plain = small(**fields, scan_layers=False)
     theirs = jax.jit(jax.grad(functools.partial(norm, plain)))(params)
     assert_trees_close(gradients, theirs, rtol=1e-5)
 

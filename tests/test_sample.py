@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from compiled import array_shapes
-from makers import SWITCHES, draw_model, forward, make_run, small
+from makers import KINDS_OF_LAYERS, SWITCHES, draw_model, forward, make_run, small
 from ml_collections import FrozenConfigDict
 from oracles import decoder
 
@@ -119,10 +119,9 @@ def assert_near(actual, expected, bound):
     )
 
 
-WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
 VARIANTS = [
     {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},
-    {"num_kv_heads": 2, **WINDOWS, **SWITCHES},
+    {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES},
 ]
 for fields in (
     {"p": 0.0, "num_kv_heads": 1},
@@ -184,10 +183,13 @@ def test_logits_equal_those_of_the_full_forward(fields):
     )
 
 
-@pytest.mark.parametrize("most", [1, 4, 6])
-def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most):
-    """Chunks of 1, 4 and 5 tokens; rows that end within one, with one, and in the first."""
-    config = make_config((1.0, 0.25, 0.0), num_kv_heads=2)
+@pytest.mark.parametrize(("most", "fields"), [(1, VARIANTS[0]), (4, VARIANTS[1]), (6, VARIANTS[0])])
+def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fields):
+    """Chunks of 1, 4 and 5 tokens; rows that end within one, with one, and in the first.
+
+    A prompt of 10 tokens is longer than the window of the layers that have one, 6.
+    """
+    config = make_config(**fields)
     params = lively(config)
     prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
     expected = full_forward(config, params, prompts.tolist())

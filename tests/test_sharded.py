@@ -191,7 +191,8 @@ WINDOWS = {
 # More than a part of CONTEXT_4, 256, and less than a document, 341.
 WIDE_WINDOWS = WINDOWS | {"model__sliding_window": 300}
 SWITCHED = {f"model__{field}": value for field, value in SWITCHES.items()}
-SWITCHED |= {"model__num_layers": 3}  # the pattern ends in part
+# The pattern ends in part.
+SWITCHED |= {"model__num_layers": 3, "model__local_max_wavelength": 100.0}
 CONTEXT_2 = {"mesh__context": 2}
 CONTEXT_4 = {"mesh__context": 4}
 # The model and its data, the mesh, remat, whether layers are scanned, and what changes nothing.

@@ -125,30 +125,33 @@ def _changes(
 
 
 def usage(groups: Groups) -> Picture:
-    """Draws mean norms by pair: a line for every p."""
-    means = {}
-    for kind in ("query", "key"):
-        for p, group in groups.items():
-            by_run = [norms(analysis, f"{kind}_norms") for analysis in group]
-            by_run = [values.mean(axis=(0, 1)) for values in by_run]
-            means[kind, p] = np.mean(by_run, axis=0)
+    """Draws mean norms by pair: a line for every p, or for every window of its layers."""
+    curves = {}
+    for p, group in groups.items():
+        windows = dict.fromkeys(layer["sliding_window"] for layer in group[0]["layers"])
+        for window in windows:
+            name = f"{p}, window {window or 'none'}" if len(windows) > 1 else p
+            curves[name] = {
+                kind: _mean_norms(
+                    group,
+                    kind,
+                    window,
+                )
+                for kind in ("query", "key")
+            }
+            layers = [layer for layer in group[0]["layers"] if layer["sliding_window"] == window]
+            curves[name]["rotated"] = {layer["rotated_pairs"] for layer in layers}
 
     def draw(figure):
-        style = styles(list(groups))
         left, right = panels(figure, 2)[0]
         for axes, kind, title in ((left, "query", "queries"), (right, "key", "keys")):
-            for p, group in groups.items():
-                values = means[kind, p]
+            for name, style in styles(list(curves)).items():
+                values = curves[name][kind]
                 points = {pair: (value, None) for pair, value in enumerate(values)}
-                line(axes, points, style[p], label(p))
-                rotated = np.unique(group[0]["rotated_pairs"])
-                if len(rotated) == 1 and 0 < rotated[0] < len(values):
-                    axes.axvline(
-                        rotated[0] - 0.5,
-                        color=style[p]["color"],
-                        lw=1,
-                        ls=":",
-                    )
+                line(axes, points, style, label(name))
+                first, *others = curves[name]["rotated"]
+                if not others and 0 < first < len(values):
+                    axes.axvline(first - 0.5, color=style["color"], lw=1, ls=":")
             axes.set(
                 xlabel="pair, fastest first",
                 ylabel="mean norm",
@@ -159,13 +162,22 @@ def usage(groups: Groups) -> Picture:
         left.legend(loc="best")
 
     texts = []
-    for p in groups:
-        values = means["query", p]
-        texts.append(f"{p}: queries {values[0]:.2f} fastest, {values[-1]:.2f} slowest")
+    for name, curve in curves.items():
+        fastest, *_, slowest = curve["query"]
+        texts.append(f"{name}: queries {fastest:.2f} fastest, {slowest:.2f} slowest")
     alt = f"Mean norms by pair. {'; '.join(texts)}."
-    caption = "Means over tokens, heads, layers and runs. "
-    caption += "Dotted: where the rotated pairs of that p end."
+    caption = "Means over tokens, heads, layers of the same window, and runs. "
+    caption += "Dotted: where the rotated pairs end."
     return Picture("usage", "Frequency usage by p", alt, caption, draw)
+
+
+def _mean_norms(group: list[dict], kind: str, window: int | None) -> np.ndarray:
+    """Averages norms of queries or keys over runs, and the heads of layers of this window: [P]."""
+    by_run = []
+    for analysis in group:
+        layers = [layer["sliding_window"] == window for layer in analysis["layers"]]
+        by_run.append(norms(analysis, f"{kind}_norms")[layers].mean(axis=(0, 1)))
+    return np.mean(by_run, axis=0)
 
 
 def plot_by_p(

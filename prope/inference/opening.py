@@ -20,6 +20,7 @@ from prope.encodings import (
     can_rescale,
     describe,
     layer_frequencies,
+    layer_windows,
     logit_factor,
     rotated_pairs,
 )
@@ -152,6 +153,9 @@ def cannot_change(model: ConfigDict, encoding: str | None) -> str:
         return ""
     if not can_rescale(model.rope_type, encoding):
         return f"rope_type={model.rope_type} has no wavelength, which {encoding} needs"
+    is_scaling = encoding in SCALINGS and encoding not in INTERVENTIONS
+    if is_scaling and None not in layer_windows(model):
+        return "all its layers have a window, and scalings are of layers without"
     if encoding == "yarn" and model.logit_scale == "drope":
         return "the run has logit_scale=drope, and yarn has another one"
     if scaling == "none" or (scaling == encoding and scaling not in INTERVENTIONS):
