@@ -1,11 +1,13 @@
 """Creates a run from a Gemma 1 checkpoint in Hugging Face format.
 
     python -m prope.import_hf --input=DIR --workdir=runs/gemma
+    python -m prope.import_hf --input=google/gemma-2b --workdir=runs/gemma
 
 DIR is what transformers saves and Google publishes: config.json, model.safetensors, in one file or
 in shards, and tokenizer.model. The run has one checkpoint, of step 0, which evaluate, sample,
-analyze and train --init_from read. Tensors are copied one at a time. Gemma 2 and 3 are rejected:
-they have post-norms and soft caps, and this decoder none.
+analyze and train --init_from read. Tensors are copied one at a time. A name is fetched from the
+Hugging Face Hub, into huggingface_hub's cache and with its token, unless a folder has that name.
+Gemma 2 and 3 are rejected: they have post-norms and soft caps, and this decoder none.
 """
 
 from absl import flags
@@ -19,7 +21,7 @@ def define_flags() -> None:
     command.define_place(
         "input",
         None,
-        "directory of the checkpoint: config.json, model.safetensors, tokenizer.model",
+        "directory of the checkpoint, or its name on the Hugging Face Hub: OWNER/NAME",
     )
     command.define_place("workdir", None, "directory of the run to create")
     command.define_place(

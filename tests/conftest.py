@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The tests and the processes that they start inherit these settings of JAX.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
 # A script's `pytest &` ignores Ctrl-C, and so would the commands that the tests stop by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # One compilation cache for all workers, kept for the next run: its keys hold the program, the

@@ -230,8 +230,6 @@ def test_a_config_that_is_not_there(tmp_path, exported):
     refused(tmp_path, "config.json: holds no JSON object")
     (exported / "config.json").unlink()
     refused(tmp_path, "config.json: cannot be read: No such file")
-    hub = "google/gemma-2b"
-    refused(tmp_path, f"--input={hub}: no such directory; .*hf download", source=hub)
 
 
 def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):

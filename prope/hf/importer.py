@@ -14,6 +14,7 @@ from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log, usage_error
 from prope.hf import gemma
 from prope.hf.families import FAMILIES
+from prope.hf.hub import find_checkpoint
 from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors
 from prope.hf.tensors import Stored, open_tensors, some
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
@@ -27,7 +28,9 @@ _DTYPES = ("F32", "BF16", "F16", "F64")  # the last is rounded to float32
 
 
 def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
-    """Imports the checkpoint in `source` as the run `workdir`; returns the command's result.
+    """Imports the checkpoint `source` as the run `workdir`; returns the command's result.
+
+    `source` is a folder, a URL or a name on the Hub.
 
     Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or
     `workdir` exists.
@@ -35,9 +38,7 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     source = as_path("--input", source)
     path = as_path("--workdir", workdir)
     check_new("workdir", path)
-    if not source.is_dir():
-        remedy = "a name on the Hub is fetched with: hf download NAME --local-dir=DIR"
-        raise usage_error("--input", source, "no such directory", remedy)
+    source = find_checkpoint(source)
     with local_copy(source) as local:
         try:
             return _import(source, local, path, tokenizer)

@@ -1,0 +1,65 @@
+"""Fetches a checkpoint by its name from the Hugging Face Hub.
+
+huggingface_hub is imported only where no folder has that name. The token, the cache and settings
+such as HF_HOME are the library's own.
+"""
+
+import importlib.util
+import re
+
+from etils import epath
+
+from prope.errors import StorageFailed, first_line, log, usage_error
+
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+# Without what other programs read: folders, and a second copy of the weights under another name.
+_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+_NOT_FILES = ["*/*"]
+
+
+def find_checkpoint(source: epath.Path) -> epath.Path:
+    """Returns the folder `source`, or that of the Hub's model of this name, which is fetched.
+
+    Raises:
+      UsageError: there is no such folder, and the Hub cannot be asked or does not give the model.
+      StorageFailed: the download stopped before its end.
+    """
+    is_name = _NAME.fullmatch(str(source)) is not None
+    if source.is_dir():
+        if is_name:
+            log.info("--input=%s: reading the folder of this name, not the Hub's model", source)
+        return source
+    if not is_name or source.exists():
+        remedy = "a model on the Hub is named as google/gemma-3-270m"
+        raise usage_error("--input", source, "no such directory", remedy)
+    if importlib.util.find_spec("huggingface_hub") is None:
+        remedy = "to fetch a model of this name: pip install -e '.[hf]' in the clone"
+        raise usage_error("--input", source, "no such directory", remedy)
+    return epath.Path(_download(str(source)))
+
+
+def _download(name: str) -> str:
+    """Fetches what is not in the cache yet; returns the model's folder there."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    hub = constants.ENDPOINT
+    try:
+        return snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_NOT_FILES)
+    except errors.GatedRepoError:
+        problem = "gives it only to those who accept its terms"
+        remedy = f"accept them at {hub}/{name}, then: hf auth login"
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        problem = "has no such model, or only for those who may read it"
+        remedy = "correct the name, or: hf auth login"
+    except errors.LocalEntryNotFoundError:
+        problem = f"cannot be reached; {constants.HF_HUB_CACHE} has no whole copy"
+        remedy = f"elsewhere: hf download {name} --local-dir=DIR, then here --input=DIR"
+    except (errors.HTTPError, errors.XetDownloadError) as error:
+        response = getattr(error, "response", None)
+        if response is None or response.status_code not in (401, 403):
+            remedy = "run the same command again, which keeps whole files"
+            raise StorageFailed(f"{hub}/{name}: {first_line(error)}; {remedy}") from error
+        problem = "does not take the token"
+        remedy = "hf auth login"
+    problem = f"no such directory, and the Hub at {hub} {problem}"
+    raise usage_error("--input", name, problem, remedy)
