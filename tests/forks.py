@@ -1,5 +1,6 @@
 """Commands in forks of a process that has imported everything: they start in a moment."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -8,8 +9,10 @@ import re
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import time
+from multiprocessing import connection
 
 PRELOADED = [
     "forks",
@@ -112,3 +115,44 @@ def _run(
     exec(patch, {})
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+# A program `python` of which the commands of prope are forks; others are Python's.
+CLIENT = """#!{python}
+import os, sys
+if sys.argv[1:2] != ["-m"] or not sys.argv[2].startswith("prope."):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+from multiprocessing.connection import Client
+with Client({address!r}) as server:
+    server.send((sys.argv[2], sys.argv[3:], dict(os.environ), os.getcwd()))
+    code, stdout, stderr = server.recv()
+sys.stdout.write(stdout)
+sys.stderr.write(stderr)
+sys.exit(code)
+"""
+
+
+@contextlib.contextmanager
+def forking_python():
+    """Runs the commands of the program, whose text is yielded, in forks."""
+    with connection.Listener(family="AF_UNIX") as listener:
+        server = threading.Thread(target=_serve, args=[listener])
+        server.start()
+        try:
+            yield CLIENT.format(python=sys.executable, address=listener.address)
+        finally:
+            with connection.Client(listener.address) as client:
+                client.send(None)
+            server.join()
+
+
+def _serve(listener: connection.Listener) -> None:
+    while True:
+        with listener.accept() as client, tempfile.TemporaryDirectory() as folder:
+            request = client.recv()
+            if request is None:
+                return
+            module, arguments, environment, cwd = request
+            patch = f"import os\nos.chdir({cwd!r})"
+            command = Command(module, arguments, environment, pathlib.Path(folder), patch)
+            client.send(command.wait(1800))

@@ -3,13 +3,13 @@
 import itertools
 import json
 import pathlib
-from typing import NamedTuple
+import shutil
 
 import browser
 import matplotlib.text
-import matplotlib.transforms
 import pytest
 from makers import analysis_options, make_run
+from matplotlib.transforms import Bbox
 
 from prope.analysis import analysis, theory_page
 from prope.html import drawing
@@ -23,19 +23,29 @@ GROUNDS = {"light": "rgb(246, 248, 250)", "dark": "rgb(13, 17, 23)"}
 
 
 @pytest.fixture(scope="module")
-def drawn(template, tmp_path_factory) -> tuple[dict, list]:
-    """A page of each kind, by its template; the pictures on them."""
-    pictures = []
-    render = drawing.Picture.render
+def drawn(once, template) -> dict:
+    """A page of each kind, by its template; the pictures on them: (name, what is on it)."""
 
-    def record(picture):
-        pictures.append(picture)
-        return render(picture)
+    def make(folder):
+        runs = folder / "runs"
+        runs.mkdir()
+        pictures = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(drawing.Picture, "render", lambda picture: record(picture, pictures))
+            pages = write_pages(runs, shutil.copytree(template, folder / "sweep"))
+        return {"pages": {kind: str(page) for kind, page in pages.items()}, "pictures": pictures}
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing.Picture, "render", record)
-        pages = write_pages(tmp_path_factory.mktemp("runs"), template)
-    return pages, pictures
+    return once("pages", make)[1]
+
+
+RENDER = drawing.Picture.render
+
+
+def record(picture, pictures):
+    """Renders a picture, and keeps its name and labels."""
+    labels, rendered = draw_labels(picture)
+    pictures.append([picture.name, labels, check_labels(labels)])
+    return rendered
 
 
 def write_pages(folder: pathlib.Path, sweep: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -57,12 +67,7 @@ def write_pages(folder: pathlib.Path, sweep: pathlib.Path) -> dict[str, pathlib.
 
 @pytest.fixture(scope="module")
 def pages(drawn) -> dict[str, pathlib.Path]:
-    return drawn[0]
-
-
-@pytest.fixture(scope="module")
-def pictures(drawn) -> list[drawing.Picture]:
-    return drawn[1]
+    return {kind: pathlib.Path(page) for kind, page in drawn["pages"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -114,44 +119,38 @@ def test_what_is_cut_off_or_faint_is_measured(tab, tmp_path):
     assert len(tab.errors) == 1
 
 
-class Label(NamedTuple):
-    """A label as it is drawn in a picture."""
-
-    text: str
-    size: float
-    box: matplotlib.transforms.Bbox
-    picture: matplotlib.transforms.Bbox
-
-
-def draw_labels(picture) -> list[Label]:
-    """Renders a picture; returns its labels."""
+def draw_labels(picture) -> tuple[list, object]:
+    """Renders a picture; returns its labels, (text, size, box, the picture's box), and it."""
     labels = {}
+    draw = matplotlib.text.Text.draw
 
-    def record(text, renderer) -> None:
+    def record(text, renderer, *args, **options) -> None:
         if text.get_visible() and text.get_text().strip():
-            labels[text] = Label(
+            labels[text] = (
                 text.get_text(),
                 text.get_fontsize(),
-                text.get_window_extent(),
-                text.figure.bbox.frozen(),
+                text.get_window_extent().extents.tolist(),
+                text.figure.bbox.extents.tolist(),
             )
+        draw(text, renderer, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matplotlib.text.Text, "draw", record)
-        picture.render()
-    return list(labels.values())
+        rendered = RENDER(picture)
+    return list(labels.values()), rendered
 
 
-def check_labels(picture) -> tuple[list[str], list[str]]:
+def check_labels(labels) -> tuple[list[str], list[str]]:
     """Finds labels that leave the picture, and pairs of labels that lie on one another."""
     boxes = []
     outside = []
-    for label in draw_labels(picture):
-        ink = 0.12 * min(label.box.width, label.box.height)  # boxes are higher than letters
-        box = label.box.padded(-ink)
-        boxes.append((label.text, box))
-        if label.picture.count_contains(box.corners()) < 4:
-            outside.append(label.text)
+    for text, _, extents, picture in labels:
+        box = Bbox.from_extents(extents)
+        ink = 0.12 * min(box.width, box.height)  # boxes are higher than letters
+        box = box.padded(-ink)
+        boxes.append((text, box))
+        if Bbox.from_extents(picture).count_contains(box.corners()) < 4:
+            outside.append(text)
     overlapping = []
     for (name, box), (other, other_box) in itertools.combinations(boxes, 2):
         if box.overlaps(other_box):
@@ -160,12 +159,12 @@ def check_labels(picture) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-def test_labels_of_pictures_are_whole_apart_and_of_one_size(pages, pictures):
-    names = {picture.name for picture in pictures}
+def test_labels_of_pictures_are_whole_apart_and_of_one_size(drawn):
+    names = {name for name, _, _ in drawn["pictures"]}
     assert {"perplexity", "accuracy-copy", "usage", "head_0_1", "scores"} < names
-    for picture in pictures:
-        assert {label.size for label in draw_labels(picture)} == {10}, picture.name
-        assert check_labels(picture) == ([], []), picture.name
+    for name, labels, misplaced in drawn["pictures"]:
+        assert {size for _, size, _, _ in labels} == {10}, name
+        assert misplaced == [[], []], name
 
 
 def test_labels_that_leave_a_picture_or_overlap_are_found():
@@ -175,7 +174,8 @@ def test_labels_that_leave_a_picture_or_overlap_are_found():
         figure.text(0.11, 0.22, "two")
 
     picture = drawing.Picture("", "", "", "", draw, (4, 2))
-    assert check_labels(picture) == (["leaves the picture"], ["one | two"])
+    labels, _ = draw_labels(picture)
+    assert check_labels(labels) == (["leaves the picture"], ["one | two"])
 
 
 @pytest.mark.parametrize("kind", ["sweep", "comparison", "analysis"])
@@ -257,13 +257,13 @@ def expected(page: pathlib.Path, row: int, column: int, title: str = "weights") 
     return f"query {names[row]}, key {names[column]}: {values[row][column]:.3g} ({title})"
 
 
-def test_a_map_names_every_token(pages, pictures):
+def test_a_map_names_every_token(pages, drawn):
     names = token_names(pages["analysis"])
     assert "21 ' '" in names
     assert "43 '\\n'" in names
     assert len(names) == 47
-    picture = next(picture for picture in pictures if picture.name == "head_0_1")
-    labels = [label.text for label in draw_labels(picture)]
+    drawn_labels = next(labels for name, labels, _ in drawn["pictures"] if name == "head_0_1")
+    labels = [text for text, *_ in drawn_labels]
     assert [labels.count(name) for name in names] == [4] * 47, "rows and columns of two maps"
 
 

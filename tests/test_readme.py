@@ -17,6 +17,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from forks import forking_python
 from launchers import commit
 
 from prope.config import default_config, flat
@@ -245,7 +246,9 @@ def test_every_command_runs(readme, trained, cache_dir, tmp_path):
     make_clone(tmp_path)
     for name in PREPARED:
         shutil.copytree(trained[0], tmp_path / name)
-    run_script(script, tmp_path, env | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true"})
+    with forking_python() as program:
+        put_program(tmp_path / "bin/python", program)
+        run_script(script, tmp_path, env | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true"})
 
 
 @pytest.mark.slow
