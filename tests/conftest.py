@@ -30,6 +30,13 @@ PROGRAMS = pathlib.Path(
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs")
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+# XLA's older emitters compile loops for CPUs in half the time; XLA refuses flags that it has not.
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jaxlib").startswith("0.10.") and (
+    os.environ.get("PROPE_TESTS") != "optimized"
+):
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = given if QUICK in given else f"{QUICK} {given}"
 # Where Python is told to keep no bytecode, as in many containers, every process would compile
 # all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -46,6 +53,11 @@ needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="needs JAX's CUDA plugin: pip install -e '.[plan-gpu]'",
 )
+
+
+def devices_flags(count: int) -> str:
+    """XLA_FLAGS of a process that pretends to have this many devices."""
+    return f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +168,8 @@ def start_command(cache_dir, tmp_path_factory):
     def start(
         module: str, *arguments: str, devices: int = 1, patch: str = "", **environment: str
     ) -> Command:
-        flags = f"--xla_force_host_platform_device_count={devices}"
-        env = os.environ | {"PROPE_CACHE": str(cache_dir), "XLA_FLAGS": flags} | environment
+        defaults = {"PROPE_CACHE": str(cache_dir), "XLA_FLAGS": devices_flags(devices)}
+        env = os.environ | defaults | environment
         return Command(
             module,
             [str(argument) for argument in arguments],

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from conftest import CONFIG, ROOT
+from conftest import CONFIG, ROOT, devices_flags
 from ml_collections import FrozenConfigDict
 
 from prope import attention, model, parameters
@@ -576,10 +576,11 @@ def run_layers(config, params, tokens, positions):
     """Yields (residual stream after, captured) of every layer."""
     x = model.embed(config, model.embedding(params), tokens)
     windows = layer_windows(config)
+    run_layer = jax.jit(functools.partial(model.layer, config), static_argnames="window")
     for number, freqs in enumerate(layer_frequencies(config)):
         table = rotation_table(positions, freqs)
         layer = layer_params(params, number)
-        x, captured = model.layer(config, layer, x, table, window=windows[number])
+        x, captured = run_layer(layer, x, table, window=windows[number])
         yield x, captured
 
 
@@ -954,9 +955,8 @@ MESHES = [
 
 def on_eight_devices(module: str, function: str) -> None:
     """Runs a function of these tests in a process with eight devices."""
-    flags = "--xla_force_host_platform_device_count=8"
     quick = str(jax.config.read("jax_disable_most_optimizations")).lower()  # as here
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = os.environ | {"XLA_FLAGS": devices_flags(8), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = quick
     command = [sys.executable, "-c", f"import {module}; {module}.{function}()"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)

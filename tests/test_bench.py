@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from conftest import CONFIG, ROOT
+from conftest import CONFIG, ROOT, devices_flags
 
 from prope.cost import bench
 
@@ -94,7 +94,7 @@ def test_the_command_measures_the_training_step(run_command, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(hide)
     environment = {
         "PYTHONPATH": f"{tmp_path}:{ROOT}",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": devices_flags(2),
     }
     result = run_command("prope.bench", CONFIG, "--steps=2", **environment).result
     assert result["device"] == "cpu"

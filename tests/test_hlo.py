@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled import array_shapes
-from conftest import ROOT, needs_libtpu
+from conftest import ROOT, devices_flags, needs_libtpu
 
 from prope.cost import hlo, traffic
 
@@ -383,7 +383,7 @@ def check_program(result, devices, D, itemsize):
 
 @pytest.mark.slow
 def test_a_program_for_eight_cpu_devices(tmp_path):
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {"XLA_FLAGS": devices_flags(8)}
     result = run_program("jax.devices(), 64, jnp.float32", tmp_path, **environment)
     check_program(result, 8, 64, 4)
     text = (tmp_path / "text1").read_text()

@@ -1,6 +1,7 @@
 """Prompts and windows of the long-context tasks: solved by programs, and without leaks."""
 
 import collections
+import functools
 import hashlib
 import re
 
@@ -38,6 +39,7 @@ def test_the_config_names_the_tasks_that_are_made():
         assert len(windows(task).window(0).task) == 256
 
 
+@functools.cache
 def draw_prompt(task, prose=False, row=None, seed=0, n=UNITS, removed=False):
     name, option = split_name(task)
     draw = Draw(seed, (7,), option, prose, removed)

@@ -12,7 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import CONFIG, ROOT, finish, flipped, logged, losses
+from conftest import CONFIG, ROOT, devices_flags, finish, flipped, logged, losses
 from makers import (
     LOGGED,
     QUICK,
@@ -152,8 +152,7 @@ def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(
     assert all(type(leaf) is np.ndarray for leaf in whole.values())
     for fewer in (1, 2, 4):
         output = tmp_path / f"{fewer}.npz"
-        flags = f"--xla_force_host_platform_device_count={fewer}"
-        env = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices_flags(fewer)}
         command = [sys.executable, "-c", READ, tmp_path / "run", str(fewer), output]
         subprocess.run(command, env=env, check=True, timeout=600)
         restored = np.load(output)

@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, devices_flags
 from makers import free_port
 
 from prope.config import default_config, differences
@@ -120,7 +120,7 @@ def test_two_processes_read_the_batches_of_one_for_1000_steps(folder):
     config = windows_config(folder, mask_documents=True, position_range=100)
     windows = Windows(config.data, 260, "train")
     address = f"localhost:{free_port()}"
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    devices = {"XLA_FLAGS": devices_flags(2), "PYTHONPATH": str(ROOT)}
     started = []
     for process in ("0", "1"):
         fields = json.dumps(config.to_dict())
