@@ -1,13 +1,15 @@
-"""Creates a run from a Gemma 1 checkpoint in Hugging Face format.
+"""Creates a run from a checkpoint in Hugging Face format: Gemma, Llama, SmolLM, Qwen, Mistral.
 
     python -m prope.import_hf --input=DIR --workdir=runs/gemma
     python -m prope.import_hf --input=google/gemma-2b --workdir=runs/gemma
 
-DIR is what transformers saves and Google publishes: config.json, model.safetensors, in one file or
-in shards, and tokenizer.model. The run has one checkpoint, of step 0, which evaluate, sample,
-analyze and train --init_from read. Tensors are copied one at a time. A name is fetched from the
-Hugging Face Hub, into huggingface_hub's cache and with its token, unless a folder has that name.
-Gemma 2 and 3 are rejected: they have post-norms and soft caps, and this decoder none.
+DIR is what transformers saves and the Hub has: config.json, model.safetensors, in one file or in
+shards, and the tokenizer's files. A name is fetched from the Hugging Face Hub, into
+huggingface_hub's cache and with its token, unless a folder has that name. Families are Gemma 1 to 3
+(of models with images, the text part), Llama 3, SmolLM2 and 3, Qwen2, 2.5 and 3, and Mistral. The
+run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read.
+Tensors are copied one at a time. What this decoder does not compute is refused, all of it in one
+line.
 """
 
 from absl import flags

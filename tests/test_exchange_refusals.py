@@ -5,6 +5,7 @@ import re
 import shutil
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, save, small, stored
@@ -184,12 +185,41 @@ def test_all_that_is_not_computed_is_named_at_once(tmp_path, values, names):
             {"model.norm.weight": np.zeros(48, np.int8)},
             "norm.weight has dtype I8; only F32, BF16, F16, F64 .*; load it with transformers",
         ),
+        (
+            {"model.layers.0.mlp.down_proj.weight": np.zeros((48, 96), jnp.float8_e4m3fn)},
+            "down_proj.weight has dtype F8_E4M3; only .*, dequantized",
+        ),
+        (
+            {"language_model.model.norm.weight": np.zeros(48, np.float32)},
+            "model.norm.weight is there twice; remove one",
+        ),
     ],
 )
 def test_tensors_that_would_be_loaded_wrongly(tmp_path, exported, change, expected):
     tensors = stored(exported) | change
     save(exported, {name: value for name, value in tensors.items() if value is not None})
     refused(tmp_path, expected)
+
+
+def test_a_gguf_file_is_told_how_to_be_read(tmp_path):
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    file = folder / "tiny.gguf"
+    file.write_bytes(b"GGUF")
+    expected = "tiny.gguf is a GGUF file, which is not read; transformers reads it: .*--input=DIR$"
+    for source in (folder, file):
+        refused(tmp_path, f"--input={re.escape(str(source))}: {expected}", source)
+
+
+def test_a_checkpoint_whose_head_and_config_disagree(tmp_path, exported):
+    tensors = stored(exported)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+    save(exported, tensors | head)
+    refused(tmp_path, "tie_word_embeddings is true; set it to false if")
+    edit(exported, tie_word_embeddings=False)
+    import_hf.import_run(exported, tmp_path / "untied")
+    save(exported, tensors)
+    refused(tmp_path, "tie_word_embeddings=false needs lm_head.weight, which is missing; if")
 
 
 def test_tensors_that_are_not_whole(tmp_path, exported):
