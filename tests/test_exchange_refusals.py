@@ -62,7 +62,7 @@ def rope(**fields):
         ),
         ({"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4}: only null'),
         ({"head_dim": "64"}, 'head_dim="64": must be a positive integer'),
-        ({"head_dim": None}, r"has shape \(256, 48\); config.json leads to \(1024, 48\)"),
+        ({"head_dim": None}, r"has shape .*; config.json leads to \(256, 48\)"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0: must be a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads=0: must be a positive integer"),
         ({"head_dim": 63}, "head_dim=63: must be even"),

@@ -334,18 +334,14 @@ def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
     Where none does as it is, one that takes a factor of the embedding out of the tensors. Raises
     UsageError where there is none either.
     """
-    for model_type, family in FAMILIES.items():
-        if not _lacks(family, model, ropes):
-            return model_type
     unscaled = model.copy_and_resolve_references()
     unscaled.scale_embedding = False
-    lacks = {name: _lacks(FAMILIES[name], unscaled, ropes) for name in reversed(FAMILIES)}
-    nearest = min(lacks, key=lambda name: len(lacks[name]))
-    if not lacks[nearest]:
+    as_it_is = [(name, _lacks(family, model, ropes)) for name, family in FAMILIES.items()]
+    moved = [(name, _lacks(FAMILIES[name], unscaled, ropes)) for name in reversed(FAMILIES)]
+    nearest, lacks = min(as_it_is + moved, key=lambda entry: len(entry[1]))
+    if not lacks:
         return nearest
-    lacks = {name: _lacks(family, model, ropes) for name, family in FAMILIES.items()}
-    nearest = min(lacks, key=lambda name: len(lacks[name]))
-    fields = ", ".join(f"config.model.{name}={model[name]}" for name in lacks[nearest])
+    fields = ", ".join(f"config.model.{name}={model[name]}" for name in lacks)
     problem = "no class of transformers computes this with the other fields"
     remedy = f"the nearest, {FAMILIES[nearest].hf_class}, would compute something else"
     raise UsageError(f"{fields}: {problem}; {remedy}")
