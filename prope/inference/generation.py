@@ -209,7 +209,7 @@ def sample_tokens(sampling: Sampling, logits: Logits, keys: jax.Array, positions
     """Samples the token of each row at these positions from its logits."""
     V = logits.shape[-1]
     if sampling.vocab_size is not None and sampling.vocab_size < V:
-        is_known = jnp.arange(V) < sampling.vocab_size
+        is_known = jnp.arange(V)[None] < sampling.vocab_size
         logits = jnp.where(is_known, logits, -jnp.inf)
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)

@@ -97,7 +97,7 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
                 rest, _ = model.decode(config, layers, answer[:, :-1], cache, lengths)
                 hidden = jnp.concatenate([last, rest], axis=1)
             logits = model.logits(config, params, hidden)
-            is_padding = jnp.arange(answer.shape[1]) >= answer_lengths[:, None]
+            is_padding = jnp.arange(answer.shape[1])[None] >= answer_lengths[:, None]
             logprobs = jax.nn.log_softmax(logits)
             logprobs = jnp.take_along_axis(logprobs, answer[..., None], axis=-1)
             logprobs = logprobs[..., 0] * ~is_padding
