@@ -4,7 +4,7 @@ What       The decoder of google/gemma-3-270m, 268,098,176 parameters, with the 
            gemma_300m_wiki.py: windows of 2048 tokens, four of its sliding layers'. Its own: 32,768.
 Command    python -m prope.import_hf --input=google/gemma-3-270m --workdir=W0
            python -m prope.train --config=configs/gemma3_270m.py --workdir=W --init_from=W0 \\
-               --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer.model
+               --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
            DATA as in gemma_2b_wiki.py; from scratch without --init_from.
 Hardware   One H100 with 80 GB.
 Hours      3.9 billion tokens, about 6.8e18 FLOPs: 5 on one H100 at 40 % of its peak. Computed.

@@ -4,7 +4,7 @@ What       The decoder of Qwen/Qwen3-0.6B-Base, 596,049,920 parameters, with the
            gemma_300m_wiki.py: windows of 2048 tokens. Its own: 32,768.
 Command    python -m prope.import_hf --input=Qwen/Qwen3-0.6B-Base --workdir=W0
            python -m prope.train --config=configs/qwen3_0_6b.py --workdir=W --init_from=W0 \\
-               --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer.json
+               --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
            DATA as in gemma_2b_wiki.py; from scratch without --init_from.
 Hardware   One H100 with 80 GB.
 Hours      3.9 billion tokens, about 1.7e19 FLOPs: 12 on one H100 at 40 % of its peak. Computed.

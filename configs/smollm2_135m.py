@@ -4,7 +4,7 @@ What       The decoder of HuggingFaceTB/SmolLM2-135M, 134,515,008 parameters, wi
            gemma_300m_wiki.py: windows of 2048 tokens. Its own: 8192.
 Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M --workdir=W0
            python -m prope.train --config=configs/smollm2_135m.py --workdir=W --init_from=W0 \\
-               --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer.json
+               --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
            DATA as in gemma_2b_wiki.py; from scratch without --init_from.
 Hardware   One H100 with 80 GB.
 Hours      3.9 billion tokens, about 4.0e18 FLOPs: 3 on one H100 at 40 % of its peak. Computed.

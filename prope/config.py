@@ -622,7 +622,7 @@ def _identity(config: ConfigDict) -> dict:
     A tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
     """
     fields = flat(config)
-    fields["data.tokenizer"] = os.path.basename(fields["data.tokenizer"])
+    fields["data.tokenizer"] = os.path.basename(fields["data.tokenizer"].rstrip("/"))
     fields["data.mixture"] = [
         {key: value for key, value in source.items() if f"data.{key}" not in MAY_CHANGE}
         for source in fields["data.mixture"]

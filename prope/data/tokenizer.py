@@ -5,6 +5,7 @@ model, or of a folder with one of them. All tokenizers have `vocab_size`, `text_
 `fingerprint`, `encode` and `decode`.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -31,6 +32,13 @@ _NAMES = {
     "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"),
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
 }
+# Files beside a tokenizer.json that tell the special tokens; the first that does counts.
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+)
 _DECIDES_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # in tokenizer.json
 
 
@@ -117,14 +125,16 @@ class SentencePieceTokenizer:
 class JsonTokenizer:
     """A `tokenizer.json`, as the library `tokenizers` reads it.
 
-    Text that spells a special token is text. The special ids are those of the files beside it.
+    Text that spells a special token is text. The special ids are those of `beside`, a JSON object
+    with the content of the files beside it by their names.
     """
 
-    def __init__(self, path: str, file: epath.Path, content: bytes):
+    def __init__(self, path: str, content: bytes, beside: str):
         values = _parse_tokenizer(path, content)
         self.tokenizer = _load_json(path, content)
-        config = read_beside(file, "tokenizer_config.json")
-        self.special = _special_ids_beside(path, file, self.tokenizer, values["model"], config)
+        self.special = _special_ids_beside(
+            path, self.tokenizer, values["model"], json.loads(beside)
+        )
         borders = {self.special.pad, self.special.eos, self.special.start}
         tokens = [self.tokenizer.id_to_token(i) for i in sorted(borders)]
         self.tokenizer.add_special_tokens(tokens)  # some files have them as ordinary ones
@@ -155,6 +165,9 @@ class JsonTokenizer:
         shown = [i for i in ids if i not in self._borders]
         return self.tokenizer.decode(shown, skip_special_tokens=False)
 
+
+# One of 262,144 ids takes 5 s to load, and a command asks for it several times.
+_json_tokenizer = functools.lru_cache(1)(JsonTokenizer)
 
 Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
 
@@ -232,22 +245,20 @@ def read_beside(file: epath.Path, name: str) -> dict:
     return values if isinstance(values, dict) else {}
 
 
-def _special_ids_beside(
-    path: str, file: epath.Path, tokenizer, model: dict, config: dict
-) -> SpecialIds:
+def _special_ids_beside(path: str, tokenizer, model: dict, beside: dict[str, dict]) -> SpecialIds:
     """Finds the special ids: of the files beside tokenizer.json, or by their usual names."""
-    token_maps = [config, read_beside(file, "special_tokens_map.json")]
-    id_maps = [read_beside(file, name) for name in ("generation_config.json", "config.json")]
 
     def find(role: str) -> int | None:
-        names = [values.get(f"{role}_token") for values in token_maps]
-        names = [name.get("content") if isinstance(name, dict) else name for name in names]
-        found = [tokenizer.token_to_id(name) for name in names if isinstance(name, str)]
-        for values in id_maps:
+        found = []
+        for values in beside.values():
+            name = values.get(f"{role}_token")
+            name = name.get("content") if isinstance(name, dict) else name
+            if isinstance(name, str):
+                found.append(tokenizer.token_to_id(name))
             ids = values.get(f"{role}_token_id")
             first = ids[0] if isinstance(ids, list) and ids else ids
-            is_id = type(first) is int and first >= 0 and tokenizer.id_to_token(first)
-            found.append(first if is_id else None)
+            if type(first) is int and first >= 0 and tokenizer.id_to_token(first):
+                found.append(first)
         found += map(tokenizer.token_to_id, _NAMES[role])
         return next((i for i in found if i is not None), None)
 
@@ -260,7 +271,7 @@ def _special_ids_beside(
     if isinstance(model.get("unk_token"), str):
         unk = tokenizer.token_to_id(model["unk_token"])
     # Gemma's texts all begin with <bos>, whether the files ask for it or not.
-    begins = config.get("add_bos_token")
+    begins = beside["tokenizer_config.json"].get("add_bos_token")
     if bos is not None and tokenizer.id_to_token(bos) == "<bos>":
         begins = True
     if begins is None:
@@ -305,7 +316,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         problem = f"cannot be read: {error.strerror or 'no such file'}"
         raise usage_error(_FIELD, name, problem, _REMEDY) from None
     if file.suffix == ".json":
-        return JsonTokenizer(name, file, content)
+        beside = {other: read_beside(file, other) for other in _BESIDE}
+        return _json_tokenizer(name, content, json.dumps(beside))
     return SentencePieceTokenizer(name, content)
 
 

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import sharding
+from prope.data.tokenizer import find_file
 from prope.errors import Stopped, UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import as_path, check_writable, is_url, read_json, write_atomic
@@ -209,12 +210,12 @@ def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
 def read_config(workdir: epath.Path) -> ConfigDict | None:
     """Reads W/config.json; None where there is none.
 
-    A tokenizer that lies in W is taken from there: the run may have been moved.
+    A tokenizer that lies in W, file or folder, is taken from there: the run may have been moved.
     """
     config = read_config_file(workdir / "config.json")
     if config is not None and config.data.tokenizer != "byte":
-        beside = workdir / os.path.basename(config.data.tokenizer)
-        if beside.exists():
+        beside = workdir / os.path.basename(config.data.tokenizer.rstrip("/"))
+        if find_file(beside).is_file():
             config.data.tokenizer = str(beside)
     return config
 
