@@ -94,8 +94,8 @@ def copy_into_run(name: str, directory: epath.Path, workdir: epath.Path) -> str:
     return str(absolute(workdir) / _FOLDER)
 
 
-def _copy_files(name: str, folder: epath.Path, more: tuple[str, ...] = ()) -> list[str]:
-    """Copies a tokenizer's file, and those beside it if they are its own; returns their names."""
+def _copy_files(name: str, folder: epath.Path, more: tuple[str, ...] = ()) -> None:
+    """Copies a tokenizer's file, and those beside it if they are its own."""
     path = as_path("config.data.tokenizer", name)
     file = find_file(path)
     kind = "tokenizer.json" if file.suffix == ".json" else "tokenizer.model"
@@ -106,7 +106,6 @@ def _copy_files(name: str, folder: epath.Path, more: tuple[str, ...] = ()) -> li
                 copied.setdefault(beside, file.with_name(beside))
     for target, source in copied.items():
         source.copy(folder / target)
-    return list(copied)
 
 
 def special_fields(tokenizer: Tokenizer) -> dict:
@@ -125,16 +124,19 @@ def write_tokenizer(name: str, tokenizer: Tokenizer, folder: epath.Path) -> None
         ids = "the ids of a text are 2, then 4 more than each of its bytes"
         log.info("transformers has no byte tokenizer: %s", ids)
         return
-    copied = _copy_files(name, folder)
-    if "tokenizer_config.json" not in copied:
-        text = json.dumps(_tokenizer_config(tokenizer), indent=2)
-        (folder / "tokenizer_config.json").write_text(text + "\n")
+    _copy_files(name, folder)
+    file = folder / "tokenizer_config.json"
+    values = read_beside(file, file.name)
+    if "tokenizer_class" not in values:
+        text = json.dumps(_tokenizer_config(tokenizer) | values, indent=2)
+        file.write_text(text + "\n")
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> dict:
     """Returns tokenizer_config.json for a tokenizer that has none.
 
-    Without the names of its tokens, transformers takes a family's, and may leave <bos> out.
+    Without a class, transformers takes that of config.json's model, with other rules; without the
+    names of the tokens, a family's, and may leave <bos> out.
     """
     special = tokenizer.special
     if hasattr(tokenizer, "processor"):
