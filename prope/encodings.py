@@ -333,6 +333,12 @@ def rotated_pairs(model) -> int | list[int]:
     return pairs[0] if one_encoding else pairs
 
 
+def rotated_share(model) -> str:
+    """Says how many pairs rotate: "24 of 32"; "8 or 32 of 32" where layers differ."""
+    counts = sorted(set(rotated_pairs_by_layer(model)))
+    return f"{' or '.join(map(str, counts))} of {model.head_dim // 2}"
+
+
 def describe(model) -> str:
     """Returns what rotates, for a log: "p-RoPE rotates 24 of 32 pairs"."""
     # A cutoff and a hard clip are p-RoPE, too.
@@ -342,7 +348,7 @@ def describe(model) -> str:
         "hard_clip": "p-RoPE by hard_clip",
     }
     name = names.get(model.rope_type, model.rope_type)
-    text = f"{name} rotates {rotated_pairs(model)} of {model.head_dim // 2} pairs"
+    text = f"{name} rotates {rotated_share(model)} pairs"
     if model.rope_scaling_type == "none":
         return text
     return f"{text} (scaled by {model.rope_scaling_type})"

@@ -276,6 +276,13 @@ def test_scalings_leave_layers_with_a_window_as_they_are():
         close(freqs[layer], expected)
 
 
+def test_how_many_pairs_rotate_is_said_once_for_each_kind_of_layer():
+    model = small(**KINDS_OF_LAYERS, rope_percentage=0.25)
+    assert encodings.describe(model) == "p-RoPE rotates 2 or 6 of 8 pairs"
+    model = small(rope_percentage=0.25)
+    assert encodings.describe(model) == "p-RoPE rotates 2 of 8 pairs"
+
+
 def test_interventions_act_on_layers_with_a_window_too():
     """Stopping makes their frequencies 0; removing is zeroing the weights of the queries."""
     stop = {"rope_scaling_type": "stop", "scaled_pairs": (1, 2)}

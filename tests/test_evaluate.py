@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from etils import epath
 from jax import extend
-from makers import edit_run, evaluate_run, forward, read_lines
+from makers import (
+    KINDS_OF_LAYERS,
+    SWITCHES,
+    edit_run,
+    evaluate_run,
+    forward,
+    make_run,
+    read_lines,
+)
 
 from prope.data.windows import Windows
 from prope.errors import UsageError
@@ -84,6 +92,25 @@ SLOW_SIZES = [
     for size in (1, 1000)
 ]
 CONTRACT = "step rope_percentage rotated_pairs dataset seq_len tokens loss perplexity bits_per_byte"
+
+
+@pytest.mark.slow
+def test_a_record_of_layers_of_all_kinds_and_of_its_intervention(runs, base):
+    """The frequencies that are stopped are 0 in each kind of layer."""
+    run = runs / "kinds"
+    fields = KINDS_OF_LAYERS | SWITCHES
+    make_run(run, (1.0, 1.0, 0.5, 1.0, 1.0), **fields)
+    edit_run(run, base)
+    (record,) = evaluate_run(run)
+    expected = token_by_token(run, T).loss.mean()
+    assert record["loss"] == pytest.approx(expected, rel=1e-6)
+    assert record["rotated_pairs"] == [24, 24, 16, 24, 24]
+    (stopped,) = evaluate_run(run, intervene="stop:0-3")
+    assert stopped["rotated_pairs"] == [20, 20, 12, 20, 20]
+    stop = {"model.rope_scaling_type": "stop", "model.scaled_pairs": (0, 3)}
+    edit_run(run, base, **stop)
+    expected = token_by_token(run, T).loss.mean()
+    assert stopped["loss"] == pytest.approx(expected, rel=1e-6) != record["loss"]
 
 
 @pytest.mark.parametrize("batch_size", [7, *SLOW_SIZES])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from makers import forward, make_run
+from makers import KINDS_OF_LAYERS, SWITCHES, draw_model, forward, make_run
 from ml_collections import FrozenConfigDict
 
 from prope import sharding
@@ -90,15 +90,19 @@ def lively(base):
 
 
 @pytest.mark.parametrize(
-    ("task", "prose", "T"),
+    ("task", "prose", "T", "fields"),
     [
-        ("passkey", False, 128),
-        ("niah", False, 96),
-        pytest.param("flipflop", True, 160, marks=pytest.mark.slow),
+        ("passkey", False, 128, {}),
+        ("niah", False, 96, {}),
+        pytest.param("flipflop", True, 160, {}, marks=pytest.mark.slow),
+        pytest.param("passkey", False, 128, KINDS_OF_LAYERS | SWITCHES, marks=pytest.mark.slow),
     ],
 )
-def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T):
+def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T, fields):
     config, params = lively(base)
+    if fields:
+        config.model.update(fields)
+        params, *_ = draw_model(config.model)
     tried = make_trials(task, 5, T, prose)
     positions = jnp.arange(T + 8)[None]
     expected = []

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from prope import parameters
 from prope.config import flat
-from prope.encodings import rotated_pairs
+from prope.encodings import rotated_share
 from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
@@ -164,7 +164,7 @@ def result_rows(runs: list[Run]) -> list[dict]:
         row.update(
             group=name,
             values=group[0].values,
-            pairs=f"{rotated_pairs(model)} of {model.head_dim // 2}",
+            pairs=rotated_share(model),
             reference=rope,
             difference=difference,
             over=over,
