@@ -130,7 +130,8 @@ def usage(groups: Groups) -> Picture:
     for p, group in groups.items():
         windows = dict.fromkeys(layer["sliding_window"] for layer in group[0]["layers"])
         for window in windows:
-            name = f"{p}, window {window or 'none'}" if len(windows) > 1 else p
+            kind = f"window {window}" if window else "no window"
+            name = f"{p}, {kind}" if len(windows) > 1 else p
             curves[name] = {
                 kind: _mean_norms(
                     group,

@@ -95,6 +95,7 @@ def frequencies(analysis: dict) -> Picture:
             points = {pair: (freq, None) for pair, freq in enumerate(curves[name])}
             line(axes, points, style, name)
         axes.set(xlabel="pair, fastest first", ylabel="radians a token", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.legend(loc="best")
 
     texts = []
