@@ -346,6 +346,16 @@ def test_mistakes_in_single_lanes_are_named():
     assert mistake_in(cleared) == "lanes that are not rotated are set to zero"
 
 
+@pytest.mark.parametrize("mistake", ["positions begin one too high", UNKNOWN])
+def test_float32_angles_accept_no_other_mistake(mistake):
+    values = {name: ported(PORTS.get(mistake, right), name, np.float32) for name in PROPORTIONAL}
+    if mistake == UNKNOWN:
+        values["proportional_d64_p0.75"]["rotated_keys"][2, 40] += 0.5
+    verdict, result = check(values, float32_angles=True)
+    assert result["mistake"] == mistake and not result["equal"]
+    assert verdict.startswith("not p-RoPE in ")
+
+
 def test_an_unknown_mistake_is_placed():
     values = {name: ported(right, name) for name in PROPORTIONAL}
     values["proportional_d64_p0.75"]["rotated_keys"][2, 40] += 0.5

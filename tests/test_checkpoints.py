@@ -1,8 +1,10 @@
 """A run's first checkpoint is read back, its origin is recorded, and storage is asked little."""
 
 import errno
+import functools
 import json
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from conftest import finish
 from etils import epath
 from gcsfs.retry import HttpError
-from makers import NO_WINDOWS, make_run, restore_training, save_checkpoints
+from makers import NO_WINDOWS, make_run, restore_training, same, save_checkpoints
 
 from configs.quickstart import get_config
 from prope import parameters, sharding
@@ -71,9 +73,17 @@ SAVING = [
 ]
 
 
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """The config and the parameters of a run."""
+    return make_run(tmp_path_factory.mktemp("small") / "run")
+
+
 @pytest.mark.parametrize(("error", "code"), SAVING, ids=lambda value: str(value)[:40])
-def test_only_what_may_pass_is_tried_again_when_a_save_fails(tmp_path, monkeypatch, error, code):
-    config, params = make_run(tmp_path / "whole")
+def test_only_what_may_pass_is_tried_again_when_a_save_fails(
+    small_run, tmp_path, monkeypatch, error, code
+):
+    config, params = small_run
     monkeypatch.setattr(checkpoints_lib, "write_hashes", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises((type(error), RunFailed)) as raised:
         save_checkpoints(tmp_path / "run", config, {1: params})
@@ -82,6 +92,24 @@ def test_only_what_may_pass_is_tried_again_when_a_save_fails(tmp_path, monkeypat
     else:
         assert "checkpoint 1 could not be written" in str(raised.value)
         assert raised.value.code == code
+
+
+def test_a_save_that_begins_while_another_is_written_has_hashes_of_its_own(
+    small_run, tmp_path, monkeypatch
+):
+    config, params = small_run
+    finish_save = Checkpoints._finish
+
+    def finish_late(checkpoints):
+        time.sleep(0.3)
+        finish_save(checkpoints)
+
+    monkeypatch.setattr(Checkpoints, "_finish", finish_late)
+    by_step = {step: jax.tree.map(lambda leaf: step * leaf, params) for step in (1, 2, 3)}  # noqa: B023
+    save_checkpoints(tmp_path, config, by_step)
+    for step, expected in by_step.items():
+        reader = CheckpointReader(epath.Path(tmp_path) / f"checkpoints/{step}")
+        assert same(reader.read(("final_norm", "scale")), expected["final_norm"]["scale"])
 
 
 def test_an_imported_checkpoint_is_read_back(tmp_path, monkeypatch):
@@ -125,7 +153,7 @@ NAMES = ("adamw", "lion", "adafactor", "muon")
 def save_training(config, folder):
     """Saves the state that training starts from, as step 10."""
     prepared = prepare(config, jax.devices())
-    params, opt_state = init_state(config, prepared.optimizer)
+    params, opt_state = jax.jit(functools.partial(init_state, config, prepared.optimizer))()
     with Checkpoints(folder) as checkpoints:
         data = train_lib.data_state(config, NO_WINDOWS, 10)
         identity = {"config": config.to_dict(), "init_hash": "0" * 16}

@@ -327,23 +327,30 @@ YARN_LOGITS = {
 LOCAL = GEMMA | {"local_rope_percentage": 1.0}
 
 
+# The fields, the frequencies and the windows of six layers.
+LAYERS = [
+    ({"rope_type": "reversed"}, [np.r_[0, 0, R16[2:]]] * 6, [None] * 6),
+    (
+        LOCAL | {"local_max_wavelength": 100.0, "rope_percentage": 0.25},
+        [100.0 ** (-np.arange(8) / 8)] * 2 + [np.r_[R16[:2], np.zeros(6)]],
+        [3, 3, None] * 2,
+    ),
+    (
+        LOCAL | YARN_LOGITS | {"rope_percentage": 0.0},
+        [R16, R16, np.zeros(8)],
+        [3, 3, None] * 2,
+    ),
+    (YARN_LOGITS, [np.array(R16) / 4 * (np.arange(8) < 6)], [None] * 6),
+]
+
+
 @pytest.mark.parametrize("remat", ["none", pytest.param("save_qkv", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize(
-    ("fields", "freqs", "windows"),
+    ("scan_layers", "fields", "freqs", "windows"),
     [
-        ({"rope_type": "reversed"}, [np.r_[0, 0, R16[2:]]] * 6, [None] * 6),
-        (
-            LOCAL | {"local_max_wavelength": 100.0, "rope_percentage": 0.25},
-            [100.0 ** (-np.arange(8) / 8)] * 2 + [np.r_[R16[:2], np.zeros(6)]],
-            [3, 3, None] * 2,
-        ),
-        (
-            LOCAL | YARN_LOGITS | {"rope_percentage": 0.0},
-            [R16, R16, np.zeros(8)],
-            [3, 3, None] * 2,
-        ),
-        (YARN_LOGITS, [np.array(R16) / 4 * (np.arange(8) < 6)], [None] * 6),
+        *((True, *case) for case in LAYERS),
+        (False, *LAYERS[2]),
+        *(pytest.param(False, *LAYERS[case], marks=pytest.mark.slow) for case in (0, 1, 3)),
     ],
 )
 def test_layers_with_windows_and_encodings_equal_the_formula(

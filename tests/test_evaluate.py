@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import flipped
 from etils import epath
 from jax import extend
 from makers import (
@@ -112,6 +113,23 @@ def test_a_record_of_layers_of_all_kinds_and_of_its_intervention(runs, base):
     # The weights of step 9 before.
     expected = token_by_token(run, T, step=7).loss.mean()
     assert stopped["loss"] == pytest.approx(expected, rel=1e-6) != record["loss"]
+
+
+def test_the_record_names_the_checkpoint_that_was_read_where_the_newest_is_damaged(runs):
+    (older,) = evaluate_run(runs / "rope", step="7")
+    files = [file for file in (runs / "rope/checkpoints/9/params").rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    largest.write_bytes(flipped(largest.read_bytes()))
+    (record,) = evaluate_run(runs / "rope", again=True)
+    assert record["step"] == 7 and record["loss"] == older["loss"]
+    assert [folder.name for folder in (runs / "rope/eval").iterdir()] == ["7"]
+
+
+@pytest.mark.parametrize("fields", [{"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {}])
+def test_evaluations_of_other_weights_or_encodings_have_sums_of_their_own(fields):
+    record = {"step": 9, "encoding": "yarn", "factor": 4.0}
+    is_other = paired.sums_folder("run", record | fields) != paired.sums_folder("run", record)
+    assert is_other == bool(fields)
 
 
 @pytest.mark.parametrize("batch_size", [7, *SLOW_SIZES])

@@ -97,7 +97,8 @@ def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(
 
 def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):
     caplog.set_level("INFO", "prope")
-    evaluate_run(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)
+    one, other = evaluate_run(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)
+    assert one["loss"] != other["loss"], "each is evaluated with its own encoding"
     assert "hold more text" not in caplog.text
     evaluate_run(runs / "rope", seq_len="1x,2x", max_windows=1)
     assert "--max_windows: longer windows hold more text" in caplog.text

@@ -307,16 +307,23 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("command_of", "files"), WRITERS)
-def test_results_about_a_run_of_somebody_else_lie_elsewhere(read_only, tmp_path, command_of, files):
+def test_results_about_runs_of_somebody_else_lie_elsewhere(read_only, tmp_path, command_of, files):
     for workdir in (read_only, read_only / "rope"):
         with pytest.raises(UsageError, match=r"^--workdir=.*cannot be written; give --output"):
             command_of(workdir)
-    output = tmp_path / "ours"
-    assert command_of(read_only / "rope", str(output))
-    assert all((output / name).exists() for name in files)
     output = tmp_path / "all of ours"
     assert command_of(read_only, str(output))
     assert all((output / run / name).exists() for name in files for run in ("nope", "rope"))
+
+
+@pytest.mark.parametrize(
+    ("command_of", "files"),
+    [WRITERS[0], *(pytest.param(*writer, marks=pytest.mark.slow) for writer in WRITERS[1:])],
+)
+def test_results_about_a_run_of_somebody_else_lie_elsewhere(read_only, tmp_path, command_of, files):
+    output = tmp_path / "ours"
+    assert command_of(read_only / "rope", str(output))
+    assert all((output / name).exists() for name in files)
 
 
 def test_a_picture_of_a_run_of_somebody_else_lies_elsewhere(base, tmp_path, monkeypatch):

@@ -18,11 +18,14 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
-from makers import evaluate_run, make_run, make_walk
+from etils import epath
+from makers import evaluate_run, make_run, make_walk, write_lines
 
+from prope.config import default_config
 from prope.errors import UsageError
 from prope.hf import exporter
 from prope.runtime import interrupts, memory, processes, startup, watchdog
+from prope.runtime.session import Session
 from prope.workdir import metrics
 
 
@@ -218,6 +221,16 @@ def test_speed_leaves_out_pauses(clock, tmp_path):
     assert summary["tokens_per_second"] == pytest.approx(tokens / 10)
 
 
+@pytest.mark.parametrize("request_", interrupts.Request)
+def test_only_a_stop_ends_what_can_wait(monkeypatch, request_):
+    """Where a save is due, as where nothing is, an evaluation goes on; any request saves."""
+    session = Session(default_config())
+    monkeypatch.setattr(session.interrupts, "poll", lambda: request_)
+    monkeypatch.setattr(session.interrupts, "request", request_)
+    assert session.poll("step 1") == (request_.name in ("NONE", "SAVE"))
+    assert session.wants_save == (request_.name != "NONE")
+
+
 def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog):
     caplog.set_level("INFO", "prope")
     config = importlib.import_module("configs.quickstart").get_config("tiny")
@@ -240,6 +253,12 @@ def test_records_that_tell_all_processes_the_same_are_read_by_the_first(tmp_path
     monkeypatch.setattr(metrics, "read_jsonl", lambda path: pytest.fail("read by another host"))
     with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
         assert writer._skips_in_a_row == 3
+
+
+@pytest.mark.parametrize(("step", "in_a_row"), [(4, 0), (5, 3), (6, 0)])
+def test_skips_in_a_row_end_with_the_step_that_a_run_resumes_from(tmp_path, step, in_a_row):
+    write_lines(tmp_path / "skips.jsonl", [{"step": 5, "in_a_row": 3}])
+    assert metrics._skips_before(epath.Path(tmp_path), step) == in_a_row
 
 
 def test_a_summary_without_an_evaluation_has_nulls(tmp_path):
