@@ -8,6 +8,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from etils import epath
 from makers import WIKIPEDIA as NAME
 from makers import articles, data_config, documents_of, write_text, write_tfds
 from makers import data_refused as refused
@@ -92,6 +93,14 @@ def test_another_version_of_a_dataset_is_other_data(tmp_path):
     (folder / "dataset_info.json").write_text(json.dumps(info | {"version": "1.0.1"}))
     folder.rename(folder.with_name("1.0.1"))
     assert open_store(config, 260).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("version", ["1.10.0", "2.0.0"])
+def test_the_newest_version_is_the_greatest_by_number(tmp_path, version):
+    for name in ("1.9.0", version):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        (tmp_path / "a" / name / "dataset_info.json").touch()
+    assert tfds_files._version_folder("a", epath.Path(tmp_path)).name == version
 
 
 def test_stores_of_older_versions_are_the_same_data(tmp_path):

@@ -120,6 +120,11 @@ def test_scalings_by_pairs_have_the_numbers_of_their_formulas():
         encodings.yarn_frequencies(rope, 16, 1e4, 4, 2048),
         [1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05],
     )
+    # The ramp ends after the slowest pair.
+    close(
+        encodings.yarn_frequencies(rope, 16, 1e4, 4, 131_072),
+        [*R16[:6], 8.125e-4, 1.976423538e-4],
+    )
     close(encodings.llama3_frequencies(rope, 4, 512), [*R16[:3], 0.02037183272, *SLOW])
     close(
         encodings.llama3_frequencies(frequencies(16, 5e5), 8, 8192),

@@ -125,7 +125,10 @@ def test_the_record_names_the_checkpoint_that_was_read_where_the_newest_is_damag
     assert [folder.name for folder in (runs / "rope/eval").iterdir()] == ["7"]
 
 
-@pytest.mark.parametrize("fields", [{"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {}],
+)
 def test_evaluations_of_other_weights_or_encodings_have_sums_of_their_own(fields):
     record = {"step": 9, "encoding": "yarn", "factor": 4.0}
     is_other = paired.sums_folder("run", record | fields) != paired.sums_folder("run", record)
@@ -206,7 +209,14 @@ def test_saved_sums_are_added_up_in_float64():
     """In float32, as they are saved, a document is less than the last digit of all together."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 100, 20_000).astype(np.int32)
-    loss = (tokens * rng.normal(3, 0.3, len(tokens))).astype(np.float32)
+    loss = (
+        tokens
+        * rng.normal(
+            3,
+            0.3,
+            len(tokens),
+        )
+    ).astype(np.float32)
     expected = paired.mean_and_stderr(loss.astype(np.float64), tokens.astype(np.float64))
     assert paired.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
     share = tokens / tokens.sum()

@@ -285,6 +285,18 @@ YARN = {
 
 
 @pytest.mark.parametrize(
+    ("factor", "logit_scale"),
+    [(None, "yarn"), (1.0, "none")],
+)
+def test_yarn_scales_logits_unless_the_file_says_1(exported, factor, logit_scale):
+    rope = {"rope_theta": 1e4, "attention_factor": factor} | YARN
+    edit(exported, rope_parameters=rope, rope_scaling=None)
+    config, _ = gemma_hf.from_hf(exported / "config.json")
+    assert config.model.rope_scaling_type == "yarn"
+    assert config.model.logit_scale == logit_scale
+
+
+@pytest.mark.parametrize(
     ("rope", "expected"),
     [
         (

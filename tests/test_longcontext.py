@@ -278,6 +278,14 @@ def test_links_of_a_chain_stand_evenly_from_the_root_to_the_end():
     assert places == [70, 60, 50, 40]
 
 
+def test_windows_ask_for_the_powers_of_two_up_to_the_largest_offset_of_prompts():
+    asked = set()
+    for row in range(20):
+        asked.update(re.findall(r"<(\d)", decode(windows("offset").window(row).stream)))
+    assert {2 ** int(c) for c in asked} == {1, 2, 4, 8, 16, 32}
+    assert max(TASKS["offset"].rows) == 32
+
+
 @pytest.mark.parametrize("k", TASKS["offset"].rows)
 def test_the_offset_is_the_row(k):
     text = draw_prompt("offset", row=k).text

@@ -272,7 +272,14 @@ def test_a_summary_without_an_evaluation_has_nulls(tmp_path):
 def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
     """Field 22 of /proc/self/stat is the start, in ticks after boot; here each holds its number."""
     ticks = os.sysconf("SC_CLK_TCK")
-    stat = " ".join(["7", "(a (b) c)", "S", *(str(field * ticks) for field in range(4, 53))])
+    stat = " ".join(
+        [
+            "7",
+            "(a (b) c)",
+            "S",
+            *(str(field * ticks) for field in range(4, 53)),
+        ]
+    )
     monkeypatch.setattr(pathlib.Path, "read_text", lambda path: stat)
     monkeypatch.setattr(startup.time, "clock_gettime", lambda clock: 100.0)
     assert startup._process_age() == 100 - 22

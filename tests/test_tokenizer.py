@@ -20,7 +20,7 @@ from prope.config import default_config
 from prope.data import view
 from prope.data.sources.find import find_source
 from prope.data.store.pack import is_validation
-from prope.data.tokenizer import load_tokenizer
+from prope.data.tokenizer import ByteTokenizer, load_tokenizer
 from prope.data.vocabulary import sample, split_lines, train_tokenizer
 from prope.data.windows import Windows, train_batch
 from prope.errors import UsageError
@@ -123,6 +123,12 @@ def test_every_text_comes_back_byte_for_byte(model, config):
             assert tokenizer.decode(ids).encode() == text
         ids_without_text = [2, *tokenizer.encode(b"rope"), 1, 0, 5000]
         assert tokenizer.decode(ids_without_text) == "rope"
+
+
+def test_ids_that_are_no_bytes_have_no_text():
+    """Of a model with a larger vocabulary, too: 4 is the first byte, 259 the last."""
+    ids = [0, 3, 4, 4 + ord("a"), 259, 260, 300]
+    assert ByteTokenizer().decode(ids) == "\0a\ufffd"
 
 
 def test_a_model_without_bytes_takes_the_space_mark_for_a_space(tmp_path):
