@@ -19,8 +19,8 @@ from prope.config import default_config
 from prope.cost.flops import num_parameters
 from prope.data.tokenizer import load_tokenizer
 from prope.encodings import rotated_pairs
+from prope.hf import config_json
 from prope.hf import exporter as export_hf
-from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
 from prope.hf import tensors as tensor_files
 from prope.hf.families import FAMILIES
@@ -36,7 +36,7 @@ def parameter(tree, tensor_path, layer):
 
 
 def encoding_of(directory):
-    config, _ = gemma_hf.from_hf(directory / "config.json")
+    config, _ = config_json.from_hf(directory / "config.json")
     return config.model.rope_percentage, config.model.max_wavelength
 
 
@@ -136,7 +136,7 @@ def test_p_floors_to_the_same_pairs_in_transformers(transformers, d):
     config.model.update(SIZES | {"head_dim": d})
     for p in np.arange(0, 101) / 100:
         config.model.rope_percentage = float(p)
-        theirs = transformers.GemmaConfig(**gemma_hf.to_hf(config, "float32"))
+        theirs = transformers.GemmaConfig(**config_json.to_hf(config, "float32"))
         freqs = ROPE_INIT_FUNCTIONS["proportional"](theirs, device=None)[0].numpy()
         assert np.count_nonzero(freqs > 0) == rotated_pairs(config.model), p
 
@@ -254,7 +254,7 @@ def test_the_released_configs_are_full_rope(tmp_path, released, parameters):
     """The numbers of parameters are those that the Hub shows."""
     (tmp_path / "config.json").write_text(json.dumps(released))
     assert encoding_of(tmp_path) == (1.0, 10_000.0)
-    config, _ = gemma_hf.from_hf(tmp_path / "config.json")
+    config, _ = config_json.from_hf(tmp_path / "config.json")
     assert config.model.dtype == "bfloat16"
     assert (config.data.seq_len, config.eval.batch_size) == (8192, 1)
     tensors = {

@@ -13,8 +13,8 @@ from makers import SIZES, assert_trees_close, edit, forward, make_run, same
 from prope.config import default_config
 from prope.encodings import layer_windows
 from prope.errors import UsageError
+from prope.hf import config_json
 from prope.hf import exporter as export_hf
-from prope.hf import gemma as gemma_hf
 from prope.hf import importer as import_hf
 from prope.workdir.run import open_run
 
@@ -173,7 +173,7 @@ def encoding(p=1.0, **fields):
     """rope_parameters of such a config."""
     config = default_config()
     config.model.update(SIZES | {"rope_percentage": float(p)} | fields)
-    return gemma_hf.to_hf(config, "float32")["rope_parameters"]
+    return config_json.to_hf(config, "float32")["rope_parameters"]
 
 
 OTHER_CLASSES = {
@@ -195,12 +195,15 @@ PAGES = {file.stem for file in (ROOT / "configs").glob("*.py")} - {"families"}
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_every_page_of_configs_has_a_class(page):
     get_config = runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"]
-    values = gemma_hf.to_hf(get_config(), "float32")
+    values = config_json.to_hf(get_config(), "float32")
     name = OTHER_CLASSES.get(page, "Gemma")
     assert values["architectures"] == [f"{name}ForCausalLM"]
 
 
-@pytest.mark.parametrize("d", [2, 44, 64, 88, 104, 128, 224, 256])
+@pytest.mark.parametrize(
+    "d",
+    [2, 44, 64, 88, 104, 128, 224, 256],
+)
 def test_a_hard_clip_keeps_its_pairs(d):
     """p = C / P alone would lose one, as at d = 44 and C = 15."""
     for n in range(d // 2 + 1):
@@ -214,11 +217,29 @@ def test_a_hard_clip_keeps_its_pairs(d):
     [
         (
             {"rope_type": "cope", "clip_low_n": 4},
-            [1, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.002371708245, 0.00025, 0],
+            [
+                1,
+                10**-0.5,
+                0.1,
+                10**-1.5,
+                0.01,
+                0.002371708245,
+                0.00025,
+                0,
+            ],
         ),
         (
             {"rope_type": "reversed", "p": 0.75},
-            [0, 0, 0.1, 10**-1.5, 0.01, 10**-2.5, 0.001, 10**-3.5],
+            [
+                0,
+                0,
+                0.1,
+                10**-1.5,
+                0.01,
+                10**-2.5,
+                0.001,
+                10**-3.5,
+            ],
         ),
         (
             {
@@ -291,7 +312,7 @@ YARN = {
 def test_yarn_scales_logits_unless_the_file_says_1(exported, factor, logit_scale):
     rope = {"rope_theta": 1e4, "attention_factor": factor} | YARN
     edit(exported, rope_parameters=rope, rope_scaling=None)
-    config, _ = gemma_hf.from_hf(exported / "config.json")
+    config, _ = config_json.from_hf(exported / "config.json")
     assert config.model.rope_scaling_type == "yarn"
     assert config.model.logit_scale == logit_scale
 
@@ -320,5 +341,5 @@ def test_rotations_that_are_not_imported(exported, rope, expected):
     edit(exported, rope_parameters={"rope_theta": 1e4} | rope, rope_scaling=None)
     file = re.escape(f"{exported}/config.json")
     with pytest.raises(UsageError, match=f"{file}: .*{expected}") as error:
-        gemma_hf.from_hf(exported / "config.json")
+        config_json.from_hf(exported / "config.json")
     assert "\n" not in str(error.value)

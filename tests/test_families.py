@@ -15,7 +15,16 @@ from prope import model
 from prope.config import set_layer_percentages
 from prope.encodings import layer_frequencies, layer_windows
 from prope.hf import exporter, importer
-from prope.hf.families import FAMILIES, IMPORTED, SIZES, fill, layer_kinds, rotated_layers
+from prope.hf.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    IMPORTED,
+    SIZES,
+    fill,
+    layer_kinds,
+    read_switches,
+    rotated_layers,
+)
 from prope.inference.generation import empty_cache
 from prope.workdir.run import open_run, read_config
 
@@ -291,6 +300,8 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
     for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         if family.reads(name):
             assert ours[name] == getattr(theirs, name), name
+    activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert ACTIVATIONS[read_switches(family, ours)["activation"]] == activation
     layers = ours["num_hidden_layers"]
     full = ["full_attention"] * layers
     if model_type == "mistral":

@@ -7,7 +7,7 @@ import pytest
 from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B
 
 from prope.encodings import layer_percentages, layer_windows
-from prope.hf import gemma as gemma_hf
+from prope.hf import config_json
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors
 
@@ -70,7 +70,7 @@ SMOLLM3_3B = sizes(
 QWEN25_05B = sizes(
     *(151936, 896, 4864, 24, 14, 2, 32768),
     model_type="qwen2",
-    max_window_layers=24,
+    max_window_layers=21,
     rms_norm_eps=1e-06,
     rope_theta=1000000.0,
     sliding_window=32768,
@@ -143,7 +143,8 @@ PUBLISHED = {
         GEMMA_3_12B,
         11_765_788_416 + 64 * 3840,
         [*[1024] * 5, FULL] * 8,
-        GEMMA_3 | {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0},
+        GEMMA_3
+        | {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0, "attention_scale": None},
     ),
     "Llama-3.2-1B": (
         LLAMA_32_1B,
@@ -166,11 +167,11 @@ PUBLISHED = {
         LLAMA | {"use_qk_norm": True, "head_dim": 128},
     ),
     "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552, [FULL] * 32, LLAMA | {"tied": False}),
-    "Mistral-7B of no window": (
-        {name: value for name, value in MISTRAL_7B.items() if name != "sliding_window"},
+    "Mistral-7B with absent fields": (
+        {name: MISTRAL_7B[name] for name in MISTRAL_7B.keys() - {"sliding_window", "hidden_act"}},
         7_248_023_552,
         [4096] * 32,
-        {"layer_types": ("sliding_attention",)},
+        LLAMA | {"tied": False, "layer_types": ("sliding_attention",)},
     ),
 }
 
@@ -181,7 +182,7 @@ PUBLISHED = {
 def test_a_published_config_leads_to_its_model(tmp_path, values, parameters, windows, fields):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
-    config, read = gemma_hf.from_hf(path)
+    config, read = config_json.from_hf(path)
     tensors = list_tensors(config.model, FAMILIES[read["model_type"]])
     assert sum(math.prod(tensor.shape) for tensor in tensors) == parameters
     assert layer_windows(config.model) == windows

@@ -7,7 +7,7 @@ import math
 from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
 from prope.errors import log, usage_error
-from prope.hf import gemma
+from prope.hf import config_json
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
@@ -26,7 +26,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     check_new("output", target)
     run = open_run(workdir, step)
     config = run.config
-    hf_config = gemma.to_hf(config, dtype)
+    hf_config = config_json.to_hf(config, dtype)
     family = FAMILIES[hf_config["model_type"]]
     unread = unread_parameters(config.model, family)
     if unread:

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from prope import parameters
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log, usage_error
-from prope.hf import gemma
+from prope.hf import config_json
 from prope.hf.families import FAMILIES
 from prope.hf.hub import find_checkpoint
 from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors
@@ -60,7 +60,7 @@ def _refuse_gguf(source: epath.Path) -> None:
 
 def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: str | None) -> dict:
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
-    config, values = gemma.from_hf(local / "config.json")
+    config, values = config_json.from_hf(local / "config.json")
     family = FAMILIES[values["model_type"]]
     stored = open_tensors(local)
     check_tensors(local, stored, list_tensors(config.model, family))

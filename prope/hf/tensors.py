@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from prope.errors import UsageError, usage_error
-from prope.hf import gemma
+from prope.hf import config_json
 from prope.hf.layout import HEAD, INDEX, WEIGHTS, Tensor
 from prope.runtime import watchdog
 from prope.workdir.run import check_disk
@@ -64,7 +64,7 @@ def _open_all(source: epath.Path) -> dict[str, Stored]:
         problem = f"has neither {WEIGHTS} nor {INDEX}"
         remedy = "other formats are not read: load them with transformers and call save_pretrained"
         raise usage_error("--input", source, problem, remedy)
-    weight_map = gemma.read_json(index).get("weight_map")
+    weight_map = config_json.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         problem = "has no weight_map, which names every tensor's shard"
         raise UsageError(f"{index}: {problem}; download it again")
