@@ -4,7 +4,7 @@
     python -m prope.import_hf --input=google/gemma-2b --workdir=runs/gemma
 
 DIR is what transformers saves and the Hub has: config.json, model.safetensors, in one file or in
-shards, and the tokenizer's files. A name is fetched from the Hugging Face Hub, into
+shards, and tokenizer.json or tokenizer.model. A name is fetched from the Hugging Face Hub, into
 huggingface_hub's cache and with its token, unless a folder has that name. Families are Gemma 1 to 3
 (of models with images, the text part), Llama 3, SmolLM2 and 3, Qwen2, 2.5 and 3, and Mistral. The
 run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read.
@@ -27,7 +27,9 @@ def define_flags() -> None:
     )
     command.define_place("workdir", None, "directory of the run to create")
     command.define_place(
-        "tokenizer", None, "path of a SentencePiece model, or 'byte', if the directory has none"
+        "tokenizer",
+        None,
+        "if the input has none: tokenizer.json, a SentencePiece model, their folder, or 'byte'",
     )
     flags.mark_flags_as_required(["input", "workdir"])
 

@@ -29,6 +29,7 @@ from tokenizers import (
     trainers,
 )
 
+from prope.config import default_config, differences
 from prope.data import view
 from prope.data.mixture import open_windows
 from prope.data.store.pack import is_validation
@@ -37,7 +38,7 @@ from prope.errors import UsageError
 from prope.hf import exporter, importer
 from prope.inference import generation
 from prope.inference.generation import Sampling
-from prope.workdir.run import open_run
+from prope.workdir.run import open_run, read_config, write_config
 
 TEXTS = ["", "a b", "  two  spaces\r\n\n", "naïve é🙂 数学", "Z\u0301e\u0301", "x▁y", "\0 1234567"]
 SPELLED = "<bos><s></s><eos><pad><unk><|endoftext|><|im_start|><|begin_of_text|><|im_end|>"
@@ -505,6 +506,26 @@ def test_a_mistral_model_of_sentencepiece(tmp_path):
     stream = read_tokens(windows_of(tmp_path, file).store, "train")
     first = [1, *theirs.encode(text), 2]
     assert stream[: len(first)].tolist() == first
+
+
+@pytest.mark.parametrize("name", ["words", "words/", "checkpoints", "words/tokenizer.json"])
+def test_what_lies_in_a_run_is_its_tokenizer_if_it_is_one(tmp_path, name):
+    """And another folder of that name is not."""
+    original = tmp_path / "elsewhere" / name
+    config = default_config()
+    config.data.tokenizer = f"{original}/" if name.endswith("/") else str(original)
+    write_config(tmp_path, config)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "words").mkdir()
+    write(smollm, tmp_path / "words")
+    found = read_config(tmp_path).data.tokenizer
+    if name.startswith("words") and not name.endswith("json"):
+        assert found == str(tmp_path / "words")
+        assert load_tokenizer(f"file://{found}/").fingerprint == load_tokenizer(found).fingerprint
+        config.data.tokenizer = found
+        assert not differences(config, read_config(tmp_path))
+    else:
+        assert found == str(original)
 
 
 # --- What cannot be used -----------------------------------------------------------------------

@@ -15,9 +15,15 @@ import numpy as np
 from etils import epath
 
 from prope.errors import first_line, usage_error
-from prope.runtime.files import as_path, parse_json, read_bytes, read_json, retry_reads
-
-FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
+from prope.runtime.files import (
+    TOKENIZER_FILES,
+    as_path,
+    parse_json,
+    read_bytes,
+    read_json,
+    retry_reads,
+    tokenizer_file,
+)
 
 # SentencePiece writes a space as this character, and so reads the character itself as a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -286,14 +292,6 @@ def _special_ids_beside(path: str, tokenizer, model: dict, beside: dict[str, dic
     )
 
 
-def find_file(path: epath.Path) -> epath.Path:
-    """Returns a tokenizer's file: in a folder tokenizer.json, else tokenizer.model."""
-    for name in FILES:
-        if (path / name).is_file():
-            return path / name
-    return path
-
-
 def load_tokenizer(name: str) -> Tokenizer:
     """Returns the tokenizer that `config.data.tokenizer` names.
 
@@ -304,13 +302,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = as_path(_FIELD, name)
 
     def read() -> tuple[epath.Path, bytes]:
-        file = find_file(path)
+        file = tokenizer_file(path)
         return file, read_bytes(file)
 
     try:
         file, content = retry_reads(path, read)
     except IsADirectoryError:
-        problem = f"holds neither {' nor '.join(FILES)}"
+        problem = f"holds neither {' nor '.join(TOKENIZER_FILES)}"
         raise usage_error(_FIELD, name, problem, _REMEDY) from None
     except OSError as error:
         problem = f"cannot be read: {error.strerror or 'no such file'}"

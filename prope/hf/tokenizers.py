@@ -4,9 +4,9 @@ import json
 
 from etils import epath
 
-from prope.data.tokenizer import FILES, GEMMA_IDS, Tokenizer, find_file, load_tokenizer, read_beside
+from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer, read_beside
 from prope.errors import UsageError, log, usage_error
-from prope.runtime.files import absolute, as_path
+from prope.runtime.files import TOKENIZER_FILES, absolute, as_path, tokenizer_file
 
 _BESIDE = (
     "tokenizer_config.json",
@@ -16,7 +16,7 @@ _BESIDE = (
     "merges.txt",
 )
 _IDS = ("config.json", "generation_config.json")  # which may tell special ids
-_UNREAD = ("tokenizer_config.json", "vocab.json")  # of a tokenizer without FILES
+_UNREAD = ("tokenizer_config.json", "vocab.json")  # of a tokenizer without TOKENIZER_FILES
 _FOLDER = "tokenizer"  # in a run
 _REMEDY = "give --tokenizer=PATH, the tokenizer that the checkpoint was trained with"
 
@@ -29,12 +29,12 @@ def find_tokenizer(
     Raises UsageError where it cannot be read, or does not fit `vocab_size` or the special ids in
     `values`, the fields of config.json.
     """
-    beside = [str(source / name) for name in FILES if (source / name).is_file()]
+    beside = [str(source / name) for name in TOKENIZER_FILES if (source / name).is_file()]
     name = flag or (str(source) if beside else None)
     if name is None:
         _refuse_unread(source)
         remedy = "taking the byte tokenizer; if that is wrong, give --tokenizer=PATH"
-        log.info("no %s in %s: %s", " or ".join(FILES), source, remedy)
+        log.info("no %s in %s: %s", " or ".join(TOKENIZER_FILES), source, remedy)
         name = "byte"
     tokenizer = load_tokenizer(name)
     if flag and beside:
@@ -58,7 +58,7 @@ def find_tokenizer(
 def _refuse_unread(source: epath.Path) -> None:
     for other in _UNREAD:
         if (source / other).is_file():
-            problem = f"has neither {' nor '.join(FILES)}, and {other} is not read"
+            problem = f"has neither {' nor '.join(TOKENIZER_FILES)}, and {other} is not read"
             remedy = f"load it with AutoTokenizer of transformers and save it there, or {_REMEDY}"
             raise usage_error("--input", source, problem, remedy)
 
@@ -97,11 +97,11 @@ def copy_into_run(name: str, directory: epath.Path, workdir: epath.Path) -> str:
 def _copy_files(name: str, folder: epath.Path, more: tuple[str, ...] = ()) -> None:
     """Copies a tokenizer's file, and those beside it if they are its own."""
     path = as_path("config.data.tokenizer", name)
-    file = find_file(path)
+    file = tokenizer_file(path)
     kind = "tokenizer.json" if file.suffix == ".json" else "tokenizer.model"
     copied = {kind: file}
     if file != path or kind == "tokenizer.json":
-        for beside in (*FILES, *_BESIDE, *more):
+        for beside in (*TOKENIZER_FILES, *_BESIDE, *more):
             if file.with_name(beside).is_file():
                 copied.setdefault(beside, file.with_name(beside))
     for target, source in copied.items():

@@ -59,6 +59,7 @@ _CONTENT_CODES = {
 # windows share.
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
 _SCHEMES = ("gs", "s3")
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # which read and write their URLs
 _URL_NAMES = re.compile(r"\w[\w.~/=,+@!()-]*", re.ASCII)
@@ -340,6 +341,14 @@ def read_bytes(path: epath.Path) -> bytes:
     if is_special(path):
         raise UsageError(f"{path}: is a pipe or a device; put a file there")
     return path.read_bytes()
+
+
+def tokenizer_file(path: epath.Path) -> epath.Path:
+    """Returns a tokenizer's file: in a folder tokenizer.json, else tokenizer.model."""
+    for name in TOKENIZER_FILES:
+        if (path / name).is_file():
+            return path / name
+    return path
 
 
 def is_special(path: epath.PathLike) -> bool:

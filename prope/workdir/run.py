@@ -13,10 +13,16 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import sharding
-from prope.data.tokenizer import find_file
 from prope.errors import Stopped, UsageError, usage_error
 from prope.runtime import processes
-from prope.runtime.files import as_path, check_writable, is_url, read_json, write_atomic
+from prope.runtime.files import (
+    as_path,
+    check_writable,
+    is_url,
+    read_json,
+    tokenizer_file,
+    write_atomic,
+)
 from prope.workdir.checkpoints import finished_steps, list_steps, newest_undamaged
 from prope.workdir.lease import Lease
 from prope.workdir.reader import CheckpointReader
@@ -215,7 +221,7 @@ def read_config(workdir: epath.Path) -> ConfigDict | None:
     config = read_config_file(workdir / "config.json")
     if config is not None and config.data.tokenizer != "byte":
         beside = workdir / os.path.basename(config.data.tokenizer.rstrip("/"))
-        if find_file(beside).is_file():
+        if tokenizer_file(beside).is_file():
             config.data.tokenizer = str(beside)
     return config
 
