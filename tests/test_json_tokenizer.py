@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from makers import (
+    analysis_options,
     articles,
     data_config,
     edit,
@@ -29,6 +30,7 @@ from tokenizers import (
     trainers,
 )
 
+from prope.analysis.sequences import read_sequences
 from prope.config import default_config, differences
 from prope.data import view
 from prope.data.mixture import open_windows
@@ -198,7 +200,14 @@ def test_ids_are_the_librarys_and_texts_come_back(family):
         assert ids.dtype == np.int32
         assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
         assert ours.decode(ids) == comes_back(text)
-        padded = [special.start, *ids, special.eos, special.pad, 10**6, -1]
+        padded = [
+            special.start,
+            *ids,
+            special.eos,
+            special.pad,
+            10**6,
+            -1,
+        ]
         assert ours.decode(padded) == comes_back(text)
 
 
@@ -357,7 +366,10 @@ def test_a_window_is_shown_with_the_borders_of_its_documents(tmp_path):
 # --- Runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "ends"), [(smollm, -1), (llama, 0)])
+@pytest.mark.parametrize(
+    ("make", "ends"),
+    [(smollm, -1), (llama, 0)],
+)
 def test_a_run_is_evaluated_by_documents(tmp_path, make, ends):
     """The last document of a family without <bos> has no end token."""
     folder = write(make, tmp_path)
@@ -371,6 +383,10 @@ def test_a_run_is_evaluated_by_documents(tmp_path, make, ends):
     assert record["tokens"] == sum(map(len, ids)) + len(texts) + ends
     assert record["unknown_tokens"] == 0
     assert record["bits_per_byte"] > 0
+    (tmp_path / "a.txt").write_text("a text")
+    options = analysis_options(text=str(tmp_path / "a.txt"))
+    _, (names,), _ = read_sequences(open_run(tmp_path / "run"), options)
+    assert names[0] == ("<eos>" if ends else "<bos>")
 
 
 def test_no_id_is_sampled_that_the_tokenizer_lacks():
@@ -383,26 +399,35 @@ def test_no_id_is_sampled_that_the_tokenizer_lacks():
             assert tokens.max() < 303
 
 
-def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch):
-    folder = write(qwen, tmp_path)
+@pytest.mark.parametrize(
+    ("make", "special"),
+    [
+        (qwen, FAMILIES["qwen"][1]),
+        (mistral, FAMILIES["mistral"][1]),
+    ],
+)
+def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch, make, special):
+    folder = write(make, tmp_path)
     make_run(tmp_path / "run", tokenizer=folder, vocab_size=400)
-    text = reference(folder).encode("a b", add_special_tokens=False).ids
+    prompt, whole = (
+        reference(folder).encode(text, add_special_tokens=False).ids for text in ("a", "a b")
+    )
+    assert whole[: len(prompt)] == prompt
+    continuation = [*whole[len(prompt) :], special.eos]
 
     def generate(config, sampling, params, rows, seed):
-        assert rows == [[302, *text]]
-        special = (sampling.eos, sampling.stop_ids, sampling.pad, sampling.vocab_size)
-        assert special == (302, (302,), 300, 303)
-        return np.array([[*text, 302, 0, 300]]), {
-            "prefill": 1.0,
-            "decode": 1.0,
-            "compile": 1.0,
-        }
+        assert rows == [[special.start, *prompt]]
+        assert (sampling.eos, sampling.stop_ids) == (special.eos, (special.eos,))
+        assert sampling.pad == special.pad
+        assert sampling.vocab_size == reference(folder).get_vocab_size()
+        seconds = dict.fromkeys(("prefill", "decode", "compile"), 1.0)
+        return np.array([[*continuation, 0, special.pad]]), seconds
 
     monkeypatch.setattr(generation, "generate", generate)
     run = str(tmp_path / "run")
-    result = generation.continue_prompts(run, None, ["a b"], Sampling(6), 0)
-    assert result["texts"] == ["a b"]
-    assert result["tokens"] == len(text) + 1
+    result = generation.continue_prompts(run, None, ["a"], Sampling(6), 0)
+    assert result["texts"] == [" b"]
+    assert result["tokens"] == len(continuation)
 
 
 @pytest.mark.slow
@@ -412,26 +437,24 @@ def test_a_run_trains_with_a_folder(tmp_path, run_command):
     write(qwen, folder)
     documents(tmp_path)
     flags = [
-        "--config=configs/quickstart.py",
-        f"--config.data.tokenizer={folder}",
+        "--config=configs/quickstart.py:tiny",
         "--config.data.dataset=files",
         f"--config.data.data_dir={tmp_path}/text",
         f"--config.data.cache_dir={tmp_path}/cache",
+        f"--config.data.tokenizer={folder}",
         "--config.data.seq_len=32",
+        "--config.data.num_workers=2",
         "--config.model.vocab_size=400",
         "--config.num_steps=4",
-        "--config.data.num_workers=2",
+        "--config.optimizer.warmup_steps=1",
     ]
     shown = run_command("prope.data.inspect", *flags)
-    assert shown.result["documents_in_rows"] > 1
-    trained = run_command("prope.train", *flags, f"--workdir={tmp_path}/run")
-    assert np.isfinite(trained.result["loss"])
+    assert shown.result["documents_in_rows"] > 1, shown.stderr
     run = f"--workdir={tmp_path}/run"
-    said = run_command("prope.sample", run, "--prompt=The", "--length=5").result
-    assert said["tokens"] >= 1
-    page = tmp_path / "page.html"
-    run_command("prope.analyze", run, f"--output={page}", "--sequences=2")
-    assert "&lt;eos&gt;" in page.read_text()
+    trained = run_command("prope.train", *flags, run)
+    assert np.isfinite(trained.result["eval_loss"]), trained.stderr
+    said = run_command("prope.sample", run, "--prompt=The", "--length=5")
+    assert said.result["tokens"] >= 1, said.stderr
 
 
 # --- Hugging Face ------------------------------------------------------------------------------

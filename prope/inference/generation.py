@@ -341,10 +341,10 @@ def continue_prompts(
     tokens, seconds = generate(config.model, sampling, params, prompts, seed)
     continuations = []
     count = 0
-    for text, row in zip(texts, tokens.tolist(), strict=True):
+    for text, prompt, row in zip(texts, prompts, tokens.tolist(), strict=True):
         stop = _find_end(row, stops)
         count += min(stop + 1, len(row))
-        continuation = tokenizer.decode(row[:stop])
+        continuation = _decode_after(tokenizer, prompt, row[:stop])
         continuations.append(continuation)
         log.info("%s%s", text, continuation)
     return {
@@ -361,6 +361,12 @@ def continue_prompts(
         "rope_percentage": config.model.rope_percentage,
         "workdir": workdir,
     }
+
+
+def _decode_after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """Decodes what follows a prompt: alone, some tokenizers leave out the space before it."""
+    before = len(tokenizer.decode(prompt))
+    return tokenizer.decode([*prompt, *ids])[before:]
 
 
 def _find_end(row: list[int], stops: tuple[int, ...]) -> int:
