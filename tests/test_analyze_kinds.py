@@ -13,7 +13,7 @@ from makers import (
     map_values,
 )
 
-from prope.analysis import analysis, census, maps, page
+from prope.analysis import analysis, census, compare, maps, page
 from prope.html import drawing
 
 B = 3
@@ -56,7 +56,15 @@ def case(tmp_path_factory):
     options = analysis_options(
         head_of="t5",
         heads=",".join(SHOWN),
-        channel=",".join(".".join(map(str, place)) for place in PLACES),
+        channel=",".join(
+            ".".join(
+                map(
+                    str,
+                    place,
+                )
+            )
+            for place in PLACES
+        ),
         tokens="0,1,9,15",
         window="4:18",
     )
@@ -288,3 +296,22 @@ def test_the_page_shows_every_kind_of_layer(case, tmp_path, monkeypatch):
     usage = draw_picture(page.usage(found)).axes[0]
     borders = [segment[0, 0] for segment in usage.collections[0].get_segments()]
     assert borders == [5.5, 5.5, 3.5, 5.5, 5.5]
+
+
+def test_a_comparison_has_a_line_for_each_window(case):
+    found, *_ = case
+    picture = compare.usage({"p = 1": [found, found]})
+    names = ["p = 1, window 6", "p = 1, no window"]
+    queries, keys = draw_picture(picture).axes
+    assert [text.get_text() for text in queries.get_legend().get_texts()] == names
+    for axes, kind in ((queries, "query_norms"), (keys, "key_norms")):
+        by_layer = np.mean(
+            [layer[kind] for layer in found["layers"]],
+            axis=1,
+        )
+        curves = [line.get_ydata() for line in axes.lines if len(line.get_ydata()) == H // 2]
+        expected = [
+            by_layer[[0, 1, 3, 4]].mean(axis=0),
+            by_layer[2],
+        ]
+        np.testing.assert_allclose(curves, expected, rtol=1e-6)

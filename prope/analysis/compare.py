@@ -132,16 +132,7 @@ def usage(groups: Groups) -> Picture:
         for window in windows:
             kind = f"window {window}" if window else "no window"
             name = f"{p}, {kind}" if len(windows) > 1 else p
-            curves[name] = {
-                kind: _mean_norms(
-                    group,
-                    kind,
-                    window,
-                )
-                for kind in ("query", "key")
-            }
-            layers = [layer for layer in group[0]["layers"] if layer["sliding_window"] == window]
-            curves[name]["rotated"] = {layer["rotated_pairs"] for layer in layers}
+            curves[name] = _curve(group, window)
 
     def draw(figure):
         left, right = panels(figure, 2)[0]
@@ -172,13 +163,22 @@ def usage(groups: Groups) -> Picture:
     return Picture("usage", "Frequency usage by p", alt, caption, draw)
 
 
-def _mean_norms(group: list[dict], kind: str, window: int | None) -> np.ndarray:
-    """Averages norms of queries or keys over runs, and the heads of layers of this window: [P]."""
-    by_run = []
-    for analysis in group:
-        layers = [layer["sliding_window"] == window for layer in analysis["layers"]]
-        by_run.append(norms(analysis, f"{kind}_norms")[layers].mean(axis=(0, 1)))
-    return np.mean(by_run, axis=0)
+def _curve(group: list[dict], window: int | None) -> dict:
+    """Averages "query" and "key" norms over runs and heads of layers with this window, [P].
+
+    "rotated" are the numbers of pairs that these layers rotate.
+    """
+    curve = {"rotated": set()}
+    for kind in ("query", "key"):
+        by_run = []
+        for analysis in group:
+            layers = [layer["sliding_window"] == window for layer in analysis["layers"]]
+            by_run.append(norms(analysis, f"{kind}_norms")[layers].mean(axis=(0, 1)))
+        curve[kind] = np.mean(by_run, axis=0)
+    for layer in group[0]["layers"]:
+        if layer["sliding_window"] == window:
+            curve["rotated"].add(layer["rotated_pairs"])
+    return curve
 
 
 def plot_by_p(
