@@ -36,4 +36,5 @@ def get_config(size: str = "full"):
     config.model.head_dim = 256
     config.model.hidden_dim = 6912
     config.model.vocab_size = 262_144
+    config.model.remat = "save_qkv"
     return sized(config, size)

@@ -38,4 +38,5 @@ def get_config(size: str = "full"):
     config.model.head_dim = 64
     config.model.hidden_dim = 8192
     config.model.vocab_size = 128_256
+    config.model.remat = "save_qkv"
     return sized(config, size)

@@ -86,9 +86,10 @@ def our_loss(real, tokens, dtype):
     def losses(params, window):
         positions = jnp.arange(LENGTH)[None]
         hidden = model.hidden_states(config, params, window[None, :-1], positions)
-        return token_losses(hidden, model.head(params), window[None, 1:], config.final_softcap)
+        cap = config.final_softcap
+        return token_losses(hidden, model.head(params), window[None, 1:], cap).mean()
 
-    return np.mean([losses(real.params, window) for window in tokens], dtype=np.float64)
+    return np.mean([float(losses(real.params, window)) for window in tokens])
 
 
 def their_loss(theirs, tokens):
