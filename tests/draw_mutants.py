@@ -48,6 +48,7 @@ TESTS = {
     "data/view.py": "tokenizer windows",
     "data/vocabulary.py": "tokenizer",
     "data/windows.py": "windows data analyze_input",
+    "data/mixture.py": "longcontext evaluate_text data synthetic",
     "data/store": "store_alone data prepare sources",
     "data/tasks": "longcontext longcontext_scores synthetic",
     "data/sources": "sources data reading prepare remote_text",

@@ -7,7 +7,7 @@ import re
 import matplotlib.figure
 import numpy as np
 import pytest
-from makers import draw_picture, initial_params, save_checkpoints, write_lines
+from makers import draw_model, draw_picture, save_checkpoints, write_lines
 
 from prope.config import default_config
 from prope.html import drawing
@@ -69,7 +69,7 @@ def sweep(tmp_path_factory):
             config.data.seq_len = TRAINED
             config.model.update({"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8})
             write_config(workdir, config)
-            save_checkpoints(workdir, config, {10: initial_params(config.model, seed)})
+            save_checkpoints(workdir, config, {10: draw_model(config.model, seed=seed)[0]})
             records = [ask(p, seed, length) for length in LENGTHS]
             not_drawn = records[0] | {"accuracy": 0.0, "cells": []}
             for other in ({"control": "removed"}, {"encoding": "yarn"}, {"step": 5}):

@@ -1,5 +1,6 @@
 """Steps whose loss or gradient is not finite: the run stops, or skips them."""
 
+import functools
 import json
 import os
 import re
@@ -48,7 +49,8 @@ def tiny_step():
         "weights": jnp.ones((2, 8)),
     }
     step = jax.jit(make_train_step(config, optimizer))
-    return config, step, init_state(config, optimizer), batch
+    state = jax.jit(functools.partial(init_state, config, optimizer))()
+    return config, step, state, batch
 
 
 @pytest.mark.parametrize(
