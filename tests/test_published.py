@@ -78,6 +78,7 @@ QWEN25_05B = sizes(
     use_mrope=False,
     use_sliding_window=False,
 )
+LENGTH = {"original_max_position_embeddings": 32768}
 QWEN3_06B = sizes(
     *(151936, 1024, 3072, 28, 16, 8, 40960),
     model_type="qwen3",
@@ -160,6 +161,12 @@ PUBLISHED = {
     ),
     "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624, [FULL] * 36, LLAMA | {"max_wavelength": 5e6}),
     "Qwen2.5-0.5B": (QWEN25_05B, 494_032_768, [FULL] * 24, LLAMA | {"qkv_bias": True}),
+    "Qwen2.5-0.5B, as its page has it for long texts": (
+        QWEN25_05B | {"rope_scaling": {"factor": 4.0, "type": "yarn"} | LENGTH},
+        494_032_768,
+        [FULL] * 24,
+        {"rope_scaling_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "logit_scale": "yarn"},
+    ),
     "Qwen3-0.6B": (
         QWEN3_06B,
         596_049_920,

@@ -37,6 +37,8 @@ _SCALINGS = {
     "dynamic": _hf_fields("linear"),  # its length is max_position_embeddings
 }
 
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # where a file has none
+
 
 def write_rotations(model: ConfigDict) -> list[dict]:
     """Returns rope_parameters of every layer of a run's `config.model`.
@@ -200,7 +202,8 @@ def _rope_parameters(values: dict) -> dict:
             problem = "must be an object; restore the original file"
             raise UsageError(f"the rotation is {json.dumps(rope)}: {problem}")
         renamed = {"rope_type" if name == "type" else name: rope[name] for name in rope}
-        ropes.append(absent | renamed)
+        is_yarn = renamed.get("rope_type") == "yarn"
+        ropes.append(absent | (_YARN if is_yarn else {}) | renamed)
     if ropes[0] != ropes[-1]:
         differ = f"rope_scaling={written[0]} and rope_parameters={written[1]} differ"
         raise UsageError(f"{differ}; remove the wrong one")
