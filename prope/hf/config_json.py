@@ -91,13 +91,15 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     problems += changed_fields(family, values)
     fields = {}
     if family is not None:
-        try:
-            values = fill(family, values)
-            for read in (read_switches, read_layers, read_rotation):
+        values, bad_sizes = fill(family, values)
+        problems += bad_sizes
+        for read in () if bad_sizes else (read_switches, read_layers, read_rotation):
+            try:
                 fields |= read(family, values)
-        except UsageError as error:
-            problems.append(str(error))
+            except UsageError as error:
+                problems.append(str(error))
     if problems:
+        problems = dict.fromkeys(problems)  # two of them read the kinds of layers
         remedy = "choose a checkpoint without it: prope/hf/README.md says which are imported"
         raise UsageError(f"{path}: {'; '.join(problems)}; {remedy}")
     config = default_config()
@@ -128,7 +130,8 @@ def _text_part(values: dict) -> tuple[dict, list[str]]:
     text = values.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", text_type) != text_type:
         problem = f"must be the fields of a {text_type}"
-        return values, [f"text_config={json.dumps(text)}: {problem}"]
+        problem = f"text_config={json.dumps(text)}: {problem}"
+        return values | {"model_type": text_type}, [problem]
     return values | {"model_type": text_type} | text, []
 
 

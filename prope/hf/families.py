@@ -171,9 +171,10 @@ IMPORTED = [model_type for model_type in FAMILIES if model_type != "mellum"]
 # --- config.json to config.model ----------------------------------------------------------------
 
 
-def fill(family: Family, values: dict) -> dict:
-    """Returns a file's fields with the class's defaults; raises UsageError for a bad size."""
+def fill(family: Family, values: dict) -> tuple[dict, list[str]]:
+    """Returns (fields, problems): a file's fields with the class's defaults, and its bad sizes."""
     filled = family.defaults | values
+    problems = []
     for name in SIZES:
         value = filled[name]
         if value is None and name == "num_key_value_heads":
@@ -181,9 +182,10 @@ def fill(family: Family, values: dict) -> dict:
         if value is None and name == "head_dim":
             value = filled["hidden_size"] // filled["num_attention_heads"]
         if type(value) is not int or value < 1:
-            raise usage_error(name, json.dumps(value), "must be a positive integer")
+            problems.append(f"{name}={json.dumps(value)}: must be a positive integer")
+            value = 1
         filled[name] = value
-    return filled
+    return filled, problems
 
 
 def changed_fields(family: Family | None, values: dict) -> list[str]:
@@ -284,6 +286,8 @@ def _kinds_by_rule(family: Family, values: dict) -> list[str]:
         is_sliding = [not rotated for rotated in rotated_layers(family, values)]
     else:
         first = values["max_window_layers"] if family.reads("max_window_layers") else 0
+        if type(first) is not int:
+            raise usage_error("max_window_layers", json.dumps(first), "must be an integer")
         is_sliding = [number >= first for number in numbers]
     has_windows = window is not None or family.reads("sliding_window_pattern")
     return [SLIDING if has_windows and sliding else FULL for sliding in is_sliding]

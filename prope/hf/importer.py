@@ -114,17 +114,18 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
     if problems:
         remedy = "a checkpoint has the tensors that its config.json leads to, and no others"
         raise usage_error("--input", source, "; ".join(problems), remedy)
-    for name, (file, values) in stored.items():
+    remedy = "download config.json and the tensors again, of one checkpoint"
+    for name, (_, values) in stored.items():
         expected_shape = shapes.get(name, shapes[EMBEDDING])
         shape = tuple(values.get_shape())
         dtype = values.get_dtype()
-        if shape != expected_shape:
-            problem = f"has shape {shape}; config.json leads to {expected_shape}"
-            raise UsageError(f"{file}: {name} {problem}")
         if dtype not in _DTYPES:
-            problem = f"has dtype {dtype}; only {', '.join(_DTYPES)} can be read"
+            problems.append(f"{name} has dtype {dtype}, not one of {' '.join(_DTYPES)}")
             remedy = "load it with transformers, dequantized, and call save_pretrained"
-            raise UsageError(f"{file}: {name} {problem}; {remedy}")
+        if shape != expected_shape:
+            problems.append(f"{name} has shape {shape} where config.json leads to {expected_shape}")
+    if problems:
+        raise usage_error("--input", source, some(problems), remedy)
 
 
 def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[Tensor]) -> dict:
