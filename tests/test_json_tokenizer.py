@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
+from etils import epath
 from makers import (
     analysis_options,
     articles,
@@ -38,6 +39,7 @@ from prope.data.store.pack import is_validation
 from prope.data.tokenizer import SpecialIds, load_tokenizer
 from prope.errors import UsageError
 from prope.hf import exporter, importer
+from prope.hf.tokenizers import write_tokenizer
 from prope.inference import generation
 from prope.inference.generation import Sampling
 from prope.workdir.run import open_run, read_config, write_config
@@ -330,7 +332,7 @@ def test_weights_do_not_depend_on_the_value_of_padding(tmp_path):
             config = folder / "tokenizer_config.json"
             values = json.loads(config.read_text())
             config.write_text(json.dumps(values | {"pad_token": pad}))
-        windows = windows_of(tmp_path, folder)
+        windows = windows_of(tmp_path, folder, mask_documents=True)
         batches.append(windows.read([windows.count - 1]))
     assert batches[0]["tokens"][0, -1] == 0 and batches[1]["tokens"][0, -1] == 1
     for name in ("weights", "positions", "segment_ids"):
@@ -504,7 +506,7 @@ def test_transformers_gives_the_same_ids(family, checkpoint):
     assert theirs.eos_token_id == special.eos
 
 
-def test_a_mistral_model_of_sentencepiece(tmp_path):
+def test_a_mistral_model_of_sentencepiece(tmp_path, caplog):
     """The default ids of SentencePiece: unk 0, bos 1, eos 2, no pad; and a space before texts."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(articles(50)),
@@ -529,6 +531,10 @@ def test_a_mistral_model_of_sentencepiece(tmp_path):
     stream = read_tokens(windows_of(tmp_path, file).store, "train")
     first = [1, *theirs.encode(text), 2]
     assert stream[: len(first)].tolist() == first
+    (tmp_path / "out").mkdir()
+    write_tokenizer(file, ours, epath.Path(tmp_path / "out"))
+    assert "AutoTokenizer leaves out the space" in caplog.text
+    assert load_tokenizer(str(tmp_path / "out")).special == ours.special
 
 
 @pytest.mark.parametrize("name", ["words", "words/", "checkpoints", "words/tokenizer.json"])

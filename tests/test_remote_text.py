@@ -140,6 +140,9 @@ def test_text_and_tokenizer_in_a_bucket(tmp_path, bucket, local, sentencepiece_m
     assert_same_store(there, here, 300)
     here.tokenizer = f"{bucket}/other.model"
     refused(here, f"config.data.tokenizer={bucket}/other.model: cannot be read", 300)
+    model.copy(epath.Path(bucket) / "files" / "tokenizer.model")
+    here.tokenizer = f"{bucket}/files/"
+    assert_same_store(there, here, 300)
     first = find_source(here).identity
     assert first == find_source(there).identity
     changed = epath.Path(bucket) / "files" / "a.txt"

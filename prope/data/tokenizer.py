@@ -106,8 +106,9 @@ class SentencePieceTokenizer:
         self.fingerprint = hashlib.sha256(model).hexdigest()
         space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
         first_piece = self.processor.id_to_piece(self.processor.encode("a")[0])
-        # None: the model does not fall back on bytes, or puts a space before every text.
-        is_lossy = self.special.unk in space or first_piece.startswith(_SPACE)
+        self.adds_space = first_piece.startswith(_SPACE)  # before every text
+        # None: the model does not fall back on bytes, or would add a space for each.
+        is_lossy = self.special.unk in space or self.adds_space
         self._space = None if is_lossy else space
 
     def encode(self, text: bytes) -> np.ndarray:

@@ -125,6 +125,9 @@ def write_tokenizer(name: str, tokenizer: Tokenizer, folder: epath.Path) -> None
         log.info("transformers has no byte tokenizer: %s", ids)
         return
     _copy_files(name, folder)
+    if getattr(tokenizer, "adds_space", False):
+        problem = "AutoTokenizer leaves out the space that it puts before a text"
+        log.warning("%s: %s; read it with sentencepiece there", name, problem)
     file = folder / "tokenizer_config.json"
     values = read_beside(file, file.name)
     if "tokenizer_class" not in values:
