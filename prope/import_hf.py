@@ -1,7 +1,7 @@
 """Creates a run from a checkpoint in Hugging Face format: Gemma, Llama, SmolLM, Qwen, Mistral.
 
     python -m prope.import_hf --input=DIR --workdir=runs/gemma
-    python -m prope.import_hf --input=google/gemma-2b --workdir=runs/gemma
+    python -m prope.import_hf --input=google/gemma-3-270m --workdir=runs/gemma
 
 DIR is what transformers saves and the Hub has: config.json, model.safetensors, in one file or in
 shards, and tokenizer.json or tokenizer.model. A name is fetched from the Hugging Face Hub, into

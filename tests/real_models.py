@@ -113,15 +113,6 @@ def window(vocab_size: int):
 
 def time_ours(workdir: pathlib.Path) -> dict:
     """Returns prope's calls by part."""
-    import jax
-    import jax.numpy as jnp
-    from ml_collections import FrozenConfigDict
-
-    from prope import model
-    from prope.inference import generation
-    from prope.loss import token_losses
-    from prope.optimizer import make_optimizer
-    from prope.step import batch_hidden, make_train_step
     from prope.workdir.run import open_run
 
     run = open_run(workdir)
@@ -132,6 +123,19 @@ def time_ours(workdir: pathlib.Path) -> dict:
     config.batch_size = 1
     params = run.params()
     tokens = window(config.model.vocab_size)
+    return time_windows(config, params, tokens) | time_prompt(config.model, params, tokens[:, :-1])
+
+
+def time_windows(config, params, tokens) -> dict:
+    """Returns the calls of a window's loss and of its training step."""
+    import jax
+    import jax.numpy as jnp
+
+    from prope import model
+    from prope.loss import token_losses
+    from prope.optimizer import make_optimizer
+    from prope.step import batch_hidden, make_train_step
+
     batch = {
         "tokens": jnp.asarray(tokens[:, :-1]),
         "targets": jnp.asarray(tokens[:, 1:]),
@@ -157,28 +161,32 @@ def time_ours(workdir: pathlib.Path) -> dict:
         *state[:], metrics = step(*state, batch)
         jax.block_until_ready(metrics)
 
-    frozen = FrozenConfigDict(config.model)
-    prompt = jnp.asarray(tokens[:, :-1])
+    return {"forward": lambda: jax.block_until_ready(forward(params)), "training": train}
+
+
+def time_prompt(config, params, prompt) -> dict:
+    """Returns the calls of a prompt's prefill, and of that and its continuation."""
+    import jax
+    import jax.numpy as jnp
+    from ml_collections import FrozenConfigDict
+
+    from prope.inference import generation
+
+    frozen = FrozenConfigDict(config)
+    prompt = jnp.asarray(prompt)
     lengths = jnp.array([LENGTH], jnp.int32)
     keys = generation.row_keys(0, 1)
     sampling = generation.Sampling(NEW_TOKENS, temperature=0.0, eos=-1)
 
     def prefill():
-        return jax.block_until_ready(
-            generation.prefill(frozen, sampling, params, prompt, lengths, keys)
-        )
+        filled = generation.prefill(frozen, sampling, params, prompt, lengths, keys)
+        return jax.block_until_ready(filled)
 
     def generate():
-        first, filled = prefill()
-        generated, _ = generation.decode(frozen, sampling, params, first, filled, lengths, keys)
+        generated, _ = generation.decode(frozen, sampling, params, *prefill(), lengths, keys)
         jax.block_until_ready(generated)
 
-    return {
-        "forward": lambda: jax.block_until_ready(forward(params)),
-        "training": train,
-        "prefill": prefill,
-        "prefill and decode": generate,
-    }
+    return {"prefill": prefill, "prefill and decode": generate}
 
 
 def time_theirs(folder: pathlib.Path) -> dict:

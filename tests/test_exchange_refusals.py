@@ -215,7 +215,7 @@ def test_a_gguf_file_is_told_how_to_be_read(tmp_path):
     folder.mkdir()
     file = folder / "tiny.gguf"
     file.write_bytes(b"GGUF")
-    expected = "tiny.gguf is a GGUF file, which is not read; transformers reads it: .*--input=DIR$"
+    expected = "tiny.gguf is a GGUF file, which is not read; .*dequantize=True.*--input=DIR$"
     for source in (folder, file):
         refused(tmp_path, f"--input={re.escape(str(source))}: {expected}", source)
 

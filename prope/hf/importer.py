@@ -53,8 +53,9 @@ def _refuse_gguf(source: epath.Path) -> None:
     for file in source.glob("*.gguf") if is_folder else [source]:
         if file.suffix == ".gguf" and file.is_file():
             problem = f"{file.name} is a GGUF file, which is not read"
-            load = f"AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file={file.name!r})"
-            remedy = f"transformers reads it: {load}.save_pretrained(DIR), then --input=DIR"
+            options = f"gguf_file={file.name!r}, quantization_config=GgufConfig(dequantize=True)"
+            load = f"AutoModelForCausalLM.from_pretrained(FOLDER, {options}).save_pretrained(DIR)"
+            remedy = f"transformers reads it: {load}, AutoTokenizer likewise, then --input=DIR"
             raise usage_error("--input", source, problem, remedy)
 
 
