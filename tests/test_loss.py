@@ -105,6 +105,29 @@ def test_narrow_hidden_states_are_summed_in_float32(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("axes", [(), ("fsdp",)])
+def test_gradients_of_a_chunk_that_are_still_to_be_summed_are_float32(axes):
+    """The table's over chunks; the rows' where the vocabulary is split over devices."""
+    rng = np.random.default_rng(0)
+    sizes = {
+        "grad_logits": (5, 7),
+        "rows": (5, 6),
+        "table": (7, 6),
+    }
+    arrays = {
+        name: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for name, shape in sizes.items()
+    }
+    grad_rows, grad_table = loss._matmul_gradients(**arrays, axes=axes)
+    assert grad_rows.dtype == (jnp.float32 if axes else jnp.bfloat16)
+    expected = float64(arrays["grad_logits"]).T @ float64(arrays["rows"])
+    np.testing.assert_allclose(
+        grad_table,
+        expected,
+        rtol=0,
+        atol=1e-6 * np.abs(expected).max(),
+    )
+
+
 def test_large_logits_do_not_overflow():
     hidden, embedding, _, weights = draw()
     most_likely = jnp.argmax(hidden @ embedding.T, axis=-1)
