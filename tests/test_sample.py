@@ -194,8 +194,8 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fiel
     prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
     expected = full_forward(config, params, prompts.tolist())
     start = jnp.zeros(5, jnp.int32)
-    _, whole = model.decode(
-        config,
+    decode = jax.jit(functools.partial(model.decode, config))
+    _, whole = decode(
         params,
         prompts,
         empty_cache(config, 5, 10),
