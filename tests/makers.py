@@ -424,6 +424,10 @@ def write_tfds(root, file_format, texts, name=WIKIPEDIA):
     """A dataset in TFDS's layout, two shards, written without TensorFlow."""
     import tensorflow_datasets as tfds
     from array_record.python.array_record_module import ArrayRecordWriter
+
+    from prope.workdir.metrics import _tensorboard
+
+    _tensorboard()  # without torch, which tensorboardX would import
     from tensorboardX.record_writer import RecordWriter
 
     folder = root / name / "1.0.0"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from etils import epath
 from makers import read_lines
-from tensorboardX.proto.event_pb2 import Event
 
 from prope.config import default_config
 from prope.inference import losses
@@ -40,7 +39,7 @@ def scalars(folder) -> dict[tuple[str, int], float]:
         data = path.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + size])
+            event = metrics._tensorboard().Event.FromString(data[12 : 12 + size])
             data = data[16 + size :]
             for value in event.summary.value:
                 found[value.tag, event.step] = value.simple_value
