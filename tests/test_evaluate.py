@@ -108,6 +108,9 @@ def test_a_record_of_layers_of_all_kinds_and_of_its_intervention(runs, base):
     assert record["rotated_pairs"] == [24, 24, 16, 24, 24]
     (stopped,) = evaluate_run(run, intervene="stop:0-3")
     assert stopped["rotated_pairs"] == [20, 20, 12, 20, 20]
+    older = {name: value for name, value in stopped.items() if name != "layers"} | {"loss": 0.5}
+    (run / "eval.jsonl").write_text(json.dumps(older) + "\n")
+    assert evaluate_run(run, intervene="stop:0-3") == [stopped], "of layers without windows alone"
     stop = {"model.rope_scaling_type": "stop", "model.scaled_pairs": (0, 3)}
     edit_run(run, base, **stop)
     # The weights of step 9 before.

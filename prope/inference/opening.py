@@ -254,6 +254,9 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
         key["encoding"] = encoding
         key["factor"] = model.rope_scaling_factor
         key["logit_factor"] = logit_factor(model)
+        has_windows = any(layer_windows(model))
+        if has_windows and model.rope_scaling_type in INTERVENTIONS:
+            key["layers"] = "all"  # older records are of the layers without a window alone
     return key
 
 
