@@ -118,16 +118,29 @@ def test_a_run_of_another_format_is_refused(tmp_path, saved_format):
     assert json.loads(path.read_text()) == values, "it is left alone"
 
 
-def test_format_2_is_read_where_it_computes_the_same(tmp_path):
-    """Its bfloat16 runs had a factor of embeddings that was not rounded to bfloat16."""
-    config = default_config()
-    write_config(tmp_path, config)
+@pytest.mark.parametrize(
+    ("fields", "is_read"),
+    [
+        ({}, True),
+        ({"dtype": "bfloat16", "embed_dim": 256}, True),
+        ({"dtype": "bfloat16", "embed_dim": 640}, False),
+        ({"dtype": "bfloat16", "embed_dim": 640, "scale_embedding": False}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, True),
+        ({"layer_types": ["sliding_attention"], "rope_scaling_type": "stop"}, False),
+        ({"rope_scaling_type": "stop"}, True),
+        ({"dtype": "bfloat16", "embed_dim": "wide"}, False),
+    ],
+)
+def test_format_2_is_read_where_it_computes_the_same(tmp_path, fields, is_read):
+    """It rounded no factor of embeddings, and stopped no pair in layers with a window."""
+    write_config(tmp_path, default_config())
     path = tmp_path / "config.json"
     values = json.loads(path.read_text()) | {"format": 2}
+    values["model"] |= fields
     path.write_text(json.dumps(values))
-    assert read_config(tmp_path) == config
-    values["model"]["dtype"] = "bfloat16"
-    path.write_text(json.dumps(values))
+    if is_read:
+        assert read_config(tmp_path).model.embed_dim == values["model"]["embed_dim"]
+        return
     with pytest.raises(UsageError, match="format=2: .* reads format 3; .*train again"):
         read_config(tmp_path)
 

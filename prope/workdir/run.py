@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from etils import epath
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import sharding
+from prope.encodings import INTERVENTIONS
 from prope.errors import Stopped, UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import (
@@ -29,7 +31,7 @@ from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
 
 FORMAT = 3  # version of a run's directory; raise it where older ones cannot be read
-_FLOAT32_FORMAT = 2  # of which float32 runs alone compute as today: bfloat16 had another sqrt(D)
+_FORMAT_BEFORE = 2  # its runs are read where they compute the same; see `_computes_the_same`
 
 _REMEDY = "give the --workdir that prope.train had"
 
@@ -232,17 +234,32 @@ def read_config_file(path: epath.Path) -> ConfigDict | None:
     if values is None:
         return None
     saved_format = values.pop("format", "none")
-    computes_the_same = saved_format == _FLOAT32_FORMAT and _is_float32(values)
-    if saved_format != FORMAT and not computes_the_same:
+    is_readable = saved_format == FORMAT or (
+        saved_format == _FORMAT_BEFORE and _computes_the_same(values)
+    )
+    if not is_readable:
         problem = f"is the run of another version of prope: this one reads format {FORMAT}"
         remedy = "use that version, or train again in a new --workdir"
         raise usage_error(f"{path}: format", saved_format, problem, remedy)
     return config_lib.from_dict(values)
 
 
-def _is_float32(values: dict) -> bool:
+def _computes_the_same(values: dict) -> bool:
+    """Tells whether a run of format 2 is computed as it was then.
+
+    Its factor of embeddings was not rounded to bfloat16, and interventions left layers with a
+    window as they are.
+    """
     model = values.get("model")
-    return isinstance(model, dict) and model.get("dtype") == "float32"
+    if not isinstance(model, dict):
+        return False
+    is_intervention = model.get("rope_scaling_type") in INTERVENTIONS
+    if model.get("layer_types") and is_intervention:
+        return False
+    if model.get("dtype") == "float32" or model.get("scale_embedding") is False:
+        return True
+    D = model.get("embed_dim")
+    return type(D) is int and D > 0 and float(jnp.bfloat16(D**0.5)) == D**0.5
 
 
 def write_config(workdir: epath.Path, config: ConfigDict) -> None:
