@@ -183,7 +183,10 @@ def test_logits_equal_those_of_the_full_forward(fields):
     )
 
 
-@pytest.mark.parametrize(("most", "fields"), [(1, VARIANTS[0]), (4, VARIANTS[1]), (6, VARIANTS[0])])
+@pytest.mark.parametrize(
+    ("most", "fields"),
+    [(1, VARIANTS[0]), (4, VARIANTS[1]), (6, VARIANTS[0])],
+)
 def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fields):
     """Chunks of 1, 4 and 5 tokens; rows that end within one, with one, and in the first.
 
@@ -291,7 +294,15 @@ def test_a_row_that_has_ended_stays_as_it_is():
         if len(ended):
             row[ended[0] + 1 :] = 0
     assert (expected[:, -1] != 0).any(), "one row goes on"
-    for sampling in (Sampling(12, 1.5, eos=eos), Sampling(12, 1.5, eos=NEVER, stop_ids=(299, eos))):
+    for sampling in (
+        Sampling(12, 1.5, eos=eos),
+        Sampling(
+            12,
+            1.5,
+            eos=NEVER,
+            stop_ids=(299, eos),
+        ),
+    ):
         cut = generate(
             config,
             sampling,
