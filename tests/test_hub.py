@@ -21,7 +21,7 @@ constants = pytest.importorskip("huggingface_hub.constants", reason="needs the e
 NAME = "lab/tiny-gemma"
 COMMIT = "a" * 40
 # What models on the Hub hold beside a checkpoint.
-OTHERS = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors")
+OTHERS = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "original/params.json")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -123,7 +123,7 @@ def test_a_model_is_fetched_by_its_name_once(server, exported, tmp_path):
     by_folder = importer.import_run(exported, tmp_path / "by_folder")
     assert by_name["init_hash"] == by_folder["init_hash"]
     fetched = {path.partition(f"{COMMIT}/")[2] for method, path in server.asked if method == "GET"}
-    assert fetched - {""} == {file.name for file in exported.iterdir()} - {*OTHERS, "onnx"}
+    assert fetched - {""} == {file.name for file in exported.iterdir()} - {*OTHERS, "original"}
     told = (tmp_path / "by_name/checkpoints/0").rglob("*")
     source = f"cache/models--lab--tiny-gemma/snapshots/{COMMIT}".encode()
     assert any(source in file.read_bytes() for file in told if file.is_file())
