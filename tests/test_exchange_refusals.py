@@ -11,10 +11,10 @@ import pytest
 from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, save, small, stored
 
 from prope.errors import UsageError
+from prope.hf import config_json, layout
 from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
-from prope.hf import layout
-from prope.hf.families import IMPORTED, choose_family
+from prope.hf.families import ACTIVATIONS, IMPORTED, choose_family
 from prope.hf.rotation import write_rotations
 
 
@@ -164,6 +164,65 @@ def test_all_that_is_not_computed_is_named_at_once(tmp_path, values, names):
     (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
     remedy = "; choose a checkpoint without it: prope/hf/README.md says which are imported"
     refused(tmp_path, f"^{re.escape(f'{tmp_path}/hf/config.json: {names}')}.*{remedy}$")
+
+
+def read(tmp_path, model_type, **fields):
+    """config.model and config.json's fields, for these and what the class has where none is."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": model_type} | fields))
+    config, values = config_json.from_hf(path)
+    return config.model, values
+
+
+def not_read(tmp_path, expected, model_type, **fields):
+    with pytest.raises(UsageError, match=expected) as error:
+        read(tmp_path, model_type, **fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", IMPORTED)
+def test_the_activation_is_that_of_the_field_that_the_class_reads(tmp_path, model_type):
+    fields = ["hidden_act", "hidden_activation"]
+    if model_type in ("gemma2", "gemma3_text"):
+        fields.reverse()
+    used, unused = fields
+    for ours, theirs in ACTIVATIONS.items():
+        assert read(tmp_path, model_type, **{used: theirs})[0].activation == ours
+    default = read(tmp_path, model_type)[0].activation
+    other = ACTIVATIONS["silu" if default == "gelu" else "gelu"]
+    expected = f"{unused}=.*{other}.*ForCausalLM reads {used}=.*{ACTIVATIONS[default]}"
+    not_read(tmp_path, expected, model_type, **{unused: other})
+    same = {unused: ACTIVATIONS[default]}
+    assert read(tmp_path, model_type, **same)[0].activation == default
+
+
+def test_the_activation_of_gemma_1s_releases(tmp_path):
+    for hidden_activation in (None, "gelu_pytorch_tanh"):
+        fields = {"hidden_act": "gelu", "hidden_activation": hidden_activation}
+        assert read(tmp_path, "gemma", **fields)[0].activation == "gelu"
+
+
+def test_gemma_2_alternates_whatever_its_file_says(tmp_path):
+    model, _ = read(tmp_path, "gemma2", sliding_window_pattern=6)
+    assert model.layer_types == ("sliding_attention", "full_attention")
+    model, _ = read(tmp_path, "gemma3_text", sliding_window_pattern=2)
+    assert model.layer_types == ("sliding_attention", "full_attention")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "smollm3"])
+def test_sliding_layers_without_windows(tmp_path, model_type):
+    """Qwen's classes stop; SmolLM3's mask has the kinds of layer_types."""
+    fields = {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+    }
+    if model_type != "smollm3":
+        expected = "use_sliding_window=false: must be true: some layers are sliding_attention"
+        not_read(tmp_path, expected, model_type, **fields)
+        fields["use_sliding_window"] = True
+    model, _ = read(tmp_path, model_type, **fields)
+    assert (model.layer_types, model.sliding_window) == (tuple(fields["layer_types"]), 4)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ _CAPS = {
     "attn_logit_softcapping": "attention_softcap",
     "final_logit_softcapping": "final_softcap",
 }
-_SCALAR = "query_pre_attn_scalar"  # attention_scale to the power of -2
+_SCALAR = "query_pre_attn_scalar"  # = attention_scale ** -2
 # Fields of configs that change what a class computes, unless they are null, false or 0.
-_CHANGES = re.compile(
+_MUST_BE_UNSET = re.compile(
     "attention_bias|mlp_bias|quantization_config|bidirectional|softcapping|multiplier|experts"
     "|logits_scaling|interleaved|per_layer|kv_shared|k_eq_v|mrope|moe|mup|clip_qkv|chunk_size"
 )
@@ -53,9 +53,13 @@ class Family(NamedTuple):
     defaults: dict[str, Any]
     flags: tuple[str, ...] = ()  # which of _FLAGS are True
     activation: str = "silu"  # where a file names none
+    activation_field: str = "hidden_act"  # the one that the class reads, of the two
     adds_one: bool = False  # norms multiply by 1 + w, as prope's do; otherwise by w
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # by parameter: other tensors
     divides: bool = False  # the class demands that its heads divide hidden_size
+    # Of so many layers, the last is full and the others slide, whatever the window. A file's
+    # sliding_window_pattern, where the class reads it, goes first.
+    full_every: int | None = None
 
     def reads(self, field: str) -> bool:
         """Tells whether the class reads a field of config.json."""
@@ -76,6 +80,7 @@ def _defaults(*sizes: int | None, **fields) -> dict[str, Any]:
 _WINDOWS = {"layer_types": None, "sliding_window": 4096}
 _LATER_GEMMA = {
     "activation": "gelu",
+    "activation_field": "hidden_activation",
     "adds_one": True,
     "names": {"layers/pre_ffw_norm/scale": ("pre_feedforward_layernorm",)},
     "divides": True,
@@ -99,10 +104,10 @@ FAMILIES = {
             query_pre_attn_scalar=256,
             attn_logit_softcapping=50.0,
             final_logit_softcapping=30.0,
-            sliding_window_pattern=2,
         ),
         ("scale_embedding", "post_norms"),
         **_LATER_GEMMA,
+        full_every=2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -118,6 +123,7 @@ FAMILIES = {
         ),
         ("scale_embedding", "post_norms", "use_qk_norm"),
         **_LATER_GEMMA,
+        full_every=6,
     ),
     "llama": Family(
         "LlamaForCausalLM",
@@ -193,7 +199,7 @@ def changed_fields(family: Family | None, values: dict) -> list[str]:
     changed = []
     for name, value in values.items():
         is_read = family is not None and family.reads(name)
-        if value and not is_read and _CHANGES.search(name):
+        if value and not is_read and _MUST_BE_UNSET.search(name):
             changed.append(f"{name}={json.dumps(value)}: only null or false")
     return changed
 
@@ -233,13 +239,15 @@ def _read_activation(family: Family, values: dict) -> str:
     names = {field: values.get(field) for field in _ACTIVATION_FIELDS}
     if family.adds_one and names["hidden_act"] == "gelu":
         names["hidden_act"] = ACTIVATIONS["gelu"]  # as transformers reads the releases
-    written = {name for name in names.values() if name is not None}
-    known = [ours for ours, theirs in ACTIVATIONS.items() if written == {theirs}]
-    if written and not known:
-        problem = f"only {' or '.join(ACTIVATIONS.values())}, the same in all fields"
-        fields = {field: name for field, name in names.items() if name is not None}
-        raise usage_error(" and ".join(fields), json.dumps(list(fields.values())), problem)
-    return known[0] if known else family.activation
+    read = family.activation_field
+    fields = {field: name for field, name in names.items() if name is not None}
+    used = {read: ACTIVATIONS[family.activation]} | fields
+    for ours, theirs in ACTIVATIONS.items():
+        if all(name == theirs for name in used.values()):
+            return ours
+    problem = f"only {' or '.join(ACTIVATIONS.values())}, the same in all fields"
+    problem += f"; {family.hf_class} reads {read}={json.dumps(used[read])}"
+    raise usage_error(" and ".join(fields), json.dumps(list(fields.values())), problem)
 
 
 def read_layers(family: Family, values: dict) -> dict:
@@ -254,6 +262,10 @@ def read_layers(family: Family, values: dict) -> dict:
     if type(window) is not int or window < 1:
         problem = "must be a positive integer: some layers are sliding_attention"
         raise usage_error("sliding_window", json.dumps(window), problem)
+    # Qwen's classes have no window then, and stop. SmolLM3's mask has the kinds of layer_types.
+    if family.reads("max_window_layers") and not values["use_sliding_window"]:
+        problem = "must be true: some layers are sliding_attention"
+        raise usage_error("use_sliding_window", json.dumps(values["use_sliding_window"]), problem)
     lengths = range(1, len(kinds) + 1)
     period = next(n for n in lengths if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
     return {"layer_types": tuple(kinds[:period]), "sliding_window": window}
@@ -279,8 +291,10 @@ def _kinds_by_rule(family: Family, values: dict) -> list[str]:
     window = values["sliding_window"] if family.reads("sliding_window") else None
     if family.reads("use_sliding_window") and not values["use_sliding_window"]:
         window = None
-    if family.reads("sliding_window_pattern"):
-        period = _positive(values, "sliding_window_pattern")
+    if family.full_every is not None:
+        period = family.full_every
+        if family.reads("sliding_window_pattern"):
+            period = _positive(values, "sliding_window_pattern")
         is_sliding = [(number + 1) % period > 0 for number in numbers]
     elif family.reads("no_rope_layers"):
         is_sliding = [not rotated for rotated in rotated_layers(family, values)]
@@ -289,7 +303,7 @@ def _kinds_by_rule(family: Family, values: dict) -> list[str]:
         if type(first) is not int:
             raise usage_error("max_window_layers", json.dumps(first), "must be an integer")
         is_sliding = [number >= first for number in numbers]
-    has_windows = window is not None or family.reads("sliding_window_pattern")
+    has_windows = window is not None or family.full_every is not None
     return [SLIDING if has_windows and sliding else FULL for sliding in is_sliding]
 
 
@@ -326,7 +340,7 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
         "rope_local_base_freq": rope_of_kind.get(SLIDING, ropes[0])["rope_theta"],
     }
     fields = {name: value for name, value in fields.items() if family.reads(name)}
-    if family.reads("sliding_window_pattern") and SLIDING not in kinds:
+    if family.full_every is not None and SLIDING not in kinds:
         del fields["sliding_window"]  # Gemma 2 and 3 make the mask all the same
     fields["rope_parameters"] = rope_of_kind if family.rotates_by_kind else rotated[0]
     return fields
@@ -340,18 +354,22 @@ def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
     """
     unscaled = model.copy_and_resolve_references()
     unscaled.scale_embedding = False
-    as_it_is = [(name, _lacks(family, model, ropes)) for name, family in FAMILIES.items()]
-    moved = [(name, _lacks(FAMILIES[name], unscaled, ropes)) for name in reversed(FAMILIES)]
-    nearest, lacks = min(as_it_is + moved, key=lambda entry: len(entry[1]))
-    if not lacks:
+    as_it_is = [(name, model) for name in FAMILIES]
+    moved = [(name, unscaled) for name in reversed(FAMILIES)]
+    candidates = [
+        (name, _unsupported_fields(FAMILIES[name], candidate, ropes))
+        for name, candidate in as_it_is + moved
+    ]
+    nearest, unsupported = min(candidates, key=lambda entry: len(entry[1]))
+    if not unsupported:
         return nearest
-    fields = ", ".join(f"config.model.{name}={model[name]}" for name in lacks)
+    fields = ", ".join(f"config.model.{name}={model[name]}" for name in unsupported)
     problem = "no class of transformers computes this with the other fields"
     remedy = f"the nearest, {FAMILIES[nearest].hf_class}, would compute something else"
     raise UsageError(f"{fields}: {problem}; {remedy}")
 
 
-def _lacks(family: Family, model: ConfigDict, ropes: list[dict]) -> list[str]:
+def _unsupported_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> list[str]:
     """Lists the fields of config.model whose values the family's class does not compute."""
     kinds = kinds_of(model)
     plain_scale = model.head_dim**-0.5
