@@ -396,7 +396,9 @@ FIELDS = {
         False, "True: positions restart and attention stops at document borders"
     ),
     "data.bos_every_window": Field(
-        False, "True: every window begins with <bos> (or what documents begin with), as token 0"
+        False,
+        "True: the first token of every window is replaced by <bos>, "
+        "or by what separates documents in families without one",
     ),
     "data.position_range": Field(
         int,

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 import unicodedata
 
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from prope.config import default_config, differences
 from prope.data import view
 from prope.data.mixture import open_windows
 from prope.data.store.pack import is_validation
-from prope.data.tokenizer import SpecialIds, load_tokenizer
+from prope.data.tokenizer import SpecialIds, _special_ids_of, load_tokenizer, token_name
 from prope.errors import UsageError
 from prope.hf import exporter, importer
 from prope.hf.tokenizers import write_tokenizer
@@ -133,7 +134,7 @@ FAMILIES = {
     "smollm": (smollm, SpecialIds(0, 0, None, None), str),
     "qwen": (
         qwen,
-        SpecialIds(300, 302, None, None),
+        SpecialIds(300, 302, None, None, 300),
         lambda text: unicodedata.normalize("NFC", text),
     ),
     "llama": (llama, SpecialIds(2, 2, 1, None), str),
@@ -257,6 +258,33 @@ def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path):
     assert fingerprint(normalizer={"type": "NFC"}) != first
     edit(folder, eos_token_id=0)
     assert fingerprint() != first
+
+
+@pytest.mark.parametrize(
+    ("roles", "start"),
+    [
+        ({"bos_token": "<|im_end|>", "add_bos_token": True}, 0),
+        ({"bos_token": "<|im_start|>", "add_bos_token": True}, 1),
+        ({"bos_token": "<|im_start|>"}, 0),
+        ({"bos_token": "<|im_start|>", "add_bos_token": False}, 0),
+    ],
+)
+def test_documents_of_a_model_for_chats_begin_as_its_family_has_it(tmp_path, roles, start):
+    """Not with the token that ends a turn, even if that is called <bos> too."""
+    folder = write(smollm, tmp_path)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({"eos_token": "<|im_end|>"} | roles))
+    tokenizer = load_tokenizer(str(folder))
+    bos = start or None
+    assert tokenizer.special == SpecialIds(2, 2, bos, None, None if bos else 0)
+    assert tokenizer.special.start == start
+    assert token_name(tokenizer, start) == ("<bos>" if bos else "<separator>")
+
+
+def test_a_sentencepiece_model_whose_bos_is_its_eos_has_no_bos():
+    ids = {"pad_id": -1, "eos_id": 2, "bos_id": 2, "unk_id": 0}
+    processor = types.SimpleNamespace(**{name: lambda i=i: i for name, i in ids.items()})
+    assert _special_ids_of("a.model", processor) == SpecialIds(2, 2, None, 0)
 
 
 # --- Data --------------------------------------------------------------------------------------
@@ -419,7 +447,8 @@ def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch, m
 
     def generate(config, sampling, params, rows, seed):
         assert rows == [[special.start, *prompt]]
-        assert (sampling.eos, sampling.stop_ids) == (special.eos, (special.eos,))
+        ends = {special.eos} if special.bos is not None else {special.eos, special.start}
+        assert sampling.eos == special.eos and set(sampling.stop_ids) == ends
         assert sampling.pad == special.pad
         assert sampling.vocab_size == reference(folder).get_vocab_size()
         seconds = dict.fromkeys(("prefill", "decode", "compile"), 1.0)

@@ -38,6 +38,8 @@ _NAMES = {
     "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"),
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
 }
+# What stands between the documents of a family without <bos>, also where chats end otherwise.
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>")
 # Files beside a tokenizer.json that tell the special tokens; the first that does counts.
 _BESIDE = (
     "tokenizer_config.json",
@@ -55,14 +57,21 @@ class SpecialIds(NamedTuple):
     eos: int
     bos: int | None  # None: no text begins with one
     unk: int | None  # None: the tokenizer knows every text
+    separator: int | None = None  # what separates documents without <bos>; None: the end token
 
     @property
     def start(self) -> int:
-        """The first id of every document: <bos>, or the end token, which then also ends the last.
+        """The first id of every document: <bos>, or what separates documents without one.
 
-        So a document is <bos>, text, <eos>; or the end token, text.
+        So a document is <bos>, text, <eos>; or the separator, text.
         """
-        return self.eos if self.bos is None else self.bos
+        ids = (self.bos, self.separator, self.eos)
+        return next(i for i in ids if i is not None)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a document."""
+        return (self.eos,) if self.separator is None else (self.eos, self.separator)
 
     def is_unknown(self, ids):
         """Tells which ids of an array stand for text that the tokenizer lacks."""
@@ -203,7 +212,7 @@ def _special_ids_of(path: str, processor) -> SpecialIds:
     return SpecialIds(
         pad=eos if pad < 0 else pad,
         eos=eos,
-        bos=None if bos < 0 else bos,
+        bos=None if bos in (-1, eos) else bos,
         unk=processor.unk_id(),
     )
 
@@ -273,24 +282,36 @@ def _special_ids_beside(path: str, tokenizer, model: dict, beside: dict[str, dic
     if eos is None:
         raise _without_end(path)
     pad = find("pad")
-    bos = find("bos")
+    bos = _start_of_text(tokenizer, find("bos"), beside["tokenizer_config.json"])
+    if bos == eos:
+        bos = None
     unk = model.get("unk_id")
     if isinstance(model.get("unk_token"), str):
         unk = tokenizer.token_to_id(model["unk_token"])
-    # Gemma's texts all begin with <bos>, whether the files ask for it or not.
-    begins = beside["tokenizer_config.json"].get("add_bos_token")
-    if bos is not None and tokenizer.id_to_token(bos) == "<bos>":
-        begins = True
-    if begins is None:
-        ids = tokenizer.encode("a").ids
-        plain = tokenizer.encode("a", add_special_tokens=False).ids
-        bos = ids[0] if ids[:1] != plain[:1] else None
+    separator = None
+    if bos is None:
+        known = [i for i in map(tokenizer.token_to_id, _SEPARATORS) if i is not None]
+        separator = known[0] if known and eos not in known else None
     return SpecialIds(
         pad=eos if pad is None else pad,
         eos=eos,
-        bos=bos if begins in (None, True) else None,
-        unk=None if unk in (eos, bos, pad) else unk,
+        bos=bos,
+        unk=None if unk in (eos, bos, pad, separator) else unk,
+        separator=separator,
     )
+
+
+def _start_of_text(tokenizer, bos: int | None, values: dict) -> int | None:
+    """Returns what texts begin with: `bos`, or another id, or None; `values` of its config."""
+    # Gemma's texts all begin with <bos>, whether the files ask for it or not.
+    if bos is not None and tokenizer.id_to_token(bos) == "<bos>":
+        return bos
+    begins = values.get("add_bos_token")
+    if begins is not None:
+        return bos if begins is True else None
+    ids = tokenizer.encode("a").ids
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    return ids[0] if ids[:1] != plain[:1] else None
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -323,5 +344,6 @@ def load_tokenizer(name: str) -> Tokenizer:
 def token_name(tokenizer: Tokenizer, token: int) -> str:
     """Returns a token as it can be shown: <bos>, or its text in quotes."""
     special = tokenizer.special
-    names = {special.pad: "<pad>", special.bos: "<bos>", special.eos: "<eos>"}
+    names = {special.pad: "<pad>", special.separator: "<separator>"}
+    names |= {special.bos: "<bos>", special.eos: "<eos>"}
     return names.get(int(token)) or repr(tokenizer.decode([token]))

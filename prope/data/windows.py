@@ -73,7 +73,7 @@ class Windows:
         stream, is_token, is_prompt = self._read_stream(indices)
         is_start = is_token & (stream == special.start)
         is_predicted = is_token & ~is_prompt
-        if special.bos is not None:  # elsewhere it is the end token, which is predicted
+        if special.bos is not None:  # elsewhere it ends the document before
             is_predicted &= ~is_start
         begun = np.cumsum(is_start, axis=1, dtype=np.int32)
         began_before = ~is_start[:, :1]

@@ -110,7 +110,7 @@ def _copy_files(name: str, folder: epath.Path, more: tuple[str, ...] = ()) -> No
 
 def special_fields(tokenizer: Tokenizer) -> dict:
     """Returns the special ids as config.json and generation_config.json have them."""
-    pad, eos, bos, _ = tokenizer.special
+    pad, eos, bos, *_ = tokenizer.special
     return {
         "bos_token_id": bos,
         "eos_token_id": eos,

@@ -330,7 +330,7 @@ def continue_prompts(
     run, params = run.first_undamaged(Run.params)
     config.model.attention = "auto"  # for this machine, which need not be the one that trained
     special = tokenizer.special
-    stops = (special.eos, *config.data.stop_ids)
+    stops = (*special.ends, *config.data.stop_ids)
     sampling = dataclasses.replace(
         sampling,
         eos=special.eos,

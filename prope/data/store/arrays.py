@@ -81,7 +81,7 @@ class Store:
     def targets(self, split: str) -> int:
         """Counts the predicted tokens: all except every document's <bos> and the prompts.
 
-        An end token that begins a document is predicted, but for the first of the split.
+        Without <bos>, what separates documents is predicted, but for the first of the split.
         """
         documents = self.count("documents", split)
         starts = min(documents, 1) if self.special.bos is None else documents
