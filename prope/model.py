@@ -16,7 +16,6 @@ is scanned or unrolled, so checkpoints do not depend on `scan_layers`.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -345,11 +344,10 @@ def embed(
     The factor is rounded to `config.dtype`, as Google's code does; the product is cast last. The
     table may also hold some rows of the embedding only; tokens then index these.
     """
-    factor = math.sqrt(config.embed_dim) if config.scale_embedding else 1.0
-    rounded = float(jnp.dtype(config.dtype).type(factor))
+    factor = parameters.embedding_factor(config)
 
     def scale(rows):
-        return (rows * rounded).astype(config.dtype)
+        return (rows * factor).astype(config.dtype)
 
     return embedding_lookup(table, tokens, scale)
 

@@ -16,6 +16,8 @@ from prope.errors import UsageError
 from prope.hf import config_json
 from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
+from prope.hf.families import FAMILIES
+from prope.hf.layout import list_tensors
 from prope.workdir.run import open_run
 
 LENGTH = 128  # length in training; logits are compared up to four times it
@@ -96,6 +98,16 @@ QWEN2 = {"biases of a Gemma": (0.5, {"qkv_bias": True}, "proportional")}
 CLASSES = {"Gemma": GEMMA, "SmolLM3": SMOLLM3, "Mellum": MELLUM, "Qwen2": QWEN2}
 CASES = [(name, *case) for name, cases in CLASSES.items() for case in cases.items()]
 CASES += [(name, "own", case) for name, case in OWN.items()]
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 25.25), ("float32", 640**0.5)])
+def test_the_factor_of_the_embedding_is_rounded_as_the_decoder_does(dtype, factor):
+    config = default_config().model
+    config.embed_dim = 640
+    config.dtype = dtype
+    scales = {tensor.name: tensor.scale for tensor in list_tensors(config, FAMILIES["smollm3"])}
+    assert scales["model.embed_tokens.weight"] == np.float32(factor)
+    np.testing.assert_allclose(scales["model.norm.weight"], 1 / factor, rtol=1e-7)
 
 
 def export_run(tmp_path, p, fields):

@@ -120,10 +120,8 @@ def _in_convention(tensor: Tensor, model: ConfigDict, family: Family) -> Tensor:
     module, *_, name = tensor.path
     scale = 1.0
     if model.scale_embedding and "scale_embedding" not in family.flags:
-        scales = {
-            "embedder": model.embed_dim**0.5,
-            "final_norm": model.embed_dim**-0.5 if model.tied else 1.0,
-        }
+        factor = parameters.embedding_factor(model)
+        scales = {"embedder": factor, "final_norm": 1 / factor if model.tied else 1.0}
         scale = scales.get(module, 1.0)
     adds_one = name == "scale" and not family.adds_one
     return dataclasses.replace(tensor, scale=scale, offset=float(adds_one))
