@@ -1,5 +1,6 @@
 """What neither export nor import does, and what it says: one line, and nothing is left behind."""
 
+import functools
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ from prope.errors import UsageError
 from prope.hf import config_json, layout
 from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
-from prope.hf.families import ACTIVATIONS, IMPORTED, choose_family
+from prope.hf.families import ACTIVATIONS, FAMILIES, IMPORTED, choose_family
 from prope.hf.rotation import write_rotations
 
 
@@ -73,9 +74,9 @@ def rope(**fields):
             rope(rope_type="longrope", factor=2.0),
             '"rope_type": "longrope".*only rope_type default, proportional with',
         ),
-        (rope(rope_type="yarn"), '"rope_type": "yarn".*only rope_type default'),
+        (rope(rope_type="yarn"), '"rope_type": "yarn".*: yarn needs the numbers factor'),
         (rope(factor=8.0), '"factor": 8.0.*only .*proportional with factor 1'),
-        (rope(full_attention={}), "full_attention.*only rope_type default"),
+        (rope(full_attention={}), ": unknown with proportional: full_attention"),
         (
             rope(partial_rotary_factor=1.5),
             r"partial_rotary_factor=1.5: must be a fraction in \[0, 1\]",
@@ -223,6 +224,84 @@ def test_sliding_layers_without_windows(tmp_path, model_type):
         fields["use_sliding_window"] = True
     model, _ = read(tmp_path, model_type, **fields)
     assert (model.layer_types, model.sliding_window) == (tuple(fields["layer_types"]), 4)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_numbers_of_a_rotation(tmp_path, kind):
+    """One that is absent has no default but the length, and one that is not known is named."""
+    numbers = {"factor": 4.0}
+    if kind == "llama3":
+        numbers |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    read_numbers = functools.partial(read, tmp_path, "llama", max_position_embeddings=96)
+    written = {"rope_type": kind} | numbers
+    model, _ = read_numbers(rope_scaling=written)
+    assert model.rope_scaling_type == kind
+    assert model.rope_scaling_factor == 4
+    if kind != "linear":
+        assert model.original_seq_len == 96
+    if kind in ("yarn", "llama3"):
+        written["original_max_position_embeddings"] = 48
+        assert read_numbers(rope_scaling=written)[0].original_seq_len == 48
+    for name in numbers:
+        without = {other: written[other] for other in written.keys() - {name}}
+        expected = f"{kind} needs the numbers {name}; choose"
+        not_read(tmp_path, expected, "llama", rope_scaling=without)
+        wrong = written | {name: "a", "mscale": 1.0}
+        expected = f"{kind} needs the numbers {name}; unknown with {kind}: mscale;"
+        not_read(tmp_path, expected, "llama", rope_scaling=wrong)
+
+
+def test_the_original_length_by_kind_of_layer(tmp_path):
+    full = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0}
+    fields = {"rope_parameters": {"full_attention": full}, "max_position_embeddings": 96}
+    fields |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    assert read(tmp_path, "gemma3_text", **fields)[0].original_seq_len == 96
+
+
+def test_the_outer_ids_of_a_model_of_images_are_kept(tmp_path):
+    text = GEMMA_3_4B | {"eos_token_id": 1, "bos_token_id": 2}
+    _, values = read(tmp_path, **GEMMA_3_12B | {"text_config": text})
+    assert (values["eos_token_id"], values["bos_token_id"]) == ([1, 106], 2)
+    _, values = read(tmp_path, **GEMMA_3_12B | {"text_config": text, "eos_token_id": None})
+    assert values["eos_token_id"] == 1
+
+
+NUMBERS = (
+    *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
+    *("sliding_window_pattern", "no_rope_layer_interval"),
+)
+BOOLEANS = ("tie_word_embeddings", "use_sliding_window")
+OTHERS = ("hidden_act", "hidden_activation", "rope_scaling", "rope_parameters", "model_type")
+USED = {
+    "num_hidden_layers": 6,
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 0,
+    "no_rope_layers": [0, 1, 1] * 2,
+}
+
+
+@pytest.mark.parametrize("model_type", IMPORTED)
+def test_a_value_of_another_type_is_one_line(tmp_path, model_type):
+    family = FAMILIES[model_type]
+    used = {name: value for name, value in USED.items() if family.reads(name)}
+    assert read(tmp_path, **used | {"model_type": model_type})
+    named = dict.fromkeys(("rope_scaling", "rope_parameters"), "the rotation is|rope_parameters=")
+    for field in {*family.defaults, *OTHERS}:
+        for value in (0.5, "a", ["a"], [["a"]], {"a": 1}, {"a": ["b"]}, True):
+            is_right = (field in NUMBERS and value == 0.5) or (field in BOOLEANS and value is True)
+            if not is_right:
+                fields = {"model_type": model_type} | used | {field: value}
+                not_read(tmp_path, named.get(field, f"{field}="), **fields)
+
+
+@pytest.mark.parametrize("field", ["rope_type", "type", "factor", "partial_rotary_factor"])
+@pytest.mark.parametrize("value", ["a", ["a"], {"a": 1}, None])
+def test_a_value_of_another_type_in_a_rotation_is_one_line(tmp_path, field, value):
+    written = {"rope_type": "linear", "factor": 2.0} | {field: value}
+    for name in ("rope_scaling", "rope_parameters"):
+        not_read(tmp_path, "the rotation is |partial_rotary_factor=", "llama", **{name: written})
 
 
 @pytest.mark.parametrize(

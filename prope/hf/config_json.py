@@ -28,6 +28,7 @@ from prope.rope import num_rotated_pairs
 from prope.runtime import files
 from prope.runtime.validate import validate
 
+_TOKEN_IDS = ("bos_token_id", "eos_token_id")
 _TEXT_PARTS = {"gemma3": "gemma3_text"}  # model_type: that of its text_config
 
 
@@ -132,7 +133,9 @@ def _text_part(values: dict) -> tuple[dict, list[str]]:
         problem = f"must be the fields of a {text_type}"
         problem = f"text_config={json.dumps(text)}: {problem}"
         return values | {"model_type": text_type}, [problem]
-    return values | {"model_type": text_type} | text, []
+    # A tuned model stops at more ids than its text part names: the outer ones are used.
+    outer = {name: values[name] for name in _TOKEN_IDS if values.get(name) is not None}
+    return values | {"model_type": text_type} | text | outer, []
 
 
 def read_json(path: epath.Path) -> dict:

@@ -289,7 +289,10 @@ def layer_kinds(family: Family, values: dict) -> list[str]:
 def _kinds_by_rule(family: Family, values: dict) -> list[str]:
     numbers = range(values["num_hidden_layers"])
     window = values["sliding_window"] if family.reads("sliding_window") else None
-    if family.reads("use_sliding_window") and not values["use_sliding_window"]:
+    uses_window = values.get("use_sliding_window")
+    if family.reads("use_sliding_window") and type(uses_window) is not bool:
+        raise usage_error("use_sliding_window", json.dumps(uses_window), "only true or false")
+    if family.reads("use_sliding_window") and not uses_window:
         window = None
     if family.full_every is not None:
         period = family.full_every
@@ -316,7 +319,8 @@ def rotated_layers(family: Family, values: dict) -> list[bool]:
     written = values["no_rope_layers"]  # 1: rotated
     if written is None:
         return [(number + 1) % interval > 0 for number in range(layers)]
-    if not isinstance(written, list) or len(written) < layers:
+    is_known = isinstance(written, list) and all(number in (0, 1) for number in written)
+    if not is_known or len(written) < layers:
         raise usage_error("no_rope_layers", json.dumps(written), f"must be {layers} of 0 and 1")
     return [bool(rotated) for rotated in written[:layers]]
 

@@ -37,6 +37,9 @@ _SCALINGS = {
     "dynamic": _hf_fields("linear"),  # its length is max_position_embeddings
 }
 
+_PLAIN = ("default", "proportional")
+# Where a file has no original_max_position_embeddings, it is max_position_embeddings.
+_WITH_LENGTH = ("llama3", "yarn", "longrope")
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # where a file has none
 
 
@@ -178,8 +181,12 @@ def _ropes_by_kind(values: dict) -> dict[str, dict]:
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
         problem = f"must be an object with {FULL} and {SLIDING}"
         raise usage_error("rope_parameters", json.dumps(written), problem)
-    full = {name: values.get(name) for name in ("rope_theta", "rope_scaling")}
-    local = {"rope_theta": values["rope_local_base_freq"]}
+    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
+    full = {name: values.get(name) for name in names}
+    local_theta = values["rope_local_base_freq"]
+    if type(local_theta) not in (int, float):
+        raise usage_error("rope_local_base_freq", json.dumps(local_theta), "must be a number")
+    local = full | {"rope_theta": local_theta, "rope_scaling": None}
     return {
         FULL: _rope_parameters(full | {"rope_parameters": written.get(FULL)}),
         SLIDING: _rope_parameters(local | {"rope_parameters": written.get(SLIDING)}),
@@ -190,20 +197,26 @@ def _rope_parameters(values: dict) -> dict:
     """Returns rope_parameters, or rope_scaling of older files, with what is absent filled in."""
     names = ("rope_scaling", "rope_parameters")
     written = [values[name] for name in names if values.get(name)] or [{}]
+    share = values.get("partial_rotary_factor")
     absent = {
         "rope_type": "default",
         "rope_theta": values["rope_theta"],
-        "partial_rotary_factor": values.get("partial_rotary_factor", 1),
-        "factor": 1,
+        "partial_rotary_factor": 1 if share is None else share,
     }
+    length = {"original_max_position_embeddings": values["max_position_embeddings"]}
     ropes = []
     for rope in written:
         if not isinstance(rope, dict):
             problem = "must be an object; restore the original file"
             raise UsageError(f"the rotation is {json.dumps(rope)}: {problem}")
         renamed = {"rope_type" if name == "type" else name: rope[name] for name in rope}
-        is_yarn = renamed.get("rope_type") == "yarn"
-        ropes.append(absent | (_YARN if is_yarn else {}) | renamed)
+        kind = renamed.get("rope_type", "default")
+        numbers = {"factor": 1} if kind in _PLAIN else {}
+        if kind in _WITH_LENGTH:
+            numbers |= length
+        if kind == "yarn":
+            numbers |= _YARN
+        ropes.append(absent | numbers | renamed)
     if ropes[0] != ropes[-1]:
         differ = f"rope_scaling={written[0]} and rope_parameters={written[1]} differ"
         raise UsageError(f"{differ}; remove the wrong one")
@@ -211,18 +224,26 @@ def _rope_parameters(values: dict) -> dict:
 
 
 def _is_plain(rope: dict) -> bool:
-    return rope["rope_type"] in ("default", "proportional") and rope["factor"] == 1
+    return rope["rope_type"] in _PLAIN and rope["factor"] == 1
 
 
 def _check_known(rope: dict) -> None:
     """Raises UsageError for a rope_type that is not known, or with numbers missing or unknown."""
     kind = rope["rope_type"]
-    fields = _SCALINGS.get(kind, {})
-    has_numbers = all(type(rope.get(name)) in (int, float) for name in fields)
-    supported = _is_plain(rope) or (fields and has_numbers)
+    is_scaled = isinstance(kind, str) and kind in _SCALINGS
+    fields = _SCALINGS[kind] if is_scaled else {}
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"}
-    temperature = rope.get("attention_factor") if kind == "yarn" else 1
-    if not supported or rope.keys() - known - fields.keys() or temperature not in (None, 1):
-        kinds = f"only rope_type default, proportional with factor 1, {', '.join(_SCALINGS)}"
-        allowed = f"{kinds} can be imported, with all of their numbers and no others"
-        raise UsageError(f"the rotation is {json.dumps(rope)}: {allowed}")
+    missing = [name for name in fields if type(rope.get(name)) not in (int, float)]
+    unknown = sorted(rope.keys() - known - fields.keys())
+    problems = []
+    if not (is_scaled or _is_plain(rope)):
+        kinds = f"default, proportional with factor 1, {', '.join(_SCALINGS)}"
+        problems.append(f"only rope_type {kinds} can be imported")
+    if missing:
+        problems.append(f"{kind} needs the numbers {', '.join(missing)}")
+    if unknown and (is_scaled or kind in _PLAIN):
+        problems.append(f"unknown with {kind}: {', '.join(unknown)}")
+    if kind == "yarn" and rope.get("attention_factor") not in (None, 1):
+        problems.append("attention_factor must be absent or 1 with yarn")
+    if problems:
+        raise UsageError(f"the rotation is {json.dumps(rope)}: {'; '.join(problems)}")
