@@ -368,8 +368,9 @@ def test_ids_that_end_a_text_are_kept(tmp_path, exported, in_config, in_generati
     _, run = import_back(tmp_path, exported)
     assert tuple(run.config.data.stop_ids) == expected
     export_hf.export(tmp_path / "back", tmp_path / "again")
-    written = json.loads((tmp_path / "again/generation_config.json").read_text())
-    assert written["eos_token_id"] == ([1, *expected] if expected else 1)
+    for name in ("generation_config.json", "config.json"):
+        written = json.loads((tmp_path / "again" / name).read_text())
+        assert written["eos_token_id"] == ([1, *expected] if expected else 1), name
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

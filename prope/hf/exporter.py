@@ -34,11 +34,9 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         raise usage_error("--workdir", workdir, problem, "an export would compute something else")
     tokenizer = load_tokenizer(config.data.tokenizer)
     special = special_fields(tokenizer)
-    hf_config |= special
-    generation = dict(special)
     if config.data.stop_ids:
-        generation["eos_token_id"] = [special["eos_token_id"], *config.data.stop_ids]
-    texts = {"config.json": hf_config, "generation_config.json": generation}
+        special["eos_token_id"] = [special["eos_token_id"], *config.data.stop_ids]
+    texts = {"config.json": hf_config | special, "generation_config.json": special}
     tensors = list_tensors(config.model, family)
 
     def write(run: Run) -> None:

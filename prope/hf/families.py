@@ -333,6 +333,7 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
     kinds = kinds_of(model)
     rotated = rotating(ropes)
     rope_of_kind = dict(zip(kinds, ropes, strict=True))
+    rope_of_kind.setdefault(FULL, ropes[0])  # transformers reads it in a run of windows alone, too
     fields = {
         _SCALAR: attention_scalar(model),
         **{theirs: model[ours] for theirs, ours in _CAPS.items()},
