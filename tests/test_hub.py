@@ -10,7 +10,7 @@ import shutil
 import threading
 
 import pytest
-from makers import make_run
+from makers import edit, make_run
 
 from prope.errors import StorageFailed, UsageError
 from prope.hf import exporter, hub, importer
@@ -129,7 +129,16 @@ def test_a_model_is_fetched_by_its_name_once(server, exported, tmp_path):
     assert any(source in file.read_bytes() for file in told if file.is_file())
     server.asked.clear()
     fetch()
-    assert server.asked == [("GET", f"/api/models/{NAME}/revision/main")]
+    assert set(server.asked) == {("GET", f"/api/models/{NAME}/revision/main")}
+
+
+def test_a_model_that_is_refused_is_not_fetched(server, exported, tmp_path):
+    server.folder = shutil.copytree(exported, tmp_path / "other")
+    edit(server.folder, model_type="mamba")
+    with pytest.raises(UsageError, match='model_type="mamba": only "gemma" or '):
+        importer.import_run(NAME, tmp_path / "run")
+    names = {path.rpartition("/")[2] for _, path in server.asked}
+    assert "config.json" in names and "model.safetensors" not in names
 
 
 def test_a_folder_of_that_name_is_taken_and_the_log_says_so(server, exported, tmp_path, caplog):
@@ -189,5 +198,5 @@ def test_what_is_no_name_is_a_directory_that_is_missing(server, name):
 
 def test_a_name_without_the_library(server, monkeypatch):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=re.escape("pip install -e '.[hf]' in the clone")):
+    with pytest.raises(UsageError, match=re.escape("pip install 'huggingface-hub>=2'")):
         fetch()

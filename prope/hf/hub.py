@@ -10,6 +10,7 @@ import re
 from etils import epath
 
 from prope.errors import StorageFailed, first_line, log, usage_error
+from prope.hf import config_json
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 # Without what other programs read: folders, and a second copy of the weights under another name.
@@ -21,7 +22,8 @@ def find_checkpoint(source: epath.Path) -> epath.Path:
     """Returns the folder `source`, or that of the Hub's model of this name, which is fetched.
 
     Raises:
-      UsageError: there is no such folder, and the Hub cannot be asked or does not give the model.
+      UsageError: there is no such folder, and the Hub cannot be asked or does not give the model;
+        or its config.json is refused, before the weights are fetched.
       StorageFailed: the download stopped before its end.
     """
     is_name = _NAME.fullmatch(str(source)) is not None
@@ -33,18 +35,20 @@ def find_checkpoint(source: epath.Path) -> epath.Path:
         remedy = "a model on the Hub is named as google/gemma-3-270m"
         raise usage_error("--input", source, "no such directory", remedy)
     if importlib.util.find_spec("huggingface_hub") is None:
-        remedy = "to fetch a model of this name: pip install -e '.[hf]' in the clone"
+        remedy = "to fetch a model of this name: pip install 'huggingface-hub>=2'"
         raise usage_error("--input", source, "no such directory", remedy)
-    return epath.Path(_download(str(source)))
+    config_json.from_hf(_download(str(source), ["config.json"]) / "config.json")
+    return _download(str(source), _FILES)
 
 
-def _download(name: str) -> str:
+def _download(name: str, files: list[str]) -> epath.Path:
     """Fetches what is not in the cache yet; returns the model's folder there."""
     from huggingface_hub import constants, errors, snapshot_download
 
     hub = constants.ENDPOINT
     try:
-        return snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_NOT_FILES)
+        folder = snapshot_download(name, allow_patterns=files, ignore_patterns=_NOT_FILES)
+        return epath.Path(folder)
     except errors.GatedRepoError:
         problem = "gives it only to those who accept its terms"
         remedy = f"accept them at {hub}/{name}, then: hf auth login"

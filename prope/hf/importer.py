@@ -38,8 +38,12 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     source = as_path("--input", source)
     path = as_path("--workdir", workdir)
     check_new("workdir", path)
-    _refuse_gguf(source)
+    if source.suffix == ".gguf" and source.is_file():
+        raise _is_gguf(source, source)
     source = find_checkpoint(source)
+    if not (source / "config.json").is_file():
+        for file in source.glob("*.gguf"):
+            raise _is_gguf(source, file)
     with local_copy(source) as local:
         try:
             return _import(source, local, path, tokenizer)
@@ -47,16 +51,12 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
             raise UsageError(str(error).replace(str(local), str(source))) from error
 
 
-def _refuse_gguf(source: epath.Path) -> None:
-    """Raises UsageError for a GGUF file, or a folder with one and without config.json."""
-    is_folder = source.is_dir() and not (source / "config.json").is_file()
-    for file in source.glob("*.gguf") if is_folder else [source]:
-        if file.suffix == ".gguf" and file.is_file():
-            problem = f"{file.name} is a GGUF file, which is not read"
-            options = f"gguf_file={file.name!r}, quantization_config=GgufConfig(dequantize=True)"
-            load = f"AutoModelForCausalLM.from_pretrained(FOLDER, {options}).save_pretrained(DIR)"
-            remedy = f"transformers reads it: {load}, AutoTokenizer likewise, then --input=DIR"
-            raise usage_error("--input", source, problem, remedy)
+def _is_gguf(source: epath.Path, file: epath.Path) -> UsageError:
+    problem = f"{file.name} is a GGUF file, which is not read"
+    options = f"gguf_file={file.name!r}, quantization_config=GgufConfig(dequantize=True)"
+    load = f"AutoModelForCausalLM.from_pretrained(FOLDER, {options}).save_pretrained(DIR)"
+    remedy = f"transformers reads it: {load}, AutoTokenizer likewise, then --input=DIR"
+    return usage_error("--input", source, problem, remedy)
 
 
 def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: str | None) -> dict:
