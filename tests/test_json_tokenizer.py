@@ -175,6 +175,7 @@ def write(make, folder):
         token for token in values["added_tokens"] if token["content"] not in BYTES
     ]
     (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     for name, values in beside.items():
         (folder / name).write_text(json.dumps(values))
     return folder
@@ -517,7 +518,7 @@ def test_a_tokenizer_goes_along_and_a_moved_run_finds_it(tmp_path, family, check
     for place in (config.data.tokenizer, tmp_path / "again"):
         ours = load_tokenizer(str(place))
         assert (ours.special, ours.fingerprint) == (special, original.fingerprint)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
 
 

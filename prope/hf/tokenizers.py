@@ -14,6 +14,7 @@ _BESIDE = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.jinja",
 )
 _IDS = ("config.json", "generation_config.json")  # which may tell special ids
 _UNREAD = ("tokenizer_config.json", "vocab.json")  # of a tokenizer without TOKENIZER_FILES
