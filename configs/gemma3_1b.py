@@ -5,7 +5,8 @@ What       The decoder of google/gemma-3-1b-pt, 999,885,952 parameters: 22 of it
 Command    python -m prope.import_hf --input=google/gemma-3-1b-pt --workdir=W0
            python -m prope.train --config=configs/gemma3_1b.py --workdir=W --init_from=W0 \\
                --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
-           DATA as in gemma_2b_wiki.py; from scratch without --init_from.
+           DATA as in gemma_2b_wiki.py; from scratch without --init_from,
+           with the same tokenizer.
 Hardware   16 TPU v5e, or 8 H100.
 Hours      15.7 billion tokens, about 1.1e20 FLOPs: 24 on 16 v5e, 10 on 8 H100, at 40 %
            of their peak. Computed.

@@ -5,7 +5,8 @@ What       The decoder of meta-llama/Llama-3.2-1B, 1,235,814,400 parameters, wit
 Command    python -m prope.import_hf --input=meta-llama/Llama-3.2-1B --workdir=W0
            python -m prope.train --config=configs/llama32_1b.py --workdir=W --init_from=W0 \\
                --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
-           DATA as in gemma_2b_wiki.py; from scratch without --init_from.
+           DATA as in gemma_2b_wiki.py; from scratch without --init_from,
+           with the same tokenizer.
 Hardware   16 TPU v5e, or 8 H100.
 Hours      15.7 billion tokens, about 1.4e20 FLOPs: 31 on 16 v5e, 12 on 8 H100, at 40 %
            of their peak. Computed.

@@ -5,10 +5,11 @@ What       The decoder of HuggingFaceTB/SmolLM2-135M, 134,515,008 parameters, wi
 Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M --workdir=W0
            python -m prope.train --config=configs/smollm2_135m.py --workdir=W --init_from=W0 \\
                --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
-           DATA as in gemma_2b_wiki.py; from scratch without --init_from.
+           DATA as in gemma_2b_wiki.py; from scratch without --init_from,
+           with the same tokenizer.
 Hardware   One H100 with 80 GB.
 Hours      3.9 billion tokens, about 4.0e18 FLOPs: 3 on one H100 at 40 % of its peak. Computed.
-Expected   Not yet run.
+Expected   Not yet run. The learning rate is ours.
 """
 
 import pathlib
@@ -21,6 +22,8 @@ families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 
 def get_config(size: str = "full"):
     config = families["on_wikipedia"]()
+    config.optimizer.learning_rate = 3e-4
+    config.optimizer.final_learning_rate = 3e-5
     families["llama"](config)
     config.model.max_wavelength = 1e5
     config.model.num_layers = 30

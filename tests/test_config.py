@@ -90,7 +90,9 @@ def test_a_family_at_published_sizes_has_the_parameters_of_its_checkpoint(releas
     module_of("families")[family](config)
     assert parameters.count(config.model) == count
     if page is not None:
-        model = load(ROOT / "configs" / f"{page}.py").model
+        config = load(ROOT / "configs" / f"{page}.py")
+        assert config.optimizer.learning_rate == 3e-4, "of a checkpoint that is trained on"
+        model = config.model
         assert [model[size] for size in SIZES] == list(sizes)
         assert parameters.count(model) == count
 
