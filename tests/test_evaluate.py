@@ -212,15 +212,11 @@ def test_saved_sums_are_added_up_in_float64():
     """In float32, as they are saved, a document is less than the last digit of all together."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 100, 20_000).astype(np.int32)
-    loss = (
-        tokens
-        * rng.normal(
-            3,
-            0.3,
-            len(tokens),
-        )
-    ).astype(np.float32)
-    expected = paired.mean_and_stderr(loss.astype(np.float64), tokens.astype(np.float64))
+    level = rng.normal(3, 0.3, len(tokens))
+    loss = (tokens * level).astype(np.float32)
+    exact = loss.astype(np.float64)
+    weights = tokens.astype(np.float64)
+    expected = paired.mean_and_stderr(exact, weights)
     assert paired.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
     share = tokens / tokens.sum()
     mean = share @ (loss / tokens.astype(np.float64))

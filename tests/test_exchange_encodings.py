@@ -212,10 +212,7 @@ def test_every_page_of_configs_has_a_class(page):
     assert values["architectures"] == [f"{name}ForCausalLM"]
 
 
-@pytest.mark.parametrize(
-    "d",
-    [2, 44, 64, 88, 104, 128, 224, 256],
-)
+@pytest.mark.parametrize("d", [2, 44, 64, 88, 104, 128, 224, 256])
 def test_a_hard_clip_keeps_its_pairs(d):
     """p = C / P alone would lose one, as at d = 44 and C = 15."""
     for n in range(d // 2 + 1):
@@ -254,10 +251,7 @@ def test_a_hard_clip_keeps_its_pairs(d):
             ],
         ),
         (
-            {
-                "rope_type": "partial",
-                "p": 0.5,
-            },
+            {"rope_type": "partial", "p": 0.5},
             [1, 0.1, 0.01, 0.001, 0, 0, 0, 0],
         ),
         (

@@ -47,13 +47,8 @@ def score_heads(
     head_of = [None] * len(strength)
     counted = np.zeros(0) if after is None else after[:, FROM:]
     if counted.any():
-        see_first = counted[
-            :,
-            : max(
-                scoring.reach(after.shape[1]) - FROM,
-                1,
-            ),
-        ]
+        num_queries = max(scoring.reach(after.shape[1]) - FROM, 1)
+        see_first = counted[:, :num_queries]
         after_token = measures.after_token / counted.mean()
         elsewhere = measures.elsewhere / max(1 - see_first.mean(), 1e-30)
         head_of = np.minimum(after_token, elsewhere).tolist()

@@ -74,11 +74,7 @@ class View(NamedTuple):
     key_norms: Array  # [N, t, P], of the key head that the query head attends to
 
 
-def logits(
-    query: Array,
-    key: Array,
-    scoring: Scoring,
-) -> Array:
+def logits(query: Array, key: Array, scoring: Scoring) -> Array:
     """Computes the unmasked logits [N, t, S] of queries [t, N, H] and keys [S, K, H]."""
     scaled = query * scoring.scale
     key = _by_query_head(key, query)
@@ -198,11 +194,7 @@ def _contributions(query: Array, key: Array, scoring: Scoring) -> list[Array]:
 
 
 @jax.jit(static_argnums=2)
-def view(
-    captured: Captured,
-    positions: Array,
-    scoring: Scoring,
-) -> View:
+def view(captured: Captured, positions: Array, scoring: Scoring) -> View:
     """Computes attention among the tokens at `positions` [t] of the first sequence."""
     query = captured.rotated_query[0, positions]
     all_keys = captured.rotated_key[0]

@@ -354,8 +354,8 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
 def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
     """Returns the model_type of the first family whose class computes a run's `config.model`.
 
-    Where none does as it is, one that takes a factor of the embedding out of the tensors. Raises
-    UsageError where there is none either.
+    Otherwise a family into whose embedding sqrt(D) is multiplied. Raises UsageError where there is
+    none either.
     """
     unscaled = model.copy_and_resolve_references()
     unscaled.scale_embedding = False

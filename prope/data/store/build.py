@@ -222,9 +222,9 @@ def _log_unknown(index: dict, tokenizer: str) -> None:
 def _concatenate(
     path: str, data: ConfigDict, has_prompts: bool, chunks: pathlib.Path, records: list[dict]
 ) -> dict:
-    """Writes the two arrays; returns what the index says about tokens.
+    """Writes the two arrays; returns fields of the index.
 
-    That are the special ids, and the losses of predicting by token frequencies.
+    They are the special ids, and the losses of predicting by token frequencies.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     vocab_size = tokenizer.vocab_size

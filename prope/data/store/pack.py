@@ -60,13 +60,8 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
 
     It holds, per split, COUNTS and `crc`; `chunk`, its key; and `empty`, the documents left out.
     """
-    record: dict = {
-        split: dict.fromkeys(
-            (*COUNTS, "crc"),
-            0,
-        )
-        for split in SPLITS
-    }
+    zeros = dict.fromkeys((*COUNTS, "crc"), 0)
+    record: dict = {split: dict(zeros) for split in SPLITS}
     record |= {"chunk": chunk.key, "empty": 0}
     with contextlib.ExitStack() as stack:
         files = {}
