@@ -79,9 +79,13 @@ class Outcome:
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: item.get_closest_marker("slow") is None
-    )  # the longest first: they end together
+    """Sorts the longest first, so that all workers end together."""
+
+    def order(item) -> tuple[bool, bool]:
+        is_fast = item.get_closest_marker("slow") is None
+        return is_fast, "test_real_models" not in item.nodeid
+
+    items.sort(key=order)
 
 
 def pytest_collection_finish():
