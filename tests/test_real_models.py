@@ -181,6 +181,7 @@ def test_a_prompt_in_chunks_is_the_whole_pass_beyond_the_window(real, ids):
 
 
 def test_an_export_has_the_tensors_that_were_imported(real, tmp_path):
+    """Bit for bit; but norms near 0 lose bits, where 1 is taken off them: w - 1 is float32."""
     from safetensors.numpy import load_file
 
     exporter.export(real.workdir, tmp_path / "hf", dtype="bfloat16")
@@ -189,4 +190,9 @@ def test_an_export_has_the_tensors_that_were_imported(real, tmp_path):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == found[name].dtype
-        assert tensor.tobytes() == found[name].tobytes(), name
+        differs = tensor.view(np.uint16) != found[name].view(np.uint16)
+        if "norm" not in name:
+            assert not differs.any(), name
+        values = tensor[differs].astype(np.float64)
+        assert (np.abs(values) < 2**-16).all(), name  # below it, bfloat16 is finer than w - 1
+        np.testing.assert_allclose(found[name][differs].astype(np.float64), values, atol=2**-23)
