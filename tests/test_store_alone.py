@@ -192,13 +192,12 @@ def test_a_host_that_is_suspended_while_another_prepares(
             if name == "one":
                 hosts[0].wait_for("packing")
                 time.sleep(chance.random() / 10)
-                process = hosts[0]._process
-                suspended += process.is_alive()
-                os.kill(process.pid, signal.SIGSTOP)
+                suspended += hosts[0]._process.is_alive()
+                hosts[0].signal(signal.SIGSTOP)
         results = [finish(hosts[1])]
         (store,) = epath.Path(f"{bucket}/{attempt}").iterdir()
         assert read_files(store) == expected
-        os.kill(process.pid, signal.SIGCONT)
+        hosts[0].signal(signal.SIGCONT)
         results.append(finish(hosts[0]))
         assert [result.code for result in results] == [0, 0], results
         assert read_files(store) == expected
