@@ -31,12 +31,13 @@ PROGRAMS = pathlib.Path(
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 # XLA's older emitters compile loops for CPUs in half the time; XLA refuses flags that it has not.
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10.") and (
     os.environ.get("PROPE_TESTS") != "optimized"
 ):
     given = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = given if QUICK in given else f"{QUICK} {given}"
+    is_given = QUICK_COMPILATION in given
+    os.environ["XLA_FLAGS"] = given if is_given else f"{QUICK_COMPILATION} {given}"
 # Where Python is told to keep no bytecode, as in many containers, every process would compile
 # all that it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):

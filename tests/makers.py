@@ -234,7 +234,7 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
         scale = 1 / np.sqrt(config.model.embed_dim)
         if path[-1].key == "scale":
             scale = 0.3
-        if path[-1].key == "input_embedding":
+        if path[-1].key == "input_embedding" or path[0].key == "head":
             scale = 1.5 / np.sqrt(leaf.shape[-1])
         return jnp.asarray(scale * rng.standard_normal(leaf.shape), jnp.float32)
 

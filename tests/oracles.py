@@ -68,6 +68,14 @@ def softmax(scores):
     return weights / weights.sum(-1, keepdims=True)
 
 
+def mean_losses(logits, tokens):
+    """The mean loss of every sequence [B]: logits [B, T, V] predict the next of tokens [B, T]."""
+    probabilities = softmax(logits[:, :-1])
+    targets = tokens[:, 1:, None]
+    predicted = np.take_along_axis(probabilities, targets, axis=-1)
+    return -np.log(predicted[..., 0]).mean(axis=1)
+
+
 def softcap(scores, cap):
     """Returns c tanh(z / c), and its derivative."""
     if cap is None:

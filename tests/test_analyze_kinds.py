@@ -96,13 +96,7 @@ def loss_of(config, params, tokens, rotate_fn):
     logits = oracles.decoder(
         config, params, tokens, positions, freqs=FREQUENCIES, rotate_fn=rotate_fn
     )
-    probabilities = oracles.softmax(logits[:, :-1])
-    probabilities = np.take_along_axis(
-        probabilities,
-        tokens[:, 1:, None],
-        axis=-1,
-    )
-    return -np.log(probabilities[..., 0]).mean(axis=1)
+    return oracles.mean_losses(logits, tokens)
 
 
 @pytest.mark.parametrize("layer", range(5))

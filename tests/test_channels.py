@@ -30,13 +30,7 @@ def plain_losses(config, params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = model.hidden_states(config, params, jnp.asarray(tokens), positions)
     logits = oracles.float64(model.logits(config, params, hidden))
-    probabilities = oracles.softmax(logits[:, :-1])
-    probabilities = np.take_along_axis(
-        probabilities,
-        tokens[:, 1:, None],
-        axis=-1,
-    )
-    return -np.log(probabilities[..., 0]).mean(axis=1)
+    return oracles.mean_losses(logits, tokens)
 
 
 def start(workdir, p, **fields):

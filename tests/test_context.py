@@ -220,8 +220,9 @@ def assert_same_evaluations(run, expected_run):
 
 
 @pytest.mark.slow
-def test_a_run_may_move_between_whole_and_split_sequences(train, tmp_path, cache_dir):
-    arguments = (*LONGER, "--config.data.mask_documents=True")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_run_may_move_between_whole_and_split_sequences(train, tmp_path, cache_dir, masked):
+    arguments = (*LONGER, f"--config.data.mask_documents={masked}")
     straight = tmp_path / "straight"
     run = tmp_path / "run"
     outcome = train(straight, *arguments)

@@ -150,7 +150,7 @@ def test_transformers_computes_the_same_logits(tmp_path, name, case):
     positions = jnp.arange(4 * LENGTH)[None]
     ours = np.asarray(forward(config, params, jnp.asarray(tokens), positions))
     assert ours.dtype == expected.dtype == np.float32
-    assert expected.std() > 0.9
+    assert expected.std() > 1
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
 

@@ -182,7 +182,7 @@ class JsonTokenizer:
         return self.tokenizer.decode(shown, skip_special_tokens=False)
 
 
-# One of 262,144 ids takes 5 s to load, and a command asks for it several times.
+# One of 262,144 ids takes 5 to 7 s to load, and a command asks for it several times.
 _json_tokenizer = functools.lru_cache(1)(JsonTokenizer)
 
 Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer

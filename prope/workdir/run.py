@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -16,6 +15,7 @@ from prope import config as config_lib
 from prope import sharding
 from prope.encodings import INTERVENTIONS
 from prope.errors import Stopped, UsageError, usage_error
+from prope.parameters import embedding_factor
 from prope.runtime import processes
 from prope.runtime.files import (
     as_path,
@@ -31,7 +31,7 @@ from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
 
 FORMAT = 3  # version of a run's directory; raise it where older ones cannot be read
-_FORMAT_BEFORE = 2  # its runs are read where they compute the same; see `_computes_the_same`
+_FORMAT_BEFORE = 2  # read where it is computed as before
 
 _REMEDY = "give the --workdir that prope.train had"
 
@@ -234,32 +234,25 @@ def read_config_file(path: epath.Path) -> ConfigDict | None:
     if values is None:
         return None
     saved_format = values.pop("format", "none")
-    is_readable = saved_format == FORMAT or (
-        saved_format == _FORMAT_BEFORE and _computes_the_same(values)
-    )
-    if not is_readable:
-        problem = f"is the run of another version of prope: this one reads format {FORMAT}"
-        remedy = "use that version, or train again in a new --workdir"
-        raise usage_error(f"{path}: format", saved_format, problem, remedy)
-    return config_lib.from_dict(values)
+    if saved_format in (FORMAT, _FORMAT_BEFORE):
+        config = config_lib.from_dict(values)
+        if saved_format == FORMAT or _is_computed_as_before(config.model):
+            return config
+    problem = f"is the run of another version of prope: this one reads format {FORMAT}"
+    remedy = "use that version, or train again in a new --workdir"
+    raise usage_error(f"{path}: format", saved_format, problem, remedy)
 
 
-def _computes_the_same(values: dict) -> bool:
+def _is_computed_as_before(model: ConfigDict) -> bool:
     """Tells whether a run of format 2 is computed as it was then.
 
     Its factor of embeddings was not rounded to bfloat16, and interventions left layers with a
     window as they are.
     """
-    model = values.get("model")
-    if not isinstance(model, dict):
+    if model.layer_types and model.rope_scaling_type in INTERVENTIONS:
         return False
-    is_intervention = model.get("rope_scaling_type") in INTERVENTIONS
-    if model.get("layer_types") and is_intervention:
-        return False
-    if model.get("dtype") == "float32" or model.get("scale_embedding") is False:
-        return True
-    D = model.get("embed_dim")
-    return type(D) is int and D > 0 and float(jnp.bfloat16(D**0.5)) == D**0.5
+    exact = model.embed_dim**0.5 if model.scale_embedding else 1.0
+    return model.dtype == "float32" or embedding_factor(model) == exact
 
 
 def write_config(workdir: epath.Path, config: ConfigDict) -> None:
