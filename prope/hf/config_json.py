@@ -60,11 +60,11 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
         "dtype": dtype,
     }
     written = list(rope.values()) if family.rotates_by_kind else [rope]
-    read_before = model_type != "mellum" and (rope.get(FULL) or written[-1])
-    if read_before and any(_leaves_pairs(model.head_dim, rope) for rope in written):
+    has_unrotated = any(_leaves_pairs(model.head_dim, each) for each in written)
+    if has_unrotated and model_type != "mellum":
         # transformers 4 does not know rope_parameters and would rotate every pair; this field it
         # reads, or stops at it.
-        values["rope_scaling"] = read_before
+        values["rope_scaling"] = rope[FULL] if family.rotates_by_kind else rope
     if model.rope_scaling_type == "dynamic":
         # The length that transformers scales by.
         values["max_position_embeddings"] = model.original_seq_len
@@ -94,7 +94,8 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     if family is not None:
         values, bad_sizes = fill(family, values)
         problems += bad_sizes
-        for read in () if bad_sizes else (read_switches, read_layers, read_rotation):
+        readers = () if bad_sizes else (read_switches, read_layers, read_rotation)
+        for read in readers:
             try:
                 fields |= read(family, values)
             except UsageError as error:

@@ -68,8 +68,9 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     config.model.tied = is_tied(local, config.model.tied, stored)
     expected = list_tensors(config.model, family)
     vocab_size = config.model.vocab_size
-    tokenizer_name, found = find_tokenizer(local, tokenizer, vocab_size, values)
-    config.data.stop_ids = read_stop_ids(local, values, vocab_size, found.special.eos)
+    tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
+    eos = loaded_tokenizer.special.eos
+    config.data.stop_ids = read_stop_ids(local, values, vocab_size, eos)
     num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)

@@ -84,14 +84,15 @@ def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
 
 def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
     """Lists the parameters that no tensor of a family's class can hold, or only another's."""
-    taken: set[str] = set()
+    taken: set[tuple[str, bool]] = set()
     unread = []
     for path, row in parameters.parameters(model).items():
-        kind = path.rpartition("/")[2]
-        names = {f"{name}/{kind == 'b'}" for name in family.names.get(path, row.hf_names)}
-        if not names or names & taken or not {name.split("/")[0] for name in names} <= _READ:
+        is_bias = path.endswith("/b")
+        names = set(family.names.get(path, row.hf_names))
+        tensors = {(name, is_bias) for name in names}
+        if not tensors or tensors & taken or not names <= _READ:
             unread.append(path)
-        taken |= names
+        taken |= tensors
     return unread
 
 
