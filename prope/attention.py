@@ -63,8 +63,8 @@ def attention(
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
       window: how many keys a query sees at most, its own included; None: all up to its own.
       cap: soft cap on the scores, before the mask; None: none.
-      first_query: for keys from a cache, the key index of each row's first query; always computed
-        by plain XLA.
+      first_query: for keys from a cache, the position of each row's first query; that of slot s is
+        the last one up to the row's last query that is s modulo S. Always computed by plain XLA.
       implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what
         `choose_implementation` returns for this machine. A named one is not checked:
         `choose_implementation` tells whether a device can run it.
@@ -152,21 +152,25 @@ def _heads_last(output):
 
 
 def _attend_to_cache(query, key, value, first_query, window, cap):
-    """Attends to each row's cache, in which `first_query` [B] keys precede its queries.
+    """Attends to each row's cache, which holds the keys at the last S positions, or fewer.
 
-    It has no efficient gradient.
+    `first_query` [B] keys precede a row's queries. It has no efficient gradient.
     """
     T = query.shape[1]
+    S = key.shape[1]
     query, key, value = _heads_first(query, key, value)
+    last = first_query[:, None] + (T - 1)
+    key_positions = last - (last - jnp.arange(S)[None]) % S  # below 0 where a slot is empty
+    keys = (key, value, key_positions)
     outputs = []
     for start in range(0, T, _CACHE_BLOCK):
         block = query[:, :, :, start : start + _CACHE_BLOCK]
         positions = first_query[:, None] + jnp.arange(start, start + block.shape[3])[None]
-        outputs.append(_attend_block_to_cache(block, key, value, positions, window, cap))
+        outputs.append(_attend_block_to_cache(block, *keys, positions, window, cap))
     return _heads_last(jnp.concatenate(outputs, axis=3))
 
 
-def _attend_block_to_cache(query, key, value, positions, window, cap):
+def _attend_block_to_cache(query, key, value, key_positions, positions, window, cap):
     """Attends queries [B, K, G, T, H] at `positions` [B, T] to all keys of the cache at once."""
     B, K, G, T, H = query.shape
     S = key.shape[2]
@@ -174,8 +178,8 @@ def _attend_block_to_cache(query, key, value, positions, window, cap):
     rows = query.reshape(B, K, G * T, H)
     scores = jnp.einsum("BKRH,BKSH->BKRS", rows, key, preferred_element_type=jnp.float32)
     last_key = positions[:, None, None, :, None]
-    keys = jnp.arange(S)[None, None, None, None]
-    visible = keys <= last_key
+    keys = key_positions[:, None, None, None, :]
+    visible = (keys >= 0) & (keys <= last_key)
     if window is not None:
         visible = visible & (keys > last_key - window)
     scores = jnp.where(

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from prope.errors import UsageError, log, nearest, usage_error
+from prope.layers import LAYER_TYPES
 
 MAY_CHANGE = (
     "accumulation",
@@ -49,6 +50,14 @@ SWITCHES = (
     "final_softcap",
     "qkv_bias",
     "use_qk_norm",
+    "use_value_norm",
+    "use_skip_scale",
+    "global_head_dim",
+    "num_global_kv_heads",
+    "global_key_is_value",
+    "num_kv_shared_layers",
+    "use_double_wide_mlp",
+    "per_layer_input_dim",
 )
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
@@ -107,6 +116,15 @@ def _multiple_of(divisor: str) -> Relation:
     def relation(value, fields):
         if value % fields[divisor]:
             return f"must be a multiple of {divisor}={fields[divisor]}"
+        return None
+
+    return relation
+
+
+def _divides(multiple: str) -> Relation:
+    def relation(value, fields):
+        if fields[multiple] % value:
+            return f"must divide {multiple}={fields[multiple]}"
         return None
 
     return relation
@@ -179,8 +197,6 @@ def _first_and_last_step(value, fields):
 
 
 def _known_layers(value):
-    from prope.encodings import LAYER_TYPES
-
     for kind in value:
         if kind not in LAYER_TYPES:
             allowed = f"it takes {', '.join(LAYER_TYPES)}"
@@ -192,6 +208,17 @@ def _at_most_layers(value, fields):
     layers = fields["model.num_layers"]
     if len(value) > layers:
         return f"must be a pattern of at most model.num_layers={layers} layers"
+    return None
+
+
+def _have_a_source(value, fields):
+    layers = fields["model.num_layers"]
+    pattern = fields["model.layer_types"] or ("full_attention",)
+    repeated = pattern * layers
+    if value >= layers or set(repeated[layers - value : layers]) - set(repeated[: layers - value]):
+        return (
+            f"must leave, of model.num_layers={layers}, a layer before for each kind of the others"
+        )
     return None
 
 
@@ -340,6 +367,34 @@ FIELDS = {
     "model.qkv_bias": Field(False, "biases of queries, keys and values"),
     "model.use_qk_norm": Field(
         False, "RMSNorm of every head's queries and keys, before the rotation"
+    ),
+    "model.use_value_norm": Field(False, "RMSNorm, without a scale, of every head's values"),
+    "model.use_skip_scale": Field(
+        False, "a factor on what each layer passes on, its residual stream included"
+    ),
+    "model.global_head_dim": Field(
+        int, "head_dim of layers without a window; None: that of all", (_AT_LEAST_1, _EVEN)
+    ),
+    "model.num_global_kv_heads": Field(
+        int,
+        "num_kv_heads of layers without a window; None: that of all",
+        (_AT_LEAST_1,),
+        (_divides("model.num_heads"), _whole_on_devices),
+    ),
+    "model.global_key_is_value": Field(
+        False, "layers without a window have no values: these are the keys, before their norm"
+    ),
+    "model.num_kv_shared_layers": Field(
+        0,
+        "last layers, which take keys and values of the last layer of their kind before them",
+        (_NOT_NEGATIVE,),
+        (_have_a_source,),
+    ),
+    "model.use_double_wide_mlp": Field(
+        False, "layers that share keys and values have 2 x hidden_dim"
+    ),
+    "model.per_layer_input_dim": Field(
+        0, "Q, lanes of the embedding that every layer has of its own; 0: none", (_NOT_NEGATIVE,)
     ),
     "model.dtype": Field(
         "float32",

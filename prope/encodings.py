@@ -7,11 +7,11 @@ in tokens.
 A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
 
-import itertools
 import math
 
 import numpy as np
 
+from prope.layers import head_dim, layer_windows
 from prope.rope import frequencies, num_rotated_pairs
 
 
@@ -211,7 +211,6 @@ LOGIT_SCALES = {
     "yarn": ("logit_scale_factor",),
     "drope": ("logit_scale_factor", "logit_scale_coefficient"),
 }
-LAYER_TYPES = ("sliding_attention", "full_attention")
 # By the field of config.model that names a kind of encoding: the fields that each kind takes.
 CHOICES = {
     "rope_type": {name: fields for name, (_, fields) in TYPES.items()},
@@ -234,13 +233,6 @@ def can_rescale(rope_type: str, scaling: str | None) -> bool:
     return scaling not in ("ntk", "dynamic", "yarn") or "max_wavelength" in fields
 
 
-def layer_windows(model) -> list[int | None]:
-    """Returns how many keys a query of each layer sees, its own included, [L]; None: all before."""
-    pattern = tuple(model.layer_types) or ("full_attention",)
-    kinds = itertools.islice(itertools.cycle(pattern), model.num_layers)
-    return [model.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def layer_percentages(model) -> list[float]:
     """Returns rope_percentage of every layer, [L]; `config.model` holds one number, or a tuple."""
     p = model.rope_percentage
@@ -259,8 +251,8 @@ def layer_wavelengths(model) -> list[float]:
     return [model.max_wavelength if window is None else local for window in layer_windows(model)]
 
 
-def layer_frequencies(model, seq_len: int | None = None) -> np.ndarray:
-    """Returns the frequencies of every layer of a run's `config.model`, float64 [L, P].
+def layer_frequencies(model, seq_len: int | None = None) -> list[np.ndarray]:
+    """Returns the frequencies of every layer of a run's `config.model`, float64 [L][P].
 
     Args:
       model: the config.
@@ -272,7 +264,7 @@ def layer_frequencies(model, seq_len: int | None = None) -> np.ndarray:
     is_local = [window is not None for window in layer_windows(model)]
     layers = list(zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True))
     by_kind = {kind: _frequencies(model, *kind, seq_len) for kind in set(layers)}
-    return np.stack([by_kind[kind] for kind in layers])
+    return [by_kind[kind] for kind in layers]
 
 
 def _frequencies(
@@ -288,15 +280,16 @@ def _frequencies(
     scaling = model.rope_scaling_type
     if is_local and scaling not in INTERVENTIONS:
         scaling = "none"
+    H = head_dim(model, is_local)
     # The denominator of the exponent.
-    lanes = int(p * model.head_dim) if model.rope_type == "partial" else model.head_dim
+    lanes = int(p * H) if model.rope_type == "partial" else H
     if scaling == "ntk":
         wavelength = ntk_wavelength(lanes, wavelength, factor)
     elif scaling == "dynamic":
         wavelength = dynamic_wavelength(lanes, wavelength, factor, length, seq_len or length)
     function, fields = TYPES[model.rope_type]
     values = model.to_dict() | {"max_wavelength": wavelength, "rope_percentage": p}
-    freqs = function(model.head_dim, *(values[name] for name in fields))
+    freqs = function(H, *(values[name] for name in fields))
     if scaling == "linear":
         return freqs / factor
     if scaling == "yarn":
@@ -306,15 +299,15 @@ def _frequencies(
         ramp = (model.low_freq_factor, model.high_freq_factor)
         return llama3_frequencies(freqs, factor, length, *ramp)
     if scaling == "stop":
-        return np.where(in_band(model), 0.0, freqs)
+        return np.where(in_band(model, is_local), 0.0, freqs)
     if scaling == "interpolate":
-        return np.where(in_band(model), freqs / factor, freqs)
+        return np.where(in_band(model, is_local), freqs / factor, freqs)
     return freqs
 
 
-def in_band(model) -> np.ndarray:
-    """Tells of every pair whether it is one of `scaled_pairs`, (first, last), [P]."""
-    pairs = np.arange(model.head_dim // 2)
+def in_band(model, is_local: bool = False) -> np.ndarray:
+    """Tells of every pair of a layer whether it is one of `scaled_pairs`, (first, last), [P]."""
+    pairs = np.arange(head_dim(model, is_local) // 2)
     if not model.scaled_pairs:
         return np.zeros(len(pairs), bool)
     first, last = model.scaled_pairs
@@ -335,8 +328,11 @@ def rotated_pairs(model) -> int | list[int]:
 
 def rotated_share(model) -> str:
     """Says how many pairs rotate: "24 of 32"; "8 or 32 of 32" where layers differ."""
-    counts = sorted(set(rotated_pairs_by_layer(model)))
-    return f"{' or '.join(map(str, counts))} of {model.head_dim // 2}"
+    counts: dict[int, set] = {}
+    for freqs in layer_frequencies(model):
+        counts.setdefault(len(freqs), set()).add(int(np.count_nonzero(freqs)))
+    parts = [f"{' or '.join(map(str, sorted(counts[P])))} of {P}" for P in sorted(counts)]
+    return " and ".join(parts)
 
 
 def describe(model) -> str:
@@ -378,5 +374,5 @@ def logit_scale(model, is_local: bool = False) -> float | np.ndarray:
         scale = 1 + model.logit_scale_coefficient * log
     if model.rope_scaling_type != "remove":
         return scale
-    removed_lanes = np.tile(in_band(model), (1, 1, 1, 2))
+    removed_lanes = np.tile(in_band(model, is_local), (1, 1, 1, 2))
     return np.where(removed_lanes, 0.0, scale)

@@ -1,20 +1,22 @@
 """The decoder, with p-RoPE: RMSNorm, MQA/GQA/MHA and a gated MLP.
 
-By default it is Gemma 1; switches in `config.model` make it Gemma 2 or 3, Llama, Qwen or Mistral.
+By default it is Gemma 1; switches in `config.model` make it Gemma 2, 3 or 4, Llama, Qwen or
+Mistral.
 
 Read from top to bottom: norm, attention, MLP, block; then the forward pass, which runs blocks;
 then initial values. No other module of prope imports Flax. Modules here only read parameters,
 which `init` makes.
 
 Axes: B batch, T query length, S key length, D embed_dim, N query heads, K key/value heads,
-H head_dim, F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs, C the two matrices in one
-array (key and value, or gate and up).
+H head_dim, F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs, Q lanes of a layer's own
+input, C the two matrices in one array (key and value, or gate and up).
 
 Parameters are float32 and have the names of DeepMind's Gemma; their table is in
-`prope/parameters.py`. Those of the layers are always stacked on a leading axis L, whether the loop
-is scanned or unrolled, so checkpoints do not depend on `scan_layers`.
+`prope/parameters.py`. Those of layers of equal shape are always stacked on a leading axis L,
+whether the loop is scanned or unrolled, so checkpoints do not depend on `scan_layers`.
 """
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,16 +32,18 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import parameters
 from prope.attention import attention, save_policy
-from prope.encodings import layer_frequencies, layer_windows, logit_scale
-from prope.kernels.gated_mlp import gated_mlp
+from prope.encodings import layer_frequencies, logit_scale
+from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.softcap import softcap
+from prope.layers import Layer, key_value_sources, layer_kinds, layers, places, stacks
 from prope.rope import rotate, rotation_table
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
 
 PRNG = "threefry2x32"  # the kind of every random key, whatever JAX's default is
 Params = dict[str, Any]
-# {"key", "value"}, each [L, B, K, S, H]: slot s holds the token at position s
-Cache = dict[str, jax.Array]
+# Keys and values by kind of layer: {"key", "value"}, each [n, B, K, S, H] for the n layers of the
+# kind that have some. The token at position m is in slot m % S.
+Cache = dict[str, dict[str, jax.Array]]
 
 # What a layer saves for its backward pass besides its input, by config.model.remat; the rest is
 # recomputed. "attention_out" is attention's output with its logsumexp, so that attention is not
@@ -68,22 +72,27 @@ class Captured(NamedTuple):
 def rotate_qkv(query, key, value, table):
     """Rotates queries [B, T, N, H] and keys [B, T, K, H] by a table [2, B, T, P].
 
-    Values are an argument only so that an analysis may replace this function.
+    Values are an argument only so that an analysis may replace this function. Keys and values are
+    None in `decode`, in a layer that takes those of another: these are rotated.
     """
-    return rotate(query, table), rotate(key, table), value
+    rotated_key = None if key is None else rotate(key, table)
+    return rotate(query, table), rotated_key, value
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * (1 + scale) over the last axis, in float32."""
 
     epsilon: float
+    use_scale: bool = True
 
     @nn.compact
     def __call__(self, x):
-        scale = self.get_variable("params", "scale")
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        if not self.use_scale:
+            return normed.astype(x.dtype)
+        scale = self.get_variable("params", "scale")
         # Explicit axes: tests forbid that ranks are promoted.
         factor = jnp.expand_dims(1 + scale, range(x.ndim - 1))
         return (normed * factor).astype(x.dtype)
@@ -105,76 +114,121 @@ class Einsum(nn.Module):
         return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
 
 
+class Decoding(NamedTuple):
+    """What a layer needs to read and write a cache."""
+
+    first_query: jax.Array  # [B], the position of each row's first token
+    lengths: jax.Array | None  # [B]; tokens at positions from here on are padding, and not kept
+    index: jax.Array | int  # of the layer in the cache of its kind
+
+
 class Attention(nn.Module):
-    """Projects to queries, keys and values, applies p-RoPE, attends, and projects back to D."""
+    """Projects to queries, keys and values, applies p-RoPE, attends, and projects back to D.
+
+    `memory` holds the keys and values that layers hand on: a `Cache` with `decoding`, otherwise
+    {kind: {"key", "value"}}, each [B, T, K, H], not rotated; None where no layer needs them.
+    """
 
     config: FrozenConfigDict
-    window: int | None
+    layer: Layer
     rotate_fn: Callable
 
     @nn.compact
-    def __call__(self, x, cache, layer_index, table, segment_ids, first_query):
+    def __call__(self, x, memory, table, segment_ids, decoding):
         config = self.config
+        kind = self.layer.kind
         query = Einsum(config.qkv_bias, name="q_einsum")("BTD,NDH->BTNH", x)
-        key_value = Einsum(config.qkv_bias, name="kv_einsum")("BTD,CKDH->BTCKH", x)
-        key, value = jnp.unstack(key_value, axis=2)
         if config.use_qk_norm:
             query = RMSNorm(config.norm_epsilon, name="query_norm")(query)
-            key = RMSNorm(config.norm_epsilon, name="key_norm")(key)
+        key, value, memory = self._keys_and_values(x, memory, decoding)
         # In float32, and rounded once: a factor that is no power of 2 would round once more.
         query = self._scale_query(query.astype(jnp.float32))
         unrotated = (query.astype(x.dtype), key, value)
         query, key, value = self.rotate_fn(query, key, value, table)
         self._capture(Captured(*unrotated, query.astype(x.dtype), key))
-        scale = config.attention_scale or config.head_dim**-0.5
+        scale = config.attention_scale or self.layer.head_dim**-0.5
         query = (query * scale).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
-        key = checkpoint_name(constrain(key, "BTKH"), "key")
-        value = checkpoint_name(constrain(value, "BTKH"), "value")
-        if cache is not None:
-            cache = _write_cache(cache, layer_index, first_query, {"key": key, "value": value})
-            key = cache["key"][layer_index].swapaxes(1, 2)
-            value = cache["value"][layer_index].swapaxes(1, 2)
+        if not self.layer.shares_kv:
+            key = checkpoint_name(constrain(key, "BTKH"), "key")
+            value = checkpoint_name(constrain(value, "BTKH"), "value")
+        if decoding is not None:
+            if not self.layer.shares_kv:
+                written = _write_cache(memory[kind], {"key": key, "value": value}, decoding)
+                memory = memory | {kind: written}
+            key = memory[kind]["key"][decoding.index].swapaxes(1, 2)
+            value = memory[kind]["value"][decoding.index].swapaxes(1, 2)
         out = attention(
             query,
             key,
             value,
             segment_ids=segment_ids,
-            first_query=first_query,
-            window=self.window,
+            first_query=None if decoding is None else decoding.first_query,
+            window=self.layer.window,
             cap=config.attention_softcap,
             implementation=config.attention,
         )
         out = Einsum(name="attn_vec_einsum")("BTNH,NHD->BTD", out)
-        return constrain(out, "BTD"), cache
+        return constrain(out, "BTD"), memory
+
+    def _keys_and_values(self, x, memory, decoding):
+        """Returns keys and values [B, T, K, H] before the rotation, and the memory with them."""
+        kind = self.layer.kind
+        if self.layer.shares_kv:
+            if decoding is not None:
+                return None, None, memory
+            return memory[kind]["key"], memory[kind]["value"], memory
+        key, value = self._project_keys_and_values(x)
+        if memory is not None and decoding is None:
+            memory = memory | {kind: {"key": key, "value": value}}
+        return key, value, memory
+
+    def _project_keys_and_values(self, x):
+        config = self.config
+        if self.layer.key_is_value:
+            key = Einsum(config.qkv_bias, name="k_einsum")("BTD,KDH->BTKH", x)
+            value = key
+        else:
+            both = Einsum(config.qkv_bias, name="kv_einsum")("BTD,CKDH->BTCKH", x)
+            key, value = jnp.unstack(both, axis=2)
+        if config.use_qk_norm:
+            key = RMSNorm(config.norm_epsilon, name="key_norm")(key)
+        if config.use_value_norm:
+            value = RMSNorm(config.norm_epsilon, use_scale=False)(value)
+        return key, value
 
     def _scale_query(self, query):
         """Scales queries, and so the logits, as the encoding says."""
-        scale = logit_scale(self.config, is_local=self.window is not None)
+        scale = logit_scale(self.config, self.layer.is_local)
         if np.all(scale == 1):
             return query
         return query * scale
 
     def _capture(self, captured: Captured) -> None:
-        """Hands the inputs of attention to `layer`; elsewhere nothing is stored."""
+        """Hands the inputs of attention to `run_layer`; elsewhere nothing is stored."""
+        if captured.key is None:
+            return
         for name, array in captured._asdict().items():
             self.sow("captured", name, array, reduce_fn=lambda _, new: new)
 
 
-def _write_cache(
-    cache: Cache,
-    layer_index,
-    first_query,
-    new: dict[str, jax.Array],
-) -> Cache:
-    """Writes keys and values [B, T, K, H] into the slots from `first_query` [B] on.
+def _write_cache(cache: dict[str, jax.Array], new: dict[str, jax.Array], decoding: Decoding):
+    """Writes keys and values [B, T, K, H] of a layer into the cache of its kind.
 
-    The cache is [L, B, K, S, H]; indexing it here gives [B, T, K, H].
+    That is [n, B, K, S, H]; indexing it here gives [B, T, K, H].
     """
     B, T = new["key"].shape[:2]
+    S = cache["key"].shape[3]
     rows = jnp.arange(B)[:, None]
-    slots = first_query[:, None] + jnp.arange(T)[None]
-    return {name: cache[name].at[layer_index, rows, :, slots].set(new[name]) for name in cache}
+    positions = decoding.first_query[:, None] + jnp.arange(T)[None]
+    slots = positions % S
+    if decoding.lengths is not None:
+        is_padding = positions >= decoding.lengths[:, None]
+        slots = jnp.where(is_padding, S, slots)  # beyond the cache: nothing is written
+    return {
+        name: array.at[decoding.index, rows, :, slots].set(new[name], mode="drop")
+        for name, array in cache.items()
+    }
 
 
 class MLP(nn.Module):
@@ -193,28 +247,38 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: x += attention(norm(x)), then x += mlp(norm(x)), for the residual stream x.
 
-    With post_norms, what is added is normalised first.
+    With post_norms, what is added is normalised first. A layer with an input [B, T, Q] of its own
+    then adds that, and one with a skip scale multiplies all by it.
     """
 
     config: FrozenConfigDict
-    window: int | None = None
+    layer: Layer
     rotate_fn: Callable = rotate_qkv
 
     @nn.compact
-    def __call__(self, carry, layer_index, table, segment_ids=None, first_query=None):
-        x, cache = carry
-        norm = functools.partial(RMSNorm, self.config.norm_epsilon)
+    def __call__(self, x, memory, table, segment_ids=None, decoding=None, layer_input=None):
+        config = self.config
+        norm = functools.partial(RMSNorm, config.norm_epsilon)
         normed = norm(name="pre_attention_norm")(x)
-        attend = Attention(self.config, self.window, self.rotate_fn, name="attn")
-        attended, cache = attend(normed, cache, layer_index, table, segment_ids, first_query)
-        if self.config.post_norms:
+        attend = Attention(config, self.layer, self.rotate_fn, name="attn")
+        attended, memory = attend(normed, memory, table, segment_ids, decoding)
+        if config.post_norms:
             attended = norm(name="post_attention_norm")(attended)
         x = x + attended
         normed = norm(name="pre_ffw_norm")(x)
-        projected = MLP(self.config.activation, name="mlp")(normed)
-        if self.config.post_norms:
+        projected = MLP(config.activation, name="mlp")(normed)
+        if config.post_norms:
             projected = norm(name="post_ffw_norm")(projected)
-        return x + projected, cache
+        x = x + projected
+        if layer_input is not None:
+            gate = Einsum(name="per_layer_input_gate")("BTD,DQ->BTQ", x)
+            gated = ACTIVATIONS[config.activation](gate) * layer_input
+            added = Einsum(name="per_layer_projection")("BTQ,QD->BTD", gated)
+            x = x + norm(name="post_per_layer_input_norm")(added)
+        if config.use_skip_scale:
+            skip_scale = self.get_variable("params", "skip_scale")
+            x = x * jnp.expand_dims(skip_scale, (0, 1)).astype(x.dtype)
+        return x, memory
 
 
 def hidden_states(
@@ -228,7 +292,8 @@ def hidden_states(
 
     `logits` predicts the next tokens from it. `config` is a run's `config.model`.
     """
-    hidden, _ = _run(config, params, tokens, positions, segment_ids)
+    memory = _empty_memory(config, *tokens.shape) if config.num_kv_shared_layers else None
+    hidden, _ = _run(config, params, tokens, positions, memory, segment_ids)
     return hidden
 
 
@@ -238,6 +303,7 @@ def decode(
     tokens: Int[Array, "B T"],
     cache: Cache,
     first_query: Int[Array, " B"],
+    lengths: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Runs the decoder on T more tokens, from position `first_query` of each row on.
 
@@ -245,94 +311,166 @@ def decode(
     be a tuple with the parameters of each layer, as `prope.inference.generation` splits them.
     Encodings that depend on the length of the sequence, such as dynamic scaling, are not for this.
 
+    Args:
+      cache: where a layer with a window has fewer slots than there are positions, it must have at
+        least window + T - 1.
+      lengths: of the rows; tokens from there on are padding, which does not get into the cache.
+
     Returns:
       `hidden_states` of these tokens, and the cache with their keys and values.
     """
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = first_query[:, None] + steps[None]
-    return _run(config, params, tokens, positions, cache=cache, first_query=first_query)
+    decoding = Decoding(first_query, lengths, index=0)
+    return _run(config, params, tokens, positions, cache, decoding=decoding)
 
 
-def _run(
-    config,
-    params,
-    tokens,
-    positions,
-    segment_ids=None,
-    cache=None,
-    first_query=None,
-):
-    """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the cache)."""
-    seq_len = context_size() * tokens.shape[1]
-    unique_freqs, table_indices = np.unique(
-        layer_frequencies(config, seq_len), axis=0, return_inverse=True
-    )
-    # Layers of one encoding share a table.
-    tables = [rotation_table(positions, freqs) for freqs in unique_freqs]
-    windows = layer_windows(config)
-    carry = (embed(config, embedding(params), tokens), cache)
+def _empty_memory(config, B: int, T: int):
+    """Returns zeros for the keys and values of every kind, which the layers replace."""
+    memory = {}
+    for layer in layers(config):
+        zeros = jnp.zeros((B, T, layer.num_kv_heads, layer.head_dim), config.dtype)
+        memory[layer.kind] = {"key": zeros, "value": zeros}
+    return memory
 
-    def run_layer(carry, layer_params, layer_index, table, window):
-        block = Block(FrozenConfigDict(config), window)
-        inputs = (carry, layer_index, table, segment_ids, first_query)
-        return block.apply({"params": layer_params}, *inputs)
 
-    layers = params["layers"]
-    if isinstance(layers, dict):
-        carry = _scan_layers(config, run_layer, carry, layers, tables, table_indices, windows)
+def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=None):
+    """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
+    x = embed(config, embedding(params), tokens)
+    tables = _rotation_tables(config, positions)
+    of_layer = {"table": tables.indices}
+    if config.per_layer_input_dim:
+        of_layer["input"] = layer_inputs(config, params, tokens, x)
+    if decoding is not None:
+        of_layer["cache"] = _cache_indices(config)
+    all_layers = layers(config)
+
+    def run_layer(carry, params, of_layer, number):
+        block = Block(FrozenConfigDict(config), all_layers[number])
+        table = tables.choose(number, of_layer.get("table"))
+        step = decoding and decoding._replace(index=of_layer["cache"])
+        inputs = (table, segment_ids, step, of_layer.get("input"))
+        return block.apply({"params": params}, *carry, *inputs)
+
+    carry = (x, memory)
+    if isinstance(params["layers"], dict):
+        carry = _scan_all(config, run_layer, carry, params["layers"], of_layer)
     else:  # split, for `decode`
-        for i, layer_params in enumerate(layers):
-            table = tables[table_indices[i]]
-            carry = run_layer(carry, layer_params, i, table, windows[i])
-    x, cache = carry
-    return final_norm(config, params["final_norm"], x), cache
+        for number, layer_params in enumerate(params["layers"]):
+            of_this = jax.tree.map(lambda x: x[number], of_layer)  # noqa: B023
+            carry = run_layer(carry, layer_params, of_this, number)
+    x, memory = carry
+    return final_norm(config, params["final_norm"], x), memory
 
 
-def _scan_layers(config, run_layer, carry, layers, tables, table_indices, windows):
-    """Scans over the layers; where `layer_types` repeats every n layers, a scan step runs n.
+class _Tables(NamedTuple):
+    """Tables of rotation: layers of one kind and encoding share one."""
 
-    So every layer of a step has a window that is known when it is compiled. Layers after the last
-    whole repetition are run one by one.
-    """
+    by_kind: dict[str, jax.Array]  # [2, B, T, P] where a kind has one encoding, or [n, 2, B, T, P]
+    kinds: list[str]  # [L]
+    indices: np.ndarray | None  # [L], a layer's encoding of those of its kind; None: all have one
+
+    def choose(self, number: int, index) -> jax.Array:
+        """Returns the table of layer `number` with `index`, its element of `indices`."""
+        table = self.by_kind[self.kinds[number]]
+        return table if table.ndim == 4 else table[index]
+
+
+def _rotation_tables(config, positions) -> _Tables:
+    seq_len = context_size() * positions.shape[1]
+    kinds = layer_kinds(config)
+    encodings: dict[str, list] = {kind: [] for kind in kinds}
+    indices = []
+    for kind, freqs in zip(kinds, layer_frequencies(config, seq_len), strict=True):
+        freqs = tuple(freqs)
+        if freqs not in encodings[kind]:
+            encodings[kind].append(freqs)
+        indices.append(encodings[kind].index(freqs))
+    by_kind = {}
+    for kind, of_kind in encodings.items():
+        tables = [rotation_table(positions, np.array(freqs)) for freqs in of_kind]
+        by_kind[kind] = jnp.stack(tables) if len(tables) > 1 else tables[0]
+    return _Tables(by_kind, kinds, np.array(indices) if any(indices) else None)
+
+
+def _cache_indices(config) -> np.ndarray:
+    """Returns for every layer which of its kind's keys and values in the cache it uses, [L]."""
+    all_layers = layers(config)
+    sources = key_value_sources(config)
+    indices = [
+        sum(other.kind == all_layers[source].kind for other in all_layers[:source])
+        for source in sources
+    ]
+    return np.array(indices)
+
+
+def _scan_all(config, run_layer, carry, params, of_layer):
+    """Runs the layers of `_run` by scans: (x [B, T, D], the memory)."""
     if config.remat != "none":
         run_layer = jax.checkpoint(
             run_layer,
             policy=save_policy(_SAVED_RESIDUALS[config.remat]),
             prevent_cse=not config.scan_layers,
-            static_argnums=4,  # window
+            static_argnums=3,  # number
         )
-    L = config.num_layers
-    period = len(config.layer_types) or 1
-    repetitions = L // period
-    _, cache = carry
-    # The whole cache is carried: a step writes the slots of its tokens and copies no others.
-    layer_indices = None if cache is None else jnp.arange(L)
-    one_table = len(tables) == 1
-    tables = tables[0] if one_table else jnp.stack(tables)
-    table_indices = None if one_table else jnp.asarray(table_indices)
-    by_layer = (layers, layer_indices, table_indices)
-    num_scanned = repetitions * period
+    first_sharing = config.num_layers - config.num_kv_shared_layers
+    carry = _scan(config, run_layer, carry, range(first_sharing), params, of_layer)
+    if not config.num_kv_shared_layers:
+        return carry
+    x, memory = carry
 
-    def run_one(carry, layer, window):
-        layer_params, layer_index, table_index = layer
-        table = tables if one_table else tables[table_index]
-        return run_layer(carry, layer_params, layer_index, table, window)
+    def run_sharing_layer(x, *layer):
+        x, _ = run_layer((x, memory), *layer)  # which only reads the memory
+        return x
+
+    sharing = range(first_sharing, config.num_layers)
+    return _scan(config, run_sharing_layer, x, sharing, params, of_layer), memory
+
+
+def _scan(config, run_layer, carry, numbers, params, of_layer):
+    """Scans over the layers `numbers`; where kinds repeat every n layers, a scan step runs n.
+
+    So what a layer is built by is known when a step is compiled. Layers after the last whole
+    repetition are run one by one.
+    """
+    period = len(config.layer_types) or 1
+    repetitions = len(numbers) // period
+    place = dict(zip(numbers, places(config)[numbers.start :], strict=False))
+    by_stack = params if place[numbers[0]].stack else {"": params}
+    in_period = collections.Counter(place[number].stack for number in numbers[:period])
+
+    def fold(x, count, start=0):
+        """Reshapes [n, ...] to [repetitions, count, ...], or leaves it [repetitions, ...]."""
+        num_scanned = repetitions * count
+        if len(x) != num_scanned:
+            x = x[start : start + num_scanned]
+        return x if count == 1 else x.reshape(repetitions, count, *x.shape[1:])
 
     def run_period(carry, scanned):
-        for j in range(period):
-            layer = jax.tree.map(lambda x: x[j], scanned) if period > 1 else scanned  # noqa: B023
-            carry = run_one(carry, layer, windows[j])
+        folded_params, folded = scanned
+        for j, number in enumerate(numbers[:period]):
+            stack, row = place[number]
+            layer_params = folded_params[stack]
+            if in_period[stack] > 1:
+                layer_params = jax.tree.map(lambda x: x[row], layer_params)  # noqa: B023
+            of_this = jax.tree.map(lambda x: x[j], folded) if period > 1 else folded  # noqa: B023
+            carry = run_layer(carry, layer_params, of_this, number)
         return carry, None
 
-    def by_period(x):
-        return x[:num_scanned].reshape(repetitions, period, *x.shape[1:])
-
-    scanned = by_layer if period == 1 else jax.tree.map(by_period, by_layer)
-    unroll = 1 if config.scan_layers else repetitions
-    carry, _ = jax.lax.scan(run_period, carry, scanned, unroll=unroll)
-    for i in range(num_scanned, L):
-        layer = jax.tree.map(lambda x: x[i], by_layer)  # noqa: B023
-        carry = run_one(carry, layer, windows[i])
+    if repetitions:
+        folded_params = {
+            stack: jax.tree.map(functools.partial(fold, count=count), by_stack[stack])
+            for stack, count in in_period.items()
+        }
+        fold_each = functools.partial(fold, count=period, start=numbers.start)
+        scanned = (folded_params, jax.tree.map(fold_each, of_layer))
+        unroll = 1 if config.scan_layers else repetitions
+        carry, _ = jax.lax.scan(run_period, carry, scanned, unroll=unroll)
+    for number in numbers[repetitions * period :]:
+        stack, row = place[number]
+        layer_params = jax.tree.map(lambda x: x[row], by_stack[stack])  # noqa: B023
+        of_this = jax.tree.map(lambda x: x[number], of_layer)  # noqa: B023
+        carry = run_layer(carry, layer_params, of_this, number)
     return carry
 
 
@@ -350,6 +488,29 @@ def embed(
         return (rows * factor).astype(config.dtype)
 
     return embedding_lookup(table, tokens, scale)
+
+
+def layer_inputs(
+    config: ConfigDict,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    x: Float[Array, "B T D"],
+) -> Float[Array, "L B T Q"]:
+    """Computes every layer's own input, of the tokens and of `x`, their `embed`.
+
+    `params` has at least "embedder".
+    """
+    embedder = params["embedder"]
+    projection = {"params": embedder["per_layer_model_projection"]}
+    context = Einsum().apply(projection, "BTD,DMQ->BTMQ", x) * config.embed_dim**-0.5
+    norm = {"params": embedder["per_layer_projection_norm"]}
+    context = RMSNorm(config.norm_epsilon).apply(norm, context)
+
+    def scale(rows):
+        return (rows * config.per_layer_input_dim**0.5).astype(config.dtype)
+
+    of_token = embedding_lookup(embedder["per_layer_embeddings"], tokens, scale, "BTMQ")
+    return ((context + of_token) * 2**-0.5).transpose(2, 0, 1, 3)
 
 
 def embedding(params: Params) -> Float[Array, "V D"]:
@@ -382,13 +543,15 @@ def logits(
     return softcap(scores, config.final_softcap)
 
 
-def layer(
+def run_layer(
     config: ConfigDict,
     params: Params,
     x: Float[Array, "B T D"],
     table: Float[Array, "2 b T P"],
     rotate_fn: Callable | None = None,
-    window: int | None = None,
+    layer: Layer | None = None,
+    memory: dict | None = None,
+    layer_input: Float[Array, "B T Q"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Captured]:
     """Runs one layer, for analysis: the residual stream after it and its attention's inputs.
 
@@ -398,15 +561,14 @@ def layer(
       x: the residual stream before the layer.
       table: of this layer's rotation, with b = 1 or B.
       rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
-      window: keys that a query sees, its own included; None: all before.
+      layer: what this layer is built by, from `prope.layers.layers`; by default as the first one.
+      memory: for a layer that shares them, {layer.kind: {"key", "value"}}, not rotated.
+      layer_input: of this layer, from `layer_inputs`, if it has one.
     """
-    block = Block(FrozenConfigDict(config), window, rotate_fn or rotate_qkv)
+    layer = layer or layers(config)[0]
+    block = Block(FrozenConfigDict(config), layer, rotate_fn or rotate_qkv)
     (x, _), sown = block.apply(
-        {"params": params},
-        (x, None),
-        None,
-        table,
-        mutable="captured",
+        {"params": params}, x, memory, table, layer_input=layer_input, mutable="captured"
     )
     return x, Captured(**sown["captured"]["attn"])
 
@@ -417,23 +579,28 @@ def init(config: ConfigDict, key: jax.Array) -> Params:
     Matrices are truncated normals of variance 1 / fan-in, the product of the contracted axes; the
     scales of norms are 0.
     """
+    layer_keys = jax.random.split(key, config.num_layers)
+    by_stack = stacks(config)
     leaves = {}
     for path, row in parameters.parameters(config).items():
-        *module_path, _ = path.split("/")
-        draw = functools.partial(_draw, config, row, module_path)
-        if path.startswith("layers/"):
-            leaves[path] = jax.lax.map(draw, jax.random.split(key, config.num_layers))
-        else:
+        draw = functools.partial(_draw, config, path, row)
+        stack = parameters.stack_of(path)
+        if stack is None:
             leaves[path] = draw(key)
+        else:
+            numbers = by_stack[stack]
+            is_whole = len(numbers) == config.num_layers
+            keys = layer_keys if is_whole else layer_keys[np.array(numbers)]
+            leaves[path] = jax.lax.map(draw, keys)
     return parameters.nest(leaves)
 
 
-def _draw(config, row, module_path, key):
+def _draw(config, path, row, key):
     """Draws initial values, of one layer, with the key that Flax would give this parameter."""
-    sizes = parameters.axis_sizes(config)
+    sizes = parameters.axis_sizes(config, path)
     shape = tuple(sizes[axis] for axis in row.axes)
     if not row.is_matrix:
-        return jnp.zeros(shape)
+        return jnp.full(shape, row.initial)
     contracted = tuple(row.axes.index(axis) for axis in row.fan_in)
     initializer = nn.initializers.variance_scaling(
         1.0,
@@ -442,5 +609,6 @@ def _draw(config, row, module_path, key):
         in_axis=contracted,
         out_axis=tuple(axis for axis in range(len(shape)) if axis not in contracted),
     )
+    *module_path, _ = path.split("/")
     parameter_key = LazyRng.create(key, *module_path, row.draw).as_jax_rng()
     return initializer(parameter_key, shape)

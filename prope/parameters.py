@@ -3,8 +3,12 @@
 Initial values, sharding, weight decay, names in Hugging Face files, FLOPs and counts are read from
 `TABLE`. A new parameter is a row here, and a line in `prope/model.py` that uses it.
 
-Axes: L layers, D embed_dim, N query heads, K key/value heads, H head_dim, F hidden_dim, V vocab,
-C two matrices in one array (key and value, or the gate and what it multiplies).
+A parameter's path is that of its row, but where layers differ in shape: then the name of their
+stack (`prope/layers.py`) follows "layers", as in "layers/full_attention/attn/q_einsum/w".
+
+Axes: L layers, of one stack, D embed_dim, N query heads, K key/value heads, H head_dim, F
+hidden_dim, V vocab, Q lanes of a layer's own input, M all layers, C two matrices in one array (key
+and value, or the gate and what it multiplies), O one number.
 """
 
 import math
@@ -15,16 +19,20 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from prope.layers import STACKS, layers, stacks
+
 
 class Parameter(NamedTuple):
     """A row: an array of float32, of one layer where its path begins with "layers"."""
 
     axes: str
-    fan_in: str  # axes that its matmul contracts; none: a bias or a norm's scale, which start at 0
+    fan_in: str  # axes that its matmul contracts; none: a bias or a scale, which is not drawn
     hf_names: tuple[str, ...]  # tensors in the files of transformers, one for each matrix of C
     hf_axes: str  # axes of such a tensor; in "NH D", N and H are one axis
     draw: int = 2  # which draw of its module gives the initial values, counted as Flax counts
-    exists_where: tuple[str, bool] | None = None  # a field of config.model and its value
+    # Fields of config.model, or of a `Layer`, and what they are: all must hold.
+    exists_where: tuple[tuple[str, bool], ...] = ()
+    initial: float = 0.0  # where it is not drawn
 
     @property
     def is_matrix(self) -> bool:
@@ -32,28 +40,55 @@ class Parameter(NamedTuple):
         return bool(self.fan_in)
 
 
+_HAS_INPUTS = (("has_layer_inputs", True),)
 TABLE = {
     "embedder/input_embedding": Parameter("VD", "D", ("embed_tokens",), "V D", draw=1),
     "layers/pre_attention_norm/scale": Parameter("D", "", ("input_layernorm",), "D"),
     "layers/attn/q_einsum/w": Parameter("NDH", "D", ("self_attn.q_proj",), "NH D"),
     "layers/attn/kv_einsum/w": Parameter(
-        "CKDH", "D", ("self_attn.k_proj", "self_attn.v_proj"), "KH D"
+        "CKDH",
+        "D",
+        ("self_attn.k_proj", "self_attn.v_proj"),
+        "KH D",
+        exists_where=(("shares_kv", False), ("key_is_value", False)),
+    ),
+    "layers/attn/k_einsum/w": Parameter(
+        "KDH",
+        "D",
+        ("self_attn.k_proj",),
+        "KH D",
+        exists_where=(("shares_kv", False), ("key_is_value", True)),
     ),
     "layers/attn/q_einsum/b": Parameter(
-        "NH", "", ("self_attn.q_proj",), "NH", exists_where=("qkv_bias", True)
+        "NH", "", ("self_attn.q_proj",), "NH", exists_where=(("qkv_bias", True),)
     ),
     "layers/attn/kv_einsum/b": Parameter(
-        "CKH", "", ("self_attn.k_proj", "self_attn.v_proj"), "KH", exists_where=("qkv_bias", True)
+        "CKH",
+        "",
+        ("self_attn.k_proj", "self_attn.v_proj"),
+        "KH",
+        exists_where=(("qkv_bias", True), ("shares_kv", False), ("key_is_value", False)),
+    ),
+    "layers/attn/k_einsum/b": Parameter(
+        "KH",
+        "",
+        ("self_attn.k_proj",),
+        "KH",
+        exists_where=(("qkv_bias", True), ("shares_kv", False), ("key_is_value", True)),
     ),
     "layers/attn/query_norm/scale": Parameter(
-        "H", "", ("self_attn.q_norm",), "H", exists_where=("use_qk_norm", True)
+        "H", "", ("self_attn.q_norm",), "H", exists_where=(("use_qk_norm", True),)
     ),
     "layers/attn/key_norm/scale": Parameter(
-        "H", "", ("self_attn.k_norm",), "H", exists_where=("use_qk_norm", True)
+        "H",
+        "",
+        ("self_attn.k_norm",),
+        "H",
+        exists_where=(("use_qk_norm", True), ("shares_kv", False)),
     ),
     "layers/attn/attn_vec_einsum/w": Parameter("NHD", "NH", ("self_attn.o_proj",), "D NH"),
     "layers/post_attention_norm/scale": Parameter(
-        "D", "", ("post_attention_layernorm",), "D", exists_where=("post_norms", True)
+        "D", "", ("post_attention_layernorm",), "D", exists_where=(("post_norms", True),)
     ),
     "layers/pre_ffw_norm/scale": Parameter("D", "", ("post_attention_layernorm",), "D"),
     "layers/mlp/gating_einsum": Parameter(
@@ -61,51 +96,120 @@ TABLE = {
     ),
     "layers/mlp/linear": Parameter("FD", "F", ("mlp.down_proj",), "D F", draw=4),
     "layers/post_ffw_norm/scale": Parameter(
-        "D", "", ("post_feedforward_layernorm",), "D", exists_where=("post_norms", True)
+        "D", "", ("post_feedforward_layernorm",), "D", exists_where=(("post_norms", True),)
+    ),
+    "layers/per_layer_input_gate/w": Parameter(
+        "DQ", "D", ("per_layer_input_gate",), "Q D", exists_where=_HAS_INPUTS
+    ),
+    "layers/per_layer_projection/w": Parameter(
+        "QD", "Q", ("per_layer_projection",), "D Q", exists_where=_HAS_INPUTS
+    ),
+    "layers/post_per_layer_input_norm/scale": Parameter(
+        "D", "", ("post_per_layer_input_norm",), "D", exists_where=_HAS_INPUTS
+    ),
+    "layers/skip_scale": Parameter(
+        "O",
+        "",
+        ("layer_scalar",),
+        "O",
+        exists_where=(("use_skip_scale", True),),
+        initial=1.0,
+    ),
+    "embedder/per_layer_embeddings": Parameter(
+        "VMQ",
+        "Q",
+        ("embed_tokens_per_layer",),
+        "V MQ",
+        draw=2,
+        exists_where=_HAS_INPUTS,
+    ),
+    "embedder/per_layer_model_projection/w": Parameter(
+        "DMQ", "D", ("per_layer_model_projection",), "MQ D", exists_where=_HAS_INPUTS
+    ),
+    "embedder/per_layer_projection_norm/scale": Parameter(
+        "Q", "", ("per_layer_projection_norm",), "Q", exists_where=_HAS_INPUTS
     ),
     "final_norm/scale": Parameter("D", "", ("norm",), "D"),
-    "head/w": Parameter("VD", "D", ("lm_head",), "V D", draw=1, exists_where=("tied", False)),
+    "head/w": Parameter("VD", "D", ("lm_head",), "V D", draw=1, exists_where=(("tied", False),)),
 }
 
 
 def parameters(model: ConfigDict) -> dict[str, Parameter]:
     """Returns the rows of the parameters that a run's `config.model` has, by path."""
+    switches = model.to_dict() | {"has_layer_inputs": model.per_layer_input_dim > 0}
+    all_layers = layers(model)
+    rows = {}
+    for path, row in TABLE.items():
+        if not path.startswith("layers/"):
+            if _exists(row, switches):
+                rows[path] = row
+            continue
+        for stack, numbers in stacks(model).items():
+            layer = all_layers[numbers[0]]
+            if _exists(row, switches | layer._asdict()):
+                rows[_in_stack(path, stack)] = row
+    return rows
 
-    def exists(row: Parameter) -> bool:
-        if row.exists_where is None:
-            return True
-        field, value = row.exists_where
-        return model[field] == value
 
-    return {path: row for path, row in TABLE.items() if exists(row)}
+def _exists(row: Parameter, values: dict[str, Any]) -> bool:
+    return all(values[field] == value for field, value in row.exists_where)
 
 
-def axis_sizes(model: ConfigDict) -> dict[str, int]:
-    """Returns the size of every axis letter."""
+def _in_stack(path: str, stack: str) -> str:
+    """Returns the path of a row's parameter in a stack of layers."""
+    return path.replace("layers/", f"layers/{stack}/", 1) if stack else path
+
+
+def stack_of(path: str) -> str | None:
+    """Returns the stack of layers that a path names, "" for the only one; None: of no layer."""
+    names = path.split("/")
+    if names[0] != "layers":
+        return None
+    return names[1] if names[1] in STACKS else ""
+
+
+def row_path(path: str) -> str:
+    """Returns the path of a parameter's row in `TABLE`."""
+    stack = stack_of(path)
+    return path.replace(f"/{stack}/", "/", 1) if stack else path
+
+
+def axis_sizes(model: ConfigDict, path: str = "") -> dict[str, int]:
+    """Returns the size of every axis letter, for the parameter at `path`."""
+    numbers = stacks(model).get(stack_of(path) or "", range(model.num_layers))
+    layer = layers(model)[numbers[0]]
     return {
-        "L": model.num_layers,
+        "L": len(numbers),
+        "M": model.num_layers,
         "D": model.embed_dim,
         "N": model.num_heads,
-        "K": model.num_kv_heads,
-        "H": model.head_dim,
-        "F": model.hidden_dim,
+        "K": layer.num_kv_heads,
+        "H": layer.head_dim,
+        "F": layer.hidden_dim,
         "V": model.vocab_size,
+        "Q": model.per_layer_input_dim,
         "C": 2,
+        "O": 1,
     }
 
 
 def stacked_axes(path: str) -> str:
     """Returns the axes of a parameter as it is stored: layers are stacked on a leading axis L."""
-    axes = TABLE[path].axes
+    axes = TABLE[row_path(path)].axes
     return f"L{axes}" if path.startswith("layers/") else axes
+
+
+def stacked_shape(model: ConfigDict, path: str) -> tuple[int, ...]:
+    """Returns the shape of a parameter as it is stored."""
+    sizes = axis_sizes(model, path)
+    return tuple(sizes[axis] for axis in stacked_axes(path))
 
 
 def shapes(model: ConfigDict) -> dict[str, Any]:
     """Returns the tree of all parameters as `jax.ShapeDtypeStruct`."""
-    sizes = axis_sizes(model)
 
     def shape(path: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct([sizes[axis] for axis in stacked_axes(path)], jnp.float32)
+        return jax.ShapeDtypeStruct(stacked_shape(model, path), jnp.float32)
 
     return nest({path: shape(path) for path in parameters(model)})
 
@@ -115,12 +219,13 @@ def count(model: ConfigDict, matrices_only: bool = False) -> int:
 
     A tied embedding is one of these: as the head, not as the lookup.
     """
-    sizes = axis_sizes(model)
+    lookups = {"embedder/per_layer_embeddings"}
+    if not model.tied:
+        lookups.add("embedder/input_embedding")
     total = 0
     for path, row in parameters(model).items():
-        is_lookup = path == "embedder/input_embedding" and not model.tied
-        if not matrices_only or (row.is_matrix and not is_lookup):
-            total += math.prod(sizes[axis] for axis in stacked_axes(path))
+        if not matrices_only or (row.is_matrix and path not in lookups):
+            total += math.prod(stacked_shape(model, path))
     return total
 
 
@@ -137,6 +242,7 @@ def find(keys: Sequence) -> tuple[Parameter, str] | None:
     of the optimizer.
     """
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in keys]
+    names = [name for name in names if name not in STACKS[1:]]
     for path, row in TABLE.items():
         row_names = path.split("/")
         length = min(len(names), len(row_names))

@@ -190,23 +190,27 @@ def sum_like_param(x: jax.Array, axes: str) -> jax.Array:
 
 
 def embedding_lookup(
-    table: jax.Array, tokens: jax.Array, finish: Callable[[jax.Array], jax.Array]
+    table: jax.Array,
+    tokens: jax.Array,
+    finish: Callable[[jax.Array], jax.Array],
+    axes: str = "BTD",
 ) -> jax.Array:
-    """Computes finish(table[tokens]), `finish` elementwise, for a table [V, D] and tokens [B, T].
+    """Computes finish(table[tokens]), `finish` elementwise, for a table [V, .., D].
 
-    Every device looks up its own columns for all tokens of its replica and exchanges them, so that
-    neither the table nor its gradient ever exists whole.
+    `axes` are those of the result, for tokens [B, T]. Every device looks up its own columns for all
+    tokens of its replica and exchanges them, so that neither the table nor its gradient ever exists
+    whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or len(tokens) % num_shards("B") or table.shape[1] % _size(mesh, _WITHIN_REPLICA):
-        return constrain(finish(table[tokens]), "BTD")
+    divides = not mesh.empty and table.shape[-1] % _size(mesh, _WITHIN_REPLICA) == 0
+    if not divides or len(tokens) % num_shards("B"):
+        return constrain(finish(table[tokens]), axes)
     tokens = jax.lax.with_sharding_constraint(tokens, PartitionSpec("data"))
     rows = finish(table[tokens])
-    rows = jax.lax.with_sharding_constraint(
-        rows,
-        PartitionSpec("data", None, _WITHIN_REPLICA),
-    )
-    return constrain(rows, "BTD")
+    whole = [None] * (rows.ndim - 2)
+    by_column = PartitionSpec("data", *whole, _WITHIN_REPLICA)
+    rows = jax.lax.with_sharding_constraint(rows, by_column)
+    return constrain(rows, axes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -404,13 +408,13 @@ def _param_spec(
 ) -> PartitionSpec:
     """Returns the spec of a stored parameter: as in use, and one more axis over fsdp.
 
-    L, and C for the two matrices in one array, are not sharded, because loops run over them.
+    L and M of layers, and C of the two matrices in one array, are not sharded: loops run over them.
     """
     spec = list(_spec(mesh, axes, shape))
     free = [
         a
         for a, mesh_axis in enumerate(spec)
-        if axes[a] not in "LC"
+        if axes[a] not in "LMC"
         and (mesh_axis is None or mesh.shape[mesh_axis] == 1)
         and shape[a] % _size(mesh, _WITHIN_REPLICA) == 0
     ]

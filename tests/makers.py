@@ -23,8 +23,9 @@ from ml_collections import FrozenConfigDict
 
 from prope import attention, model, parameters
 from prope.config import default_config, set_layer_percentages
-from prope.encodings import layer_frequencies, layer_windows
+from prope.encodings import layer_frequencies
 from prope.errors import UsageError
+from prope.layers import layers
 from prope.rope import frequencies, rotation_table
 from prope.runtime.validate import validate
 from prope.step import prepare
@@ -128,6 +129,33 @@ KINDS_OF_LAYERS = {
 }
 
 
+# Gemma 4 at a small size: layers of two shapes, of which full ones have no values of their own; and
+# with inputs of their own, and the last ones with the keys and values of others.
+_GEMMA4 = {
+    "num_layers": 6,
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+    "sliding_window": 5,
+    "global_head_dim": 32,
+    "rope_percentage": 0.25,
+    "max_wavelength": 1000.0,
+    "local_rope_percentage": 1.0,
+    "local_max_wavelength": 100.0,
+    "post_norms": True,
+    "use_qk_norm": True,
+    "use_value_norm": True,
+    "use_skip_scale": True,
+    "attention_scale": 0.5,
+    "final_softcap": 3.0,
+}
+DENSE4 = _GEMMA4 | {"num_kv_heads": 2, "num_global_kv_heads": 1, "global_key_is_value": True}
+E4 = _GEMMA4 | {
+    "num_kv_heads": 1,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "per_layer_input_dim": 8,
+}
+
+
 def small(**fields):
     """config.model of a model that compiles in a moment."""
     config = default_config().model
@@ -154,9 +182,9 @@ def initial_params(config, seed=0):
 def draw_model(config, B=2, T=12, seed=0):
     """Parameters with no zeros in them, so that every one matters; tokens; positions."""
     rng = np.random.default_rng(seed)
-    sizes = parameters.axis_sizes(config)
     leaves = {}
     for path, row in parameters.parameters(config).items():
+        sizes = parameters.axis_sizes(config, path)
         fan_in = math.prod(sizes[axis] for axis in row.fan_in)
         scale = 0.1 + row.is_matrix / math.sqrt(fan_in)
         shape = [sizes[axis] for axis in parameters.stacked_axes(path)]
@@ -579,12 +607,11 @@ def layer_params(params, number):
 def run_layers(config, params, tokens, positions):
     """Yields (residual stream after, captured) of every layer."""
     x = model.embed(config, model.embedding(params), tokens)
-    windows = layer_windows(config)
-    run_layer = jax.jit(functools.partial(model.layer, config), static_argnames="window")
+    all_layers = layers(config)
+    run_layer = jax.jit(functools.partial(model.run_layer, config), static_argnames="layer")
     for number, freqs in enumerate(layer_frequencies(config)):
         table = rotation_table(positions, freqs)
-        layer = layer_params(params, number)
-        x, captured = run_layer(layer, x, table, window=windows[number])
+        x, captured = run_layer(layer_params(params, number), x, table, layer=all_layers[number])
         yield x, captured
 
 

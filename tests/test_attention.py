@@ -204,7 +204,7 @@ def test_bfloat16_queries_are_rotated_and_scaled_with_one_rounding(head_dim, mon
     layer_params = jax.tree.map(lambda leaf: leaf[0], params["layers"])
     freqs = oracles.frequencies(head_dim, p=config.rope_percentage)
     table = jax.jit(lambda positions: rotation_table(positions, freqs))(positions)
-    _, captured = model.layer(config, layer_params, x, table)
+    _, captured = model.run_layer(config, layer_params, x, table)
     rotated = oracles.rotate(captured.query, positions, freqs)
     expected = rotated / np.sqrt(head_dim)
     query = seen["query"]

@@ -95,7 +95,7 @@ def test_only_the_head_that_is_stopped_changes():
     x = model.embed(config, model.embedding(params), tokens)
     table = rotation_table(positions, oracles.frequencies(H))
     run_layer = functools.partial(
-        model.layer,
+        model.run_layer,
         config,
         layer_params(params, 0),
         x,

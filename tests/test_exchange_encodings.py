@@ -11,13 +11,13 @@ from conftest import ROOT
 from makers import SIZES, assert_trees_close, edit, forward, make_run, same
 
 from prope.config import default_config
-from prope.encodings import layer_windows
 from prope.errors import UsageError
 from prope.hf import config_json
 from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors
+from prope.layers import layer_windows
 from prope.workdir.run import open_run
 
 LENGTH = 128  # length in training; logits are compared up to four times it

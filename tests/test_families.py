@@ -13,7 +13,7 @@ from oracles import decoder
 
 from prope import model
 from prope.config import set_layer_percentages
-from prope.encodings import layer_frequencies, layer_windows
+from prope.encodings import layer_frequencies
 from prope.hf import exporter, importer
 from prope.hf.families import (
     ACTIVATIONS,
@@ -26,6 +26,7 @@ from prope.hf.families import (
     rotated_layers,
 )
 from prope.inference.generation import empty_cache
+from prope.layers import layer_windows
 from prope.workdir.run import open_run, read_config
 
 pytestmark = pytest.mark.slow  # torch and transformers take seconds to import

@@ -6,10 +6,11 @@ import math
 import pytest
 from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B
 
-from prope.encodings import layer_percentages, layer_windows
+from prope.encodings import layer_percentages
 from prope.hf import config_json
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors
+from prope.layers import layer_windows
 
 LLAMA_3_ROPE = {
     "factor": 32.0,

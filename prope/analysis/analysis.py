@@ -18,12 +18,12 @@ from prope.encodings import (
     layer_frequencies,
     layer_percentages,
     layer_wavelengths,
-    layer_windows,
     rotated_pairs,
 )
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import average_seeds
+from prope.layers import layer_windows
 from prope.model import Captured
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
@@ -139,7 +139,7 @@ def _describe_run(run: Run, T: int) -> dict:
     config = run.config.model
     defaults = default_config().model
     fields = sorted({*FIELDS, *SWITCHES} - {"rope_percentage"})
-    frequencies = layer_frequencies(config, T).tolist()
+    frequencies = [freqs.tolist() for freqs in layer_frequencies(config, T)]
     windows = layer_windows(config)
     wavelengths = layer_wavelengths(config)
     percentages = layer_percentages(config)

@@ -9,6 +9,7 @@ Axes: B sequences, T length, D embed_dim, L layers, P pairs.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,8 +18,9 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.analysis.measures import Scoring
-from prope.encodings import layer_frequencies, layer_windows
+from prope.encodings import layer_frequencies
 from prope.kernels.choice import matmul_precision
+from prope.layers import Layer, layers, places
 from prope.loss import token_losses
 from prope.rope import rotation_table
 from prope.runtime import processes, watchdog
@@ -28,7 +30,12 @@ from prope.workdir.run import Run
 _TOKENS = 8192  # per device and batch
 _KEPT = 2**30  # bytes of parameters that all stay on the devices
 
-Stream = list[np.ndarray]  # a residual stream, by batch
+
+class Stream(NamedTuple):
+    """What goes from layer to layer, by batch: rows on the host."""
+
+    x: list[np.ndarray]  # the residual stream
+    memory: list[dict]  # {kind: {"key", "value"}} of layers whose keys and values others share
 
 
 class Walk:
@@ -49,10 +56,10 @@ class Walk:
         self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
         B, T = tokens.shape
-        self.frequencies = layer_frequencies(config, T)  # [L, P]
-        scale = config.attention_scale or config.head_dim**-0.5
-        cap = config.attention_softcap
-        self.scoring = [Scoring(scale, cap, window) for window in layer_windows(config)]  # [L]
+        self.frequencies = layer_frequencies(config, T)  # [L][P]
+        self.layers = layers(config)  # [L]
+        self.scoring = [_scoring(config, layer) for layer in self.layers]  # [L]
+        self._places = places(config)
         self._mesh = sharding.make_mesh()
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
         most_rows = shards * max(_TOKENS // T, 1)
@@ -64,6 +71,7 @@ class Walk:
                 self.config,
             )
         )
+        self._layer_inputs = jax.jit(self._compute_layer_inputs)
         self._layer = jax.jit(self._run_layer, static_argnums=4)
         self._losses = jax.jit(functools.partial(_losses, self.config))
         self._checkpoint = run.checkpoint
@@ -86,12 +94,18 @@ class Walk:
 
     def enter(self) -> Stream:
         """Embeds the tokens: the residual stream before the first layer."""
-        (table,) = self._params("embedder").values()
+        embedder = self._params("embedder")
+        batches = self.batches(self.tokens)
         embedded = []
-        for batch in self.batches(self.tokens):
-            x = self.run(self._embed, table, batch)
+        inputs = []
+        for batch in batches:
+            x = self.run(self._embed, embedder["input_embedding"], batch)
+            if self.config.per_layer_input_dim:
+                of_batch = self.run(self._layer_inputs, embedder, batch, x)
+                inputs.append(_local_rows(of_batch))
             embedded.append(_local_rows(x))
-        return embedded
+        self._inputs = inputs  # [b, L, T, Q] of every batch
+        return Stream(embedded, [{} for _ in batches])
 
     def layer(
         self,
@@ -105,21 +119,31 @@ class Walk:
         `rotate_fn` is that of `model.layer`. `on_layer` is called with the number of every batch
         and the arrays of its attention.
         """
-        params = self._params("layers", number)
+        params = self._layer_params(number)
         T = self.tokens.shape[1]
         positions = np.arange(T, dtype=np.int32)[None]
         table = np.asarray(rotation_table(positions, self.frequencies[number]))
-        window = self.scoring[number].sliding_window
-        outputs = []
+        layer = self.layers[number]
+        after = Stream([], [])
         results = []
-        for batch, rows in enumerate(x):
-            batch_x = self._global(rows)
-            output, captured = self.run(self._layer, params, batch_x, table, rotate_fn, window)
-            outputs.append(_local_rows(output))
+        for batch, rows in enumerate(x.x):
+            of_batch = {"x": rows}
+            memory = x.memory[batch]
+            if layer.shares_kv:
+                of_batch |= memory[layer.kind]
+            if self.config.per_layer_input_dim:
+                of_batch["layer_input"] = self._inputs[batch][:, number]
+            arrays = self._global(of_batch)
+            output, captured = self.run(self._layer, params, arrays, table, rotate_fn, layer)
+            after.x.append(_local_rows(output))
+            if self.config.num_kv_shared_layers and not layer.shares_kv:
+                handed_on = {"key": captured.key, "value": captured.value}
+                memory = memory | {layer.kind: jax.tree.map(_local_rows, handed_on)}
+            after.memory.append(memory)
             if on_layer:
                 results.append(on_layer(batch, captured))
-            del batch_x, output, captured  # before the next ones
-        return outputs, results
+            del arrays, output, captured  # before the next ones
+        return after, results
 
     def losses(
         self,
@@ -130,40 +154,53 @@ class Walk:
         for number in range(first, self.config.num_layers):
             x, _ = self.layer(number, x)
         norm = self._params("final_norm")
-        (table,) = self._params("embedder" if self.config.tied else "head").values()
+        if self.config.tied:
+            table = self._params("embedder")["input_embedding"]
+        else:
+            table = self._params("head")["w"]
         next_tokens = np.roll(self.tokens, -1, axis=1)
         targets = self.batches(next_tokens)
         means = []
-        for rows, ids in zip(x, targets, strict=True):
-            batch_x = self._global(rows)
+        for rows, ids in zip(x.x, targets, strict=True):
+            batch_x = self._global({"x": rows})["x"]
             losses = self.run(self._losses, norm, table, batch_x, ids)
             losses = np.asarray(losses, np.float64)
             means.append(losses[:, :-1].mean(axis=1))  # the last token has no target
         return np.concatenate(means)[: len(self.tokens)]
 
-    def _run_layer(self, params, x, table, rotate_fn, window):
-        x, captured = model.layer(self.config, params, x, table, rotate_fn, window)
+    def _compute_layer_inputs(self, embedder, tokens, x):
+        inputs = model.layer_inputs(self.config, {"embedder": embedder}, tokens, x)
+        return sharding.constrain(inputs.swapaxes(0, 1), "BLTQ")
+
+    def _run_layer(self, params, arrays, table, rotate_fn, layer):
+        memory = {layer.kind: arrays} if layer.shares_kv else None
+        layer_input = arrays.get("layer_input")
+        x, captured = model.run_layer(
+            self.config, params, arrays["x"], table, rotate_fn, layer, memory, layer_input
+        )
         return sharding.constrain(x, "BTD"), captured
 
-    def _read_params(
-        self,
-        name: str,
-        layer: int | None = None,
-    ) -> model.Params:
+    def _layer_params(self, number: int) -> model.Params:
+        stack, row = self._places[number]
+        names = ("layers", stack) if stack else ("layers",)
+        return self._params(names, row)
+
+    def _read_params(self, names: str | tuple[str, ...], layer: int | None = None) -> model.Params:
         """Reads parameters onto the devices; of a large model they replace those before."""
         if not self._keeps:
             self._params.cache_clear()
         with processes.raise_on_all(Damaged):
-            params = self._checkpoint.read((name,), layer)
+            params = self._checkpoint.read((names,) if isinstance(names, str) else names, layer)
         shardings = sharding.state_shardings(params, self._mesh)
         return jax.tree.map(_shard, params, shardings)
 
-    def _global(self, rows: np.ndarray) -> jax.Array:
-        return sharding.global_batch(
-            self._mesh,
-            {"x": rows},
-            self._batch_size,
-        )["x"]
+    def _global(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return sharding.global_batch(self._mesh, rows, self._batch_size)
+
+
+def _scoring(config: ConfigDict, layer: Layer) -> Scoring:
+    scale = config.attention_scale or layer.head_dim**-0.5
+    return Scoring(scale, config.attention_softcap, layer.window)
 
 
 def _losses(config, norm, table, x, targets):

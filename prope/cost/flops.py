@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope import parameters
-from prope.encodings import layer_windows
+from prope.layers import layers
 from prope.sharding import rank_positions
 
 
@@ -79,20 +79,21 @@ def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
     sees T / 2 keys on average, or W - W^2 / 2T within a window, in two matmuls forward and four
     backward.
     """
-    twice_the_keys = 0.0
-    for window in layer_windows(model):
-        W = min(window or seq_len, seq_len)
-        twice_the_keys += 2 * W - W**2 / seq_len
-    matmuls = 6.0 * parameters.count(model, matrices_only=True)
-    return matmuls + 6.0 * model.num_heads * model.head_dim * twice_the_keys
+    attention = 0.0
+    for layer in layers(model):
+        W = min(layer.window or seq_len, seq_len)
+        twice_the_keys = 2 * W - W**2 / seq_len
+        attention += 6.0 * model.num_heads * layer.head_dim * twice_the_keys
+    return 6.0 * parameters.count(model, matrices_only=True) + attention
 
 
 def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
     """Computes how many of the mean's FLOPs the busiest of C devices has that split a sequence."""
     positions = rank_positions(C, seq_len)
-    keys = np.zeros(C)
-    for window in layer_windows(model):
-        keys += np.minimum(positions + 1, window or seq_len).sum(axis=1)
+    lanes_of_keys = np.zeros(C)
+    for layer in layers(model):
+        keys = np.minimum(positions + 1, layer.window or seq_len).sum(axis=1)
+        lanes_of_keys += layer.head_dim * keys
     mean = model_flops_per_token(model, seq_len) * seq_len / C
-    excess = 12.0 * model.num_heads * model.head_dim * (keys.max() - keys.mean())
+    excess = 12.0 * model.num_heads * (lanes_of_keys.max() - lanes_of_keys.mean())
     return float(1 + excess / mean)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from prope import parameters
 from prope.hf.families import Family
+from prope.layers import stacks
 from prope.parameters import Parameter
 
 WEIGHTS = "model.safetensors"
@@ -73,23 +74,34 @@ def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
     """
     tensors = []
     for path, row in parameters.parameters(model).items():
-        layers = range(model.num_layers) if path.startswith("layers/") else [None]
-        for layer in layers:
-            prefix = "" if layer is None else f"layers.{layer}."
-            for number, name in enumerate(family.names.get(path, row.hf_names)):
+        stack = parameters.stack_of(path)
+        rows = {None: ""} if stack is None else _prefixes(model, stack)
+        for layer, prefix in rows.items():
+            for number, name in enumerate(_names(family, path, row)):
                 tensor = _tensor(model, path, row, layer, number, f"{prefix}{name}")
                 tensors.append(_in_convention(tensor, model, family))
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
+def _prefixes(model: ConfigDict, stack: str) -> dict[int, str]:
+    """Returns how the names of a layer's tensors begin, by its row in a stack."""
+    return {row: f"layers.{layer}." for row, layer in enumerate(stacks(model)[stack])}
+
+
+def _names(family: Family, path: str, row: Parameter) -> tuple[str, ...]:
+    """Returns the tensors that hold a parameter, one for each matrix of C."""
+    return family.names.get(parameters.row_path(path), row.hf_names)
+
+
 def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
     """Lists the parameters that no tensor of a family's class can hold, or only another's."""
-    taken: set[tuple[str, bool]] = set()
+    taken: set[tuple[str | None, str, bool]] = set()
     unread = []
     for path, row in parameters.parameters(model).items():
         is_bias = path.endswith("/b")
-        names = set(family.names.get(path, row.hf_names))
-        tensors = {(name, is_bias) for name in names}
+        stack = parameters.stack_of(path)
+        names = set(_names(family, path, row))
+        tensors = {(stack, name, is_bias) for name in names}
         if not tensors or tensors & taken or not names <= _READ:
             unread.append(path)
         taken |= tensors
@@ -100,7 +112,7 @@ def _tensor(
     model: ConfigDict, path: str, row: Parameter, layer: int | None, number: int, name: str
 ) -> Tensor:
     """Makes the tensor that holds matrix `number` of a parameter."""
-    sizes = parameters.axis_sizes(model)
+    sizes = parameters.axis_sizes(model, path)
     matrix_axes = row.axes.removeprefix("C")
     prefix = "" if f"{name}.weight" == HEAD else "model."
     return Tensor(

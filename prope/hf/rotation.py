@@ -10,13 +10,13 @@ from prope.encodings import (
     SCALINGS,
     layer_frequencies,
     layer_percentages,
-    layer_windows,
     logit_factor,
     logit_scale,
     ntk_wavelength,
 )
 from prope.errors import UsageError, usage_error
 from prope.hf.families import FULL, SLIDING, Family, layer_kinds, rotated_layers
+from prope.layers import layer_windows
 from prope.rope import frequencies, num_rotated_pairs
 
 

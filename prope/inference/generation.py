@@ -24,6 +24,7 @@ from prope import model, sharding
 from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer
 from prope.errors import log, usage_error
 from prope.kernels.choice import matmul_precision
+from prope.layers import Layer, layers, places, stacks
 from prope.runtime import processes
 from prope.runtime.files import read_text
 from prope.workdir.run import Run, open_run
@@ -99,9 +100,7 @@ def prefill(
     """
     last, cache = fill_cache(config, params, prompts, lengths)
     # Slots for all generated tokens but the last, which is never read.
-    padding = [(0, 0)] * 5
-    padding[3] = (0, sampling.length - 1)
-    cache = {name: jnp.pad(x, padding) for name, x in cache.items()}
+    cache = _grow(config, cache, prompts.shape[1] + sampling.length - 1, prompts.shape[1])
     logits = model.logits(config, params, last[:, 0])
     return sample_tokens(sampling, logits, keys, lengths), cache
 
@@ -115,8 +114,7 @@ def fill_cache(
     by a row of scores for each query of a chunk.
     """
     B, T = prompts.shape
-    chunks = -(-T // _CHUNK)
-    size = -(-T // chunks)
+    size = _chunk_size(T)
     # Nothing is written for this padding: it has no slots.
     padding = -T % size
     prompts = jnp.pad(prompts, ((0, 0), (0, padding)))
@@ -125,7 +123,7 @@ def fill_cache(
         last, cache = carry
         tokens = jax.lax.dynamic_slice_in_dim(prompts, first, size, axis=1)
         start = jnp.full(B, first)
-        hidden, cache = model.decode(config, params, tokens, cache, start)
+        hidden, cache = model.decode(config, params, tokens, cache, start, lengths)
         place = (lengths - 1 - first)[:, None, None]
         is_here = (place >= 0) & (place < size)
         place = jnp.clip(place, 0, size - 1)
@@ -181,13 +179,44 @@ def decode(
     return tokens, cache
 
 
+def _chunk_size(T: int) -> int:
+    """Returns how many tokens of prompts of length T are read at a time."""
+    chunks = -(-T // _CHUNK)
+    return -(-T // chunks)
+
+
 def empty_cache(config: ConfigDict, batch: int, length: int) -> model.Cache:
-    """Allocates a cache for the keys and values of `length` tokens of `batch` sequences."""
-    shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
-    return {
-        "key": jnp.zeros(shape, config.dtype),
-        "value": jnp.zeros(shape, config.dtype),
-    }
+    """Allocates a cache for the keys and values of `length` tokens of `batch` sequences.
+
+    A layer with a window keeps those that the tokens of a chunk can see.
+    """
+    cache: model.Cache = {}
+    own = [layer for layer in layers(config) if not layer.shares_kv]
+    for kind in dict.fromkeys(layer.kind for layer in own):
+        of_kind = [layer for layer in own if layer.kind == kind]
+        slots = _num_slots(of_kind[0], length, length)
+        shape = (len(of_kind), batch, of_kind[0].num_kv_heads, slots, of_kind[0].head_dim)
+        cache[kind] = {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
+    return cache
+
+
+def _num_slots(layer: Layer, length: int, prompt_length: int) -> int:
+    """Returns how many positions, of `length`, a layer's cache holds."""
+    if layer.window is None:
+        return length
+    return min(length, layer.window + _chunk_size(prompt_length) - 1)
+
+
+def _grow(config: ConfigDict, cache: model.Cache, length: int, prompt_length: int) -> model.Cache:
+    """Adds slots to the cache of prompts: those of `length` tokens, unless a window needs fewer."""
+    of_kind = {layer.kind: layer for layer in layers(config)}
+    grown = {}
+    for kind, arrays in cache.items():
+        slots = _num_slots(of_kind[kind], length, prompt_length)
+        padding = [(0, 0)] * 5
+        padding[3] = (0, slots - arrays["key"].shape[3])
+        grown[kind] = {name: jnp.pad(x, padding) for name, x in arrays.items()}
+    return grown
 
 
 def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
@@ -198,11 +227,13 @@ def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
             leaf = leaf.astype(config.dtype)
         return jnp.unstack(leaf)
 
-    stacked = params["layers"]
-    layers = jax.tree.map(unstack, stacked)
-    structure = jax.tree.structure(stacked)
-    layers = jax.tree.transpose(structure, None, layers)
-    return params | {"layers": layers}
+    def split(stacked):
+        by_layer = jax.tree.map(unstack, stacked)
+        return jax.tree.transpose(jax.tree.structure(stacked), None, by_layer)
+
+    by_stack = {"": params["layers"]} if "" in stacks(config) else params["layers"]
+    rows = {stack: split(stacked) for stack, stacked in by_stack.items()}
+    return params | {"layers": tuple(rows[stack][row] for stack, row in places(config))}
 
 
 def sample_tokens(sampling: Sampling, logits: Logits, keys: jax.Array, positions: Rows) -> Rows:

@@ -20,13 +20,13 @@ from prope.encodings import (
     can_rescale,
     describe,
     layer_frequencies,
-    layer_windows,
     logit_factor,
     rotated_pairs,
 )
 from prope.errors import log, usage_error
 from prope.inference.options import Options
 from prope.inference.paired import sums_folder
+from prope.layers import layer_windows
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
 from prope.runtime.validate import validate
@@ -113,7 +113,7 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
 
 def parse_interventions(text: str, model: ConfigDict) -> list[str]:
     """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth."""
-    P = model.head_dim // 2
+    P = max(map(len, layer_frequencies(model)))
     width = -(-P // _BANDS)
     pattern = rf"({'|'.join(INTERVENTIONS)})(?::(\d+)(?:-(\d+))?)?"
     encodings = []
@@ -141,8 +141,8 @@ def changes_rotation(config: ConfigDict, encoding: str) -> bool:
     changed = config.copy_and_resolve_references()
     rescale(changed, encoding)
     changed.model.rope_scaling_factor = 2.0
-    freqs = layer_frequencies(config.model)
-    is_same = np.array_equal(layer_frequencies(changed.model), freqs)
+    both = zip(layer_frequencies(changed.model), layer_frequencies(config.model), strict=True)
+    is_same = all(np.array_equal(after, before) for after, before in both)
     return not is_same or encoding.startswith("remove")
 
 

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from prope import encodings, sharding
 from prope.config import FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
 from prope.errors import UsageError, nearest, usage_error
+from prope.layers import LAYER_TYPES, layer_kinds, layers
 from prope.runtime.files import as_path
 
 # Fields of config.data that each source of a mixture has for itself.
@@ -26,8 +27,24 @@ def validate(config: ConfigDict) -> None:
     A UsageError names the field, its value, what is allowed and, where there is one, the remedy.
     """
     check_fields(config)
+    _check_layers(config.model)
     _check_encoding(config.model)
     _check_data(config.data)
+
+
+def _check_layers(model: ConfigDict) -> None:
+    """Checks that the fields of some layers alone have such layers."""
+    for field in ("global_head_dim", "num_global_kv_heads", "global_key_is_value"):
+        if model[field] and set(layer_kinds(model)) != set(LAYER_TYPES):
+            problem = "has no effect unless some layers have a window and others have none"
+            raise usage_error(f"config.model.{field}", model[field], problem, "see layer_types")
+    if model.use_double_wide_mlp and not model.num_kv_shared_layers:
+        problem = "has no effect without num_kv_shared_layers"
+        raise usage_error("config.model.use_double_wide_mlp", True, problem)
+    one_p = isinstance(model.rope_percentage, int | float)
+    if model.num_kv_shared_layers and not one_p:
+        problem = "must be one number where layers share keys, which rotate once"
+        raise usage_error("config.model.rope_percentage", model.rope_percentage, problem)
 
 
 def _check_encoding(model: ConfigDict) -> None:
@@ -75,7 +92,7 @@ def _check_fields_of_kinds(model: ConfigDict) -> None:
 
 def _check_band(model: ConfigDict) -> None:
     pairs = tuple(model.scaled_pairs)
-    last_pair = model.head_dim // 2 - 1
+    last_pair = max(layer.head_dim for layer in layers(model)) // 2 - 1
     two_pairs = len(pairs) == 2 and all(type(pair) is int for pair in pairs)
     if not (two_pairs and 0 <= pairs[0] <= pairs[1] <= last_pair):
         problem = f"must be two pairs of 0 to {last_pair}, the first and the last of a band"

@@ -141,7 +141,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
 
 def _slowest_period(run: Run) -> float:
     """Computes the number of tokens in which the slowest pair that rotates comes round."""
-    freqs = layer_frequencies(run.config.model)
+    freqs = np.concatenate(layer_frequencies(run.config.model))
     if not freqs.any():
         return math.inf
     return 2 * math.pi / freqs[freqs > 0].min()
