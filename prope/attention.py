@@ -47,6 +47,7 @@ def attention(
     *,
     segment_ids: Int[Array, "B S"] | None = None,
     first_query: Int[Array, " B"] | None = None,
+    last_key: Int[Array, " B"] | None = None,
     window: int | None = None,
     cap: float | None = None,
     implementation: str = "auto",
@@ -63,8 +64,10 @@ def attention(
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
       window: how many keys a query sees at most, its own included; None: all up to its own.
       cap: soft cap on the scores, before the mask; None: none.
-      first_query: for keys from a cache, the position of each row's first query; that of slot s is
-        the last one up to the row's last query that is s modulo S. Always computed by plain XLA.
+      first_query: for keys from a cache, the position of each row's first query; always computed
+        by plain XLA.
+      last_key: with it, the position of each row's newest key. The key at position m is in slot
+        m % S, so the cache has the newest S.
       implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what
         `choose_implementation` returns for this machine. A named one is not checked:
         `choose_implementation` tells whether a device can run it.
@@ -73,7 +76,7 @@ def attention(
       The output in value's dtype; scores and softmax are float32 for any input dtype.
     """
     if first_query is not None:
-        return _attend_to_cache(query, key, value, first_query, window, cap)
+        return _attend_to_cache(query, key, value, first_query, last_key, window, cap)
     T, _, H = query.shape[1:]
     if implementation == "auto":
         device = jax.devices()[0]
@@ -151,16 +154,13 @@ def _heads_last(output):
     return output.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-def _attend_to_cache(query, key, value, first_query, window, cap):
-    """Attends to each row's cache, which holds the keys at the last S positions, or fewer.
-
-    `first_query` [B] keys precede a row's queries. It has no efficient gradient.
-    """
+def _attend_to_cache(query, key, value, first_query, last_key, window, cap):
+    """Attends to each row's cache. It has no efficient gradient."""
     T = query.shape[1]
     S = key.shape[1]
     query, key, value = _heads_first(query, key, value)
-    last = first_query[:, None] + (T - 1)
-    key_positions = last - (last - jnp.arange(S)[None]) % S  # below 0 where a slot is empty
+    age = (last_key[:, None] - jnp.arange(S)[None]) % S
+    key_positions = last_key[:, None] - age  # below 0 where a slot is empty
     keys = (key, value, key_positions)
     outputs = []
     for start in range(0, T, _CACHE_BLOCK):

@@ -115,3 +115,9 @@ def key_value_sources(model) -> list[int]:
             last_of_kind[layer.kind] = number
         sources.append(last_of_kind[layer.kind])
     return sources
+
+
+def cache_indices(model) -> list[int]:
+    """Returns for every layer which of its kind's keys and values in a cache it uses, [L]."""
+    kinds = layer_kinds(model)
+    return [kinds[:source].count(kinds[source]) for source in key_value_sources(model)]

@@ -16,7 +16,6 @@ Parameters are float32 and have the names of DeepMind's Gemma; their table is in
 whether the loop is scanned or unrolled, so checkpoints do not depend on `scan_layers`.
 """
 
-import collections
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,12 +30,13 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import parameters
-from prope.attention import attention, save_policy
+from prope.attention import attention
 from prope.encodings import layer_frequencies, logit_scale
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.softcap import softcap
-from prope.layers import Layer, key_value_sources, layer_kinds, layers, places, stacks
+from prope.layers import Layer, cache_indices, layer_kinds, layers, stacks
 from prope.rope import rotate, rotation_table
+from prope.scan import scan_layers
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
 
 PRNG = "threefry2x32"  # the kind of every random key, whatever JAX's default is
@@ -44,15 +44,6 @@ Params = dict[str, Any]
 # Keys and values by kind of layer: {"key", "value"}, each [n, B, K, S, H] for the n layers of the
 # kind that have some. The token at position m is in slot m % S.
 Cache = dict[str, dict[str, jax.Array]]
-
-# What a layer saves for its backward pass besides its input, by config.model.remat; the rest is
-# recomputed. "attention_out" is attention's output with its logsumexp, so that attention is not
-# run again.
-_SAVED_RESIDUALS = {
-    "minimal": ("query", "key", "value", "attention_out", "gate", "up"),
-    "save_qkv": ("query", "key", "value", "attention_out"),
-    "full": (),
-}
 
 
 class Captured(NamedTuple):
@@ -118,7 +109,7 @@ class Decoding(NamedTuple):
     """What a layer needs to read and write a cache."""
 
     first_query: jax.Array  # [B], the position of each row's first token
-    lengths: jax.Array | None  # [B]; tokens at positions from here on are padding, and not kept
+    lengths: jax.Array  # [B]; tokens at positions from here on are padding, and not kept
     index: jax.Array | int  # of the layer in the cache of its kind
 
 
@@ -152,10 +143,15 @@ class Attention(nn.Module):
         if not self.layer.shares_kv:
             key = checkpoint_name(constrain(key, "BTKH"), "key")
             value = checkpoint_name(constrain(value, "BTKH"), "value")
+        cached = {}
         if decoding is not None:
             if not self.layer.shares_kv:
                 written = _write_cache(memory[kind], {"key": key, "value": value}, decoding)
                 memory = memory | {kind: written}
+            cached = {
+                "first_query": decoding.first_query,
+                "last_key": jnp.minimum(decoding.first_query + x.shape[1], decoding.lengths) - 1,
+            }
             key = memory[kind]["key"][decoding.index].swapaxes(1, 2)
             value = memory[kind]["value"][decoding.index].swapaxes(1, 2)
         out = attention(
@@ -163,7 +159,7 @@ class Attention(nn.Module):
             key,
             value,
             segment_ids=segment_ids,
-            first_query=None if decoding is None else decoding.first_query,
+            **cached,
             window=self.layer.window,
             cap=config.attention_softcap,
             implementation=config.attention,
@@ -221,10 +217,8 @@ def _write_cache(cache: dict[str, jax.Array], new: dict[str, jax.Array], decodin
     S = cache["key"].shape[3]
     rows = jnp.arange(B)[:, None]
     positions = decoding.first_query[:, None] + jnp.arange(T)[None]
-    slots = positions % S
-    if decoding.lengths is not None:
-        is_padding = positions >= decoding.lengths[:, None]
-        slots = jnp.where(is_padding, S, slots)  # beyond the cache: nothing is written
+    is_padding = positions >= decoding.lengths[:, None]
+    slots = jnp.where(is_padding, S, positions % S)  # S is beyond the cache: nothing is written
     return {
         name: array.at[decoding.index, rows, :, slots].set(new[name], mode="drop")
         for name, array in cache.items()
@@ -321,6 +315,8 @@ def decode(
     """
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = first_query[:, None] + steps[None]
+    if lengths is None:
+        lengths = first_query + tokens.shape[1]
     decoding = Decoding(first_query, lengths, index=0)
     return _run(config, params, tokens, positions, cache, decoding=decoding)
 
@@ -342,7 +338,7 @@ def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=N
     if config.per_layer_input_dim:
         of_layer["input"] = layer_inputs(config, params, tokens, x)
     if decoding is not None:
-        of_layer["cache"] = _cache_indices(config)
+        of_layer["cache"] = np.array(cache_indices(config))
     all_layers = layers(config)
 
     def run_layer(carry, params, of_layer, number):
@@ -354,7 +350,7 @@ def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=N
 
     carry = (x, memory)
     if isinstance(params["layers"], dict):
-        carry = _scan_all(config, run_layer, carry, params["layers"], of_layer)
+        carry = scan_layers(config, run_layer, carry, params["layers"], of_layer)
     else:  # split, for `decode`
         for number, layer_params in enumerate(params["layers"]):
             of_this = jax.tree.map(lambda x: x[number], of_layer)  # noqa: B023
@@ -391,87 +387,6 @@ def _rotation_tables(config, positions) -> _Tables:
         tables = [rotation_table(positions, np.array(freqs)) for freqs in of_kind]
         by_kind[kind] = jnp.stack(tables) if len(tables) > 1 else tables[0]
     return _Tables(by_kind, kinds, np.array(indices) if any(indices) else None)
-
-
-def _cache_indices(config) -> np.ndarray:
-    """Returns for every layer which of its kind's keys and values in the cache it uses, [L]."""
-    all_layers = layers(config)
-    sources = key_value_sources(config)
-    indices = [
-        sum(other.kind == all_layers[source].kind for other in all_layers[:source])
-        for source in sources
-    ]
-    return np.array(indices)
-
-
-def _scan_all(config, run_layer, carry, params, of_layer):
-    """Runs the layers of `_run` by scans: (x [B, T, D], the memory)."""
-    if config.remat != "none":
-        run_layer = jax.checkpoint(
-            run_layer,
-            policy=save_policy(_SAVED_RESIDUALS[config.remat]),
-            prevent_cse=not config.scan_layers,
-            static_argnums=3,  # number
-        )
-    first_sharing = config.num_layers - config.num_kv_shared_layers
-    carry = _scan(config, run_layer, carry, range(first_sharing), params, of_layer)
-    if not config.num_kv_shared_layers:
-        return carry
-    x, memory = carry
-
-    def run_sharing_layer(x, *layer):
-        x, _ = run_layer((x, memory), *layer)  # which only reads the memory
-        return x
-
-    sharing = range(first_sharing, config.num_layers)
-    return _scan(config, run_sharing_layer, x, sharing, params, of_layer), memory
-
-
-def _scan(config, run_layer, carry, numbers, params, of_layer):
-    """Scans over the layers `numbers`; where kinds repeat every n layers, a scan step runs n.
-
-    So what a layer is built by is known when a step is compiled. Layers after the last whole
-    repetition are run one by one.
-    """
-    period = len(config.layer_types) or 1
-    repetitions = len(numbers) // period
-    place = dict(zip(numbers, places(config)[numbers.start :], strict=False))
-    by_stack = params if place[numbers[0]].stack else {"": params}
-    in_period = collections.Counter(place[number].stack for number in numbers[:period])
-
-    def fold(x, count, start=0):
-        """Reshapes [n, ...] to [repetitions, count, ...], or leaves it [repetitions, ...]."""
-        num_scanned = repetitions * count
-        if len(x) != num_scanned:
-            x = x[start : start + num_scanned]
-        return x if count == 1 else x.reshape(repetitions, count, *x.shape[1:])
-
-    def run_period(carry, scanned):
-        folded_params, folded = scanned
-        for j, number in enumerate(numbers[:period]):
-            stack, row = place[number]
-            layer_params = folded_params[stack]
-            if in_period[stack] > 1:
-                layer_params = jax.tree.map(lambda x: x[row], layer_params)  # noqa: B023
-            of_this = jax.tree.map(lambda x: x[j], folded) if period > 1 else folded  # noqa: B023
-            carry = run_layer(carry, layer_params, of_this, number)
-        return carry, None
-
-    if repetitions:
-        folded_params = {
-            stack: jax.tree.map(functools.partial(fold, count=count), by_stack[stack])
-            for stack, count in in_period.items()
-        }
-        fold_each = functools.partial(fold, count=period, start=numbers.start)
-        scanned = (folded_params, jax.tree.map(fold_each, of_layer))
-        unroll = 1 if config.scan_layers else repetitions
-        carry, _ = jax.lax.scan(run_period, carry, scanned, unroll=unroll)
-    for number in numbers[repetitions * period :]:
-        stack, row = place[number]
-        layer_params = jax.tree.map(lambda x: x[row], by_stack[stack])  # noqa: B023
-        of_this = jax.tree.map(lambda x: x[number], of_layer)  # noqa: B023
-        carry = run_layer(carry, layer_params, of_this, number)
-    return carry
 
 
 def embed(

@@ -168,6 +168,7 @@ def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementatio
         key,
         value,
         first_query=jnp.array(first),
+        last_key=jnp.array(first) + T - 1,
         window=window,
         implementation=implementation,
     )

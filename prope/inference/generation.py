@@ -100,7 +100,7 @@ def prefill(
     """
     last, cache = fill_cache(config, params, prompts, lengths)
     # Slots for all generated tokens but the last, which is never read.
-    cache = _grow(config, cache, prompts.shape[1] + sampling.length - 1, prompts.shape[1])
+    cache = grow_cache(config, cache, prompts.shape[1] + sampling.length - 1, prompts.shape[1])
     logits = model.logits(config, params, last[:, 0])
     return sample_tokens(sampling, logits, keys, lengths), cache
 
@@ -207,7 +207,9 @@ def _num_slots(layer: Layer, length: int, prompt_length: int) -> int:
     return min(length, layer.window + _chunk_size(prompt_length) - 1)
 
 
-def _grow(config: ConfigDict, cache: model.Cache, length: int, prompt_length: int) -> model.Cache:
+def grow_cache(
+    config: ConfigDict, cache: model.Cache, length: int, prompt_length: int
+) -> model.Cache:
     """Adds slots to the cache of prompts: those of `length` tokens, unless a window needs fewer."""
     of_kind = {layer.kind: layer for layer in layers(config)}
     grown = {}
