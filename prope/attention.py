@@ -16,7 +16,6 @@ H head_dim.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -191,19 +190,3 @@ def _attend_block_to_cache(query, key, value, key_positions, positions, window, 
     weights = weights.reshape(B, K, G * T, S)
     output = jnp.einsum("BKRS,BKSH->BKRH", weights, value, preferred_element_type=jnp.float32)
     return output.astype(value.dtype).reshape(B, K, G, T, H)
-
-
-def save_policy(names: Sequence[str]) -> Callable[..., bool]:
-    """Makes a checkpoint policy that saves the arrays of these names.
-
-    "attention_out" includes cuDNN's output and softmax statistics: JAX names neither, so all that
-    its primitive returns is saved.
-    """
-    is_named = jax.checkpoint_policies.save_only_these_names(*names)
-
-    def policy(primitive, *arguments, **parameters):
-        if primitive.name == "dot_product_attention_fwd_wrapper":
-            return "attention_out" in names
-        return is_named(primitive, *arguments, **parameters)
-
-    return policy

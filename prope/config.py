@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from prope.errors import UsageError, log, nearest, usage_error
-from prope.layers import LAYER_TYPES
+from prope.stack.layers import LAYER_TYPES
 
 MAY_CHANGE = (
     "accumulation",
@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "watchdog_minutes",
     "profile",
     "model.attention",
+    "model.global_attention",
     "model.remat",
     "model.scan_layers",
     "data.data_dir",
@@ -404,6 +405,11 @@ FIELDS = {
     "model.attention": Field(
         "auto",
         "auto | xla | splash (TPU) | cudnn (NVIDIA)",
+        (_one_of("auto", "xla", "splash", "cudnn"),),
+    ),
+    "model.global_attention": Field(
+        str,
+        "attention of layers without a window, if it is another",
         (_one_of("auto", "xla", "splash", "cudnn"),),
     ),
     "model.scan_layers": Field(

@@ -8,11 +8,14 @@ A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
 
 import math
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from prope.layers import head_dim, layer_windows
-from prope.rope import frequencies, num_rotated_pairs
+from prope.rope import frequencies, num_rotated_pairs, rotation_table
+from prope.stack.layers import head_dim, layer_kinds, layer_windows
 
 
 def partial_frequencies(
@@ -265,6 +268,36 @@ def layer_frequencies(model, seq_len: int | None = None) -> list[np.ndarray]:
     layers = list(zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True))
     by_kind = {kind: _frequencies(model, *kind, seq_len) for kind in set(layers)}
     return [by_kind[kind] for kind in layers]
+
+
+class Tables(NamedTuple):
+    """Tables of rotation: layers of one kind and encoding share one."""
+
+    by_kind: dict[str, jax.Array]  # [2, B, T, P] where a kind has one encoding, or [n, 2, B, T, P]
+    kinds: list[str]  # [L]
+    indices: np.ndarray | None  # [L], a layer's encoding of those of its kind; None: all have one
+
+    def choose(self, number: int, index) -> jax.Array:
+        """Returns the table of layer `number` with `index`, its element of `indices`."""
+        table = self.by_kind[self.kinds[number]]
+        return table if table.ndim == 4 else table[index]
+
+
+def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
+    """Makes the tables of all layers for positions [B, T] in sequences of seq_len tokens."""
+    kinds = layer_kinds(model)
+    encodings: dict[str, list] = {kind: [] for kind in kinds}
+    indices = []
+    for kind, freqs in zip(kinds, layer_frequencies(model, seq_len), strict=True):
+        freqs = tuple(freqs)
+        if freqs not in encodings[kind]:
+            encodings[kind].append(freqs)
+        indices.append(encodings[kind].index(freqs))
+    by_kind = {}
+    for kind, of_kind in encodings.items():
+        tables = [rotation_table(positions, np.array(freqs)) for freqs in of_kind]
+        by_kind[kind] = jnp.stack(tables) if len(tables) > 1 else tables[0]
+    return Tables(by_kind, kinds, np.array(indices) if any(indices) else None)
 
 
 def _frequencies(

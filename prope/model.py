@@ -31,13 +31,13 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import parameters
 from prope.attention import attention
-from prope.encodings import layer_frequencies, logit_scale
+from prope.encodings import logit_scale, rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.softcap import softcap
-from prope.layers import Layer, cache_indices, layer_kinds, layers, stacks
-from prope.rope import rotate, rotation_table
-from prope.scan import scan_layers
+from prope.rope import rotate
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
+from prope.stack.layers import Layer, cache_indices, layers, stacks
+from prope.stack.scan import scan_layers
 
 PRNG = "threefry2x32"  # the kind of every random key, whatever JAX's default is
 Params = dict[str, Any]
@@ -150,7 +150,11 @@ class Attention(nn.Module):
                 memory = memory | {kind: written}
             cached = {
                 "first_query": decoding.first_query,
-                "last_key": jnp.minimum(decoding.first_query + x.shape[1], decoding.lengths) - 1,
+                "last_key": jnp.minimum(
+                    decoding.first_query + x.shape[1],
+                    decoding.lengths,
+                )
+                - 1,
             }
             key = memory[kind]["key"][decoding.index].swapaxes(1, 2)
             value = memory[kind]["value"][decoding.index].swapaxes(1, 2)
@@ -162,7 +166,7 @@ class Attention(nn.Module):
             **cached,
             window=self.layer.window,
             cap=config.attention_softcap,
-            implementation=config.attention,
+            implementation=self._implementation(),
         )
         out = Einsum(name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), memory
@@ -193,6 +197,12 @@ class Attention(nn.Module):
             value = RMSNorm(config.norm_epsilon, use_scale=False)(value)
         return key, value
 
+    def _implementation(self) -> str:
+        config = self.config
+        return (
+            config.attention if self.layer.is_local else config.global_attention or config.attention
+        )
+
     def _scale_query(self, query):
         """Scales queries, and so the logits, as the encoding says."""
         scale = logit_scale(self.config, self.layer.is_local)
@@ -220,7 +230,10 @@ def _write_cache(cache: dict[str, jax.Array], new: dict[str, jax.Array], decodin
     is_padding = positions >= decoding.lengths[:, None]
     slots = jnp.where(is_padding, S, positions % S)  # S is beyond the cache: nothing is written
     return {
-        name: array.at[decoding.index, rows, :, slots].set(new[name], mode="drop")
+        name: array.at[decoding.index, rows, :, slots].set(
+            new[name],
+            mode="drop",
+        )
         for name, array in cache.items()
     }
 
@@ -325,7 +338,10 @@ def _empty_memory(config, B: int, T: int):
     """Returns zeros for the keys and values of every kind, which the layers replace."""
     memory = {}
     for layer in layers(config):
-        zeros = jnp.zeros((B, T, layer.num_kv_heads, layer.head_dim), config.dtype)
+        zeros = jnp.zeros(
+            (B, T, layer.num_kv_heads, layer.head_dim),
+            config.dtype,
+        )
         memory[layer.kind] = {"key": zeros, "value": zeros}
     return memory
 
@@ -333,7 +349,7 @@ def _empty_memory(config, B: int, T: int):
 def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=None):
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
     x = embed(config, embedding(params), tokens)
-    tables = _rotation_tables(config, positions)
+    tables = rotation_tables(config, positions, context_size() * positions.shape[1])
     of_layer = {"table": tables.indices}
     if config.per_layer_input_dim:
         of_layer["input"] = layer_inputs(config, params, tokens, x)
@@ -357,36 +373,6 @@ def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=N
             carry = run_layer(carry, layer_params, of_this, number)
     x, memory = carry
     return final_norm(config, params["final_norm"], x), memory
-
-
-class _Tables(NamedTuple):
-    """Tables of rotation: layers of one kind and encoding share one."""
-
-    by_kind: dict[str, jax.Array]  # [2, B, T, P] where a kind has one encoding, or [n, 2, B, T, P]
-    kinds: list[str]  # [L]
-    indices: np.ndarray | None  # [L], a layer's encoding of those of its kind; None: all have one
-
-    def choose(self, number: int, index) -> jax.Array:
-        """Returns the table of layer `number` with `index`, its element of `indices`."""
-        table = self.by_kind[self.kinds[number]]
-        return table if table.ndim == 4 else table[index]
-
-
-def _rotation_tables(config, positions) -> _Tables:
-    seq_len = context_size() * positions.shape[1]
-    kinds = layer_kinds(config)
-    encodings: dict[str, list] = {kind: [] for kind in kinds}
-    indices = []
-    for kind, freqs in zip(kinds, layer_frequencies(config, seq_len), strict=True):
-        freqs = tuple(freqs)
-        if freqs not in encodings[kind]:
-            encodings[kind].append(freqs)
-        indices.append(encodings[kind].index(freqs))
-    by_kind = {}
-    for kind, of_kind in encodings.items():
-        tables = [rotation_table(positions, np.array(freqs)) for freqs in of_kind]
-        by_kind[kind] = jnp.stack(tables) if len(tables) > 1 else tables[0]
-    return _Tables(by_kind, kinds, np.array(indices) if any(indices) else None)
 
 
 def embed(
@@ -425,7 +411,12 @@ def layer_inputs(
         return (rows * config.per_layer_input_dim**0.5).astype(config.dtype)
 
     of_token = embedding_lookup(embedder["per_layer_embeddings"], tokens, scale, "BTMQ")
-    return ((context + of_token) * 2**-0.5).transpose(2, 0, 1, 3)
+    return ((context + of_token) * 2**-0.5).transpose(
+        2,
+        0,
+        1,
+        3,
+    )
 
 
 def embedding(params: Params) -> Float[Array, "V D"]:
@@ -476,7 +467,7 @@ def run_layer(
       x: the residual stream before the layer.
       table: of this layer's rotation, with b = 1 or B.
       rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
-      layer: what this layer is built by, from `prope.layers.layers`; by default as the first one.
+      layer: what this layer is built by, from `prope/stack/layers.py`; None: as the first one.
       memory: for a layer that shares them, {layer.kind: {"key", "value"}}, not rotated.
       layer_input: of this layer, from `layer_inputs`, if it has one.
     """

@@ -4,7 +4,7 @@ Initial values, sharding, weight decay, names in Hugging Face files, FLOPs and c
 `TABLE`. A new parameter is a row here, and a line in `prope/model.py` that uses it.
 
 A parameter's path is that of its row, but where layers differ in shape: then the name of their
-stack (`prope/layers.py`) follows "layers", as in "layers/full_attention/attn/q_einsum/w".
+stack (`prope/stack/layers.py`) follows "layers", as in "layers/full_attention/attn/q_einsum/w".
 
 Axes: L layers, of one stack, D embed_dim, N query heads, K key/value heads, H head_dim, F
 hidden_dim, V vocab, Q lanes of a layer's own input, M all layers, C two matrices in one array (key
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from prope.layers import STACKS, layers, stacks
+from prope.stack.layers import STACKS, layers, stacks
 
 
 class Parameter(NamedTuple):

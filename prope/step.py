@@ -20,6 +20,7 @@ from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
 from prope.optimizer import keep_unless, make_optimizer
 from prope.sharding import hash_batch
+from prope.stack.layers import FULL, SLIDING, Layer, layers
 
 
 def resolve_attention(config: ConfigDict, device) -> ConfigDict:
@@ -28,30 +29,44 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     Raises:
       UsageError: the device cannot run the attention that the config names.
     """
-    try:
-        name, reason = choose_implementation(
-            config.model.attention,
-            device,
-            config.data.seq_len,
-            config.model.head_dim,
-            config.model.dtype,
-            segmented=config.data.mask_documents,
-            heads_divide=_context_divides_heads(config),
-            capped=config.model.attention_softcap is not None,
-        )
-    except ValueError as error:
-        raise UsageError(f"config.model.{error}") from None
-    log.info("attention: %s (%s)", name, reason)
     config = config.copy_and_resolve_references()
-    config.model.attention = name
+    model = config.model
+    by_kind = {layer.kind: layer for layer in layers(model)}
+    choices = {kind: _choose_attention(config, layer, device) for kind, layer in by_kind.items()}
+    for name, reason in dict.fromkeys(choices.values()):
+        log.info("attention: %s (%s)", name, reason)
+    names = {kind: name for kind, (name, _) in choices.items()}
+    model.attention = names.get(SLIDING, names.get(FULL))
+    if len(set(names.values())) > 1:
+        model.global_attention = names[FULL]
     return config
 
 
-def _context_divides_heads(config: ConfigDict) -> bool:
+def _choose_attention(config: ConfigDict, layer: Layer, device) -> tuple[str, str]:
+    """Chooses the implementation for the layers of a kind: its name, and the reason."""
+    field = "attention"
+    if layer.kind == FULL and config.model.global_attention is not None:
+        field = "global_attention"
+    try:
+        return choose_implementation(
+            config.model[field],
+            device,
+            config.data.seq_len,
+            layer.head_dim,
+            config.model.dtype,
+            segmented=config.data.mask_documents,
+            heads_divide=_context_divides_heads(config, layer),
+            capped=config.model.attention_softcap is not None,
+        )
+    except ValueError as error:
+        raise UsageError(f"config.model.{str(error).replace('attention', field, 1)}") from None
+
+
+def _context_divides_heads(config: ConfigDict, layer: Layer) -> bool:
     """Tells whether a device's heads, and its key/value heads unless it has one, can be split."""
     C = config.mesh.context
     heads = config.model.num_heads // config.mesh.tensor
-    kv_heads = config.model.num_kv_heads // config.mesh.tensor
+    kv_heads = layer.num_kv_heads // config.mesh.tensor
     return heads % C == 0 and (kv_heads <= 1 or kv_heads % C == 0)
 
 

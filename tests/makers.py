@@ -25,9 +25,9 @@ from prope import attention, model, parameters
 from prope.config import default_config, set_layer_percentages
 from prope.encodings import layer_frequencies
 from prope.errors import UsageError
-from prope.layers import layers
 from prope.rope import frequencies, rotation_table
 from prope.runtime.validate import validate
+from prope.stack.layers import layers
 from prope.step import prepare
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays

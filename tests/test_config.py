@@ -213,7 +213,7 @@ def test_the_encodings_go_by_the_length():
 def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
     pages = [load(ROOT / "configs" / f"gemma_2b_{page}.py") for page in ("wiki", "128k", "1m")]
     for config, period in zip(pages, (5847, 106_631, 985_127), strict=True):
-        freqs = layer_frequencies(config.model)
+        freqs = np.concatenate(layer_frequencies(config.model))
         assert round(2 * math.pi / freqs[freqs > 0].min()) == period <= config.data.seq_len
         assert (
             config.batch_size * config.data.seq_len == 2**22

@@ -17,7 +17,7 @@ from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors
-from prope.layers import layer_windows
+from prope.stack.layers import layer_windows
 from prope.workdir.run import open_run
 
 LENGTH = 128  # length in training; logits are compared up to four times it

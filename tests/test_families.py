@@ -26,7 +26,7 @@ from prope.hf.families import (
     rotated_layers,
 )
 from prope.inference.generation import empty_cache
-from prope.layers import layer_windows
+from prope.stack.layers import layer_windows
 from prope.workdir.run import open_run, read_config
 
 pytestmark = pytest.mark.slow  # torch and transformers take seconds to import

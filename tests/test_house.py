@@ -26,8 +26,8 @@ NOT_CODE = {
 # Rooms (a folder, or a file at the top of prope/), low to high.
 # Each imports only from lines above its own.
 LAYERS = [
-    ["errors", "parameters", "rope"],
-    ["encodings"],
+    ["errors", "rope", "stack"],
+    ["parameters", "encodings"],
     ["config"],
     ["sharding"],
     ["kernels"],
@@ -67,6 +67,7 @@ FOLDERS = {
     "inference",
     "kernels",
     "runtime",
+    "stack",
     "sweep",
     "workdir",
 }

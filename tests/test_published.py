@@ -10,7 +10,7 @@ from prope.encodings import layer_percentages
 from prope.hf import config_json
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors
-from prope.layers import layer_windows
+from prope.stack.layers import layer_windows
 
 LLAMA_3_ROPE = {
     "factor": 32.0,

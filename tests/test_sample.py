@@ -20,7 +20,7 @@ from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.errors import UsageError
 from prope.inference import generation
 from prope.inference.generation import Sampling, empty_cache
-from prope.layers import FULL
+from prope.stack.layers import FULL
 
 LENGTHS = (4, 9, 1, 6)
 NEVER = -1  # an eos that no token is

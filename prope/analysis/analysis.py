@@ -23,10 +23,10 @@ from prope.encodings import (
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import average_seeds
-from prope.layers import layer_windows
 from prope.model import Captured
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
+from prope.stack.layers import layer_windows
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 

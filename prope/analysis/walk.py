@@ -20,10 +20,10 @@ from prope import model, sharding
 from prope.analysis.measures import Scoring
 from prope.encodings import layer_frequencies
 from prope.kernels.choice import matmul_precision
-from prope.layers import Layer, layers, places
 from prope.loss import token_losses
 from prope.rope import rotation_table
 from prope.runtime import processes, watchdog
+from prope.stack.layers import Layer, layers, places
 from prope.workdir.reader import Damaged
 from prope.workdir.run import Run
 
@@ -52,7 +52,12 @@ class Walk:
     ):
         processes.check_count()
         # In float32 whatever it was trained in, so that the weights are measured.
-        changes = {"dtype": "float32", "attention": "auto", "remat": "none"}
+        changes = {
+            "dtype": "float32",
+            "attention": "auto",
+            "global_attention": None,
+            "remat": "none",
+        }
         self.config = ConfigDict(config.to_dict() | changes)
         self.tokens = tokens
         B, T = tokens.shape
@@ -134,7 +139,14 @@ class Walk:
             if self.config.per_layer_input_dim:
                 of_batch["layer_input"] = self._inputs[batch][:, number]
             arrays = self._global(of_batch)
-            output, captured = self.run(self._layer, params, arrays, table, rotate_fn, layer)
+            output, captured = self.run(
+                self._layer,
+                params,
+                arrays,
+                table,
+                rotate_fn,
+                layer,
+            )
             after.x.append(_local_rows(output))
             if self.config.num_kv_shared_layers and not layer.shares_kv:
                 handed_on = {"key": captured.key, "value": captured.value}
@@ -190,7 +202,10 @@ class Walk:
         if not self._keeps:
             self._params.cache_clear()
         with processes.raise_on_all(Damaged):
-            params = self._checkpoint.read((names,) if isinstance(names, str) else names, layer)
+            params = self._checkpoint.read(
+                (names,) if isinstance(names, str) else names,
+                layer,
+            )
         shardings = sharding.state_shardings(params, self._mesh)
         return jax.tree.map(_shard, params, shardings)
 

@@ -11,8 +11,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope import parameters
-from prope.layers import layers
 from prope.sharding import rank_positions
+from prope.stack.layers import layers
 
 
 class Chip(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.errors import UsageError, usage_error
-from prope.layers import LAYER_TYPES, layer_windows
+from prope.stack.layers import LAYER_TYPES, layer_windows
 
 SLIDING, FULL = LAYER_TYPES
 # By field of config.json: that of config.model, or of config.data for the last.

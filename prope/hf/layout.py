@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 
 from prope import parameters
 from prope.hf.families import Family
-from prope.layers import stacks
 from prope.parameters import Parameter
+from prope.stack.layers import stacks
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -121,7 +121,13 @@ def _tensor(
         path=tuple(path.split("/")),
         layer=layer,
         index=(number,) if row.axes.startswith("C") else (),
-        order=tuple(matrix_axes.index(axis) for axis in row.hf_axes.replace(" ", "")),
+        order=tuple(
+            matrix_axes.index(axis)
+            for axis in row.hf_axes.replace(
+                " ",
+                "",
+            )
+        ),
     )
 
 

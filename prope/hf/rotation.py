@@ -16,8 +16,8 @@ from prope.encodings import (
 )
 from prope.errors import UsageError, usage_error
 from prope.hf.families import FULL, SLIDING, Family, layer_kinds, rotated_layers
-from prope.layers import layer_windows
 from prope.rope import frequencies, num_rotated_pairs
+from prope.stack.layers import layer_windows
 
 
 def _hf_fields(scaling: str) -> dict[str, str]:

@@ -24,9 +24,9 @@ from prope import model, sharding
 from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer
 from prope.errors import log, usage_error
 from prope.kernels.choice import matmul_precision
-from prope.layers import Layer, layers, places, stacks
 from prope.runtime import processes
 from prope.runtime.files import read_text
+from prope.stack.layers import Layer, layers, places, stacks
 from prope.workdir.run import Run, open_run
 
 _CHUNK = 256  # most tokens of a prompt that are read at a time
@@ -100,7 +100,12 @@ def prefill(
     """
     last, cache = fill_cache(config, params, prompts, lengths)
     # Slots for all generated tokens but the last, which is never read.
-    cache = grow_cache(config, cache, prompts.shape[1] + sampling.length - 1, prompts.shape[1])
+    cache = grow_cache(
+        config,
+        cache,
+        prompts.shape[1] + sampling.length - 1,
+        prompts.shape[1],
+    )
     logits = model.logits(config, params, last[:, 0])
     return sample_tokens(sampling, logits, keys, lengths), cache
 
@@ -362,6 +367,7 @@ def continue_prompts(
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
     run, params = run.first_undamaged(Run.params)
     config.model.attention = "auto"  # for this machine, which need not be the one that trained
+    config.model.global_attention = None
     special = tokenizer.special
     stops = (*special.ends, *config.data.stop_ids)
     sampling = dataclasses.replace(

@@ -26,10 +26,10 @@ from prope.encodings import (
 from prope.errors import log, usage_error
 from prope.inference.options import Options
 from prope.inference.paired import sums_folder
-from prope.layers import layer_windows
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
 from prope.runtime.validate import validate
+from prope.stack.layers import layer_windows
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
@@ -216,6 +216,7 @@ def configs_by_length(
     config = config.copy_and_resolve_references()
     model = config.model
     model.attention = "auto"  # for this machine, which need not be the one that trained
+    model.global_attention = None
     is_scaled = model.rope_scaling_type != "none"
     rescale(config, encoding)
     validate(config)

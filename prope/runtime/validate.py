@@ -13,8 +13,8 @@ from ml_collections import ConfigDict
 from prope import encodings, sharding
 from prope.config import FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
 from prope.errors import UsageError, nearest, usage_error
-from prope.layers import LAYER_TYPES, layer_kinds, layers
 from prope.runtime.files import as_path
+from prope.stack.layers import LAYER_TYPES, layer_kinds, layers
 
 # Fields of config.data that each source of a mixture has for itself.
 SOURCE_FIELDS = ("dataset", "data_dir", "text_feature", "template", "loss_on", "store")
