@@ -64,6 +64,29 @@ LLAMA_3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA_4_ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def gemma4(kv_heads, **fields):
+    return sizes(
+        *(6, kv_heads, 32),
+        global_head_dim=64,
+        sliding_window=5,
+        final_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        rope_parameters=GEMMA_4_ROPES,
+        **fields,
+    )
+
+
+KEYS_ARE_VALUES = gemma4(2, num_global_key_value_heads=1, attention_k_eq_v=True)
 # Values that change logits at random weights, where published ones would not: (class, fields).
 ORACLES = {
     "gemma": ("Gemma", sizes(3, 1, 32)),
@@ -87,6 +110,18 @@ ORACLES = {
             rope_parameters=GEMMA_3_ROPES,
         ),
     ),
+    "dense4": ("Gemma4", KEYS_ARE_VALUES | {"hidden_size_per_layer_input": 0}),
+    "e4": (
+        "Gemma4",
+        gemma4(
+            1,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=263,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+        ),
+    ),
+    "unified4": ("Gemma4Unified", KEYS_ARE_VALUES),
     "llama3": ("Llama", sizes(3, 2, 32) | rope(1e4, **LLAMA_3_ROPE)),
     "smollm2": (
         "Llama",
@@ -122,15 +157,23 @@ def libraries():
 def draw(torch, theirs):
     """Draws weights in which every number matters, for a model of transformers in float32."""
     rng = np.random.default_rng(0)
+    leaves = dict(theirs.named_parameters())
+    is_unscaled = any(path.endswith("layer_scalar") for path, _ in theirs.named_buffers())
     with torch.no_grad():
-        for path, leaf in theirs.named_parameters():
+        for path, leaf in leaves.items():
             mean = leaf.flatten()[0].item() if "norm" in path else 0.0
             scale = leaf.shape[-1] ** -0.5
             for part, value in {"bias": 0.5, "norm": 0.3, "embed": 0.3}.items():
                 scale = value if part in path else scale
+            if is_unscaled and path.endswith(("q_norm.weight", "k_norm.weight")):
+                mean, scale = 0.25, 0.05  # scores are not divided by sqrt(head_dim)
             drawn = torch.tensor(rng.normal(mean, scale, leaf.shape))
             # So that 1 can be taken off in float32, and added again.
             leaf.copy_(drawn.bfloat16())
+        for path, leaf in theirs.named_buffers():
+            if path.endswith("layer_scalar"):
+                drawn = torch.tensor(rng.uniform(0.3, 0.9, leaf.shape))
+                leaf.copy_(drawn.bfloat16())
     return theirs
 
 
@@ -142,7 +185,7 @@ def imported(libraries, tmp_path_factory):
     @functools.cache
     def make(name, dtype="float32"):
         family, fields = ORACLES[name]
-        text = "Text" if family == "Gemma3" else ""
+        text = "Text" if family in ("Gemma3", "Gemma4", "Gemma4Unified") else ""
         config = getattr(transformers, f"{family}{text}Config")(**COMMON | fields)
         theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         draw(torch, theirs)
@@ -183,6 +226,8 @@ def distance(config, params, expected):
 
 def reference_distance(config, params, expected, freqs=None):
     """The largest difference of a logit of the reference in NumPy, which compiles nothing."""
+    if config.use_skip_scale:
+        return distance(config, params, expected)
     freqs = layer_frequencies(config) if freqs is None else freqs
     return np.abs(
         decoder(
@@ -302,6 +347,7 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
     family = FAMILIES[model_type]
     ours, _ = fill(family, {})
     fields = vars(theirs)
+    by_layer = theirs.per_layer_config[-1] if model_type.startswith("gemma4") else theirs
     assert fields.keys() >= {*SIZES, "rms_norm_eps", "tie_word_embeddings"} - {"head_dim"}
     by_rule = {"layer_types", "no_rope_layers"}  # compared below
     if fields.get("use_sliding_window") is False:
@@ -309,7 +355,7 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
     for name in (family.defaults.keys() & fields) - by_rule:
         assert ours[name] == fields[name], name
     heads = theirs.hidden_size // theirs.num_attention_heads
-    assert ours["head_dim"] == getattr(theirs, "head_dim", heads)
+    assert ours.get("global_head_dim", ours["head_dim"]) == getattr(by_layer, "head_dim", heads)
     activation = getattr(theirs, family.activation_field)
     assert ACTIVATIONS[read_switches(family, ours)["activation"]] == activation
     layers = ours["num_hidden_layers"]
@@ -320,6 +366,8 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
     rotated = getattr(theirs, "no_rope_layers", [1] * layers)
     assert rotated_layers(family, ours) == list(map(bool, rotated))
     ropes = theirs.rope_parameters
+    if family.reads("rope_parameters"):
+        return
     assert ours["rope_theta"] == ropes.get("full_attention", ropes)["rope_theta"]
     if family.rotates_by_kind:
         assert ours["rope_local_base_freq"] == ropes["sliding_attention"]["rope_theta"]

@@ -20,6 +20,7 @@ from prope.hf.families import (
     choose_family,
     fill,
     read_layers,
+    read_shapes,
     read_switches,
     write_fields,
 )
@@ -29,7 +30,12 @@ from prope.runtime import files
 from prope.runtime.validate import validate
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
-_TEXT_PARTS = {"gemma3": "gemma3_text"}  # model_type: that of its text_config
+_TEXT_PARTS = {  # model_type: that of its text_config
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+}
+_NOT_IN_4 = ("mellum", "gemma4_text")  # classes that transformers 4 does not have
 
 
 def to_hf(config: ConfigDict, dtype: str) -> dict:
@@ -61,7 +67,7 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     }
     written = list(rope.values()) if family.rotates_by_kind else [rope]
     has_unrotated = any(_leaves_pairs(model.head_dim, each) for each in written)
-    if has_unrotated and model_type != "mellum":
+    if has_unrotated and model_type not in _NOT_IN_4:
         # transformers 4 does not know rope_parameters and would rotate every pair; this field it
         # reads, or stops at it.
         values["rope_scaling"] = rope[FULL] if family.rotates_by_kind else rope
@@ -94,7 +100,7 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     if family is not None:
         values, bad_sizes = fill(family, values)
         problems += bad_sizes
-        readers = () if bad_sizes else (read_switches, read_layers, read_rotation)
+        readers = () if bad_sizes else (read_switches, read_layers, read_shapes, read_rotation)
         for read in readers:
             try:
                 fields |= read(family, values)

@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.errors import UsageError, usage_error
-from prope.stack.layers import LAYER_TYPES, layer_windows
+from prope.stack.layers import LAYER_TYPES, head_dim, layer_windows
 
 SLIDING, FULL = LAYER_TYPES
 # By field of config.json: that of config.model, or of config.data for the last.
@@ -33,11 +33,26 @@ SIZES = {
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "silu": "silu"}
 _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation")
 # Switches of config.model that are part of a class; it has fields for the others.
-_FLAGS = ("scale_embedding", "post_norms", "qkv_bias", "use_qk_norm")
+_FLAGS = (
+    *("scale_embedding", "post_norms", "qkv_bias"),
+    *("use_qk_norm", "use_value_norm", "use_skip_scale"),
+)
 _CAPS = {
     "attn_logit_softcapping": "attention_softcap",
     "final_logit_softcapping": "final_softcap",
 }
+# What layers of Gemma 4 differ in, by field of config.json.
+_SHAPES = {
+    "global_head_dim": "global_head_dim",
+    "num_global_key_value_heads": "num_global_kv_heads",
+    "attention_k_eq_v": "global_key_is_value",
+    "num_kv_shared_layers": "num_kv_shared_layers",
+    "use_double_wide_mlp": "use_double_wide_mlp",
+    "hidden_size_per_layer_input": "per_layer_input_dim",
+}
+# By field of config.json: that of config.model for full layers.
+_OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_kv_heads"}
+_LOOKS_AHEAD = "use_bidirectional_attention"
 _SCALAR = "query_pre_attn_scalar"  # = attention_scale ** -2
 # Fields of configs that change what a class computes, unless they are null, false or 0.
 _MUST_BE_UNSET = re.compile(
@@ -60,6 +75,8 @@ class Family(NamedTuple):
     # Of so many layers, the last is full and the others slide, whatever the window. A file's
     # sliding_window_pattern, where the class reads it, goes first.
     full_every: int | None = None
+    last_is_full: bool = False  # whatever layer_types has
+    attention_scale: float | None = None  # None: of query_pre_attn_scalar or head_dim
 
     def reads(self, field: str) -> bool:
         """Tells whether the class reads a field of config.json."""
@@ -68,7 +85,7 @@ class Family(NamedTuple):
     @property
     def rotates_by_kind(self) -> bool:
         """Tells whether sliding layers have a rotation of their own."""
-        return self.reads("rope_local_base_freq")
+        return self.reads("rope_local_base_freq") or self.reads("rope_parameters")
 
 
 def _defaults(*sizes: int | None, **fields) -> dict[str, Any]:
@@ -84,6 +101,43 @@ _LATER_GEMMA = {
     "adds_one": True,
     "names": {"layers/pre_ffw_norm/scale": ("pre_feedforward_layernorm",)},
     "divides": True,
+}
+_GEMMA_4 = Family(
+    "Gemma4ForCausalLM",
+    _defaults(
+        *(262144, 2304, 9216, 30, 8, 4, 256, 131072),
+        layer_types=None,
+        sliding_window=512,
+        tie_word_embeddings=True,
+        final_logit_softcapping=None,
+        rope_theta=None,  # rope_parameters have it
+        rope_parameters={
+            FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+        global_head_dim=512,
+        num_global_key_value_heads=None,
+        per_layer_config=None,  # instead of these two, in files of later versions
+        attention_k_eq_v=False,
+        num_kv_shared_layers=0,
+        use_double_wide_mlp=False,
+        hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262144,
+        use_bidirectional_attention=None,
+    ),
+    ("scale_embedding", "post_norms", "use_qk_norm", "use_value_norm", "use_skip_scale"),
+    **_LATER_GEMMA | {"adds_one": False, "divides": False},
+    full_every=6,
+    last_is_full=True,
+    attention_scale=1.0,
+)
+_GEMMA_4_UNIFIED = {
+    name: value for name, value in _GEMMA_4.defaults.items() if not name.endswith("per_layer_input")
+}
+_GEMMA_4_UNIFIED |= {
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    _LOOKS_AHEAD: "vision",
 }
 _QWEN = _WINDOWS | {"use_sliding_window": False, "max_window_layers": 28}
 # By model_type, in the order in which export tries them. None for K is N, and for H is D / N.
@@ -124,6 +178,10 @@ FAMILIES = {
         ("scale_embedding", "post_norms", "use_qk_norm"),
         **_LATER_GEMMA,
         full_every=6,
+    ),
+    "gemma4_text": _GEMMA_4,
+    "gemma4_unified_text": _GEMMA_4._replace(
+        hf_class="Gemma4UnifiedForCausalLM", defaults=_GEMMA_4_UNIFIED
     ),
     "llama": Family(
         "LlamaForCausalLM",
@@ -211,14 +269,12 @@ def read_switches(family: Family, values: dict) -> dict:
     """
     # The shortest number that is the same in float32, as GGUF files hold it: 1e-6 for 9.99..e-7.
     epsilon = str(np.float32(_positive(values, "rms_norm_eps")))
-    tied = values["tie_word_embeddings"]
-    if type(tied) is not bool:
-        raise usage_error("tie_word_embeddings", json.dumps(tied), "only true or false")
     switches = {flag: flag in family.flags for flag in _FLAGS}
     switches |= {
         "activation": _read_activation(family, values),
         "norm_epsilon": float(epsilon),
-        "tied": tied,
+        "tied": _boolean(values, "tie_word_embeddings"),
+        "attention_scale": family.attention_scale,
     }
     for theirs, ours in _CAPS.items():
         if family.reads(theirs) and values[theirs] is not None:
@@ -226,6 +282,19 @@ def read_switches(family: Family, values: dict) -> dict:
     if family.reads(_SCALAR) and values[_SCALAR] != values["head_dim"]:
         switches["attention_scale"] = _positive(values, _SCALAR) ** -0.5
     return switches
+
+
+def _boolean(values: dict, name: str) -> bool:
+    if type(values[name]) is not bool:
+        raise usage_error(name, json.dumps(values[name]), "only true or false")
+    return values[name]
+
+
+def _integer(values: dict, name: str, least: int) -> int:
+    value = values[name]
+    if type(value) is not int or value < least:
+        raise usage_error(name, json.dumps(value), f"must be an integer of at least {least}")
+    return value
 
 
 def _positive(values: dict, name: str) -> int | float:
@@ -277,6 +346,8 @@ def layer_kinds(family: Family, values: dict) -> list[str]:
     written = values.get("layer_types")
     if written is None or written == kinds:
         return kinds
+    if family.last_is_full and isinstance(written, list):
+        written = written[:-1] + [FULL] * len(written[-1:])
     known = isinstance(written, list) and all(kind in LAYER_TYPES for kind in written)
     if not (family.reads("layer_types") and known and len(written) == len(kinds)):
         problem = f"must be {len(kinds)} of {' and '.join(LAYER_TYPES)}"
@@ -289,16 +360,14 @@ def layer_kinds(family: Family, values: dict) -> list[str]:
 def _kinds_by_rule(family: Family, values: dict) -> list[str]:
     numbers = range(values["num_hidden_layers"])
     window = values["sliding_window"] if family.reads("sliding_window") else None
-    uses_window = values.get("use_sliding_window")
-    if family.reads("use_sliding_window") and type(uses_window) is not bool:
-        raise usage_error("use_sliding_window", json.dumps(uses_window), "only true or false")
-    if family.reads("use_sliding_window") and not uses_window:
+    if family.reads("use_sliding_window") and not _boolean(values, "use_sliding_window"):
         window = None
     if family.full_every is not None:
         period = family.full_every
         if family.reads("sliding_window_pattern"):
             period = _positive(values, "sliding_window_pattern")
         is_sliding = [(number + 1) % period > 0 for number in numbers]
+        is_sliding[-1] &= not family.last_is_full
     elif family.reads("no_rope_layers"):
         is_sliding = [not rotated for rotated in rotated_layers(family, values)]
     else:
@@ -325,6 +394,53 @@ def rotated_layers(family: Family, values: dict) -> list[bool]:
     return [bool(rotated) for rotated in written[:layers]]
 
 
+def read_shapes(family: Family, values: dict) -> dict:
+    """Returns the fields of config.model for what layers of Gemma 4 differ in.
+
+    Raises UsageError for a value of another type, or attention that looks ahead.
+    """
+    if not family.reads("attention_k_eq_v"):
+        return {}
+    if values[_LOOKS_AHEAD] not in (None, False, "vision"):  # of images alone
+        problem = 'only null, false or "vision"'
+        raise usage_error(_LOOKS_AHEAD, json.dumps(values[_LOOKS_AHEAD]), problem)
+    fields = {
+        "global_key_is_value": _boolean(values, "attention_k_eq_v"),
+        "use_double_wide_mlp": _boolean(values, "use_double_wide_mlp"),
+        "num_kv_shared_layers": _integer(values, "num_kv_shared_layers", 0),
+    }
+    if family.reads("hidden_size_per_layer_input"):
+        fields["per_layer_input_dim"] = _integer(values, "hidden_size_per_layer_input", 0)
+        rows = values["vocab_size_per_layer_input"]
+        if fields["per_layer_input_dim"] and rows != values["vocab_size"]:
+            problem = f"must be vocab_size={values['vocab_size']}"
+            raise usage_error("vocab_size_per_layer_input", json.dumps(rows), problem)
+    for name, size in _sizes_of_full(family, values).items():
+        if size != values[name]:
+            fields[_OF_FULL[name]] = size
+    return fields
+
+
+def _sizes_of_full(family: Family, values: dict) -> dict[str, int]:
+    """Returns head_dim and num_key_value_heads of full layers, as far as a file has them."""
+    written = values["per_layer_config"]
+    if written is None:
+        sizes = {"head_dim": _integer(values, "global_head_dim", 1)}
+        theirs = "num_global_key_value_heads"
+        if values["attention_k_eq_v"] and values[theirs] is not None:
+            sizes["num_key_value_heads"] = _integer(values, theirs, 1)
+        return sizes
+    kinds = layer_kinds(family, values)
+    full = [str(number) for number, kind in enumerate(kinds) if kind == FULL]
+    sizes = written.get(full[0], {}) if isinstance(written, dict) else None
+    is_known = isinstance(sizes, dict) and sizes.keys() <= _OF_FULL.keys()
+    is_known = is_known and all(type(size) is int and size > 0 for size in sizes.values())
+    if not is_known or written not in ({}, dict.fromkeys(full, sizes)):
+        problem = f"must be the same {' and '.join(_OF_FULL)} for every {FULL} layer, and no other"
+        raise usage_error("per_layer_config", json.dumps(written), problem)
+    return sizes
+
+
 # --- config.model to config.json ----------------------------------------------------------------
 
 
@@ -336,7 +452,9 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
     rope_of_kind.setdefault(FULL, ropes[0])  # transformers reads it in a run of windows alone, too
     fields = {
         _SCALAR: attention_scalar(model),
-        **{theirs: model[ours] for theirs, ours in _CAPS.items()},
+        **{theirs: model[ours] for theirs, ours in (_CAPS | _SHAPES).items()},
+        "global_head_dim": head_dim(model, is_local=False),
+        "vocab_size_per_layer_input": model.vocab_size,
         "layer_types": kinds,
         "sliding_window": model.sliding_window,
         "use_sliding_window": SLIDING in kinds,
@@ -379,15 +497,20 @@ def _unsupported_fields(family: Family, model: ConfigDict, ropes: list[dict]) ->
     kinds = kinds_of(model)
     plain_scale = model.head_dim**-0.5
     scale = model.attention_scale or plain_scale
+    computed = family.attention_scale or plain_scale
     fields = [flag for flag in _FLAGS if model[flag] != (flag in family.flags)]
-    for theirs, ours in _CAPS.items():
-        if model[ours] is not None and not family.reads(theirs):
+    for theirs, ours in (_CAPS | _SHAPES).items():
+        if model[ours] and not family.reads(theirs):
             fields.append(ours)
-    computed = attention_scalar(model) ** -0.5 if family.reads(_SCALAR) else plain_scale
+    if model.num_global_kv_heads and not model.global_key_is_value:
+        fields.append("num_global_kv_heads")  # Gemma 4 has it with keys that are values
+    if family.reads(_SCALAR):
+        computed = attention_scalar(model) ** -0.5
     if not math.isclose(scale, computed, rel_tol=1e-9):
         fields.append("attention_scale")
     can_mix = family.reads("layer_types") or len(set(kinds)) == 1
-    if SLIDING in kinds and not (family.reads("sliding_window") and can_mix):
+    is_last_known = kinds[-1] == FULL or not family.last_is_full
+    if SLIDING in kinds and not (is_last_known and family.reads("sliding_window") and can_mix):
         fields.append("layer_types")
     if not _has_ropes(family, kinds, ropes):
         fields.append(_rope_field(model))

@@ -15,7 +15,7 @@ from prope.errors import UsageError, log, usage_error
 from prope.hf import config_json
 from prope.hf.families import FAMILIES
 from prope.hf.hub import find_checkpoint
-from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors
+from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors, unused_tensors
 from prope.hf.tensors import Stored, open_tensors, some
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
@@ -63,7 +63,8 @@ def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: 
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
     config, values = config_json.from_hf(local / "config.json")
     family = FAMILIES[values["model_type"]]
-    stored = open_tensors(local)
+    unused = unused_tensors(config.model)
+    stored = {name: tensor for name, tensor in open_tensors(local).items() if name not in unused}
     check_tensors(local, stored, list_tensors(config.model, family))
     config.model.tied = is_tied(local, config.model.tied, stored)
     expected = list_tensors(config.model, family)

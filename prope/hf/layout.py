@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from prope import parameters
 from prope.hf.families import Family
 from prope.parameters import Parameter
-from prope.stack.layers import stacks
+from prope.stack.layers import layers, stacks
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,6 +25,8 @@ _READ = {
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
     *("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+    *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "layer_scalar"),
 }
 
 
@@ -83,6 +85,17 @@ def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
+def unused_tensors(model: ConfigDict) -> set[str]:
+    """Names tensors that files hold and nothing reads: of layers that share keys and values."""
+    names = ("k_proj", "v_proj", "k_norm")
+    return {
+        f"model.layers.{number}.self_attn.{name}.weight"
+        for number, layer in enumerate(layers(model))
+        if layer.shares_kv
+        for name in names
+    }
+
+
 def _prefixes(model: ConfigDict, stack: str) -> dict[int, str]:
     """Returns how the names of a layer's tensors begin, by its row in a stack."""
     return {row: f"layers.{layer}." for row, layer in enumerate(stacks(model)[stack])}
@@ -115,8 +128,11 @@ def _tensor(
     sizes = parameters.axis_sizes(model, path)
     matrix_axes = row.axes.removeprefix("C")
     prefix = "" if f"{name}.weight" == HEAD else "model."
+    suffix = ".bias" if path.endswith("/b") else ".weight"
+    if name.endswith("layer_scalar"):
+        suffix = ""
     return Tensor(
-        name=f"{prefix}{name}.{'bias' if path.endswith('/b') else 'weight'}",
+        name=f"{prefix}{name}{suffix}",
         shape=tuple(math.prod(sizes[axis] for axis in axes) for axes in row.hf_axes.split()),
         path=tuple(path.split("/")),
         layer=layer,

@@ -17,7 +17,7 @@ from prope.encodings import (
 from prope.errors import UsageError, usage_error
 from prope.hf.families import FULL, SLIDING, Family, layer_kinds, rotated_layers
 from prope.rope import frequencies, num_rotated_pairs
-from prope.stack.layers import layer_windows
+from prope.stack.layers import head_dim, layer_windows
 
 
 def _hf_fields(scaling: str) -> dict[str, str]:
@@ -62,6 +62,7 @@ def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) ->
 
     longrope has a divisor for every pair.
     """
+    H = head_dim(model, window is not None)
     theta = model.max_wavelength
     scaling = model.rope_scaling_type
     if scaling == "remove":
@@ -82,15 +83,15 @@ def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) ->
         got = f"{model.rope_type}, {p} and {model.logit_scale}"
         raise UsageError(f"config.model.rope_scaling_type=dynamic: {needs}; got {got}")
     if scaling == "ntk":
-        theta = ntk_wavelength(model.head_dim, theta, model.rope_scaling_factor)
-    plain = frequencies(model.head_dim, theta)
+        theta = ntk_wavelength(H, theta, model.rope_scaling_factor)
+    plain = frequencies(H, theta)
     num_rotated = int(np.count_nonzero(freqs))
     fastest = np.arange(len(freqs)) < num_rotated
     if scale == 1 and np.array_equal(freqs, np.where(fastest, plain, 0)):
         return {
             "rope_type": "proportional",
             "rope_theta": theta,
-            "partial_rotary_factor": _share(model.head_dim, p, num_rotated),
+            "partial_rotary_factor": _share(H, p, num_rotated),
         }
     # JSON has no infinity; after division by 1e30, float32 rotates no pair at any position.
     divisors = np.divide(plain, freqs, out=np.full(len(freqs), 1e30), where=freqs > 0).tolist()
@@ -130,7 +131,9 @@ def read_rotation(family: Family, values: dict) -> dict:
     Raises UsageError for a rotation that is not known, or that this decoder does not compute.
     """
     kinds = layer_kinds(family, values)
-    by_kind = _ropes_by_kind(values) if family.rotates_by_kind else {FULL: _rope_parameters(values)}
+    by_kind = {FULL: _rope_parameters(values)}
+    if family.rotates_by_kind:
+        by_kind = _ropes_by_kind(family, values)
     main = FULL if FULL in kinds or SLIDING not in by_kind else SLIDING
     model = _read_rope(by_kind[main], values)
     is_scaled = "rope_scaling_type" in model
@@ -175,16 +178,17 @@ def _read_rope(rope: dict, values: dict) -> dict:
     return model
 
 
-def _ropes_by_kind(values: dict) -> dict[str, dict]:
-    """Returns the rotations of full and of sliding layers, as Gemma 3 reads them."""
-    written = values.get("rope_parameters") or {}
+def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
+    """Returns the rotations of full and of sliding layers, as Gemma 3 and 4 read them."""
+    defaults = family.defaults.get("rope_parameters", {})
+    written = values.get("rope_parameters") or defaults
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
         problem = f"must be an object with {FULL} and {SLIDING}"
         raise usage_error("rope_parameters", json.dumps(written), problem)
     names = ("rope_theta", "rope_scaling", "max_position_embeddings")
     full = {name: values.get(name) for name in names}
-    local_theta = values["rope_local_base_freq"]
-    if type(local_theta) not in (int, float):
+    local_theta = values.get("rope_local_base_freq")
+    if family.reads("rope_local_base_freq") and type(local_theta) not in (int, float):
         raise usage_error("rope_local_base_freq", json.dumps(local_theta), "must be a number")
     local = full | {"rope_theta": local_theta, "rope_scaling": None}
     return {
