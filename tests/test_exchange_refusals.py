@@ -9,7 +9,17 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, edit, save, small, stored
+from makers import (
+    GEMMA_2_2B,
+    GEMMA_3_1B,
+    GEMMA_3_12B,
+    GEMMA_4_31B,
+    GEMMA_4_E2B,
+    edit,
+    save,
+    small,
+    stored,
+)
 
 from prope.errors import UsageError
 from prope.hf import config_json, layout
@@ -124,6 +134,13 @@ def test_a_config_that_would_be_loaded_wrongly(tmp_path, exported, fields, expec
 
 
 ONLY = " or ".join(f'"{model_type}"' for model_type in IMPORTED)
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+FULL_LAYERS = {str(number): {"head_dim": 512} for number in range(5, 60, 6)}
 GEMMA_3_4B = GEMMA_3_12B["text_config"]
 
 
@@ -158,6 +175,29 @@ GEMMA_3_4B = GEMMA_3_12B["text_config"]
             GEMMA_3_12B | {"text_config": GEMMA_3_4B | {"attn_logit_softcapping": 50.0}},
             "attn_logit_softcapping=50.0: only null",
         ),
+        (  # 26B-A4B; the fields in the order of its file
+            {"model_type": "gemma4", "text_config": GEMMA_4_31B | EXPERTS},
+            "enable_moe_block=true: only null or false; moe_intermediate_size=704: only null or "
+            "false; num_experts=128: only null or false; top_k_experts=8: only null or false",
+        ),
+        (GEMMA_4_E2B | {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention="all"'),
+        (GEMMA_4_E2B | {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        (GEMMA_4_E2B | {"vocab_size_per_layer_input": 262208}, "vocab_size_per_layer_input=262208"),
+        (GEMMA_4_E2B | {"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1: must be an integer"),
+        (GEMMA_4_31B | {"global_head_dim": None}, "global_head_dim=null: must be an integer of"),
+        (GEMMA_4_31B | {"per_layer_config": {"4": FULL_LAYERS["5"]}}, "per_layer_config={"),
+        (
+            GEMMA_4_31B | {"per_layer_config": FULL_LAYERS | {"5": {"head_dim": 256}}},
+            "per_layer_config={",
+        ),
+        (
+            GEMMA_4_31B | {"per_layer_config": {"5": {"sliding_window": 4}}},
+            "per_layer_config={",
+        ),
+        (
+            GEMMA_4_31B | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_theta=null: must be a number",
+        ),
     ],
 )
 def test_all_that_is_not_computed_is_named_at_once(tmp_path, values, names):
@@ -184,7 +224,7 @@ def not_read(tmp_path, expected, model_type, **fields):
 @pytest.mark.parametrize("model_type", IMPORTED)
 def test_the_activation_is_that_of_the_field_that_the_class_reads(tmp_path, model_type):
     fields = ["hidden_act", "hidden_activation"]
-    if model_type in ("gemma2", "gemma3_text"):
+    if FAMILIES[model_type].activation_field == "hidden_activation":
         fields.reverse()
     used, unused = fields
     for ours, theirs in ACTIVATIONS.items():
@@ -271,7 +311,10 @@ NUMBERS = (
     *("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
     *("sliding_window_pattern", "no_rope_layer_interval"),
 )
-BOOLEANS = ("tie_word_embeddings", "use_sliding_window")
+BOOLEANS = (
+    *("tie_word_embeddings", "use_sliding_window"),
+    *("attention_k_eq_v", "use_double_wide_mlp"),
+)
 OTHERS = ("hidden_act", "hidden_activation", "rope_scaling", "rope_parameters", "model_type")
 USED = {
     "num_hidden_layers": 6,
@@ -279,6 +322,7 @@ USED = {
     "sliding_window": 8,
     "max_window_layers": 0,
     "no_rope_layers": [0, 1, 1] * 2,
+    "attention_k_eq_v": True,
 }
 
 

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B
+from makers import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_12B, GEMMA_4_31B, GEMMA_4_E2B
 
 from prope.encodings import layer_percentages
 from prope.hf import config_json
@@ -106,6 +106,45 @@ GEMMA_3_270M = GEMMA_3_1B | {
     "num_hidden_layers": 18,
     "rms_norm_eps": 9.999999974752427e-07,
 }
+GEMMA_4_E4B = GEMMA_4_E2B | {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+    "use_double_wide_mlp": False,
+}
+# Without the fields that its class does not have.
+GEMMA_4_12B = {name: GEMMA_4_31B[name] for name in GEMMA_4_31B if "per_layer" not in name} | {
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+    "model_type": "gemma4_unified_text",
+    "num_attention_heads": 16,
+    "num_global_key_value_heads": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+}
+LATER_GEMMA_4_31B = GEMMA_4_31B | {
+    "per_layer_config": {
+        str(number): {"head_dim": 512, "num_key_value_heads": 4} for number in range(5, 60, 6)
+    }
+}
+del LATER_GEMMA_4_31B["global_head_dim"], LATER_GEMMA_4_31B["num_global_key_value_heads"]
+
+
+def with_images(text, model_type="gemma4"):
+    return {
+        "audio_config": {"hidden_size": 1024, "model_type": "gemma4_audio"},
+        "dtype": "bfloat16",
+        "image_token_id": 258880,
+        "model_type": model_type,
+        "text_config": text,
+        "vision_config": {"hidden_size": 768, "model_type": "gemma4_vision"},
+    }
+
+
 GEMMA_2_27B = GEMMA_2_2B | {
     "head_dim": 128,
     "hidden_size": 4608,
@@ -118,6 +157,25 @@ GEMMA_2_27B = GEMMA_2_2B | {
 GEMMA = {"activation": "gelu", "scale_embedding": True, "post_norms": True, "tied": True}
 GEMMA_2 = GEMMA | {"attention_softcap": 50.0, "final_softcap": 30.0, "local_max_wavelength": None}
 GEMMA_3 = GEMMA | {"use_qk_norm": True, "local_max_wavelength": 1e4, "norm_epsilon": 1e-6}
+GEMMA_4 = GEMMA | {
+    "attention_scale": 1.0,
+    "final_softcap": 30.0,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "local_max_wavelength": 1e4,
+    "max_wavelength": 1e6,
+    "norm_epsilon": 1e-6,
+    "num_global_kv_heads": None,
+    "use_qk_norm": True,
+    "use_value_norm": True,
+    "use_skip_scale": True,
+}
+KEYS_ARE_VALUES = GEMMA_4 | {
+    "global_key_is_value": True,
+    "num_global_kv_heads": 4,
+    "num_kv_shared_layers": 0,
+    "per_layer_input_dim": 0,
+}
 LLAMA = {"activation": "silu", "scale_embedding": False, "post_norms": False, "tied": True}
 FULL = None
 # (config.json, parameters, windows of the first layers, fields of config.model).
@@ -147,6 +205,38 @@ PUBLISHED = {
         [*[1024] * 5, FULL] * 8,
         GEMMA_3
         | {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0, "attention_scale": None},
+    ),
+    "gemma-4-E2B": (
+        with_images(GEMMA_4_E2B),
+        4_628_569_344 + 35,  # with layer_scalar, a buffer there
+        [*[512] * 4, FULL] * 7,
+        GEMMA_4
+        | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True, "per_layer_input_dim": 256},
+    ),
+    "gemma-4-E4B": (
+        with_images(GEMMA_4_E4B),
+        7_463_013_376 + 42,
+        [*[512] * 5, FULL] * 7,
+        GEMMA_4
+        | {"num_kv_shared_layers": 18, "use_double_wide_mlp": False, "per_layer_input_dim": 256},
+    ),
+    "gemma-4-12B": (
+        with_images(GEMMA_4_12B, "gemma4_unified"),
+        11_907_350_272 + 48,
+        [*[1024] * 5, FULL] * 8,
+        KEYS_ARE_VALUES | {"num_global_kv_heads": 1},
+    ),
+    "gemma-4-31B": (
+        with_images(GEMMA_4_31B),
+        30_697_345_280 + 60,
+        [*[1024] * 5, FULL] * 10,
+        KEYS_ARE_VALUES,
+    ),
+    "gemma-4-31B, as later versions write it": (
+        LATER_GEMMA_4_31B,
+        30_697_345_280 + 60,
+        [*[1024] * 5, FULL] * 10,
+        KEYS_ARE_VALUES,
     ),
     "Llama-3.2-1B": (
         LLAMA_32_1B,
@@ -197,8 +287,12 @@ def test_a_published_config_leads_to_its_model(tmp_path, values, parameters, win
     for name, value in fields.items():
         assert config.model[name] == value, name
     layers = config.model.num_layers
-    p = [1, 1, 1, 0] * 9 if values["model_type"] == "smollm3" else [1] * layers
+    p = [1] * layers
+    if values["model_type"] == "smollm3":
+        p = [1, 1, 1, 0] * 9
+    if values["model_type"].startswith("gemma4"):
+        p = [0.25 if window is FULL else 1 for window in windows]
     assert layer_percentages(config.model) == p
-    assert config.model.dtype == values["torch_dtype"]
+    assert config.model.dtype == values.get("torch_dtype", "bfloat16")
     length = read["max_position_embeddings"]
     assert config.data.seq_len == values.get("max_position_embeddings", length)

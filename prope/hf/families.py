@@ -90,7 +90,9 @@ class Family(NamedTuple):
 
 def _defaults(*sizes: int | None, **fields) -> dict[str, Any]:
     """Returns a row's defaults: sizes in the order of SIZES, and fields beside the common ones."""
-    common = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
+    common = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    if "rope_parameters" not in fields:
+        common["rope_theta"] = 1e4
     return dict(zip(SIZES, sizes, strict=True)) | common | fields
 
 
@@ -110,7 +112,6 @@ _GEMMA_4 = Family(
         sliding_window=512,
         tie_word_embeddings=True,
         final_logit_softcapping=None,
-        rope_theta=None,  # rope_parameters have it
         rope_parameters={
             FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},

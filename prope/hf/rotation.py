@@ -131,9 +131,10 @@ def read_rotation(family: Family, values: dict) -> dict:
     Raises UsageError for a rotation that is not known, or that this decoder does not compute.
     """
     kinds = layer_kinds(family, values)
-    by_kind = {FULL: _rope_parameters(values)}
     if family.rotates_by_kind:
         by_kind = _ropes_by_kind(family, values)
+    else:
+        by_kind = {FULL: _rope_parameters(values)}
     main = FULL if FULL in kinds or SLIDING not in by_kind else SLIDING
     model = _read_rope(by_kind[main], values)
     is_scaled = "rope_scaling_type" in model
