@@ -149,7 +149,8 @@ class Prompts:
         rows = self.about["rows"]
         trials = [self.trial(row, i) for row in rows for i in range(number)]
         T = self.seq_len
-        logprobs, exact = score_trials(self.config, params, T, trials, mesh)
+        num_ids = self._tokenizer.vocab_size
+        logprobs, exact = score_trials(self.config, params, T, trials, mesh, num_ids)
         rank = rank_first(logprobs)
         cells = []
         for i, row in enumerate(rows):

@@ -83,7 +83,7 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
 
 
 @functools.cache
-def _make_score(config: FrozenConfigDict, mesh: Mesh):
+def _make_score(config: FrozenConfigDict, num_ids: int, mesh: Mesh):
     """Makes the function that scores a batch: arrays [B, C] and [B], as `score_trials`."""
 
     def score(params, tokens, lengths, candidates, answer_lengths):
@@ -103,7 +103,7 @@ def _make_score(config: FrozenConfigDict, mesh: Mesh):
             logprobs = jax.nn.log_softmax(logits)
             logprobs = jnp.take_along_axis(logprobs, answer[..., None], axis=-1)
             logprobs = logprobs[..., 0] * ~is_padding
-            is_likeliest = logits.argmax(axis=-1) == answer
+            is_likeliest = logits[..., :num_ids].argmax(axis=-1) == answer
             exact = is_likeliest | is_padding
             return logprobs.sum(axis=-1), exact.all(axis=-1)
 
@@ -121,12 +121,16 @@ def score_trials(
     T: int,
     trials: list[Trial],
     mesh: Mesh,
+    num_ids: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scores trials, padded to T tokens: log-probabilities [R, C], and which are exact, [R]."""
+    """Scores trials, padded to T tokens: log-probabilities [R, C], and which are exact, [R].
+
+    Ids from `num_ids` on, which the tokenizer lacks, are never the likeliest.
+    """
     R = len(trials)
     C = len(trials[0].candidates)
     A = max(trial.candidates.shape[1] for trial in trials)
-    score = _make_score(FrozenConfigDict(config.model), mesh)
+    score = _make_score(FrozenConfigDict(config.model), num_ids, mesh)
 
     def read(rows):
         batch = {
