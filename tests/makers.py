@@ -103,7 +103,7 @@ def check_attention(query, key, value, segments=None, rtol=5e-6, window=None, ca
         )
 
 
-# Every switch of config.model, at a value that is not its default's.
+# The switches of config.model that any layers may have, at values that are not the defaults.
 SWITCHES = {
     "activation": "silu",
     "norm_epsilon": 0.1,
@@ -115,10 +115,21 @@ SWITCHES = {
     "final_softcap": 4.0,
     "qkv_bias": True,
     "use_qk_norm": True,
+    "use_value_norm": True,
+    "use_skip_scale": True,
+    "per_layer_input_dim": 6,
+}
+# Those by which layers differ in shape.
+SWITCHES_OF_KINDS = {
+    "global_head_dim": 24,
+    "num_global_kv_heads": 1,
+    "global_key_is_value": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
 }
 
 
-# Layers that differ in all that layers can, in a pattern that ends in part.
+# Layers of one shape that differ in all else, in a pattern that ends in part.
 KINDS_OF_LAYERS = {
     "num_layers": 5,
     "num_kv_heads": 2,
@@ -127,6 +138,7 @@ KINDS_OF_LAYERS = {
     "local_max_wavelength": 100.0,
     "local_rope_percentage": 0.75,
 }
+ALL_SWITCHES = KINDS_OF_LAYERS | SWITCHES | SWITCHES_OF_KINDS | {"num_layers": 6}
 
 
 # Gemma 4 at a small size: layers of two shapes, of which full ones have no values of their own; and
@@ -144,8 +156,9 @@ _GEMMA4 = {
     "use_qk_norm": True,
     "use_value_norm": True,
     "use_skip_scale": True,
-    "attention_scale": 0.5,
+    "attention_scale": 0.1,
     "final_softcap": 3.0,
+    "norm_epsilon": 0.1,  # so that the last norm does not undo the last skip scale
 }
 DENSE4 = _GEMMA4 | {"num_kv_heads": 2, "num_global_kv_heads": 1, "global_key_is_value": True}
 E4 = _GEMMA4 | {
@@ -188,7 +201,10 @@ def draw_model(config, B=2, T=12, seed=0):
         fan_in = math.prod(sizes[axis] for axis in row.fan_in)
         scale = 0.1 + row.is_matrix / math.sqrt(fan_in)
         shape = [sizes[axis] for axis in parameters.stacked_axes(path)]
-        leaves[path] = jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+        leaf = scale * rng.standard_normal(shape)
+        if path.endswith("skip_scale"):
+            leaf = rng.uniform(0.3, 0.9, shape)
+        leaves[path] = jnp.asarray(leaf, jnp.float32)
     params = parameters.nest(leaves)
     tokens = rng.integers(0, config.vocab_size, (B, T))
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -264,6 +280,8 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
             scale = 0.3
         if path[-1].key == "input_embedding" or path[0].key == "head":
             scale = 1.5 / np.sqrt(leaf.shape[-1])
+        if path[-1].key == "skip_scale":
+            return jnp.asarray(rng.uniform(0.3, 0.9, leaf.shape), jnp.float32)
         return jnp.asarray(scale * rng.standard_normal(leaf.shape), jnp.float32)
 
     shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))

@@ -1,7 +1,7 @@
 """References in float64, written in NumPy from the formulas; nothing of prope is imported.
 
 Axis letters: B batch, T query length, S key length, D embed_dim, N query heads, K key/value heads,
-H head_dim, F hidden_dim, V vocab, L layers, P = H/2 rotation pairs.
+H head_dim, F hidden_dim, V vocab, L layers, P = H/2 rotation pairs, Q lanes of a layer's own input.
 """
 
 import math
@@ -152,26 +152,40 @@ def map_leaves(function, tree):
     return function(tree)
 
 
-def self_attention(config, params, x, positions, seen, freqs, scale, rotate_fn):
-    """One layer's attention of x [B, T, D]; `scale` multiplies its logits."""
-    query_weights = params["q_einsum"]["w"]
-    key_weights, value_weights = params["kv_einsum"]["w"]
-    query = einsum("btd,ndh->btnh", x, query_weights)
-    key = einsum("bsd,kdh->bskh", x, key_weights)
-    value = einsum("bsd,kdh->bskh", x, value_weights)
+def keys_and_values(config, params, x):
+    """Returns one layer's keys and values [B, S, K, H] of x [B, S, D], before the rotation."""
+    key_is_value = "k_einsum" in params
+    weights = [params["k_einsum"]["w"]] if key_is_value else list(params["kv_einsum"]["w"])
+    projected = [einsum("bsd,kdh->bskh", x, w) for w in weights]
     if config.qkv_bias:
-        key_bias, value_bias = params["kv_einsum"]["b"]
+        biases = [params["k_einsum"]["b"]] if key_is_value else params["kv_einsum"]["b"]
+        projected = [y + bias for y, bias in zip(projected, biases, strict=True)]
+    key = projected[0]
+    value = projected[-1]
+    if config.use_qk_norm:
+        key = rms_norm(key, params["key_norm"], config.norm_epsilon)
+    if config.use_value_norm:
+        value = rms_norm(value, {"scale": 0}, config.norm_epsilon)
+    return key, value
+
+
+def self_attention(config, params, x, shared, positions, seen, freqs, scale, rotate_fn):
+    """One layer's attention of x [B, T, D], with its keys and values before the rotation.
+
+    `shared` are keys and values of an earlier layer in their place, or None. `scale` multiplies
+    logits.
+    """
+    query = einsum("btd,ndh->btnh", x, params["q_einsum"]["w"])
+    if config.qkv_bias:
         query = query + params["q_einsum"]["b"]
-        key = key + key_bias
-        value = value + value_bias
     if config.use_qk_norm:
         query = rms_norm(query, params["query_norm"], config.norm_epsilon)
-        key = rms_norm(key, params["key_norm"], config.norm_epsilon)
+    both = shared or keys_and_values(config, params, x)
     if config.attention_scale is not None:
-        scale = scale * config.attention_scale * np.sqrt(config.head_dim)
-    query, key, value = rotate_fn(query, key, value, positions, freqs)
+        scale = scale * config.attention_scale * np.sqrt(query.shape[-1])
+    query, key, value = rotate_fn(query, *both, positions, freqs)
     output = attention(scale * query, key, value, seen, cap=config.attention_softcap)
-    return einsum("btnh,nhd->btd", output, params["attn_vec_einsum"]["w"])
+    return einsum("btnh,nhd->btd", output, params["attn_vec_einsum"]["w"]), both
 
 
 def rotate_qkv(query, key, value, positions, freqs):
@@ -179,11 +193,15 @@ def rotate_qkv(query, key, value, positions, freqs):
     return rotate(query, positions, freqs), rotate(key, positions, freqs), value
 
 
+def layer_kinds(config):
+    """The kind of each layer, [L]."""
+    pattern = config.layer_types or ("full_attention",)
+    return [pattern[number % len(pattern)] for number in range(config.num_layers)]
+
+
 def layer_windows(config):
     """How many keys a query of each layer sees; None: all before."""
-    pattern = config.layer_types or ("full_attention",)
-    kinds = [pattern[number % len(pattern)] for number in range(config.num_layers)]
-    return [config.sliding_window if kind[0] == "s" else None for kind in kinds]
+    return [config.sliding_window if kind[0] == "s" else None for kind in layer_kinds(config)]
 
 
 def layer_frequencies(config):
@@ -192,12 +210,54 @@ def layer_frequencies(config):
     freqs = []
     for p, window in zip(percentages, layer_windows(config), strict=True):
         theta = config.max_wavelength
+        head_dim = config.head_dim
+        if window is None and config.global_head_dim is not None:
+            head_dim = config.global_head_dim
         if window is not None and config.local_max_wavelength is not None:
             theta = config.local_max_wavelength
         if window is not None and config.local_rope_percentage is not None:
             p = config.local_rope_percentage
-        freqs.append(frequencies(config.head_dim, theta, p))
+        freqs.append(frequencies(head_dim, theta, p))
     return freqs
+
+
+def split_layers(config, stacked):
+    """Returns the parameters of each layer, [L], from those of "layers".
+
+    Where layers differ in shape there is a stack for each kind, and one for those of a kind that
+    take the keys and values of others; its rows are in the order of the layers.
+    """
+    rows = {}
+    split = []
+    for number, kind in enumerate(layer_kinds(config)):
+        shares = number >= config.num_layers - config.num_kv_shared_layers
+        stack = f"{kind}_shared_kv" if shares else kind
+        row = rows.get(stack, 0) if stack in stacked else number
+        rows[stack] = row + 1
+        layer = map_leaves(lambda leaf: leaf[row], stacked.get(stack, stacked))  # noqa: B023
+        width = 2 if shares and config.use_double_wide_mlp else 1
+        assert len(layer["mlp"]["linear"]) == width * config.hidden_dim
+        assert ("kv_einsum" in layer["attn"] or "k_einsum" in layer["attn"]) != shares
+        split.append(layer)
+    return split
+
+
+def layer_inputs(config, embedder, tokens, x):
+    """Computes the inputs [L, B, T, Q] of the layers, of tokens and the first layer's x."""
+    context = einsum("btd,dlq->lbtq", x, embedder["per_layer_model_projection"]["w"])
+    context = context / np.sqrt(config.embed_dim)
+    context = rms_norm(context, embedder["per_layer_projection_norm"], config.norm_epsilon)
+    rows = embedder["per_layer_embeddings"][np.asarray(tokens)]
+    rows = rows.transpose(2, 0, 1, 3)
+    return (context + rows * np.sqrt(config.per_layer_input_dim)) / np.sqrt(2)
+
+
+def add_layer_input(config, params, x, layer_input):
+    """Adds what a layer makes of x and of its input [B, T, Q]."""
+    activation = {"gelu": gelu, "silu": silu}[config.activation]
+    gated = activation(x @ params["per_layer_input_gate"]["w"]) * layer_input
+    projected = gated @ params["per_layer_projection"]["w"]
+    return x + rms_norm(projected, params["post_per_layer_input_norm"], config.norm_epsilon)
 
 
 def mlp(config, params, x):
@@ -206,6 +266,29 @@ def mlp(config, params, x):
     gate_weights, up_weights = params["gating_einsum"]
     hidden = activation(x @ gate_weights) * (x @ up_weights)
     return hidden @ params["linear"]
+
+
+def run_layer(config, params, x, layer_input, context):
+    """One layer of x [B, T, D], with its keys and values; `layer_input` is its own or None.
+
+    `context` are the arguments of `self_attention` from `shared` on.
+    """
+    epsilon = config.norm_epsilon
+    normed = rms_norm(x, params["pre_attention_norm"], epsilon)
+    attended, both = self_attention(config, params["attn"], normed, *context)
+    if config.post_norms:
+        attended = rms_norm(attended, params["post_attention_norm"], epsilon)
+    x = x + attended
+    normed = rms_norm(x, params["pre_ffw_norm"], epsilon)
+    projected = mlp(config, params["mlp"], normed)
+    if config.post_norms:
+        projected = rms_norm(projected, params["post_ffw_norm"], epsilon)
+    x = x + projected
+    if layer_input is not None:
+        x = add_layer_input(config, params, x, layer_input)
+    if config.use_skip_scale:
+        x = x * params["skip_scale"]
+    return x, both
 
 
 def decoder(
@@ -221,7 +304,7 @@ def decoder(
 ):
     """Returns the logits [B, T, V] of the decoder of a config.model.
 
-    `freqs` [L, P] are p-RoPE's by default. A layer of `windows` that is not None sees so many keys;
+    `freqs` [L][P] are p-RoPE's by default. A layer of `windows` that is not None sees so many keys;
     they follow from the config by default.
     `scale` multiplies the attention logits of layers without a window. `rotate_fn` is called for
     every layer in turn.
@@ -234,30 +317,25 @@ def decoder(
     x = table[np.asarray(tokens)]
     if config.scale_embedding:
         x = x * np.sqrt(config.embed_dim)
-    epsilon = config.norm_epsilon
-    for number in range(config.num_layers):
-        layer = map_leaves(lambda leaf: leaf[number], params["layers"])  # noqa: B023
+    inputs = [None] * config.num_layers
+    if config.per_layer_input_dim:
+        inputs = layer_inputs(config, params["embedder"], tokens, x)
+    kinds = layer_kinds(config)
+    last_of_kind = {}  # keys and values of the last layer of a kind that has some
+    for number, layer in enumerate(split_layers(config, params["layers"])):
+        kind = kinds[number]
         window = windows[number]
-        normed = rms_norm(x, layer["pre_attention_norm"], epsilon)
-        attended = self_attention(
-            config,
-            layer["attn"],
-            normed,
+        shares = number >= config.num_layers - config.num_kv_shared_layers
+        context = (
+            last_of_kind[kind] if shares else None,
             positions,
             causal_mask(T, segments, window),
             freqs[number],
             1.0 if window else scale,
             rotate_fn,
         )
-        if config.post_norms:
-            attended = rms_norm(attended, layer["post_attention_norm"], epsilon)
-        x = x + attended
-        normed = rms_norm(x, layer["pre_ffw_norm"], epsilon)
-        projected = mlp(config, layer["mlp"], normed)
-        if config.post_norms:
-            projected = rms_norm(projected, layer["post_ffw_norm"], epsilon)
-        x = x + projected
-    hidden = rms_norm(x, params["final_norm"], epsilon)
+        x, last_of_kind[kind] = run_layer(config, layer, x, inputs[number], context)
+    hidden = rms_norm(x, params["final_norm"], config.norm_epsilon)
     head = table if config.tied else params["head"]["w"]
     logits, _ = softcap(hidden @ head.T, config.final_softcap)
     return logits

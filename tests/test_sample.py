@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import scipy.stats
 from compiled import array_shapes
-from makers import KINDS_OF_LAYERS, SWITCHES, draw_model, forward, make_run, same, small
+from makers import (
+    ALL_SWITCHES,
+    DENSE4,
+    E4,
+    KINDS_OF_LAYERS,
+    SWITCHES,
+    draw_model,
+    forward,
+    make_run,
+    same,
+    small,
+)
 from ml_collections import FrozenConfigDict
 from oracles import decoder
 
@@ -37,9 +48,12 @@ def draw_prompts(params, lengths=LENGTHS, seed=3):
 def lively(config):
     """Parameters whose attention outweighs the token: it is seldom the likeliest to come again."""
     params, *_ = draw_model(config)
-    params["layers"]["attn"]["attn_vec_einsum"]["w"] *= 5
-    params["layers"]["mlp"]["linear"] *= 5
-    return params
+
+    def scale(path, leaf):
+        path = jax.tree_util.keystr(path, simple=True, separator="/")
+        return leaf * 5 if path.endswith(("attn_vec_einsum/w", "mlp/linear")) else leaf
+
+    return jax.tree_util.tree_map_with_path(scale, params)
 
 
 def full_forward(config, params, rows):
@@ -123,9 +137,12 @@ def assert_near(actual, expected, bound):
 
 VARIANTS = [
     {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},
-    {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES},
+    {"p": 0.5, **ALL_SWITCHES, "attention_scale": 0.1},
 ]
 for fields in (
+    {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES},
+    {"p": 0.25, **DENSE4},
+    {"p": 0.25, **E4},
     {"p": 0.0, "num_kv_heads": 1},
     {"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"},
     {"p": 0.75, "num_kv_heads": 2},
@@ -249,7 +266,9 @@ def test_memory_of_a_prompt_grows_with_the_cache_and_a_row_of_scores_alone():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
-def test_tokens_equal_those_of_the_full_forward(fields, temperature):
+def test_tokens_equal_those_of_the_full_forward(fields, temperature, monkeypatch):
+    """Of prompts that are read three tokens at a time, and some longer than the window's slots."""
+    monkeypatch.setattr(generation, "_CHUNK", 4)
     config = make_config(**fields)
     params = lively(config)
     sampling = Sampling(12, temperature, eos=NEVER)
