@@ -317,6 +317,35 @@ def test_a_port_s_mistake_is_named(names, ports, mistake, dtype):
     assert mistake_in({name: ported(ports[mistake], name, dtype) for name in names}) == mistake
 
 
+GEMMA4 = "proportional_d512_theta1000000_p0.25"
+PUBLIC_MISTAKES = {
+    PLANTED["prefix pairing"]: lambda c: {"distance": c.n},
+    PLANTED["wrong denominator"]: lambda c: {"width": 2 * c.n},
+    "partial rotary instead of p-RoPE: denominator and pairing": lambda c: {
+        "width": 2 * c.n,
+        "distance": c.n,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("mistake", PUBLIC_MISTAKES)
+def test_the_public_mistakes_are_named_from_gemma_4_s_layer_alone(mistake, dtype):
+    """Ports of Gemma 4 made them: 64 frequencies for a prefix of 128 lanes, or 128 for 512."""
+    assert CASES[GEMMA4]["rotated_pairs"] == 64
+    assert check(golden([GEMMA4]))[1]["cannot_exclude"] == [
+        "max_wavelength is 1000000 for every case",
+        "p = 0 is read as unset",
+        "the number of rotated pairs is rounded up",
+        "the sign of a negative position is lost",
+    ]
+    values = ported(PUBLIC_MISTAKES[mistake], GEMMA4, dtype)
+    for kind, array in values.items():
+        assert mistake_in({GEMMA4: {kind: array}}) == mistake
+    values = {"scores": values["rotated_queries"] @ values["rotated_keys"].T}
+    assert mistake_in({GEMMA4: values}) == mistake
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_a_table_in_bfloat16_is_named(dtype):
     values = {name: ported(right, name, dtype, table=bfloat16) for name in PROPORTIONAL}

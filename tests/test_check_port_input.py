@@ -25,6 +25,12 @@ QUERIES = f"{NAME}/rotated_queries"
         ({f"{NAME}/queries": GOOD}, "must be CASE/ARRAY"),
         ({QUERIES: GOOD.T}, "must have shape (6, 16), apart from axes of length 1; got (16, 6)"),
         ({f"{NAME}/cos": GOOD[:, :9]}, "must have shape (6, 8), apart"),
+        (
+            {f"{NAME}/sin": GOOD[:, :4]},
+            "got (6, 4): a table of the 2 rotated pairs alone pairs lane k with 2 + k; "
+            "pad it to 8 pairs with cos 1 and sin 0",
+        ),
+        ({f"{NAME}/cos": GOOD[:, :2]}, "got (6, 2): a table of the 2 rotated pairs alone"),
         ({QUERIES: np.where(GOOD > 1, np.inf, GOOD)}, "must hold finite numbers"),
         ({QUERIES: GOOD.astype(str)}, "must hold finite numbers; its type is <U"),
         ({QUERIES: GOOD.astype(object)}, "cannot be read as an .npz file (ValueError)"),

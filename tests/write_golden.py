@@ -19,7 +19,7 @@ CASES = [
     *[("proportional", 16, 1_000_000, p, RANGE) for p in (0.25, 0.75)],
     ("proportional", 16, 10_000, 0.75, [-8191, -1, 0, 2]),
     *[("proportional", 64, 10_000, p, SHORT) for p in (0.3, 0.75)],
-    ("proportional", 256, 1_000_000, 0.25, [257, 8191]),
+    ("proportional", 512, 1_000_000, 0.25, [257, 262143]),  # full layers of Gemma 4
     *[("partial", 16, 10_000, p, RANGE) for p in (0, 0.25, 0.5, 1)],
     ("partial", 16, 1_000_000, 0.5, RANGE),
     ("partial", 64, 10_000, 0.25, SHORT),
@@ -93,7 +93,8 @@ def compute(encoding, d, theta, p, positions):
 
 
 def as_number(x):
-    return round(float(x), 10) + 0.0  # not -0.0
+    number = round(float(x), 10)
+    return int(number) if number.is_integer() else number  # 0, not -0.0
 
 
 def draw(T, d, lane_step, row_step, modulus):

@@ -146,8 +146,13 @@ def _fit(label: str, array: np.ndarray, case: dict, kind: str) -> np.ndarray:
         beside = np.array_equal(array[:, ::2], array[:, 1::2])
         array = array[:, ::2] if beside else array[:, : shape[1]]
     if array.shape != shape:
-        problem = f"must have shape {shape}, apart from axes of length 1"
-        raise UsageError(f"{label}: {problem}; got {array.shape}")
+        problem = f"must have shape {shape}, apart from axes of length 1; got {array.shape}"
+        n = case["rotated_pairs"]
+        is_prefix = kind in ("cos", "sin") and array.shape[1:] in ((n,), (2 * n,))
+        if is_prefix and case["encoding"] == "proportional":
+            cause = f"a table of the {n} rotated pairs alone pairs lane k with {n} + k"
+            problem += f": {cause}; pad it to {shape[1]} pairs with cos 1 and sin 0"
+        raise UsageError(f"{label}: {problem}")
     return array
 
 
