@@ -127,6 +127,7 @@ def _tensor(
     """Makes the tensor that holds matrix `number` of a parameter."""
     sizes = parameters.axis_sizes(model, path)
     matrix_axes = row.axes.removeprefix("C")
+    letters = row.hf_axes.replace(" ", "")
     prefix = "" if f"{name}.weight" == HEAD else "model."
     suffix = ".bias" if path.endswith("/b") else ".weight"
     if name.endswith("layer_scalar"):
@@ -137,13 +138,7 @@ def _tensor(
         path=tuple(path.split("/")),
         layer=layer,
         index=(number,) if row.axes.startswith("C") else (),
-        order=tuple(
-            matrix_axes.index(axis)
-            for axis in row.hf_axes.replace(
-                " ",
-                "",
-            )
-        ),
+        order=tuple(matrix_axes.index(axis) for axis in letters),
     )
 
 
