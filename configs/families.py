@@ -35,6 +35,23 @@ def gemma3(config):
     config.model.sliding_window = 512  # 1024 from 4B on
 
 
+def gemma4(config):
+    """Sets what all sizes share; E2B and E4B have layer inputs and share keys and values."""
+    config.model.rope_percentage = 0.25
+    config.model.local_rope_percentage = 1.0
+    config.model.max_wavelength = 1e6
+    config.model.local_max_wavelength = 1e4
+    config.model.post_norms = True
+    config.model.use_qk_norm = True
+    config.model.use_value_norm = True
+    config.model.use_skip_scale = True
+    config.model.attention_scale = 1.0
+    config.model.final_softcap = 30.0
+    config.model.global_head_dim = 512
+    config.model.layer_types = ("sliding_attention",) * 5 + ("full_attention",)
+    config.model.sliding_window = 1024  # 512 in E2B and E4B
+
+
 def llama(config):
     """Sets what Llama 3, SmolLM, Qwen and Mistral share, with the epsilon of Llama 3."""
     config.model.rope_percentage = 1.0

@@ -605,6 +605,13 @@ _TINY = {
     "eval.batch_size": 8,
     "eval.max_windows": 8,
 }
+# Where a config sets them. Layers that share keys and values are two of four.
+_TINY_SHAPES = {
+    "model.global_head_dim": 64,
+    "model.num_global_kv_heads": 1,
+    "model.num_kv_shared_layers": 2,
+    "model.per_layer_input_dim": 16,
+}
 
 
 def sized(config: ConfigDict, size: str) -> ConfigDict:
@@ -625,7 +632,11 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         config.model.layer_types = ("sliding_attention", "full_attention")
         config.model.sliding_window = 16
     groups = config.model.num_heads // config.model.num_kv_heads
-    config.update_from_flattened_dict(_TINY | {"model.num_heads": min(groups, 4)})
+    fields = flat(config)
+    shapes = {name: size for name, size in _TINY_SHAPES.items() if fields[name]}
+    if "model.num_kv_shared_layers" in shapes:
+        shapes["model.num_layers"] = 4
+    config.update_from_flattened_dict(_TINY | shapes | {"model.num_heads": min(groups, 4)})
     data = config.data
     if data.dataset != "python_docs" and not is_generated(data.dataset):
         choose = "--config.data.dataset and .data_dir choose another"

@@ -23,7 +23,10 @@ from prope.step import batch_shapes, init_state, make_train_step, resolve_attent
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})
 # Those whose tiny model no other page has, then those of them whose tiny run is like no other's.
 STEPPED = [path for path in FILES if not path.stem.startswith("encodings_")]
-LIKE = ("gemma_2b_1m", "gemma2_like", "gemma3_like", "gemma3_1b", "rnope_swa", "smollm3_like")
+LIKE = (
+    *("gemma_2b_1m", "gemma2_like", "gemma3_like", "gemma3_1b", "gemma4_like"),
+    *("rnope_swa", "smollm3_like"),
+)
 TRAINED = [path for path in STEPPED if path.stem not in LIKE]
 
 
@@ -54,10 +57,18 @@ def test_every_config_is_whole_and_builds_at_full_size(path):
 
 
 # Checkpoints as they were published: family, sizes, further fields, parameters as transformers
-# counts them, page.
+# counts them and Gemma 4's layer_scalar, page.
 SIZES = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
 BIAS = {"qkv_bias": True}
 UNTIED = {"tied": False}
+K_IS_V = {"global_key_is_value": True, "num_global_kv_heads": 1}
+E4B = {"num_kv_shared_layers": 18, "per_layer_input_dim": 256}
+E2B = {
+    "num_kv_shared_layers": 20,
+    "per_layer_input_dim": 256,
+    "use_double_wide_mlp": True,
+    "layer_types": ("sliding_attention",) * 4 + ("full_attention",),
+}
 RELEASED = [
     ("gemma2", (26, 2304, 8, 4, 256, 9216), 256_000, {}, 2_614_341_888, None),
     ("gemma2", (42, 3584, 16, 8, 256, 14336), 256_000, {}, 9_241_705_984, None),
@@ -67,6 +78,13 @@ RELEASED = [
     ("gemma3", (34, 2560, 8, 4, 256, 10240), 262_144, {}, 3_880_099_328, None),
     ("gemma3", (48, 3840, 16, 8, 256, 15360), 262_144, {}, 11_765_788_416, None),
     ("gemma3", (62, 5376, 32, 16, 128, 21504), 262_144, {}, 27_009_002_240, None),
+    ("gemma4", (35, 1536, 8, 1, 256, 6144), 262_144, E2B, 4_628_569_344 + 35, "gemma4_e2b"),
+    ("gemma4", (42, 2560, 8, 2, 256, 10240), 262_144, E4B, 7_463_013_376 + 42, None),
+    ("gemma4", (48, 3840, 16, 8, 256, 15360), 262_144, K_IS_V, 11_907_350_272 + 48, "gemma4_12b"),
+    (
+        *("gemma4", (60, 5376, 32, 16, 256, 21504), 262_144),
+        *(K_IS_V | {"num_global_kv_heads": 4}, 30_697_345_280 + 60, None),
+    ),
     ("llama", (16, 2048, 32, 8, 64, 8192), 128_256, {}, 1_235_814_400, "llama32_1b"),
     ("llama", (28, 3072, 24, 8, 128, 8192), 128_256, {}, 3_212_749_824, None),
     ("llama", (32, 4096, 32, 8, 128, 14336), 128_256, UNTIED, 8_030_261_248, None),
@@ -86,8 +104,9 @@ RELEASED = [
 def test_a_family_at_published_sizes_has_the_parameters_of_its_checkpoint(released):
     family, sizes, vocab_size, fields, count, page = released
     config = default_config()
-    config.model.update(dict(zip(SIZES, sizes, strict=True)) | {"vocab_size": vocab_size} | fields)
+    config.model.update(dict(zip(SIZES, sizes, strict=True)) | {"vocab_size": vocab_size})
     module_of("families")[family](config)
+    config.model.update(fields)
     assert parameters.count(config.model) == count
     if page is not None:
         config = load(ROOT / "configs" / f"{page}.py")

@@ -190,7 +190,9 @@ def encoding(p=1.0, **fields):
 
 OTHER_CLASSES = {
     "rnope_swa": "SmolLM3",
-    "gemma4_like": "Mellum",
+    "gemma4_like": "Gemma4",
+    "gemma4_e2b": "Gemma4",
+    "gemma4_12b": "Gemma4",
     "longcontext": "Mellum",
     "gemma2_like": "Gemma2",
     "gemma3_like": "Gemma3",

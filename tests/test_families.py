@@ -1,6 +1,7 @@
 """Every family beside transformers: tiny models with its switches, imported, cached, exported."""
 
 import copy
+import dataclasses
 import functools
 import types
 
@@ -8,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from makers import forward, save, save_run, stored
-from oracles import decoder
+from makers import assert_trees_close, forward, leaves_by_path, save, save_run, stored
+from oracles import decoder, rotate, rotate_qkv
 
 from prope import model
 from prope.config import set_layer_percentages
@@ -25,6 +26,7 @@ from prope.hf.families import (
     read_switches,
     rotated_layers,
 )
+from prope.hf.layout import list_tensors
 from prope.inference.generation import empty_cache
 from prope.stack.layers import layer_windows
 from prope.workdir.run import open_run, read_config
@@ -224,10 +226,8 @@ def distance(config, params, expected):
     ).max()
 
 
-def reference_distance(config, params, expected, freqs=None):
+def reference_distance(config, params, expected, freqs=None, **replaced):
     """The largest difference of a logit of the reference in NumPy, which compiles nothing."""
-    if config.use_skip_scale:
-        return distance(config, params, expected)
     freqs = layer_frequencies(config) if freqs is None else freqs
     return np.abs(
         decoder(
@@ -236,6 +236,7 @@ def reference_distance(config, params, expected, freqs=None):
             TOKENS,
             POSITIONS,
             freqs=freqs,
+            **replaced,
         )
         - expected
     ).max()
@@ -264,6 +265,46 @@ def test_logits_are_those_of_transformers(imported, name):
         assert np.abs(logits - oracle.logits[:, start : start + 3]).max() < BOUND
 
 
+@pytest.mark.parametrize("name", ["dense4", "e4", "unified4"])
+def test_gradients_are_those_of_transformers(libraries, imported, name):
+    """Of a loss, for every tensor: keys and values that layers share have the sum of all."""
+    transformers, torch = libraries
+    oracle = imported(name)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(oracle.folder / "hf", attn_implementation="eager", dtype=torch.float32)
+    leaves = dict(theirs.named_parameters())
+    for path, leaf in theirs.named_buffers():
+        if path.endswith("layer_scalar"):
+            leaves[path] = leaf.requires_grad_()
+    tokens = torch.tensor(TOKENS)
+    theirs(tokens, labels=tokens).loss.backward()
+
+    def loss(params):
+        logits = forward(oracle.config, params, jnp.asarray(TOKENS), POSITIONS)
+        log_likelihoods = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.take_along_axis(log_likelihoods, TOKENS[:, 1:, None], axis=-1).mean()
+
+    gradients = leaves_by_path(jax.grad(loss)(oracle.params))
+    ours = {}
+    for tensor in list_tensors(oracle.config, FAMILIES["gemma4_text"]):
+        gradient = np.asarray(gradients["/".join(tensor.path)])
+        if tensor.layer is not None:
+            gradient = gradient[tensor.layer]
+        ours[tensor.name] = dataclasses.replace(tensor, offset=0.0).read(gradient, np.float32)
+    assert all(np.isfinite(gradient).all() for gradient in ours.values())
+    expected = {path: leaf.grad.numpy() for path, leaf in leaves.items() if leaf.grad is not None}
+    scalars = [path for path in expected if path.endswith("layer_scalar")]
+    for gradients in (ours, expected):
+        # Together, for the final norm all but undoes that of the last layer.
+        gradients["layer_scalar"] = np.stack([gradients.pop(path) for path in scalars])
+    assert_trees_close(ours, expected, rtol=1e-4)
+
+
+def exported_as(name):
+    """The name of the class; the text part of Gemma4Unified computes what Gemma4's does."""
+    return ORACLES[name][0].removesuffix("Unified")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ORACLES)
 def test_import_then_export_is_the_same_file(libraries, imported, name, dtype):
@@ -272,7 +313,7 @@ def test_import_then_export_is_the_same_file(libraries, imported, name, dtype):
     oracle = imported(name, dtype)
     again = oracle.folder / "again"
     result = exporter.export(oracle.folder / "run", again, dtype=dtype)
-    assert result["class"] == f"{ORACLES[name][0]}ForCausalLM"
+    assert result["class"] == f"{exported_as(name)}ForCausalLM"
     ours, theirs = (stored(oracle.folder / place) for place in ("again", "hf"))
     assert ours.keys() == theirs.keys()
     for tensor in ours:
@@ -305,7 +346,7 @@ def test_another_p_is_exported_to_the_same_class(libraries, imported, name, chan
         config.model.rope_percentage = 0.5
     save_run(tmp_path / "run", config, oracle.params)
     result = exporter.export(tmp_path / "run", tmp_path / "hf")
-    assert result["class"] == f"{ORACLES[name][0]}ForCausalLM"
+    assert result["class"] == f"{exported_as(name)}ForCausalLM"
     load = transformers.AutoModelForCausalLM.from_pretrained
     logits = compute(torch, load(tmp_path / "hf", attn_implementation="eager"))
     assert distance(config.model, oracle.params, logits) < BOUND
@@ -366,10 +407,9 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
     rotated = getattr(theirs, "no_rope_layers", [1] * layers)
     assert rotated_layers(family, ours) == list(map(bool, rotated))
     ropes = theirs.rope_parameters
-    if family.reads("rope_parameters"):
-        return
-    assert ours["rope_theta"] == ropes.get("full_attention", ropes)["rope_theta"]
-    if family.rotates_by_kind:
+    if family.reads("rope_theta"):
+        assert ours["rope_theta"] == ropes.get("full_attention", ropes)["rope_theta"]
+    if family.reads("rope_local_base_freq"):
         assert ours["rope_local_base_freq"] == ropes["sliding_attention"]["rope_theta"]
 
 
@@ -422,6 +462,17 @@ def exchange_norms(config, params):
     first = layers["pre_attention_norm"]
     second = layers["pre_ffw_norm"]
     return params | {"layers": layers | {"pre_attention_norm": second, "pre_ffw_norm": first}}
+
+
+def keep_sum_of_layer_inputs(config, params):
+    """Layer inputs are the sum of both parts, not divided by sqrt(2)."""
+    embedder = params["embedder"]
+    norm = embedder["per_layer_projection_norm"]
+    scaled = {
+        "per_layer_embeddings": 2**0.5 * embedder["per_layer_embeddings"],
+        "per_layer_projection_norm": {"scale": 2**0.5 * (1 + norm["scale"]) - 1},
+    }
+    return params | {"embedder": embedder | scaled}
 
 
 def zero(leaf):
@@ -477,6 +528,31 @@ MUTANTS = {
     "no bias of keys": ("qwen2", bias(0)),
     "no bias of values": ("qwen2", bias(1)),
     "tied for untied": ("llama3", tie),
+    "no layer_scalar": ("dense4", arrays("skip_scale", jnp.ones_like)),
+    "1 + w for w in Gemma 4": ("dense4", arrays("norm/scale", lambda leaf: leaf + 1)),
+    "H^-1/2 in Gemma 4": ("dense4", fields(attention_scale=None)),
+    "no final cap in Gemma 4": ("e4", fields(final_softcap=None)),
+    "no norm of values": ("e4", fields(use_value_norm=False)),
+    "no norm of values that are keys": ("unified4", fields(use_value_norm=False)),
+    "no QK-norm's scale in full layers": (
+        "dense4",
+        arrays("full_attention/attn/key_norm/scale", zero),
+    ),
+    "RoPE in full layers": ("dense4", fields(rope_percentage=1.0)),
+    "denominator p H": ("dense4", fields(rope_type="partial")),
+    "p-RoPE in sliding layers": ("e4", fields(local_rope_percentage=None)),
+    "theta 1e4 in full layers": ("dense4", fields(max_wavelength=1e4)),
+    "theta 1e6 in sliding layers": ("e4", fields(local_max_wavelength=None)),
+    "window + 1 in Gemma 4": ("e4", fields(sliding_window=6)),
+    "no sqrt(D) in Gemma 4": ("e4", fields(scale_embedding=False)),
+    "no sqrt(Q)": ("e4", arrays("per_layer_embeddings", lambda leaf: leaf * 8**-0.5)),
+    "no token part of layer inputs": ("e4", arrays("per_layer_embeddings", zero)),
+    "no context part of layer inputs": (
+        "e4",
+        arrays("per_layer_projection_norm/scale", lambda leaf: 0 * leaf - 1),
+    ),
+    "no norm's scale of layer inputs": ("e4", arrays("post_per_layer_input_norm/scale", zero)),
+    "no 1 / sqrt(2) of layer inputs": ("e4", keep_sum_of_layer_inputs),
     "norms of attention and MLP exchanged": ("llama3", exchange_norms),
 }
 
@@ -497,3 +573,50 @@ def test_a_scaling_is_of_full_layers_alone(imported):
     windows = np.array([window is not None for window in layer_windows(config)])
     scaled = np.where(windows[:, None], freqs / config.rope_scaling_factor, freqs)
     assert reference_distance(config, oracle.params, oracle.logits, scaled) > 50 * BOUND
+
+
+# --- Changes of keys and values in Gemma 4 --------------------------------------------------------
+
+
+def take_normed_keys(query, key, value, positions, freqs):
+    is_full = len(freqs) == 32
+    return rotate_qkv(query, key, key if is_full else value, positions, freqs)
+
+
+def take_rotated_keys(query, key, value, positions, freqs):
+    is_full = len(freqs) == 32
+    query, key, value = rotate_qkv(query, key, value, positions, freqs)
+    return query, key, key if is_full else value
+
+
+def rotate_prefix(query, key, value, positions, freqs):
+    """Pairs lanes within those that rotate, as partial rotary does."""
+    rotated = np.count_nonzero(freqs)
+
+    def rotate_first(x):
+        first, others = np.split(x, [2 * rotated], axis=-1)
+        return np.concatenate([rotate(first, positions, freqs[:rotated]), others], axis=-1)
+
+    return rotate_first(query), rotate_first(key), value
+
+
+@pytest.mark.parametrize("change", [take_normed_keys, take_rotated_keys, rotate_prefix])
+def test_each_change_of_a_full_layer_is_seen(imported, change):
+    oracle = imported("dense4")
+    distance = reference_distance(oracle.config, oracle.params, oracle.logits, rotate_fn=change)
+    assert distance > 50 * BOUND
+
+
+def test_layers_share_the_last_keys_and_values_of_their_kind(imported):
+    """Not the first, as a port did."""
+    oracle = imported("e4")
+    seen = []
+
+    def rotate_fn(query, key, value, positions, freqs):
+        seen.append((key, value))
+        if len(seen) in (4, 5):  # sliding, as the first
+            key, value = seen[0]
+        return rotate_qkv(query, key, value, positions, freqs)
+
+    distance = reference_distance(oracle.config, oracle.params, oracle.logits, rotate_fn=rotate_fn)
+    assert distance > 50 * BOUND
