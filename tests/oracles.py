@@ -159,7 +159,14 @@ def keys_and_values(config, params, x):
     projected = [einsum("bsd,kdh->bskh", x, w) for w in weights]
     if config.qkv_bias:
         biases = [params["k_einsum"]["b"]] if key_is_value else params["kv_einsum"]["b"]
-        projected = [y + bias for y, bias in zip(projected, biases, strict=True)]
+        projected = [
+            y + bias
+            for y, bias in zip(
+                projected,
+                biases,
+                strict=True,
+            )
+        ]
     key = projected[0]
     value = projected[-1]
     if config.use_qk_norm:
@@ -221,6 +228,11 @@ def layer_frequencies(config):
     return freqs
 
 
+def take_row(tree, row):
+    """Takes a row of every array."""
+    return map_leaves(lambda leaf: leaf[row], tree)
+
+
 def split_layers(config, stacked):
     """Returns the parameters of each layer, [L], from those of "layers".
 
@@ -234,7 +246,7 @@ def split_layers(config, stacked):
         stack = f"{kind}_shared_kv" if shares else kind
         row = rows.get(stack, 0) if stack in stacked else number
         rows[stack] = row + 1
-        layer = map_leaves(lambda leaf: leaf[row], stacked.get(stack, stacked))  # noqa: B023
+        layer = take_row(stacked.get(stack, stacked), row)
         width = 2 if shares and config.use_double_wide_mlp else 1
         assert len(layer["mlp"]["linear"]) == width * config.hidden_dim
         assert ("kv_einsum" in layer["attn"] or "k_einsum" in layer["attn"]) != shares
@@ -334,7 +346,13 @@ def decoder(
             1.0 if window else scale,
             rotate_fn,
         )
-        x, last_of_kind[kind] = run_layer(config, layer, x, inputs[number], context)
+        x, last_of_kind[kind] = run_layer(
+            config,
+            layer,
+            x,
+            inputs[number],
+            context,
+        )
     hidden = rms_norm(x, params["final_norm"], config.norm_epsilon)
     head = table if config.tied else params["head"]["w"]
     logits, _ = softcap(hidden @ head.T, config.final_softcap)
@@ -498,7 +516,15 @@ def attention_measures(query, key, value, freqs, after, scale=None, cap=None, wi
     weights = []
     for added in (parts, contributions(query, key, scale)):
         scores, _ = softcap(added.sum(-1), cap)
-        weights.append(softmax(np.where(seen, scores, -np.inf)))
+        weights.append(
+            softmax(
+                np.where(
+                    seen,
+                    scores,
+                    -np.inf,
+                )
+            )
+        )
     measured = score_queries(*weights, after)
     for name, scores in measured.items():
         rows = seen[:, 0].nonzero()[0] if name in ("first_token", "elsewhere") else np.arange(T)
