@@ -27,6 +27,7 @@ from prope.hf import exporter as export_hf
 from prope.hf import importer as import_hf
 from prope.hf.families import ACTIVATIONS, FAMILIES, IMPORTED, choose_family
 from prope.hf.rotation import write_rotations
+from prope.stack.layers import layer_kinds
 
 
 def refused(tmp_path, expected, source=None, workdir="back", **arguments):
@@ -248,6 +249,16 @@ def test_gemma_2_alternates_whatever_its_file_says(tmp_path):
     assert model.layer_types == ("sliding_attention", "full_attention")
     model, _ = read(tmp_path, "gemma3_text", sliding_window_pattern=2)
     assert model.layer_types == ("sliding_attention", "full_attention")
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma4_unified_text"])
+def test_gemma_4s_last_layer_is_full_whatever_its_file_says(tmp_path, model_type):
+    local = ["sliding_attention"]
+    full = ["full_attention"]
+    model, _ = read(tmp_path, model_type, num_hidden_layers=8)
+    assert layer_kinds(model) == [*local * 5, *full, *local, *full]
+    model, _ = read(tmp_path, model_type, num_hidden_layers=3, layer_types=local * 3)
+    assert layer_kinds(model) == local * 2 + full
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "smollm3"])
@@ -494,6 +505,18 @@ def test_what_is_there_is_left_alone(tmp_path, exported):
     export_refused(tmp_path, "new", "new.part: another process writes there, or one was killed")
 
 
+GEMMA_4 = {
+    "post_norms": True,
+    "use_qk_norm": True,
+    "use_value_norm": True,
+    "use_skip_scale": True,
+    "attention_scale": 1.0,
+    "global_head_dim": 64,
+    "layer_types": ("full_attention", "sliding_attention"),
+    "sliding_window": 4,
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -507,6 +530,17 @@ def test_what_is_there_is_left_alone(tmp_path, exported):
             "use_qk_norm=True: .* Gemma2ForCausalLM",
         ),
         ({"post_norms": True, "attention_scale": 0.7}, "attention_scale=0.7: .* Gemma2For"),
+        ({"use_value_norm": True}, "use_value_norm=True: .* GemmaForCausalLM"),
+        ({"use_skip_scale": True}, "use_skip_scale=True: .* GemmaForCausalLM"),
+        ({"per_layer_input_dim": 8}, "per_layer_input_dim=8: .* GemmaForCausalLM"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers=1: .* GemmaForCausalLM"),
+        (GEMMA_4 | {"attention_scale": None}, "attention_scale=None: .* Gemma4For"),
+        (GEMMA_4 | {"num_global_kv_heads": 2}, "num_global_kv_heads=2: .* Gemma4For"),
+        (GEMMA_4 | {"qkv_bias": True}, "qkv_bias=True: .* Gemma4For"),
+        (
+            GEMMA_4 | {"layer_types": ("sliding_attention", "full_attention")},
+            r"layer_types=\(.*\): .* Gemma4For",
+        ),
     ],
 )
 def test_a_decoder_of_no_class_is_not_exported(fields, expected):

@@ -353,19 +353,25 @@ def test_another_p_is_exported_to_the_same_class(libraries, imported, name, chan
     assert np.abs(logits - oracle.logits).max() > 50 * BOUND
 
 
-def test_the_text_part_of_a_model_of_images(libraries, tmp_path):
+TINY_IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
+
+
+def test_the_text_part_of_gemma_3s_models_of_images(libraries, tmp_path):
     """Under the two prefixes that its files have."""
     transformers, torch = libraries
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    images = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     config = transformers.Gemma3Config(
         text_config=COMMON | ORACLES["gemma3"][1] | {"model_type": "gemma3_text"},
-        vision_config=small | images | {"model_type": "siglip_vision_model"},
+        vision_config=TINY_IMAGES
+        | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
         image_token_index=262,
     )
     theirs = draw(torch, transformers.Gemma3ForConditionalGeneration(config).float().eval())
-    logits = compute(torch, theirs)
     theirs.save_pretrained(tmp_path / "hf")
     tensors = stored(tmp_path / "hf")
     renamed = {
@@ -373,11 +379,39 @@ def test_the_text_part_of_a_model_of_images(libraries, tmp_path):
         for name, values in tensors.items()
     }
     assert renamed.keys() != tensors.keys()
-    assert any("vision_tower" in name for name in tensors)
-    for number, written in enumerate((tensors, renamed)):
-        save(tmp_path / "hf", written)
-        importer.import_run(tmp_path / "hf", tmp_path / f"run{number}")
-        run = open_run(tmp_path / f"run{number}")
+    check_text_part(torch, theirs, tmp_path, (tensors, renamed))
+
+
+def test_the_text_part_of_gemma_4s_models_of_images(libraries, tmp_path):
+    """With tensors of layers that share keys and values, which published files have."""
+    transformers, torch = libraries
+    tokens = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id")
+    config = transformers.Gemma4Config(
+        text_config=COMMON | ORACLES["e4"][1] | {"model_type": "gemma4_text"},
+        vision_config=TINY_IMAGES
+        | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8},
+        **dict.fromkeys(tokens, 262),
+    )
+    theirs = draw(torch, transformers.Gemma4ForConditionalGeneration(config).float().eval())
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = stored(tmp_path / "hf")
+    unused = {
+        f"model.language_model.layers.{layer}.self_attn.{name}.weight": np.ones(8, np.float32)
+        for layer in (3, 4, 5)
+        for name in ("k_proj", "v_proj", "k_norm")
+    }
+    assert not unused.keys() & tensors.keys()
+    check_text_part(torch, theirs, tmp_path, (tensors, tensors | unused))
+
+
+def check_text_part(torch, theirs, folder, forms):
+    """The model of text computes what the whole does, for each form of its tensors."""
+    logits = compute(torch, theirs)
+    for number, tensors in enumerate(forms):
+        assert any("vision_tower" in name for name in tensors)
+        save(folder / "hf", tensors)
+        importer.import_run(folder / "hf", folder / f"run{number}")
+        run = open_run(folder / f"run{number}")
         assert distance(run.config.model, run.params(), logits) < BOUND
 
 

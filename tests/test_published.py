@@ -296,3 +296,5 @@ def test_a_published_config_leads_to_its_model(tmp_path, values, parameters, win
     assert config.model.dtype == values.get("torch_dtype", "bfloat16")
     length = read["max_position_embeddings"]
     assert config.data.seq_len == values.get("max_position_embeddings", length)
+    path.write_text(json.dumps(config_json.to_hf(config, config.model.dtype)))
+    assert config_json.from_hf(path)[0].model == config.model
