@@ -86,6 +86,48 @@ def test_models_have_the_parameters_that_are_published_and_flops_of_the_matrices
     assert flops.model_flops_per_token(config, 1024) == 6 * (matrices + attention)
 
 
+GEMMA_4 = {
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "post_norms": True,
+    "use_qk_norm": True,
+    "use_skip_scale": True,
+    "use_value_norm": True,
+    "vocab_size": 262144,
+}
+SHARED_KV = {"per_layer_input_dim": 256, "num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+KEY_IS_VALUE = {"num_global_kv_heads": 1, "global_key_is_value": True}
+OF_GEMMA_4 = {  # D, L, N, K, F, window, layers of a period, other fields, parameters
+    "E2B": ((1536, 35, 8, 1, 6144, 512, 5), SHARED_KV, 4_628_569_344),
+    "12B": ((3840, 48, 16, 8, 15360, 1024, 6), KEY_IS_VALUE, 11_907_350_272),
+}
+
+
+@pytest.mark.parametrize("name", OF_GEMMA_4)
+def test_gemma_4_has_the_parameters_that_are_published_and_flops_of_its_matrices(name):
+    """Layers with a window have heads of 256 lanes, the others of 512."""
+    (D, L, N, K, F, W, period), fields, count = OF_GEMMA_4[name]
+    pattern = ("sliding_attention",) * (period - 1) + ("full_attention",)
+    sizes = {"embed_dim": D, "num_layers": L, "num_heads": N, "num_kv_heads": K, "hidden_dim": F}
+    config = default_config().model
+    config.update(GEMMA_4 | fields | sizes | {"layer_types": pattern, "sliding_window": W})
+    assert parameters.count(config) == count + L  # Hugging Face's count leaves out skip scales
+    T = 8192
+    Q = config.per_layer_input_dim
+    matrices = 262144 * D + L * Q * D
+    attention = 0
+    for number in range(L):
+        is_full = (number + 1) % period == 0
+        shares = number >= L - config.num_kv_shared_layers
+        H = 512 if is_full else 256
+        own = 0 if shares else 2 * K * H * D
+        if is_full and name == "12B":
+            own = H * D
+        matrices += 2 * N * H * D + own + 3 * F * (1 + shares) * D + 2 * Q * D
+        attention += 12 * N * H * (T / 2 if is_full else W - W * W / (2 * T))
+    assert flops.model_flops_per_token(config, T) == pytest.approx(6 * matrices + attention)
+
+
 def test_layers_with_a_window_count_the_keys_that_it_shows():
     T = 64
     W = 24
@@ -178,7 +220,13 @@ def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(mesh_sh
     """Of short sequences: a flash attention's backward pass computes its scores again."""
     config = default_config()
     config.model.update(gemma_2b().to_dict())
-    config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla", **switches)
+    config.model.update(
+        num_layers=2,
+        dtype="bfloat16",
+        remat="none",
+        attention="xla",
+        **switches,
+    )
     config.batch_size = 64
     config.data.seq_len = 128
     model_flops = 64 * 128 * flops.model_flops_per_token(config.model, 128)
@@ -297,7 +345,11 @@ def test_what_no_result_needs_is_not_counted():
 
 def test_a_loop_of_unknown_length_is_an_error_where_it_has_matmuls():
     def loop(body):
-        return lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, body, x)
+        return lambda x: jax.lax.while_loop(
+            lambda x: x[0, 0] < 9,
+            body,
+            x,
+        )
 
     assert flops_of(loop(jnp.sin), SQUARE) == 0
     with pytest.raises(ValueError, match="matmuls in a while cannot be counted"):

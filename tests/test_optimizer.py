@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from makers import initial_params, small
+from makers import ALL_SWITCHES, DENSE4, E4, initial_params, leaves_by_path, small
 from oracles import adafactor, adamw, lion
 from oracles import learning_rate as expected_rate
 
+from prope import parameters
 from prope.config import default_config
 from prope.optimizer import keep_unless, learning_rate, make_optimizer
 
@@ -59,6 +60,26 @@ def test_matrices_decay_and_scales_do_not(name):
         -rate * 0.1 * 0.5,
         rtol=1e-6,
     )
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("fields", [DENSE4, E4, ALL_SWITCHES])
+def test_matrices_of_all_stacks_decay_and_scales_and_biases_do_not(name, fields):
+    config = make_config(warmup_steps=0, weight_decay=0.1, name=name)
+    shapes = parameters.shapes(small(**fields))
+    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    optimizer = make_optimizer(config)
+
+    @jax.jit
+    def update(params):
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        return updates
+
+    decayed = -learning_rate(config)(0) * 0.1 * 0.5
+    for path, leaf in leaves_by_path(update(params)).items():
+        is_matrix = not path.endswith(("/scale", "/b", "/skip_scale"))
+        np.testing.assert_allclose(leaf, decayed * is_matrix, rtol=1e-5, err_msg=path)
 
 
 def compare_updates(config, weights, gradients, rtol, atol):
@@ -118,7 +139,13 @@ def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
     config = make_config(mu_dtype="bfloat16", learning_rate=rate, final_learning_rate=rate)
     gradients = np.random.default_rng(0).normal(0.1, 1, (100, 50))
     bound = 4e-4
-    state, expected = compare_updates(config, np.ones(50), gradients, rtol=0, atol=bound)
+    state, expected = compare_updates(
+        config,
+        np.ones(50),
+        gradients,
+        rtol=0,
+        atol=bound,
+    )
     largest = np.abs(expected - 1).max()
     # A change in steps so small that bfloat16 weights would lose each of them.
     assert 50 * bound < largest < 0.1
@@ -149,27 +176,22 @@ def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest():
         params,
     )
     optimizer = make_optimizer(config)
-    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(
+        gradients,
+        optimizer.init(params),
+        params,
+    )
     rate = learning_rate(config)(0)
     attention = updates["layers"]["attn"]
     mlp = updates["layers"]["mlp"]
     matrices = [layer.reshape(-1, 64) for layer in attention["attn_vec_einsum"]["w"]]
     matrices += list(mlp["linear"])
     for layer in range(len(attention["q_einsum"]["w"])):
-        matrices.append(
-            np.moveaxis(attention["q_einsum"]["w"][layer], 1, 0).reshape(
-                64,
-                -1,
-            )
-        )
+        matrices.append(rows_of(attention["q_einsum"]["w"][layer]))
         for half in (0, 1):
             matrices.append(mlp["gating_einsum"][layer, half])
-            kv = attention["kv_einsum"]["w"][layer, half]
-            matrices.append(np.moveaxis(kv, 1, 0).reshape(64, -1))
-    for matrix in matrices:
-        singular = np.linalg.svd(np.asarray(matrix), compute_uv=False)
-        expected = 0.2 * rate * math.sqrt(max(matrix.shape))
-        assert 0.6 * expected < singular.min() and singular.max() < 1.3 * expected
+            matrices.append(rows_of(attention["kv_einsum"]["w"][layer, half]))
+    assert_orthogonal(matrices, rate)
     for adam in (updates["embedder"]["input_embedding"], updates["final_norm"]["scale"]):
         # Its first update, by Nesterov's momentum.
         np.testing.assert_allclose(
@@ -177,6 +199,47 @@ def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest():
             rate * (1 + 0.9 / 1.9),
             rtol=1e-3,
         )
+
+
+def rows_of(w):
+    """Makes a matrix [64, K H] of weights [K, 64, H]."""
+    return np.moveaxis(w, 1, 0).reshape(64, -1)
+
+
+def assert_orthogonal(matrices, rate):
+    """Asserts that updates have singular values about as one another, and AdamW's size."""
+    for matrix in matrices:
+        singular = np.linalg.svd(np.asarray(matrix), compute_uv=False)
+        expected = 0.2 * rate * math.sqrt(max(matrix.shape))
+        assert 0.6 * expected < singular.min() and singular.max() < 1.3 * expected
+
+
+@pytest.mark.parametrize("fields", [DENSE4, E4], ids=["dense4", "e4"])
+def test_muon_takes_the_matrices_of_every_stack(fields):
+    config = make_config(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
+    sizes = {"embed_dim": 64, "head_dim": 8, "global_head_dim": 12}
+    shapes = parameters.shapes(small(**fields | sizes))
+    rng = np.random.default_rng(0)
+    gradients = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape, np.float32),
+        shapes,
+    )
+    optimizer = make_optimizer(config)
+    updates, _ = jax.jit(optimizer.update)(
+        gradients,
+        optimizer.init(gradients),
+        gradients,
+    )
+    matrices = []
+    for layer in updates["layers"].values():
+        matrices += [half for row in layer["mlp"]["gating_einsum"] for half in row]
+        matrices += [rows_of(w) for w in layer["attn"]["q_einsum"]["w"]]
+        if "k_einsum" in layer["attn"]:
+            matrices += [rows_of(w) for w in layer["attn"]["k_einsum"]["w"]]
+        if "per_layer_input_gate" in layer:
+            matrices += list(layer["per_layer_input_gate"]["w"])
+            matrices += list(layer["per_layer_projection"]["w"])
+    assert_orthogonal(matrices, learning_rate(config)(0))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,15 @@ import pytest
 from compiled import array_shapes
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import AbstractMesh
-from makers import SWITCHES, assert_trees_close, leaves_by_path, on_eight_devices, same
+from makers import (
+    DENSE4,
+    E4,
+    SWITCHES,
+    assert_trees_close,
+    leaves_by_path,
+    on_eight_devices,
+    same,
+)
 
 from prope import loss, model, parameters, sharding
 from prope.config import default_config
@@ -92,11 +100,13 @@ def draw_params(config):
     """Parameters in NumPy without zeros, so that every one matters."""
     rng = np.random.default_rng(0)
 
-    def draw_leaf(leaf):
+    def draw_leaf(path, leaf):
+        if path[-1].key == "skip_scale":
+            return rng.uniform(0.3, 0.9, leaf.shape).astype(np.float32)
         scale = max(leaf.shape[-2:]) ** -0.5
         return scale * rng.standard_normal(leaf.shape).astype(np.float32)
 
-    return jax.tree.map(draw_leaf, parameters.shapes(config.model))
+    return jax.tree_util.tree_map_with_path(draw_leaf, parameters.shapes(config.model))
 
 
 def run(config, shape):
@@ -195,6 +205,9 @@ SWITCHED = {f"model__{field}": value for field, value in SWITCHES.items()}
 SWITCHED |= {"model__num_layers": 3, "model__local_max_wavelength": 100.0}
 CONTEXT_2 = {"mesh__context": 2}
 CONTEXT_4 = {"mesh__context": 4}
+# Gemma 4: layers of two shapes, values that are keys; inputs of layers, shared keys and values.
+GEMMA_4 = {f"model__{field}": value for field, value in DENSE4.items()}
+GEMMA_4_SMALL = {f"model__{field}": value for field, value in E4.items()}
 # The model and its data, the mesh, remat, whether layers are scanned, and what changes nothing.
 CASES = [
     (MQA, (1, 8, 1), "none", True, {}),
@@ -236,6 +249,13 @@ FEW_CASES = [
 ]
 
 
+GEMMA_4_CASES = [
+    (GEMMA_4 | MASKED, (1, 8, 1), "full", True, TWICE),
+    (GEMMA_4_SMALL | MASKED, (2, 2, 2), "minimal", True, TWICE),
+    (GEMMA_4_SMALL | LONGER, (1, 2, 2), "full", True, CONTEXT_2),
+]
+
+
 def run_kernels_on_cpu():
     """Has splash attention interpreted, and what cuDNN is called for computed by XLA."""
     make_splash_mqa = splash_attention_kernel.make_splash_mqa
@@ -250,6 +270,11 @@ def run_kernels_on_cpu():
 
 def check_few_steps():
     check_steps(FEW_CASES)
+    check_layer_embeddings()
+
+
+def check_gemma_4_steps():
+    check_steps(GEMMA_4_CASES)
 
 
 def check_first_steps():
@@ -294,13 +319,28 @@ def check_steps(cases):
         assert_trees_close(actual, expected, rtol, str(case))
 
 
+def check_layer_embeddings():
+    """Compiles a step: no device ever holds the table of the layers' inputs, or its gradient."""
+    config = small(model__per_layer_input_dim=16, model__vocab_size=1000)
+    size = 1000 * config.model.num_layers * 16
+    optimizer = make_optimizer(config)
+    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    for replicas, tensor in ((1, 1), (2, 2)):
+        mesh = sharding.make_mesh(replicas, tensor)
+        state = sharding.with_shardings(shapes, mesh)
+        text = compile_step(config, optimizer, mesh, state).as_text()
+        sizes = {math.prod(dims) for _, dims in array_shapes(text)}
+        assert size // (8 // replicas) in sizes and size not in sizes, (replicas, tensor)
+
+
 def test_a_step_is_the_same_with_replicas_and_split_sequences():
     on_eight_devices("test_sharded", "check_few_steps")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "function", ["check_first_steps", "check_second_steps", "check_third_steps"]
+    "function",
+    ["check_first_steps", "check_second_steps", "check_third_steps", "check_gemma_4_steps"],
 )
 def test_a_step_is_the_same_on_every_mesh(function):
     on_eight_devices("test_sharded", function)
