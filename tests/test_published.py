@@ -298,3 +298,14 @@ def test_a_published_config_leads_to_its_model(tmp_path, values, parameters, win
     assert config.data.seq_len == values.get("max_position_embeddings", length)
     path.write_text(json.dumps(config_json.to_hf(config, config.model.dtype)))
     assert config_json.from_hf(path)[0].model == config.model
+
+
+def test_full_layers_of_gemma_4_that_are_as_wide_as_the_others(tmp_path):
+    path = tmp_path / "config.json"
+    alike = {"global_head_dim": 256, "num_global_key_value_heads": 16}
+    for fields in (alike, {"per_layer_config": {}}):
+        path.write_text(json.dumps(GEMMA_4_31B | fields))
+        model = config_json.from_hf(path)[0].model
+        assert (model.global_head_dim, model.num_global_kv_heads) == (None, None)
+    config, _ = config_json.from_hf(path)
+    assert config_json.to_hf(config, "float32")["global_head_dim"] == 256
