@@ -5,7 +5,7 @@
 
 DIR is what transformers saves and the Hub has: config.json, model.safetensors, in one file or in
 shards, and tokenizer.json or tokenizer.model. A name is fetched from the Hugging Face Hub, into
-huggingface_hub's cache and with its token, unless a folder has that name. Families are Gemma 1 to 3
+huggingface_hub's cache and with its token, unless a folder has that name. Families are Gemma 1 to 4
 (of models with images, the text part), Llama 3, SmolLM2 and 3, Qwen2, 2.5 and 3, and Mistral. The
 run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read.
 Tensors are copied one at a time. What this decoder does not compute is refused, all of it in one
