@@ -4,8 +4,7 @@ import numpy as np
 import oracles
 import pytest
 from makers import (
-    KINDS_OF_LAYERS,
-    SWITCHES,
+    ALL_SWITCHES,
     analysis_options,
     assert_channel,
     draw_picture,
@@ -13,25 +12,28 @@ from makers import (
     map_values,
 )
 
-from prope.analysis import analysis, census, compare, maps, page
+from prope.analysis import analysis, census, choices, compare, maps, page
+from prope.errors import UsageError
 from prope.html import drawing
 
 B = 3
 T = 20
 H = 16
 W = 6
-SCALE = SWITCHES["attention_scale"]
+SCALE = ALL_SWITCHES["attention_scale"]
 CAP = 3.0
-FIELDS = SWITCHES | KINDS_OF_LAYERS | {"attention_softcap": CAP, "head_dim": H, "embed_dim": 32}
-WINDOWS = [W, W, None, W, W]
+FIELDS = ALL_SWITCHES | {"attention_softcap": CAP, "head_dim": H, "embed_dim": 32}
+# Layers 4 and 5 have the keys and values of layers 3 and 2.
+WINDOWS = [W, W, None, W, W, None]
 LOCAL = oracles.frequencies(H, 100.0, 0.75)
-FREQUENCIES = [LOCAL, LOCAL, oracles.frequencies(H, p=0.5), LOCAL, LOCAL]
+GLOBAL = oracles.frequencies(24, p=0.25)
+FREQUENCIES = [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL]
 PLACES = [
-    (3, 2, 5),
-    (2, 1, 6),
+    (4, 2, 5),
+    (5, 1, 11),
     (0, 3, 1),
 ]  # layer, head, pair
-SHOWN = ("1.2", "2.3")
+SHOWN = ("4.2", "5.3")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def case(tmp_path_factory):
     run = tmp_path_factory.mktemp("kinds") / "run"
     config, params = make_run(
         run,
-        (1, 1, 0.5, 1, 1),
+        0.25,
         **FIELDS,
     )
     tokens = (
@@ -55,6 +57,7 @@ def case(tmp_path_factory):
     names = [[f"t{token}" for token in row] for row in tokens]
     options = analysis_options(
         head_of="t5",
+        channels=5,
         heads=",".join(SHOWN),
         channel=",".join(
             ".".join(
@@ -99,7 +102,7 @@ def loss_of(config, params, tokens, rotate_fn):
     return oracles.mean_losses(logits, tokens)
 
 
-@pytest.mark.parametrize("layer", range(5))
+@pytest.mark.parametrize("layer", range(6))
 def test_a_layer_is_measured_with_its_own_window_scale_cap_and_frequencies(case, layer):
     found, _, _, tokens, layers = case
     after = np.pad(
@@ -129,7 +132,8 @@ def test_a_layer_is_measured_with_its_own_window_scale_cap_and_frequencies(case,
     elsewhere = expected["elsewhere"] / (~after[:, 2:window]).mean()
     expected["head_of"] = np.minimum(after_token, elsewhere)
     strength = strengths(expected)
-    fast = strength[:, :2] * (freqs[:2] > 0)
+    quarter = len(freqs) // 4
+    fast = strength[:, :quarter] * (freqs[:quarter] > 0)
     expected["high_frequency_share"] = fast.sum(1) / strength.sum(1)
     for name in (*census.SCORES, "head_of", "high_frequency_share"):
         np.testing.assert_allclose(
@@ -145,15 +149,15 @@ def test_a_layer_is_measured_with_its_own_window_scale_cap_and_frequencies(case,
 
 def strengths(expected):
     """What pairs can add to logits, [N, P]."""
-    keys = np.repeat(expected["key_norms"], 2, axis=0)
-    return SCALE * expected["query_norms"] * keys
+    keys = expected["key_norms"]
+    return SCALE * expected["query_norms"] * np.repeat(keys, 4 // len(keys), axis=0)
 
 
 def assert_contributions(channel, expected, freqs, reach):
     """Compares a channel with what is expected of its layer."""
     pair = channel["pair"]
     place = (channel["head"], pair)
-    assert pair >= 4 or freqs[pair] == 0
+    assert pair >= len(freqs) // 2 or freqs[pair] == 0
     assert channel["strength"] == pytest.approx(strengths(expected)[place], rel=1e-4)
     rotation = freqs[pair] * (reach - 1)
     assert channel["largest_rotation"] == pytest.approx(rotation, rel=1e-4)
@@ -168,7 +172,12 @@ def rotated(layers, shown):
     """Rotated queries and keys of a head, [T, H] each, of the first sequence."""
     *_, query, key = layers[shown["layer"]]
     head = shown["head"]
-    return query[0, :, head], key[0, :, head // 2]
+    return query[0, :, head], key[0, :, key_head(key, head)]
+
+
+def key_head(key, head):
+    """Which head of keys [B, T, K, H] one of four query heads attends to."""
+    return head * key.shape[2] // 4
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -220,10 +229,11 @@ def test_channels_are_described_as_far_as_the_window_reaches(case):
     ):
         query, key, *_ = layers[layer]
         lanes = [1, 1j]
+        freqs = FREQUENCIES[layer]
         expected = oracles.channel(
-            query[:, :, head, pair :: H // 2] @ lanes,
-            key[:, :, head // 2, pair :: H // 2] @ lanes,
-            FREQUENCIES[layer][pair],
+            query[:, :, head, pair :: len(freqs)] @ lanes,
+            key[:, :, key_head(key, head), pair :: len(freqs)] @ lanes,
+            freqs[pair],
             1 / SCALE**2,
         )
         reach = min(WINDOWS[layer] or T, T)
@@ -235,21 +245,22 @@ def test_channels_are_described_as_far_as_the_window_reaches(case):
 
 def changed(change, channel):
     """A `rotate_fn` that stops or removes a channel."""
-    lanes = [channel["pair"], channel["pair"] + H // 2]
+    lanes = [channel["pair"], channel["pair"] + len(FREQUENCIES[channel["layer"]])]
     head = channel["head"]
-    layers = iter(range(5))
+    layers = iter(range(6))
 
     def rotate_fn(query, key, value, positions, freqs):
         rotated = oracles.rotate_qkv(query, key, value, positions, freqs)
         if next(layers) != channel["layer"]:
             return rotated
         rotated_query, *keys_and_values = rotated
-        rotated_key, value = [np.repeat(x, 2, axis=2) for x in keys_and_values]
+        heads_per_key = 4 // key.shape[2]
+        rotated_key, value = [np.repeat(x, heads_per_key, axis=2) for x in keys_and_values]
         if change == "removed":
             rotated_query[:, :, head, lanes] = 0
         else:
             rotated_query[:, :, head, lanes] = query[:, :, head, lanes]
-            rotated_key[:, :, head, lanes] = key[:, :, head // 2, lanes]
+            rotated_key[:, :, head, lanes] = key[:, :, key_head(key, head), lanes]
         return rotated_query, rotated_key, value
 
     return rotate_fn
@@ -276,12 +287,13 @@ def test_the_page_shows_every_kind_of_layer(case, tmp_path, monkeypatch):
     kinds = [(kind["layers"], kind["sliding_window"]) for kind in found["kinds"]]
     assert kinds == [
         ([0, 1, 3, 4], W),
-        ([2], None),
+        ([2, 5], None),
     ]
     by_kind = [(k["max_wavelength"], k["rope_percentage"]) for k in found["kinds"]]
-    assert by_kind == [(100.0, 0.75), (10_000.0, 0.5)]
+    assert by_kind == [(100.0, 0.75), (10_000.0, 0.25)]
     written = page.write(tmp_path / "analysis", found).read_text()
     assert "2 kinds of layers" in written
+    assert "6 of 8" in written and "3 of 12" in written
     assert "In layers with a window, on the first token: over the queries that see it." in written
     (axes,) = draw_picture(page.frequencies(found)).axes
     for line, layer in zip(axes.lines, (0, 2), strict=True):
@@ -289,7 +301,14 @@ def test_the_page_shows_every_kind_of_layer(case, tmp_path, monkeypatch):
         np.testing.assert_allclose(shown, FREQUENCIES[layer], rtol=1e-5)
     usage = draw_picture(page.usage(found)).axes[0]
     borders = [segment[0, 0] for segment in usage.collections[0].get_segments()]
-    assert borders == [5.5, 5.5, 3.5, 5.5, 5.5]
+    assert borders == [5.5, 5.5, 2.5, 5.5, 5.5, 2.5]
+    by_head = draw_picture(page.usage_by_head(found)).axes[1]
+    shown = by_head.images[0].get_array()
+    assert shown.shape == (4 * 2 + 2 * 1, 12), "rows of key heads"
+    np.testing.assert_array_equal(
+        shown.mask.sum(axis=1),
+        [4, 4, 4, 4, 0, 4, 4, 4, 4, 0],
+    )
 
 
 def test_a_comparison_has_a_line_for_each_window(case):
@@ -299,13 +318,54 @@ def test_a_comparison_has_a_line_for_each_window(case):
     queries, keys = draw_picture(picture).axes
     assert [text.get_text() for text in queries.get_legend().get_texts()] == names
     for axes, kind in ((queries, "query_norms"), (keys, "key_norms")):
-        by_layer = np.mean(
-            [layer[kind] for layer in found["layers"]],
-            axis=1,
+        by_layer = [np.mean(layer[kind], axis=0) for layer in found["layers"]]
+        lines = [line.get_ydata() for line in axes.lines]
+        local, unwindowed = [y for y in lines if len(y) in (8, 12)]
+        np.testing.assert_allclose(
+            local,
+            np.mean([by_layer[i] for i in (0, 1, 3, 4)], axis=0),
         )
-        curves = [line.get_ydata() for line in axes.lines if len(line.get_ydata()) == H // 2]
-        expected = [
-            by_layer[[0, 1, 3, 4]].mean(axis=0),
-            by_layer[2],
+        np.testing.assert_allclose(
+            unwindowed,
+            np.mean([by_layer[i] for i in (2, 5)], axis=0),
+        )
+
+
+def test_a_pair_must_be_one_of_its_layer():
+    counts = {"HEAD": [4] * 6, "PAIR": list(map(len, FREQUENCIES))}
+    assert choices.parse_places(
+        "channel",
+        "2.0.11",
+        [0, 2],
+        **counts,
+    ) == [(2, 0, 11)]
+    with pytest.raises(UsageError, match="pairs are 0 to 7 and"):
+        choices.parse_places("channel", "0.0.8", [0, 2], **counts)
+
+
+def test_heads_of_a_key_are_permuted_together_whatever_their_number():
+    """Layers of two keys of two heads, and of one key of four."""
+    layers = [
+        {
+            "query_norms": [0] * 4,
+            "key_norms": [0] * keys,
+        }
+        for keys in (2, 1, 2, 1)
+    ]
+    rng = np.random.default_rng(0)
+    permuted = census._permute_by_key(layers, np.arange(16.0), rng, 50)
+    orders = {tuple(row) for row in permuted}
+    assert len(orders) > 20
+    for row in permuted:
+        twos = row.reshape(4, 2, 2)[[0, 2]].reshape(4, 2)
+        fours = row.reshape(4, 4)[[1, 3]]
+        assert sorted(map(tuple, twos)) == [
+            (0, 1),
+            (2, 3),
+            (8, 9),
+            (10, 11),
         ]
-        np.testing.assert_allclose(curves, expected, rtol=1e-6)
+        assert sorted(map(tuple, fours)) == [
+            (4, 5, 6, 7),
+            (12, 13, 14, 15),
+        ]

@@ -78,9 +78,10 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
     run = open_run(workdir, options.step)
     config = run.config.model
     layers = parse_layers(options.layers, config)
-    axes = {"HEAD": config.num_heads, "PAIR": config.head_dim // 2}
-    heads = parse_places("heads", options.heads, layers, HEAD=config.num_heads)
-    places = parse_places("channel", options.channel, layers, **axes)
+    num_heads = [config.num_heads] * config.num_layers
+    num_pairs = list(map(len, layer_frequencies(config)))
+    heads = parse_places("heads", options.heads, layers, HEAD=num_heads)
+    places = parse_places("channel", options.channel, layers, HEAD=num_heads, PAIR=num_pairs)
     start = time.monotonic()
     ids, names, text = processes.call_on_first(lambda: read_sequences(run, options))
     sequences = np.array(ids, np.int32)

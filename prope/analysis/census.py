@@ -47,7 +47,10 @@ def score_heads(
     head_of = [None] * len(strength)
     counted = np.zeros(0) if after is None else after[:, FROM:]
     if counted.any():
-        num_queries = max(scoring.reach(after.shape[1]) - FROM, 1)
+        num_queries = max(
+            scoring.reach(after.shape[1]) - FROM,
+            1,
+        )
         see_first = counted[:, :num_queries]
         after_token = measures.after_token / counted.mean()
         elsewhere = measures.elsewhere / max(1 - see_first.mean(), 1e-30)
@@ -103,17 +106,7 @@ def rank_correlation(runs: list[dict], draws: int = 9999) -> dict | None:
     by_run = np.split(shares, ends[:-1])
     permuted = []
     for run, run_shares in zip(runs, by_run, strict=True):
-        layer = run["layers"][0]
-        heads_per_key = len(layer["query_norms"]) // len(layer["key_norms"])
-        blocks = run_shares.reshape(-1, heads_per_key)
-        random = rng.random((draws, len(blocks)))
-        orders = random.argsort(axis=1)
-        permuted.append(
-            blocks[orders].reshape(
-                draws,
-                -1,
-            )
-        )
+        permuted.append(_permute_by_key(run["layers"], run_shares, rng, draws))
     rho = float(shares @ scores / len(heads))
     permuted_shares = np.concatenate(permuted, axis=1)
     by_chance = permuted_shares @ scores / len(heads)
@@ -123,6 +116,32 @@ def rank_correlation(runs: list[dict], draws: int = 9999) -> dict | None:
         "p_value": float((1 + extreme) / (1 + draws)),
         "heads": len(heads),
     }
+
+
+def _permute_by_key(
+    layers: list[dict],
+    values: np.ndarray,
+    rng: np.random.Generator,
+    draws: int,
+) -> np.ndarray:
+    """Permutes values of a run's heads, those of one key together: [draws, heads].
+
+    Keys are exchanged with keys of as many heads, which may be in other layers.
+    """
+    heads_per_key = []
+    for layer in layers:
+        N = len(layer["query_norms"])
+        heads_per_key += [N // len(layer["key_norms"])] * N
+    permuted = np.empty((draws, len(values)))
+    for size in dict.fromkeys(heads_per_key):
+        has_size = np.array(heads_per_key) == size
+        blocks = values[has_size].reshape(-1, size)
+        orders = rng.random((draws, len(blocks))).argsort(axis=1)
+        permuted[:, has_size] = blocks[orders].reshape(
+            draws,
+            -1,
+        )
+    return permuted
 
 
 def strongest(heads: list[dict], paper: bool = False) -> dict[tuple[int, int], str]:

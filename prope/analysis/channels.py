@@ -164,7 +164,10 @@ def show_channels(
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
         for index, place in enumerate(places):
-            lanes = np.concatenate([batch[index] for batch in batches], axis=1)
+            lanes = np.concatenate(
+                [batch[index] for batch in batches],
+                axis=1,
+            )
             lanes = lanes[:, : len(walk.tokens)]
             records[place] = _describe_channel(walk, place, lanes, window)
     return [records[place] for place in chosen]
@@ -251,7 +254,7 @@ def _lanes(
 
 
 def stopped(head, pair, query, key, value, table):
-    """Rotates all but one pair of a query head and its keys, as a `rotate_fn` of `model.layer`."""
+    """Rotates all but one pair of a query head and its keys; a `rotate_fn` of `run_layer`."""
     channel = _mask(query, head, pair)
     heads_per_key = query.shape[2] // key.shape[2]
     key = jnp.repeat(key, heads_per_key, axis=2)

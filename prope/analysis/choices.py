@@ -72,17 +72,28 @@ def _parse_numbers(flag, text, end, allowed, most=math.inf) -> list[int]:
     return sorted(set(map(int, entries)))
 
 
-def parse_places(flag: str, text: str | None, layers: list[int], **counts: int) -> list[tuple]:
-    """Parses --heads, such as 0.2,3.1, and --channel, with a pair too; none by default."""
-    axes = [layers, *map(range, counts.values())]
+def parse_places(
+    flag: str, text: str | None, layers: list[int], **counts: list[int]
+) -> list[tuple[int, ...]]:
+    """Parses --heads, such as 0.2,3.1, and --channel, with a pair too; none by default.
+
+    `counts` are how many heads and pairs every layer of the model has, [L].
+    """
     places = []
     for entry in [] if text is None else text.split(","):
         numbers = entry.strip().split(".")
         place = tuple(int(number) if number.isdecimal() else -1 for number in numbers)
-        is_known = [index in axis for index, axis in zip(place, axes, strict=False)]
-        if len(place) != len(axes) or not all(is_known):
+        layer, *indices = place
+        is_measured = layer in layers
+        sizes = [count[layer] if is_measured else max(count) for count in counts.values()]
+        axes = [range(size) for size in sizes]
+        is_known = [index in axis for index, axis in zip(indices, axes, strict=False)]
+        if not is_measured or len(indices) != len(axes) or not all(is_known):
             form = ".".join(["LAYER", *counts])
-            ends = [f"{name.lower()}s are 0 to {count - 1}" for name, count in counts.items()]
+            ends = [
+                f"{name.lower()}s are 0 to {size - 1}"
+                for name, size in zip(counts, sizes, strict=True)
+            ]
             allowed = f"{form} of this model, whose {' and '.join(ends)}"
             measured = f"and of which these layers are measured: {', '.join(map(str, layers))}"
             raise usage_error(f"--{flag}", text, f"{entry!r} is not {allowed} {measured}")

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from prope.analysis.census import rank_correlation
-from prope.analysis.page import KINDS, SCORES, norms
+from prope.analysis.page import KINDS, SCORES
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, line, panels, styles
 
@@ -172,8 +172,12 @@ def _curve(group: list[dict], window: int | None) -> dict:
     for kind in ("query", "key"):
         by_run = []
         for analysis in group:
-            layers = [layer["sliding_window"] == window for layer in analysis["layers"]]
-            by_run.append(norms(analysis, f"{kind}_norms")[layers].mean(axis=(0, 1)))
+            of_kind = [
+                layer[f"{kind}_norms"]
+                for layer in analysis["layers"]
+                if layer["sliding_window"] == window
+            ]
+            by_run.append(np.mean(of_kind, axis=(0, 1)))
         curve[kind] = np.mean(by_run, axis=0)
     for layer in group[0]["layers"]:
         if layer["sliding_window"] == window:

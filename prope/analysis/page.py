@@ -63,15 +63,29 @@ def lead(analysis: dict) -> str:
     )
 
 
-def norms(analysis: dict, name: str) -> np.ndarray:
-    """Stacks one kind of norms of all measured layers: [L, N or K, P]."""
-    return np.array([layer[name] for layer in analysis["layers"]])
+def stack_rows(rows: list, mode: str = "constant", **options) -> np.ndarray:
+    """Stacks rows of pairs; the ends of shorter ones are filled as `numpy.pad` does."""
+    width = max(map(len, rows))
+    return np.array(
+        [
+            np.pad(
+                row,
+                (0, width - len(row)),
+                mode,
+                **options,
+            )
+            for row in rows
+        ]
+    )
 
 
 def rotated_by_layer(analysis: dict) -> np.ndarray:
-    """Tells which pairs of the measured layers rotate, [L, P]."""
-    layers = [layer["layer"] for layer in analysis["layers"]]
-    return np.array(analysis["frequencies"])[layers] > 0
+    """Tells which pairs of the measured layers rotate, [L, P].
+
+    A layer with fewer pairs than others has no border where they end.
+    """
+    freqs = [analysis["frequencies"][layer["layer"]] for layer in analysis["layers"]]
+    return stack_rows([np.array(row) > 0 for row in freqs], "edge")
 
 
 def name_of_kind(kind: dict) -> str:
@@ -113,20 +127,22 @@ def usage(analysis: dict) -> Picture:
     rotated = rotated_by_layer(analysis)
     means = {}
     for kind, name in NORMS.items():
-        means[kind] = norms(analysis, name).mean(axis=1)
+        means[kind] = [np.mean(layer[name], axis=0) for layer in analysis["layers"]]
 
     def draw(figure):
         row = panels(figure, 3, sharey=True)[0]
         for axes, kind in zip(row, NORMS, strict=True):
             ends = None if "values" in kind else rotated
-            heat(axes, means[kind], kind, "layer", layers, ends)
+            values = stack_rows(means[kind], constant_values=np.nan)
+            heat(axes, values, kind, "layer", layers, ends)
             axes.label_outer()
 
-    quarter = max(means["queries"].shape[1] // 4, 1)
     texts = []
-    for kind, values in means.items():
-        fast = values[:, :quarter].mean()
-        slow = values[:, -quarter:].mean()
+    for kind, rows in means.items():
+        quarters = [max(len(row) // 4, 1) for row in rows]
+        by_layer = list(zip(rows, quarters, strict=True))
+        fast = np.mean([row[:quarter].mean() for row, quarter in by_layer])
+        slow = np.mean([row[-quarter:].mean() for row, quarter in by_layer])
         texts.append(f"{kind}: {fast:.2f} in the fastest quarter, {slow:.2f} in the slowest")
     alt = f"Mean norms by pair. {'; '.join(texts)}."
     caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads "
@@ -147,12 +163,17 @@ def usage_by_head(analysis: dict) -> Picture:
             NORMS.items(),
             strict=True,
         ):
-            values = norms(analysis, name)
-            count = values.shape[1]
-            labels = [f"{layer['layer']}.{head}" for layer in layers for head in range(count)]
-            rotated = np.repeat(rotated_by_layer(analysis), count, axis=0)
+            rows = [row for layer in layers for row in layer[name]]
+            counts = [len(layer[name]) for layer in layers]
+            labels = [
+                f"{layer['layer']}.{head}"
+                for layer, count in zip(layers, counts, strict=True)
+                for head in range(count)
+            ]
+            rotated = np.repeat(rotated_by_layer(analysis), counts, axis=0)
             ends = None if "values" in kind else rotated
-            heat(axes, np.concatenate(values), kind, "layer.head", labels, ends)
+            values = stack_rows(rows, constant_values=np.nan)
+            heat(axes, values, kind, "layer.head", labels, ends)
 
     count = len(analysis["heads"])
     alt = f"Mean norms by pair, of the queries of {count} heads, and of their keys and values."

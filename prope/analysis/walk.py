@@ -8,6 +8,7 @@ Axes: B sequences, T length, D embed_dim, L layers, P pairs.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
-from prope import model, sharding
+from prope import model, parameters, sharding
 from prope.analysis.measures import Scoring
 from prope.encodings import layer_frequencies
 from prope.kernels.choice import matmul_precision
@@ -121,8 +122,8 @@ class Walk:
     ) -> tuple[Stream, list]:
         """Runs a layer on a residual stream; returns that after it and the results of `on_layer`.
 
-        `rotate_fn` is that of `model.layer`. `on_layer` is called with the number of every batch
-        and the arrays of its attention.
+        `rotate_fn` is that of `model.run_layer`. `on_layer` is called with the number of every
+        batch and the arrays of its attention.
         """
         params = self._layer_params(number)
         T = self.tokens.shape[1]
@@ -167,9 +168,9 @@ class Walk:
             x, _ = self.layer(number, x)
         norm = self._params("final_norm")
         if self.config.tied:
-            table = self._params("embedder")["input_embedding"]
+            table = self._params(("embedder", "input_embedding"))
         else:
-            table = self._params("head")["w"]
+            table = self._params(("head", "w"))
         next_tokens = np.roll(self.tokens, -1, axis=1)
         targets = self.batches(next_tokens)
         means = []
@@ -181,7 +182,12 @@ class Walk:
         return np.concatenate(means)[: len(self.tokens)]
 
     def _compute_layer_inputs(self, embedder, tokens, x):
-        inputs = model.layer_inputs(self.config, {"embedder": embedder}, tokens, x)
+        inputs = model.layer_inputs(
+            self.config,
+            {"embedder": embedder},
+            tokens,
+            x,
+        )
         return sharding.constrain(inputs.swapaxes(0, 1), "BLTQ")
 
     def _run_layer(self, params, arrays, table, rotate_fn, layer):
@@ -201,13 +207,15 @@ class Walk:
         """Reads parameters onto the devices; of a large model they replace those before."""
         if not self._keeps:
             self._params.cache_clear()
+        path = (names,) if isinstance(names, str) else names
         with processes.raise_on_all(Damaged):
-            params = self._checkpoint.read(
-                (names,) if isinstance(names, str) else names,
-                layer,
-            )
+            params = self._checkpoint.read(path, layer)
+        # A leaf's path tells its axes: those of a single layer are below no "layers".
+        folders = path if layer is None else ("layer",)
+        params = parameters.nest({"/".join(folders): params})
         shardings = sharding.state_shardings(params, self._mesh)
-        return jax.tree.map(_shard, params, shardings)
+        placed = jax.tree.map(_shard, params, shardings)
+        return functools.reduce(operator.getitem, folders, placed)
 
     def _global(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return sharding.global_batch(self._mesh, rows, self._batch_size)
