@@ -2,18 +2,21 @@
 
     python -m prope.import_hf --input=DIR --workdir=runs/gemma
     python -m prope.import_hf --input=google/gemma-3-270m --workdir=runs/gemma
+    python -m prope.import_hf --input=ORBAX --config=configs/gemma3_1b.py --workdir=runs/gemma
 
 DIR is what transformers saves and the Hub has: config.json, model.safetensors, in one file or in
 shards, and tokenizer.json or tokenizer.model. A name is fetched from the Hugging Face Hub, into
 huggingface_hub's cache and with its token, unless a folder has that name. Families are Gemma 1 to 4
 (of models with images, the text part), Llama 3, SmolLM2 and 3, Qwen2, 2.5 and 3, and Mistral. The
 run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read.
-Tensors are copied one at a time. What this decoder does not compute is refused, all of it in one
-line.
+Tensors are copied one at a time. ORBAX is a checkpoint of Gemma 1 to 4 in the form of DeepMind's
+gemma: it does not tell its model, which --config gives. What this decoder does not compute is
+refused, all of it in one line.
 """
 
 from absl import flags
 from absl.flags import FLAGS
+from ml_collections import config_flags
 
 from prope import command
 
@@ -31,6 +34,12 @@ def define_flags() -> None:
         None,
         "if the input has none: tokenizer.json, a SentencePiece model, their folder, or 'byte'",
     )
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "for a checkpoint of Orbax, which has no config.json: the config file of its model, such "
+        "as configs/gemma3_1b.py",
+    )
     flags.mark_flags_as_required(["input", "workdir"])
 
 
@@ -42,7 +51,7 @@ def main() -> dict:
 
     # Nothing is computed, and a host holds more than a device.
     jax.config.update("jax_platforms", "cpu")
-    return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer)
+    return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer, FLAGS.config)
 
 
 if __name__ == "__main__":

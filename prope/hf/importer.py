@@ -12,13 +12,14 @@ from ml_collections import ConfigDict
 from prope import parameters
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log, usage_error
-from prope.hf import config_json
+from prope.hf import config_json, deepmind
 from prope.hf.families import FAMILIES
 from prope.hf.hub import find_checkpoint
 from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors, unused_tensors
 from prope.hf.tensors import Stored, open_tensors, some
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
+from prope.runtime.validate import validate
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, write_config
@@ -27,10 +28,13 @@ _ROWS = 4096  # of two matrices, that are compared at a time
 _DTYPES = ("F32", "BF16", "F16", "F64")  # the last is rounded to float32
 
 
-def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
+def import_run(
+    source: str, workdir: str, tokenizer: str | None = None, config: ConfigDict | None = None
+) -> dict:
     """Imports the checkpoint `source` as the run `workdir`; returns the command's result.
 
-    `source` is a folder, a URL or a name on the Hub.
+    `source` is a folder, a URL or a name on the Hub; `config` the run's, for one of Orbax, which
+    has none.
 
     Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or
     `workdir` exists.
@@ -44,9 +48,16 @@ def import_run(source: str, workdir: str, tokenizer: str | None = None) -> dict:
     if not (source / "config.json").is_file():
         for file in source.glob("*.gguf"):
             raise _is_gguf(source, file)
+    if deepmind.is_orbax(source) and config is None:
+        problem = "is a checkpoint of Orbax, which does not tell its model"
+        remedy = "give --config=FILE, a config of the model that was saved, as in configs/"
+        raise usage_error("--input", source, problem, remedy)
+    if config is not None and not deepmind.is_orbax(source):
+        problem = "is for a checkpoint of Orbax, and the input is none, or has a config.json"
+        raise UsageError(f"--config: {problem}; remove the flag")
     with local_copy(source) as local:
         try:
-            return _import(source, local, path, tokenizer)
+            return _import(source, local, path, tokenizer, config)
         except UsageError as error:
             raise UsageError(str(error).replace(str(local), str(source))) from error
 
@@ -59,15 +70,35 @@ def _is_gguf(source: epath.Path, file: epath.Path) -> UsageError:
     return usage_error("--input", source, problem, remedy)
 
 
-def _import(source: epath.Path, local: epath.Path, path: epath.Path, tokenizer: str | None) -> dict:
-    """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
+def _open(local: epath.Path) -> tuple[ConfigDict, dict, dict[str, Stored], list[Tensor]]:
+    """Opens a checkpoint of transformers.
+
+    Returns (config, values, stored, expected): the run's config, the fields of config.json, the
+    tensors by name, and where each one goes.
+    """
     config, values = config_json.from_hf(local / "config.json")
     family = FAMILIES[values["model_type"]]
     unused = unused_tensors(config.model)
     stored = {name: tensor for name, tensor in open_tensors(local).items() if name not in unused}
     check_tensors(local, stored, list_tensors(config.model, family))
     config.model.tied = is_tied(local, config.model.tied, stored)
-    expected = list_tensors(config.model, family)
+    return config, values, stored, list_tensors(config.model, family)
+
+
+def _import(
+    source: epath.Path,
+    local: epath.Path,
+    path: epath.Path,
+    tokenizer: str | None,
+    config: ConfigDict | None,
+) -> dict:
+    """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
+    if config is None:
+        config, values, stored, expected = _open(local)
+    else:
+        validate(config)
+        values = {}
+        stored, expected = deepmind.open_arrays(local, config.model)
     vocab_size = config.model.vocab_size
     tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
     eos = loaded_tokenizer.special.eos

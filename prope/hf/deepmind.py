@@ -1,0 +1,241 @@
+"""Reads checkpoints of DeepMind's gemma: trees of Orbax, in each of their layouts.
+
+The names in `prope.parameters` are DeepMind's, so an array's name, without prefixes and with
+layer_N for layers, is its parameter's path. Layouts are flat keys with dicts of arrays, nested
+dicts, and layers of one kind stacked, with a period P: slice s of kind j is layer s P + j.
+
+Axes: those of `prope.parameters`.
+"""
+
+import dataclasses
+import functools
+import operator
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from ml_collections import ConfigDict
+
+from prope import parameters
+from prope.errors import UsageError, first_line, usage_error
+from prope.hf.layout import Tensor
+from prope.hf.tensors import Stored, some
+from prope.stack.layers import layers, stacks
+
+_MARK = "_METADATA"  # of Orbax, in the folder of a tree
+_PREFIXES = re.compile(r"^(rlx_networks/policy_network/|params/|transformer/)+")
+_NOT_TEXT = re.compile("SigLiP|vision_encoder|audio_encoder|embedder/(mm|audio)_|opt_state|step$")
+_STACKED = re.compile(r"stacked_layers/attention_type_(\d+)/(.+)")
+_ADDED_ROWS = 128  # of the embedding in files of Gemma 1 and 2, below what their tokenizer has
+_EMBEDDING = "embedder/input_embedding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array of a checkpoint, or a view of one, which is read where it is indexed."""
+
+    folder: epath.Path
+    keys: tuple[str, ...]
+    stored_shape: tuple[int, ...]
+    dtype: np.dtype
+    view: Callable[[np.ndarray], np.ndarray] = np.asarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the view."""
+        return self.view(
+            np.broadcast_to(
+                np.float32(0),
+                self.stored_shape,
+            )
+        ).shape
+
+    def __getitem__(self, index) -> np.ndarray:
+        """Reads the array, as float32."""
+        return self.view(_read(self.folder, self.keys))[index]
+
+    def then(self, view: Callable[[np.ndarray], np.ndarray]) -> "Leaf":
+        """Returns a view of this view."""
+        return dataclasses.replace(self, view=lambda array: view(self.view(array)))
+
+
+@functools.lru_cache(maxsize=1)  # the layers of a stacked array are read one after another
+def _read(folder: epath.Path, keys: tuple[str, ...]) -> np.ndarray:
+    def nested(value):
+        return functools.reduce(
+            lambda inner, key: {key: inner},
+            reversed(keys),
+            value,
+        )
+
+    options = ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32)
+    args = ocp.args.PyTreeRestore(
+        item=nested(0), restore_args=nested(options), partial_restore=True
+    )
+    try:
+        tree = ocp.PyTreeCheckpointer().restore(folder, args=args)
+    except (ValueError, OSError) as error:
+        problem = f"{'/'.join(keys)} cannot be read: {first_line(error)}"
+        raise UsageError(f"{folder}: {problem}; copy the checkpoint again") from error
+    return functools.reduce(dict.get, keys, tree)
+
+
+def _tree_folder(source: epath.Path) -> epath.Path:
+    """Returns the folder of the tree: a trainer's checkpoint has its items in folders."""
+    items = (source, source / "default", source / "params")
+    return next((item for item in items if (item / _MARK).is_file()), source)
+
+
+def is_orbax(source: epath.Path) -> bool:
+    """Tells whether a folder is a checkpoint of Orbax, and none of transformers."""
+    return not (source / "config.json").is_file() and (_tree_folder(source) / _MARK).is_file()
+
+
+def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored], list[Tensor]]:
+    """Opens the arrays of a checkpoint, and lists those that `config.model` leads to.
+
+    Returns:
+      (stored, expected): arrays by name, in prope's layout, and where each one goes.
+
+    Raises:
+      UsageError: the arrays are not those of the model, or cannot be read.
+    """
+    folder = _tree_folder(source)
+    leaves = _name_leaves(folder)
+    # Gemma 4 multiplies by a norm's scale, not by 1 + scale.
+    offset = float(any(name.endswith("/skip_scale") for name in leaves))
+    expected = []
+    for path in parameters.parameters(model):
+        shape = parameters.stacked_shape(model, path)
+        stack = parameters.stack_of(path)
+        rows = [None] if stack is None else range(shape[0])
+        for row in rows:
+            name = path
+            if stack is not None:
+                layer = stacks(model)[stack][row]
+                name = parameters.row_path(path).replace("layers/", f"layer_{layer}/")
+            tensor = Tensor(
+                name=name,
+                shape=shape if row is None else shape[1:],
+                path=tuple(path.split("/")),
+                layer=row,
+                index=(),
+                order=tuple(range(len(shape) - (row is not None))),
+                offset=offset if name.endswith("/scale") else 0.0,
+            )
+            expected.append(tensor)
+    for name in _unused(model):
+        leaves.pop(name, None)
+    leaves = _arrange(leaves, expected)
+    _check(source, leaves, expected)
+    expected.sort(key=lambda tensor: leaves[tensor.name].keys)  # an array's layers together
+    return {name: Stored(folder, leaf) for name, leaf in leaves.items()}, expected
+
+
+def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:
+    """Returns the arrays of the text's decoder by name, stacked layers apart."""
+    metadata = ocp.PyTreeCheckpointer().metadata(folder).item_metadata
+    if metadata is None:
+        problem = f"its {_MARK} cannot be read by Orbax"
+        raise usage_error("--input", folder, problem, "copy the checkpoint again")
+    named = {}
+    for path, array in jax.tree_util.tree_leaves_with_path(metadata.tree):
+        keys = tuple(str(key.key) for key in path)
+        name = _PREFIXES.sub("", "/".join(keys))
+        # "_query_norm" in Gemma 3; "mlp/linear/w" where keys are flat.
+        name = re.sub(r"(mlp/\w+)/w$", r"\1", name.replace("/_", "/"))
+        if not _NOT_TEXT.match(name):
+            named[name] = Leaf(
+                folder,
+                keys,
+                tuple(array.shape),
+                np.dtype(array.dtype),
+            )
+    return _split_keys_and_values(_unstack(named))
+
+
+def _unstack(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Gives each layer of a stacked array a name of its own."""
+    matches = {name: _STACKED.fullmatch(name) for name in leaves}
+    period = 1 + max((int(match[1]) for match in matches.values() if match), default=0)
+    result = {}
+    for name, match in matches.items():
+        leaf = leaves[name]
+        if not match:
+            result[name] = leaf
+            continue
+        for row in range(leaf.stored_shape[0]):
+            layer = row * period + int(match[1])
+            result[f"layer_{layer}/{match[2]}"] = leaf.then(operator.itemgetter(row))
+    return result
+
+
+def _split_keys_and_values(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Splits [3, N, D, H], of Gemma 1 7B, into queries and [2, N, D, H]."""
+    result = {}
+    for name, leaf in leaves.items():
+        if name.endswith("/qkv_einsum/w"):
+            result[name.replace("qkv_", "q_")] = leaf.then(operator.itemgetter(0))
+            result[
+                name.replace(
+                    "qkv_",
+                    "kv_",
+                )
+            ] = leaf.then(operator.itemgetter(slice(1, None)))
+        else:
+            result[name] = leaf
+    return result
+
+
+def _unused(model: ConfigDict) -> list[str]:
+    """Names arrays that nothing reads: keys and values of layers that share those of others."""
+    names = ("kv_einsum/w", "k_einsum/w", "key_norm/scale")
+    sharing = [number for number, layer in enumerate(layers(model)) if layer.shares_kv]
+    return [f"layer_{number}/attn/{name}" for number in sharing for name in names]
+
+
+def _arrange(leaves: dict[str, Leaf], expected: list[Tensor]) -> dict[str, Leaf]:
+    """Returns the arrays in prope's layout: rows that no token has are cut, [C, F, D] is turned."""
+    arranged = dict(leaves)
+    for tensor in expected:
+        leaf = leaves.get(tensor.name)
+        if leaf is None:
+            continue
+        if tensor.name == _EMBEDDING and leaf.shape[0] == tensor.shape[0] + _ADDED_ROWS:
+            arranged[tensor.name] = leaf.then(operator.itemgetter(slice(tensor.shape[0])))
+        turned = (tensor.shape[0], *tensor.shape[:0:-1])
+        if not tensor.name.endswith("/gating_einsum") or leaf.shape != turned:
+            continue
+        if turned == tensor.shape:
+            problem = f"{tensor.name} has shape {turned}, so its axes D and F look alike"
+            raise UsageError(f"{leaf.folder}: {problem}; save it with hidden_dim != embed_dim")
+        arranged[tensor.name] = leaf.then(lambda array: array.swapaxes(1, 2))
+    return arranged
+
+
+def _check(source: epath.Path, leaves: dict[str, Leaf], expected: list[Tensor]) -> None:
+    """Raises UsageError where the arrays are not those of the model."""
+    shapes = {tensor.name: tensor.shape for tensor in expected}
+    missing = shapes.keys() - leaves.keys()
+    unknown = leaves.keys() - shapes.keys()
+    problems = []
+    if missing:
+        problems.append(f"missing arrays: {some(missing)}")
+    if unknown:
+        problems.append(f"unknown arrays: {some(unknown)}")
+    differing = []
+    for name in shapes.keys() & leaves.keys():
+        leaf = leaves[name]
+        if leaf.shape != shapes[name]:
+            differing.append(f"{name} has shape {leaf.shape}, not {shapes[name]}")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
+            differing.append(f"{name} has dtype {leaf.dtype.name}")
+    if differing:
+        problems.append(some(differing))
+    if problems:
+        remedy = "give --config the model that was saved, in float32, bfloat16 or float16"
+        raise usage_error("--input", source, "; ".join(problems), remedy)
