@@ -24,19 +24,19 @@ from prope.workdir.run import open_run
 VERSION = "4.0.1"
 
 
-@pytest.fixture(params=["stored", "installed"])
-def gemma4_values(request, tmp_path):
+@pytest.fixture(scope="module", params=["stored", "installed"])
+def gemma4_values(request, tmp_path_factory):
     """What gemma's `apply_rope` gives for queries of golden cases, by case."""
     file = ROOT / "tests/gemma4.json"
     if request.param == "installed":
         python = os.environ.get("PROPE_GEMMA4_PYTHON")
         if python is None:
             pytest.skip(f"PROPE_GEMMA4_PYTHON names no Python >= 3.12 with gemma {VERSION}")
-        file = tmp_path / "gemma4.json"
+        file = tmp_path_factory.mktemp("gemma") / "gemma4.json"
         command = [python, ROOT / "tests/write_gemma4.py", file]
         # Without the tests' XLA_FLAGS, which another jaxlib may not know.
         environment = {"JAX_PLATFORMS": "cpu"}
-        subprocess.run(command, env=environment, check=True, timeout=120)
+        subprocess.run(command, env=environment, check=True, timeout=600)
     values = json.loads(file.read_text())
     assert values.pop("version") == VERSION
     return {name: np.array(rows) for name, rows in values.items()}
@@ -231,7 +231,7 @@ def test_parts_for_images_and_a_trainer_s_folder_are_passed_over(tmp_path):
         return {
             "params": nested(arrays),
             "step": np.ones((), np.int32),
-            "opt_state": {"m": 1.0},
+            "opt_state": [{"m": 1.0}],
         }
 
     folder = tmp_path / "orbax" / "default"
@@ -323,5 +323,5 @@ def test_logits_of_gemma_4_are_gemma_s(kind, gemma4_values, tmp_path):
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     logits = forward(config.model, open_run(tmp_path / "run").params(), tokens, positions)
     expected = gemma4_values[kind]
-    np.testing.assert_allclose(write_gemma4.pick(logits), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(write_gemma4.pick(logits), expected, rtol=0, atol=3e-5)
     assert expected.std() > 1

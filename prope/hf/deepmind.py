@@ -77,7 +77,8 @@ def _read(folder: epath.Path, keys: tuple[str, ...]) -> np.ndarray:
         item=nested(0), restore_args=nested(options), partial_restore=True
     )
     try:
-        tree = ocp.PyTreeCheckpointer().restore(folder, args=args)
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            tree = checkpointer.restore(folder, args=args)
     except (ValueError, OSError) as error:
         problem = f"{'/'.join(keys)} cannot be read: {first_line(error)}"
         raise UsageError(f"{folder}: {problem}; copy the checkpoint again") from error
@@ -138,17 +139,18 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
 
 def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:
     """Returns the arrays of the text's decoder by name, stacked layers apart."""
-    metadata = ocp.PyTreeCheckpointer().metadata(folder).item_metadata
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(folder).item_metadata
     if metadata is None:
         problem = f"its {_MARK} cannot be read by Orbax"
         raise usage_error("--input", folder, problem, "copy the checkpoint again")
     named = {}
     for path, array in jax.tree_util.tree_leaves_with_path(metadata.tree):
-        keys = tuple(str(key.key) for key in path)
-        name = _PREFIXES.sub("", "/".join(keys))
+        name = _PREFIXES.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
         # "_query_norm" in Gemma 3; "mlp/linear/w" where keys are flat.
         name = re.sub(r"(mlp/\w+)/w$", r"\1", name.replace("/_", "/"))
         if not _NOT_TEXT.match(name):
+            keys = tuple(key.key for key in path)
             named[name] = Leaf(
                 folder,
                 keys,
