@@ -9,7 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import finish
+from conftest import ROOT, finish, losses
 from etils import epath
 from gcsfs.retry import HttpError
 from makers import NO_WINDOWS, make_run, restore_training, same, save_checkpoints
@@ -301,3 +301,23 @@ def test_requests_of_a_save_do_not_grow_with_the_checkpoints_that_are_kept(
             checkpoints._manager.wait_until_finished()
             counts.append(len(storage.requests()))
     assert counts[1] <= counts[0] + 5
+
+
+@pytest.mark.slow
+def test_a_run_whose_layers_are_in_stacks_goes_on_bit_for_bit(run_command, tmp_path):
+    """Gemma 4 E2B, tiny: each layer is also read alone, and verified."""
+    config = f"--config={ROOT}/configs/gemma4_e2b.py:tiny"
+    flags = (config, "--config.num_steps=4", "--config.log_every=1")
+    whole = run_command("prope.train", *flags, f"--workdir={tmp_path / 'whole'}")
+    cut = (*flags, f"--workdir={tmp_path / 'cut'}")
+    run_command("prope.train", *cut, "--stop_at_step=2")
+    resumed = run_command("prope.train", *cut)
+    assert "resumed from step 2" in resumed.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert resumed.result["init_hash"] == whole.result["init_hash"]
+    run = open_run(tmp_path / "cut")
+    params = run.params()
+    assert same(params, open_run(tmp_path / "whole").params())
+    for stack, expected in params["layers"].items():
+        row = run.checkpoint.read(("layers", stack), 0)
+        assert same(row, jax.tree.map(lambda leaf: leaf[0], expected)), stack

@@ -13,8 +13,7 @@ from conftest import flipped
 from etils import epath
 from jax import extend
 from makers import (
-    KINDS_OF_LAYERS,
-    SWITCHES,
+    ALL_SWITCHES,
     edit_run,
     evaluate_run,
     forward,
@@ -99,15 +98,16 @@ CONTRACT = "step rope_percentage rotated_pairs dataset seq_len tokens loss perpl
 def test_a_record_of_layers_of_all_kinds_and_of_its_intervention(runs, base):
     """The frequencies that are stopped are 0 in each kind of layer."""
     run = runs / "kinds"
-    fields = KINDS_OF_LAYERS | SWITCHES
-    make_run(run, (1.0, 1.0, 0.5, 1.0, 1.0), **fields)
+    make_run(run, 0.5, **ALL_SWITCHES)
     edit_run(run, base)
     (record,) = evaluate_run(run)
     expected = token_by_token(run, T).loss.mean()
     assert record["loss"] == pytest.approx(expected, rel=1e-6)
-    assert record["rotated_pairs"] == [24, 24, 16, 24, 24]
+    assert record["rotated_pairs"] == [24, 24, 6, 24, 24, 6]
     (stopped,) = evaluate_run(run, intervene="stop:0-3")
-    assert stopped["rotated_pairs"] == [20, 20, 12, 20, 20]
+    assert stopped["rotated_pairs"] == [20, 20, 2, 20, 20, 2]
+    (beyond,) = evaluate_run(run, intervene="stop:12-31")  # of 12 in layers without a window
+    assert beyond["rotated_pairs"] == [12, 12, 6, 12, 12, 6]
     older = {name: value for name, value in stopped.items() if name != "layers"} | {"loss": 0.5}
     (run / "eval.jsonl").write_text(json.dumps(older) + "\n")
     assert evaluate_run(run, intervene="stop:0-3") == [stopped], "of layers without windows alone"
@@ -130,7 +130,12 @@ def test_the_record_names_the_checkpoint_that_was_read_where_the_newest_is_damag
 
 @pytest.mark.parametrize(
     "fields",
-    [{"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {}],
+    [
+        {"step": 8},
+        {"encoding": "ntk"},
+        {"factor": 2.0},
+        {},
+    ],
 )
 def test_evaluations_of_other_weights_or_encodings_have_sums_of_their_own(fields):
     record = {"step": 9, "encoding": "yarn", "factor": 4.0}
@@ -468,7 +473,12 @@ def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
         ("rope", 32),
         ("rope", 64),
     ]
-    for record, line, (name, length) in zip(short, lines, expected, strict=True):
+    for record, line, (name, length) in zip(
+        short,
+        lines,
+        expected,
+        strict=True,
+    ):
         assert record["workdir"] == str(runs / name)
         assert record["seq_len"] == length
         cells = dict(zip(columns, line.split(), strict=True))
