@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 from makers import (
-    KINDS_OF_LAYERS,
-    SWITCHES,
+    ALL_SWITCHES,
     analysis_options,
     compare_analyses,
     make_run,
@@ -86,7 +85,7 @@ def over_meshes(fields, *shapes):
 
 
 def on_four_devices():
-    over_meshes(KINDS_OF_LAYERS | SWITCHES, (1, 2, 2))
+    over_meshes(ALL_SWITCHES, (1, 2, 2))
 
 
 def on_other_meshes():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from makers import KINDS_OF_LAYERS, SWITCHES, draw_model, forward, make_run
+from makers import ALL_SWITCHES, draw_model, forward, make_run
 from ml_collections import FrozenConfigDict
 
 from prope import sharding
@@ -96,7 +96,7 @@ def lively(base):
         ("passkey", False, 128, {}),
         ("niah", False, 96, {}),
         pytest.param("flipflop", True, 160, {}, marks=pytest.mark.slow),
-        pytest.param("passkey", False, 128, KINDS_OF_LAYERS | SWITCHES, marks=pytest.mark.slow),
+        pytest.param("passkey", False, 128, ALL_SWITCHES, marks=pytest.mark.slow),
     ],
 )
 def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T, fields):
