@@ -240,6 +240,15 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fiel
         assert_near(kept, whole[kind][name][:, row, :, places], 1e-5)
 
 
+def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_share():
+    config = small(**E4)
+    cache = jax.eval_shape(lambda: empty_cache(config, 2, 2048))
+    assert {kind: arrays["key"].shape for kind, arrays in cache.items()} == {
+        "sliding_attention": (2, 2, 1, 5 + 256 - 1, 16),
+        "full_attention": (1, 2, 1, 2048, 32),
+    }
+
+
 def lower_prefill(config, sampling, T):
     """The lowered prefill of two prompts, by shapes alone."""
     params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
