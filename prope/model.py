@@ -506,7 +506,7 @@ def _draw(config, path, row, key):
     sizes = parameters.axis_sizes(config, path)
     shape = tuple(sizes[axis] for axis in row.axes)
     if not row.is_matrix:
-        return jnp.full(shape, row.initial)
+        return jnp.full(shape, row.initial, jnp.float32)
     contracted = tuple(row.axes.index(axis) for axis in row.fan_in)
     initializer = nn.initializers.variance_scaling(
         1.0,

@@ -140,7 +140,7 @@ def analysis_of(shares, scores, heads_per_key=1):
         for share, score in zip(shares, scores, strict=True)
     ]
     layer = {"query_norms": [[1.0]] * heads_per_key, "key_norms": [[1.0]]}
-    return {"heads": heads, "layers": [layer]}
+    return {"heads": heads, "layers": [layer] * (len(heads) // heads_per_key)}
 
 
 def test_the_rank_correlation_is_spearmans():

@@ -375,4 +375,8 @@ def test_a_layer_with_fewer_pairs_has_no_border_where_they_end():
     freqs = [[1.0, 0.1], [1.0, 0.1, 0.0], [1.0, 0.0]]
     layers = [{"layer": layer} for layer in range(3)]
     rotated = page.rotated_by_layer({"frequencies": freqs, "layers": layers})
-    assert rotated.tolist() == [[True, True, True], [True, True, False], [True, False, False]]
+    assert rotated.tolist() == [
+        [True, True, True],
+        [True, True, False],
+        [True, False, False],
+    ]

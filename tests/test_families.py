@@ -603,7 +603,7 @@ def test_a_scaling_is_of_full_layers_alone(imported):
     """Other ports scaled Gemma 3's sliding layers too."""
     oracle = imported("gemma3")
     config = oracle.config
-    freqs = layer_frequencies(config)
+    freqs = np.stack(layer_frequencies(config))
     windows = np.array([window is not None for window in layer_windows(config)])
     scaled = np.where(windows[:, None], freqs / config.rope_scaling_factor, freqs)
     assert reference_distance(config, oracle.params, oracle.logits, scaled) > 50 * BOUND

@@ -244,11 +244,16 @@ def measure(text: str) -> Density:
     documentation = docstring_lines(tree)
     tokens = 0
     code = set()
+    depth = 0  # of f-strings, which Python 3.12 and later cut into tokens: each counts as one
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        depth -= kind == "FSTRING_END"
+        is_within = depth > 0 or kind == "FSTRING_END"
+        depth += kind == "FSTRING_START"
         is_docstring = token.type == tokenize.STRING and token.start[0] in documentation
         if token.type in NOT_CODE or is_docstring:
             continue
-        tokens += 1
+        tokens += not is_within
         code |= set(range(token.start[0], token.end[0] + 1))
     nodes = list(ast.walk(tree))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

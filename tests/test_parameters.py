@@ -139,7 +139,8 @@ def read_config(name, *arguments):
     ("arguments", "expected"),
     [
         (("quickstart",), "9c55f44410ac4337"),
-        (("gemma4_like", "tiny"), "920afaa7b63f52a9"),
+        (("gemma3_like", "tiny"), "2b571a5f05abfaaa"),
+        (("gemma4_like", "tiny"), "43b14020b503f33e"),
     ],
 )
 def test_initial_values_are_those_of_every_version(arguments, expected):
