@@ -111,14 +111,10 @@ def test_each_switch_equals_the_formula_and_changes_the_result(switch):
         assert np.abs(scores - expected).max() > 0.01 * np.std(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scan_layers", "remat"),
-    [
-        (True, "full"),
-        pytest.param(True, "none", marks=pytest.mark.slow),
-        pytest.param(True, "minimal", marks=pytest.mark.slow),
-        pytest.param(False, "full", marks=pytest.mark.slow),
-    ],
+    [(True, "full"), (True, "none"), (True, "minimal"), (False, "full")],
 )
 def test_all_switches_and_a_pattern_that_ends_in_part(scan_layers, remat):
     fields = ALL_SWITCHES | {"sliding_window": 3}
