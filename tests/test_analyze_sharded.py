@@ -44,11 +44,11 @@ def analyse_on(run, shape):
         if size > 1:
             patch.setattr(walk, "_TOKENS", T)
         patch.setattr(walk, "_KEPT", 0 if size == 1 else 2**30)
-        options = analysis_options(channels=3, head_of="t5", layers="0,2")
+        options = analysis_options(channels=8, head_of="t5", layers="0,2")
         found = analysis.analyse(run, options)
         batches = 1 if size == 1 else -(-B // (data * fsdp))
-        assert len(walks[-1].enter()) == batches
-        linear = walks[-1]._params("layers", 1)["mlp"]["linear"]
+        assert len(walks[-1].enter().x) == batches
+        linear = walks[-1]._layer_params(1)["mlp"]["linear"]
         shard = linear.addressable_shards[0].data
         assert shard.size * fsdp * tensor == linear.size, "not sharded"
     return found
@@ -78,7 +78,7 @@ def over_meshes(fields, *shapes):
         alone = analyse_on(run, (1, 1, 1))
         assert alone["sequences"] == B
         assert alone["heads"][0]["head_of"] is not None
-        assert len(alone["channels"]) == 3
+        assert len(alone["channels"]) == 8
         assert any(channel["stopped"] for channel in alone["channels"])
         for shape in shapes:
             print(fields, shape, compare_analyses(alone, analyse_on(run, shape)))

@@ -356,7 +356,7 @@ def test_scan_and_remat_change_nothing(name, scan_layers, remat):
     config = small(**MODELS[name], scan_layers=scan_layers, remat=remat)
     loss, gradient = loss_and_gradient(config, *arguments)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    assert_trees_close(gradient, expected, 5e-6 if name == "gemma" else 1e-5)  # by vector width
+    assert_trees_close(gradient, expected, 5e-6 if name == "gemma" else 2e-5)  # by vector width
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ VARIANTS = [
     {"p": 0.5, **ALL_SWITCHES, "attention_scale": 0.1},
 ]
 for fields in (
-    {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES},
+    {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES, "attention_scale": 0.1},
     {"p": 0.25, **DENSE4},
     {"p": 0.25, **E4},
     {"p": 0.0, "num_kv_heads": 1},

@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
-from prope import model, parameters, sharding
+from prope import model, sharding
 from prope.analysis.measures import Scoring
 from prope.encodings import layer_frequencies
 from prope.kernels.choice import matmul_precision
@@ -140,7 +140,7 @@ class Walk:
             if self.config.per_layer_input_dim:
                 of_batch["layer_input"] = self._inputs[batch][:, number]
             arrays = self._global(of_batch)
-            output, captured = self.run(
+            output, captured, handed_on = self.run(
                 self._layer,
                 params,
                 arrays,
@@ -149,13 +149,12 @@ class Walk:
                 layer,
             )
             after.x.append(_local_rows(output))
-            if self.config.num_kv_shared_layers and not layer.shares_kv:
-                handed_on = {"key": captured.key, "value": captured.value}
+            if handed_on is not None:
                 memory = memory | {layer.kind: jax.tree.map(_local_rows, handed_on)}
             after.memory.append(memory)
             if on_layer:
                 results.append(on_layer(batch, captured))
-            del arrays, output, captured  # before the next ones
+            del arrays, output, captured, handed_on  # before the next ones
         return after, results
 
     def losses(
@@ -196,7 +195,12 @@ class Walk:
         x, captured = model.run_layer(
             self.config, params, arrays["x"], table, rotate_fn, layer, memory, layer_input
         )
-        return sharding.constrain(x, "BTD"), captured
+        handed_on = None
+        if self.config.num_kv_shared_layers and not layer.shares_kv:
+            # Heads whole: the host has the rows of devices, not parts of rows.
+            key = sharding.constrain(captured.key, "BTSH")
+            handed_on = {"key": key, "value": sharding.constrain(captured.value, "BTSH")}
+        return sharding.constrain(x, "BTD"), captured, handed_on
 
     def _layer_params(self, number: int) -> model.Params:
         stack, row = self._places[number]
@@ -211,8 +215,9 @@ class Walk:
         with processes.raise_on_all(Damaged):
             params = self._checkpoint.read(path, layer)
         # A leaf's path tells its axes: those of a single layer are below no "layers".
-        folders = path if layer is None else ("layer",)
-        params = parameters.nest({"/".join(folders): params})
+        folders = path if layer is None else ()
+        for folder in reversed(folders):
+            params = {folder: params}
         shardings = sharding.state_shardings(params, self._mesh)
         placed = jax.tree.map(_shard, params, shardings)
         return functools.reduce(operator.getitem, folders, placed)
