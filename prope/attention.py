@@ -46,7 +46,7 @@ def attention(
     *,
     segment_ids: Int[Array, "B S"] | None = None,
     first_query: Int[Array, " B"] | None = None,
-    last_key: Int[Array, " B"] | None = None,
+    newest_key: Int[Array, " B"] | None = None,
     window: int | None = None,
     cap: float | None = None,
     implementation: str = "auto",
@@ -64,9 +64,9 @@ def attention(
       window: how many keys a query sees at most, its own included; None: all up to its own.
       cap: soft cap on the scores, before the mask; None: none.
       first_query: for keys from a cache, the position of each row's first query; always computed
-        by plain XLA.
-      last_key: with it, the position of each row's newest key. The key at position m is in slot
-        m % S, so the cache has the newest S.
+        by plain XLA. It needs newest_key.
+      newest_key: the position of each row's last key in the cache. That at position m is in slot
+        m % S.
       implementation: "xla", "splash" (TPU), "cudnn" (NVIDIA), or "auto": what
         `choose_implementation` returns for this machine. A named one is not checked:
         `choose_implementation` tells whether a device can run it.
@@ -75,7 +75,7 @@ def attention(
       The output in value's dtype; scores and softmax are float32 for any input dtype.
     """
     if first_query is not None:
-        return _attend_to_cache(query, key, value, first_query, last_key, window, cap)
+        return _attend_to_cache(query, key, value, first_query, newest_key, window, cap)
     T, _, H = query.shape[1:]
     if implementation == "auto":
         device = jax.devices()[0]
@@ -153,13 +153,13 @@ def _heads_last(output):
     return output.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-def _attend_to_cache(query, key, value, first_query, last_key, window, cap):
+def _attend_to_cache(query, key, value, first_query, newest_key, window, cap):
     """Attends to each row's cache. It has no efficient gradient."""
     T = query.shape[1]
     S = key.shape[1]
     query, key, value = _heads_first(query, key, value)
-    age = (last_key[:, None] - jnp.arange(S)[None]) % S
-    key_positions = last_key[:, None] - age  # below 0 where a slot is empty
+    age = (newest_key[:, None] - jnp.arange(S)[None]) % S
+    key_positions = newest_key[:, None] - age  # below 0 where a slot is empty
     keys = (key, value, key_positions)
     outputs = []
     for start in range(0, T, _CACHE_BLOCK):
@@ -176,11 +176,11 @@ def _attend_block_to_cache(query, key, value, key_positions, positions, window, 
     # One matmul of a key/value head with the queries of all its G heads as rows.
     rows = query.reshape(B, K, G * T, H)
     scores = jnp.einsum("BKRH,BKSH->BKRS", rows, key, preferred_element_type=jnp.float32)
-    last_key = positions[:, None, None, :, None]
+    query_positions = positions[:, None, None, :, None]
     keys = key_positions[:, None, None, None, :]
-    visible = (keys >= 0) & (keys <= last_key)
+    visible = (keys >= 0) & (keys <= query_positions)
     if window is not None:
-        visible = visible & (keys > last_key - window)
+        visible = visible & (keys > query_positions - window)
     scores = jnp.where(
         visible,
         softcap(scores, cap).reshape(B, K, G, T, S),

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from prope.errors import UsageError, log, nearest, usage_error
-from prope.stack.layers import LAYER_TYPES
+from prope.stack.layers import LAYER_TYPES, repeat_pattern
 
 MAY_CHANGE = (
     "accumulation",
@@ -214,12 +214,11 @@ def _at_most_layers(value, fields):
 
 def _have_a_source(value, fields):
     layers = fields["model.num_layers"]
-    pattern = fields["model.layer_types"] or ("full_attention",)
-    repeated = pattern * layers
-    if value >= layers or set(repeated[layers - value : layers]) - set(repeated[: layers - value]):
-        return (
-            f"must leave, of model.num_layers={layers}, a layer before for each kind of the others"
-        )
+    kinds = repeat_pattern(fields["model.layer_types"], layers)
+    first_sharing = layers - value
+    if value >= layers or not set(kinds[first_sharing:]) <= set(kinds[:first_sharing]):
+        needs = "each layer that shares needs an earlier one of its kind that does not"
+        return f"is too many of model.num_layers={layers}: {needs}"
     return None
 
 
@@ -371,7 +370,7 @@ FIELDS = {
     ),
     "model.use_value_norm": Field(False, "RMSNorm, without a scale, of every head's values"),
     "model.use_skip_scale": Field(
-        False, "a factor on what each layer passes on, its residual stream included"
+        False, "a learned number that multiplies each layer's output, residual stream included"
     ),
     "model.global_head_dim": Field(
         int, "head_dim of layers without a window; None: that of all", (_AT_LEAST_1, _EVEN)
@@ -633,7 +632,7 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         config.model.sliding_window = 16
     groups = config.model.num_heads // config.model.num_kv_heads
     fields = flat(config)
-    shapes = {name: size for name, size in _TINY_SHAPES.items() if fields[name]}
+    shapes = {name: value for name, value in _TINY_SHAPES.items() if fields[name]}
     if "model.num_kv_shared_layers" in shapes:
         shapes["model.num_layers"] = 4
     config.update_from_flattened_dict(_TINY | shapes | {"model.num_heads": min(groups, 4)})

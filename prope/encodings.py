@@ -274,12 +274,11 @@ class Tables(NamedTuple):
     """Tables of rotation: layers of one kind and encoding share one."""
 
     by_kind: dict[str, jax.Array]  # [2, B, T, P] where a kind has one encoding, or [n, 2, B, T, P]
-    kinds: list[str]  # [L]
     indices: np.ndarray | None  # [L], a layer's encoding of those of its kind; None: all have one
 
-    def choose(self, number: int, index) -> jax.Array:
-        """Returns the table of layer `number` with `index`, its element of `indices`."""
-        table = self.by_kind[self.kinds[number]]
+    def choose(self, kind: str, index) -> jax.Array:
+        """Returns the table of a layer of this kind with `index`, its element of `indices`."""
+        table = self.by_kind[kind]
         return table if table.ndim == 4 else table[index]
 
 
@@ -297,7 +296,7 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
     for kind, of_kind in encodings.items():
         tables = [rotation_table(positions, np.array(freqs)) for freqs in of_kind]
         by_kind[kind] = jnp.stack(tables) if len(tables) > 1 else tables[0]
-    return Tables(by_kind, kinds, np.array(indices) if any(indices) else None)
+    return Tables(by_kind, np.array(indices) if any(indices) else None)
 
 
 def _frequencies(

@@ -9,7 +9,7 @@ which `init` makes.
 
 Axes: B batch, T query length, S key length, D embed_dim, N query heads, K key/value heads,
 H head_dim, F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs, Q lanes of a layer's own
-input, C the two matrices in one array (key and value, or gate and up).
+input, M all layers, C the two matrices in one array (key and value, or gate and up).
 
 Parameters are float32 and have the names of DeepMind's Gemma; their table is in
 `prope/parameters.py`. Those of layers of equal shape are always stacked on a leading axis L,
@@ -79,7 +79,8 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        square = jnp.square(x32)
+        mean_square = jnp.mean(square, axis=-1, keepdims=True)
         normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
         if not self.use_scale:
             return normed.astype(x.dtype)
@@ -102,7 +103,8 @@ class Einsum(nn.Module):
         if not self.use_bias:
             return out
         bias = self.get_variable("params", "b").astype(x.dtype)
-        return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
+        missing_axes = range(out.ndim - bias.ndim)
+        return out + jnp.expand_dims(bias, missing_axes)
 
 
 class Decoding(NamedTuple):
@@ -110,6 +112,7 @@ class Decoding(NamedTuple):
 
     first_query: jax.Array  # [B], the position of each row's first token
     lengths: jax.Array  # [B]; tokens at positions from here on are padding, and not kept
+    newest_key: jax.Array  # [B], the position of each row's last token that is kept
     index: jax.Array | int  # of the layer in the cache of its kind
 
 
@@ -136,7 +139,8 @@ class Attention(nn.Module):
         query = self._scale_query(query.astype(jnp.float32))
         unrotated = (query.astype(x.dtype), key, value)
         query, key, value = self.rotate_fn(query, key, value, table)
-        self._capture(Captured(*unrotated, query.astype(x.dtype), key))
+        captured = Captured(*unrotated, query.astype(x.dtype), key)
+        self._capture(captured)
         scale = config.attention_scale or self.layer.head_dim**-0.5
         query = (query * scale).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
@@ -146,18 +150,13 @@ class Attention(nn.Module):
         cached = {}
         if decoding is not None:
             if not self.layer.shares_kv:
-                written = _write_cache(memory[kind], {"key": key, "value": value}, decoding)
+                new = {"key": key, "value": value}
+                written = _write_cache(memory[kind], new, decoding)
                 memory = memory | {kind: written}
-            cached = {
-                "first_query": decoding.first_query,
-                "last_key": jnp.minimum(
-                    decoding.first_query + x.shape[1],
-                    decoding.lengths,
-                )
-                - 1,
-            }
-            key = memory[kind]["key"][decoding.index].swapaxes(1, 2)
-            value = memory[kind]["value"][decoding.index].swapaxes(1, 2)
+            cached = {"first_query": decoding.first_query, "newest_key": decoding.newest_key}
+            stored = {name: array[decoding.index] for name, array in memory[kind].items()}
+            key = stored["key"].swapaxes(1, 2)
+            value = stored["value"].swapaxes(1, 2)
         out = attention(
             query,
             key,
@@ -226,7 +225,8 @@ def _write_cache(cache: dict[str, jax.Array], new: dict[str, jax.Array], decodin
     B, T = new["key"].shape[:2]
     S = cache["key"].shape[3]
     rows = jnp.arange(B)[:, None]
-    positions = decoding.first_query[:, None] + jnp.arange(T)[None]
+    steps = jnp.arange(T)[None]
+    positions = decoding.first_query[:, None] + steps
     is_padding = positions >= decoding.lengths[:, None]
     slots = jnp.where(is_padding, S, positions % S)  # S is beyond the cache: nothing is written
     return {
@@ -284,7 +284,8 @@ class Block(nn.Module):
             x = x + norm(name="post_per_layer_input_norm")(added)
         if config.use_skip_scale:
             skip_scale = self.get_variable("params", "skip_scale")
-            x = x * jnp.expand_dims(skip_scale, (0, 1)).astype(x.dtype)
+            factor = jnp.expand_dims(skip_scale, (0, 1))
+            x = x * factor.astype(x.dtype)
         return x, memory
 
 
@@ -328,9 +329,10 @@ def decode(
     """
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = first_query[:, None] + steps[None]
-    if lengths is None:
-        lengths = first_query + tokens.shape[1]
-    decoding = Decoding(first_query, lengths, index=0)
+    end = first_query + tokens.shape[1]
+    lengths = end if lengths is None else lengths
+    newest_key = jnp.minimum(end, lengths) - 1
+    decoding = Decoding(first_query, lengths, newest_key, index=0)
     return _run(config, params, tokens, positions, cache, decoding=decoding)
 
 
@@ -350,27 +352,28 @@ def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=N
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
     x = embed(config, embedding(params), tokens)
     tables = rotation_tables(config, positions, context_size() * positions.shape[1])
-    of_layer = {"table": tables.indices}
+    per_layer = {"table": tables.indices}
     if config.per_layer_input_dim:
-        of_layer["input"] = layer_inputs(config, params, tokens, x)
+        per_layer["input"] = layer_inputs(config, params, tokens, x)
     if decoding is not None:
-        of_layer["cache"] = np.array(cache_indices(config))
+        per_layer["cache"] = np.array(cache_indices(config))
     all_layers = layers(config)
 
-    def run_layer(carry, params, of_layer, number):
-        block = Block(FrozenConfigDict(config), all_layers[number])
-        table = tables.choose(number, of_layer.get("table"))
-        step = decoding and decoding._replace(index=of_layer["cache"])
-        inputs = (table, segment_ids, step, of_layer.get("input"))
+    def apply_layer(carry, params, layer_arrays, number):
+        layer = all_layers[number]
+        block = Block(FrozenConfigDict(config), layer)
+        table = tables.choose(layer.kind, layer_arrays.get("table"))
+        step = decoding and decoding._replace(index=layer_arrays["cache"])
+        inputs = (table, segment_ids, step, layer_arrays.get("input"))
         return block.apply({"params": params}, *carry, *inputs)
 
     carry = (x, memory)
     if isinstance(params["layers"], dict):
-        carry = scan_layers(config, run_layer, carry, params["layers"], of_layer)
+        carry = scan_layers(config, apply_layer, carry, params["layers"], per_layer)
     else:  # split, for `decode`
         for number, layer_params in enumerate(params["layers"]):
-            of_this = jax.tree.map(lambda x: x[number], of_layer)  # noqa: B023
-            carry = run_layer(carry, layer_params, of_this, number)
+            layer_arrays = jax.tree.map(lambda x: x[number], per_layer)  # noqa: B023
+            carry = apply_layer(carry, layer_params, layer_arrays, number)
     x, memory = carry
     return final_norm(config, params["final_norm"], x), memory
 
@@ -403,20 +406,17 @@ def layer_inputs(
     """
     embedder = params["embedder"]
     projection = {"params": embedder["per_layer_model_projection"]}
-    context = Einsum().apply(projection, "BTD,DMQ->BTMQ", x) * config.embed_dim**-0.5
+    context = Einsum().apply(projection, "BTD,DMQ->BTMQ", x)
+    context = context * config.embed_dim**-0.5
     norm = {"params": embedder["per_layer_projection_norm"]}
     context = RMSNorm(config.norm_epsilon).apply(norm, context)
 
     def scale(rows):
         return (rows * config.per_layer_input_dim**0.5).astype(config.dtype)
 
-    of_token = embedding_lookup(embedder["per_layer_embeddings"], tokens, scale, "BTMQ")
-    return ((context + of_token) * 2**-0.5).transpose(
-        2,
-        0,
-        1,
-        3,
-    )
+    identity = embedding_lookup(embedder["per_layer_embeddings"], tokens, scale, "BTMQ")
+    mixed = (context + identity) * 2**-0.5
+    return mixed.transpose(2, 0, 1, 3)
 
 
 def embedding(params: Params) -> Float[Array, "V D"]:
@@ -454,8 +454,8 @@ def run_layer(
     params: Params,
     x: Float[Array, "B T D"],
     table: Float[Array, "2 b T P"],
+    layer: Layer,
     rotate_fn: Callable | None = None,
-    layer: Layer | None = None,
     memory: dict | None = None,
     layer_input: Float[Array, "B T Q"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Captured]:
@@ -466,12 +466,11 @@ def run_layer(
       params: of this layer: those of "layers" without their leading axis.
       x: the residual stream before the layer.
       table: of this layer's rotation, with b = 1 or B.
+      layer: what this layer is built by, from `prope.stack.layers.layers`.
       rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
-      layer: what this layer is built by, from `prope/stack/layers.py`; None: as the first one.
       memory: for a layer that shares them, {layer.kind: {"key", "value"}}, not rotated.
       layer_input: of this layer, from `layer_inputs`, if it has one.
     """
-    layer = layer or layers(config)[0]
     block = Block(FrozenConfigDict(config), layer, rotate_fn or rotate_qkv)
     (x, _), sown = block.apply(
         {"params": params}, x, memory, table, layer_input=layer_input, mutable="captured"
@@ -486,7 +485,7 @@ def init(config: ConfigDict, key: jax.Array) -> Params:
     scales of norms are 0.
     """
     layer_keys = jax.random.split(key, config.num_layers)
-    by_stack = stacks(config)
+    numbers_by_stack = stacks(config)
     leaves = {}
     for path, row in parameters.parameters(config).items():
         draw = functools.partial(_draw, config, path, row)
@@ -494,10 +493,8 @@ def init(config: ConfigDict, key: jax.Array) -> Params:
         if stack is None:
             leaves[path] = draw(key)
         else:
-            numbers = by_stack[stack]
-            is_whole = len(numbers) == config.num_layers
-            keys = layer_keys if is_whole else layer_keys[np.array(numbers)]
-            leaves[path] = jax.lax.map(draw, keys)
+            numbers = np.array(numbers_by_stack[stack])
+            leaves[path] = jax.lax.map(draw, layer_keys[numbers])
     return parameters.nest(leaves)
 
 

@@ -65,7 +65,7 @@ def _muon(c: ConfigDict) -> optax.GradientTransformation:
 def _matrix_axes(params):
     """Returns which axes of every parameter Muon takes as a matrix's rows and columns; None: Adam.
 
-    Layers, and the two matrices in one array, are matrices of their own.
+    Layers, in an array of all too, and the two matrices in one array are matrices of their own.
     """
 
     def find_axes(keys, _):
@@ -73,7 +73,7 @@ def _matrix_axes(params):
         if not row.is_matrix or "V" in axes:
             return None
         rows = tuple(axes.index(axis) for axis in row.fan_in)
-        columns = tuple(i for i, axis in enumerate(axes) if axis not in f"{row.fan_in}LC")
+        columns = tuple(i for i, axis in enumerate(axes) if axis not in f"{row.fan_in}LMC")
         return optax.contrib.MuonDimensionNumbers(rows, columns)
 
     return jax.tree_util.tree_map_with_path(find_axes, params)

@@ -138,13 +138,14 @@ def parameters(model: ConfigDict) -> dict[str, Parameter]:
     """Returns the rows of the parameters that a run's `config.model` has, by path."""
     switches = model.to_dict() | {"has_layer_inputs": model.per_layer_input_dim > 0}
     all_layers = layers(model)
+    numbers_by_stack = stacks(model)
     rows = {}
     for path, row in TABLE.items():
         if not path.startswith("layers/"):
             if _exists(row, switches):
                 rows[path] = row
             continue
-        for stack, numbers in stacks(model).items():
+        for stack, numbers in numbers_by_stack.items():
             layer = all_layers[numbers[0]]
             if _exists(row, switches | layer._asdict()):
                 rows[_in_stack(path, stack)] = row
@@ -242,7 +243,7 @@ def find(keys: Sequence) -> tuple[Parameter, str] | None:
     of the optimizer.
     """
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in keys]
-    names = [name for name in names if name not in STACKS[1:]]
+    names = [name for name in names if name not in STACKS]
     for path, row in TABLE.items():
         row_names = path.split("/")
         length = min(len(names), len(row_names))

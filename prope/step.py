@@ -37,8 +37,7 @@ def resolve_attention(config: ConfigDict, device) -> ConfigDict:
         log.info("attention: %s (%s)", name, reason)
     names = {kind: name for kind, (name, _) in choices.items()}
     model.attention = names.get(SLIDING, names.get(FULL))
-    if len(set(names.values())) > 1:
-        model.global_attention = names[FULL]
+    model.global_attention = names[FULL] if len(set(names.values())) > 1 else None
     return config
 
 

@@ -25,6 +25,7 @@ from prope import model
 from prope.attention import attention, choose_implementation
 from prope.cost.traced import count_flops
 from prope.rope import rotation_table
+from prope.stack.layers import layers
 
 MASKED = pytest.mark.parametrize("masked", [False, True])
 
@@ -168,7 +169,7 @@ def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementatio
         key,
         value,
         first_query=jnp.array(first),
-        last_key=jnp.array(first) + T - 1,
+        newest_key=jnp.array(first) + T - 1,
         window=window,
         implementation=implementation,
     )
@@ -205,7 +206,7 @@ def test_bfloat16_queries_are_rotated_and_scaled_with_one_rounding(head_dim, mon
     layer_params = jax.tree.map(lambda leaf: leaf[0], params["layers"])
     freqs = oracles.frequencies(head_dim, p=config.rope_percentage)
     table = jax.jit(lambda positions: rotation_table(positions, freqs))(positions)
-    _, captured = model.run_layer(config, layer_params, x, table)
+    _, captured = model.run_layer(config, layer_params, x, table, layers(config)[0])
     rotated = oracles.rotate(captured.query, positions, freqs)
     expected = rotated / np.sqrt(head_dim)
     query = seen["query"]

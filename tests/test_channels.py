@@ -21,6 +21,7 @@ from makers import (
 from prope import model
 from prope.analysis import channels, measures, walk
 from prope.rope import rotation_table
+from prope.stack.layers import layers
 
 H = KNOWN_HEAD_DIM
 
@@ -100,6 +101,7 @@ def test_only_the_head_that_is_stopped_changes():
         layer_params(params, 0),
         x,
         table,
+        layers(config)[0],
     )
     _, plain = run_layer(None)
     _, changed = run_layer(functools.partial(channels.stopped, 2, 3))

@@ -476,6 +476,25 @@ def test_devices_must_divide_the_batch(devices, slices, fields, says):
     return None
 
 
+@pytest.mark.parametrize(
+    ("platform", "requested", "expected"),
+    [
+        ("cpu", None, ("xla", None)),
+        ("cpu", "auto", ("xla", None)),
+        ("gpu", None, ("cudnn", "xla")),  # which takes heads of 256, and none of 512
+        ("gpu", "auto", ("cudnn", "xla")),
+        ("tpu", "auto", ("splash", None)),
+        ("tpu", "xla", ("splash", "xla")),
+    ],
+)
+def test_attention_is_chosen_for_each_kind_of_layer(platform, requested, expected):
+    config = load(ROOT / "configs" / "gemma4_12b.py")
+    config.model.global_attention = requested
+    device = SimpleNamespace(platform=platform, compute_capability="9.0")
+    model = resolve_attention(config, device).model
+    assert (model.attention, model.global_attention) == expected
+
+
 def test_attention_is_chosen_for_the_device_and_said(caplog):
     config = default_config()
     config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})

@@ -478,6 +478,25 @@ WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 8}
             "logit_scale_factor=0.5: must be at least 1",
         ),
         ({"sliding_window": 8}, "sliding_window=8: has no effect"),
+        *(
+            ({field: value}, f"{field}={value}: has no effect unless some layers have a window")
+            for field, value in {
+                "global_head_dim": 32,
+                "num_global_kv_heads": 1,
+                "global_key_is_value": True,
+                "global_attention": "xla",
+            }.items()
+        ),
+        ({"use_double_wide_mlp": True}, "use_double_wide_mlp=True: has no effect without"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6: is too many of .*=6: each layer"),
+        (
+            WINDOWS
+            | {
+                "layer_types": ("sliding_attention", "full_attention"),
+                "num_kv_shared_layers": 5,
+            },
+            "num_kv_shared_layers=5: is too many of .* needs an earlier one of its kind",
+        ),
         (
             WINDOWS | {"local_rope_percentage": 1.5},
             "local_rope_percentage=1.5: must be a fraction",

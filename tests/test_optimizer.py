@@ -67,7 +67,10 @@ def test_matrices_decay_and_scales_do_not(name):
 def test_matrices_of_all_stacks_decay_and_scales_and_biases_do_not(name, fields):
     config = make_config(warmup_steps=0, weight_decay=0.1, name=name)
     shapes = parameters.shapes(small(**fields))
-    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5), shapes)
+    params = jax.tree.map(
+        lambda leaf: jnp.full(leaf.shape, 0.5),
+        shapes,
+    )
     zeros = jax.tree.map(jnp.zeros_like, params)
     optimizer = make_optimizer(config)
 
@@ -168,20 +171,8 @@ def is_adam(node) -> bool:
 
 def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest():
     """Layers, and the two matrices in one array, are matrices of their own."""
-    config = make_config(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
     params = initial_params(small(embed_dim=64, head_dim=8))
-    rng = np.random.default_rng(0)
-    gradients = jax.tree.map(
-        lambda leaf: rng.standard_normal(leaf.shape, np.float32),
-        params,
-    )
-    optimizer = make_optimizer(config)
-    updates, _ = jax.jit(optimizer.update)(
-        gradients,
-        optimizer.init(params),
-        params,
-    )
-    rate = learning_rate(config)(0)
+    updates, rate = muon_updates(draw_gradients(params), params)
     attention = updates["layers"]["attn"]
     mlp = updates["layers"]["mlp"]
     matrices = [layer.reshape(-1, 64) for layer in attention["attn_vec_einsum"]["w"]]
@@ -201,6 +192,24 @@ def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest():
         )
 
 
+def muon_updates(gradients, params):
+    """What Muon's first step adds to parameters, and its learning rate."""
+    config = make_config(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
+    optimizer = make_optimizer(config)
+    state = optimizer.init(params)
+    updates, _ = jax.jit(optimizer.update)(gradients, state, params)
+    return updates, learning_rate(config)(0)
+
+
+def draw_gradients(shapes):
+    """Random gradients for arrays of these shapes."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape, np.float32),
+        shapes,
+    )
+
+
 def rows_of(w):
     """Makes a matrix [64, K H] of weights [K, 64, H]."""
     return np.moveaxis(w, 1, 0).reshape(64, -1)
@@ -216,20 +225,10 @@ def assert_orthogonal(matrices, rate):
 
 @pytest.mark.parametrize("fields", [DENSE4, E4], ids=["dense4", "e4"])
 def test_muon_takes_the_matrices_of_every_stack(fields):
-    config = make_config(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
     sizes = {"embed_dim": 64, "head_dim": 8, "global_head_dim": 12}
     shapes = parameters.shapes(small(**fields | sizes))
-    rng = np.random.default_rng(0)
-    gradients = jax.tree.map(
-        lambda leaf: rng.standard_normal(leaf.shape, np.float32),
-        shapes,
-    )
-    optimizer = make_optimizer(config)
-    updates, _ = jax.jit(optimizer.update)(
-        gradients,
-        optimizer.init(gradients),
-        gradients,
-    )
+    gradients = draw_gradients(shapes)
+    updates, rate = muon_updates(gradients, gradients)
     matrices = []
     for layer in updates["layers"].values():
         matrices += [half for row in layer["mlp"]["gating_einsum"] for half in row]
@@ -239,7 +238,11 @@ def test_muon_takes_the_matrices_of_every_stack(fields):
         if "per_layer_input_gate" in layer:
             matrices += list(layer["per_layer_input_gate"]["w"])
             matrices += list(layer["per_layer_projection"]["w"])
-    assert_orthogonal(matrices, learning_rate(config)(0))
+    if "per_layer_model_projection" in updates["embedder"]:
+        projection = updates["embedder"]["per_layer_model_projection"]["w"]  # [D, M, Q]
+        by_layer = np.moveaxis(projection, 1, 0)
+        matrices += list(by_layer)
+    assert_orthogonal(matrices, rate)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -63,14 +63,14 @@ def full_forward(config, params, rows):
     return np.asarray(forward(config, params, tokens, positions))[:-1]
 
 
-def join(prompts, more):
+def join(prompts, more, lengths=LENGTHS):
     """The tokens of each prompt without padding, and those that follow."""
     return [
         [
             *prompts[b, :n].tolist(),
             *more[b].tolist(),
         ]
-        for b, n in enumerate(LENGTHS)
+        for b, n in enumerate(lengths)
     ]
 
 
@@ -204,7 +204,11 @@ def test_logits_equal_those_of_the_full_forward(fields):
 
 @pytest.mark.parametrize(
     ("most", "fields"),
-    [(1, VARIANTS[0]), (4, VARIANTS[1]), (6, VARIANTS[0])],
+    [
+        (1, VARIANTS[0]),
+        (4, VARIANTS[1]),
+        (6, VARIANTS[0]),
+    ],
 )
 def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fields):
     """Chunks of 1, 4 and 5 tokens; rows that end within one, with one, and in the first.
@@ -238,6 +242,21 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fiel
         places = np.arange(max(lengths[row] - seen, 0), lengths[row])
         kept = ours[:, row, :, places % ours.shape[3]]
         assert_near(kept, whole[kind][name][:, row, :, places], 1e-5)
+
+
+def test_more_tokens_at_once_than_a_chunk_find_what_their_window_has(monkeypatch):
+    config = make_config(**VARIANTS[1])
+    params = lively(config)
+    prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
+    more = prompts[::-1, :7]
+    expected = full_forward(config, params, join(prompts, more, lengths.tolist()))
+    monkeypatch.setattr(generation, "_CHUNK", 1)
+    fill = functools.partial(generation.fill_cache, config, more=7, at_once=7)
+    _, cache = jax.jit(fill)(params, prompts, lengths)
+    hidden, _ = jax.jit(functools.partial(model.decode, config))(params, more, cache, lengths)
+    logits = model.logits(config, params, hidden)
+    for row, length in enumerate(lengths):
+        assert_near(logits[row], expected[row, length : length + 7], 1e-5)
 
 
 def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_share():

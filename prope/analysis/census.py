@@ -126,7 +126,7 @@ def _permute_by_key(
 ) -> np.ndarray:
     """Permutes values of a run's heads, those of one key together: [draws, heads].
 
-    Keys are exchanged with keys of as many heads, which may be in other layers.
+    The heads of a key are a block, exchanged with blocks of its size, also of other layers.
     """
     heads_per_key = []
     for layer in layers:

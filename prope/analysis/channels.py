@@ -164,10 +164,8 @@ def show_channels(
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
         for index, place in enumerate(places):
-            lanes = np.concatenate(
-                [batch[index] for batch in batches],
-                axis=1,
-            )
+            parts = [batch[index] for batch in batches]
+            lanes = np.concatenate(parts, axis=1)
             lanes = lanes[:, : len(walk.tokens)]
             records[place] = _describe_channel(walk, place, lanes, window)
     return [records[place] for place in chosen]

@@ -66,17 +66,13 @@ def lead(analysis: dict) -> str:
 def stack_rows(rows: list, mode: str = "constant", **options) -> np.ndarray:
     """Stacks rows of pairs; the ends of shorter ones are filled as `numpy.pad` does."""
     width = max(map(len, rows))
-    return np.array(
-        [
-            np.pad(
-                row,
-                (0, width - len(row)),
-                mode,
-                **options,
-            )
-            for row in rows
-        ]
-    )
+
+    def fill(row):
+        num_missing = width - len(row)
+        return np.pad(row, (0, num_missing), mode, **options)
+
+    filled = [fill(row) for row in rows]
+    return np.array(filled)
 
 
 def rotated_by_layer(analysis: dict) -> np.ndarray:
@@ -84,8 +80,10 @@ def rotated_by_layer(analysis: dict) -> np.ndarray:
 
     A layer with fewer pairs than others has no border where they end.
     """
-    freqs = [analysis["frequencies"][layer["layer"]] for layer in analysis["layers"]]
-    return stack_rows([np.array(row) > 0 for row in freqs], "edge")
+    layers = [layer["layer"] for layer in analysis["layers"]]
+    freqs = [analysis["frequencies"][layer] for layer in layers]
+    rotated = [np.array(row) > 0 for row in freqs]
+    return stack_rows(rotated, "edge")
 
 
 def name_of_kind(kind: dict) -> str:
@@ -127,7 +125,8 @@ def usage(analysis: dict) -> Picture:
     rotated = rotated_by_layer(analysis)
     means = {}
     for kind, name in NORMS.items():
-        means[kind] = [np.mean(layer[name], axis=0) for layer in analysis["layers"]]
+        norms = [layer[name] for layer in analysis["layers"]]
+        means[kind] = [np.mean(rows, axis=0) for rows in norms]
 
     def draw(figure):
         row = panels(figure, 3, sharey=True)[0]

@@ -17,14 +17,14 @@ import numpy as np
 from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
-from prope import model, sharding
+from prope import model, parameters, sharding
 from prope.analysis.measures import Scoring
 from prope.encodings import layer_frequencies
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.rope import rotation_table
 from prope.runtime import processes, watchdog
-from prope.stack.layers import Layer, layers, places
+from prope.stack.layers import Layer, first_sharing_layer, key_value_sources, layers, places
 from prope.workdir.reader import Damaged
 from prope.workdir.run import Run
 
@@ -66,6 +66,8 @@ class Walk:
         self.layers = layers(config)  # [L]
         self.scoring = [_scoring(config, layer) for layer in self.layers]  # [L]
         self._places = places(config)
+        sources = key_value_sources(config)
+        self._shared = set(sources[first_sharing_layer(config) :])  # whose keys others take
         self._mesh = sharding.make_mesh()
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
         most_rows = shards * max(_TOKENS // T, 1)
@@ -78,7 +80,7 @@ class Walk:
             )
         )
         self._layer_inputs = jax.jit(self._compute_layer_inputs)
-        self._layer = jax.jit(self._run_layer, static_argnums=4)
+        self._layer = jax.jit(self._run_layer, static_argnums=(4, 5))
         self._losses = jax.jit(functools.partial(_losses, self.config))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
@@ -100,15 +102,15 @@ class Walk:
 
     def enter(self) -> Stream:
         """Embeds the tokens: the residual stream before the first layer."""
-        embedder = self._params("embedder")
+        embedder = self._params(("embedder",))
         batches = self.batches(self.tokens)
         embedded = []
         inputs = []
         for batch in batches:
             x = self.run(self._embed, embedder["input_embedding"], batch)
             if self.config.per_layer_input_dim:
-                of_batch = self.run(self._layer_inputs, embedder, batch, x)
-                inputs.append(_local_rows(of_batch))
+                layer_inputs = self.run(self._layer_inputs, embedder, batch, x)
+                inputs.append(_local_rows(layer_inputs))
             embedded.append(_local_rows(x))
         self._inputs = inputs  # [b, L, T, Q] of every batch
         return Stream(embedded, [{} for _ in batches])
@@ -116,7 +118,7 @@ class Walk:
     def layer(
         self,
         number: int,
-        x: Stream,
+        stream: Stream,
         rotate_fn: Partial | None = None,
         on_layer: Callable | None = None,
     ) -> tuple[Stream, list]:
@@ -132,40 +134,41 @@ class Walk:
         layer = self.layers[number]
         after = Stream([], [])
         results = []
-        for batch, rows in enumerate(x.x):
-            of_batch = {"x": rows}
-            memory = x.memory[batch]
+        for batch, rows in enumerate(stream.x):
+            batch_arrays = {"x": rows}
+            memory = stream.memory[batch]
             if layer.shares_kv:
-                of_batch |= memory[layer.kind]
+                batch_arrays |= memory[layer.kind]
             if self.config.per_layer_input_dim:
-                of_batch["layer_input"] = self._inputs[batch][:, number]
-            arrays = self._global(of_batch)
-            output, captured, handed_on = self.run(
+                batch_arrays["layer_input"] = self._inputs[batch][:, number]
+            arrays = self._global(batch_arrays)
+            output, captured, shared_kv = self.run(
                 self._layer,
                 params,
                 arrays,
                 table,
                 rotate_fn,
                 layer,
+                number in self._shared,
             )
             after.x.append(_local_rows(output))
-            if handed_on is not None:
-                memory = memory | {layer.kind: jax.tree.map(_local_rows, handed_on)}
+            if shared_kv is not None:
+                memory = memory | {layer.kind: jax.tree.map(_local_rows, shared_kv)}
             after.memory.append(memory)
             if on_layer:
                 results.append(on_layer(batch, captured))
-            del arrays, output, captured, handed_on  # before the next ones
+            del arrays, output, captured, shared_kv  # before the next ones
         return after, results
 
     def losses(
         self,
-        x: Stream,
+        stream: Stream,
         first: int,
     ) -> np.ndarray:
         """Runs the layers from `first` on; returns the mean loss of every sequence: [B]."""
         for number in range(first, self.config.num_layers):
-            x, _ = self.layer(number, x)
-        norm = self._params("final_norm")
+            stream, _ = self.layer(number, stream)
+        norm = self._params(("final_norm",))
         if self.config.tied:
             table = self._params(("embedder", "input_embedding"))
         else:
@@ -173,7 +176,7 @@ class Walk:
         next_tokens = np.roll(self.tokens, -1, axis=1)
         targets = self.batches(next_tokens)
         means = []
-        for rows, ids in zip(x.x, targets, strict=True):
+        for rows, ids in zip(stream.x, targets, strict=True):
             batch_x = self._global({"x": rows})["x"]
             losses = self.run(self._losses, norm, table, batch_x, ids)
             losses = np.asarray(losses, np.float64)
@@ -181,46 +184,40 @@ class Walk:
         return np.concatenate(means)[: len(self.tokens)]
 
     def _compute_layer_inputs(self, embedder, tokens, x):
-        inputs = model.layer_inputs(
-            self.config,
-            {"embedder": embedder},
-            tokens,
-            x,
-        )
+        params = {"embedder": embedder}
+        inputs = model.layer_inputs(self.config, params, tokens, x)
         return sharding.constrain(inputs.swapaxes(0, 1), "BLTQ")
 
-    def _run_layer(self, params, arrays, table, rotate_fn, layer):
+    def _run_layer(self, params, arrays, table, rotate_fn, layer, is_shared):
         memory = {layer.kind: arrays} if layer.shares_kv else None
         layer_input = arrays.get("layer_input")
         x, captured = model.run_layer(
-            self.config, params, arrays["x"], table, rotate_fn, layer, memory, layer_input
+            self.config, params, arrays["x"], table, layer, rotate_fn, memory, layer_input
         )
-        handed_on = None
-        if self.config.num_kv_shared_layers and not layer.shares_kv:
+        shared_kv = None
+        if is_shared:
             # Heads whole: the host has the rows of devices, not parts of rows.
             key = sharding.constrain(captured.key, "BTSH")
-            handed_on = {"key": key, "value": sharding.constrain(captured.value, "BTSH")}
-        return sharding.constrain(x, "BTD"), captured, handed_on
+            shared_kv = {"key": key, "value": sharding.constrain(captured.value, "BTSH")}
+        return sharding.constrain(x, "BTD"), captured, shared_kv
 
     def _layer_params(self, number: int) -> model.Params:
         stack, row = self._places[number]
         names = ("layers", stack) if stack else ("layers",)
         return self._params(names, row)
 
-    def _read_params(self, names: str | tuple[str, ...], layer: int | None = None) -> model.Params:
+    def _read_params(self, path: tuple[str, ...], layer: int | None = None) -> model.Params:
         """Reads parameters onto the devices; of a large model they replace those before."""
         if not self._keeps:
             self._params.cache_clear()
-        path = (names,) if isinstance(names, str) else names
         with processes.raise_on_all(Damaged):
             params = self._checkpoint.read(path, layer)
         # A leaf's path tells its axes: those of a single layer are below no "layers".
-        folders = path if layer is None else ()
-        for folder in reversed(folders):
-            params = {folder: params}
-        shardings = sharding.state_shardings(params, self._mesh)
-        placed = jax.tree.map(_shard, params, shardings)
-        return functools.reduce(operator.getitem, folders, placed)
+        is_layer = layer is not None
+        tree = params if is_layer else parameters.nest({"/".join(path): params})
+        shardings = sharding.state_shardings(tree, self._mesh)
+        placed = jax.tree.map(_shard, tree, shardings)
+        return placed if is_layer else functools.reduce(operator.getitem, path, placed)
 
     def _global(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return sharding.global_batch(self._mesh, rows, self._batch_size)

@@ -24,7 +24,7 @@ from prope import parameters
 from prope.errors import UsageError, first_line, usage_error
 from prope.hf.layout import Tensor
 from prope.hf.tensors import Stored, some
-from prope.stack.layers import layers, stacks
+from prope.stack.layers import first_sharing_layer, stacks
 
 _MARK = "_METADATA"  # of Orbax, in the folder of a tree
 _PREFIXES = re.compile(r"^(rlx_networks/policy_network/|params/|transformer/)+")
@@ -47,12 +47,8 @@ class Leaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the view."""
-        return self.view(
-            np.broadcast_to(
-                np.float32(0),
-                self.stored_shape,
-            )
-        ).shape
+        zeros = np.broadcast_to(np.float32(0), self.stored_shape)  # which takes no memory
+        return self.view(zeros).shape
 
     def __getitem__(self, index) -> np.ndarray:
         """Reads the array, as float32."""
@@ -109,6 +105,7 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
     leaves = _name_leaves(folder)
     # Gemma 4 multiplies by a norm's scale, not by 1 + scale.
     offset = float(any(name.endswith("/skip_scale") for name in leaves))
+    numbers_by_stack = stacks(model)
     expected = []
     for path in parameters.parameters(model):
         shape = parameters.stacked_shape(model, path)
@@ -117,7 +114,7 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
         for row in rows:
             name = path
             if stack is not None:
-                layer = stacks(model)[stack][row]
+                layer = numbers_by_stack[stack][row]
                 name = parameters.row_path(path).replace("layers/", f"layer_{layer}/")
             tensor = Tensor(
                 name=name,
@@ -146,7 +143,8 @@ def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:
         raise usage_error("--input", folder, problem, "copy the checkpoint again")
     named = {}
     for path, array in jax.tree_util.tree_leaves_with_path(metadata.tree):
-        name = _PREFIXES.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
+        full_name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = _PREFIXES.sub("", full_name)
         # "_query_norm" in Gemma 3; "mlp/linear/w" where keys are flat.
         name = re.sub(r"(mlp/\w+)/w$", r"\1", name.replace("/_", "/"))
         if not _NOT_TEXT.match(name):
@@ -170,9 +168,11 @@ def _unstack(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
         if not match:
             result[name] = leaf
             continue
+        kind = int(match[1])
         for row in range(leaf.stored_shape[0]):
-            layer = row * period + int(match[1])
-            result[f"layer_{layer}/{match[2]}"] = leaf.then(operator.itemgetter(row))
+            layer = row * period + kind
+            one_layer = leaf.then(operator.itemgetter(row))
+            result[f"layer_{layer}/{match[2]}"] = one_layer
     return result
 
 
@@ -181,13 +181,10 @@ def _split_keys_and_values(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     result = {}
     for name, leaf in leaves.items():
         if name.endswith("/qkv_einsum/w"):
-            result[name.replace("qkv_", "q_")] = leaf.then(operator.itemgetter(0))
-            result[
-                name.replace(
-                    "qkv_",
-                    "kv_",
-                )
-            ] = leaf.then(operator.itemgetter(slice(1, None)))
+            queries = leaf.then(operator.itemgetter(0))
+            result[name.replace("qkv_", "q_")] = queries
+            keys_and_values = leaf.then(operator.itemgetter(slice(1, None)))
+            result[name.replace("qkv_", "kv_")] = keys_and_values
         else:
             result[name] = leaf
     return result
@@ -196,12 +193,12 @@ def _split_keys_and_values(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
 def _unused(model: ConfigDict) -> list[str]:
     """Names arrays that nothing reads: keys and values of layers that share those of others."""
     names = ("kv_einsum/w", "k_einsum/w", "key_norm/scale")
-    sharing = [number for number, layer in enumerate(layers(model)) if layer.shares_kv]
+    sharing = range(first_sharing_layer(model), model.num_layers)
     return [f"layer_{number}/attn/{name}" for number in sharing for name in names]
 
 
 def _arrange(leaves: dict[str, Leaf], expected: list[Tensor]) -> dict[str, Leaf]:
-    """Returns the arrays in prope's layout: rows that no token has are cut, [C, F, D] is turned."""
+    """Returns the arrays in prope's layout: without rows of no token, [C, F, D] transposed."""
     arranged = dict(leaves)
     for tensor in expected:
         leaf = leaves.get(tensor.name)
@@ -209,11 +206,11 @@ def _arrange(leaves: dict[str, Leaf], expected: list[Tensor]) -> dict[str, Leaf]
             continue
         if tensor.name == _EMBEDDING and leaf.shape[0] == tensor.shape[0] + _ADDED_ROWS:
             arranged[tensor.name] = leaf.then(operator.itemgetter(slice(tensor.shape[0])))
-        turned = (tensor.shape[0], *tensor.shape[:0:-1])
-        if not tensor.name.endswith("/gating_einsum") or leaf.shape != turned:
+        transposed = (tensor.shape[0], *tensor.shape[:0:-1])
+        if not tensor.name.endswith("/gating_einsum") or leaf.shape != transposed:
             continue
-        if turned == tensor.shape:
-            problem = f"{tensor.name} has shape {turned}, so its axes D and F look alike"
+        if transposed == tensor.shape:
+            problem = f"{tensor.name} has shape {transposed}, so its axes D and F look alike"
             raise UsageError(f"{leaf.folder}: {problem}; save it with hidden_dim != embed_dim")
         arranged[tensor.name] = leaf.then(lambda array: array.swapaxes(1, 2))
     return arranged
@@ -234,7 +231,8 @@ def _check(source: epath.Path, leaves: dict[str, Leaf], expected: list[Tensor]) 
         leaf = leaves[name]
         if leaf.shape != shapes[name]:
             differing.append(f"{name} has shape {leaf.shape}, not {shapes[name]}")
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if not is_float or leaf.dtype.itemsize < 2:
             differing.append(f"{name} has dtype {leaf.dtype.name}")
     if differing:
         problems.append(some(differing))

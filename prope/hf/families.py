@@ -15,9 +15,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.errors import UsageError, usage_error
-from prope.stack.layers import LAYER_TYPES, head_dim, layer_windows
+from prope.stack.layers import FULL, LAYER_TYPES, SLIDING, head_dim, layer_kinds
 
-SLIDING, FULL = LAYER_TYPES
 # By field of config.json: that of config.model, or of config.data for the last.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -34,8 +33,12 @@ ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "silu": "silu"}
 _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation")
 # Switches of config.model that are part of a class; it has fields for the others.
 _FLAGS = (
-    *("scale_embedding", "post_norms", "qkv_bias"),
-    *("use_qk_norm", "use_value_norm", "use_skip_scale"),
+    "scale_embedding",
+    "post_norms",
+    "qkv_bias",
+    "use_qk_norm",
+    "use_value_norm",
+    "use_skip_scale",
 )
 _CAPS = {
     "attn_logit_softcapping": "attention_softcap",
@@ -325,7 +328,7 @@ def read_layers(family: Family, values: dict) -> dict:
 
     Raises UsageError for a kind of layer that is not known, or a window that is no length.
     """
-    kinds = layer_kinds(family, values)
+    kinds = read_kinds(family, values)
     if SLIDING not in kinds:
         return {}
     window = values["sliding_window"]
@@ -341,7 +344,7 @@ def read_layers(family: Family, values: dict) -> dict:
     return {"layer_types": tuple(kinds[:period]), "sliding_window": window}
 
 
-def layer_kinds(family: Family, values: dict) -> list[str]:
+def read_kinds(family: Family, values: dict) -> list[str]:
     """Returns sliding_attention or full_attention for every layer: layer_types, or by its rule."""
     kinds = _kinds_by_rule(family, values)
     written = values.get("layer_types")
@@ -431,7 +434,7 @@ def _sizes_of_full(family: Family, values: dict) -> dict[str, int]:
         if values["attention_k_eq_v"] and values[theirs] is not None:
             sizes["num_key_value_heads"] = _integer(values, theirs, 1)
         return sizes
-    kinds = layer_kinds(family, values)
+    kinds = read_kinds(family, values)
     full = [str(number) for number, kind in enumerate(kinds) if kind == FULL]
     sizes = written.get(full[0], {}) if isinstance(written, dict) else None
     is_known = isinstance(sizes, dict) and sizes.keys() <= _OF_FULL.keys()
@@ -447,7 +450,7 @@ def _sizes_of_full(family: Family, values: dict) -> dict[str, int]:
 
 def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
     """Returns the fields of config.json that not all classes have."""
-    kinds = kinds_of(model)
+    kinds = layer_kinds(model)
     rotated = rotating(ropes)
     rope_of_kind = dict(zip(kinds, ropes, strict=True))
     rope_of_kind.setdefault(FULL, ropes[0])  # transformers reads it in a run of windows alone, too
@@ -495,7 +498,7 @@ def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
 
 def _unsupported_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> list[str]:
     """Lists the fields of config.model whose values the family's class does not compute."""
-    kinds = kinds_of(model)
+    kinds = layer_kinds(model)
     plain_scale = model.head_dim**-0.5
     scale = model.attention_scale or plain_scale
     computed = family.attention_scale or plain_scale
@@ -510,8 +513,8 @@ def _unsupported_fields(family: Family, model: ConfigDict, ropes: list[dict]) ->
     if not math.isclose(scale, computed, rel_tol=1e-9):
         fields.append("attention_scale")
     can_mix = family.reads("layer_types") or len(set(kinds)) == 1
-    is_last_known = kinds[-1] == FULL or not family.last_is_full
-    if SLIDING in kinds and not (is_last_known and family.reads("sliding_window") and can_mix):
+    ends_full = kinds[-1] == FULL or not family.last_is_full
+    if SLIDING in kinds and not (ends_full and family.reads("sliding_window") and can_mix):
         fields.append("layer_types")
     if not _has_ropes(family, kinds, ropes):
         fields.append(_rope_field(model))
@@ -536,11 +539,6 @@ def _rope_field(model: ConfigDict) -> str:
         return "rope_percentage"
     fields = ("local_max_wavelength", "local_rope_percentage", "rope_scaling_type", "logit_scale")
     return next(field for field in fields if model[field] not in (None, "none"))
-
-
-def kinds_of(model: ConfigDict) -> list[str]:
-    """Returns sliding_attention or full_attention for every layer of a run."""
-    return [FULL if window is None else SLIDING for window in layer_windows(model)]
 
 
 def rotating(ropes: list[dict]) -> list[dict]:

@@ -48,11 +48,12 @@ def import_run(
     if not (source / "config.json").is_file():
         for file in source.glob("*.gguf"):
             raise _is_gguf(source, file)
-    if deepmind.is_orbax(source) and config is None:
+    is_orbax = deepmind.is_orbax(source)
+    if is_orbax and config is None:
         problem = "is a checkpoint of Orbax, which does not tell its model"
         remedy = "give --config=FILE, a config of the model that was saved, as in configs/"
         raise usage_error("--input", source, problem, remedy)
-    if config is not None and not deepmind.is_orbax(source):
+    if config is not None and not is_orbax:
         problem = "is for a checkpoint of Orbax, and the input is none, or has a config.json"
         raise UsageError(f"--config: {problem}; remove the flag")
     with local_copy(source) as local:

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from prope import parameters
 from prope.hf.families import Family
 from prope.parameters import Parameter
-from prope.stack.layers import layers, stacks
+from prope.stack.layers import first_sharing_layer, stacks
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,9 +78,10 @@ def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
     for path, row in parameters.parameters(model).items():
         stack = parameters.stack_of(path)
         rows = {None: ""} if stack is None else _prefixes(model, stack)
+        sizes = parameters.axis_sizes(model, path)
         for layer, prefix in rows.items():
             for number, name in enumerate(_names(family, path, row)):
-                tensor = _tensor(model, path, row, layer, number, f"{prefix}{name}")
+                tensor = _tensor(sizes, path, row, layer, number, f"{prefix}{name}")
                 tensors.append(_in_convention(tensor, model, family))
     return sorted(tensors, key=lambda tensor: tensor.name)
 
@@ -90,8 +91,7 @@ def unused_tensors(model: ConfigDict) -> set[str]:
     names = ("k_proj", "v_proj", "k_norm")
     return {
         f"model.layers.{number}.self_attn.{name}.weight"
-        for number, layer in enumerate(layers(model))
-        if layer.shares_kv
+        for number in range(first_sharing_layer(model), model.num_layers)
         for name in names
     }
 
@@ -122,10 +122,14 @@ def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
 
 
 def _tensor(
-    model: ConfigDict, path: str, row: Parameter, layer: int | None, number: int, name: str
+    sizes: dict[str, int],
+    path: str,
+    row: Parameter,
+    layer: int | None,
+    number: int,
+    name: str,
 ) -> Tensor:
-    """Makes the tensor that holds matrix `number` of a parameter."""
-    sizes = parameters.axis_sizes(model, path)
+    """Makes the tensor that holds matrix `number` of a parameter; `sizes` are of its axes."""
     matrix_axes = row.axes.removeprefix("C")
     letters = row.hf_axes.replace(" ", "")
     prefix = "" if f"{name}.weight" == HEAD else "model."

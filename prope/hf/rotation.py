@@ -15,7 +15,7 @@ from prope.encodings import (
     ntk_wavelength,
 )
 from prope.errors import UsageError, usage_error
-from prope.hf.families import FULL, SLIDING, Family, layer_kinds, rotated_layers
+from prope.hf.families import FULL, SLIDING, Family, read_kinds, rotated_layers
 from prope.rope import frequencies, num_rotated_pairs
 from prope.stack.layers import head_dim, layer_windows
 
@@ -130,7 +130,7 @@ def read_rotation(family: Family, values: dict) -> dict:
 
     Raises UsageError for a rotation that is not known, or that this decoder does not compute.
     """
-    kinds = layer_kinds(family, values)
+    kinds = read_kinds(family, values)
     if family.rotates_by_kind:
         by_kind = _ropes_by_kind(family, values)
     else:

@@ -26,7 +26,7 @@ from prope.errors import log, usage_error
 from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
 from prope.runtime.files import read_text
-from prope.stack.layers import Layer, layers, places, stacks
+from prope.stack.layers import Layer, by_stack, layers, places
 from prope.workdir.run import Run, open_run
 
 _CHUNK = 256  # most tokens of a prompt that are read at a time
@@ -98,28 +98,29 @@ def prefill(
       keys: a random key per row [B]. The token at position m of a row is drawn with
         fold_in(its key, m).
     """
-    last, cache = fill_cache(config, params, prompts, lengths)
     # Slots for all generated tokens but the last, which is never read.
-    cache = grow_cache(
-        config,
-        cache,
-        prompts.shape[1] + sampling.length - 1,
-        prompts.shape[1],
-    )
+    last, cache = fill_cache(config, params, prompts, lengths, sampling.length - 1)
     logits = model.logits(config, params, last[:, 0])
     return sample_tokens(sampling, logits, keys, lengths), cache
 
 
 def fill_cache(
-    config: ConfigDict, params: model.Params, prompts: Prompts, lengths: Rows
+    config: ConfigDict,
+    params: model.Params,
+    prompts: Prompts,
+    lengths: Rows,
+    more: int = 0,
+    at_once: int = 1,
 ) -> tuple[Float[Array, "B 1 D"], model.Cache]:
-    """Returns `hidden_states` of each prompt's last token, and a cache of the prompts in T slots.
+    """Returns `hidden_states` of each prompt's last token, and a cache of the prompts.
 
-    Equal chunks of the prompts are read one after the other: but for the cache, memory grows with T
-    by a row of scores for each query of a chunk.
+    The cache has room for `more` tokens, of which `model.decode` gets `at_once` at most. Equal
+    chunks of the prompts are read one after the other: but for the cache, memory grows with T by a
+    row of scores for each query of a chunk.
     """
     B, T = prompts.shape
     size = _chunk_size(T)
+    at_once = max(at_once, size)
     # Nothing is written for this padding: it has no slots.
     padding = -T % size
     prompts = jnp.pad(prompts, ((0, 0), (0, padding)))
@@ -138,10 +139,10 @@ def fill_cache(
 
     shape = (B, 1, config.embed_dim)
     last = jnp.zeros(shape, config.dtype)
-    cache = empty_cache(config, B, T)
+    cache = empty_cache(config, B, T, at_once)
     firsts = jnp.arange(0, T, size, dtype=jnp.int32)
-    carry, _ = jax.lax.scan(read, (last, cache), firsts)
-    return carry
+    (last, cache), _ = jax.lax.scan(read, (last, cache), firsts)
+    return last, _grow(config, cache, T + more, at_once)
 
 
 @jax.jit(static_argnums=(0, 1), donate_argnames="cache")
@@ -190,36 +191,36 @@ def _chunk_size(T: int) -> int:
     return -(-T // chunks)
 
 
-def empty_cache(config: ConfigDict, batch: int, length: int) -> model.Cache:
+def empty_cache(
+    config: ConfigDict, batch: int, length: int, at_once: int | None = None
+) -> model.Cache:
     """Allocates a cache for the keys and values of `length` tokens of `batch` sequences.
 
-    A layer with a window keeps those that the tokens of a chunk can see.
+    A layer with a window keeps what `at_once` tokens, by default a chunk, can see.
     """
     cache: model.Cache = {}
     own = [layer for layer in layers(config) if not layer.shares_kv]
     for kind in dict.fromkeys(layer.kind for layer in own):
         of_kind = [layer for layer in own if layer.kind == kind]
-        slots = _num_slots(of_kind[0], length, length)
+        slots = _num_slots(of_kind[0], length, at_once or _chunk_size(length))
         shape = (len(of_kind), batch, of_kind[0].num_kv_heads, slots, of_kind[0].head_dim)
         cache[kind] = {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
     return cache
 
 
-def _num_slots(layer: Layer, length: int, prompt_length: int) -> int:
+def _num_slots(layer: Layer, length: int, at_once: int) -> int:
     """Returns how many positions, of `length`, a layer's cache holds."""
     if layer.window is None:
         return length
-    return min(length, layer.window + _chunk_size(prompt_length) - 1)
+    return min(length, layer.window + at_once - 1)
 
 
-def grow_cache(
-    config: ConfigDict, cache: model.Cache, length: int, prompt_length: int
-) -> model.Cache:
-    """Adds slots to the cache of prompts: those of `length` tokens, unless a window needs fewer."""
-    of_kind = {layer.kind: layer for layer in layers(config)}
+def _grow(config: ConfigDict, cache: model.Cache, length: int, at_once: int) -> model.Cache:
+    """Adds slots for `length` tokens in all to a cache that was made for as many `at_once`."""
+    layer_of_kind = {layer.kind: layer for layer in layers(config)}
     grown = {}
     for kind, arrays in cache.items():
-        slots = _num_slots(of_kind[kind], length, prompt_length)
+        slots = _num_slots(layer_of_kind[kind], length, at_once)
         padding = [(0, 0)] * 5
         padding[3] = (0, slots - arrays["key"].shape[3])
         grown[kind] = {name: jnp.pad(x, padding) for name, x in arrays.items()}
@@ -238,8 +239,8 @@ def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
         by_layer = jax.tree.map(unstack, stacked)
         return jax.tree.transpose(jax.tree.structure(stacked), None, by_layer)
 
-    by_stack = {"": params["layers"]} if "" in stacks(config) else params["layers"]
-    rows = {stack: split(stacked) for stack, stacked in by_stack.items()}
+    stacked_layers = by_stack(config, params["layers"])
+    rows = {stack: split(stacked) for stack, stacked in stacked_layers.items()}
     return params | {"layers": tuple(rows[stack][row] for stack, row in places(config))}
 
 

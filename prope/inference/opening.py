@@ -29,7 +29,7 @@ from prope.inference.paired import sums_folder
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
 from prope.runtime.validate import validate
-from prope.stack.layers import layer_windows
+from prope.stack.layers import layer_windows, max_pairs
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
@@ -113,7 +113,7 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
 
 def parse_interventions(text: str, model: ConfigDict) -> list[str]:
     """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth."""
-    P = max(map(len, layer_frequencies(model)))
+    P = max_pairs(model)
     width = -(-P // _BANDS)
     pattern = rf"({'|'.join(INTERVENTIONS)})(?::(\d+)(?:-(\d+))?)?"
     encodings = []

@@ -18,7 +18,7 @@ from prope import model
 from prope.data.tasks.draws import Prompt
 from prope.data.tokenizer import Tokenizer
 from prope.errors import usage_error
-from prope.inference.generation import fill_cache, grow_cache, split_layers
+from prope.inference.generation import fill_cache, split_layers
 from prope.inference.losses import run_batches
 
 _FOILS = 7
@@ -89,9 +89,8 @@ def _make_score(config: FrozenConfigDict, num_ids: int, mesh: Mesh):
     def score(params, tokens, lengths, candidates, answer_lengths):
         layers = split_layers(config, params)
         # The hidden state of a prompt's last token predicts the first of every answer.
-        last, cache = fill_cache(config, layers, tokens, lengths)
-        T = tokens.shape[1]
-        cache = grow_cache(config, cache, T + candidates.shape[2] - 1, T)
+        more = candidates.shape[2] - 1  # all tokens of an answer but its last
+        last, cache = fill_cache(config, layers, tokens, lengths, more, at_once=more)
 
         def score_candidate(answer):  # [B, A]
             hidden = last

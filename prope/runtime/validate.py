@@ -14,7 +14,7 @@ from prope import encodings, sharding
 from prope.config import FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
 from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.files import as_path
-from prope.stack.layers import LAYER_TYPES, layer_kinds, layers
+from prope.stack.layers import LAYER_TYPES, layer_kinds, max_pairs
 
 # Fields of config.data that each source of a mixture has for itself.
 SOURCE_FIELDS = ("dataset", "data_dir", "text_feature", "template", "loss_on", "store")
@@ -34,7 +34,8 @@ def validate(config: ConfigDict) -> None:
 
 def _check_layers(model: ConfigDict) -> None:
     """Checks that the fields of some layers alone have such layers."""
-    for field in ("global_head_dim", "num_global_kv_heads", "global_key_is_value"):
+    fields = ("global_head_dim", "num_global_kv_heads", "global_key_is_value", "global_attention")
+    for field in fields:
         if model[field] and set(layer_kinds(model)) != set(LAYER_TYPES):
             problem = "has no effect unless some layers have a window and others have none"
             raise usage_error(f"config.model.{field}", model[field], problem, "see layer_types")
@@ -92,7 +93,7 @@ def _check_fields_of_kinds(model: ConfigDict) -> None:
 
 def _check_band(model: ConfigDict) -> None:
     pairs = tuple(model.scaled_pairs)
-    last_pair = max(layer.head_dim for layer in layers(model)) // 2 - 1
+    last_pair = max_pairs(model) - 1
     two_pairs = len(pairs) == 2 and all(type(pair) is int for pair in pairs)
     if not (two_pairs and 0 <= pairs[0] <= pairs[1] <= last_pair):
         problem = f"must be two pairs of 0 to {last_pair}, the first and the last of a band"

@@ -8,7 +8,8 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers.
 """
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -42,8 +43,13 @@ class Place(NamedTuple):
 
 def layer_kinds(model) -> list[str]:
     """Returns the kind of every layer of a run's `config.model`, [L]."""
-    pattern = tuple(model.layer_types) or (FULL,)
-    return list(itertools.islice(itertools.cycle(pattern), model.num_layers))
+    return repeat_pattern(model.layer_types, model.num_layers)
+
+
+def repeat_pattern(layer_types: Sequence[str], num_layers: int) -> list[str]:
+    """Returns the kind of every layer, [L]; an empty pattern is of full attention."""
+    pattern = tuple(layer_types) or (FULL,)
+    return list(itertools.islice(itertools.cycle(pattern), num_layers))
 
 
 def layer_windows(model) -> list[int | None]:
@@ -58,9 +64,19 @@ def head_dim(model, is_local: bool) -> int:
     return model.global_head_dim
 
 
+def max_pairs(model) -> int:
+    """Returns the most rotation pairs that a head of any layer has."""
+    return max(layer.head_dim for layer in layers(model)) // 2
+
+
+def first_sharing_layer(model) -> int:
+    """Returns the number of the first layer that shares keys and values; L where none does."""
+    return model.num_layers - model.num_kv_shared_layers
+
+
 def layers(model) -> list[Layer]:
     """Returns what every layer of a run's `config.model` is built by, [L]."""
-    first_sharing = model.num_layers - model.num_kv_shared_layers
+    first_sharing = first_sharing_layer(model)
     result = []
     for number, kind in enumerate(layer_kinds(model)):
         is_full = kind == FULL
@@ -95,7 +111,13 @@ def stacks(model) -> dict[str, list[int]]:
     return by_name
 
 
-STACKS = ("", *LAYER_TYPES, *(f"{kind}{_SHARING}" for kind in LAYER_TYPES))
+# Names of stacks, where there are several.
+STACKS = (*LAYER_TYPES, *(f"{kind}{_SHARING}" for kind in LAYER_TYPES))
+
+
+def by_stack(model, layer_params: dict) -> dict[str, Any]:
+    """Returns `params["layers"]` by stack: where all layers are in one, its name is ""."""
+    return {"": layer_params} if "" in stacks(model) else layer_params
 
 
 def places(model) -> list[Place]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from prope.stack.layers import places
+from prope.stack.layers import by_stack, first_sharing_layer, places
 
 # What a layer saves for its backward pass besides its input, by config.model.remat; the rest is
 # recomputed. "attention_out" is attention's output with its logsumexp, so that attention is not
@@ -24,18 +24,18 @@ def scan_layers(
     run_layer: Callable,
     carry: tuple,
     params: dict[str, Any],
-    of_layer: dict[str, Any],
+    per_layer: dict[str, Any],
 ) -> tuple:
     """Runs all layers one after the other, as a loop that is compiled once for alike layers.
 
     Args:
       config: a run's `config.model`.
-      run_layer: maps (carry, parameters of a layer, its part of `of_layer`, its number) to the next
-        carry. The number is known when it is compiled.
+      run_layer: maps (carry, parameters of a layer, its part of `per_layer`, its number) to the
+        next carry. The number is known when it is compiled.
       carry: what goes through the layers: the residual stream, and the memory, which layers that
         share keys and values do not change.
       params: of all layers, stacked: `params["layers"]` of the model.
-      of_layer: arrays that have an element for every layer, [L, ..].
+      per_layer: arrays that have an element for every layer, [L, ..].
     """
     if config.remat != "none":
         run_layer = jax.checkpoint(
@@ -44,8 +44,8 @@ def scan_layers(
             prevent_cse=not config.scan_layers,
             static_argnums=3,  # number
         )
-    first_sharing = config.num_layers - config.num_kv_shared_layers
-    carry = _scan(config, run_layer, carry, range(first_sharing), params, of_layer)
+    first_sharing = first_sharing_layer(config)
+    carry = _scan(config, run_layer, carry, range(first_sharing), params, per_layer)
     if not config.num_kv_shared_layers:
         return carry
     x, memory = carry
@@ -55,10 +55,10 @@ def scan_layers(
         return x
 
     sharing = range(first_sharing, config.num_layers)
-    return _scan(config, run_sharing_layer, x, sharing, params, of_layer), memory
+    return _scan(config, run_sharing_layer, x, sharing, params, per_layer), memory
 
 
-def _scan(config, run_layer, carry, numbers, params, of_layer):
+def _scan(config, run_layer, carry, numbers, params, per_layer):
     """Scans over the layers `numbers`; where kinds repeat every n layers, a scan step runs n.
 
     So what a layer is built by is known when a step is compiled. Layers after the last whole
@@ -67,17 +67,17 @@ def _scan(config, run_layer, carry, numbers, params, of_layer):
     period = len(config.layer_types) or 1
     num_scanned = len(numbers) // period * period
     place = places(config)
-    by_stack = params if place[0].stack else {"": params}
+    stacked = by_stack(config, params)
     if num_scanned:
         scanned = numbers[:num_scanned]
-        carry = _scan_periods(config, run_layer, carry, scanned, period, by_stack, of_layer)
+        carry = _scan_periods(config, run_layer, carry, scanned, period, stacked, per_layer)
     for number in numbers[num_scanned:]:
         stack, row = place[number]
-        carry = run_layer(carry, _row(by_stack[stack], row), _row(of_layer, number), number)
+        carry = run_layer(carry, _row(stacked[stack], row), _row(per_layer, number), number)
     return carry
 
 
-def _scan_periods(config, run_layer, carry, numbers, period, by_stack, of_layer):
+def _scan_periods(config, run_layer, carry, numbers, period, stacked, per_layer):
     """Scans over the layers `numbers`, whole periods, of which the first tells what a step runs."""
     repetitions = len(numbers) // period
     first_period = numbers[:period]
@@ -85,22 +85,22 @@ def _scan_periods(config, run_layer, carry, numbers, period, by_stack, of_layer)
     in_period = collections.Counter(place[number].stack for number in first_period)
 
     def run_period(carry, scanned):
-        of_stacks, of_layers = scanned
+        period_params, period_arrays = scanned
         for j, number in enumerate(first_period):
             stack, row = place[number]
-            layer_params = of_stacks[stack]
+            layer_params = period_params[stack]
             if in_period[stack] > 1:
                 layer_params = _row(layer_params, row)
-            of_this = _row(of_layers, j) if period > 1 else of_layers
-            carry = run_layer(carry, layer_params, of_this, number)
+            layer_arrays = _row(period_arrays, j) if period > 1 else period_arrays
+            carry = run_layer(carry, layer_params, layer_arrays, number)
         return carry, None
 
     def fold(tree, first, count):
         return jax.tree.map(lambda x: _fold(x, first, repetitions, count), tree)
 
     # Layers that share keys and values are the first ones of stacks of their own.
-    of_stacks = {stack: fold(by_stack[stack], 0, count) for stack, count in in_period.items()}
-    scanned = (of_stacks, fold(of_layer, numbers.start, period))
+    period_params = {stack: fold(stacked[stack], 0, count) for stack, count in in_period.items()}
+    scanned = (period_params, fold(per_layer, numbers.start, period))
     unroll = 1 if config.scan_layers else repetitions
     carry, _ = jax.lax.scan(run_period, carry, scanned, unroll=unroll)
     return carry
