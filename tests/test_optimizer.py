@@ -223,7 +223,11 @@ def assert_orthogonal(matrices, rate):
         assert 0.6 * expected < singular.min() and singular.max() < 1.3 * expected
 
 
-@pytest.mark.parametrize("fields", [DENSE4, E4], ids=["dense4", "e4"])
+@pytest.mark.parametrize(
+    "fields",
+    [DENSE4, E4 | {"per_layer_input_dim": 16}],  # of 6 layers: more than embed_dim
+    ids=["dense4", "e4"],
+)
 def test_muon_takes_the_matrices_of_every_stack(fields):
     sizes = {"embed_dim": 64, "head_dim": 8, "global_head_dim": 12}
     shapes = parameters.shapes(small(**fields | sizes))
