@@ -487,10 +487,10 @@ def test_a_tokenizer_that_joins_prompt_and_answer(task):
 
 
 class Uneven(ByteTokenizer):
-    """A token for each of 0 to 3, two for each other digit."""
+    """A token for each of 0 to 3 and a to l, two for each other digit and small letter."""
 
     def encode(self, text):
-        doubled = b"".join(bytes([c]) * (1 + (c in b"4567")) for c in text)
+        doubled = b"".join(bytes([c]) * (1 + (c in b"4567mnopqrstuvwxyz")) for c in text)
         return super().encode(doubled)
 
 
@@ -498,3 +498,12 @@ def test_a_tokenizer_whose_answers_are_of_several_lengths():
     says = r"--tasks=niah: 3 of 7 wrong answers have as many tokens as '\d'; take another --form"
     with pytest.raises(UsageError, match=says):
         make_trials("niah", 1, 128, tokenizer=Uneven())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prose_has_foils_of_as_many_tokens(task):
+    """Words of two syllables have from four to eight tokens here: enough spare ones are drawn."""
+    T = 1024
+    for trial in make_trials(task, 7, T, prose=True, tokenizer=Uneven()):
+        foils = len(trial.candidates) - 1
+        assert foils == (1 if task.startswith("flipflop") else 7)

@@ -134,11 +134,14 @@ def duplicate(draw: Draw, n: int, depth: float) -> Prompt:
     if draw.prose:
         opens = "Words:"
         closes = "\nAgain:"
-        symbols = [f" {word}" for word in draw.words(8)]
+        drawn, spare = draw.symbols(8)
+        symbols = [f" {word}" for word in drawn]
+        unused = [f" {word}" for word in spare]
     else:
         opens = "("
         closes = ")"
         symbols = list(LETTERS[:8])
+        unused = []
     string = draw.pick(symbols, n)
     k = min(int(depth * n), n - 1)
     answer = string[k]
@@ -149,7 +152,7 @@ def duplicate(draw: Draw, n: int, depth: float) -> Prompt:
         (shown,) = draw.pick(symbols, 1)
     text = f"{opens}{before}{shown}{after}{closes}{before}"
     source = len(opens + before)
-    foils = {"value": symbols}
+    foils = {"value": symbols, "unused": unused}
     return Prompt(text, answer, foils, source, after)
 
 
