@@ -29,3 +29,7 @@ def get_config(size: str = "full"):
     config.model.global_key_is_value = True
     config.model.sliding_window = 64
     return sized(config, size)
+
+
+def get_sweep(size: str = "full"):
+    return {"seed": (0, 1, 2), "model.rope_percentage": (0, 0.25, 0.5, 1)}
