@@ -23,6 +23,7 @@ wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.p
 
 def get_config(size: str = "full"):
     config = wiki_sample["get_config"]()
+    config.num_steps = 600
     config.model.num_layers = 6
     families["gemma4"](config)
     config.model.global_head_dim = 128
