@@ -1,13 +1,14 @@
 """Runs the layers of a decoder: one compiled step for those that are alike, and what it saves."""
 
 import collections
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from prope.stack.layers import by_stack, first_sharing_layer, places
+from prope.stack.layers import by_stack, first_sharing_layer, layers, places
 
 # What a layer saves for its backward pass besides its input, by config.model.remat; the rest is
 # recomputed. "attention_out" is attention's output with its logsumexp, so that attention is not
@@ -59,21 +60,23 @@ def scan_layers(
 
 
 def _scan(config, run_layer, carry, numbers, params, per_layer):
-    """Scans over the layers `numbers`; where kinds repeat every n layers, a scan step runs n.
+    """Runs the layers `numbers`; where kinds repeat every n layers, a scan step runs n.
 
     So what a layer is built by is known when a step is compiled. Layers after the last whole
-    repetition are run one by one.
+    repetition come after that scan.
     """
     period = len(config.layer_types) or 1
-    num_scanned = len(numbers) // period * period
-    place = places(config)
+    repetitions = len(numbers) // period
+    num_scanned = 0
     stacked = by_stack(config, params)
-    if num_scanned:
+    if period > 1 and repetitions > 1:
+        num_scanned = repetitions * period
         scanned = numbers[:num_scanned]
         carry = _scan_periods(config, run_layer, carry, scanned, period, stacked, per_layer)
-    for number in numbers[num_scanned:]:
-        stack, row = place[number]
-        carry = run_layer(carry, _row(stacked[stack], row), _row(per_layer, number), number)
+    rest = numbers[num_scanned:]
+    if rest:
+        rest_arrays = _rows(per_layer, rest.start, len(rest))
+        carry = _run_in_turn(config, run_layer, carry, rest, stacked, rest_arrays)
     return carry
 
 
@@ -85,20 +88,13 @@ def _scan_periods(config, run_layer, carry, numbers, period, stacked, per_layer)
     in_period = collections.Counter(place[number].stack for number in first_period)
 
     def run_period(carry, scanned):
-        period_params, period_arrays = scanned
-        for j, number in enumerate(first_period):
-            stack, row = place[number]
-            layer_params = period_params[stack]
-            if in_period[stack] > 1:
-                layer_params = _row(layer_params, row)
-            layer_arrays = _row(period_arrays, j) if period > 1 else period_arrays
-            carry = run_layer(carry, layer_params, layer_arrays, number)
-        return carry, None
+        return _run_in_turn(config, run_layer, carry, first_period, *scanned), None
 
     def fold(tree, first, count):
-        return jax.tree.map(lambda x: _fold(x, first, repetitions, count), tree)
+        tree = _rows(tree, first, repetitions * count)
+        return jax.tree.map(lambda x: x.reshape(repetitions, count, *x.shape[1:]), tree)
 
-    # Layers that share keys and values are the first ones of stacks of their own.
+    # The first of these layers are the first ones of their stacks.
     period_params = {stack: fold(stacked[stack], 0, count) for stack, count in in_period.items()}
     scanned = (period_params, fold(per_layer, numbers.start, period))
     unroll = 1 if config.scan_layers else repetitions
@@ -106,16 +102,43 @@ def _scan_periods(config, run_layer, carry, numbers, period, stacked, per_layer)
     return carry
 
 
-def _fold(x: jax.Array, first: int, repetitions: int, count: int) -> jax.Array:
-    """Reshapes elements of [n, ..] from `first` on to [repetitions, count, ..], without a 1."""
-    size = repetitions * count
-    if len(x) != size:
-        x = x[first : first + size]
-    return x if count == 1 else x.reshape(repetitions, count, *x.shape[1:])
+def _run_in_turn(config, run_layer, carry, numbers, stacked, per_layer):
+    """Runs consecutive layers one after the other, neighbours that are built alike as a loop.
+
+    `stacked` has the parameters by stack, `per_layer` an element for each of these layers.
+    """
+    all_layers = layers(config)
+    place = places(config)
+    for _, group in itertools.groupby(numbers, key=all_layers.__getitem__):
+        alike = list(group)
+        stack, row = place[alike[0]]
+        count = len(alike)
+        index = alike[0] - numbers[0]
+        layer_params = _rows(stacked[stack], row, count)
+        layer_arrays = _rows(per_layer, index, count)
+        carry = _run_alike(config, run_layer, carry, alike, layer_params, layer_arrays)
+    return carry
 
 
-def _row(tree, index: int):
-    return jax.tree.map(lambda x: x[index], tree)
+def _run_alike(config, run_layer, carry, numbers, params, per_layer):
+    """Runs layers that are built alike: `params` and `per_layer` have an element for each."""
+
+    def run(carry, scanned):
+        return run_layer(carry, *scanned, numbers[0]), None
+
+    unroll = 1 if config.scan_layers else len(numbers)
+    carry, _ = jax.lax.scan(run, carry, (params, per_layer), unroll=unroll)
+    return carry
+
+
+def _rows(tree, first: int, count: int):
+    """Takes `count` elements from `first` on, of every array."""
+    end = first + count
+
+    def take(x):
+        return x if len(x) == count else x[first:end]
+
+    return jax.tree.map(take, tree)
 
 
 def _save_policy(names: Sequence[str]) -> Callable[..., bool]:
