@@ -49,6 +49,7 @@ def attention(
     newest_key: Int[Array, " B"] | None = None,
     window: int | None = None,
     cap: float | None = None,
+    sinks: int = 0,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Computes softmax(query key^T) value; a query sees the keys up to its own index.
@@ -63,6 +64,7 @@ def attention(
       segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
       window: how many keys a query sees at most, its own included; None: all up to its own.
       cap: soft cap on the scores, before the mask; None: none.
+      sinks: with a window, how many of the first keys of the sequence a query also sees.
       first_query: for keys from a cache, the position of each row's first query; always computed
         by plain XLA. It needs newest_key.
       newest_key: the position of each row's last key in the cache. That at position m is in slot
@@ -75,7 +77,7 @@ def attention(
       The output in value's dtype; scores and softmax are float32 for any input dtype.
     """
     if first_query is not None:
-        return _attend_to_cache(query, key, value, first_query, newest_key, window, cap)
+        return _attend_to_cache(query, key, value, first_query, newest_key, window, cap, sinks)
     T, _, H = query.shape[1:]
     if implementation == "auto":
         device = jax.devices()[0]
@@ -89,10 +91,11 @@ def attention(
             dtype,
             segmented,
             capped=cap is not None,
+            sinks=sinks,
         )
     if window is not None and window >= context_size() * T:
         window = None
-    attend = functools.partial(_IMPLEMENTATIONS[implementation], window, cap)
+    attend = functools.partial(_IMPLEMENTATIONS[implementation], window, cap, sinks)
     if segment_ids is None:
         return shard_mapped(
             attend,
@@ -102,7 +105,7 @@ def attention(
     return mapped(query, key, value, segment_ids)
 
 
-def _by_blocks(run, window, cap, query, key, value, segment_ids=None):
+def _by_blocks(run, window, cap, sinks, query, key, value, segment_ids=None):
     """Attends by `attend_pairs` or `splash`, to the keys and values of whole sequences."""
     positions = rank_positions(
         context_size(),
@@ -112,14 +115,16 @@ def _by_blocks(run, window, cap, query, key, value, segment_ids=None):
     segments = None
     if segment_ids is not None:
         segments = (segment_ids, all_gather_sequence(segment_ids))
-    output = run(*arrays, positions, context_rank(), segments, window, cap)
+    output = run(*arrays, positions, context_rank(), segments, window, cap, sinks)
     return _heads_last(output)
 
 
-def _cudnn(window, cap, query, key, value):
+def _cudnn(window, cap, sinks, query, key, value):
     """Attends by NVIDIA's flash attention, causal without a mask array, which has no soft cap."""
     if cap is not None:
         raise ValueError("cuDNN has no soft cap on scores; take implementation=xla")
+    if sinks:
+        raise ValueError("cuDNN has no mask for sinks; take implementation=xla")
     output = jax.nn.dot_product_attention(
         split_heads(query),
         split_heads(key),
@@ -153,7 +158,7 @@ def _heads_last(output):
     return output.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-def _attend_to_cache(query, key, value, first_query, newest_key, window, cap):
+def _attend_to_cache(query, key, value, first_query, newest_key, window, cap, sinks):
     """Attends to each row's cache. It has no efficient gradient."""
     T = query.shape[1]
     S = key.shape[1]
@@ -165,11 +170,11 @@ def _attend_to_cache(query, key, value, first_query, newest_key, window, cap):
     for start in range(0, T, _CACHE_BLOCK):
         block = query[:, :, :, start : start + _CACHE_BLOCK]
         positions = first_query[:, None] + jnp.arange(start, start + block.shape[3])[None]
-        outputs.append(_attend_block_to_cache(block, *keys, positions, window, cap))
+        outputs.append(_attend_block_to_cache(block, *keys, positions, window, cap, sinks))
     return _heads_last(jnp.concatenate(outputs, axis=3))
 
 
-def _attend_block_to_cache(query, key, value, key_positions, positions, window, cap):
+def _attend_block_to_cache(query, key, value, key_positions, positions, window, cap, sinks):
     """Attends queries [B, K, G, T, H] at `positions` [B, T] to all keys of the cache at once."""
     B, K, G, T, H = query.shape
     S = key.shape[2]
@@ -180,7 +185,7 @@ def _attend_block_to_cache(query, key, value, key_positions, positions, window, 
     keys = key_positions[:, None, None, None, :]
     visible = (keys >= 0) & (keys <= query_positions)
     if window is not None:
-        visible = visible & (keys > query_positions - window)
+        visible = visible & ((keys > query_positions - window) | (keys < sinks))
     scores = jnp.where(
         visible,
         softcap(scores, cap).reshape(B, K, G, T, S),

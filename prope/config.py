@@ -340,6 +340,14 @@ FIELDS = {
     "model.sliding_window": Field(
         int, "keys that a query of a sliding layer sees, its own included", (_AT_LEAST_1,)
     ),
+    "model.test_window": Field(
+        int,
+        "of full layers, in evaluation alone: prope.evaluate --window; None: none",
+        (_AT_LEAST_1,),
+    ),
+    "model.test_sinks": Field(
+        0, "with test_window: first tokens that stay visible", (_NOT_NEGATIVE,)
+    ),
     "model.local_max_wavelength": Field(
         float, "max_wavelength of sliding layers; None: that of all", (_ABOVE_1,)
     ),

@@ -3,11 +3,19 @@
     python -m prope.evaluate --workdir=runs/quickstart
     python -m prope.evaluate --workdir=runs --step=all --seq_len=1x,2x,8x
     python -m prope.evaluate --workdir=runs --seq_len=1x,8x --max_tokens=65536 --intervene=stop
+    python -m prope.evaluate --workdir=runs --seq_len=8x --window=128,256,512 --sinks=0,4
 
 The config is stored in the run directory. Every token of every validation document is predicted
 once, and losses are summed in float64, so the batch size does not change the result. Records are
 added to W/eval.jsonl, and reused. Several evaluations are also shown as a table; the JSON object is
-the last one, and holds all in short. Started on every host of a pod as training is, it uses all
+the last one, and holds all in short.
+
+--window tells whether a model that is good at a length uses it: layers without a window see so many
+keys, and the first tokens of the text if --sinks names some (attention sinks, Xiao et al., ICLR
+2024). Positions stay what they are. What the whole text improves on the best window is the gain
+from context. Where nothing is hidden, the evaluation is the one without --window.
+
+Started on every host of a pod as training is, it uses all
 their devices; process 0 writes and prints. Where more than 1 % of the predicted tokens are <unk>
 there are no bits per byte, and without a predicted token no numbers at all: they are null.
 prope.ask asks tasks with known answers.
@@ -31,6 +39,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_tokens", None, tokens, lower_bound=1)
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
     command.define_place("data_dir", None, "folder of the dataset, as in config.data.data_dir")
+    windows = "keys that layers without a window see, of each query the last ones: a list"
+    flags.DEFINE_list("window", None, windows)
+    kept = "with --window: first tokens that stay visible, a list; 0 by default"
+    flags.DEFINE_list("sinks", None, kept)
     split = "documents to read; by default validation, and all of a text that was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
 
@@ -39,8 +51,10 @@ def main() -> dict:
     """Evaluates; returns the last record, and of several all in short."""
     from prope.inference.evaluation import LossOptions, evaluations
 
-    records = list(evaluations(options.from_flags(LossOptions)))
-    return options.last_line(records, _SHORT)
+    loss_options = options.from_flags(LossOptions)
+    records = list(evaluations(loss_options))
+    cut = ("window", "sinks") if loss_options.window else ()
+    return options.last_line(records, _SHORT + cut)
 
 
 if __name__ == "__main__":

@@ -165,6 +165,7 @@ class Attention(nn.Module):
             **cached,
             window=self.layer.window,
             cap=config.attention_softcap,
+            sinks=self.layer.sinks,
             implementation=self._implementation(),
         )
         out = Einsum(name="attn_vec_einsum")("BTNH,NHD->BTD", out)

@@ -83,13 +83,15 @@ def attention_with_gradients(query, key, value, cotangent, segments=None, **opti
     return jax.jit(run)(query, key, value, cotangent, segments)
 
 
-def check_attention(query, key, value, segments=None, rtol=5e-6, window=None, cap=None, **options):
+def check_attention(
+    query, key, value, segments=None, rtol=5e-6, window=None, cap=None, sinks=0, **options
+):
     """Compares attention and its gradients with the formula, relative to each largest value."""
     rng = np.random.default_rng(1)
     cotangent = jnp.asarray(rng.standard_normal(query.shape), query.dtype)
-    seen = oracles.causal_mask(query.shape[1], segments, window)
+    seen = oracles.causal_mask(query.shape[1], segments, window, sinks)
     expected = oracles.attention(query, key, value, seen, cotangent, cap)
-    options |= {"window": window, "cap": cap}
+    options |= {"window": window, "cap": cap, "sinks": sinks}
     actual = attention_with_gradients(query, key, value, cotangent, segments, **options)
     names = ("output", "query", "key", "value")
     for name, ours, theirs in zip(names, actual, expected, strict=True):

@@ -48,13 +48,16 @@ def rotation(inputs, positions, max_wavelength=10_000, p=1.0):
 # --- Attention --------------------------------------------------------------------------------
 
 
-def causal_mask(T, segments=None, window=None):
-    """Returns which keys a query sees, [1, T, T], or [B, T, T] with segments [B, T]."""
+def causal_mask(T, segments=None, window=None, sinks=0):
+    """Returns which keys a query sees, [1, T, T], or [B, T, T] with segments [B, T].
+
+    With a window the first `sinks` keys stay visible.
+    """
     places = np.arange(T)
     distance = places[:, None] - places
     seen = distance[None] >= 0
     if window is not None:
-        seen &= distance < window
+        seen &= (distance < window) | (places < sinks)
     if segments is not None:
         segments = np.asarray(segments)
         seen = seen & (segments[:, :, None] == segments[:, None])

@@ -67,6 +67,14 @@ def test_blocks_of_queries_and_their_gradients_equal_the_formula(
 
 
 @MASKED
+@pytest.mark.parametrize(("T", "window", "sinks"), [(9, 2, 1), (300, 40, 3), (300, 40, 130)])
+def test_the_first_keys_stay_visible_beside_a_window(T, window, sinks, masked):
+    arrays = draw(T, T, 4, 2, H=8)
+    segments = draw_segments(2, T) if masked else None
+    check_attention(*arrays, segments, window=window, sinks=sinks, implementation="xla")
+
+
+@MASKED
 @pytest.mark.parametrize("window", [None, 40])
 def test_capped_scores_and_their_gradients_equal_the_formula(window, masked):
     """Without a care for masked scores, their gradient would be infinite times 0."""

@@ -44,12 +44,15 @@ def test_ranks_hold_every_token_once_and_as_much_causal_work(C):
 
 
 @pytest.mark.parametrize("C", [1, 4])
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 700])
-def test_pairs_are_those_in_which_a_query_sees_a_key(C, window):
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    [(None, 0), (1, 0), (100, 0), (128, 0), (129, 0), (700, 0), (100, 4), (100, 300), (700, 128)],
+)
+def test_pairs_are_those_in_which_a_query_sees_a_key(C, window, sinks):
     T = 1024
     by_rank = sharding.rank_positions(C, T)
-    block, pairs_by_rank = pairs.list_pairs(by_rank, window)
-    (seen,) = causal_mask(T, window=window)
+    block, pairs_by_rank = pairs.list_pairs(by_rank, window, sinks)
+    (seen,) = causal_mask(T, window=window, sinks=sinks)
     counts = []
     for positions, listed in zip(by_rank, pairs_by_rank, strict=True):
         blocks = seen[positions].reshape(-1, block, T // block, block)
@@ -349,3 +352,14 @@ def test_at_131072_tokens_no_scores_logits_or_float32_keys_are_whole(topology, k
     for dtype, dims in shapes:
         is_like_keys = math.prod(dims) == T * H and H in dims
         assert dtype != "f32" or not is_like_keys, dims
+
+
+@pytest.mark.parametrize("name", ["splash", "cudnn"])
+def test_kernels_without_sinks_are_refused(name):
+    platform = {"splash": "tpu", "cudnn": "gpu"}[name]
+    device = type("Device", (), {"platform": platform, "compute_capability": "9.0"})
+    arguments = (device, 256, 128, "bfloat16", False)
+    assert choose_implementation("auto", *arguments)[0] == name
+    assert choose_implementation("auto", *arguments, sinks=4)[0] == "xla"
+    with pytest.raises(ValueError, match="no mask for sinks"):
+        choose_implementation(name, *arguments, sinks=4)

@@ -478,6 +478,8 @@ WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 8}
             "logit_scale_factor=0.5: must be at least 1",
         ),
         ({"sliding_window": 8}, "sliding_window=8: has no effect"),
+        ({"test_window": 8}, "test_window=8: is for evaluation, which sets it; to train"),
+        ({"test_sinks": 8}, "test_sinks=8: is for evaluation, which sets it"),
         *(
             ({field: value}, f"{field}={value}: has no effect unless some layers have a window")
             for field, value in {

@@ -570,6 +570,13 @@ REFUSED = [
     ({"intervene": "stop", "factor": 2.0}, "--factor=2.0: .* --intervene=interpolate"),
     ({"intervene": "stop", "encoding": "yarn"}, "--encoding=yarn: --intervene=stop .*give one"),
     ({"max_windows": 3, "max_tokens": 9999}, "--max_windows=3: --max_tokens=9999 .*give one"),
+    (
+        {"window": ["64", "x"]},
+        "--window=64,x: 'x' is not a number of tokens from 1 on; give a list",
+    ),
+    ({"window": ["0"]}, "--window=0: '0' is not a number of tokens from 1 on"),
+    ({"window": ["8"], "sinks": ["-1"]}, "--sinks=-1: '-1' is not a number of tokens from 0 on"),
+    ({"sinks": ["4"]}, "--sinks=4: has no effect without --window"),
     ({"seq_len": "2y"}, f"--seq_len=2y: '2y' is {NUMBERS}"),
     ({"seq_len": "64,,2x"}, "--seq_len=64,,2x: '' is neither"),
     ({"seq_len": "0x"}, "--seq_len=0x: '0x' is neither"),

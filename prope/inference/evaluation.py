@@ -16,6 +16,7 @@ from prope.errors import log, usage_error
 from prope.inference.losses import LossEvaluation, select
 from prope.inference.opening import configs_by_length, records
 from prope.inference.options import Options
+from prope.stack.layers import FULL, layer_kinds
 from prope.workdir.run import Run
 
 
@@ -28,14 +29,46 @@ class LossOptions(Options):
     dataset: str | None = None
     data_dir: str | None = None
     split: str | None = None
+    window: list[str] | None = None
+    sinks: list[str] | None = None
+
+    def cuts(self, model: ConfigDict, T: int) -> list[tuple[int | None, int]]:
+        """Returns the windows of layers that have none, with sinks; (None, 0) where all is seen."""
+        if self.window is None or FULL not in layer_kinds(model):
+            return [(None, 0)]
+        windows = _parse_counts("--window", self.window, least=1)
+        sinks = _parse_counts("--sinks", self.sinks or ["0"], least=0)
+        # The last query sees T keys.
+        cuts = [
+            (window, kept) if window + kept < T else (None, 0)
+            for window in windows
+            for kept in sinks
+        ]
+        return list(dict.fromkeys(cuts))
 
     def __post_init__(self):
         super().__post_init__()
+        _parse_counts("--window", self.window or [], least=1)
+        _parse_counts("--sinks", self.sinks or [], least=0)
+        if self.sinks and not self.window:
+            raise usage_error(
+                "--sinks",
+                ",".join(self.sinks),
+                "has no effect without --window, outside of which they stay visible",
+            )
         if self.max_windows and self.max_tokens:
             other = f"--max_tokens={self.max_tokens}"
             raise usage_error(
                 "--max_windows", self.max_windows, f"{other} is given, too", "give one"
             )
+
+
+def _parse_counts(flag: str, entries: list[str], least: int) -> list[int]:
+    for entry in entries:
+        if not entry.strip().isdecimal() or int(entry) < least:
+            problem = f"{entry!r} is not a number of tokens from {least} on"
+            raise usage_error(flag, ",".join(entries), problem, "give a list such as 128,256")
+    return list(dict.fromkeys(map(int, entries)))
 
 
 def evaluations(options: LossOptions) -> Iterator[dict]:
@@ -76,8 +109,15 @@ def _open_lengths(
     _check_flags(options, config.data)
     if options.max_tokens:
         _check_max_tokens(options, configs)
-    evaluations = []
+    cut_configs = []
     for T, config in configs.items():
+        for window, sinks in options.cuts(config.model, T):
+            cut = config.copy_and_resolve_references()
+            cut.model.test_window = window
+            cut.model.test_sinks = sinks
+            cut_configs.append((T, cut))
+    evaluations = []
+    for T, config in cut_configs:
         # All that the program and its windows depend on; `open_text` reads the run's data, too.
         fields = [config.model, config.data, config.eval, run.config.data]
         key = (T, state.get("fingerprint"), *map(str, fields))

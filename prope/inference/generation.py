@@ -210,7 +210,7 @@ def empty_cache(
 
 def _num_slots(layer: Layer, length: int, at_once: int) -> int:
     """Returns how many positions, of `length`, a layer's cache holds."""
-    if layer.window is None:
+    if layer.window is None or layer.sinks:
         return length
     return min(length, layer.window + at_once - 1)
 

@@ -258,6 +258,9 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
         has_windows = any(layer_windows(model))
         if has_windows and model.rope_scaling_type in INTERVENTIONS:
             key["layers"] = "all"  # older records are of the layers without a window alone
+    if evaluation.config.model.test_window is not None:
+        key["window"] = evaluation.config.model.test_window
+        key["sinks"] = evaluation.config.model.test_sinks
     return key
 
 

@@ -74,7 +74,7 @@ def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
     """Returns the last record; logs several as a table, and adds these fields of all of them."""
     if len(records) == 1:
         return records[0]
-    short = [{name: record[name] for name in fields} for record in records]
+    short = [{name: record.get(name) for name in fields} for record in records]
     parent = os.path.commonpath([os.path.dirname(record["workdir"]) for record in records])
     lines = [list(fields)]
     for record in short:

@@ -196,11 +196,13 @@ def paired_difference(
 
 
 def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
-    """Returns the folder of an evaluation's sums: W/eval/STEP, or one in it of an encoding."""
+    """Returns the folder of an evaluation's sums: W/eval/STEP, or one in it of what is changed."""
     folder = epath.Path(workdir) / "eval" / str(record["step"])
     encoding = record.get("encoding")
     if encoding:
         folder /= f"{encoding.replace(':', '-')}-{record['factor']}"
+    if record.get("window"):
+        folder /= f"window-{record['window']}-{record['sinks']}"
     return folder
 
 

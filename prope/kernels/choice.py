@@ -14,6 +14,7 @@ def choose_implementation(
     segmented: bool,
     heads_divide: bool = True,
     capped: bool = False,
+    sinks: int = 0,
 ) -> tuple[str, str]:
     """Returns the implementation for a device, and the reason: "auto" takes the fastest.
 
@@ -28,6 +29,7 @@ def choose_implementation(
       heads_divide: whether mesh.context divides the heads of a device, those of the keys too unless
         there is only one.
       capped: whether scores have a soft cap.
+      sinks: first keys that are seen beside a window.
 
     Raises:
       ValueError: the requested implementation cannot run there; names every obstacle.
@@ -38,6 +40,9 @@ def choose_implementation(
         "splash": _splash_obstacles(platform, T, H),
         "cudnn": _cudnn_obstacles(device, H, dtype, segmented, heads_divide, capped),
     }
+    if sinks:
+        for kernel in ("splash", "cudnn"):
+            obstacles[kernel].append("it has no mask for sinks")
     native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform)
     candidate = native if requested == "auto" else requested
     if candidate is None:

@@ -32,10 +32,15 @@ def attend_pairs(
     segments=None,
     window: int | None = None,
     cap: float | None = None,
+    sinks: int = 0,
 ):
-    """Attends causally, [B, K, G, T, H] to [B, K, S, H]; arguments as those of `splash`."""
+    """Attends causally, [B, K, G, T, H] to [B, K, S, H]; arguments as those of `splash`.
+
+    With a window, a query also sees the first `sinks` keys of the sequence.
+    """
     T = query.shape[3]
-    block, pairs = list_pairs(positions, window)
+    block, pairs = list_pairs(positions, window, sinks)
+    rule = _Rule(block, window, sinks, cap)
     padding = -T % block
     if padding:  # padded queries are cut off again, and no others see the padded keys
         after = (0, padding)
@@ -57,9 +62,7 @@ def attend_pairs(
     rank_positions = jnp.asarray(positions)[rank]
     rank_pairs = jnp.asarray(pairs)[rank]
     output = _attend(
-        block,
-        window,
-        cap,
+        rule,
         query,
         key,
         value,
@@ -73,12 +76,14 @@ def attend_pairs(
 def list_pairs(
     positions: np.ndarray,
     window: int | None,
+    sinks: int = 0,
 ) -> tuple[int, np.ndarray]:
     """Lists the pairs of blocks that every rank computes: (tokens of a block, int32 [C, pairs, 2]).
 
     Args:
       positions: [C, T], indices in the sequence of the queries of each rank, in increasing chunks.
       window: how many keys a query sees at most, its own included; None: all up to its own.
+      sinks: first keys of the sequence that it also sees.
     """
     C, T = positions.shape
     block = _block_size(C, T, window)
@@ -88,8 +93,12 @@ def list_pairs(
         pairs = []
         for query_block, first_query in enumerate(positions[::block]):
             oldest_key = 0 if window is None else max(first_query - window + 1, 0)
-            key_blocks = range(oldest_key // block, first_query // block + 1)
-            pairs += [(query_block, key_block) for key_block in key_blocks]
+            first_block = oldest_key // block
+            in_window = range(first_block, first_query // block + 1)
+            sink_blocks = -(-sinks // block)
+            of_sinks = range(min(sink_blocks, first_block))
+            for key_block in (*of_sinks, *in_window):
+                pairs.append((query_block, key_block))
         return pairs
 
     by_rank = [pairs_of_rank(rank) for rank in positions]
@@ -109,6 +118,15 @@ def _block_size(C: int, T: int, window: int | None) -> int:
     if C == 1:
         return min(block, T)
     return math.gcd(block, T // 2)
+
+
+class _Rule(NamedTuple):
+    """Which keys a query sees, and how scores are made."""
+
+    block: int  # tokens
+    window: int | None
+    sinks: int
+    cap: float | None
 
 
 class _Sums(NamedTuple):
@@ -138,11 +156,9 @@ def _add_keys(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    block,
-    window,
-    cap,
+    rule,
     query,
     key,
     value,
@@ -151,24 +167,12 @@ def _attend(
     segments,
 ):
     """Attends to whole blocks; `positions` [T] and `pairs` [pairs, 2] are those of this rank."""
-    output, _ = _forward(
-        block,
-        window,
-        cap,
-        query,
-        key,
-        value,
-        positions,
-        pairs,
-        segments,
-    )
+    output, _ = _forward(rule, query, key, value, positions, pairs, segments)
     return output
 
 
 def _forward(
-    block,
-    window,
-    cap,
+    rule,
     query,
     key,
     value,
@@ -177,11 +181,12 @@ def _forward(
     segments,
 ):
     B, K, G, T, H = query.shape
+    block = rule.block
 
     def add_pair(carry, pair):
         output, logsumexp, last_query_block, sums = carry
         query_block, key_block = pair
-        scores = _scores(block, window, cap, query, key, positions, pair, segments)
+        scores = _scores(rule, query, key, positions, pair, segments)
         block_values = _block(block, value, key_block, axis=2)
         same_queries = query_block == last_query_block
         sums = _add_keys(sums, scores, block_values, same_queries)
@@ -215,7 +220,8 @@ def _forward(
     return output, (query, key, value, positions, pairs, segments, output, logsumexp)
 
 
-def _backward(block, window, cap, residuals, cotangent):
+def _backward(rule, residuals, cotangent):
+    block = rule.block
     query, key, value, positions, pairs, segments, output, logsumexp = residuals
     mean = (cotangent.astype(jnp.float32) * output).sum(axis=-1)
 
@@ -228,11 +234,11 @@ def _backward(block, window, cap, residuals, cotangent):
         row_mean = _rows(block, mean, query_block)
         k = _block(block, key, key_block, axis=2)
         v = _block(block, value, key_block, axis=2)
-        scores = _scores(block, window, cap, query, key, positions, pair, segments)
+        scores = _scores(rule, query, key, positions, pair, segments)
         weights = jnp.exp(scores - row_logsumexp[..., None])
         grad_weights = _dot("BKRH,BKSH->BKRS", g, v)
         grad_capped = weights * (grad_weights - row_mean[..., None])
-        grad_scores = grad_capped * softcap_slope(scores, cap)
+        grad_scores = grad_capped * softcap_slope(scores, rule.cap)
         weights = weights.astype(query.dtype)
         grad_scores = grad_scores.astype(query.dtype)
         block_grad_query = _dot("BKRS,BKSH->BKRH", grad_scores, k)
@@ -254,14 +260,16 @@ def _backward(block, window, cap, residuals, cotangent):
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(block, window, cap, query, key, positions, pair, segments):
+def _scores(rule, query, key, positions, pair, segments):
     """Computes a pair's capped scores [B, K, R, s], float32; _MASKED_SCORE where hidden."""
+    block = rule.block
     query_block, key_block = pair
     query_positions = _block(block, positions, query_block, axis=0)[:, None]
     key_positions = key_block * block + jnp.arange(block)[None]
     visible = key_positions <= query_positions
-    if window is not None:
-        visible = visible & (key_positions > query_positions - window)
+    if rule.window is not None:
+        in_window = key_positions > query_positions - rule.window
+        visible = visible & (in_window | (key_positions < rule.sinks))
     visible = jnp.expand_dims(visible, (0, 1, 2))
     if segments is not None:
         query_ids = _block(block, segments[0], query_block, axis=1)
@@ -273,7 +281,7 @@ def _scores(block, window, cap, query, key, positions, pair, segments):
         rows,
         _block(block, key, key_block, axis=2),
     )
-    by_query = softcap(scores, cap).reshape(*query.shape[:3], block, block)
+    by_query = softcap(scores, rule.cap).reshape(*query.shape[:3], block, block)
     return jnp.where(visible, by_query, _MASKED_SCORE).reshape(scores.shape)
 
 

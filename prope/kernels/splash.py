@@ -81,6 +81,7 @@ def splash(
     segments=None,
     window: int | None = None,
     cap: float | None = None,
+    sinks: int = 0,
     blocks: Blocks | None = None,
 ):
     """Attends causally, [B, K, G, T, H] to [B, K, S, H].
@@ -94,11 +95,14 @@ def splash(
       segments: ids of queries and keys; with them, a query sees keys of its own segment only.
       window: how many keys a query sees, its own included; None: all up to its own.
       cap: soft cap on the scores; None: none.
+      sinks: must be 0: LocalMask has none.
       blocks: by default those for the chip.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    if sinks:
+        raise ValueError("splash has no mask for sinks; take implementation=xla")
     G = query.shape[2]
     S = key.shape[2]
     C = len(positions)

@@ -39,6 +39,11 @@ def _check_layers(model: ConfigDict) -> None:
         if model[field] and set(layer_kinds(model)) != set(LAYER_TYPES):
             problem = "has no effect unless some layers have a window and others have none"
             raise usage_error(f"config.model.{field}", model[field], problem, "see layer_types")
+    for field in ("test_window", "test_sinks"):
+        if model[field]:
+            problem = "is for evaluation, which sets it"
+            remedy = "to train with windows, give layer_types and sliding_window"
+            raise usage_error(f"config.model.{field}", model[field], problem, remedy)
     if model.use_double_wide_mlp and not model.num_kv_shared_layers:
         problem = "has no effect without num_kv_shared_layers"
         raise usage_error("config.model.use_double_wide_mlp", True, problem)

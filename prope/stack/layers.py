@@ -22,6 +22,7 @@ class Layer(NamedTuple):
 
     kind: str  # of LAYER_TYPES
     window: int | None  # keys that a query sees, its own included; None: all before
+    sinks: int  # with a window: first keys of the sequence that it also sees
     head_dim: int
     num_kv_heads: int
     hidden_dim: int
@@ -87,7 +88,8 @@ def layers(model) -> list[Layer]:
             num_kv_heads = model.num_global_kv_heads
         layer = Layer(
             kind=kind,
-            window=None if is_full else model.sliding_window,
+            window=model.test_window if is_full else model.sliding_window,
+            sinks=model.test_sinks if is_full else 0,
             head_dim=head_dim(model, is_local=not is_full),
             num_kv_heads=num_kv_heads,
             hidden_dim=model.hidden_dim * (2 if is_wide else 1),
@@ -101,7 +103,7 @@ def layers(model) -> list[Layer]:
 def stacks(model) -> dict[str, list[int]]:
     """Returns the numbers of the layers in every stack, by the stack's name."""
     all_layers = layers(model)
-    shapes = {layer._replace(kind="", window=None) for layer in all_layers}
+    shapes = {layer._replace(kind="", window=None, sinks=0) for layer in all_layers}
     if len(shapes) == 1:
         return {"": list(range(model.num_layers))}
     by_name: dict[str, list[int]] = {}
