@@ -1,7 +1,7 @@
 """The encodings of encodings_wiki.py on the tasks of synthetic.py: copying and recalling.
 
 What       synthetic.py in 14 encodings, 3 seeds each: 16 pairs a head, wavelength 100, windows of
-           128 tokens. Methods are those of encodings_wiki.py, without rnope_swa. Here cutoff_1
+           128 tokens. Methods are those of encodings_wiki.py, without windows. Here cutoff_1
            rotates 11 pairs, cutoff_0.5 9, cope tapers 3, and base_bound has wavelength 1030.
 Command    python launch/sweep.py --config=configs/encodings_synthetic.py --workdir=W
            python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_windows=128
@@ -21,7 +21,7 @@ synthetic, wiki = (
     runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py")))
     for name in ("synthetic", "encodings_wiki")
 )
-METHODS = tuple(method for method in wiki["METHODS"] if method != "rnope_swa")
+METHODS = tuple(method for method in wiki["METHODS"] if method not in wiki["WITH_WINDOWS"])
 SIZES = ("full", "tiny", "rates")
 
 

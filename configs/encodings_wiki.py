@@ -1,7 +1,8 @@
-"""Fifteen position encodings on a sample of Wikipedia, from equal weights and batches.
+"""Seventeen position encodings on a sample of Wikipedia, from equal weights and batches.
 
 What       wiki_sample.py in each of METHODS, 3 seeds, 700 steps: p-RoPE beside partial rotary,
-           cutoffs, CoPE, RoPE-ID, other wavelengths and RNoPE-SWA, which the results page explains.
+           cutoffs, CoPE, RoPE-ID, other wavelengths, RNoPE-SWA (these the results page explains),
+           p-RoPE between layers with windows, and windows alone: the control of both.
 Command    python launch/sweep.py --config=configs/encodings_wiki.py --workdir=W \\
                --config.data.data_dir=DATA
            python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_tokens=65536
@@ -9,8 +10,9 @@ Command    python launch/sweep.py --config=configs/encodings_wiki.py --workdir=W
            encodings_wiki.py:cope is one method; :rates has 3 learning rates; :long has windows of
            1024; :tiny is quick; :cope-long is both.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
-Hours      1.4: 39 runs of about 230 seconds on one core, two at a time; 45 take 1.6.
-Expected   configs/results/encodings_wiki.md: losses at 1x to 8x the length of training.
+Hours      1.8: 51 runs of about 230 seconds on one core, two at a time; computed from 39.
+Expected   configs/results/encodings_wiki.md: losses at 1x to 8x the length of training; not yet of
+           swa_only and p_rope_swa.
 """
 
 import pathlib
@@ -35,7 +37,10 @@ METHODS = (
     "base_length",
     "base_bound",
     "rnope_swa",
+    "p_rope_swa",
+    "swa_only",
 )
+WITH_WINDOWS = METHODS[-3:]
 CUTOFFS = (
     "cutoff_0.25",
     "cutoff_2",
@@ -62,6 +67,11 @@ def parse(argument, methods, sizes):
 
 def encoding(method, model, length):
     """Returns the fields of config.model that make a method of RoPE, in training at this length."""
+    window = {"sliding_window": length // 4}
+    three_of_four = {
+        "layer_types": ("sliding_attention",) * 3 + ("full_attention",),
+        "local_rope_percentage": 1.0,
+    }
     complete = int((cutoff_frequencies(model.head_dim, model.max_wavelength, length) > 0).sum())
     return {
         "rope": {},
@@ -87,12 +97,9 @@ def encoding(method, model, length):
         },  # which it ignores
         "base_length": {"max_wavelength": float(length)},
         "base_bound": {"max_wavelength": least_wavelength(model.head_dim, length)},
-        "rnope_swa": {
-            "layer_types": ("sliding_attention",) * 3 + ("full_attention",),
-            "sliding_window": length // 4,
-            "rope_percentage": 0.0,
-            "local_rope_percentage": 1.0,
-        },
+        "rnope_swa": window | three_of_four | {"rope_percentage": 0.0},
+        "p_rope_swa": window | three_of_four | {"rope_percentage": 0.25},
+        "swa_only": window | {"layer_types": ("sliding_attention",)},
     }[method]
 
 

@@ -1,6 +1,6 @@
 """Eight long-context tasks, learnt in windows of 128 bytes and asked up to 16 times as far.
 
-What       180,000 parameters on longcontext/mix (prope/data/tasks/README.md) in 15 encodings, the
+What       180,000 parameters on longcontext/mix (prope/data/tasks/README.md) in 17 encodings, the
            methods of encodings_wiki.py with 16 pairs a head, wavelength 100: the slowest pairs of
            p = 0.25, 0.5, 0.75 and 1 take 15, 47, 149 and 471 tokens to turn once.
 Command    python launch/sweep.py --config=configs/longcontext.py --workdir=W

@@ -167,6 +167,8 @@ WIKI = {
     "base_length": 32,
     "base_bound": 32,
     "rnope_swa": [32, 32, 32, 0],
+    "p_rope_swa": [32, 32, 32, 8],
+    "swa_only": [32, 32, 32, 32],
 }
 OF_TASKS = {
     "rope": 16,
@@ -186,7 +188,11 @@ OF_TASKS = {
 }
 
 
-OF_LONGCONTEXT = OF_TASKS | {"rnope_swa": [16, 16, 16, 0]}
+OF_LONGCONTEXT = OF_TASKS | {
+    "rnope_swa": [16, 16, 16, 0],
+    "p_rope_swa": [16, 16, 16, 4],
+    "swa_only": [16, 16, 16, 16],
+}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,8 @@ def test_the_encodings_go_by_the_length():
     short, long = ({m: page["get_config"](m + size).model for m in WIKI} for size in ("", "-long"))
     assert (short["cope"].clip_low_n, long["cope"].clip_low_n) == (11, 10)
     assert (short["base_length"].max_wavelength, long["base_length"].max_wavelength) == (512, 1024)
-    assert (short["rnope_swa"].sliding_window, long["rnope_swa"].sliding_window) == (128, 256)
+    for method in page["WITH_WINDOWS"]:
+        assert (short[method].sliding_window, long[method].sliding_window) == (128, 256)
     assert (short["base_bound"].max_wavelength, long["base_bound"].max_wavelength) == (
         pytest.approx(3440.5, abs=0.1),
         pytest.approx(7757.8, abs=0.1),
