@@ -16,7 +16,7 @@ from prope.html.drawing import Picture
 from prope.html.page import number
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import Difference
-from prope.sweep import interventions
+from prope.sweep import context, interventions
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
 from prope.sweep.runs import (
@@ -82,10 +82,23 @@ def report_sweep(directory: epath.Path, output: str | None = None) -> dict:
         "runs": [run.record() for run in runs],
         "table": printed,
     }
+    by_length = context.rows(runs)
+    if by_length:
+        record["lengths"] = [_describe_length(row) for row in by_length]
     if changes:
         record["interventions"] = [
             change._asdict() | describe(change.difference, "difference") for change in changes
         ]
+    return record
+
+
+def _describe_length(row: context.Row) -> dict:
+    """Returns a row of losses by length as a record."""
+    record = {"group": row.group, "seq_len": row.seq_len, "loss": row.loss}
+    if row.best:
+        best = row.best
+        record |= {"window": best.window, "sinks": best.sinks, "window_loss": best.loss}
+        record |= describe(best.gain, "gain")
     return record
 
 
@@ -121,6 +134,7 @@ def write(
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
         effective_lengths=effective_lengths(runs),
+        lengths=context.rows(runs),
         changes=changes,
         equality=equality(runs),
         runs=[{"name": run.name} | run.record() | origin(run) for run in runs],

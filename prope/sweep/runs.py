@@ -271,9 +271,10 @@ def average(pairs: list[tuple[Run, Run, dict, dict]]) -> tuple[Difference | None
     if len(losses) > 1:
         return average_seeds(losses), f"{len(losses)} seeds"
     run, other, record, other_record = pairs[0]
-    names = ("step", "dataset", "encoding", "factor", *SAME_WINDOWS)
+    changed = ("encoding", "factor", "window", "sinks")
+    names = ("step", "dataset", *changed, *SAME_WINDOWS)
     fields = {name: record.get(name) for name in names}
-    other_fields = {name: other_record.get(name) for name in ("encoding", "factor")}
+    other_fields = {name: other_record.get(name) for name in changed}
     try:
         difference = paired_difference(
             run.workdir, other.workdir, fields, second_fields=other_fields

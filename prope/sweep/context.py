@@ -1,0 +1,87 @@
+"""Shows what runs gain from context: their loss by length, beside that of a truncated window.
+
+What is read are the records of `prope.evaluate --window`, on the tokens of a plain evaluation. A
+loss that a window reaches too says nothing about the use of what is outside of it.
+"""
+
+import statistics
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prope.inference.paired import Difference
+from prope.sweep.pictures import by_length
+from prope.sweep.runs import Run, average, groups
+from prope.workdir.records import find_pair
+
+
+class Cut(NamedTuple):
+    """A group's loss with a window in the layers that have none, in nats per token."""
+
+    loss: float
+    whole_loss: float  # of the same tokens, without it
+    window: int
+    sinks: int
+    gain: Difference  # `loss` minus `whole_loss`, over seeds; over documents for a single run
+
+
+class Row(NamedTuple):
+    """A group's mean loss at a length, and the best of its cuts: that of the lowest loss."""
+
+    group: str
+    seq_len: int
+    loss: float
+    best: Cut | None  # None without records of a window
+
+
+def rows(runs: list[Run]) -> list[Row]:
+    """Makes a row for every group and length that all its runs were evaluated at."""
+    made = []
+    for name, group in groups(runs).items():
+        curves = [by_length(run) for run in group]
+        lengths = set.intersection(*map(set, curves))
+        for T in sorted(lengths):
+            best = min(_cuts(group, T), default=None)
+            loss = statistics.fmean(curve[T] for curve in curves)
+            if best:
+                loss = best.whole_loss
+            made.append(Row(name, T, loss, best))
+    return made
+
+
+def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
+    """Yields the cuts that all runs of a group have records of, at a length."""
+    cuts = set()
+    for run in group:
+        for record in run.evaluations:
+            if record.get("window") and record["seq_len"] == T:
+                cuts.add((record["window"], record["sinks"]))
+    for window, sinks in sorted(cuts):
+        found = [_find_records(run, T, window, sinks) for run in group]
+        if None in found:
+            continue
+        gain, _ = average([(run, run, *records) for run, records in zip(group, found, strict=True)])
+        if gain is None:
+            continue
+        losses = [record["loss"] for record, _ in found]
+        whole_losses = [record["loss"] for _, record in found]
+        yield Cut(
+            statistics.fmean(losses),
+            statistics.fmean(whole_losses),
+            window,
+            sinks,
+            gain,
+        )
+
+
+def _find_records(run: Run, T: int, window: int, sinks: int) -> tuple[dict, dict] | None:
+    """Finds a run's last evaluations with a window and without, on the same tokens."""
+    return find_pair(
+        run.evaluations,
+        run.evaluations,
+        {"window": None, "sinks": None},
+        step=run.config.num_steps,
+        dataset=run.config.data.dataset,
+        seq_len=T,
+        window=window,
+        sinks=sinks,
+    )
