@@ -5,9 +5,10 @@
     python -m prope.ask --workdir=runs --tasks=niah --seq_len=1x --control=removed
 
 prope/data/tasks/README.md has the tasks. `accuracy` is the share of prompts whose right answer is
-likelier than seven wrong ones; guessing gives `chance`. Records are added to W/longcontext.jsonl,
-and reused; the JSON object is the last one, and holds all in short. Started on every host of a pod
-as training is, it uses all their devices; process 0 writes and prints.
+likelier than seven wrong ones; only above `guess`, the best guess that reads the prompt but matches
+nothing, it is retrieval. Records are added to W/longcontext.jsonl, and reused; the JSON object is
+the last one, and holds all in short. Started on every host of a pod as training is, it uses all
+their devices; process 0 writes and prints.
 """
 
 from absl import flags
@@ -15,7 +16,7 @@ from absl import flags
 from prope import command
 from prope.inference import options
 
-_SHORT = ("workdir", "step", "rope_percentage", "task", "seq_len", "accuracy", "exact", "chance")
+_SHORT = ("workdir", "step", "rope_percentage", "task", "seq_len", "accuracy", "exact", "guess")
 
 
 def define_flags() -> None:

@@ -18,6 +18,7 @@ from prope.data.tasks.tasks import TASKS, VARIANTS, make_prompt, split_name
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.data.windows import train_batch
 from prope.errors import UsageError
+from prope.inference.trials import guess
 from prope.runtime.validate import validate
 
 UNITS = 60
@@ -228,6 +229,72 @@ def test_foils_are_other_answers_of_the_same_form(task, prose):
             start = max(place - 4, 0)
             near = letters[start:place] + letters[place + 1 : place + 5]
             assert prompt.foils["neighbour"] == list(near)
+
+
+# --- Guesses that read the prompt and match nothing ---------------------------------------------
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@both_forms
+@every_task
+def test_guesses_are_of_the_answers_that_a_reader_meets(task, prose, removed):
+    unit = r"\S+" if prose else r"\d{5}\.|."
+    for prompt in draw_prompts(task, 50, prose, removed=removed):
+        answers = candidates(prompt)
+        values = [answer.strip() for answer in answers]
+        met = [word for word in re.findall(unit, prompt.text) if word in values]
+        right = values[0]
+        chance = 1 / len(values)
+        expected = {
+            "chance": chance,
+            "uniform": chance,
+            "first": chance,
+            "last": chance,
+        }
+        if met:
+            expected["uniform"] = 0
+            if right in met:
+                expected["uniform"] = 1 / len({*met})
+            expected["first"] = met[0] == right
+            expected["last"] = met[-1] == right
+        assert guess(prompt.text, answers) == expected, prompt
+
+
+@pytest.mark.parametrize(
+    ("task", "prose", "values"),
+    [
+        ("passkey", False, 1),
+        ("passkey", True, 1),
+        ("niah", False, 4),
+        ("niah", True, 4),
+        ("niah-1", True, 1),
+        ("lookup", True, 8),
+        ("chain", False, 2),
+        ("chain-4", True, 2),
+        ("index", True, 4),
+    ],
+)
+def test_a_uniform_guess_is_among_the_values_of_the_prompt(task, prose, values):
+    for prompt in draw_prompts(task, 50, prose):
+        assert guess(prompt.text, candidates(prompt))["uniform"] == 1 / values
+
+
+@pytest.mark.parametrize(("task", "others"), [("niah", 3), ("chain", 1)])
+@pytest.mark.parametrize("depth", [0, 0.25, 0.75, 1])
+def test_the_first_and_the_last_value_are_right_as_the_others_fall_beside(task, others, depth):
+    """All `others`, at uniform depths, stand before the evidence with probability depth^others."""
+    probabilities = {
+        "first": (1 - depth) ** others,
+        "last": depth**others,
+    }
+    hits = dict.fromkeys(probabilities, 0)
+    for prompt in draw_prompts(task, 300, row=depth):
+        chances = guess(prompt.text, candidates(prompt))
+        for rule in hits:
+            hits[rule] += int(chances[rule])
+    for rule, probability in probabilities.items():
+        test = stats.binomtest(hits[rule], 300, probability)
+        assert test.pvalue > 1e-3, rule
 
 
 # --- Places and lengths -----------------------------------------------------------------------

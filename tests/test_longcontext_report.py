@@ -1,5 +1,6 @@
 """The maps of the long-context tasks: what they show is in the runs' records."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -48,9 +49,11 @@ def ask(p, seed, length) -> dict:
         "seq_len": length,
         "control": None,
         "chance": 0.125,
+        "guess": 0.3,
         "trials": 50,
         "cells": cells,
         "accuracy": float(np.mean(accuracies)),
+        "accuracy_interval": wilson(np.mean(accuracies), 150).tolist(),
     }
 
 
@@ -100,8 +103,9 @@ def test_a_map_shows_the_means_over_seeds(picture):
                 expected[x, y] = f"{100 * mean:.0f}"
         assert shown == expected
         (image,) = panel.images
-        assert image.get_clim() == (0.125, 1)
-        assert image.get_array()[0, 2] == pytest.approx(share(p, 0, 512, 0.0) - 0.01)
+        assert image.get_clim() == (0.3, 1), "from the best guess on"
+        mean = share(p, 0, 512, 0.0) - 0.01
+        assert image.get_array()[0, 2] == pytest.approx(mean)
         bottom, top = panel.get_ylim()
         assert bottom > top, "depth 0 is on top"
 
@@ -125,17 +129,60 @@ def test_lines_of_a_map_are_the_training_length_and_the_slowest_pairs_period(pic
 
 def test_the_effective_length_ends_before_the_first_failure(picture):
     assert "p = 0.25: 512, 512; p = 1: 256, 256." in picture.alt
-    records = {
-        128: {"accuracy": 0.1},
-        256: {"accuracy": 0.9},
-        512: {"accuracy": 0.85},
-        1024: {"accuracy": 0.8},
-        2048: {"accuracy": 1.0},
+    accuracy = {
+        128: 0.1,
+        256: 0.9,
+        512: 0.85,
+        1024: 0.8,
+        2048: 1.0,
     }
+    records = {}
+    for length, right in accuracy.items():
+        records[length] = {"accuracy": right, "accuracy_interval": (right, right), "chance": 0.125}
     assert maps.effective_length(256, records) == 512
     assert maps.effective_length(300, records) is None, "the training length was not evaluated"
     assert maps.effective_length(128, records) is None, "a run that fails there"
     assert maps.effective_length(256, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "low", "guess", "expected"),
+    [
+        (0.9, 0.8, {"guess": 0.79}, True),
+        (0.9, 0.8, {"guess": 0.8}, False),
+        (0.84, 0.8, {"guess": 0.3}, False),
+        (1.0, 0.9, {"guess": 1.0}, False),
+        (1.0, 0.9, {}, True),
+        (1.0, 0.1, {}, False),
+    ],
+)
+def test_only_above_the_best_guess_is_a_score_retrieval(accuracy, low, guess, expected):
+    record = {"accuracy": accuracy, "accuracy_interval": (low, 1.0), "chance": 0.125} | guess
+    assert maps.retrieves(record) == expected
+
+
+@pytest.mark.parametrize("guess", [1.0, None])
+def test_maps_of_what_a_guess_answers_and_of_older_records(sweep, guess):
+    changed = []
+    for run in runs.read_sweep(sweep):
+        answers = [record | {"guess": guess} for record in run.answers]
+        if guess is None:
+            for record in answers:
+                del record["guess"]
+        changed.append(dataclasses.replace(run, answers=answers))
+    (picture,) = maps.maps(changed)
+    panel, *_ = draw_picture(picture).axes
+    (image,) = panel.images
+    if guess:
+        assert panel.get_title() == "p = 0.25\ncannot show retrieval"
+        assert "p = 0.25: none, none; p = 1: none, none." in picture.alt
+        assert "Colours start at 100%" in picture.caption
+        assert {text.get_color() for text in panel.texts} == {"white"}, "on the darkest colour"
+        assert image.get_clim() == (1, 1)
+    else:
+        assert panel.get_title() == "p = 0.25"
+        assert "p = 0.25: 512, 512; p = 1: 256, 256." in picture.alt
+        assert image.get_clim() == (0.125, 1)
 
 
 def wilson(share, prompts) -> np.ndarray:
@@ -148,26 +195,29 @@ def wilson(share, prompts) -> np.ndarray:
 
 def test_accuracy_by_distance_is_in_octaves_with_intervals_over_prompts(picture):
     axes = draw_picture(picture).axes[3]  # p = 1, below its map
-    # By the middle of an octave: means of two seeds, and prompts, 50 of every cell.
+    # By the middle of an octave: the share of seed 0, and prompts, 50 of every cell.
     expected = {
-        6: (0.95, 300),
-        96: (0.95, 100),
-        192: (0.95, 200),
-        384: (0.95, 200),
-        768: (0.19, 100),
+        6: (0.96, 150),
+        96: (0.96, 50),
+        192: (0.96, 100),
+        384: (0.96, 100),
+        768: (0.2, 50),
     }
-    curve, training = axes.lines  # the slowest pair comes round far beyond
-    x, y = curve.get_data()
-    assert list(x) == list(expected)
-    np.testing.assert_allclose(y, [right for right, _ in expected.values()])
+    *curves, guess, training = axes.lines  # the slowest pair comes round far beyond
+    assert set(guess.get_ydata()) == {0.3}
     assert training.get_xdata()[0] == TRAINED
-    (path,) = axes.collections[0].get_paths()
-    x, y = path.vertices.T
-    for middle, (right, prompts) in expected.items():
-        ends = y[x == middle]
-        low, high = wilson(right, prompts)
-        assert min(ends) == pytest.approx(low)
-        assert max(ends) == pytest.approx(high)
+    bands = axes.collections
+    for seed, curve, band in zip((0, 1), curves, bands, strict=True):
+        x, y = curve.get_data()
+        assert list(x) == list(expected)
+        np.testing.assert_allclose(y, [right - 0.02 * seed for right, _ in expected.values()])
+        (path,) = band.get_paths()
+        x, y = path.vertices.T
+        for middle, (right, prompts) in expected.items():
+            ends = y[x == middle]
+            low, high = wilson(right - 0.02 * seed, prompts)
+            assert min(ends) == pytest.approx(low)
+            assert max(ends) == pytest.approx(high)
 
 
 def test_curves_stand_below_their_maps_where_maps_wrap():

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from makers import ALL_SWITCHES, draw_model, forward, make_run
+from makers import ALL_SWITCHES, draw_model, forward, make_run, write_lines
 from ml_collections import FrozenConfigDict
 
 from prope import sharding
+from prope.data.tasks.draws import Prompt
 from prope.data.tasks.tasks import TASKS, make_prompt
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer, load_tokenizer
 from prope.errors import UsageError
 from prope.inference import asking, generation, trials
 from prope.inference.asking import AskOptions
+from prope.inference.options import last_line
 from prope.workdir.run import open_run
 
 
@@ -201,7 +203,7 @@ def test_answers_of_several_lengths_are_scored_together(base):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_prompt_has_one_bos_and_fits(task):
-    for tokens, candidates, _, distance in make_trials(task, 9, 96):
+    for tokens, candidates, _, distance, _ in make_trials(task, 9, 96):
         assert np.flatnonzero(tokens == GEMMA_IDS.bos).tolist() == [0]
         assert len(tokens) + candidates.shape[1] <= 96
         assert 0 < distance < len(tokens)
@@ -210,7 +212,7 @@ def test_a_prompt_has_one_bos_and_fits(task):
 
 
 def test_distances_are_tokens_from_the_answer_to_the_evidence():
-    for tokens, candidates, _, distance in make_trials("niah", 9):
+    for tokens, candidates, _, distance, _ in make_trials("niah", 9):
         evidence = tokens[-distance:][:3] - 4
         key = tokens[-1] - 4
         value = candidates[0, 0] - 4
@@ -273,6 +275,51 @@ def test_ranks_count_likelier_foils_and_half_of_equal_ones(run, monkeypatch):
     assert (first["rank"], second["rank"]) == (2.75, 5)
     assert first["exact"] == 0.5
     assert first["distance"] > second["distance"] > 60
+
+
+def test_records_have_the_best_guess_of_all_their_prompts(run, monkeypatch):
+    """At depth 0 the first value is right and at 1 the last; in both no rule is always right."""
+    plant_scores(monkeypatch, np.zeros((4, 8)))
+
+    def guesses(**flags):
+        (record,) = ask(run, depths="0,1", **flags)
+        found = []
+        for part in (*record["cells"], record):
+            found.append((part["guess"], part["guess_rule"]))
+        return found
+
+    assert guesses() == [
+        (1, "first"),
+        (1, "last"),
+        (0.5, "first"),
+    ]
+    removed = guesses(control="removed")
+    assert removed == 3 * [(1 / 8, "chance")]
+    passkey = guesses(tasks="passkey")
+    assert passkey == 3 * [(1, "uniform")]
+
+
+def test_a_guess_is_made_among_the_answers_that_are_scored():
+    """Foils of another number of tokens are none, though they stand in the prompt."""
+    prompt = Prompt("=A4=B5=C1=D2?C", "1", {"value": [*"4523abcde"]}, source=6)
+    trial = trials.encode(Uneven(), "niah", prompt)
+    assert trial.guesses == {
+        "chance": 1 / 8,
+        "uniform": 1 / 2,
+        "first": 1,
+        "last": 0,
+    }
+
+
+def test_older_records_have_no_guess(run, monkeypatch):
+    plant_scores(monkeypatch, np.zeros((4, 8)))
+    records = ask(run, tasks="niah,passkey")
+    for record in records:
+        del record["guess"]
+    write_lines(run / "longcontext.jsonl", records)
+    reused = ask(run, tasks="niah,passkey")
+    for short in last_line(reused, ("workdir", "task", "guess"))["evaluations"]:
+        assert short["guess"] is None
 
 
 def test_intervals_are_wilsons(run, monkeypatch):

@@ -3,8 +3,10 @@
 W/longcontext.jsonl has a record per step, task and length, W/eval/STEP/ its trials, which
 `paired_answers` compares. A record, and each of its `cells`, one for a row of prompts, has:
 
-accuracy       share of prompts whose right answer is likelier than all foils (rank 1); guessing
-               gives `chance`
+accuracy       share of prompts whose right answer is likelier than all foils (rank 1)
+guess          what the best guess that matches no question with a fact would have; `guess_rule`
+               names it (see `trials.guess`). Only an accuracy above it is retrieval. Older records
+               have `chance` alone, of guessing without the prompt
 exact          the same for: all tokens of the answer, and of what ends it, have the highest logit,
                as in greedy decoding
 ..._interval   their 95 % intervals (Wilson, 1927)
@@ -36,7 +38,7 @@ from prope.inference.generation import check_vocabulary
 from prope.inference.losses import Selection
 from prope.inference.opening import configs_by_length, records
 from prope.inference.options import Options
-from prope.inference.trials import Trial, encode, score_trials
+from prope.inference.trials import Trial, best_guess, encode, score_trials
 from prope.runtime import processes
 from prope.workdir.run import Run
 
@@ -143,11 +145,16 @@ class Prompts:
         )
         return encode(self._tokenizer, task, prompt)
 
+    def trials(self) -> list[Trial]:
+        """Makes all prompts, by row."""
+        numbers = range(self.about["trials"])
+        return [self.trial(row, i) for row in self.about["rows"] for i in numbers]
+
     def evaluate(self, params: model.Params, mesh: Mesh, folder: epath.Path) -> dict:
         """Asks all prompts; writes their trials into `folder`, and returns the record."""
         number = self.about["trials"]
         rows = self.about["rows"]
-        trials = [self.trial(row, i) for row in rows for i in range(number)]
+        trials = self.trials()
         T = self.seq_len
         num_ids = self._tokenizer.vocab_size
         logprobs, exact = score_trials(self.config, params, T, trials, mesh, num_ids)
@@ -167,8 +174,8 @@ class Prompts:
             "seq_len": self.seq_len,
             "windows": len(trials),
         }
-        shown = (record["accuracy"], record["exact"], record["chance"])
-        log.info("rank 1: %.3f, exact: %.3f, chance: %.3f", *shown)
+        shown = (record["accuracy"], record["exact"], record["guess"])
+        log.info("rank 1: %.3f, exact: %.3f, best guess: %.3f", *shown)
         if processes.is_first():
             failed = 1.0 - np.stack([rank == 1, exact], axis=1)
             source = np.zeros(len(trials), int)
@@ -214,7 +221,8 @@ def summarize(
         "rank": rank,
         "logprob": logprobs[:, 0],
     }
-    return summary | {name: float(np.mean(values)) for name, values in means.items()}
+    summary |= {name: float(np.mean(values)) for name, values in means.items()}
+    return summary | best_guess(trials)
 
 
 def paired_answers(

@@ -32,6 +32,43 @@ class Trial(NamedTuple):
     candidates: np.ndarray  # int32 [C, A], the right answer first
     kinds: list[str]  # kind of each foil, [C - 1]
     distance: int  # tokens from the answer back to the evidence
+    guesses: dict[str, float]  # by rule, the chance that `guess` is right
+
+
+def guess(text: str, candidates: list[str]) -> dict[str, float]:
+    """Computes the chances that guesses are right which do not match the question with a fact.
+
+    chance   any candidate
+    uniform  any of those that stand in the text
+    first    the one that stands there first
+    last     the one that stands there last
+
+    Where none stands there, all are `chance`. The first candidate is the right one.
+    """
+    # In prose a candidate has a space before it, and a space or the end of a line after it.
+    text, *candidates = (part.replace("\n", " ") for part in (text, *candidates))
+    right = candidates[0]
+    chance = 1 / len(candidates)
+    present = [candidate for candidate in candidates if candidate in text]
+    if not present:
+        return dict.fromkeys(("chance", "uniform", "first", "last"), chance)
+    first = min(present, key=text.find)
+    last = max(present, key=text.rfind)
+    return {
+        "chance": chance,
+        "uniform": (right in present) / len(present),
+        "first": float(first == right),
+        "last": float(last == right),
+    }
+
+
+def best_guess(trials: list[Trial]) -> dict:
+    """Finds the rule that is right most often; returns `guess`, its share, and `guess_rule`."""
+    shares = {}
+    for rule in trials[0].guesses:
+        shares[rule] = float(np.mean([trial.guesses[rule] for trial in trials]))
+    rule = max(shares, key=shares.get)
+    return {"guess": shares[rule], "guess_rule": rule}
 
 
 def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
@@ -62,6 +99,7 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     right = encode_answer(prompt.answer)
     foils = []
     kinds = []
+    shown = [prompt.answer]
     for text, kind in kind_of.items():
         if len(foils) == wanted:
             break
@@ -69,6 +107,7 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
         if len(foil) == len(right):
             foils.append(foil)
             kinds.append(kind)
+            shown.append(text)
     if len(foils) < wanted:
         raise usage_error(
             "--tasks",
@@ -79,7 +118,9 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     before = prompt.text[: prompt.source]
     distance = len(tokens) - len(tokenizer.encode(before.encode()))
     tokens = np.append(np.int32(tokenizer.special.start), tokens)
-    return Trial(tokens, np.stack([right, *foils]), kinds, distance)
+    candidates = np.stack([right, *foils])
+    guesses = guess(prompt.text, shown)
+    return Trial(tokens, candidates, kinds, distance, guesses)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from prope.sweep.runs import P, Run, groups, read_run
 from prope.workdir.records import find_evaluations
 from prope.workdir.run import read_config
 
-_PASSED = 0.85  # share of right answers up to the effective length
+_PASSED = 0.85  # least share of right answers up to the effective length
 _COLUMNS = 5  # panels in a row
 
 
@@ -42,16 +42,27 @@ def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
     return tasks
 
 
-def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
-    """Returns the length up to which a run answers 85 %, from its training length on.
+def best_guess(record: dict) -> float:
+    """Returns the share that is right without retrieval; of an older record, `chance`."""
+    return record.get("guess", record["chance"])
 
-    None if it does not even answer as many at its training length.
+
+def retrieves(record: dict) -> bool:
+    """Tells whether 85 % are right, and their 95 % interval is above the best guess."""
+    low, _ = record["accuracy_interval"]
+    return record["accuracy"] >= _PASSED and low > best_guess(record)
+
+
+def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
+    """Returns the length up to which a run retrieves, from its training length on.
+
+    None if it does not even retrieve at its training length.
     """
     effective = None
     for length in sorted(by_length):
         if length < trained:
             continue
-        if by_length[length]["accuracy"] < _PASSED:
+        if not retrieves(by_length[length]):
             break
         effective = length
     return effective if trained in by_length else None
@@ -116,23 +127,32 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
             height_ratios=heights,
         )
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
-            records = []
-            for run in runs:
-                records += answers_by_task(run)[task].values()
+            by_run = [list(answers_by_task(run)[task].values()) for run in runs]
+            records = [record for records in by_run for record in records]
             trained = runs[0].config.data.seq_len
             # Lines are drawn at these distances, with these dashes.
             distances = {trained: "-", _slowest_period(runs[0]): ":"}
-            _draw_map(above, records, trained, distances)
-            _draw_distances(below, records, distances)
-            above.set_title(group)
+            _draw_map(above, records, trained, distances, guess)
+            _draw_distances(below, by_run, distances, guess)
+            above.set_title(f"{group}{warning}")
 
+    guess = 0.0
+    for runs in by_group.values():
+        for run in runs:
+            guess = max(guess, *map(best_guess, answers_by_task(run)[task].values()))
+    warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
-    result = f"Effective length of each run, with {_PASSED:.0%} or more: {lengths}."
+    result = (
+        f"Effective length of each run, with {_PASSED:.0%} or more and the 95 % interval above the"
+        f" best guess: {lengths}."
+    )
     caption = (
-        "Prompts whose right answer is likelier than all foils, mean % over seeds. Dashed: the"
-        " training length. Evidence on the line is as far back as that, on the dotted one as the"
-        " period of the slowest pair. Below: the share by distance to the evidence, in octaves, and"
-        f" its 95 % interval over prompts (Wilson). {result}"
+        "Prompts whose right answer is likelier than all foils, mean % over seeds. Colours start at"
+        f" {guess:.0%}, the best guess that reads the prompt and matches nothing: what is not above"
+        " it is no retrieval. Dashed: the training length. Evidence on the line is as far back as"
+        " that, on the dotted one as the period of the slowest pair. Below: the share by distance"
+        " to the evidence, in octaves, a line for each run with its 95 % interval over prompts"
+        f" (Wilson); dash-dotted, the best guess. {result}"
     )
     alt = f"Right answers to {task} by length and depth. {result}"
     size = (max(2.4 * columns, 4.8), 0.4 + 5 * blocks)
@@ -147,12 +167,18 @@ def _slowest_period(run: Run) -> float:
     return 2 * math.pi / freqs[freqs > 0].min()
 
 
-def _draw_map(axes, records: list[dict], trained: int, distances: dict) -> None:
+def _draw_map(
+    axes,
+    records: list[dict],
+    trained: int,
+    distances: dict,
+    guess: float,
+) -> None:
     """Draws means by length, in equal steps, and by row, with curves of equal distance."""
     rows, lengths, values = _average_cells(records)
-    chance = records[0]["chance"]
-    show_image(axes, values, vmin=chance, vmax=1, aspect="auto")
-    label_cells(axes, values, lambda share: f"{100 * share:.0f}", bright=0.6)
+    show_image(axes, values, vmin=guess, vmax=1, aspect="auto")
+    bright = (guess + 1) / 2
+    label_cells(axes, values, lambda share: f"{100 * share:.0f}", bright)
     axes.patch.set(hatch="///", edgecolor=GRID)  # seen where nothing was run
     label_ticks(axes.xaxis, [f"{length:,}" for length in lengths], labelrotation=90)
     label_ticks(axes.yaxis, [f"{row:g}" for row in rows])
@@ -194,39 +220,49 @@ def _average_cells(records: list[dict]) -> tuple[list, list, np.ndarray]:
     return rows, lengths, values
 
 
-def _draw_distances(axes, records: list[dict], distances: dict) -> None:
-    """Draws the share of right answers by octave of distance, over all lengths and seeds."""
-    counts: dict[int, np.ndarray] = {}  # (right answers, prompts) by octave
-    for record in records:
-        for cell in record["cells"]:
-            octave = 2 ** int(math.log2(cell["distance"]))
-            right = cell["accuracy"] * record["trials"]
-            new = np.array([right, record["trials"]])
-            counts[octave] = counts.get(octave, 0) + new
-    octaves = sorted(counts)
-    middles = [1.5 * octave for octave in octaves]
-    shares = []
-    intervals = []
-    for octave in octaves:
-        right, prompts = counts[octave]
-        shares.append(right / prompts)
-        test = stats.binomtest(round(right), round(prompts))
-        intervals.append(test.proportion_ci(method="wilson"))
-    low, high = zip(*intervals, strict=True)
-    axes.fill_between(
-        middles,
-        low,
-        high,
-        color=TEXT,
-        alpha=0.2,
-        lw=0,
-    )
-    axes.plot(middles, shares, color=TEXT, marker="o", ms=3)
+def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: float) -> None:
+    """Draws every run's share of right answers by octave of distance, over all lengths."""
+    farthest = 0
+    for records in by_run:
+        counts = _count_by_octave(records)
+        octaves = sorted(counts)
+        farthest = max(farthest, 2 * octaves[-1])
+        middles = [1.5 * octave for octave in octaves]
+        shares = []
+        intervals = []
+        for octave in octaves:
+            right, prompts = counts[octave]
+            shares.append(right / prompts)
+            test = stats.binomtest(round(right), round(prompts))
+            intervals.append(test.proportion_ci(method="wilson"))
+        low, high = zip(*intervals, strict=True)
+        axes.fill_between(
+            middles,
+            low,
+            high,
+            color=TEXT,
+            alpha=0.2 / len(by_run),
+            lw=0,
+        )
+        axes.plot(middles, shares, color=TEXT, marker="o", ms=3)
+    axes.axhline(guess, color=BORDER, ls="-.")
     for distance, dashes in distances.items():
-        if distance <= 2 * octaves[-1]:
+        if distance <= farthest:
             axes.axvline(distance, color=BORDER, ls=dashes, lw=2)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("distance (tokens)")
     axes.set_ylabel("share right")
     axes.set_ylim(-0.03, 1.03)
+
+
+def _count_by_octave(records: list[dict]) -> dict[int, np.ndarray]:
+    """Counts (right answers, prompts) by the octave of their distance to the evidence."""
+    counts: dict[int, np.ndarray] = {}
+    for record in records:
+        for cell in record["cells"]:
+            octave = 2 ** int(math.log2(cell["distance"]))
+            right = cell["accuracy"] * record["trials"]
+            new = np.array([right, record["trials"]])
+            counts[octave] = counts.get(octave, 0) + new
+    return counts
