@@ -12,7 +12,15 @@ import pytest
 from conftest import ROOT
 
 from prope import parameters, sharding
-from prope.config import default_config, differences, flat, from_dict, set_layer_percentages, sized
+from prope.config import (
+    EMBEDDED,
+    default_config,
+    differences,
+    flat,
+    from_dict,
+    set_layer_percentages,
+    sized,
+)
 from prope.cost.flops import num_parameters
 from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
 from prope.errors import UsageError
@@ -145,9 +153,8 @@ def test_every_config_trains_at_a_small_size_with_nothing_brought_along(
     trained = run_command("prope.train", f"--config={path}:tiny", f"--workdir={tmp_path}/run")
     assert trained.code == 0 and trained.result["step"] == 20, trained.stderr
     replaced = "tiny: python_docs replaces " in trained.stderr
-    assert replaced == (
-        load(path).data.dataset not in ("python_docs", "synthetic/mix", "longcontext/mix")
-    )
+    offline = (*EMBEDDED, "synthetic/mix", "longcontext/mix")
+    assert replaced == (load(path).data.dataset not in offline)
 
 
 # Rotated pairs of every method, by hand from the periods 2 pi b^(2k/d).
@@ -272,6 +279,22 @@ def test_a_small_size_says_what_it_replaces(caplog):
     assert (config.data.mixture, config.data.template, config.data.loss_on) == ((), "", "all")
     config.data.update({"dataset": "files", "data_dir": "elsewhere"})
     validate(config)
+
+
+def test_lengths_of_python_source_have_equal_steps():
+    page = module_of("python_source")
+    wiki = module_of("wiki_sample")
+    assert page["get_sweep"]("2048") == wiki["get_sweep"]()
+    configs = [page["get_config"](argument) for argument in ("full", "2048", "8192")]
+    for config, length in zip(configs, (512, 2048, 8192), strict=True):
+        validate(config)
+        assert (config.data.dataset, config.data.seq_len) == ("python_source", length)
+        assert config.batch_size * length == 8192, "tokens in a step"
+        assert config.eval.max_windows * length == 131_072, "tokens in an evaluation"
+        assert config.model.to_dict() == wiki["get_config"]().model.to_dict()
+    assert page["get_config"]("tiny").data.dataset == "python_source"
+    with pytest.raises(ValueError, match="^1024: must be one of full, 2048, 8192, tiny$"):
+        page["get_config"]("1024")
 
 
 @pytest.mark.parametrize(

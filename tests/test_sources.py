@@ -2,11 +2,16 @@
 
 import contextlib
 import gzip
+import hashlib
 import itertools
 import json
 import math
 import os
+import pathlib
+import platform
+import re
 import socket
+import sysconfig
 
 import numpy as np
 import pytest
@@ -23,7 +28,7 @@ from makers import (
 )
 from makers import data_refused as refused
 
-from prope.config import default_config, differences, from_dict
+from prope.config import EMBEDDED, default_config, differences, from_dict
 from prope.data.mixture import interleave_sources, open_windows
 from prope.data.sources import base, files
 from prope.data.sources.find import find_source
@@ -107,6 +112,7 @@ def test_a_line_that_is_no_document(tmp_path, folder, monkeypatch, line, problem
 def data_lines(caplog):
     """The lines about data that were logged since the last call."""
     caplog.set_level("INFO", "prope")
+    base.log_once.cache_clear()
 
     def take():
         lines = [line for line in caplog.messages if line.startswith("data: ")]
@@ -306,6 +312,92 @@ def test_a_document_that_is_too_long(tmp_path, folder, monkeypatch):
     refused(data_config(tmp_path, "files", folder), problem)
 
 
+# --- The library of Python --------------------------------------------------------------------
+
+OTHERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "tkinter",
+    "idlelib",
+    "idle_test",
+    "lib2to3",
+    "turtledemo",
+    "ensurepip",
+}
+TAKEN = {"a.py": 50_000, "b/b.py": 199_999, "b.py": 200_000}
+LEFT_OUT = {"short.py": 49_999, "long.py": 200_001, "_sysconfigdata__linux.py": 60_000}
+NOT_LISTED = {"a.txt": 60_000} | {
+    f"{folder}/{name}/a.py": 60_000 for folder in ("a", "b/c") for name in OTHERS
+}
+
+
+def write_library(folder, sizes, monkeypatch):
+    """Writes files of these sizes, and makes them Python's library."""
+    folder.mkdir()
+    for name, size in sizes.items():
+        write(folder, name, f"# {name}\n".ljust(size, "x"))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
+    return folder
+
+
+def test_source_files_are_taken_by_size_and_place(tmp_path, monkeypatch, data_lines):
+    sizes = TAKEN | LEFT_OUT | NOT_LISTED
+    library = write_library(tmp_path / "a", sizes, monkeypatch)
+    config = data_config(tmp_path, "python_source")
+    first = find_source(config)
+    documents = list(first.documents())
+    assert documents == [(library / name).read_bytes() for name in TAKEN]
+    assert first.num_bytes == sum(TAKEN.values())
+    assert data_lines() == ["data: python_source: 3 files of 50 to 200 KB, 3 left out"]
+
+    assert first.identity["python"] == platform.python_version()
+    library = write_library(tmp_path / "b", dict(reversed(sizes.items())), monkeypatch)
+    assert find_source(config).identity == first.identity, "whatever the place, order and date"
+    write(library, "short.py", "# other text")
+    assert find_source(config).identity == first.identity, "whatever is left out"
+    write(library, "a.py", "y" * TAKEN["a.py"])
+    assert find_source(config).identity != first.identity, "of equal size"
+
+
+def test_the_fingerprint_of_the_documentation_stays(tmp_path, monkeypatch):
+    sizes = {"b.py": 90, "b/tkinter/c.py": 80, "test/d.py": 80}
+    write_library(tmp_path / "library", sizes, monkeypatch)
+    listing = b'[["b/tkinter/c.py", 80], ["b.py", 90]]'
+    assert find_source(data_config(tmp_path)).identity == {
+        "dataset": "python_docs",
+        "python": platform.python_version(),
+        "files": hashlib.sha256(listing).hexdigest(),
+    }
+
+
+def test_source_files_are_split_by_their_paths(tmp_path):
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    texts = {"train": [], "validation": []}
+    for path in sorted(library.glob("**/*.py")):
+        name = path.relative_to(library)
+        text = path.read_bytes()
+        if not 50_000 <= len(text) <= 200_000 or OTHERS & set(name.parts):
+            continue
+        digest = hashlib.blake2b(name.as_posix().encode(), digest_size=8).hexdigest()
+        held_out = int(digest, 16) / 2**64 < 0.25
+        texts["validation" if held_out else "train"].append(text.decode())
+    store = open_store(data_config(tmp_path, "python_source", validation_fraction=0.25), 260)
+    for split, expected in texts.items():
+        assert documents_of(store, split) == expected
+        assert store.count("documents", split) == len(expected)
+    assert len(texts["train"]) >= 25 and len(texts["validation"]) >= 8, "enough for a mean"
+
+
+@pytest.mark.parametrize("dataset", EMBEDDED)
+@pytest.mark.parametrize("sizes", [{}, {"python3.zip": 60_000, "test/a.py": 60_000}])
+def test_a_library_without_source_files(tmp_path, monkeypatch, dataset, sizes):
+    library = write_library(tmp_path / "library", sizes, monkeypatch)
+    problem = f"Python {platform.python_version()} has no .py files for it in {library}; use a "
+    says = re.escape(f"config.data.dataset={dataset}: {problem}")
+    refused(data_config(tmp_path, dataset), f"^{says}")
+
+
 # --- Instructions -----------------------------------------------------------------------------
 
 
@@ -416,6 +508,7 @@ FILES = {"weight": 1, "dataset": "files", "data_dir": "a"}
         ({"template": "{}"}, "must name features in braces"),
         ({"loss_on": "targets"}, "loss_on=targets: needs a template"),
         ({"loss_on": "x"}, "one of all, targets"),
+        ({"dataset": "python_source"}, "data_dir=x: has no effect with data.dataset=python_source"),
         ({"loss_on": "targets", "template": "{a}."}, "must end with the feature to predict"),
         ({"mixture": ()}, "mixture=(): must have sources if, and only if, data.dataset=mixture"),
         (

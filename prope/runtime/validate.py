@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 from prope import encodings, sharding
-from prope.config import FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
+from prope.config import EMBEDDED, FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
 from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.files import as_path
 from prope.stack.layers import LAYER_TYPES, layer_kinds, max_pairs
@@ -163,7 +163,7 @@ def _check_source(source: dict, prefix: str) -> None:
         problem = f"there is no such task{nearest(dataset, known)}; there are {', '.join(known)}"
         require("dataset", dataset in known, problem)
         unused = ("data_dir", "template", "store")
-    elif dataset == "python_docs":
+    elif dataset in EMBEDDED:
         unused = ("data_dir", "template")
     else:
         unused = ()

@@ -18,12 +18,12 @@ class Document(NamedTuple):
 
     text: bytes  # UTF-8
     prompt_bytes: int = 0  # length of its beginning that is not predicted, such as an instruction
-    piece: int = 0  # number of a piece of a text, which may equal another one
+    split_by: bytes = b""  # decides instead of the text whether it is held out; empty: the text
 
     @property
     def split_key(self) -> bytes:
         """What decides by its hash whether the document is held out."""
-        return self.text + b"%d" % self.piece if self.piece else self.text
+        return self.split_by or self.text
 
 
 class Chunk(NamedTuple):

@@ -275,7 +275,8 @@ def _read_pieces(paths: tuple[epath.Path, ...], limit: int) -> Iterator[Document
     """Yields texts in numbered pieces of at most `limit` bytes."""
     texts = itertools.chain.from_iterable(_cut_lines(path, limit) for path in paths)
     for number, text in enumerate(texts):
-        yield Document(text, piece=number)
+        key = text + b"%d" % number if number else text  # pieces may equal each other
+        yield Document(text, split_by=key)
 
 
 def _cut_lines(path: epath.Path, limit: int) -> Iterator[bytes]:

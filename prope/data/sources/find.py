@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from prope.config import is_generated
 from prope.data.sources.base import Source, TextRule
 from prope.data.sources.files import files
-from prope.data.sources.python_docs import python_docs
+from prope.data.sources.python_library import python_docs, python_source
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import usage_error
 from prope.runtime.files import as_path, is_url, local_cache, retry_reads
@@ -20,8 +20,9 @@ def find_source(data: ConfigDict) -> Source:
 
     Raises UsageError where it is missing, which says how to download it.
     """
-    if data.dataset == "python_docs":
-        return python_docs()
+    embedded = {"python_docs": python_docs, "python_source": python_source}
+    if data.dataset in embedded:
+        return embedded[data.dataset]()
     if is_generated(data.dataset):
         problem = "is generated while it is read, and has no text"
         raise usage_error("config.data.dataset", data.dataset, problem)
