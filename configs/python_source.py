@@ -4,6 +4,7 @@ What       wiki_sample.py on 32 files of Python 3.11's library; 11 others are th
            Windows of 512 bytes; :2048 and :8192 have longer ones, with as many tokens in a step.
 Command    python launch/sweep.py --config=configs/python_source.py --workdir=W
            python -m prope.evaluate --workdir=W --seq_len=512,2048,8192 --max_tokens=131072
+           python -m prope.evaluate --workdir=W --seq_len=8192 --window=512,2048 --max_tokens=131072
            python -m prope.report --sweep=W
            The lengths instead of p: --grid=seed=0,1,2 and, as one argument,
            --grid=config=F.py,F.py:2048,F.py:8192 where F is configs/python_source.
