@@ -23,7 +23,7 @@ from makers import (
 
 from prope.data.windows import Windows
 from prope.errors import UsageError
-from prope.inference import losses, paired
+from prope.inference import losses, paired, statistics
 from prope.runtime.files import append_jsonl
 from prope.workdir.run import open_run, read_config
 
@@ -197,7 +197,7 @@ def test_the_standard_error_is_the_spread_over_many_samples():
         tokens = rng.geometric(1 / 50, 80)
         level = 3 + 0.3 * rng.standard_normal(80) + tokens / 100
         loss = tokens * level + rng.standard_normal(80) * np.sqrt(tokens)
-        mean, stderr = paired.mean_and_stderr(loss, tokens)
+        mean, stderr = statistics.mean_and_stderr(loss, tokens)
         means.append(mean)
         errors.append(stderr)
         naive.append(1 / math.sqrt(tokens.sum()))
@@ -207,7 +207,7 @@ def test_the_standard_error_is_the_spread_over_many_samples():
         rel=0.04,
     )
     assert np.mean(naive) < 0.5 * spread
-    assert paired.mean_and_stderr(
+    assert statistics.mean_and_stderr(
         np.array([6.0, 0.0]),
         np.array([2, 0]),
     ) == (3.0, None)
@@ -221,8 +221,8 @@ def test_saved_sums_are_added_up_in_float64():
     loss = (tokens * level).astype(np.float32)
     exact = loss.astype(np.float64)
     weights = tokens.astype(np.float64)
-    expected = paired.mean_and_stderr(exact, weights)
-    assert paired.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
+    expected = statistics.mean_and_stderr(exact, weights)
+    assert statistics.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
     share = tokens / tokens.sum()
     mean = share @ (loss / tokens.astype(np.float64))
     deviations = share * (loss / tokens - mean)

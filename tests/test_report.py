@@ -26,6 +26,7 @@ from prope.config import default_config
 from prope.errors import RunFailed, UsageError
 from prope.html import drawing
 from prope.inference import paired
+from prope.inference.statistics import average_seeds
 from prope.sweep import page as sweep_page
 from prope.sweep import pictures, runs
 
@@ -554,7 +555,7 @@ CLOSE = "p = 1 has the lowest validation perplexity, 5.0000. Not distinguishable
 )
 def test_the_headline_claims_no_more_than_the_interval(differences, text):
     """The mean of −0.001, −0.010, −0.001 is 1.33 standard errors below 0; 4.3 are needed."""
-    difference = paired.average_seeds(differences)
+    difference = average_seeds(differences)
     better = difference.difference < 0
     row = {
         "group": "p = 0.75",

@@ -22,7 +22,7 @@ from prope.encodings import (
 )
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
-from prope.inference.paired import average_seeds
+from prope.inference.statistics import average_seeds
 from prope.model import Captured
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
@@ -270,7 +270,7 @@ def _describe_layer(
 
 def _ablate_strongest(walk: Walk, losses: np.ndarray, count: int, result: dict) -> None:
     """Leaves the strongest channels of all layers, with the loss without each."""
-    loss, stderr, _ = average_seeds(losses.tolist())
+    loss, stderr, *_ = average_seeds(losses.tolist())
     result["loss"] = {"loss": loss, "stderr": stderr}
     by_strength = sorted(result["channels"], key=lambda channel: -channel["strength"])
     result["channels"] = by_strength[:count]

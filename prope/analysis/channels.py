@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 
 from prope.analysis.measures import Measures, Scoring
 from prope.analysis.walk import Stream, Walk
-from prope.inference.paired import average_seeds
+from prope.inference.statistics import average_seeds
 from prope.model import Captured, rotate_qkv
 from prope.rope import rotate
 from prope.sharding import constrain
@@ -114,7 +114,7 @@ def _loss_change(
     changed = Partial(rotate_fn, channel["head"], channel["pair"])
     x, _ = walk.layer(channel["layer"], x, changed)
     changed_losses = walk.losses(x, channel["layer"] + 1)
-    difference, stderr, _ = average_seeds((changed_losses - losses).tolist())
+    difference, stderr, *_ = average_seeds((changed_losses - losses).tolist())
     return {
         "loss": float(changed_losses.mean()),
         "difference": difference,

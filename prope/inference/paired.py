@@ -1,4 +1,4 @@
-"""Standard errors of losses, and paired differences of two runs, from sums by document.
+"""Paired differences of two runs: reads and writes the sums of losses by document.
 
 Tokens of a document are correlated, so documents, not tokens, are the independent samples. Two runs
 evaluated on the same windows find the same documents hard, so their difference by document is much
@@ -15,7 +15,6 @@ Axes: C documents, in the order of the windows, Q buckets of positions, S source
 """
 
 import io
-import statistics
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -25,34 +24,9 @@ import numpy as np
 from etils import epath
 
 from prope.errors import UsageError, usage_error
+from prope.inference.statistics import Difference, mean_and_stderr
 from prope.runtime.files import write_atomic
 from prope.workdir.records import SAME_WINDOWS, find_evaluation, find_pair, read_jsonl
-
-
-class Difference(NamedTuple):
-    """Loss of the first run minus that of the second, nats per token: a mean over samples."""
-
-    difference: float
-    stderr: float | None  # None: one sample
-    samples: int  # documents or seeds
-
-    def interval(self) -> tuple[float, float] | None:
-        """Computes Student's t interval of the difference, of 95 %; None for one sample."""
-        from scipy import stats
-
-        if self.stderr is None:
-            return None
-        quantile = float(stats.t.ppf(0.975, self.samples - 1))
-        reach = quantile * self.stderr
-        return self.difference - reach, self.difference + reach
-
-    @property
-    def distinguishable(self) -> bool:
-        """Whether the 95 % interval leaves 0 out."""
-        if self.stderr is None:
-            return False
-        low, high = self.interval()
-        return low * high > 0
 
 
 class Sums(NamedTuple):
@@ -69,70 +43,6 @@ class Sums(NamedTuple):
         loss = self.loss[rows, columns].sum(axis=1)
         tokens = self.tokens[rows, columns].sum(axis=1)
         return mean_and_stderr(loss, tokens, self.source[rows], self.shares)
-
-
-def average_seeds(losses: Sequence[float]) -> Difference:
-    """Averages independent samples, one per seed, such as paired differences."""
-    count = len(losses)
-    stderr = None
-    if count > 1:
-        stderr = statistics.stdev(losses) / count**0.5
-    return Difference(statistics.fmean(losses), stderr, count)
-
-
-def mean_and_stderr(
-    loss: np.ndarray,
-    tokens: np.ndarray,
-    source: np.ndarray | None = None,
-    shares: Sequence[float] = (1.0,),
-) -> tuple[float, float | None]:
-    """Computes the loss per token and its standard error from sums by document.
-
-    Of a mixture it is the mean over sources, weighted by their shares; sources without tokens do
-    not count.
-
-    The mean of a source is a ratio of two sums that both vary by document. Its standard error is
-    the jackknife's (Efron and Tibshirani, An Introduction to the Bootstrap, eq. 11.5): with mean_c
-    the mean without document c, sqrt((C - 1) / C * sum_c (mean_c - average of all mean_c)^2). Where
-    few documents hold most of the tokens, the usual linear formula is much too small.
-
-    Args:
-      loss: [C] nats, summed over the tokens of a document.
-      tokens: [C] numbers of tokens. Documents without tokens do not count; with fewer than two, the
-        error is None.
-      source: [C] indices into `shares`, by default one source.
-      shares: [S] of the predicted tokens.
-    """
-    if source is None:
-        source = np.zeros(len(tokens), int)
-    weights = []
-    means = []
-    errors = []
-    for s, share in enumerate(shares):
-        rows = (source == s) & (tokens > 0)
-        if rows.any():
-            mean, error = _mean_of_source(loss[rows], tokens[rows])
-            weights.append(share)
-            means.append(mean)
-            errors.append(error)
-    weights = np.array(weights) / np.sum(weights)
-    mean = float(np.dot(weights, means))
-    if None in errors:
-        return mean, None
-    return mean, float(np.linalg.norm(weights * errors))
-
-
-def _mean_of_source(loss, tokens) -> tuple[float, float | None]:
-    loss = loss.astype(np.float64)
-    tokens = tokens.astype(np.float64)
-    C = len(tokens)
-    mean = float(loss.sum() / tokens.sum())
-    if C < 2:
-        return mean, None
-    left_out = (loss.sum() - loss) / (tokens.sum() - tokens)
-    squares = (left_out - left_out.mean()) ** 2
-    variance = (C - 1) / C * squares.sum()
-    return mean, float(np.sqrt(variance))
 
 
 def paired_difference(

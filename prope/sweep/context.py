@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from prope.inference.paired import Difference
+from prope.inference.statistics import Difference
 from prope.sweep.pictures import by_length
 from prope.sweep.runs import Run, average, groups
 from prope.workdir.records import find_pair

@@ -9,7 +9,7 @@ import numpy as np
 
 from prope.encodings import INTERVENTIONS
 from prope.html.drawing import Picture, label_cells, label_ticks, panels, show_image
-from prope.inference.paired import Difference
+from prope.inference.statistics import Difference
 from prope.sweep.runs import Run, average, groups
 from prope.workdir.records import find_pair
 

@@ -15,7 +15,7 @@ from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
 from prope.inference.opening import check_folder, results_folder
-from prope.inference.paired import Difference
+from prope.inference.statistics import Difference
 from prope.sweep import context, interventions
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures

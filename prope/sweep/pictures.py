@@ -19,7 +19,7 @@ from matplotlib.ticker import LogFormatter
 from prope.errors import usage_error
 from prope.html.drawing import TEXT, Picture, legend, line, panels, styles, visible
 from prope.inference.opening import check_folder, results_folder
-from prope.inference.paired import average_seeds
+from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.runs import SEED, P, Run, group_name, groups
 from prope.workdir.records import (
@@ -259,7 +259,7 @@ def average_curves(by_group: Curves) -> Means:
         curves = list(seeds.values())
         points: Points = {}
         for x in sorted(set.intersection(*map(set, curves))):
-            mean, error, _ = average_seeds([curve[x] for curve in curves])
+            mean, error, *_ = average_seeds([curve[x] for curve in curves])
             points[x] = (mean, error)
         if points:
             means[group] = points

@@ -16,7 +16,8 @@ from prope.config import flat
 from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import RunFailed, UsageError, usage_error
 from prope.inference.options import text_table
-from prope.inference.paired import Difference, average_seeds, paired_difference
+from prope.inference.paired import paired_difference
+from prope.inference.statistics import Difference, average_seeds
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
