@@ -2,12 +2,18 @@
 
     python -m prope.report --workdir=runs/quickstart
     python -m prope.report --sweep=runs/sweep
+    python -m prope.report --sweep=runs/sweep --contrast="p=0.75,rope" --contrast="p=0.5,p=0.75"
 
 The first writes W/loss.png, and W/longcontext/ where tasks were evaluated. The second writes
 DIR/report/index.html, which needs no network, and its pictures as PNG files. --output is another
 folder for them.
+
+--contrast declares which groups of runs are to be compared, before any result is read: it is kept
+in DIR/contrasts.jsonl, with the number of runs that had a result. Declare contrasts before the runs
+are evaluated. Their p-values are adjusted for the number of all that were declared.
 """
 
+from absl import flags
 from absl.flags import FLAGS
 from etils import epath
 
@@ -20,6 +26,8 @@ def define_flags() -> None:
     command.define_place("workdir", None, "directory of a run: draws W/loss.png")
     output = "folder for the pictures and the page instead, such as that of another user"
     command.define_place("output", None, output)
+    contrast = "two groups of a sweep's runs, such as p=0.75,rope; may be given several times"
+    flags.DEFINE_multi_string("contrast", [], contrast)
     command.define_place("sweep", None, "directory of a sweep: writes DIR/report/index.html")
 
 
@@ -29,6 +37,9 @@ def main() -> dict:
         raise UsageError(
             "give either --workdir, the directory of a run, or --sweep, the directory of a sweep"
         )
+    if FLAGS.contrast and FLAGS.sweep is None:
+        problem = "compares runs of a sweep"
+        raise usage_error("--contrast", FLAGS.contrast[0], problem, "give --sweep, not --workdir")
     import jax
 
     from prope.sweep.maps import draw_tasks
@@ -38,7 +49,7 @@ def main() -> dict:
     # Only files are read, and an accelerator may be in use by another run.
     jax.config.update("jax_platforms", "cpu")
     if FLAGS.sweep is not None:
-        return report_sweep(epath.Path(FLAGS.sweep), FLAGS.output)
+        return report_sweep(epath.Path(FLAGS.sweep), FLAGS.output, FLAGS.contrast)
     workdir = epath.Path(FLAGS.workdir)
     output = FLAGS.output
     if (workdir / "sweep.json").exists():

@@ -26,9 +26,10 @@ from prope.config import default_config
 from prope.errors import RunFailed, UsageError
 from prope.html import drawing
 from prope.inference import paired
+from prope.inference import statistics as statistics_of_losses
 from prope.inference.statistics import average_seeds
+from prope.sweep import comparisons, pictures, runs
 from prope.sweep import page as sweep_page
-from prope.sweep import pictures, runs
 
 
 @pytest.fixture
@@ -61,9 +62,17 @@ def means_by_p(sweep, name="perplexity") -> list[float]:
 
 
 def interval(sweep, p) -> tuple[float, float]:
-    """The 95 % interval of the loss minus RoPE's."""
-    test = scipy.stats.ttest_rel(finals(sweep, p), finals(sweep, 1.0))
-    return tuple(test.confidence_interval(0.95))
+    """The 95 % interval of the loss minus RoPE's: Dunnett's, of residuals from p and seed.
+
+    Two comparisons with 2 degrees of freedom have the critical value 5.417853.
+    """
+    losses = np.array([finals(sweep, value) for value in PERCENTAGES])
+    of_seeds = losses.mean(axis=0)
+    of_p = losses.mean(axis=1, keepdims=True)
+    residuals = losses - of_seeds - of_p + losses.mean()
+    stderr = math.sqrt(2 * (residuals**2).sum() / 2 / len(SEEDS))
+    difference = np.mean(finals(sweep, p) - finals(sweep, 1.0))
+    return difference - 5.417853 * stderr, difference + 5.417853 * stderr
 
 
 def column(rows, number) -> list[str]:
@@ -88,7 +97,7 @@ def edit_values(sweep, change) -> None:
 
 def pictures_by_name(sweep) -> dict[str, drawing.Picture]:
     read = runs.read_sweep(sweep)
-    rows = sweep_page.result_rows(read)
+    rows = sweep_page.result_rows(read, comparisons.compare_with_rope(read))
     return {picture.name: picture for picture in pictures.pictures(read, rows)}
 
 
@@ -107,8 +116,10 @@ def write_page(sweep) -> Page:
     for picture in pictures_by_name(sweep).values():
         draw_picture(picture)
     read = runs.read_sweep(sweep)
-    rows = sweep_page.result_rows(read)
-    return Page(sweep_page.write(sweep, read, rows, []))
+    families = comparisons.compare_with_rope(read)
+    rows = sweep_page.result_rows(read, families)
+    can_tell = comparisons.detectable(families)
+    return Page(sweep_page.write(sweep, read, rows, [], can_tell=can_tell))
 
 
 # --- The page -------------------------------------------------------------------------------------
@@ -123,6 +134,7 @@ def with_error(values) -> str:
 
 def test_the_result_is_that_of_the_files(sweep):
     page = write_page(sweep)
+    best = int(np.argmin(means_by_p(sweep)))
     head, *rows = page.tables[0]
     assert head[:3] == ["p", "rotated pairs", "runs"]
     assert "paper" not in page.text, "other data, another model"
@@ -138,8 +150,9 @@ def test_the_result_is_that_of_the_files(sweep):
             if low < 0 < high:
                 difference += "; not distinguishable"
             expected.append(difference.replace("-", "−"))
+        if p == PERCENTAGES[best]:
+            expected[0] += " selected best"
         assert row == expected
-    best = int(np.argmin(means_by_p(sweep)))
     assert f"p = {PERCENTAGES[best]:g} has the lowest validation perplexity" in page.text
     table_rows = [attributes for tag, attributes in page.tags if tag == "tr"]
     highlighted = [i for i, attributes in enumerate(table_rows) if attributes]
@@ -181,7 +194,8 @@ def test_a_page_of_methods_compares_them_with_rope(sweep):
     edit_values(sweep, name_config)
     head, *rows = write_page(sweep).tables[0]
     assert head[0] == "run"
-    assert column(rows, 0) == list(methods.values())
+    names = [name.removesuffix(" selected best") for name in column(rows, 0)]
+    assert names == list(methods.values())
     assert [row[1:] for row in rows] == [row[1:] for row in by_p[1:]]
     perplexities, differences = lines_of(pictures_by_name(sweep)["perplexity"])
     assert_line(perplexities[0], methods.values(), means_by_p(sweep))
@@ -203,8 +217,9 @@ def test_runs_of_a_grid_without_p_have_their_place(sweep):
 
     edit_values(sweep, change)
     names = ["p = 0", "rope_type = partial", "p = 1"]
-    table = write_page(sweep).tables[0]
-    assert column(table, 0) == ["run", *names]
+    head, *rows = write_page(sweep).tables[0]
+    assert head[0] == "run"
+    assert [row[0].removesuffix(" selected best") for row in rows] == names
     alt = pictures_by_name(sweep)["perplexity"].alt
     assert re.findall("|".join(names), alt) == names
 
@@ -364,6 +379,10 @@ def test_the_command_prints_runs_table_and_differences(reported):
     nope, _, rope = result["table"]
     difference = nope["minus_rope"]
     assert difference["interval"] == pytest.approx(interval(sweep, 0))
+    assert difference["comparisons"] == 2
+    assert difference["interval_over_documents"] is None, "the runs have kept no sums"
+    best = int(np.argmin(means_by_p(sweep)))
+    assert [row["selected_best"] for row in result["table"]] == [i == best for i in range(3)]
     assert difference["over"] == "2 seeds"
     assert rope["minus_rope"] is None
 
@@ -562,6 +581,8 @@ def test_the_headline_claims_no_more_than_the_interval(differences, text):
         "reference": "p = 1",
         "difference": difference,
         "over": "3 seeds",
+        "documents": None,
+        "comparisons": 1,
         "perplexity": 4.9 if better else 5.1,
         "best": better,
     }
@@ -575,7 +596,136 @@ def test_the_headline_claims_no_more_than_the_interval(differences, text):
     }
     lead = sweep_page.lead([row, rope])
     assert text in lead
+    assert "selected as the best of 2 after the results were seen" in lead
     assert ("Not distinguishable" in lead) == (text == CLOSE)
+
+
+# --- What may be concluded ------------------------------------------------------------------------
+
+
+def test_a_page_says_what_its_seeds_can_tell(sweep):
+    (family,) = comparisons.compare_with_rope(runs.read_sweep(sweep))
+    (can_tell,) = comparisons.detectable([family])
+    deviation = family.pooled.deviation
+    assert can_tell.difference == statistics_of_losses.detectable_difference(deviation, 3, 2)
+    smaller = can_tell.smaller
+    assert can_tell.seeds_needed == statistics_of_losses.seeds_needed(smaller, deviation, 3)
+    text = write_page(sweep).text
+    seen = f"a true difference from p = 1 of {can_tell.difference:.2g} nats per token is seen"
+    assert f"With 2 seeds and 3 methods, {seen} in 80 %" in text
+    assert f"For {smaller:g} take {can_tell.seeds_needed} seeds." in text
+    for path in sweep.glob("*,seed=1"):
+        shutil.rmtree(path)
+    text = write_page(sweep).text
+    assert "With one seed this page cannot tell any two methods apart" in text
+    assert "With 2 seeds" not in text
+
+
+def test_intervals_over_seeds_and_documents_stand_beside_those_over_seeds(sweep):
+    rng = np.random.default_rng(5)
+    for p in PERCENTAGES:
+        for seed in SEEDS:
+            folder = run_folder(sweep, p, seed)
+            record = write_evaluation(folder, rng, "a", 100, None)
+            write_lines(folder / "eval.jsonl", [record])
+    (family,) = comparisons.compare_with_rope(runs.read_sweep(sweep))
+    page = write_page(sweep)
+    head, *rows = page.tables[0]
+    assert head[7] == "over seeds and documents"
+    for comparison, row in zip(family.comparisons, rows, strict=False):
+        assert comparison.documents.stderr >= comparison.difference.stderr
+        low, high = comparison.documents.interval()
+        assert row[7] == f"{low:+.4f} to {high:+.4f}".replace("-", "−")
+    assert rows[2][7] == "–"
+
+
+CONTRASTS = {
+    "p=0.25,rope": ["p = 0.25", "p = 1"],
+    "p = 0, p = 0.25": ["p = 0", "p = 0.25"],
+    "nope,p=1": ["p = 0", "p = 1"],
+    "p=0.75,rope": None,
+    "rope": None,
+    "rope,p=1": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("text", CONTRASTS)
+def test_contrasts_are_declared_by_the_names_of_groups(sweep, text):
+    if CONTRASTS[text] is None:
+        names = "p=0, nope, p=0.25, p=1, rope, allruns"
+        refused = re.escape(f"--contrast={text}: ") + f".*write two of {names} with a comma"
+        with pytest.raises(UsageError, match=refused):
+            comparisons.declare(sweep, sweep, ["p=0,p=1", text])
+        assert not (sweep / "contrasts.jsonl").exists()
+        return
+    comparisons.declare(sweep, sweep, [text])
+    expected = [{"groups": CONTRASTS[text], "evaluated": 6}]
+    assert read_lines(sweep / "contrasts.jsonl") == expected
+    first, second = text.split(",")
+    comparisons.declare(sweep, sweep, [f"{second},{first}"])
+    assert read_lines(sweep / "contrasts.jsonl") == expected, "the same, the other way round"
+
+
+def test_groups_of_several_fields_can_be_contrasted(sweep):
+    edit_values(sweep, lambda values: values.update(rope_type="partial"))
+    comparisons.declare(sweep, sweep, ["p=0.25,rope_type=partial,rope,rope_type=partial"])
+    (record,) = read_lines(sweep / "contrasts.jsonl")
+    assert record["groups"] == ["p = 0.25, rope_type = partial", "p = 1, rope_type = partial"]
+
+
+def test_contrasts_are_declared_before_results_are_read(sweep, monkeypatch):
+    def stop(directory):
+        assert read_lines(directory / "contrasts.jsonl")[0]["evaluated"] == 0
+        raise InterruptedError
+
+    for path in sweep.glob("*/eval.jsonl"):
+        path.unlink()
+    monkeypatch.setattr(sweep_page, "read_sweep", stop)
+    with pytest.raises(InterruptedError):
+        sweep_page.report_sweep(sweep, contrasts=["p=0.25,rope"])
+
+
+def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
+    """By Holm; the variance is that of all methods."""
+    monkeypatch.setattr(sweep_page, "pictures", lambda *_: [])
+    sweep_page.report_sweep(sweep, contrasts=["p=0.25,rope"])
+    result = sweep_page.report_sweep(sweep, contrasts=["p=0,p=0.25"])
+    losses = {p: finals(sweep, p) for p in PERCENTAGES}
+    low, high = interval(sweep, 0)
+    stderr = (high - low) / 2 / 5.417853
+    p_values = []
+    contrasts = [(0.25, 1.0), (0.0, 0.25)]
+    for (first, second), contrast in zip(contrasts, result["contrasts"], strict=True):
+        difference = np.mean(losses[first] - losses[second])
+        assert contrast["difference"] == pytest.approx(difference)
+        reach = scipy.stats.t.ppf(1 - 0.05 / 4, 2) * stderr
+        assert contrast["interval"] == pytest.approx((difference - reach, difference + reach))
+        p_values.append(
+            2
+            * scipy.stats.t.sf(
+                abs(difference) / stderr,
+                2,
+            )
+        )
+    expected = [
+        min(
+            1,
+            max(2 * min(p_values), p),
+        )
+        for p in p_values
+    ]
+    assert [one["p_value"] for one in result["contrasts"]] == pytest.approx(expected)
+    page = Page(sweep / "report" / "index.html")
+    rows = table_with(page, "contrast")
+    assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
+    assert column(rows, 4) == [f"{p:.3f}" for p in expected]
+    assert column(rows, 5) == ["when 6 runs had a result"] * 2
+
+
+def test_a_run_of_its_own_has_no_contrasts(run_command, sweep):
+    error = run_command("prope.report", f"--workdir={run_folder(sweep, 0)}", "--contrast=a,b").error
+    assert "--contrast=a,b: compares runs of a sweep; give --sweep, not --workdir" in error
 
 
 # --- Pictures -------------------------------------------------------------------------------------

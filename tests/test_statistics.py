@@ -190,6 +190,9 @@ def test_equal_variances_over_seeds_and_documents_have_degrees_of_both():
     seeds = statistics.Difference(0.2, 0.01, 3, 8, 2.3)
     both = statistics.over_documents(seeds, 0.01**2, 8, lambda degrees: 2.1)
     assert both == pytest.approx((0.2, 0.01 * 2**0.5, 3, 16, 2.1))
+    # More degrees of freedom do not make the interval narrower.
+    both = statistics.over_documents(seeds, 0.001**2, 8, lambda degrees: 1.0)
+    assert both.interval() == pytest.approx(seeds.interval())
 
 
 # --- Simulations in which nothing differs ---------------------------------------------------------

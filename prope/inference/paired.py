@@ -55,6 +55,26 @@ def paired_difference(
 ) -> Difference:
     """Computes the difference of two runs' losses on the same windows, and its standard error.
 
+    The arguments are those of `read_difference`.
+    """
+    sums = read_difference(workdir_a, workdir_b, about, positions, file, second_fields)
+    tokens = sums.tokens.sum(axis=1)
+    if not tokens.any():
+        raise usage_error("positions", positions, "no token is predicted there", "name others")
+    mean, stderr = sums.mean_and_stderr()
+    return Difference(mean, stderr, int((tokens > 0).sum()))
+
+
+def read_difference(
+    workdir_a: epath.PathLike,
+    workdir_b: epath.PathLike,
+    about: dict | None = None,
+    positions: tuple[int, int] | None = None,
+    file: str = "eval.jsonl",
+    second_fields: dict | None = None,
+) -> Sums:
+    """Reads the sums of the first run's losses minus those of the second on the same windows.
+
     The fullest evaluations that both runs have are compared, and of equally full ones the newest.
     Raises UsageError, which names the command that makes them, where an evaluation or its sums are
     missing.
@@ -97,12 +117,8 @@ def paired_difference(
             edges = ", ".join(map(str, a.edges))
             raise usage_error("positions", positions, f"must be two of {edges}")
         columns = slice(*np.searchsorted(a.edges, positions))
-    tokens = a.tokens[:, columns].sum(axis=1)
-    if not tokens.any():
-        raise usage_error("positions", positions, "no token is predicted there", "name others")
     loss = a.loss.astype(np.float64) - b.loss
-    mean, stderr = a._replace(loss=loss).mean_and_stderr(columns=columns)
-    return Difference(mean, stderr, int((tokens > 0).sum()))
+    return a._replace(loss=loss[:, columns], tokens=a.tokens[:, columns])
 
 
 def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:

@@ -268,16 +268,19 @@ def pooled_difference(
 def over_documents(
     difference: Difference, variance: float, degrees: float, critical: CriticalValue
 ) -> Difference:
-    """Adds the variance that `document_variance` computes to that over seeds (Satterthwaite)."""
+    """Adds the variance that `document_variance` computes to that over seeds (Satterthwaite).
+
+    The interval is at least as wide as that over seeds.
+    """
     seeds = difference.stderr**2
     total = seeds + variance
     if total:
         degrees = total**2 / (seeds**2 / difference.degrees + variance**2 / degrees)
-    return difference._replace(
-        stderr=math.sqrt(total),
-        degrees=degrees,
-        critical=critical(degrees),
-    )
+    stderr = math.sqrt(total)
+    value = critical(degrees)
+    if total:
+        value = max(value, difference.critical * difference.stderr / stderr)
+    return difference._replace(stderr=stderr, degrees=degrees, critical=value)
 
 
 def bonferroni_critical(comparisons: int, degrees: float, level: float = 0.95) -> float:

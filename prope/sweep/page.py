@@ -17,14 +17,23 @@ from prope.html.page import number
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import Difference
 from prope.sweep import context, interventions
+from prope.sweep.comparisons import (
+    Comparison,
+    Detectable,
+    Family,
+    compare_declared,
+    compare_with_rope,
+    declare,
+    detectable,
+)
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
 from prope.sweep.runs import (
     P,
     Run,
-    against_reference,
     check_equal,
     groups,
+    read_entries,
     read_sweep,
     reference,
     table,
@@ -59,32 +68,49 @@ PAPER_FIELDS = {
 FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}
 
 
-def report_sweep(directory: epath.Path, output: str | None = None) -> dict:
+def report_sweep(
+    directory: epath.Path, output: str | None = None, contrasts: Sequence[str] = ()
+) -> dict:
     """Writes the page of a sweep and its pictures; returns what the command prints.
 
-    They are in DIR/report or, with `output`, in OUTPUT/report.
+    They are in DIR/report or, with `output`, in OUTPUT/report. `contrasts` are declared before any
+    result is read.
     """
-    runs = read_sweep(directory)
+    read_entries(directory)
     folder = results_folder(directory, directory, output)
     check_folder(folder, output)
-    rows = result_rows(runs)
+    if contrasts:
+        declare(directory, folder, contrasts)
+    runs = read_sweep(directory)
+    families = compare_with_rope(runs)
+    declared = compare_declared(runs, families, folder)
+    can_tell = detectable(families)
+    rows = result_rows(runs, families)
     changes = interventions.changes(runs)
     drawn = pictures(runs, rows) + interventions.pictures(changes)
-    page_path = write(directory, runs, rows, drawn, changes, folder)
+    page_path = write(directory, runs, rows, drawn, changes, folder, can_tell, declared)
     printed = []
     for row, result in zip(table(runs), rows, strict=True):
+        row["selected_best"] = result["best"]
         row["minus_rope"] = None
         if result["difference"]:
-            row["minus_rope"] = describe(result["difference"], "loss") | {"over": result["over"]}
+            row["minus_rope"] = describe(result["difference"], "loss") | {
+                "over": result["over"],
+                "comparisons": result["comparisons"],
+                "interval_over_documents": interval_of(result["documents"]),
+            }
         printed.append(row)
     record = {
         "output": str(page_path),
         "runs": [run.record() for run in runs],
         "table": printed,
+        "detectable": [one._asdict() | {"pooled": one.pooled._asdict()} for one in can_tell],
     }
     by_length = context.rows(runs)
     if by_length:
         record["lengths"] = [_describe_length(row) for row in by_length]
+    if declared:
+        record["contrasts"] = [describe_contrast(contrast) for contrast in declared]
     if changes:
         record["interventions"] = [
             change._asdict() | describe(change.difference, "difference") for change in changes
@@ -107,6 +133,20 @@ def describe(difference: Difference, name: str) -> dict:
     return {name: difference.difference, "interval": difference.interval()}
 
 
+def describe_contrast(contrast: Comparison) -> dict:
+    """Returns a declared contrast as a record."""
+    return contrast._asdict() | {
+        "difference": contrast.difference and contrast.difference.difference,
+        "interval": interval_of(contrast.difference),
+        "documents": interval_of(contrast.documents),
+    }
+
+
+def interval_of(difference: Difference | None) -> tuple[float, float] | None:
+    """Returns the interval of a difference, if there is one."""
+    return difference and difference.interval()
+
+
 def write(
     directory: epath.Path,
     runs: list[Run],
@@ -114,6 +154,8 @@ def write(
     drawn: list[Picture],
     changes: Sequence[interventions.Change] = (),
     folder: epath.Path | None = None,
+    can_tell: Sequence[Detectable] = (),
+    contrasts: Sequence[Comparison] = (),
 ) -> epath.Path:
     """Writes report/index.html and its pictures into `folder`, or DIR; returns the page's path."""
     config = runs[0].config
@@ -131,6 +173,8 @@ def write(
         parameters=parameters.count(config.model),
         by_p=all(P in run.values for run in runs),
         rows=rows,
+        limits=limits(rows, can_tell),
+        contrasts=contrasts,
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
         effective_lengths=effective_lengths(runs),
@@ -163,25 +207,28 @@ def paper_result(config: ConfigDict) -> tuple[str, float] | None:
     return None
 
 
-def result_rows(runs: list[Run]) -> list[dict]:
+def result_rows(runs: list[Run], families: Sequence[Family]) -> list[dict]:
     """Extends the rows of `table` by what the page and its pictures show."""
     rows = table(runs)
+    comparisons = {}
+    for family in families:
+        for comparison in family.comparisons:
+            comparisons[comparison.group] = comparison, len(family.comparisons)
     by_name = groups(runs)
     perplexities = [row["perplexity"] for row in rows if row["perplexity"] is not None]
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
         model = group[0].config.model
         rope = reference(group[0].values, by_name)
-        difference = None
-        over = ""
-        if rope:
-            difference, over = against_reference(group, by_name[rope])
+        comparison, count = comparisons.get(name, (Comparison(name, rope), 0))
         row.update(
             group=name,
             values=group[0].values,
             pairs=rotated_share(model),
             reference=rope,
-            difference=difference,
-            over=over,
+            difference=comparison.difference,
+            over=comparison.over,
+            documents=comparison.documents,
+            comparisons=count,
             paper=paper_result(group[0].config),
             best=bool(perplexities) and row["perplexity"] == min(perplexities),
         )
@@ -196,21 +243,31 @@ def lead(rows: list[dict]) -> str:
     group = best[0]["group"]
     difference = best[0]["difference"]
     text = f"{group} has the lowest validation perplexity, {best[0]['perplexity']:.4f}"
+    compared = sum(row["perplexity"] is not None for row in rows)
+    selected = f" It was selected as the best of {compared} after the results were seen."
     if difference is None:  # RoPE, or there is no RoPE
-        return f"{text}.{_close(rows, group)}"
+        return f"{text}.{_close(rows, group)}{selected}"
     side = "below" if difference.difference < 0 else "above"
     loss = f"its loss is {abs(difference.difference):.4f} nats per token {side} RoPE’s"
-    if difference.stderr is None:
+    if difference.stderr is None or best[0]["over"] == "documents":
         certainty = "One run of each cannot tell whether that is more than chance."
-        return f"{text}; {loss}. {certainty}"
-    low, high = (number(end, "+.4f") for end in difference.interval())
+        return f"{text}; {loss}. {certainty}{selected}"
+    shown = f"{_ends(difference)}, corrected for {best[0]['comparisons']} comparisons"
+    if best[0]["documents"]:
+        shown += f"; over seeds and documents {_ends(best[0]['documents'])}"
     over = f"over {best[0]['over']}"
     if difference.distinguishable:
-        return f"{text}; {loss} (95 % interval {over}: {low} to {high})."
+        return f"{text}; {loss} (95 % interval {over}: {shown}).{selected}"
     return (
         f"{text}, but is not distinguishable from RoPE: the 95 % interval of the loss difference"
-        f" {over}, {low} to {high} nats per token, holds 0."
+        f" {over} holds 0 ({shown}; nats per token).{selected}"
     )
+
+
+def _ends(difference: Difference) -> str:
+    """Formats the ends of an interval."""
+    low, high = (number(end, "+.4f") for end in difference.interval())
+    return f"{low} to {high}"
 
 
 def _close(rows: list[dict], rope: str) -> str:
@@ -223,6 +280,27 @@ def _close(rows: list[dict], rope: str) -> str:
         if difference.stderr and not difference.distinguishable:
             close.append(row["group"])
     return f" Not distinguishable from it: {', '.join(close)}." if close else ""
+
+
+def limits(rows: list[dict], can_tell: Sequence[Detectable]) -> list[str]:
+    """States how small a difference the seeds can show, and how many seeds a smaller one takes."""
+    sentences = []
+    for one in can_tell:
+        pooled = one.pooled
+        sentences.append(
+            f"With {one.seeds} seeds and {one.methods} methods, a true difference from"
+            f" {one.reference} of {one.difference:.2g} nats per token is seen in 80 % of such"
+            f" experiments; smaller ones are mostly missed. For {one.smaller:g} take"
+            f" {one.seeds_needed} seeds. The loss of a run has a residual standard deviation of"
+            f" {pooled.deviation:.2g} ({pooled.degrees} degrees of freedom), which is taken to be"
+            f" equal in all methods: by method it is {pooled.smallest:.2g} to {pooled.largest:.2g}."
+        )
+    if max(row["runs"] for row in rows) == 1:
+        sentences.append(
+            "With one seed this page cannot tell any two methods apart: how much another seed"
+            " would change a loss is unknown. Train three or more, --grid=seed=0,1,2."
+        )
+    return sentences
 
 
 def differing_fields(runs: list[Run]) -> list[str]:

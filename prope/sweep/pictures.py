@@ -362,7 +362,7 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
     means = "; ".join(f"{row['group']}: {row['perplexity']:.4f}" for row in rows)
     alt = f"Validation perplexity. {means}."
     caption = "Means over seeds and their standard deviations."
-    caption += " Second panel: 95 % intervals of the paired differences."
+    caption += " Second panel: paired differences and their 95 % intervals, as in the table."
     return Picture("perplexity", title, alt, caption, draw)
 
 

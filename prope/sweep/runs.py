@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Container, Iterable, Iterator
 
+import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -16,7 +17,7 @@ from prope.config import flat
 from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import RunFailed, UsageError, usage_error
 from prope.inference.options import text_table
-from prope.inference.paired import paired_difference
+from prope.inference.paired import Sums, paired_difference, read_difference
 from prope.inference.statistics import Difference, average_seeds
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
@@ -98,6 +99,9 @@ class Run:
         }
 
 
+Pair = tuple[Run, Run, dict, dict]  # two runs of a seed and their records on the same windows
+
+
 def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
     """Reads the run of `config` in `workdir`, if it is there; another run there is a UsageError."""
     saved = run_dir.read_config(workdir)
@@ -146,19 +150,25 @@ def on_common_windows(runs: list[Run]) -> list[Run]:
     return selected
 
 
-def read_sweep(directory: epath.Path) -> list[Run]:
-    """Reads the runs of a sweep that have started, in the order of its grid."""
+def read_entries(directory: epath.Path) -> list[dict]:
+    """Reads the name and the swept values of every run of a sweep, in the order of its grid."""
     sweep = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if sweep is None:
         problem = "no sweep there (no sweep.json)"
         raise usage_error("--sweep", directory, problem, "give the --workdir of launch/sweep.py")
+    return sweep["runs"]
+
+
+def read_sweep(directory: epath.Path) -> list[Run]:
+    """Reads the runs of a sweep that have started, in the order of its grid."""
+    entries = read_entries(directory)
     runs = []
-    for entry in sweep["runs"]:
+    for entry in entries:
         config = run_dir.read_config(directory / entry["name"])
         if config is not None:
             runs.append(read_run(directory / entry["name"], entry["values"], config))
     if not runs:
-        problem = f"none of its {len(sweep['runs'])} runs has started"
+        problem = f"none of its {len(entries)} runs has started"
         raise usage_error("--sweep", directory, problem, "run it first")
     return on_common_windows(runs)
 
@@ -242,10 +252,10 @@ def reference(values: dict, names: Container[str]) -> str | None:
     return None
 
 
-def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference | None, str]:
-    """Averages a group's validation loss minus RoPE's over seeds: see `average`.
+def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
+    """Pairs the finished runs of two groups by seed, with their evaluations on the same windows.
 
-    The difference is None without finished runs of a common seed.
+    Evaluations without a loss are left out.
     """
     by_seed = {run.values.get(SEED): run for run in others if run.state == "finished"}
     pairs = []
@@ -255,34 +265,66 @@ def against_reference(group: list[Run], others: list[Run]) -> tuple[Difference |
             records = find_pair(run.last_evaluations, other.last_evaluations)
             if records is not None:
                 pairs.append((run, other, *records))
-    return average(pairs)
+    return [pair for pair in pairs if has_losses(pair)]
 
 
-def average(pairs: list[tuple[Run, Run, dict, dict]]) -> tuple[Difference | None, str]:
+def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
     """Averages losses minus those of other runs, by two records of the same windows for every seed.
 
     Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or
     "" if a run has kept no sums and there is no standard error. Records without a loss are left
     out; without any other the difference is None.
     """
-    pairs = [pair for pair in pairs if None not in (pair[2]["loss"], pair[3]["loss"])]
-    losses = [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
+    pairs = [pair for pair in pairs if has_losses(pair)]
+    losses = loss_differences(pairs)
     if not losses:
         return None, ""
     if len(losses) > 1:
         return average_seeds(losses), f"{len(losses)} seeds"
-    run, other, record, other_record = pairs[0]
+    try:
+        return paired_difference(**_place_of(pairs[0])), "documents"
+    except UsageError:  # a run without sums
+        return average_seeds(losses), ""
+
+
+def has_losses(pair: Pair) -> bool:
+    """Tells whether both records have a loss."""
+    *_, record, other_record = pair
+    return None not in (record["loss"], other_record["loss"])
+
+
+def loss_differences(pairs: list[Pair]) -> list[float]:
+    """Returns the loss of the first record minus that of the second, for every pair."""
+    return [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
+
+
+def read_documents(pairs: list[Pair]) -> list[Sums] | None:
+    """Reads the differences of pairs by document; None where a run has kept no sums.
+
+    All pairs must have the same documents.
+    """
+    try:
+        sums = [read_difference(**_place_of(pair)) for pair in pairs]
+    except UsageError:
+        return None
+    tokens = [one.tokens for one in sums]
+    same = all(np.array_equal(tokens[0], others) for others in tokens)
+    return sums if same else None
+
+
+def _place_of(pair: Pair) -> dict:
+    """Returns the arguments with which `read_difference` reads the sums of a pair."""
+    run, other, record, other_record = pair
     changed = ("encoding", "factor", "window", "sinks")
     names = ("step", "dataset", *changed, *SAME_WINDOWS)
     fields = {name: record.get(name) for name in names}
     other_fields = {name: other_record.get(name) for name in changed}
-    try:
-        difference = paired_difference(
-            run.workdir, other.workdir, fields, second_fields=other_fields
-        )
-    except UsageError:  # a run without sums
-        return average_seeds(losses), ""
-    return difference, "documents"
+    return {
+        "workdir_a": run.workdir,
+        "workdir_b": other.workdir,
+        "about": fields,
+        "second_fields": other_fields,
+    }
 
 
 def table(runs: Iterable[Run]) -> list[dict]:
