@@ -6,10 +6,13 @@ What       wiki_sample.py with the decoder of Gemma 4 12B: five local layers of 
            The window is 64 of 512, as in gemma3_like.py.
 Command    python -m prope.train --config=configs/gemma4_like.py --workdir=W \\
                --config.data.data_dir=DATA
+           python launch/sweep.py --config=configs/gemma4_like.py --workdir=W \\
+               --config.data.data_dir=DATA
+           The sweep is over p of the global layers, with three seeds.
            E2B has also --config.model.per_layer_input_dim=16.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
-Hours      0.11: 1.5 times a run of wiki_sample.py, for six layers instead of four. Computed.
-Expected   Not yet run. Its rivals are wiki_sample.py's, with --config.model.num_layers=6.
+Hours      0.07: 1.2 M tokens at 6,300 tokens/s; the sweep of 12 runs 0.8.
+Expected   configs/results/gemma4_like.md.
 """
 
 import pathlib
