@@ -8,7 +8,7 @@ import scipy.stats
 from makers import SWEEP_SEEDS as SEEDS
 from makers import Page, read_lines, write_lines
 
-from prope.sweep import context, runs
+from prope.sweep import comparisons, context, runs
 from prope.sweep import page as sweep_page
 
 # Losses with a window minus those without, by seed: the second is the best.
@@ -86,7 +86,8 @@ def test_the_best_window_and_the_gain_from_context(sweep):
 
 def test_the_page_shows_them(sweep):
     read = runs.read_sweep(sweep)
-    rows = sweep_page.result_rows(read)
+    families = comparisons.compare_with_rope(read)
+    rows = sweep_page.result_rows(read, families)
     page = Page(sweep_page.write(sweep, read, rows, []))
     (table,) = [table for table in page.tables if "gain from context" in table[0]]
     (best,) = [line for line in table[1:] if "128 and the first 4" in line]
