@@ -106,7 +106,7 @@ def test_a_method_is_named_by_itself():
     """A sweep of encodings_wiki.py:tiny, and of two pages with the same argument."""
     file = f"{ROOT}/configs/encodings_wiki.py:tiny"
     runs = plan(grid_of(file=file), file, default_config(), {"num_steps": 7})
-    assert len(runs) == 15
+    assert len(runs) == 17
     names = [f"config={method}-tiny,seed=0" for method in ("rope", "nope", "p_rope_0.25")]
     assert [run.name for run in runs[:3]] == names
     assert {run.config.num_steps for run in runs} == {7}
