@@ -11,9 +11,10 @@ added to W/eval.jsonl, and reused. Several evaluations are also shown as a table
 the last one, and holds all in short.
 
 --window tells whether a model that is good at a length uses it: layers without a window see so many
-keys, and the first tokens of the text if --sinks names some (attention sinks, Xiao et al., ICLR
-2024). Positions stay what they are. What the whole text improves on the best window is the gain
-from context. Where nothing is hidden, the evaluation is the one without --window.
+keys, and with --sinks the first tokens of each evaluated window too (attention sinks, Xiao et al.,
+ICLR 2024); with mask_documents, only its first document sees these. Positions stay what they are,
+and layers still relay what lies beyond a window. What the whole text improves on the best window is
+the gain from context, so evaluate without --window, too: where nothing is hidden, it is the same.
 
 Started on every host of a pod as training is, it uses all
 their devices; process 0 writes and prints. Where more than 1 % of the predicted tokens are <unk>

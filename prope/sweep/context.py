@@ -25,7 +25,7 @@ class Cut(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A group's mean loss at a length, and the best of its cuts: that of the lowest loss."""
+    """A group's mean loss at a length, and the cut that leaves the least gain."""
 
     group: str
     seq_len: int
@@ -40,7 +40,8 @@ def rows(runs: list[Run]) -> list[Row]:
         curves = [by_length(run) for run in group]
         lengths = set.intersection(*map(set, curves))
         for T in sorted(lengths):
-            best = min(_cuts(group, T), default=None)
+            # By the gain, whose two losses are of the same tokens.
+            best = min(_cuts(group, T), key=lambda cut: cut.gain.difference, default=None)
             loss = statistics.fmean(curve[T] for curve in curves)
             if best:
                 loss = best.whole_loss

@@ -44,6 +44,7 @@ _CYCLE = [
 ]
 # Unused values, of which answers of equally many tokens are chosen as foils.
 _SPARE = 256
+_SPARE_WORDS = 2048  # few words of two syllables are a single token
 
 
 class Prompt(NamedTuple):
@@ -167,7 +168,7 @@ class Draw:
     def symbols(self, count: int) -> tuple[list[str], list[str]]:
         """Draws (symbols, unused ones), all distinct: filler letters, or words."""
         if self.prose:
-            drawn = self.words(count + _SPARE)
+            drawn = self.words(count + _SPARE_WORDS)
         else:
             drawn = [LETTERS[i] for i in self.distinct(16, 16)]
         return drawn[:count], drawn[count:]
