@@ -10,16 +10,15 @@ once, and losses are summed in float64, so the batch size does not change the re
 added to W/eval.jsonl, and reused. Several evaluations are also shown as a table; the JSON object is
 the last one, and holds all in short.
 
---window tells whether a model that is good at a length uses it: layers without a window see so many
-keys, and with --sinks the first tokens of each evaluated window too (attention sinks, Xiao et al.,
-ICLR 2024); with mask_documents, only its first document sees these. Positions stay what they are,
-and layers still relay what lies beyond a window. What the whole text improves on the best window is
-the gain from context, so evaluate without --window, too: where nothing is hidden, it is the same.
+--window tells whether a model that is good at a length uses it: it is evaluated as it is, then with
+layers that see so many keys where they had no window. With --sinks they see the first tokens of
+each evaluated text too (attention sinks, Xiao et al., ICLR 2024); with mask_documents, only its
+first document does. Positions stay what they are, and layers still relay what lies beyond a window.
+The loss with the best window minus that without is the gain from context.
 
-Started on every host of a pod as training is, it uses all
-their devices; process 0 writes and prints. Where more than 1 % of the predicted tokens are <unk>
-there are no bits per byte, and without a predicted token no numbers at all: they are null.
-prope.ask asks tasks with known answers.
+Started on every host of a pod as training is, it uses all their devices; process 0 writes and
+prints. Where more than 1 % of the predicted tokens are <unk> there are no bits per byte, and
+without a predicted token no numbers at all: they are null. prope.ask asks tasks with known answers.
 """
 
 from absl import flags

@@ -1,5 +1,6 @@
 """The sweep's table of losses by length: each beside that of the best truncated window."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -82,6 +83,24 @@ def test_the_best_window_and_the_gain_from_context(sweep):
     assert best.gain.interval() == pytest.approx(tuple(expected))
     assert by_place["p = 1", T].best is None
     assert by_place["p = 0", T // 2].best is None
+
+
+def test_one_length_alone_and_a_run_that_is_not_finished(sweep):
+    """Its evaluations with windows are enough for a row; runs that go on do not hide it."""
+    for seed in SEEDS:
+        path = sweep / f"rope_percentage=0,seed={seed}/eval.jsonl"
+        records = read_lines(path)
+        T = plain_record(records)["seq_len"]
+        at_one_length = [record for record in records if record["seq_len"] == T]
+        trained = [record | {"seq_len": 256} for record in at_one_length]
+        write_lines(path, trained)
+    read = runs.read_sweep(sweep)
+    going_on = dataclasses.replace(read[0], step=5, evaluations=[])
+    assert going_on.state != "finished"
+    for listed in (read, [*read, going_on]):
+        (row,) = [row for row in context.rows(listed) if row.group == "p = 0"]
+        assert row.seq_len == 256
+        assert row.best.window == 128
 
 
 def test_the_page_shows_them(sweep):

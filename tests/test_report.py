@@ -608,6 +608,16 @@ def test_a_page_says_what_its_seeds_can_tell(sweep):
     (can_tell,) = comparisons.detectable([family])
     deviation = family.pooled.deviation
     assert can_tell.difference == statistics_of_losses.detectable_difference(deviation, 3, 2)
+    rows = [{"runs": 2}]
+    (sentence,) = sweep_page.limits(rows, [can_tell])
+    assert "by method" in sentence
+    two = can_tell._replace(methods=2)
+    (sentence,) = sweep_page.limits(rows, [two])
+    assert "by method" not in sentence
+    (stricter,) = comparisons.detectable([family._replace(level=0.975)])
+    assert stricter.difference > can_tell.difference
+    expected = statistics_of_losses.seeds_needed(stricter.smaller, deviation, 3, 0.975)
+    assert stricter.seeds_needed == expected
     smaller = can_tell.smaller
     assert can_tell.seeds_needed == statistics_of_losses.seeds_needed(smaller, deviation, 3)
     text = write_page(sweep).text

@@ -145,14 +145,22 @@ def test_power_is_that_of_the_noncentral_t_distribution():
 
 
 @pytest.mark.parametrize(
-    ("methods", "seeds"),
-    [(2, 2), (5, 3)],
+    ("methods", "seeds", "level"),
+    [(2, 2, 0.95), (5, 3, 0.95), (5, 3, 0.975)],
 )
-def test_detectable_differences_and_needed_seeds_answer_each_other(methods, seeds):
-    difference = statistics.detectable_difference(0.006, methods, seeds)
-    assert statistics.power(difference, 0.006, methods, seeds) == pytest.approx(0.8)
-    assert statistics.seeds_needed(difference * 1.001, 0.006, methods) == seeds
-    assert statistics.seeds_needed(difference * 0.999, 0.006, methods) == seeds + 1
+def test_detectable_differences_and_needed_seeds_answer_each_other(methods, seeds, level):
+    """And nothing differs in 5 %, or 2.5 %, of what is called distinguishable."""
+    difference = statistics.detectable_difference(0.006, methods, seeds, level)
+    found = statistics.power(difference, 0.006, methods, seeds, level)
+    assert found == pytest.approx(0.8)
+
+    def needed(difference):
+        return statistics.seeds_needed(difference, 0.006, methods, level)
+
+    assert needed(difference * 1.001) == seeds
+    assert needed(difference * 0.999) == seeds + 1
+    false = statistics.power(0, 0.006, 2, seeds, level)
+    assert false == pytest.approx(1 - level, abs=1e-4)
 
 
 def test_documents_alone_vary_as_the_jackknife_finds():

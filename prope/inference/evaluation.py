@@ -33,18 +33,17 @@ class LossOptions(Options):
     sinks: list[str] | None = None
 
     def cuts(self, model: ConfigDict, T: int) -> list[tuple[int | None, int]]:
-        """Returns the windows of layers that have none, with sinks; (None, 0) where all is seen."""
+        """Returns windows of the layers that have none, each with sinks; first (None, 0), uncut."""
+        cuts = [(None, 0)]
         if self.window is None or FULL not in layer_kinds(model):
-            return [(None, 0)]
+            return cuts
         windows = _parse_counts("--window", self.window, least=1)
         sinks = _parse_counts("--sinks", self.sinks or ["0"], least=0)
-        # The last query sees T keys.
-        cuts = [
-            (window, kept) if window + kept < T else (None, 0)
-            for window in windows
-            for kept in sinks
-        ]
-        return list(dict.fromkeys(cuts))
+        for window in windows:
+            for kept in sinks:
+                if window + kept < T:  # else the last query, too, sees all T keys
+                    cuts.append((window, kept))
+        return cuts
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,6 +108,8 @@ def _open_lengths(
     _check_flags(options, config.data)
     if options.max_tokens:
         _check_max_tokens(options, configs)
+    if options.window and FULL not in layer_kinds(config.model):
+        log.info("%s: as it is, for no layer is without a window", run.workdir)
     cut_configs = []
     for T, config in configs.items():
         for window, sinks in options.cuts(config.model, T):

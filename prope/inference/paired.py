@@ -45,24 +45,15 @@ class Sums(NamedTuple):
         return mean_and_stderr(loss, tokens, self.source[rows], self.shares)
 
 
-def paired_difference(
-    workdir_a: epath.PathLike,
-    workdir_b: epath.PathLike,
-    about: dict | None = None,
-    positions: tuple[int, int] | None = None,
-    file: str = "eval.jsonl",
-    second_fields: dict | None = None,
-) -> Difference:
+def paired_difference(*runs, **options) -> Difference:
     """Computes the difference of two runs' losses on the same windows, and its standard error.
 
     The arguments are those of `read_difference`.
     """
-    sums = read_difference(workdir_a, workdir_b, about, positions, file, second_fields)
-    tokens = sums.tokens.sum(axis=1)
-    if not tokens.any():
-        raise usage_error("positions", positions, "no token is predicted there", "name others")
+    sums = read_difference(*runs, **options)
+    documents = (sums.tokens.sum(axis=1) > 0).sum()
     mean, stderr = sums.mean_and_stderr()
-    return Difference(mean, stderr, int((tokens > 0).sum()))
+    return Difference(mean, stderr, int(documents))
 
 
 def read_difference(
@@ -77,7 +68,7 @@ def read_difference(
 
     The fullest evaluations that both runs have are compared, and of equally full ones the newest.
     Raises UsageError, which names the command that makes them, where an evaluation or its sums are
-    missing.
+    missing; and where no token is predicted at these positions.
 
     Args:
       workdir_a: the first run.
@@ -118,7 +109,10 @@ def read_difference(
             raise usage_error("positions", positions, f"must be two of {edges}")
         columns = slice(*np.searchsorted(a.edges, positions))
     loss = a.loss.astype(np.float64) - b.loss
-    return a._replace(loss=loss[:, columns], tokens=a.tokens[:, columns])
+    tokens = a.tokens[:, columns]
+    if not tokens.any():
+        raise usage_error("positions", positions, "no token is predicted there", "name others")
+    return a._replace(loss=loss[:, columns], tokens=tokens)
 
 
 def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:

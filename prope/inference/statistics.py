@@ -344,7 +344,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # --- What a number of seeds can tell --------------------------------------------------------------
 
 
-def power(difference: float, deviation: float, methods: int, seeds: int) -> float:
+def power(
+    difference: float, deviation: float, methods: int, seeds: int, level: float = 0.95
+) -> float:
     """Computes how probably Dunnett's test sees a true difference from the baseline.
 
     Args:
@@ -352,11 +354,12 @@ def power(difference: float, deviation: float, methods: int, seeds: int) -> floa
       deviation: of a run's loss, pooled.
       methods: with the baseline.
       seeds: of every method, at least 2.
+      level: of the intervals.
     """
     from scipy import stats
 
     degrees = (methods - 1) * (seeds - 1)
-    critical = dunnett_critical(methods - 1, degrees)
+    critical = dunnett_critical(methods - 1, degrees, level)
     shift = abs(difference) / (deviation * math.sqrt(2 / seeds))
     # The noncentral t distribution; that of SciPy is NaN for some large shifts.
     s, weights = _deviation_nodes(degrees)
@@ -365,24 +368,31 @@ def power(difference: float, deviation: float, methods: int, seeds: int) -> floa
 
 
 def detectable_difference(
-    deviation: float, methods: int, seeds: int, probability: float = 0.8
+    deviation: float, methods: int, seeds: int, level: float = 0.95, probability: float = 0.8
 ) -> float:
     """Computes the least true difference from the baseline that is seen with a probability."""
     from scipy import optimize
 
     def excess(size: float) -> float:
-        return power(size, 1, methods, seeds) - probability
+        return power(size, 1, methods, seeds, level) - probability
 
-    largest = 5 + 3 * dunnett_critical(methods - 1, (methods - 1) * (seeds - 1))
+    degrees = (methods - 1) * (seeds - 1)
+    largest = 5 + 3 * dunnett_critical(methods - 1, degrees, level)
     return deviation * float(optimize.brentq(excess, 0, largest))
 
 
 def seeds_needed(
-    difference: float, deviation: float, methods: int, probability: float = 0.8
+    difference: float,
+    deviation: float,
+    methods: int,
+    level: float = 0.95,
+    probability: float = 0.8,
 ) -> int:
     """Computes how many seeds of every method a difference takes to be seen with a probability."""
+
+    def probability_of(seeds: int) -> float:
+        return power(difference, deviation, methods, seeds, level)
+
     numbers = range(2, _MAX_SEEDS)
-    place = bisect.bisect_left(
-        numbers, probability, key=lambda seeds: power(difference, deviation, methods, seeds)
-    )
-    return place + 2
+    place = bisect.bisect_left(numbers, probability, key=probability_of)
+    return numbers.start + place

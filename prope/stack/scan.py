@@ -31,8 +31,8 @@ def scan_layers(
 
     Args:
       config: a run's `config.model`.
-      run_layer: maps (carry, parameters of a layer, its part of `per_layer`, its number) to the
-        next carry. The number is known when it is compiled.
+      run_layer: maps (carry, parameters of a layer, its part of `per_layer`, the number of a layer
+        that is built alike) to the next carry. The number is known when it is compiled.
       carry: what goes through the layers: the residual stream, and the memory, which layers that
         share keys and values do not change.
       params: of all layers, stacked: `params["layers"]` of the model.

@@ -64,6 +64,7 @@ class Family(NamedTuple):
     reference: str
     pooled: Pooled
     comparisons: list[Comparison]
+    level: float  # at which the intervals of all comparisons hold together
 
 
 # --- With RoPE ------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def compare_with_rope(runs: Iterable[Run]) -> list[Family]:
         comparisons = []
         for name, found in by_group.items():
             comparisons.append(_compare(Comparison(name, rope), found, pooled, critical))
-        families.append(Family(rope, pooled, comparisons))
+        families.append(Family(rope, pooled, comparisons, level))
     return families
 
 
@@ -245,9 +246,9 @@ def detectable(families: list[Family]) -> list[Detectable]:
             continue
         seeds = min(one.difference.samples for one in several)
         methods = 1 + len(family.comparisons)
-        difference = detectable_difference(pooled.deviation, methods, seeds)
+        difference = detectable_difference(pooled.deviation, methods, seeds, family.level)
         smaller = float(f"{difference / 4:.1g}")
-        needed = seeds_needed(smaller, pooled.deviation, methods)
+        needed = seeds_needed(smaller, pooled.deviation, methods, family.level)
         computed.append(
             Detectable(family.reference, methods, seeds, pooled, difference, smaller, needed)
         )

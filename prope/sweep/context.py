@@ -34,18 +34,21 @@ class Row(NamedTuple):
 
 
 def rows(runs: list[Run]) -> list[Row]:
-    """Makes a row for every group and length that all its runs were evaluated at."""
+    """Makes a row for every group and length that all its finished runs were evaluated at."""
+    finished = [run for run in runs if run.state == "finished"]
     made = []
-    for name, group in groups(runs).items():
+    for name, group in groups(finished).items():
         curves = [by_length(run) for run in group]
-        lengths = set.intersection(*map(set, curves))
-        for T in sorted(lengths):
+        compared = set.intersection(*map(set, curves))
+        cut = {record["seq_len"] for record in group[0].evaluations if record.get("window")}
+        for T in sorted(compared | cut):
             # By the gain, whose two losses are of the same tokens.
             best = min(_cuts(group, T), key=lambda cut: cut.gain.difference, default=None)
-            loss = statistics.fmean(curve[T] for curve in curves)
             if best:
-                loss = best.whole_loss
-            made.append(Row(name, T, loss, best))
+                made.append(Row(name, T, best.whole_loss, best))
+            elif T in compared:
+                loss = statistics.fmean(curve[T] for curve in curves)
+                made.append(Row(name, T, loss, None))
     return made
 
 

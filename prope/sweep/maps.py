@@ -48,9 +48,12 @@ def best_guess(record: dict) -> float:
 
 
 def retrieves(record: dict) -> bool:
-    """Tells whether 85 % are right, and their 95 % interval is above the best guess."""
+    """Tells whether 85 % are right, and their 95 % interval is above the best guess.
+
+    Of an older record, which lacks that guess, it is not known to be.
+    """
     low, _ = record["accuracy_interval"]
-    return record["accuracy"] >= _PASSED and low > best_guess(record)
+    return "guess" in record and record["accuracy"] >= _PASSED and low > record["guess"]
 
 
 def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:

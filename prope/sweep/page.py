@@ -287,13 +287,16 @@ def limits(rows: list[dict], can_tell: Sequence[Detectable]) -> list[str]:
     sentences = []
     for one in can_tell:
         pooled = one.pooled
+        by_method = ""
+        if one.methods > 2:  # the residuals of two are each other's
+            by_method = f": by method it is {pooled.smallest:.2g} to {pooled.largest:.2g}"
         sentences.append(
             f"With {one.seeds} seeds and {one.methods} methods, a true difference from"
             f" {one.reference} of {one.difference:.2g} nats per token is seen in 80 % of such"
             f" experiments; smaller ones are mostly missed. For {one.smaller:g} take"
             f" {one.seeds_needed} seeds. The loss of a run has a residual standard deviation of"
             f" {pooled.deviation:.2g} ({pooled.degrees} degrees of freedom), which is taken to be"
-            f" equal in all methods: by method it is {pooled.smallest:.2g} to {pooled.largest:.2g}."
+            f" equal in all methods{by_method}."
         )
     if max(row["runs"] for row in rows) == 1:
         sentences.append(
