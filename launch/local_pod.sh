@@ -101,6 +101,9 @@ while ((${#codes[@]} < processes)); do
   done
 done
 
+# All have ended. A signal that interrupts bash while it reads the exit code below would leave none to exit with.
+trap '' TERM INT HUP
+
 # Children of the processes may hold stderr open: wait for its last lines, but at most 5 s.
 for ((tries = 0; tries < 50; tries++)); do
   kill -0 "${printers[@]}" || break
