@@ -8,6 +8,8 @@ Command    python -m prope.train --config=configs/gemma4_like.py --workdir=W \\
                --config.data.data_dir=DATA
            python launch/sweep.py --config=configs/gemma4_like.py --workdir=W \\
                --config.data.data_dir=DATA
+           python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_tokens=65536
+           python -m prope.report --sweep=W
            The sweep is over p of the global layers, with three seeds.
            E2B has also --config.model.per_layer_input_dim=16.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
