@@ -22,7 +22,7 @@ from prope.hf.families import (
     IMPORTED,
     SIZES,
     fill,
-    layer_kinds,
+    read_kinds,
     read_switches,
     rotated_layers,
 )
@@ -437,7 +437,7 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
     full = ["full_attention"] * layers
     if model_type == "mistral":
         full = ["sliding_attention"] * layers
-    assert layer_kinds(family, ours) == (getattr(theirs, "layer_types", None) or full)
+    assert read_kinds(family, ours) == (getattr(theirs, "layer_types", None) or full)
     rotated = getattr(theirs, "no_rope_layers", [1] * layers)
     assert rotated_layers(family, ours) == list(map(bool, rotated))
     ropes = theirs.rope_parameters
