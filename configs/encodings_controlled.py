@@ -12,8 +12,8 @@ Command    python launch/sweep.py --config=configs/encodings_controlled.py --wor
            :python trains on python_source.py's text instead, four seeds; :rates has the learning
            rates, on two other seeds; :rope is one method and :rope-python both; :tiny is quick.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
-Hours      2.6: 80 runs of about 230 seconds on one core, two at a time; computed. :rates takes 0.7
-           and :python 1.0.
+Hours      4.2: 80 runs of about 380 seconds on one core, two at a time; computed. :rates takes 1.0
+           and :python 1.7.
 Expected   Not yet run.
 """
 

@@ -11,7 +11,7 @@ Command    python launch/sweep.py --config=configs/slow_pairs.py --workdir=W \\
            python -m prope.report --sweep=W
            slow_pairs.py:cutoff_1-1000-256 has one method, wavelength and length; :tiny is quick.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
-Hours      1.9: 104 runs of 400 steps, about 130 seconds each on one core; computed.
+Hours      2.3: 104 runs of 300 steps, about 160 seconds each on one core, two at a time; computed.
 Expected   Not yet run.
 """
 
@@ -43,13 +43,14 @@ controlled = runpy.run_path(str(pathlib.Path(__file__).with_name("encodings_cont
 def get_config(argument: str = "rope-10000-512"):
     size = "full"
     if argument in ("full", "tiny"):
-        size, argument = argument, "rope-10000-512"
+        size = argument
+        argument = "rope-10000-512"
     if argument not in ARGUMENTS:
         raise ValueError(f"{argument}: must be full, tiny or one of {', '.join(ARGUMENTS)}")
     method, wavelength, length = argument.split("-")
     config = controlled["get_config"]("rope")
-    config.num_steps = 400
-    config.eval_every = 400
+    config.num_steps = 300
+    config.eval_every = 300
     config.data.seq_len = int(length)
     config.batch_size = 2048 // config.data.seq_len
     config.eval.batch_size = 2 * config.eval.batch_size * 256 // config.data.seq_len

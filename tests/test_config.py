@@ -243,6 +243,54 @@ def test_the_encodings_go_by_the_length():
     assert long["rope_id"].original_seq_len == 1024
 
 
+def test_the_controlled_encodings_are_those_of_the_other_page():
+    """QK-norm of the method without rotation alone is another change."""
+    page = module_of("encodings_controlled")
+    wiki = module_of("encodings_wiki")
+    configs = {method: page["get_config"](method) for method in page["METHODS"]}
+    for method, config in configs.items():
+        validate(config)
+        known = wiki["get_config"](method.removesuffix("_qk_norm"))
+        changed = differences(config, known)
+        names = {line.partition(":")[0] for line in changed}
+        allowed = {"data.validation_fraction", "optimizer.learning_rate"}
+        if method == "nope_qk_norm":
+            allowed.add("model.use_qk_norm")
+            assert config.model.use_qk_norm
+        assert names <= allowed
+        assert config.optimizer.learning_rate in page["RATES"]
+    others = {"full": 10, "tiny": 1, "rates": 2, "python": 4}
+    assert {size: len(page["get_sweep"](size)["seed"]) for size in page["SIZES"]} == others
+    chosen = {*page["SEEDS"]["rates"]}
+    assert chosen.isdisjoint(page["SEEDS"]["full"]), "rates are chosen on other seeds"
+    assert page["get_config"]("rope-python").data.dataset == "python_source"
+
+
+def test_slow_pairs_turn_as_often_as_they_say():
+    """Periods by the formula 2 pi wavelength^(2 k / head_dim)."""
+    page = module_of("slow_pairs")
+    pairs = np.arange(32)
+    for argument in page["GRID"]:
+        method, wavelength, length = argument.split("-")
+        config = page["get_config"](argument)
+        validate(config)
+        cutoff = float(method.removeprefix("cutoff_")) if method != "rope" else math.inf
+        periods = 2 * math.pi * float(wavelength) ** (2 * pairs / 64)
+        expected = (periods <= cutoff * int(length)).sum()
+        assert rotated_pairs(config.model) == expected, argument
+        assert config.batch_size * config.data.seq_len == 2048
+    assert len(page["GRID"]) == 23, "wavelengths, lengths and cutoffs, without the one that is RoPE"
+    kept = layer_frequencies(page["get_config"]("cutoff_1-10000-512").model)[0]
+    rotated = kept[kept > 0]
+    for name in ("narrow", "narrow_4"):
+        narrow = page["get_config"](f"{name}-10000-512").model
+        np.testing.assert_allclose(layer_frequencies(narrow)[0], rotated, rtol=1e-6)
+    dense = layer_frequencies(page["get_config"]("dense-10000-512").model)[0]
+    assert dense.min() == pytest.approx(rotated.min()) and len(dense) == 32
+    with pytest.raises(ValueError, match="^cutoff_2-100-512: must be full, tiny or one of rope-"):
+        page["get_config"]("cutoff_2-100-512")
+
+
 def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
     pages = [load(ROOT / "configs" / f"gemma_2b_{page}.py") for page in ("wiki", "128k", "1m")]
     for config, period in zip(pages, (5847, 106_631, 985_127), strict=True):
