@@ -32,8 +32,6 @@ HEAD = 25_600 * 256
 @pytest.fixture(scope="module")
 def plan(run_command):
     def run(*arguments, config=CONFIG, **environment):
-        # Tests may run side by side; libtpu would let one process in.
-        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
         return run_command("prope.plan", config, *arguments, **environment)
 
     return run
@@ -265,7 +263,6 @@ print(json.dumps([dims for _, dims in array_shapes(text)]))
 def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
     """Runs in a process of its own: libtpu cannot be let go."""
     environment = os.environ | {
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": f"{ROOT}/tests",
     }
@@ -325,6 +322,30 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump, chunk, 
     assert fitting == largest
     fastest = max(speeds[remat] * rows for remat, rows in largest.items())
     assert result["ideal_tokens_per_second"] == fastest
+
+
+# --- Several plans at a time ----------------------------------------------------------------------
+
+HOLD = """
+import sys
+from prope.cost.topology import find_devices
+print(len(find_devices("v5e:2x2", 1)), flush=True)
+sys.stdin.read()
+"""
+
+
+@needs_libtpu
+def test_a_plan_beside_another_reaches_the_compiler_too(monkeypatch):
+    monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
+    command = [sys.executable, "-c", HOLD]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, **pipes) as first:
+        assert first.stdout.readline() == "4\n"
+        second = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT)
+        assert first.poll() is None, "both hold the compiler"
+        first.stdin.close()
+    assert second.stdout == "4\n", second.stderr[-2000:]
+    assert first.returncode == second.returncode == 0
 
 
 # --- Refusals -----------------------------------------------------------------------------------

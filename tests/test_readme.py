@@ -248,7 +248,7 @@ def test_every_command_runs(readme, trained, cache_dir, tmp_path):
         shutil.copytree(trained[0], tmp_path / name)
     with forking_python() as program:
         put_program(tmp_path / "bin/python", program)
-        run_script(script, tmp_path, env | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true"})
+        run_script(script, tmp_path, env)
 
 
 @pytest.mark.slow

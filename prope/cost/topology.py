@@ -19,9 +19,10 @@ GPUS = tomllib.loads(pathlib.Path(__file__).with_name("gpus.toml").read_text())
 _FOR_ALL_GPUS = GPUS.pop("all")
 # cuDNN and CUDA of launch/constraints.txt, as XLA asks for them.
 _LIBRARIES = {"dnn_version_info": {"major": 9, "minor": 28}, "runtime_version": {"major": 13}}
-# Without these, libtpu asks the cloud which machine it is on, and waits minutes where there is no
-# cloud.
-_KNOWN_MACHINE = {
+# Without the others, libtpu asks the cloud which machine it is on, and waits minutes where there is
+# no cloud.
+_OF_LIBTPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several plans at a time, or one beside training
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -47,7 +48,7 @@ def _find_tpus(topology: str, sizes: list[str], slices: int) -> list:
             "prope.plan needs libtpu, XLA's compiler for TPUs: pip install -e '.[tpu]'; "
             "it needs no TPU"
         )
-    for name, value in _KNOWN_MACHINE.items():
+    for name, value in _OF_LIBTPU.items():
         os.environ.setdefault(name, value)
     options = {}
     if "1" in sizes[:2]:
