@@ -202,6 +202,7 @@ def test_accuracy_by_distance_is_in_octaves_with_intervals_over_prompts(picture)
         384: (0.96, 100),
         768: (0.2, 50),
     }
+    assert "(Wilson), 50 to 150 a point" in picture.caption
     *curves, guess, training = axes.lines  # the slowest pair comes round far beyond
     assert set(guess.get_ydata()) == {0.3}
     assert training.get_xdata()[0] == TRAINED

@@ -880,20 +880,37 @@ def test_runs_that_share_one_logged_step_are_drawn(sweep):
 
 
 def test_one_bad_run_does_not_flatten_the_others(sweep):
-    """NoPE's perplexity is 30 times that of the others: the axis is logarithmic."""
+    """NoPE's loss is far above the others': all axes are linear, the last panel leaves it out."""
 
     for path in sweep.glob("rope_percentage=0,*/eval.jsonl"):
         records = [record for record in read_lines(path) if "perplexity" in record]
         for record in records:
             record["perplexity"] *= 30
+            record["loss"] += 3.4
         write_lines(path, records)
-    perplexity, difference = draw_picture(pictures_by_name(sweep)["perplexity"]).axes
-    assert perplexity.get_yscale() == "log"
-    assert difference.get_yscale() == "symlog"
-    x, y = difference.lines[0].get_data()
+    picture = pictures_by_name(sweep)["perplexity"]
+    axes = draw_picture(picture).axes
+    assert [panel.get_yscale() for panel in axes] == ["linear"] * 2
+    x, y = axes[1].lines[0].get_data()
     assert list(x) == [0.0, 0.25]
     apart = finals(sweep, 0.25) - finals(sweep, 1.0)
     assert y[1] == pytest.approx(apart.mean())
+
+
+def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
+    far = [(0.86, 0.01), (-0.0002, 0.002), (-0.0062, None), (-0.0064, 0.001)]
+    margin = 0.08 * (0.0018 + 0.0074)  # of the others with their errors
+    limits = pytest.approx((-0.0074 - margin, 0.0018 + margin))
+    assert drawing.close_up(far) == limits
+    assert drawing.close_up([(1.0, None), (2.0, None), (4.0, None)]) is None
+    assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
+    shown = {"a": {0: {1: 9.0, 2: 1.0, 3: 1.01, 4: 1.02}}}
+    plot = pictures.Plot("loss", "Loss", "step", "nats", None)
+    picture = pictures.curves_picture(plot, shown, {"a": None})
+    whole, enlarged = draw_picture(picture).axes
+    assert [axes.get_title() for axes in (whole, enlarged)] == ["Loss", "Loss, enlarged"]
+    assert whole.get_ylim()[1] > 9 and enlarged.get_ylim()[1] < 1.1
+    assert "Last panel: the same enlarged" in picture.caption
 
 
 @pytest.mark.parametrize(
@@ -918,7 +935,7 @@ def test_a_legend_stands_below_the_panels_in_as_many_columns_as_have_room(width,
 def test_labels_in_cells_can_be_read_on_their_colours():
     axes = matplotlib.figure.Figure().subplots()
     values = np.array([[0.1, 0.9, np.nan]])
-    drawing.label_cells(axes, values, "{:.1f} of it".format, bright=0.5)
+    drawing.label_cells(axes, values, "{:.1f} of it".format, lambda value: value > 0.5)
     labels = [(text.get_text(), text.get_color()) for text in axes.texts]
     assert labels == [("0.1 of it", "white"), ("0.9 of it", "black")], "nan has no label"
 

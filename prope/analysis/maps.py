@@ -112,7 +112,7 @@ def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture
             strict=True,
         ):
             image = show_image(axes, *limits, aspect="auto")
-            figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
+            figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label=title.removesuffix("s"))
             axes.set(title=title, xlabel="key", ylabel="query")
             label_ticks(axes.xaxis, labels, rotation=90)
             label_ticks(axes.yaxis, labels)

@@ -238,7 +238,7 @@ def _draw_scores(row, analysis: dict) -> None:
         label_ticks(axes.yaxis, layers)
         label_ticks(axes.xaxis, range(values.shape[1]))
     row[0].set_ylabel("layer")
-    axes.figure.colorbar(image, ax=axes, pad=0.04)
+    axes.figure.colorbar(image, ax=axes, pad=0.04, label="mean weight")
 
 
 def channels(analysis: dict) -> Picture:

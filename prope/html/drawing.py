@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Callable
 
 import matplotlib.figure
@@ -131,25 +132,66 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
 
 
-def show_image(axes, values, power: float = 1, vmin=0, vmax=None, **options):
+def close_up(points: list[tuple[float, float | None]]) -> tuple[float, float] | None:
+    """Returns limits of an axis that show most points well where a few would flatten them.
+
+    Args:
+      points: means and their errors, which may be None.
+
+    Returns:
+      The limits of all but the quarter that is farthest from the median, and at least one; None if
+      these span more than a quarter of what all do.
+    """
+    middle = statistics.median(mean for mean, _ in points)
+    nearest_first = sorted(points, key=lambda point: abs(point[0] - middle))
+    kept = nearest_first[: len(points) - max(len(points) // 4, 1)]
+    low, high = _span(kept)
+    lowest, highest = _span(points)
+    if len(kept) < 2 or 4 * (high - low) > highest - lowest:
+        return None
+    margin = 0.08 * (high - low)
+    return low - margin, high + margin
+
+
+def _span(points: list[tuple[float, float | None]]) -> tuple[float, float]:
+    """Returns the lowest and the highest end of the errors of points."""
+    low = min((mean - (error or 0) for mean, error in points), default=0.0)
+    high = max((mean + (error or 0) for mean, error in points), default=0.0)
+    return low, high
+
+
+def show_image(axes, values, power: float = 1, vmin=0, vmax=None, cmap="viridis", **options):
     """Shows values [rows, columns] as colours by their power; returns the image."""
     axes.grid(False)
     return axes.imshow(
         values,
         norm=PowerNorm(power, vmin, vmax),
-        cmap="viridis",
+        cmap=cmap,
         interpolation="none",
         gid="cells",
         **options,
     )
 
 
-def label_cells(axes, values, form: Callable[[float], str], bright: float) -> None:
-    """Writes the finite values of an image, dark on the colours of values above `bright`."""
+def label_cells(
+    axes,
+    values,
+    form: Callable[[float], str],
+    is_bright: Callable[[float], bool],
+) -> None:
+    """Writes the finite values of an image, dark where the colour of the value is bright."""
+    axes.patch.set(hatch="///", edgecolor=GRID)  # seen where there is no value
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
-            colour = "black" if value > bright else "white"
-            axes.text(column, row, form(value), ha="center", va="center", color=colour)
+            colour = "black" if is_bright(value) else "white"
+            axes.text(
+                column,
+                row,
+                form(value),
+                ha="center",
+                va="center",
+                color=colour,
+            )
 
 
 def cells(figure) -> list[dict]:
@@ -212,7 +254,7 @@ def label_ticks(axis, labels: list, **options) -> None:
 def heat(axes, values, title: str, rows: str, labels: list, rotated: np.ndarray | None) -> None:
     """Draws a map of [rows, P] with its scale, and borders of the pairs that are not `rotated`."""
     image = show_image(axes, values, aspect="auto")
-    axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
+    axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label="2-norm")
     axes.set(xlabel="pair, fastest first", ylabel=rows, title=title)
     axes.locator_params(axis="x", integer=True)
     label_ticks(axes.yaxis, labels)

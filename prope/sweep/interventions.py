@@ -107,8 +107,15 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
     def draw(figure) -> None:
         row = panels(figure, len(groups), sharey=True)[0]
         for axes, group, losses in zip(row, groups, values, strict=True):
-            show_image(axes, losses, vmin=-largest, vmax=largest, aspect="auto")
-            label_cells(axes, losses, _signed, bright=0.3 * largest)
+            show_image(
+                axes,
+                losses,
+                vmin=-largest,
+                vmax=largest,
+                cmap="RdBu_r",
+                aspect="auto",
+            )
+            label_cells(axes, losses, _signed, lambda change: abs(change) < 0.6 * largest)
             axes.set(title=group, xlabel="tokens in a window")
             label_ticks(axes.xaxis, [f"{length:,}" for length in lengths])
             label_ticks(axes.yaxis, bands)
@@ -118,7 +125,7 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
     caption = (
         f"Loss with a band {words}, minus the loss as it is, nats per token, without training."
     )
-    caption += " Means over seeds."
+    caption += " Means over seeds. Red: the loss rises; blue: it falls; hatched: not evaluated."
     alt = "Maps of the change of the loss by band and length, from"
     alt += f" {np.nanmin(values):+.3f} to {np.nanmax(values):+.3f}."
     width = min(2.4 * len(groups) + 0.6, 12.9)

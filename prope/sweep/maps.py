@@ -13,7 +13,6 @@ from scipy import stats
 from prope.encodings import layer_frequencies
 from prope.html.drawing import (
     BORDER,
-    GRID,
     TEXT,
     Picture,
     label_cells,
@@ -140,9 +139,12 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
             above.set_title(f"{group}{warning}")
 
     guess = 0.0
+    counts = []  # of prompts
     for runs in by_group.values():
         for run in runs:
-            guess = max(guess, *map(best_guess, answers_by_task(run)[task].values()))
+            records = list(answers_by_task(run)[task].values())
+            guess = max(guess, *map(best_guess, records))
+            counts += [round(prompts) for _, prompts in _count_by_octave(records).values()]
     warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
     result = (
@@ -152,10 +154,11 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     caption = (
         "Prompts whose right answer is likelier than all foils, mean % over seeds. Colours start at"
         f" {guess:.0%}, the best guess that reads the prompt and matches nothing: what is not above"
-        " it is no retrieval. Dashed: the training length. Evidence on the line is as far back as"
-        " that, on the dotted one as the period of the slowest pair. Below: the share by distance"
-        " to the evidence, in octaves, a line for each run with its 95 % interval over prompts"
-        f" (Wilson); dash-dotted, the best guess. {result}"
+        " it is no retrieval. Hatched: not asked. Dashed: the training length. Evidence on the line"
+        " is as far back as that, on the dotted one as the period of the slowest pair. Below: the"
+        " share by distance to the evidence, in octaves, a line for each run with its 95 % interval"
+        f" over prompts (Wilson), {min(counts)} to {max(counts)} a point;"
+        f" dash-dotted, the best guess. {result}"
     )
     alt = f"Right answers to {task} by length and depth. {result}"
     size = (max(2.4 * columns, 4.8), 0.4 + 5 * blocks)
@@ -181,8 +184,7 @@ def _draw_map(
     rows, lengths, values = _average_cells(records)
     show_image(axes, values, vmin=guess, vmax=1, aspect="auto")
     bright = (guess + 1) / 2
-    label_cells(axes, values, lambda share: f"{100 * share:.0f}", bright)
-    axes.patch.set(hatch="///", edgecolor=GRID)  # seen where nothing was run
+    label_cells(axes, values, lambda share: f"{100 * share:.0f}", lambda share: share > bright)
     label_ticks(axes.xaxis, [f"{length:,}" for length in lengths], labelrotation=90)
     label_ticks(axes.yaxis, [f"{row:g}" for row in rows])
     # Lengths stand in equal steps; between them, columns are interpolated in octaves.

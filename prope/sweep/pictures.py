@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from etils import epath
-from matplotlib.ticker import LogFormatter
 
 from prope.errors import usage_error
-from prope.html.drawing import TEXT, Picture, legend, line, panels, styles, visible
+from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, styles, visible
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
@@ -38,6 +37,7 @@ Means = dict[str, Points]
 LOSS = "loss (nats per token)"
 VALIDATION = f"validation {LOSS}"
 POSITION = "position (tokens)"
+_ENLARGED = "Last panel: the same enlarged, without the few points that lie far from the others."
 
 
 def draw_loss(workdir: epath.Path, output: str | None = None) -> epath.Path:
@@ -191,12 +191,11 @@ class Plot(NamedTuple):
     y: str
     read: Callable[[Run], Curve]
     log: bool = False  # x in octaves
-    symlog: bool = False  # differences, as the first steps would flatten all others
     note: str = ""  # ends the caption
 
 
 PLOTS = [
-    Plot("loss", "Training loss", "step", LOSS, by_step, symlog=True),
+    Plot("loss", "Training loss", "step", LOSS, by_step),
     Plot("position", "Loss by position in the window", POSITION, VALIDATION, by_position),
     Plot(
         "length",
@@ -221,6 +220,8 @@ def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
     plots = list(PLOTS)
     tasks = {entry["task"] for run in runs for entry in accuracies(run)}
     for task in sorted(tasks):
+        entries = [one for run in runs for one in accuracies(run) if one["task"] == task]
+        answers = [entry["answers"] for entry in entries]
         plot = Plot(
             f"accuracy-{task}",
             f"Accuracy by distance: {task}",
@@ -228,6 +229,7 @@ def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
             "share of correct answers",
             functools.partial(by_distance, task=task),
             log=True,
+            note=f" A point has {min(answers):,} to {max(answers):,} answers of a run.",
         )
         plots.append(plot)
     rope_of = {row["group"]: row["reference"] for row in rows}
@@ -286,11 +288,18 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     if not means:
         return None
 
+    shown = {plot.title: means}
+    if differences:
+        shown["minus that of RoPE"] = differences
+    limits = close_up(_all_points(differences or means))
+    if limits:
+        title = list(shown)[-1]
+        shown[f"{title}, enlarged"] = shown[title]
+
     def draw(figure) -> None:
         style = styles(list(by_group))
-        shown = {plot.title: means, "minus that of RoPE": differences}
-        row = panels(figure, 2 if differences else 1)[0]
-        for axes, (title, lines) in zip(row, shown.items(), strict=False):
+        row = panels(figure, len(shown))[0]
+        for axes, (title, lines) in zip(row, shown.items(), strict=True):
             for group, points in lines.items():
                 line(axes, points, style[group], group)
             axes.set(xlabel=plot.x, ylabel=plot.y, title=title)
@@ -299,10 +308,11 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter("{x:,.0f}")
         legend(row[0])
-        for axes in row[1:]:
-            axes.axhline(0, color=TEXT, lw=1.2)
-            if plot.symlog:
-                _set_symlog(axes, differences)
+        if differences:
+            for axes in row[1:]:
+                axes.axhline(0, color=TEXT, lw=1.2)
+        if limits:
+            row[-1].set_ylim(limits)
 
     alt = f"{plot.title}, by {plot.x}"
     caption = "Means over seeds; bands are their standard errors."
@@ -310,20 +320,23 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
         alt += ", and its difference from RoPE’s"
         caption += " Second panel: the difference from RoPE, seed by seed, in which what is hard"
         caption += " for all drops out."
+    if limits:
+        caption += f" {_ENLARGED}"
     caption += plot.note
     last = {group: points[max(points)] for group, points in means.items()}
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
     alt += f". At the right end: {ends}."
-    return Picture(plot.name, plot.title, alt, caption, draw)
+    return Picture(plot.name, plot.title, alt, caption, draw, _size(shown))
 
 
-def _set_symlog(axes, means: Means) -> None:
-    """Makes y logarithmic beyond the typical size, so that extremes leave room for the others."""
-    sizes = [abs(mean) for points in means.values() for mean, _ in points.values()]
-    typical = max(statistics.median(sizes), 1e-4)
-    decade = math.floor(math.log10(typical))
-    axes.set_yscale("symlog", linthresh=10.0**decade)
-    axes.yaxis.set_major_formatter("{x:g}")
+def _all_points(means: Means) -> list[tuple[float, float | None]]:
+    """Lists the points of all groups."""
+    return [point for points in means.values() for point in points.values()]
+
+
+def _size(shown: dict) -> tuple[float, float]:
+    """Returns the inches of a picture of one, two or three panels."""
+    return (12.9 if len(shown) > 2 else 9.6, 3.9)
 
 
 # --- Perplexity -----------------------------------------------------------------------------------
@@ -337,22 +350,27 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
         return None
     perplexities, differences = read_means(rows, by_p)
     title = "Validation perplexity by p" if by_p else "Validation perplexity"
+    shown = {title: perplexities}
+    if differences:
+        shown["loss minus that of RoPE"] = differences
+    limits = close_up(_all_points(differences or perplexities))
+    if limits:
+        last = list(shown)[-1]
+        shown[f"{last}, enlarged"] = shown[last]
 
     def draw(figure) -> None:
-        left, *right = panels(figure, 2 if differences else 1, sharex=True)[0]
         style = styles(list(perplexities))
-        _draw_points(left, perplexities, style, joined=by_p)
-        left.set(ylabel="validation perplexity", title=title)
-        left.set_yscale("log")  # a run that learns nothing leaves room for the others
-        left.yaxis.set_major_formatter(LogFormatter())
-        left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        row = panels(figure, len(shown), sharex=True)[0]
+        for axes, (name, means) in zip(row, shown.items(), strict=True):
+            is_difference = means is differences
+            _draw_points(axes, means, style, joined=by_p and not is_difference)
+            axes.set(ylabel=LOSS if is_difference else "validation perplexity", title=name)
+            if is_difference:
+                axes.axhline(0, color=TEXT, lw=1.2)
+        if limits:
+            row[-1].set_ylim(limits)
         if len(perplexities) > 1:
-            legend(left)
-        for axes in right:
-            _draw_points(axes, differences, style, joined=False)
-            _set_symlog(axes, differences)
-            axes.axhline(0, color=TEXT, lw=1.2)
-            axes.set(ylabel=LOSS, title="loss minus that of RoPE")
+            legend(row[0])
         for axes in figure.axes:
             axes.tick_params(axis="x", labelbottom=True, labelrotation=0 if by_p else 90)
             if by_p:
@@ -363,7 +381,9 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
     alt = f"Validation perplexity. {means}."
     caption = "Means over seeds and their standard deviations."
     caption += " Second panel: paired differences and their 95 % intervals, as in the table."
-    return Picture("perplexity", title, alt, caption, draw)
+    if limits:
+        caption += f" {_ENLARGED}"
+    return Picture("perplexity", title, alt, caption, draw, _size(shown))
 
 
 def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
