@@ -17,3 +17,13 @@ python -m prope.train --config=configs/quickstart.py --workdir="$workdir"
 python -m prope.report --workdir="$workdir"
 python -m prope.sample --workdir="$workdir" --prompt="Return a new list that"
 python -m prope.evaluate --workdir="$workdir"
+
+# stdout ends with the evaluation's JSON object.
+cat >&2 <<TEXT
+
+The run is in $workdir. Now try:
+  source launch/setup.sh
+  python -m prope                                        # all commands
+  python -m prope.analyze --workdir=$workdir             # which pairs the heads use
+  python launch/sweep.py --config=configs/quick_sweep.py --workdir=runs/sweep    # five values of p, 6 minutes
+TEXT

@@ -103,6 +103,24 @@ def test_the_lists_are_not_empty():
     assert len(defined_flags(ROOT / "prope/sample.py")) == 9
 
 
+def test_the_package_lists_its_commands():
+    done = run("-m", "prope")
+    assert (done.returncode, done.stderr) == (0, "")
+    commands = [path for path in MODULES if "command.run(" in path.read_text()]
+    listed = dict(re.findall(r"^  python -m (\S+) +(\S.*)$", done.stdout, flags=re.MULTILINE))
+    expected = {}
+    for path in commands:
+        expected[name_of(path)] = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+    assert listed == expected
+    assert run("-m", "prope", "--help").stdout == done.stdout
+    for argument, name in (("evaluate", "prope.evaluate"), ("learn", "prope.train")):
+        refused = run("-m", "prope", argument)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr == (
+            f"error: python -m prope takes no argument, not {argument}: write python -m {name}\n"
+        )
+
+
 @pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
 def test_every_program_answers_help_at_once(path):
     done = program(path, "--help")

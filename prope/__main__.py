@@ -1,0 +1,49 @@
+"""Lists the commands of prope, a line each.
+
+python -m prope
+"""
+
+import ast
+import pathlib
+import sys
+
+COMMANDS = (
+    "train",
+    "evaluate",
+    "sample",
+    "report",
+    "analyze",
+    "ask",
+    "import_hf",
+    "export_hf",
+    "check_port",
+    "plan",
+    "bench",
+    "data.prepare",
+    "data.inspect",
+    "data.train_tokenizer",
+)
+
+
+def _first_line(command: str) -> str:
+    """Reads the first line of a command's docstring without importing the module."""
+    path = pathlib.Path(__file__).parent.joinpath(*command.split("."))
+    module = ast.parse(path.with_suffix(".py").read_text())
+    return ast.get_docstring(module).splitlines()[0]
+
+
+def _list() -> str:
+    """Returns the text that is printed."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  python -m prope.{name:{width}}  {_first_line(name)}" for name in COMMANDS]
+    lines += ["", "Each answers --help. In the repository: python launch/sweep.py for many runs."]
+    return "\n".join(lines)
+
+
+others = [argument for argument in sys.argv[1:] if argument not in ("--help", "-h")]
+if others:
+    name = others[0] if others[0] in COMMANDS else "train"
+    problem = f"python -m prope takes no argument, not {others[0]}"
+    print(f"error: {problem}: write python -m prope.{name}", file=sys.stderr)
+    sys.exit(2)
+print(_list())
