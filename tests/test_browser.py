@@ -14,6 +14,7 @@ from matplotlib.transforms import Bbox
 from prope.analysis import analysis, theory_page
 from prope.html import drawing
 from prope.sweep.page import report_sweep
+from prope.sweep.run_page import report_run
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,6 +40,7 @@ def drawn(once, template) -> dict:
 
 
 RENDER = drawing.Picture.render
+KINDS = ("sweep", "run", "comparison", "analysis", "without rotation", "theory")
 
 
 def record(picture, pictures):
@@ -56,7 +58,10 @@ def write_pages(folder: pathlib.Path, sweep: pathlib.Path) -> dict[str, pathlib.
     options = analysis_options(text=str(text), heads="0.1,1.2", window="20:66")
     compared = analysis.analyse_all(folder, options)
     nope, rope = (pathlib.Path(run, "analysis", "index.html") for run in compared["runs"])
+    report_sweep(sweep)  # a page links to those that are there
+    of_run = report_run(sweep / "rope_percentage=1,seed=0")
     return {
+        "run": pathlib.Path(of_run["output"]),
         "sweep": pathlib.Path(report_sweep(sweep)["output"]),
         "comparison": pathlib.Path(compared["output"]),
         "analysis": rope,
@@ -82,7 +87,7 @@ def tab(tmp_path_factory):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-@pytest.mark.parametrize("kind", ["sweep", "comparison", "analysis", "without rotation", "theory"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_cut_off_and_all_can_be_read(pages, tab, kind, width, scheme):
     tab.open(pages[kind], width, scheme)
     measured = tab.measure()
@@ -94,7 +99,7 @@ def test_nothing_is_cut_off_and_all_can_be_read(pages, tab, kind, width, scheme)
     if width == 1200:
         assert measured["scrolled"] == []
     files = [link for link in measured["links"] if not link.startswith("#")]
-    assert len(files) == (2 if kind == "comparison" else 0)
+    assert len(files) == {"comparison": 2, "sweep": 1, "run": 1}.get(kind, 0)
     for file in files:
         assert (pages[kind].parent / file).is_file(), file
     assert tab.errors == []

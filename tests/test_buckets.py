@@ -200,7 +200,12 @@ def test_everything_in_a_bucket_is_as_on_disk(
         outcome = run_command(module, imported, *arguments)
         assert outcome.code == 0, outcome.stderr
     run = epath.Path(bucket) / "run"
-    for page in ("loss.png", "analysis/index.html", "analysis/usage.png"):
+    for page in (
+        "report/index.html",
+        "report/loss.png",
+        "analysis/index.html",
+        "analysis/usage.png",
+    ):
         assert (run / page).exists(), page
     events = list(run.glob("events.out.tfevents.*"))
     assert len(events) == 2

@@ -11,11 +11,13 @@ import pytest
 from makers import draw_model, draw_picture, save_checkpoints, write_lines
 
 from prope.config import default_config
+from prope.errors import UsageError
 from prope.html import drawing
 from prope.inference.asking import RECORDS
 from prope.runtime import files
 from prope.sweep import maps, runs
 from prope.sweep.page import report_sweep
+from prope.sweep.run_page import report_run
 from prope.workdir.run import write_config
 
 LENGTHS = (128, 256, 512)
@@ -237,11 +239,14 @@ def test_curves_stand_below_their_maps_where_maps_wrap():
 
 
 def test_a_run_of_its_own_gets_its_maps(sweep, tmp_path):
-    (path,), effective = maps.draw_tasks(sweep / "rope_percentage=1,seed=1")
-    assert effective == {"niah": "256"}
-    assert path.endswith("rope_percentage=1,seed=1/longcontext/task-niah.png")
-    assert pathlib.Path(path).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert maps.draw_tasks(tmp_path) == ([], {})
+    run = sweep / "rope_percentage=1,seed=1"
+    result = report_run(run)
+    assert result["effective_lengths"] == {"niah": "256"}
+    picture = run / "report" / "task-niah.png"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "Effective length by task" in (run / "report" / "index.html").read_text()
+    with pytest.raises(UsageError, match="no run there"):
+        report_run(tmp_path)
 
 
 def test_the_page_has_effective_lengths_by_task_and_reads_records_once(sweep, monkeypatch):

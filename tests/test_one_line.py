@@ -31,7 +31,7 @@ from prope.inference.asking import AskOptions, answers
 from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, read_json, read_text
 from prope.runtime.interrupts import Interrupts, Request
 from prope.runtime.startup import Startup
-from prope.sweep.pictures import draw_loss
+from prope.sweep.run_page import report_run
 from prope.train import recorded_init_from
 from prope.workdir.lease import Lease
 from prope.workdir.records import read_jsonl
@@ -331,9 +331,9 @@ def test_a_picture_of_a_run_of_somebody_else_lies_elsewhere(base, tmp_path, monk
     write_lines(theirs / "metrics.jsonl", [{"step": 7, "loss": 2.0}])
     monkeypatch.setattr(os, "access", lambda path, mode: "theirs" not in str(path))
     with pytest.raises(UsageError, match=r"^--workdir=.*cannot be written; give --output"):
-        draw_loss(theirs)
-    assert draw_loss(theirs, f"{tmp_path}/ours") == epath.Path(tmp_path / "ours/loss.png")
-    assert (tmp_path / "ours/loss.png").stat().st_size > 1000
+        report_run(theirs)
+    assert report_run(theirs, f"{tmp_path}/ours")["output"] == f"{tmp_path}/ours/report/index.html"
+    assert (tmp_path / "ours/report/loss.png").stat().st_size > 1000
 
 
 # --- Unusual surroundings ------------------------------------------------------------------------

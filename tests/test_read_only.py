@@ -13,7 +13,7 @@ from prope.analysis import analysis, compare
 from prope.errors import UsageError
 from prope.html import drawing
 from prope.inference.paired import paired_difference
-from prope.sweep import page, pictures
+from prope.sweep import page, run_page
 
 
 @pytest.fixture
@@ -81,13 +81,14 @@ def test_pages_of_a_sweep_go_to_the_output(template, tmp_path, read_only, monkey
     read_only(template)
     before = hash_files(template)
     run = template / "rope_percentage=1,seed=0"
-    for write in (page.report_sweep, pictures.draw_loss):
+    for write in (page.report_sweep, run_page.report_run):
         with pytest.raises(UsageError, match=r"--workdir=.*: cannot be written; give --output"):
-            write(run if write is pictures.draw_loss else template)
+            write(run if write is run_page.report_run else template)
     result = page.report_sweep(template, str(tmp_path / "a"))
     assert result["output"] == str(tmp_path / "a" / "report" / "index.html")
     assert (tmp_path / "a" / "report" / "loss.png").exists()
-    assert pictures.draw_loss(run, str(tmp_path / "b")) == tmp_path / "b" / "loss.png"
+    result = run_page.report_run(run, str(tmp_path / "b"))
+    assert result["output"] == str(tmp_path / "b" / "report" / "index.html")
     assert hash_files(template) == before
 
 

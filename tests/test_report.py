@@ -5,6 +5,7 @@ import html
 import io
 import json
 import math
+import pathlib
 import re
 import runpy
 import shutil
@@ -28,8 +29,9 @@ from prope.html import drawing
 from prope.inference import paired
 from prope.inference import statistics as statistics_of_losses
 from prope.inference.statistics import average_seeds
-from prope.sweep import comparisons, pictures, runs
+from prope.sweep import comparisons, pictures, run_page, runs
 from prope.sweep import page as sweep_page
+from prope.sweep.run_page import report_run
 
 
 @pytest.fixture
@@ -343,7 +345,59 @@ def test_evaluations_without_a_predicted_token_are_left_out(sweep, folders):
     else:
         assert result[0][4] == f"{final(sweep, 0, 0)['perplexity']:.4f}", "without an error"
     for seed in SEEDS:
-        assert pictures.draw_loss(run_folder(sweep, 0, seed)).exists()
+        page = report_run(run_folder(sweep, 0, seed))
+        assert "<td>–</td>" in pathlib.Path(page["output"]).read_text()
+
+
+def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
+    """The numbers are those of eval.jsonl, of equal records the last."""
+    folder = run_folder(sweep, 0.25)
+    plain = read_lines(folder / "eval.jsonl")[0] | {"step": 10, "seq_len": 2048}
+    changes = [
+        {"loss": 3.5},
+        {"loss": 2.25},
+        {"loss": 7.25, "encoding": "stop:0-3", "factor": 1.0},
+        {"loss": 8.0, "encoding": "yarn", "factor": 8.0},
+        {"loss": 6.5, "window": 64, "sinks": 4},
+    ]
+    write_lines(folder / "eval.jsonl", [plain | change for change in changes])
+    page = Page(pathlib.Path(report_run(folder)["output"]))
+    rows = table_with(page, "predicted tokens")
+    assert {row[3]: row[5] for row in rows} == {
+        "–": "2.2500",
+        "stop:0-3": "7.2500",
+        "yarn by 8": "8.0000",
+        "window 64, first 4": "6.5000",
+    }
+    assert {(row[0], row[2]) for row in rows} == {("10", "2,048")}
+    assert "p-RoPE rotates 8 of 32 pairs" in page.text
+    for title in ("Encoding", "Loss", "All evaluations", "Settings"):
+        assert f">{title}</a>" in (folder / "report/index.html").read_text(), "in the contents"
+    write_page(sweep)
+    link = '<a href="../rope_percentage=0.25,seed=0/report/index.html">'
+    assert (sweep / "report/index.html").read_text().count(link) == 1
+
+
+def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
+    """Frequencies by the formula wavelength^(-2 k / head_dim); what does not rotate has none."""
+    config = default_config()
+    model = {"num_layers": 3, "head_dim": 16, "max_wavelength": 10_000.0, "rope_percentage": 0.5}
+    windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
+    config.model.update(model | windows | {"local_rope_percentage": 1.0})
+    picture = run_page.encoding_picture(SimpleNamespace(config=config))
+    axes = draw_picture(picture).axes[0]
+    *curves, once = axes.lines
+    labels = [curve.get_label() for curve in curves]
+    assert labels == ["2 layers, window 8", "1 layer, no window"]
+    freqs = 10_000.0 ** (-2 * np.arange(8) / 16)
+    np.testing.assert_allclose(curves[0].get_ydata(), freqs, rtol=1e-6)
+    np.testing.assert_allclose(
+        curves[1].get_ydata()[:4],
+        freqs[:4],
+        rtol=1e-6,
+    )
+    assert np.isnan(curves[1].get_ydata()[4:]).all()
+    assert once.get_ydata()[0] == pytest.approx(2 * math.pi / config.data.seq_len)
 
 
 def test_a_field_that_differs_though_it_is_not_swept_is_named(sweep):
@@ -482,7 +536,7 @@ def test_hostile_names_are_text_in_pages_and_pictures(sweep, monkeypatch):
     result = sweep_page.report_sweep(sweep)
     assert_shown(sweep / "report" / "index.html")
     assert len(result["table"]) == len(PERCENTAGES)
-    assert pictures.draw_loss(run_folder(sweep, 0)).exists()
+    assert_shown(pathlib.Path(report_run(run_folder(sweep, 0))["output"]))
     tasks = [path.name for path in (sweep / "report").glob("accuracy-*")]
     assert len(tasks) == 1 and tasks[0].startswith("accuracy-.._")
     assert not list(sweep.glob("*.png"))
@@ -777,7 +831,11 @@ def test_the_pictures_show_what_the_files_say(sweep):
     ]
     losses, differences = lines_of(drawn["loss"])
     for i, p in enumerate(PERCENTAGES):
-        assert_line(losses[i], STEPS, logged(sweep, p).mean(axis=0))
+        assert_line(
+            losses[i],
+            STEPS,
+            logged(sweep, p).mean(axis=0),
+        )
         if p < 1:
             apart = logged(sweep, p) - logged(sweep, 1.0)
             assert_line(differences[i], STEPS, apart.mean(axis=0))
@@ -898,13 +956,36 @@ def test_one_bad_run_does_not_flatten_the_others(sweep):
 
 
 def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
-    far = [(0.86, 0.01), (-0.0002, 0.002), (-0.0062, None), (-0.0064, 0.001)]
+    far = [
+        (0.86, 0.01),
+        (-0.0002, 0.002),
+        (-0.0062, None),
+        (-0.0064, 0.001),
+    ]
     margin = 0.08 * (0.0018 + 0.0074)  # of the others with their errors
     limits = pytest.approx((-0.0074 - margin, 0.0018 + margin))
     assert drawing.close_up(far) == limits
-    assert drawing.close_up([(1.0, None), (2.0, None), (4.0, None)]) is None
+    assert (
+        drawing.close_up(
+            [
+                (1.0, None),
+                (2.0, None),
+                (4.0, None),
+            ]
+        )
+        is None
+    )
     assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
-    shown = {"a": {0: {1: 9.0, 2: 1.0, 3: 1.01, 4: 1.02}}}
+    shown = {
+        "a": {
+            0: {
+                1: 9.0,
+                2: 1.0,
+                3: 1.01,
+                4: 1.02,
+            }
+        }
+    }
     plot = pictures.Plot("loss", "Loss", "step", "nats", None)
     picture = pictures.curves_picture(plot, shown, {"a": None})
     whole, enlarged = draw_picture(picture).axes

@@ -363,9 +363,10 @@ def test_tensorboard_is_written_without_torch(tmp_path):
 @pytest.mark.slow
 def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
     outcome = run_command("prope.report", f"--workdir={whole[0]}")
-    assert (whole[0] / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert outcome.result == {"output": str(whole[0] / "loss.png"), "runs": [str(whole[0])]}
-    assert "no metrics of a run there" in run_command("prope.report", f"--workdir={tmp_path}").error
+    report = whole[0] / "report"
+    assert (report / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert outcome.result == {"output": str(report / "index.html"), "runs": [str(whole[0])]}
+    assert "no run there" in run_command("prope.report", f"--workdir={tmp_path}").error
 
 
 # --- Bad input --------------------------------------------------------------------------------

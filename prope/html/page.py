@@ -4,6 +4,7 @@ import base64
 import hashlib
 import math
 import pathlib
+import re
 
 import jinja2
 from etils import epath
@@ -38,8 +39,18 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
         environment.globals.update(script=Markup(script), digest=_base64(digest))
     html = environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
     output = folder / "index.html"
-    output.write_text(html, encoding="utf-8")
+    output.write_text(_with_contents(html), encoding="utf-8")
     return output
+
+
+def _with_contents(html: str) -> str:
+    """Puts links to the sections before the first of more than three."""
+    heads = re.findall(r'<h2 id="([^"]*)">(.*?)</h2>', html)
+    if len(heads) <= 3:
+        return html
+    links = [f'<a href="#{target}">{title}</a>' for target, title in heads]
+    contents = f'<nav aria-label="Contents">{" · ".join(links)}</nav>\n<section'
+    return html.replace("<section", contents, 1)
 
 
 def _finalize(value):

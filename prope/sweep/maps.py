@@ -7,7 +7,6 @@ rescaled encodings.
 import math
 
 import numpy as np
-from etils import epath
 from scipy import stats
 
 from prope.encodings import layer_frequencies
@@ -20,11 +19,8 @@ from prope.html.drawing import (
     panels,
     show_image,
 )
-from prope.inference.asking import RECORDS
-from prope.inference.opening import check_folder, results_folder
-from prope.sweep.runs import P, Run, groups, read_run
+from prope.sweep.runs import Run, groups
 from prope.workdir.records import find_evaluations
-from prope.workdir.run import read_config
 
 _PASSED = 0.85  # least share of right answers up to the effective length
 _COLUMNS = 5  # panels in a row
@@ -84,24 +80,6 @@ def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
                 texts.append(str(length or "none"))
             table[name][task] = ", ".join(texts)
     return table
-
-
-def draw_tasks(workdir: epath.Path, output: str | None = None) -> tuple[list[str], dict[str, str]]:
-    """Draws the tasks that a run was asked, into longcontext/ in W or in `output`.
-
-    Returns the files, and effective lengths by task.
-    """
-    config = read_config(workdir)
-    if config is None or not (workdir / RECORDS).exists():
-        return [], {}
-    run = read_run(workdir, {P: config.model.rope_percentage}, config)
-    folder = results_folder(workdir, workdir, output)
-    check_folder(folder, output)
-    folder /= "longcontext"
-    folder.mkdir(exist_ok=True)
-    paths = [str(picture.save(folder)) for picture in maps([run])]
-    (effective,) = effective_lengths([run]).values()
-    return paths, effective
 
 
 def maps(runs: list[Run]) -> list[Picture]:

@@ -181,10 +181,17 @@ def write(
         lengths=context.rows(runs),
         changes=changes,
         equality=equality(runs),
-        runs=[{"name": run.name} | run.record() | origin(run) for run in runs],
+        runs=[_row_of(run, directory) for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={name: value for name, value in flat(config).items() if name not in differing},
     )
+
+
+def _row_of(run: Run, directory: epath.Path) -> dict:
+    """Returns what the page says of a run, with the address of its own page if there is one."""
+    own = run.workdir / "report" / "index.html"
+    link = f"../{own.relative_to(directory)}" if own.exists() else None
+    return {"name": run.name, "link": link} | run.record() | origin(run)
 
 
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:

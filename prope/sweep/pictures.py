@@ -13,11 +13,7 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
-from etils import epath
-
-from prope.errors import usage_error
 from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, styles, visible
-from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.runs import SEED, P, Run, group_name, groups
@@ -25,9 +21,7 @@ from prope.workdir.records import (
     evaluations_of_training,
     find_evaluation,
     find_evaluations,
-    read_jsonl,
 )
-from prope.workdir.run import read_config
 
 Curve = dict[float, float]
 Curves = dict[str, dict[int | None, Curve]]
@@ -40,23 +34,18 @@ POSITION = "position (tokens)"
 _ENLARGED = "Last panel: the same enlarged, without the few points that lie far from the others."
 
 
-def draw_loss(workdir: epath.Path, output: str | None = None) -> epath.Path:
-    """Draws the losses of a run by step, into loss.png in W or in `output`; returns its path."""
-    config = read_config(workdir)
-    steps = read_jsonl(workdir / "metrics.jsonl")
-    if config is None or not steps:
-        problem = "no metrics of a run there"
-        raise usage_error("--workdir", workdir, problem, "give the --workdir that prope.train had")
-    records = read_jsonl(workdir / "eval.jsonl")
+def loss_picture(run: Run) -> Picture | None:
+    """Makes a picture of the losses of a run by step; None without logged steps."""
+    config = run.config
     evaluations = []
-    for step in sorted({record["step"] for record in records}):
-        evaluation = find_evaluation(evaluations_of_training(records, config, step))
+    for step in sorted({record["step"] for record in run.evaluations}):
+        evaluation = find_evaluation(evaluations_of_training(run.evaluations, config, step))
         if evaluation and evaluation["loss"] is not None:
             evaluations.append(evaluation)
 
     def draw(figure) -> None:
         axes = figure.subplots()
-        losses = {record["step"]: record["loss"] for record in steps}
+        losses = by_step(run)
         axes.plot(
             losses.keys(),
             losses.values(),
@@ -73,9 +62,12 @@ def draw_loss(workdir: epath.Path, output: str | None = None) -> epath.Path:
         )
         axes.legend(loc="best")
 
-    folder = results_folder(workdir, workdir, output)
-    check_folder(folder, output)
-    return Picture("loss", "", "", "", draw, size=(7, 4.2)).save(folder)
+    if not run.metrics:
+        return None
+    alt = f"Loss by step, at the end {run.metrics[-1]['loss']:.4f} nats per token in training"
+    if evaluations:
+        alt += f" and {evaluations[-1]['loss']:.4f} in validation"
+    return Picture("loss", "Loss", f"{alt}.", "", draw, size=(7, 4.2))
 
 
 def _draw_validation(axes, evaluations: list[dict]) -> None:
