@@ -378,6 +378,20 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
     assert (sweep / "report/index.html").read_text().count(link) == 1
 
 
+def test_the_page_of_a_sweep_needs_no_checkpoints(sweep):
+    """A run whose checkpoints were removed is finished; one that was never evaluated is not."""
+    before = write_page(sweep).tables
+    for folder in sweep.glob("*/checkpoints"):
+        shutil.rmtree(folder)
+    after = write_page(sweep).tables
+    assert after[0] == before[0] and len(after[0]) > 2
+    unfinished = run_folder(sweep, 0.25, SEEDS[0])
+    (unfinished / "eval.jsonl").unlink()
+    states = {row[0]: row[1] for row in table_with(write_page(sweep), "state")}
+    assert states.pop(unfinished.name) == "unfinished"
+    assert set(states.values()) == {"finished"}
+
+
 def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
     """Frequencies by the formula wavelength^(-2 k / head_dim); what does not rotate has none."""
     config = default_config()

@@ -12,6 +12,7 @@ import numpy as np
 from etils import epath
 
 from prope.analysis.census import rank_correlation
+from prope.analysis.maps import FAST_SHARE
 from prope.analysis.page import KINDS, SCORES
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, line, panels, styles
@@ -237,7 +238,7 @@ def scores(groups: Groups) -> Picture:
                     label=label(p),
                     **style | {"ls": ""},
                 )
-        last.set(xlabel="high_frequency_share", title="positional by use of fast pairs")
+        last.set(xlabel=FAST_SHARE, title="positional by use of fast pairs")
         last.legend(loc="best")
         for axes in figure.axes:
             axes.set_ylim(-0.03, 1.03)

@@ -22,6 +22,11 @@ SCORES = {
     "previous_token": "the token before",
     "first_token": "the first token",
 }
+FAST_SHARE = "share of the fastest quarter of pairs"
+_WEIGHTS = {score: f"weight on {words}" for score, words in SCORES.items()} | {
+    "head_of": "weight by --head_of",
+    "positional": "on itself or the token before",
+}
 
 
 def name_of(head: dict) -> str:
@@ -44,7 +49,7 @@ def heads(analysis: dict) -> Picture:
             show_image(top, np.array(head["map"]), 0.5, vmax=1)
             label_ticks(top.xaxis, positions, rotation=90)
             label_ticks(top.yaxis, positions)
-            title = f"{name_of(head)}: {score} {record[score]:.2f}"
+            title = f"head {name_of(head)}:\n{_WEIGHTS[score]} {record[score]:.2f}"
             top.set(title=title, xlabel="key", ylabel="query")
             rotated = np.array(analysis["frequencies"][head["layer"]]) > 0
             _draw_norms(below, layers[head["layer"]], head["head"], rotated)

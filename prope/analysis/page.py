@@ -6,7 +6,7 @@ Axes: L layers, N query heads, K key/value heads, P pairs.
 import numpy as np
 from etils import epath
 
-from prope.analysis.maps import SCORES, channel, heads, maps, name_of
+from prope.analysis.maps import FAST_SHARE, SCORES, channel, heads, maps, name_of
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, heat, label_ticks, line, panels, show_image, styles
 
@@ -106,7 +106,7 @@ def frequencies(analysis: dict) -> Picture:
         for name, style in styles(list(curves)).items():
             points = {pair: (freq, None) for pair, freq in enumerate(curves[name])}
             line(axes, points, style, name)
-        axes.set(xlabel="pair, fastest first", ylabel="radians a token", yscale="log")
+        axes.set(xlabel="pair, fastest first", ylabel="radians a token, log scale", yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.legend(loc="best")
 
@@ -218,7 +218,7 @@ def _scatter_heads(axes, records: list[dict]) -> None:
             positional = [head["positional"] for head in heads]
             style |= {"ls": "", "ms": 6}
             axes.plot(shares, positional, label=KINDS[kind], **style)
-    axes.set(xlabel="high_frequency_share", ylabel="weight on itself or the token before")
+    axes.set(xlabel=FAST_SHARE, ylabel="weight on itself or the token before")
     axes.set(ylim=(-0.03, 1.03), title="Do positional heads use the fast pairs?")
     axes.legend(loc="best")
 

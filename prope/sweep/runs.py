@@ -78,7 +78,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """new | unfinished | finished: with a checkpoint and an evaluation of the last step."""
+        """new | unfinished | finished: at the last step, and evaluated there."""
         if self.step >= self.config.num_steps and self.evaluation:
             return "finished"
         return "unfinished" if self.started else "new"
@@ -105,6 +105,7 @@ Pair = tuple[Run, Run, dict, dict]  # two runs of a seed and their records on th
 def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
     """Reads the run of `config` in `workdir`, if it is there; another run there is a UsageError."""
     saved = run_dir.read_config(workdir)
+    evaluations = read_jsonl(workdir / "eval.jsonl")
     step = 0
     init_hash = None
     if saved is not None:
@@ -115,6 +116,8 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
             checkpoint = run_dir.open_run(workdir)
             step = checkpoint.step
             init_hash = checkpoint.init_hash
+        elif evaluations_of_training(evaluations, config, config.num_steps):
+            step = config.num_steps  # its checkpoints were removed
     return Run(
         workdir.name,
         workdir,
@@ -124,7 +127,7 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
         step=step,
         init_hash=init_hash,
         metrics=read_jsonl(workdir / "metrics.jsonl"),
-        evaluations=read_jsonl(workdir / "eval.jsonl"),
+        evaluations=evaluations,
         answers=read_jsonl(workdir / "longcontext.jsonl"),
     )
 
