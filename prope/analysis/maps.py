@@ -23,9 +23,9 @@ SCORES = {
     "first_token": "the first token",
 }
 FAST_SHARE = "share of the fastest quarter of pairs"
-_WEIGHTS = {score: f"weight on {words}" for score, words in SCORES.items()} | {
-    "head_of": "weight by --head_of",
-    "positional": "on itself or the token before",
+_WEIGHTS = {score: f"on {words}" for score, words in SCORES.items()} | {
+    "head_of": "by --head_of",
+    "positional": "on itself or before",
 }
 
 
