@@ -10,11 +10,9 @@ once, and losses are summed in float64, so the batch size does not change the re
 added to W/eval.jsonl, and reused. Several evaluations are also shown as a table; the JSON object is
 the last one, and holds all in short.
 
---window tells whether a model that is good at a length uses it: it is evaluated as it is, then with
-layers that see so many keys where they had no window. With --sinks they see the first tokens of
-each evaluated text too (attention sinks, Xiao et al., ICLR 2024); with mask_documents, only its
-first document does. Positions stay what they are, and layers still relay what lies beyond a window.
-The loss with the best window minus that without is the gain from context.
+--window tells whether a model uses a length: it is evaluated as it is, then with layers that see so
+many keys where they had no window; with --sinks the first tokens of each text, too (Xiao et al.,
+ICLR 2024). The loss with the best window minus that without is the gain from context.
 
 Started on every host of a pod as training is, it uses all their devices; process 0 writes and
 prints. Where more than 1 % of the predicted tokens are <unk> there are no bits per byte, and

@@ -17,10 +17,12 @@ from prope import sharding
 from prope.encodings import (
     INTERVENTIONS,
     SCALINGS,
+    Band,
     can_rescale,
     describe,
     layer_frequencies,
     logit_factor,
+    parse_band,
     rotated_pairs,
 )
 from prope.errors import log, usage_error
@@ -29,7 +31,7 @@ from prope.inference.paired import sums_folder
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
 from prope.runtime.validate import validate
-from prope.stack.layers import layer_windows, max_pairs
+from prope.stack.layers import layer_windows
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
@@ -112,28 +114,40 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
 
 
 def parse_interventions(text: str, model: ConfigDict) -> list[str]:
-    """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth."""
-    P = max_pairs(model)
-    width = -(-P // _BANDS)
-    pattern = rf"({'|'.join(INTERVENTIONS)})(?::(\d+)(?:-(\d+))?)?"
+    """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth.
+
+    stop@full is every eighth of the pairs of full layers; stop:4@full+0-3@1 are two bands at once.
+    """
     encodings = []
     for entry in text.split(","):
-        match = re.fullmatch(pattern, entry.strip())
-        if match and match[2]:
-            bands = [(int(match[2]), int(match[3] or match[2]))]
-        else:
-            bands = [(first, min(first + width, P) - 1) for first in range(0, P, width)]
-        for first, last in bands:
-            if not match or not first <= last < P:
+        kind_and_place, colon, bands = entry.strip().partition(":")
+        kind, at, place = kind_and_place.partition("@")
+        try:
+            if kind not in INTERVENTIONS or (at and colon):
                 kinds = ", ".join(INTERVENTIONS)
-                raise usage_error(
-                    "--intervene",
-                    text,
-                    f"{entry!r} is not {kinds}, alone or with a band of pairs 0 to {P - 1}",
-                    "give a list such as stop:0-1,remove",
-                )
-            encodings.append(f"{match[1]}:{first}-{last}")
+                raise ValueError(f"is not {kinds}, alone or with a band of pairs or layers")
+            if colon:
+                joined = "+".join(str(parse_band(model, band)) for band in bands.split("+"))
+                encodings.append(f"{kind}:{joined}")
+            else:
+                bands = eighths(model, place if at else None)
+                encodings += [f"{kind}:{band}" for band in bands]
+        except ValueError as error:
+            remedy = "give a list such as stop:0-1,stop:2-3@full,remove@sliding,remove:0@3"
+            raise usage_error("--intervene", text, f"{entry!r}: {error}", remedy) from None
     return list(dict.fromkeys(encodings))
+
+
+def eighths(model: ConfigDict, place: str | None) -> list[Band]:
+    """Divides the pairs of the layers at a place, None: of all, into eight bands."""
+    at = "" if place is None else f"@{place}"
+    P = parse_band(model, f"0{at}").num_pairs
+    width = -(-P // _BANDS)
+    bands = []
+    for first in range(0, P, width):
+        last = min(first + width, P) - 1
+        bands.append(parse_band(model, f"{first}-{last}{at}"))
+    return bands
 
 
 def changes_rotation(config: ConfigDict, encoding: str) -> bool:
@@ -179,7 +193,7 @@ def rescale(config: ConfigDict, encoding: str | None) -> None:
         remedy = "leave it out: the run is evaluated with its own encoding"
         raise usage_error(flag, encoding, problem, remedy)
     if band:
-        model.scaled_pairs = tuple(map(int, band.split("-")))
+        model.scaled_pairs = tuple(band.split("+"))
     model.logit_scale_factor = logit_factor(model)
     if model.rope_scaling_type == "none":
         model.rope_scaling_factor = 1.0
@@ -255,8 +269,8 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
         key["encoding"] = encoding
         key["factor"] = model.rope_scaling_factor
         key["logit_factor"] = logit_factor(model)
-        has_windows = any(layer_windows(model))
-        if has_windows and model.rope_scaling_type in INTERVENTIONS:
+        is_of_all = model.rope_scaling_type in INTERVENTIONS and "@" not in encoding
+        if is_of_all and any(layer_windows(model)):
             key["layers"] = "all"  # older records are of the layers without a window alone
     if evaluation.config.model.test_window is not None:
         key["window"] = evaluation.config.model.test_window

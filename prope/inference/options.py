@@ -54,8 +54,12 @@ def define_flags(file: str) -> None:
     scaling = "rescale the encoding without training, for longer text; yarn scales the logits too. "
     scaling += "A run that has the same scaling keeps its factor, times --factor"
     flags.DEFINE_enum("encoding", None, ENCODINGS, scaling)
-    bands = "stop, remove or interpolate a band of pairs, as in stop:16-19; without a band, "
-    flags.DEFINE_string("intervene", None, f"{bands}every eighth of the pairs in turn")
+    bands = "stop, remove or interpolate bands of pairs, as in stop:16-19,remove:0-3+9; without a "
+    bands += (
+        "band, every eighth of the pairs in turn. @full, @sliding, @3 or @0-5 names layers, as "
+    )
+    bands += "in stop:64-127@full"
+    flags.DEFINE_string("intervene", None, bands)
     factor = "with --encoding or --intervene=interpolate: how many times longer the text is than "
     factor += "in training; by default each --seq_len over the training's, of dynamic 1"
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
