@@ -308,35 +308,54 @@ def records(
                     cases.append((encoding, evaluation))
         plan.append((run, cases))
     for run, cases in plan:
-        folder = results_folder(run.workdir, options.workdir, options.output)
-        params = None
-        for encoding, evaluation in cases:
-            model = evaluation.config.model
-            cache_key = _cache_key(run.step, encoding, evaluation)
-            record = cache_key | {
-                "split": evaluation.split,
-                "rope_percentage": model.rope_percentage,
-                "rotated_pairs": rotated_pairs(model),
-            }
-            run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
-            windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
-            description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
-            files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
-            find = functools.partial(_find_record, files, cache_key)
-            cached = None if options.again else processes.call_on_first(find)
-            if cached:
-                log.info("%s is in %s", description, file)
-                yield record | cached | run_identity
-                continue
-            log.info("evaluating %s; %s", description, describe(model))
-            if params is None:
-                check_folder(folder, options.output)
-                # Without --step, those of the newest undamaged checkpoint.
-                run, params = run.first_undamaged(Run.params)
-                record["step"] = run.step
-            sums = sums_folder(folder, record)
-            result = evaluation.evaluate(params, sharding.make_mesh(), sums)
-            record |= fields | result | run_identity
-            if processes.is_first():
-                append_jsonl(folder / file, record)
-            yield record
+        recorder = Recorder(run, options, file, **fields)
+        for case in cases:
+            yield recorder.record(*case)
+
+
+class Recorder:
+    """Evaluates a run, and keeps the records; the arguments are those of `records`.
+
+    Parameters are read once, when the first evaluation needs them.
+    """
+
+    def __init__(self, run: Run, options: Options, file: str, **fields):
+        self.folder = results_folder(run.workdir, options.workdir, options.output)
+        self._run = run
+        self._options = options
+        self._file = file
+        self._fields = fields
+        self._params = None
+
+    def record(self, encoding: str | None, evaluation) -> dict:
+        """Returns the record of an evaluation, computed where the run's file does not have it."""
+        run = self._run
+        model = evaluation.config.model
+        cache_key = _cache_key(run.step, encoding, evaluation)
+        record = cache_key | {
+            "split": evaluation.split,
+            "rope_percentage": model.rope_percentage,
+            "rotated_pairs": rotated_pairs(model),
+        }
+        run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
+        windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
+        description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
+        # Often the same one.
+        files = dict.fromkeys((run.workdir / self._file, self.folder / self._file))
+        find = functools.partial(_find_record, files, cache_key)
+        cached = None if self._options.again else processes.call_on_first(find)
+        if cached:
+            log.info("%s is in %s", description, self._file)
+            return record | cached | run_identity
+        log.info("evaluating %s; %s", description, describe(model))
+        if self._params is None:
+            check_folder(self.folder, self._options.output)
+            # Without --step, those of the newest undamaged checkpoint.
+            self._run, self._params = run.first_undamaged(Run.params)
+            record["step"] = self._run.step
+        sums = sums_folder(self.folder, record)
+        result = evaluation.evaluate(self._params, sharding.make_mesh(), sums)
+        record |= self._fields | result | run_identity
+        if processes.is_first():
+            append_jsonl(self.folder / self._file, record)
+        return record

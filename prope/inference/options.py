@@ -60,11 +60,11 @@ def define_flags(file: str) -> None:
     )
     bands += "in stop:64-127@full"
     flags.DEFINE_string("intervene", None, bands)
-    factor = "with --encoding or --intervene=interpolate: how many times longer the text is than "
-    factor += "in training; by default each --seq_len over the training's, of dynamic 1"
+    factor = "of --encoding or --intervene=interpolate: how many times longer the text is than in "
+    factor += "training; by default --seq_len over the training's, of dynamic 1"
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
-    output = "folder for the results instead of --workdir, such as that of another user"
+    output = "folder for the results, where --workdir is not to be written"
     command.define_place("output", None, output)
     flags.mark_flags_as_required(["workdir"])
 

@@ -3,6 +3,7 @@
 What is read are the records of `prope.evaluate --intervene`, on the tokens of a plain evaluation.
 """
 
+import operator
 import re
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def pictures(changes: list[Change]) -> list[Picture]:
 def _picture(kind: str, changes: list[Change]) -> Picture:
     groups = list(dict.fromkeys(change.group for change in changes))
     lengths = sorted({change.seq_len for change in changes})
-    by_band = sorted(changes, key=lambda change: (change.layers, change.band, change.factor))
+    by_band = sorted(changes, key=operator.attrgetter("layers", "band", "factor"))
     bands = list(dict.fromkeys(change.pairs for change in by_band))
     values = np.full((len(groups), len(bands), len(lengths)), np.nan)
     for change in changes:
