@@ -16,6 +16,7 @@ from makers import (
     evaluate_run,
     forward,
     make_run,
+    make_walk,
     read_lines,
     small,
 )
@@ -26,12 +27,20 @@ from prope.encodings import layer_frequencies
 from prope.errors import UsageError
 from prope.inference.generation import fill_cache, split_layers
 from prope.inference.opening import parse_interventions, rescale
-from prope.inference.paired import paired_difference
+from prope.inference.options import last_line
+from prope.inference.paired import paired_difference, sums_folder
 from prope.runtime.validate import validate
 
 # Layers 2 and 5 are full, with 16 pairs; the others have windows and 8 pairs.
 BANDS = "1-6@full+0-2@sliding+5@1-2"
-BY_LAYER = [{0, 1, 2}, {0, 1, 2, 5}, {1, 2, 3, 4, 5, 6}, {0, 1, 2}, {0, 1, 2}, {*range(1, 7)}]
+BY_LAYER = [
+    {0, 1, 2},
+    {0, 1, 2, 5},
+    {1, 2, 3, 4, 5, 6},
+    {0, 1, 2},
+    {0, 1, 2},
+    {*range(1, 7)},
+]
 
 
 def changed(fields, encoding, **others):
@@ -167,5 +176,29 @@ def test_records_have_their_layers_and_are_used_again(runs, base):
     edit_run(same, base, **stop)
     (own,) = evaluate_run(same, step="7")
     assert own["loss"] == full["loss"]
+    last = last_line([full, second], ("workdir", "loss"))
+    assert last["evaluations"][0]["encoding"] == "stop:0-3@full"
     (one_kind,) = evaluate_run(runs / "rope", intervene="stop:0-1@1")
     assert one_kind["rotated_pairs"] == [32, 30]
+
+
+def test_sums_of_many_bands_have_names_that_file_systems_take(tmp_path):
+    bands = [f"{pair}-{pair}@sliding" for pair in range(0, 128, 2)]
+    record = {"step": 1, "encoding": f"stop:{'+'.join(bands)}", "factor": 1.0}
+    folder = sums_folder(tmp_path, record)
+    folder.mkdir(parents=True)
+    assert sums_folder(tmp_path, record | {"encoding": "stop:0-3"}).name == "stop-0-3-1.0"
+
+
+def test_an_analysis_walks_through_layers_without_their_removed_pairs(tmp_path):
+    run = tmp_path / "run"
+    remove = {"rope_scaling_type": "remove", "scaled_pairs": ("0-20@1",)}
+    config, params = make_run(run, 1.0, **remove)
+    walk = make_walk(run)
+    losses = walk.losses(walk.enter(), 0)
+    positions = jnp.broadcast_to(jnp.arange(walk.tokens.shape[1]), walk.tokens.shape)
+    logits = forward(config.model, params, jnp.asarray(walk.tokens), positions)
+    np.testing.assert_allclose(losses, oracles.mean_losses(logits, walk.tokens), rtol=1e-5)
+    config.model.update({"rope_scaling_type": "none", "scaled_pairs": ()})
+    whole = forward(config.model, params, jnp.asarray(walk.tokens), positions)
+    assert abs(losses - oracles.mean_losses(whole, walk.tokens)).max() > 1e-4

@@ -78,6 +78,8 @@ def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
     """Returns the last record; logs several as a table, and adds these fields of all of them."""
     if len(records) == 1:
         return records[0]
+    if any("encoding" in record for record in records):
+        fields += ("encoding",)
     short = [{name: record.get(name) for name in fields} for record in records]
     parent = os.path.commonpath([os.path.dirname(record["workdir"]) for record in records])
     lines = [list(fields)]
