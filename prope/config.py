@@ -306,12 +306,14 @@ FIELDS = {
     "model.rope_scaling_type": Field(
         "none",
         "scaling of layers without a window: none | linear | ntk | dynamic | yarn | llama3; or an "
-        "intervention on scaled_pairs of all layers: stop | remove | interpolate",
+        "intervention on scaled_pairs: stop | remove | interpolate",
         (_kind_of("rope_scaling_type"),),
     ),
     "model.rope_scaling_factor": Field(1.0, "s, by how much the length grows", (_AT_LEAST_1,)),
     "model.scaled_pairs": Field(
-        (), "for stop, remove and interpolate: first and last pair of the band"
+        (),
+        "for stop, remove and interpolate: first and last pair of the band, or bands with layers "
+        "as in ('0-3@full',)",
     ),
     "model.original_seq_len": Field(
         int, "length of training that types and scalings go by", (_AT_LEAST_1,)

@@ -8,6 +8,7 @@ A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
 
 import math
+import re
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prope.rope import frequencies, num_rotated_pairs, rotation_table
-from prope.stack.layers import head_dim, layer_kinds, layer_windows
+from prope.stack.layers import head_dim, layer_kinds, layer_windows, layers, layers_at
 
 
 def partial_frequencies(
@@ -267,7 +268,13 @@ def layer_frequencies(model, seq_len: int | None = None) -> list[np.ndarray]:
     is_local = [window is not None for window in layer_windows(model)]
     layers = list(zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True))
     by_kind = {kind: _frequencies(model, *kind, seq_len) for kind in set(layers)}
-    return [by_kind[kind] for kind in layers]
+    by_layer = [by_kind[kind] for kind in layers]
+    divisors = {"stop": math.inf, "interpolate": model.rope_scaling_factor}
+    if model.rope_scaling_type not in divisors:
+        return by_layer
+    slower = divisors[model.rope_scaling_type]
+    both = zip(by_layer, in_band(model), strict=True)
+    return [np.where(is_scaled, freqs / slower, freqs) for freqs, is_scaled in both]
 
 
 class Tables(NamedTuple):
@@ -283,18 +290,31 @@ class Tables(NamedTuple):
 
 
 def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
-    """Makes the tables of all layers for positions [B, T] in sequences of seq_len tokens."""
+    """Makes the tables of all layers for positions [B, T] in sequences of seq_len tokens.
+
+    With the scaling "remove", cos and sin of the band are 0, so that its pairs add nothing.
+    """
     kinds = layer_kinds(model)
     encodings: dict[str, list] = {kind: [] for kind in kinds}
     indices = []
-    for kind, freqs in zip(kinds, layer_frequencies(model, seq_len), strict=True):
-        freqs = tuple(freqs)
-        if freqs not in encodings[kind]:
-            encodings[kind].append(freqs)
-        indices.append(encodings[kind].index(freqs))
+    freqs_by_layer = layer_frequencies(model, seq_len)
+    removed_by_layer = [np.zeros(len(freqs), bool) for freqs in freqs_by_layer]
+    if model.rope_scaling_type == "remove":
+        removed_by_layer = in_band(model)
+    for kind, freqs, removed in zip(kinds, freqs_by_layer, removed_by_layer, strict=True):
+        encoding = (tuple(freqs), tuple(removed))
+        if encoding not in encodings[kind]:
+            encodings[kind].append(encoding)
+        indices.append(encodings[kind].index(encoding))
     by_kind = {}
     for kind, of_kind in encodings.items():
-        tables = [rotation_table(positions, np.array(freqs)) for freqs in of_kind]
+        tables = []
+        for freqs, removed in of_kind:
+            table = rotation_table(positions, np.array(freqs))
+            if any(removed):
+                is_removed = np.array(removed)[None, None, None]
+                table = jnp.where(is_removed, 0.0, table)
+            tables.append(table)
         by_kind[kind] = jnp.stack(tables) if len(tables) > 1 else tables[0]
     return Tables(by_kind, np.array(indices) if any(indices) else None)
 
@@ -310,7 +330,7 @@ def _frequencies(
     factor = model.rope_scaling_factor
     length = model.original_seq_len
     scaling = model.rope_scaling_type
-    if is_local and scaling not in INTERVENTIONS:
+    if is_local:
         scaling = "none"
     H = head_dim(model, is_local)
     # The denominator of the exponent.
@@ -330,20 +350,57 @@ def _frequencies(
     if scaling == "llama3":
         ramp = (model.low_freq_factor, model.high_freq_factor)
         return llama3_frequencies(freqs, factor, length, *ramp)
-    if scaling == "stop":
-        return np.where(in_band(model, is_local), 0.0, freqs)
-    if scaling == "interpolate":
-        return np.where(in_band(model, is_local), freqs / factor, freqs)
     return freqs
 
 
-def in_band(model, is_local: bool = False) -> np.ndarray:
-    """Tells of every pair of a layer whether it is one of `scaled_pairs`, (first, last), [P]."""
-    pairs = np.arange(head_dim(model, is_local) // 2)
-    if not model.scaled_pairs:
-        return np.zeros(len(pairs), bool)
-    first, last = model.scaled_pairs
-    return (first <= pairs) & (pairs <= last)
+class Band(NamedTuple):
+    """A band of pairs, from first to last, in some layers."""
+
+    first: int
+    last: int
+    place: str | None  # of the layers, as `layers_at` takes it; None: all
+    layers: list[int]
+    num_pairs: int  # that a head of these layers has, at most
+
+    def __str__(self):
+        pairs = f"{self.first}-{self.last}"
+        return pairs if self.place is None else f"{pairs}@{self.place}"
+
+
+def parse_band(model, text: str) -> Band:
+    """Parses pairs, and perhaps layers: 3, 16-19, 64-127@full, 8-15@3 or 8-15@0-5.
+
+    Raises ValueError where there are no such pairs in these layers, or no such layers.
+    """
+    pairs, _, place = text.partition("@")
+    numbers = layers_at(model, place if "@" in text else None)
+    if len(numbers) == model.num_layers:
+        place = ""
+    all_layers = layers(model)
+    num_pairs = max(all_layers[number].head_dim for number in numbers) // 2
+    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", pairs)
+    first = int(interval[1]) if interval else 0
+    last = int(interval[2] or first) if interval else -1
+    if not first <= last < num_pairs:
+        raise ValueError(f"{text!r} is not a band of pairs 0 to {num_pairs - 1}")
+    return Band(first, last, place or None, numbers, num_pairs)
+
+
+def in_band(model) -> list[np.ndarray]:
+    """Tells of every pair of every layer whether `scaled_pairs` has it, bool [L][P].
+
+    Raises ValueError where these are no bands of the model.
+    """
+    masks = [np.zeros(layer.head_dim // 2, bool) for layer in layers(model)]
+    bands = tuple(model.scaled_pairs)
+    if not bands or not isinstance(bands[0], str):
+        missing = ("",) * (2 - len(bands))
+        bands = ["-".join(map(str, bands + missing))]
+    for text in map(str, bands):
+        band = parse_band(model, text)
+        for number in band.layers:
+            masks[number][band.first : band.last + 1] = True
+    return masks
 
 
 def rotated_pairs_by_layer(model) -> list[int]:
@@ -354,7 +411,8 @@ def rotated_pairs_by_layer(model) -> list[int]:
 def rotated_pairs(model) -> int | list[int]:
     """Returns `rotated_pairs_by_layer` as commands print it: one number where all layers agree."""
     pairs = rotated_pairs_by_layer(model)
-    one_encoding = isinstance(model.rope_percentage, int | float) and not model.layer_types
+    one_p = isinstance(model.rope_percentage, int | float)
+    one_encoding = one_p and not model.layer_types and len(set(pairs)) == 1
     return pairs[0] if one_encoding else pairs
 
 
@@ -391,20 +449,15 @@ def logit_factor(model) -> float | None:
     return model.logit_scale_factor
 
 
-def logit_scale(model, is_local: bool = False) -> float | np.ndarray:
+def logit_scale(model, is_local: bool = False) -> float:
     """Returns the factor on logits of a layer, with or without a window, by s = `logit_factor`.
 
     yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s
-    (2512.12167); layers with a window have neither. With the scaling "remove" it is that of every
-    lane of the queries, [1, 1, 1, H]: 0 where the pair adds nothing.
+    (2512.12167); layers with a window have neither.
     """
     log = math.log(logit_factor(model) or 1.0)
-    scale = 1.0
     if model.logit_scale == "yarn" and not is_local:
-        scale = (0.1 * log + 1) ** 2
-    elif model.logit_scale == "drope" and not is_local:
-        scale = 1 + model.logit_scale_coefficient * log
-    if model.rope_scaling_type != "remove":
-        return scale
-    removed_lanes = np.tile(in_band(model, is_local), (1, 1, 1, 2))
-    return np.where(removed_lanes, 0.0, scale)
+        return (0.1 * log + 1) ** 2
+    if model.logit_scale == "drope" and not is_local:
+        return 1 + model.logit_scale_coefficient * log
+    return 1.0

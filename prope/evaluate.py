@@ -5,20 +5,18 @@
     python -m prope.evaluate --workdir=runs --seq_len=1x,8x --max_tokens=65536 --intervene=stop
     python -m prope.evaluate --workdir=runs --seq_len=8x --window=128,256,512 --sinks=0,4
 
-The config is stored in the run directory. Every token of every validation document is predicted
-once, and losses are summed in float64, so the batch size does not change the result. Records are
-added to W/eval.jsonl, and reused. Several evaluations are also shown as a table; the JSON object is
-the last one, and holds all in short.
+Every token of every validation document is predicted once, and losses are summed in float64, so
+the batch size does not change the result. Records are added to W/eval.jsonl, and reused. Several
+are also shown as a table; the JSON object is the last one, and holds all in short.
 
---window tells whether a model that is good at a length uses it: it is evaluated as it is, then with
-layers that see so many keys where they had no window. With --sinks they see the first tokens of
-each evaluated text too (attention sinks, Xiao et al., ICLR 2024); with mask_documents, only its
-first document does. Positions stay what they are, and layers still relay what lies beyond a window.
-The loss with the best window minus that without is the gain from context.
+--window tells whether a model uses a length: it is evaluated as it is, then with layers that see so
+many keys where they had no window; with --sinks the first tokens of each text, too (Xiao et al.,
+ICLR 2024). The loss with the best window minus that without is the gain from context.
+--search_rotation=all stops bands of pairs, the least needed first, as long as the loss stays within
+--tolerance of what it was: which pairs must rotate, beside p-RoPE with as many.
 
-Started on every host of a pod as training is, it uses all their devices; process 0 writes and
-prints. Where more than 1 % of the predicted tokens are <unk> there are no bits per byte, and
-without a predicted token no numbers at all: they are null. prope.ask asks tasks with known answers.
+Started on every host of a pod as training is, it uses all their devices. Above 1 % of <unk> there
+are no bits per byte, and without a predicted token no numbers at all: they are null.
 """
 
 from absl import flags
@@ -35,14 +33,18 @@ def define_flags() -> None:
     options.define_flags("eval.jsonl")
     windows = "number of windows, evenly spread; all by default"
     flags.DEFINE_integer("max_windows", None, windows, lower_bound=1)
-    tokens = "number of tokens, the same ones at every --seq_len, in evenly spread stretches"
+    tokens = "tokens, evenly spread, the same ones at every --seq_len"
     flags.DEFINE_integer("max_tokens", None, tokens, lower_bound=1)
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
     command.define_place("data_dir", None, "folder of the dataset, as in config.data.data_dir")
-    windows = "keys that layers without a window see, of each query the last ones: a list"
+    windows = "last keys that layers without a window see, a list"
     flags.DEFINE_list("window", None, windows)
     kept = "with --window: first tokens that stay visible, a list; 0 by default"
     flags.DEFINE_list("sinks", None, kept)
+    searched = "layers whose pairs to stop: full,sliding or 0-5,6-11; all: by kind"
+    flags.DEFINE_list("search_rotation", None, searched)
+    tolerance = "nats per token that --search_rotation may add to the loss; 0.01 by default"
+    flags.DEFINE_float("tolerance", None, tolerance, lower_bound=0.0)
     split = "documents to read; by default validation, and all of a text that was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
 
@@ -52,6 +54,10 @@ def main() -> dict:
     from prope.inference.evaluation import LossOptions, evaluations
 
     loss_options = options.from_flags(LossOptions)
+    if loss_options.search_rotation:
+        from prope.inference.search import search_rotation
+
+        return search_rotation(loss_options)
     records = list(evaluations(loss_options))
     cut = ("window", "sinks") if loss_options.window else ()
     return options.last_line(records, _SHORT + cut)

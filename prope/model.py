@@ -206,7 +206,7 @@ class Attention(nn.Module):
     def _scale_query(self, query):
         """Scales queries, and so the logits, as the encoding says."""
         scale = logit_scale(self.config, self.layer.is_local)
-        if np.all(scale == 1):
+        if scale == 1:
             return query
         return query * scale
 

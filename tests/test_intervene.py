@@ -112,9 +112,13 @@ def test_bands_are_parsed():
     assert parse_interventions("stop,remove", config) == eighths
     bands = parse_interventions("stop:3, remove:18-20,stop:3-3", config)
     assert bands == ["stop:3-3", "remove:18-20"]
-    says = "--intervene=.*: .* is not stop, remove, interpolate, alone or with a band"
-    for bad in ("halt:1-2", "stop:20-18", "stop:31-32", "", "stop:", "stop:-1", "stop,"):
-        with pytest.raises(UsageError, match=says):
+    unknown = "is not stop, remove, interpolate, alone or with a band"
+    outside = "'.*' is not a band of pairs 0 to 31"
+    for bad in ("halt:1-2", "", "stop,"):
+        with pytest.raises(UsageError, match=f"--intervene=.*: '.*': {unknown}"):
+            parse_interventions(bad, config)
+    for bad in ("stop:20-18", "stop:31-32", "stop:", "stop:-1"):
+        with pytest.raises(UsageError, match=f"--intervene=.*: '.*': {outside}"):
             parse_interventions(bad, config)
 
 
@@ -267,7 +271,7 @@ def band_config(kind, band):
     ],
 )
 def test_a_band_is_two_pairs(band):
-    says = "config.model.scaled_pairs=.*: must be two pairs of 0 to 31"
+    says = "config.model.scaled_pairs=.*: must be .* a band.*: '.*' is not a band of pairs 0 to 31"
     with pytest.raises(UsageError, match=says):
         validate(band_config("stop", band))
 
@@ -293,7 +297,7 @@ def test_the_config_takes_a_band_of_its_pairs(kind, band):
         expected,
         rtol=1e-14,
     )
-    assert in_band(config.model).sum() == last - first + 1
+    assert np.sum(in_band(config.model)) == 4 * (last - first + 1)
 
 
 def test_a_band_needs_an_intervention_and_transformers_has_none():
@@ -497,3 +501,23 @@ def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
     axes = draw(picture)[0]
     np.testing.assert_allclose(axes.images[0].get_array()[:, 0], differences)
     assert [text.get_text() for text in axes.get_yticklabels()] == pairs
+
+
+def test_bands_of_some_layers_are_rows_of_their_own(tmp_path):
+    """Records of several bands at once are not drawn."""
+    encodings = ["stop:4-7@sliding", "stop:4-7@full", "stop:4-7", "stop:0-3@full", "stop:0-3+4-7"]
+    losses = {(512, encoding, 1.0): 1.5 + i for i, encoding in enumerate(encodings)}
+    run = make_sweep_run(tmp_path, 1.0, 0, {(512, None, None): 1.0} | losses)
+    changes = interventions.changes([run])
+    assert {(change.band, change.layers) for change in changes} == {
+        ((4, 7), ""),
+        ((0, 3), "full"),
+        ((4, 7), "full"),
+        ((4, 7), "sliding"),
+    }
+    (picture,) = interventions.pictures(changes)
+    axes = draw(picture)[0]
+    rows = [text.get_text() for text in axes.get_yticklabels()]
+    assert rows == ["4-7", "0-3@full", "4-7@full", "4-7@sliding"]
+    values = axes.images[0].get_array()[:, 0]
+    np.testing.assert_allclose(values, [2.5, 3.5, 1.5, 0.5])

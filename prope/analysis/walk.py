@@ -19,10 +19,9 @@ from ml_collections import ConfigDict
 
 from prope import model, parameters, sharding
 from prope.analysis.measures import Scoring
-from prope.encodings import layer_frequencies
+from prope.encodings import layer_frequencies, rotation_tables
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
-from prope.rope import rotation_table
 from prope.runtime import processes, watchdog
 from prope.stack.layers import Layer, first_sharing_layer, key_value_sources, layers, places
 from prope.workdir.reader import Damaged
@@ -63,6 +62,8 @@ class Walk:
         self.tokens = tokens
         B, T = tokens.shape
         self.frequencies = layer_frequencies(config, T)  # [L][P]
+        positions = np.arange(T, dtype=np.int32)[None]
+        self._tables = rotation_tables(config, positions, T)
         self.layers = layers(config)  # [L]
         self.scoring = [_scoring(config, layer) for layer in self.layers]  # [L]
         self._places = places(config)
@@ -128,10 +129,10 @@ class Walk:
         batch and the arrays of its attention.
         """
         params = self._layer_params(number)
-        T = self.tokens.shape[1]
-        positions = np.arange(T, dtype=np.int32)[None]
-        table = np.asarray(rotation_table(positions, self.frequencies[number]))
         layer = self.layers[number]
+        indices = self._tables.indices
+        index = None if indices is None else indices[number]
+        table = np.asarray(self._tables.choose(layer.kind, index))
         after = Stream([], [])
         results = []
         for batch, rows in enumerate(stream.x):

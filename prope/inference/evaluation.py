@@ -19,6 +19,8 @@ from prope.inference.options import Options
 from prope.stack.layers import FULL, layer_kinds
 from prope.workdir.run import Run
 
+RECORDS = "eval.jsonl"
+
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions(Options):
@@ -31,6 +33,13 @@ class LossOptions(Options):
     split: str | None = None
     window: list[str] | None = None
     sinks: list[str] | None = None
+    search_rotation: list[str] | None = None
+    tolerance: float | None = None
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """How much text is evaluated, as a record has it."""
+        return {"max_windows": self.max_windows, "max_tokens": self.max_tokens}
 
     def cuts(self, model: ConfigDict, T: int) -> list[tuple[int | None, int]]:
         """Returns windows of the layers that have none, each with sinks; first (None, 0), uncut."""
@@ -55,6 +64,12 @@ class LossOptions(Options):
                 ",".join(self.sinks),
                 "has no effect without --window, outside of which they stay visible",
             )
+        for name in ("encoding", "intervene", "window"):
+            if self.search_rotation and getattr(self, name):
+                searched = ",".join(self.search_rotation)
+                raise usage_error("--search_rotation", searched, f"--{name} is given, too")
+        if self.tolerance is not None and not self.search_rotation:
+            raise usage_error("--tolerance", self.tolerance, "goes with --search_rotation")
         if self.max_windows and self.max_tokens:
             other = f"--max_tokens={self.max_tokens}"
             raise usage_error(
@@ -79,13 +94,12 @@ def evaluations(options: LossOptions) -> Iterator[dict]:
     if options.max_windows and "," in (options.seq_len or ""):
         remedy = "--max_tokens reads the same text at every length"
         log.warning("--max_windows: longer windows hold more text; %s", remedy)
-    limits = {"max_windows": options.max_windows, "max_tokens": options.max_tokens}
     opened = {}  # evaluations that several runs share
-    open_lengths = functools.partial(_open_lengths, options, opened)
-    return records(options, open_lengths, "eval.jsonl", **limits)
+    open_all = functools.partial(open_lengths, options, opened)
+    return records(options, open_all, RECORDS, **options.limits)
 
 
-def _open_lengths(
+def open_lengths(
     options: LossOptions,
     opened: dict[tuple, LossEvaluation],
     run: Run,

@@ -17,10 +17,12 @@ from prope import sharding
 from prope.encodings import (
     INTERVENTIONS,
     SCALINGS,
+    Band,
     can_rescale,
     describe,
     layer_frequencies,
     logit_factor,
+    parse_band,
     rotated_pairs,
 )
 from prope.errors import log, usage_error
@@ -29,7 +31,7 @@ from prope.inference.paired import sums_folder
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
 from prope.runtime.validate import validate
-from prope.stack.layers import layer_windows, max_pairs
+from prope.stack.layers import layer_windows
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
@@ -112,28 +114,40 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
 
 
 def parse_interventions(text: str, model: ConfigDict) -> list[str]:
-    """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth."""
-    P = max_pairs(model)
-    width = -(-P // _BANDS)
-    pattern = rf"({'|'.join(INTERVENTIONS)})(?::(\d+)(?:-(\d+))?)?"
+    """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth.
+
+    stop@full is every eighth of the pairs of full layers; stop:4@full+0-3@1 are two bands at once.
+    """
     encodings = []
     for entry in text.split(","):
-        match = re.fullmatch(pattern, entry.strip())
-        if match and match[2]:
-            bands = [(int(match[2]), int(match[3] or match[2]))]
-        else:
-            bands = [(first, min(first + width, P) - 1) for first in range(0, P, width)]
-        for first, last in bands:
-            if not match or not first <= last < P:
+        kind_and_place, colon, bands = entry.strip().partition(":")
+        kind, at, place = kind_and_place.partition("@")
+        try:
+            if kind not in INTERVENTIONS or (at and colon):
                 kinds = ", ".join(INTERVENTIONS)
-                raise usage_error(
-                    "--intervene",
-                    text,
-                    f"{entry!r} is not {kinds}, alone or with a band of pairs 0 to {P - 1}",
-                    "give a list such as stop:0-1,remove",
-                )
-            encodings.append(f"{match[1]}:{first}-{last}")
+                raise ValueError(f"is not {kinds}, alone or with a band of pairs or layers")
+            if colon:
+                joined = "+".join(str(parse_band(model, band)) for band in bands.split("+"))
+                encodings.append(f"{kind}:{joined}")
+            else:
+                bands = eighths(model, place if at else None)
+                encodings += [f"{kind}:{band}" for band in bands]
+        except ValueError as error:
+            remedy = "give a list such as stop:0-1,stop:2-3@full,remove@sliding,remove:0@3"
+            raise usage_error("--intervene", text, f"{entry!r}: {error}", remedy) from None
     return list(dict.fromkeys(encodings))
+
+
+def eighths(model: ConfigDict, place: str | None) -> list[Band]:
+    """Divides the pairs of the layers at a place, None: of all, into eight bands."""
+    at = "" if place is None else f"@{place}"
+    P = parse_band(model, f"0{at}").num_pairs
+    width = -(-P // _BANDS)
+    bands = []
+    for first in range(0, P, width):
+        last = min(first + width, P) - 1
+        bands.append(parse_band(model, f"{first}-{last}{at}"))
+    return bands
 
 
 def changes_rotation(config: ConfigDict, encoding: str) -> bool:
@@ -179,7 +193,7 @@ def rescale(config: ConfigDict, encoding: str | None) -> None:
         remedy = "leave it out: the run is evaluated with its own encoding"
         raise usage_error(flag, encoding, problem, remedy)
     if band:
-        model.scaled_pairs = tuple(map(int, band.split("-")))
+        model.scaled_pairs = tuple(band.split("+"))
     model.logit_scale_factor = logit_factor(model)
     if model.rope_scaling_type == "none":
         model.rope_scaling_factor = 1.0
@@ -255,8 +269,8 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
         key["encoding"] = encoding
         key["factor"] = model.rope_scaling_factor
         key["logit_factor"] = logit_factor(model)
-        has_windows = any(layer_windows(model))
-        if has_windows and model.rope_scaling_type in INTERVENTIONS:
+        is_of_all = model.rope_scaling_type in INTERVENTIONS and "@" not in encoding
+        if is_of_all and any(layer_windows(model)):
             key["layers"] = "all"  # older records are of the layers without a window alone
     if evaluation.config.model.test_window is not None:
         key["window"] = evaluation.config.model.test_window
@@ -294,35 +308,54 @@ def records(
                     cases.append((encoding, evaluation))
         plan.append((run, cases))
     for run, cases in plan:
-        folder = results_folder(run.workdir, options.workdir, options.output)
-        params = None
-        for encoding, evaluation in cases:
-            model = evaluation.config.model
-            cache_key = _cache_key(run.step, encoding, evaluation)
-            record = cache_key | {
-                "split": evaluation.split,
-                "rope_percentage": model.rope_percentage,
-                "rotated_pairs": rotated_pairs(model),
-            }
-            run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
-            windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
-            description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
-            files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
-            find = functools.partial(_find_record, files, cache_key)
-            cached = None if options.again else processes.call_on_first(find)
-            if cached:
-                log.info("%s is in %s", description, file)
-                yield record | cached | run_identity
-                continue
-            log.info("evaluating %s; %s", description, describe(model))
-            if params is None:
-                check_folder(folder, options.output)
-                # Without --step, those of the newest undamaged checkpoint.
-                run, params = run.first_undamaged(Run.params)
-                record["step"] = run.step
-            sums = sums_folder(folder, record)
-            result = evaluation.evaluate(params, sharding.make_mesh(), sums)
-            record |= fields | result | run_identity
-            if processes.is_first():
-                append_jsonl(folder / file, record)
-            yield record
+        recorder = Recorder(run, options, file, **fields)
+        for case in cases:
+            yield recorder.record(*case)
+
+
+class Recorder:
+    """Evaluates a run, and keeps the records; the arguments are those of `records`.
+
+    Parameters are read once, when the first evaluation needs them.
+    """
+
+    def __init__(self, run: Run, options: Options, file: str, **fields):
+        self.folder = results_folder(run.workdir, options.workdir, options.output)
+        self._run = run
+        self._options = options
+        self._file = file
+        self._fields = fields
+        self._params = None
+
+    def record(self, encoding: str | None, evaluation) -> dict:
+        """Returns the record of an evaluation, computed where the run's file does not have it."""
+        run = self._run
+        model = evaluation.config.model
+        cache_key = _cache_key(run.step, encoding, evaluation)
+        record = cache_key | {
+            "split": evaluation.split,
+            "rope_percentage": model.rope_percentage,
+            "rotated_pairs": rotated_pairs(model),
+        }
+        run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
+        windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
+        description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
+        # Often the same one.
+        files = dict.fromkeys((run.workdir / self._file, self.folder / self._file))
+        find = functools.partial(_find_record, files, cache_key)
+        cached = None if self._options.again else processes.call_on_first(find)
+        if cached:
+            log.info("%s is in %s", description, self._file)
+            return record | cached | run_identity
+        log.info("evaluating %s; %s", description, describe(model))
+        if self._params is None:
+            check_folder(self.folder, self._options.output)
+            # Without --step, those of the newest undamaged checkpoint.
+            self._run, self._params = run.first_undamaged(Run.params)
+            record["step"] = self._run.step
+        sums = sums_folder(self.folder, record)
+        result = evaluation.evaluate(self._params, sharding.make_mesh(), sums)
+        record |= self._fields | result | run_identity
+        if processes.is_first():
+            append_jsonl(self.folder / self._file, record)
+        return record

@@ -54,13 +54,17 @@ def define_flags(file: str) -> None:
     scaling = "rescale the encoding without training, for longer text; yarn scales the logits too. "
     scaling += "A run that has the same scaling keeps its factor, times --factor"
     flags.DEFINE_enum("encoding", None, ENCODINGS, scaling)
-    bands = "stop, remove or interpolate a band of pairs, as in stop:16-19; without a band, "
-    flags.DEFINE_string("intervene", None, f"{bands}every eighth of the pairs in turn")
-    factor = "with --encoding or --intervene=interpolate: how many times longer the text is than "
-    factor += "in training; by default each --seq_len over the training's, of dynamic 1"
+    bands = "stop, remove or interpolate bands of pairs, as in stop:16-19,remove:0-3+9; without a "
+    bands += (
+        "band, every eighth of the pairs in turn. @full, @sliding, @3 or @0-5 names layers, as "
+    )
+    bands += "in stop:64-127@full"
+    flags.DEFINE_string("intervene", None, bands)
+    factor = "of --encoding or --intervene=interpolate: how many times longer the text is than in "
+    factor += "training; by default --seq_len over the training's, of dynamic 1"
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
-    output = "folder for the results instead of --workdir, such as that of another user"
+    output = "folder for the results, where --workdir is not to be written"
     command.define_place("output", None, output)
     flags.mark_flags_as_required(["workdir"])
 
@@ -74,6 +78,8 @@ def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
     """Returns the last record; logs several as a table, and adds these fields of all of them."""
     if len(records) == 1:
         return records[0]
+    if any("encoding" in record for record in records):
+        fields += ("encoding",)
     short = [{name: record.get(name) for name in fields} for record in records]
     parent = os.path.commonpath([os.path.dirname(record["workdir"]) for record in records])
     lines = [list(fields)]

@@ -120,7 +120,8 @@ def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
     folder = epath.Path(workdir) / "eval" / str(record["step"])
     encoding = record.get("encoding")
     if encoding:
-        folder /= f"{encoding.replace(':', '-')}-{record['factor']}"
+        bands = encoding.replace(":", "-").replace("+", "/")  # a file's name may be too short
+        folder /= f"{bands}-{record['factor']}"
     if record.get("window"):
         folder /= f"window-{record['window']}-{record['sinks']}"
     return folder

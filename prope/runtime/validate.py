@@ -8,13 +8,14 @@ import math
 import string
 from collections.abc import Sequence
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from prope import encodings, sharding
 from prope.config import EMBEDDED, FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
 from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.files import as_path
-from prope.stack.layers import LAYER_TYPES, layer_kinds, max_pairs
+from prope.stack.layers import LAYER_TYPES, key_value_sources, layer_kinds
 
 # Fields of config.data that each source of a mixture has for itself.
 SOURCE_FIELDS = ("dataset", "data_dir", "text_feature", "template", "loss_on", "store")
@@ -98,11 +99,17 @@ def _check_fields_of_kinds(model: ConfigDict) -> None:
 
 def _check_band(model: ConfigDict) -> None:
     pairs = tuple(model.scaled_pairs)
-    last_pair = max_pairs(model) - 1
-    two_pairs = len(pairs) == 2 and all(type(pair) is int for pair in pairs)
-    if not (two_pairs and 0 <= pairs[0] <= pairs[1] <= last_pair):
-        problem = f"must be two pairs of 0 to {last_pair}, the first and the last of a band"
-        raise usage_error("config.model.scaled_pairs", pairs, problem)
+    try:
+        masks = encodings.in_band(model)
+    except ValueError as error:
+        problem = f"must be the first and the last of a band, or bands with layers: {error}"
+        remedy = "give such as (0, 3) or ('0-3@full',)"
+        raise usage_error("config.model.scaled_pairs", pairs, problem, remedy) from None
+    for number, source in enumerate(key_value_sources(model)):
+        if not np.array_equal(masks[number], masks[source]):
+            problem = f"layer {number} takes the keys of layer {source}, which rotate once"
+            remedy = "give the same band to both, as @full and @sliding do"
+            raise usage_error("config.model.scaled_pairs", pairs, problem, remedy)
 
 
 def _check_data(data: ConfigDict) -> None:

@@ -8,12 +8,14 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers.
 """
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 LAYER_TYPES = (SLIDING, FULL)
+_ATTENTION = "_attention"  # ends the name of a kind
 _SHARING = "_shared_kv"  # ends the name of a stack whose layers have no keys and values
 
 
@@ -47,6 +49,27 @@ def layer_kinds(model) -> list[str]:
     return repeat_pattern(model.layer_types, model.num_layers)
 
 
+def layers_at(model, place: str | None = None) -> list[int]:
+    """Returns the numbers of the layers at a place: full, sliding, 3 or 0-5; None: of all.
+
+    Raises ValueError, with the places that there are, where no layer is there.
+    """
+    kinds = layer_kinds(model)
+    numbers = list(range(model.num_layers))
+    if place is None:
+        return numbers
+    found = [number for number in numbers if kinds[number] == place + _ATTENTION]
+    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", place)
+    if interval:
+        first = int(interval[1])
+        last = int(interval[2] or first)
+        found = numbers[first : last + 1] if last < len(numbers) else []
+    if not found:
+        present = " and ".join(kind.removesuffix(_ATTENTION) for kind in dict.fromkeys(kinds))
+        raise ValueError(f"there are no layers {place!r}, only 0 to {numbers[-1]}, all {present}")
+    return found
+
+
 def repeat_pattern(layer_types: Sequence[str], num_layers: int) -> list[str]:
     """Returns the kind of every layer, [L]; an empty pattern is of full attention."""
     pattern = tuple(layer_types) or (FULL,)
@@ -63,11 +86,6 @@ def head_dim(model, is_local: bool) -> int:
     if is_local or model.global_head_dim is None:
         return model.head_dim
     return model.global_head_dim
-
-
-def max_pairs(model) -> int:
-    """Returns the most rotation pairs that a head of any layer has."""
-    return max(layer.head_dim for layer in layers(model)) // 2
 
 
 def first_sharing_layer(model) -> int:

@@ -3,6 +3,8 @@
 What is read are the records of `prope.evaluate --intervene`, on the tokens of a plain evaluation.
 """
 
+import operator
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -26,14 +28,18 @@ class Change(NamedTuple):
     group: str
     kind: str
     band: tuple[int, int]  # first and last pair
+    layers: str  # "" all, or as --intervene names them
     factor: float  # by which `interpolate` slows; 1 for others
     seq_len: int
-    pairs: str  # the band, with the factor where the group has several at this length
+    pairs: str  # band and layers, with the factor where the group has several at this length
     difference: Difference  # over seeds; over documents for a single run
 
 
 def changes(runs: list[Run]) -> list[Change]:
-    """Computes the changes of the last step's loss, by kind, group, band, factor and length."""
+    """Computes the changes of the last step's loss, by kind, group, band, factor and length.
+
+    Records of several bands at once, such as those of a search, are left out.
+    """
     computed = []
     for kind in INTERVENTIONS:
         for name, group in groups(runs).items():
@@ -46,7 +52,7 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         (record["encoding"], record["factor"], record["seq_len"])
         for run in group
         for record in run.evaluations
-        if (record.get("encoding") or "").startswith(f"{kind}:")
+        if re.fullmatch(rf"{kind}:[^+]*", record.get("encoding") or "")  # one band
     }
     computed = []
     for encoding, factor, seq_len in cases:
@@ -55,19 +61,20 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
             "factor": factor,
             "seq_len": seq_len,
         }
-        pairs = []
+        paired = []
         for run in group:
             records = _find_records(run, fields)
             if records:
-                pairs.append((run, run, *records))
-        difference, _ = average(pairs)
+                paired.append((run, run, *records))
+        difference, _ = average(paired)
         if difference is None:
             continue
         label = encoding.removeprefix(f"{kind}:")
-        first, last = label.split("-")
+        pairs, _, layers = label.partition("@")
+        first, last = pairs.split("-")
         band = (int(first), int(last))
-        computed.append(Change(name, kind, band, factor, seq_len, label, difference))
-    places = [(change.band, change.seq_len) for change in computed]
+        computed.append(Change(name, kind, band, layers, factor, seq_len, label, difference))
+    places = [(change.band, change.layers, change.seq_len) for change in computed]
     for i, change in enumerate(computed):
         if places.count(places[i]) > 1:
             computed[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
@@ -94,7 +101,7 @@ def pictures(changes: list[Change]) -> list[Picture]:
 def _picture(kind: str, changes: list[Change]) -> Picture:
     groups = list(dict.fromkeys(change.group for change in changes))
     lengths = sorted({change.seq_len for change in changes})
-    by_band = sorted(changes, key=lambda change: (change.band, change.factor))
+    by_band = sorted(changes, key=operator.attrgetter("layers", "band", "factor"))
     bands = list(dict.fromkeys(change.pairs for change in by_band))
     values = np.full((len(groups), len(bands), len(lengths)), np.nan)
     for change in changes:
