@@ -22,6 +22,7 @@ are no bits per byte, and without a predicted token no numbers at all: they are 
 from absl import flags
 
 from prope import command
+from prope.errors import log
 from prope.inference import options
 
 _SHORT = ("workdir", "step", "rope_percentage", "seq_len", "tokens", "loss", "loss_stderr")
@@ -59,8 +60,21 @@ def main() -> dict:
 
         return search_rotation(loss_options)
     records = list(evaluations(loss_options))
+    if len(records) == 1:
+        _log_result(records[0])
     cut = ("window", "sinks") if loss_options.window else ()
     return options.last_line(records, _SHORT + cut)
+
+
+def _log_result(record: dict) -> None:
+    """Logs the numbers of a single evaluation in one line."""
+    if record["loss"] is None:  # which the evaluation has said
+        return
+    text = f"loss {record['loss']:.4f} nats per token, perplexity {record['perplexity']:.4g}"
+    bits = record["bits_per_byte"]
+    if bits is not None:
+        text += f", {bits:.4f} bits per byte"
+    log.info("%s, of %s tokens", text, f"{record['tokens']:,}")
 
 
 if __name__ == "__main__":

@@ -661,10 +661,13 @@ def edit_run(workdir, base, **fields) -> None:
 
 
 def evaluate_run(workdir, **flags) -> list[dict]:
-    """The records of prope.evaluate with these flags."""
+    """The records of prope.evaluate with these flags; with intervene, those of changed models."""
     from prope.inference.evaluation import LossOptions, evaluations
 
-    return list(evaluations(LossOptions(**{"workdir": str(workdir)} | flags)))
+    records = list(evaluations(LossOptions(**{"workdir": str(workdir)} | flags)))
+    if flags.get("intervene"):
+        return [record for record in records if record["encoding"]]
+    return records
 
 
 # --- Analysis ---------------------------------------------------------------------------------

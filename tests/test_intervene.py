@@ -22,9 +22,11 @@ from prope.encodings import (
     logit_scale,
 )
 from prope.errors import UsageError
+from prope.evaluate import _log_result
 from prope.hf.rotation import write_rotations
+from prope.inference.evaluation import LossOptions, evaluations
 from prope.inference.opening import configs_by_length, parse_interventions
-from prope.inference.options import ENCODINGS, Options
+from prope.inference.options import ENCODINGS, Options, last_line
 from prope.inference.paired import paired_difference
 from prope.loss import token_losses
 from prope.runtime.validate import validate
@@ -93,6 +95,23 @@ def test_the_sums_of_an_intervention_stand_beside_those_of_the_plain_evaluation(
     assert find_evaluation(records, step=9, seq_len=64) == plain, "others are not the run's"
     assert evaluate_run(rope, intervene="stop:0-1") == [stopped], "computed once"
     assert len(read_lines(rope / "eval.jsonl")) == 3
+
+
+def test_the_model_as_it_is_stands_beside_its_interventions(runs, caplog):
+    """The command's table has it in the first row; a single evaluation is told in a line."""
+    caplog.set_level("INFO", "prope")
+    flags = {"workdir": str(runs / "rope"), "max_windows": 1}
+    as_it_is, stopped = evaluations(LossOptions(**flags, intervene="stop:0-1"))
+    assert as_it_is == evaluate_run(runs / "rope", max_windows=1)[0]
+    assert as_it_is["encoding"] is None and stopped["encoding"] == "stop:0-1"
+    last_line([as_it_is, stopped], ("workdir", "loss"))
+    head, *rows = caplog.messages[-1].splitlines()
+    assert head.split() == ["workdir", "loss", "encoding"]
+    assert rows[0].endswith("as it is") and rows[1].endswith("stop:0-1")
+    _log_result(stopped)
+    line = caplog.messages[-1]
+    assert line.startswith(f"loss {stopped['loss']:.4f} nats per token, perplexity ")
+    assert line.endswith(f", of {stopped['tokens']:,} tokens")
 
 
 def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):

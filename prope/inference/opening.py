@@ -61,7 +61,10 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
                 log.info("%s: left out, for %s", workdir, problem)
                 continue
             with processes.raise_on_all():
-                opened.append((run, choose_encodings(run, options)))
+                encodings = choose_encodings(run, options)
+            if options.intervene and encodings:
+                encodings = [None, *encodings]  # as it is, to compare with
+            opened.append((run, encodings))
     if not opened:
         which = f" whose encoding {changed} can change" if problem else ""
         problem = f"no run there has a finished checkpoint{which}"

@@ -85,6 +85,8 @@ def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
     lines = [list(fields)]
     for record in short:
         shown = record | {"workdir": os.path.relpath(record["workdir"], parent)}
+        if "encoding" in fields:
+            shown["encoding"] = record["encoding"] or "as it is"
         lines.append([_cell(value) for value in shown.values()])
     log.info("%s", text_table(lines))
     return records[-1] | {"evaluations": short}
