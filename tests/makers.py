@@ -666,7 +666,7 @@ def evaluate_run(workdir, **flags) -> list[dict]:
 
     records = list(evaluations(LossOptions(**{"workdir": str(workdir)} | flags)))
     if flags.get("intervene"):
-        return [record for record in records if record["encoding"]]
+        return [record for record in records if record.get("encoding")]
     return records
 
 

@@ -103,7 +103,7 @@ def test_the_model_as_it_is_stands_beside_its_interventions(runs, caplog):
     flags = {"workdir": str(runs / "rope"), "max_windows": 1}
     as_it_is, stopped = evaluations(LossOptions(**flags, intervene="stop:0-1"))
     assert as_it_is == evaluate_run(runs / "rope", max_windows=1)[0]
-    assert as_it_is["encoding"] is None and stopped["encoding"] == "stop:0-1"
+    assert "encoding" not in as_it_is and stopped["encoding"] == "stop:0-1"
     last_line([as_it_is, stopped], ("workdir", "loss"))
     head, *rows = caplog.messages[-1].splitlines()
     assert head.split() == ["workdir", "loss", "encoding"]
