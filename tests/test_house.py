@@ -54,7 +54,7 @@ LAYERS = [
         "import_hf",
         "check_port",
     ],
-    ["__init__"],
+    ["__init__", "__main__"],
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 FOLDERS = {

@@ -346,7 +346,10 @@ def planted(seed: int) -> tuple[dict, int]:
     rng = np.random.default_rng(seed)
     pair = int(rng.integers(4, 8))
     shapes = jax.eval_shape(lambda: model.init(breaking("none"), jax.random.key(0)))
-    params = jax.tree.map(lambda leaf: 0.01 * rng.standard_normal(leaf.shape, np.float32), shapes)
+    params = jax.tree.map(
+        lambda leaf: 0.01 * rng.standard_normal(leaf.shape, np.float32),
+        shapes,
+    )
     params["embedder"]["input_embedding"][:3] += np.eye(3, 16)  # a filler, and two letters
     attention = params["layers"]["attn"]
     attention["q_einsum"]["w"][0, 0, 0, pair] += 6
@@ -387,7 +390,14 @@ def test_the_band_that_breaks_is_found_in_20_of_20_draws():
 
     letters = jnp.array([1, 2])
     short = jnp.zeros((2, 8), jnp.int32).at[:, 0].set(letters)
-    long = jnp.zeros((2, 256), jnp.int32).at[:, 0].set(letters)
+    long = (
+        jnp.zeros(
+            (2, 256),
+            jnp.int32,
+        )
+        .at[:, 0]
+        .set(letters)
+    )
     plain = make_loss("none")
     changed = {}
     for kind in ("stop", "interpolate", "remove"):
