@@ -180,11 +180,6 @@ def _covers_window(value, fields):
     return None
 
 
-def _below_num_steps(value, fields):
-    steps = fields["num_steps"]
-    return None if value < steps else f"must be less than num_steps={steps}"
-
-
 def _at_most_peak(value, fields):
     peak = fields["optimizer.learning_rate"]
     return None if 0 <= value <= peak else f"must be in [0, optimizer.learning_rate={peak}]"
@@ -500,7 +495,9 @@ FIELDS = {
         1e-4, "at the last step, the end of the cosine", relations=(_at_most_peak,)
     ),
     "optimizer.warmup_steps": Field(
-        100, "linear, from 0 to learning_rate", (_NOT_NEGATIVE,), (_below_num_steps,)
+        100,
+        "linear, from 0 to learning_rate; in a run that is no longer, a tenth of it",
+        (_NOT_NEGATIVE,),
     ),
     "optimizer.b1": Field(0.9, "decay rate of the first moment", (_DECAY_RATE,)),
     "optimizer.b2": Field(0.95, "decay rate of the second moment", (_DECAY_RATE,)),

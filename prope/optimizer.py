@@ -10,7 +10,7 @@ from prope import parameters
 
 
 def learning_rate(config: ConfigDict) -> optax.Schedule:
-    """Makes the schedule: linear to the peak over warmup_steps, then cosine decay.
+    """Makes the schedule: linear to the peak over `warmup_steps`, then cosine decay.
 
     It is one update ahead of Optax's: update 1 has a rate above 0, update num_steps has
     final_learning_rate.
@@ -18,11 +18,17 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.optimizer.learning_rate,
-        warmup_steps=config.optimizer.warmup_steps,
+        warmup_steps=warmup_steps(config),
         decay_steps=config.num_steps,  # the whole run, warmup included
         end_value=config.optimizer.final_learning_rate,
     )
     return lambda count: schedule(count + 1)
+
+
+def warmup_steps(config: ConfigDict) -> int:
+    """Returns the steps of warmup: the config's, or a tenth of a run that is not longer."""
+    warmup = config.optimizer.warmup_steps
+    return warmup if warmup < config.num_steps else config.num_steps // 10
 
 
 def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:

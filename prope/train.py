@@ -51,6 +51,7 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import FIELDS, describe
 from prope.errors import UsageError, log, usage_error, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
+from prope.optimizer import warmup_steps
 from prope.runtime.environment import check_environment
 from prope.runtime.files import absolute, as_path, read_bytes, retry_reads, write_atomic
 from prope.runtime.memory import check_activations, check_memory
@@ -168,6 +169,11 @@ class Training:
                 if init_from is not None and self.start == 0:
                     write_atomic(self.path / INIT_FROM, str(absolute(init_from)))
                 write_config(self.path, config)
+        warmup = warmup_steps(config)
+        if warmup != config.optimizer.warmup_steps:
+            asked = config.optimizer.warmup_steps
+            text = "optimizer.warmup_steps=%d in a run of %d steps: warmup takes %d"
+            log.info(text, asked, config.num_steps, warmup)
         self.saved = self.start
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
         flops = model_flops_per_token(config.model, config.data.seq_len)

@@ -378,11 +378,7 @@ def test_lengths_of_python_source_have_equal_steps():
         ("mesh.data", 0, "mesh.data=0: must be at least 1, or None for one per slice"),
         ("accumulation", 3, "batch_size=16: must be a multiple of accumulation=3"),
         ("num_steps", 0, "num_steps=0: must be at least 1"),
-        (
-            "optimizer.warmup_steps",
-            1000,
-            "optimizer.warmup_steps=1000: must be less than num_steps=1000",
-        ),
+        ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1: must not be negative"),
         ("optimizer.final_learning_rate", 1.0, r"must be in \[0, optimizer.learning_rate=0.001\]"),
         (
             "optimizer.learning_rate",

@@ -12,7 +12,7 @@ from oracles import learning_rate as expected_rate
 
 from prope import parameters
 from prope.config import default_config
-from prope.optimizer import keep_unless, learning_rate, make_optimizer
+from prope.optimizer import keep_unless, learning_rate, make_optimizer, warmup_steps
 
 
 def make_config(**fields):
@@ -36,6 +36,18 @@ def test_the_rate_rises_to_the_peak_and_ends_where_it_should(warmup):
         np.testing.assert_allclose(rate(update - 1), expected, rtol=1e-5)
     assert rate(0) > 0
     assert math.isclose(rate(99), 1e-3, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [100, 2000])
+def test_a_run_that_is_no_longer_than_its_warmup_takes_a_tenth(warmup):
+    config = make_config(warmup_steps=warmup)
+    assert warmup_steps(config) == 10
+    rate = learning_rate(config)
+    for update in (1, 10, 50, 100):
+        expected = expected_rate(update, num_updates=100, warmup=10, peak=1e-2, final=1e-3)
+        np.testing.assert_allclose(rate(update - 1), expected, rtol=1e-5)
+    config.num_steps = 9
+    assert math.isclose(learning_rate(config)(0), 1e-2, rel_tol=0.1), "no warmup, and a decay"
 
 
 NAMES = ("adamw", "lion", "adafactor", "muon")
