@@ -25,6 +25,7 @@ from prope import model
 from prope.config import default_config
 from prope.encodings import layer_frequencies
 from prope.errors import UsageError
+from prope.inference.asking import AskOptions, answers
 from prope.inference.generation import fill_cache, split_layers
 from prope.inference.opening import parse_interventions, rescale
 from prope.inference.options import last_line
@@ -202,3 +203,26 @@ def test_an_analysis_walks_through_layers_without_their_removed_pairs(tmp_path):
     config.model.update({"rope_scaling_type": "none", "scaled_pairs": ()})
     whole = forward(config.model, params, jnp.asarray(walk.tokens), positions)
     assert abs(losses - oracles.mean_losses(whole, walk.tokens)).max() > 1e-4
+
+
+def test_tasks_are_asked_with_changed_layers(tmp_path):
+    """Stopping all pairs of the full layers is asking a run without rotation there."""
+    kinds = {
+        "layer_types": KINDS_OF_LAYERS["layer_types"][1:],
+        "sliding_window": 6,
+        "local_rope_percentage": 1.0,
+    }
+    flags = {"tasks": "niah", "trials": 1, "depths": "0.5"}
+    make_run(tmp_path / "rope", 1.0, **kinds)
+    make_run(tmp_path / "nope", 0.0, **kinds)
+    options = AskOptions(str(tmp_path / "rope"), **flags, intervene="stop:0-31@full")
+    rope, stopped = answers(options)
+    assert [record["logprob"] for record in answers(options)] == [
+        rope["logprob"],
+        stopped["logprob"],
+    ]
+    assert len(read_lines(tmp_path / "rope/longcontext.jsonl")) == 2, "asked once"
+    (nope,) = answers(AskOptions(str(tmp_path / "nope"), **flags))
+    assert stopped["encoding"] == "stop:0-31@full"
+    assert stopped["logprob"] == pytest.approx(nope["logprob"], rel=1e-6)
+    assert abs(stopped["logprob"] - rope["logprob"]) > 1e-4
