@@ -1,0 +1,197 @@
+"""Conversion of a model to another encoding by training: config.convert, and what it refuses."""
+
+import functools
+
+import jax
+import numpy as np
+import oracles
+import pytest
+from makers import KINDS_OF_LAYERS, draw_model, make_run, same, small
+
+from prope import model
+from prope.config import default_config
+from prope.encodings import StoppingSchedule
+from prope.errors import UsageError
+from prope.optimizer import make_optimizer
+from prope.runtime.validate import validate
+from prope.step import ConversionInputs, make_conversion, make_train_step
+from prope.train import open_conversion, open_source
+from prope.workdir.run import read_config
+
+STEPS = 7
+# As Gemma 3 and Llama are imported. p before and after, of full and of sliding layers.
+GEMMA3 = KINDS_OF_LAYERS | {"post_norms": True, "use_qk_norm": True, "local_rope_percentage": 1.0}
+LLAMA = {"activation": "silu", "scale_embedding": False, "tied": False}
+MODELS = {
+    "gemma3": (GEMMA3 | {"rope_percentage": 1.0}, {"rope_percentage": 0.25}),
+    "both kinds": (
+        GEMMA3 | {"rope_percentage": 1.0},
+        {"rope_percentage": 0.0, "local_rope_percentage": 0.5},
+    ),
+    "llama": (LLAMA | {"rope_percentage": 1.0}, {"rope_percentage": 0.5}),
+    "p before": (LLAMA | {"rope_percentage": 0.75}, {"rope_percentage": 0.5}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def models(request):
+    """The config.model before and after."""
+    fields, converted = MODELS[request.param]
+    return small(**fields), small(**fields | converted)
+
+
+def scheduled(before, after, step):
+    """The frequencies of every layer after a step, by the formula, [L][P]."""
+    both = (oracles.layer_frequencies(before), oracles.layer_frequencies(after))
+    layers = []
+    for old, new in zip(*both, strict=True):
+        stopping = np.flatnonzero(old != new)[::-1]  # the slowest have the highest numbers
+        shares = np.ones(len(old))
+        for i, pair in enumerate(stopping):
+            shares[pair] = np.clip(
+                i + 1 - step * len(stopping) / STEPS,
+                0,
+                1,
+            )
+        layers.append(old * shares)
+    return layers
+
+
+def radians_of(phases):
+    """Radians per token of phases [.., 2, P]."""
+    high, low = np.moveaxis(np.float64(phases), -2, 0)
+    return (high / 2**32 + low / 2**64) * 2 * np.pi
+
+
+def test_pairs_stop_one_after_the_other_the_slowest_first(models):
+    schedule = StoppingSchedule(*models, STEPS, 12)
+    kinds = oracles.layer_kinds(models[0])
+    earlier = None
+    for step in range(STEPS + 3):
+        phases = schedule.phases(step)
+        expected = scheduled(*models, step)
+        for kind, freqs in zip(kinds, expected, strict=True):
+            found = radians_of(phases[kind])
+            np.testing.assert_allclose(found, freqs[None], rtol=1e-12, atol=1e-18)
+        radians = np.concatenate([radians_of(phases[kind]).ravel() for kind in phases])
+        assert earlier is None or (radians <= earlier).all()
+        earlier = radians
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_decoder_is_what_it_was_then_what_it_becomes(models, scan):
+    """Bit for bit at the ends; between them by the float64 decoder; compiled once."""
+    before, after = models
+    for config in models:
+        config.scan_layers = scan
+    params, tokens, positions = draw_model(before)
+    schedule = StoppingSchedule(before, after, STEPS, tokens.shape[1])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def plain(number, params):
+        return model.hidden_states(models[number], params, tokens, positions)
+
+    @jax.jit
+    def converted(params, phases):
+        tables = schedule.tables(phases, positions)
+        return model.hidden_states(after, params, tokens, positions, None, tables)
+
+    assert same(converted(params, schedule.phases(0)), plain(0, params))
+    for step in (STEPS, STEPS + 1, 10**6):
+        assert same(converted(params, schedule.phases(step)), plain(1, params))
+    step = 4
+    hidden = converted(params, schedule.phases(step))
+    assert converted._cache_size() == 1
+    freqs = scheduled(before, after, step)
+    expected = oracles.decoder(after, params, tokens, positions, freqs=freqs)
+    logits = model.logits(after, params, hidden)
+    np.testing.assert_allclose(
+        logits,
+        expected,
+        rtol=0,
+        atol=3e-5 * np.abs(expected).max(),
+    )
+
+
+def make_config(fields, **convert):
+    """A config that trains this model, 2 x 12 tokens a step."""
+    config = default_config()
+    config.model.update(small(**fields).to_dict())
+    config.update({"batch_size": 2, "accumulation": 2, "num_steps": 20})
+    config.data.seq_len = 12
+    config.optimizer.warmup_steps = 0
+    config.convert.update(convert)
+    validate(config)
+    return config
+
+
+def draw_batch(config, tokens, positions):
+    rng = np.random.default_rng(3)
+    targets = rng.integers(
+        0,
+        config.model.vocab_size,
+        tokens.shape,
+    ).astype(np.int32)
+    weights = rng.uniform(0.5, 1, tokens.shape).astype(np.float32)
+    ones = np.ones_like(targets)
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": positions,
+        "segment_ids": ones,
+        "weights": weights,
+    }
+
+
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "llama"])
+def test_updates_are_those_of_the_model_before_then_of_the_model_after(name):
+    """With accumulation, bit for bit."""
+    fields, converted = MODELS[name]
+    before = make_config(fields)
+    after = make_config(fields | converted)
+    scheduled = make_config(fields | converted, schedule_steps=STEPS)
+    params, tokens, positions = draw_model(before.model)
+    batch = draw_batch(before, tokens, positions)
+    optimizer = make_optimizer(before)
+    opt_state = optimizer.init(params)
+    conversion = make_conversion(scheduled, before)
+    step = jax.jit(make_train_step(scheduled, optimizer, conversion))
+    for config, at in ((before, 0), (after, STEPS)):
+        inputs = ConversionInputs(conversion.schedule.phases(at))
+        expected = jax.jit(make_train_step(config, optimizer))(params, opt_state, batch)
+        assert same(step(params, opt_state, batch, inputs), expected)
+    assert step._cache_size() == 1
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A run that rotates half of the pairs of its layers."""
+    folder = tmp_path_factory.mktemp("source") / "run"
+    make_run(folder, p=0.5)
+    return folder
+
+
+SCHEDULE = {"convert.schedule_steps": 10}
+REFUSED = [
+    (False, SCHEDULE, "schedule_steps=10: converts the model of another run; name it by --init_f"),
+    (True, SCHEDULE | {"model.rope_percentage": 0.75}, "only stops pairs, and pair 16 of layer 0 "),
+    (True, SCHEDULE | {"model.rope_type": "reversed"}, "stops pairs, and model.rope_type differs"),
+    (True, SCHEDULE | {"model.max_wavelength": 5e5}, "and model.max_wavelength differs from that"),
+    (True, SCHEDULE | {"model.hidden_dim": 64}, r"is another model \(model.hidden_dim: 96, not 64"),
+    (True, {"convert.schedule_steps": -1}, "schedule_steps=-1: must not be negative"),
+    (True, {"convert.schedule_steps": 1000}, "must be less than num_steps=1000"),
+]
+
+
+@pytest.mark.parametrize(("named", "fields", "says"), REFUSED)
+def test_what_cannot_be_converted_is_one_line(source, tmp_path, named, fields, says):
+    config = read_config(source)
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(UsageError, match=says) as raised:
+        validate(config)
+        run = open_source(config, tmp_path, str(source) if named else None)
+        open_conversion(config, run)
+    assert "\n" not in str(raised.value)
