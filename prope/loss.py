@@ -190,31 +190,7 @@ def _by_tokens(cap, share, hidden, table, targets, weights, *teacher):
     axes = shard_axes("V")  # with them, the table holds this device's entries of the vocabulary
     entries = jax.lax.axis_index(axes) * len(table) + jnp.arange(len(table))
     *teacher_hidden, teacher_table = teacher or (None,)
-
-    def add_chunk(grad_table, chunk):
-        B, T = chunk[1].shape
-        rows, targets, weights, *teacher_rows = (x.reshape(-1, *x.shape[2:]) for x in chunk)
-        logits = _score_rows(cap, rows, table)
-        logsumexp = _logsumexp_over_shards(logits, axes)
-        is_target = entries[None] == targets[:, None]
-        target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
-        probabilities = jnp.exp(logits - logsumexp[:, None])
-        wanted = is_target
-        divergences = []
-        for other_rows in teacher_rows:
-            log_wanted = _score_rows(cap, other_rows, teacher_table)
-            log_wanted = log_wanted - _logsumexp_over_shards(log_wanted, axes)[:, None]
-            teacher_probabilities = jnp.exp(log_wanted)
-            log_ratio = log_wanted - (logits - logsumexp[:, None])
-            divergences.append((teacher_probabilities * log_ratio).sum(axis=-1))
-            wanted = (1 - share) * is_target + share * teacher_probabilities
-        grad_logits = _grad_logits(cap, logits, probabilities - wanted, weights[:, None])
-        grad_logits = grad_logits.astype(rows.dtype)
-        grad_rows, chunk_grad_table = _matmul_gradients(grad_logits, rows, table, axes)
-        results = (logsumexp, target_logits, grad_rows, *divergences)
-        results = tuple(x.reshape(B, T, *x.shape[1:]) for x in results)
-        return grad_table + chunk_grad_table, results
-
+    add_chunk = functools.partial(_add_tokens, cap, share, entries, table, teacher_table)
     chunks = _chunk_tokens((hidden, targets, weights, *teacher_hidden), len(table))
     start = jnp.zeros(table.shape, jnp.float32)
     grad_table, results = jax.lax.scan(add_chunk, start, chunks)
@@ -224,6 +200,35 @@ def _by_tokens(cap, share, hidden, table, targets, weights, *teacher):
     losses = logsumexp - target_logits
     gradients = (grad_hidden.astype(hidden.dtype), sum_like_param(grad_table, "VD"))
     return losses, *gradients, *divergences
+
+
+def _add_tokens(cap, share, entries, table, teacher_table, grad_table, chunk):
+    """Adds a chunk of tokens to the table's gradient; returns that, and what each token has.
+
+    `entries` are those of the vocabulary that the tables hold on this device.
+    """
+    axes = shard_axes("V")
+    B, T = chunk[1].shape
+    rows, targets, weights, *teacher_rows = (x.reshape(-1, *x.shape[2:]) for x in chunk)
+    logits = _score_rows(cap, rows, table)
+    logsumexp = _logsumexp_over_shards(logits, axes)
+    is_target = entries[None] == targets[:, None]
+    target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
+    log_probabilities = logits - logsumexp[:, None]
+    wanted = is_target
+    divergences = []
+    for other_rows in teacher_rows:
+        log_wanted = _score_rows(cap, other_rows, teacher_table)
+        log_wanted = log_wanted - _logsumexp_over_shards(log_wanted, axes)[:, None]
+        divergence = jnp.exp(log_wanted) * (log_wanted - log_probabilities)
+        divergences.append(divergence.sum(axis=-1))
+        wanted = (1 - share) * is_target + share * jnp.exp(log_wanted)
+    grad_losses = jnp.exp(log_probabilities) - wanted
+    grad_logits = _grad_logits(cap, logits, grad_losses, weights[:, None]).astype(rows.dtype)
+    grad_rows, chunk_grad_table = _matmul_gradients(grad_logits, rows, table, axes)
+    results = (logsumexp, target_logits, grad_rows, *divergences)
+    results = tuple(x.reshape(B, T, *x.shape[1:]) for x in results)
+    return grad_table + chunk_grad_table, results
 
 
 def _score_rows(cap, rows, table):

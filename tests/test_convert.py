@@ -6,17 +6,20 @@ import jax
 import numpy as np
 import oracles
 import pytest
-from makers import KINDS_OF_LAYERS, draw_model, make_run, same, small
+from makers import KINDS_OF_LAYERS, NO_WINDOWS, draw_model, make_run, same, small
 
 from prope import model
 from prope.config import default_config
 from prope.encodings import StoppingSchedule
 from prope.errors import UsageError
-from prope.optimizer import make_optimizer
+from prope.optimizer import learning_rate, make_optimizer
 from prope.runtime.validate import validate
-from prope.step import ConversionInputs, make_conversion, make_train_step
-from prope.train import open_conversion, open_source
-from prope.workdir.run import read_config
+from prope.step import ConversionInputs, make_conversion, make_train_step, prepare
+from prope.sweep.recovery import compare, recoveries
+from prope.sweep.runs import Run
+from prope.train import open_conversion, open_source, read_teacher, start_or_resume
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.run import open_run, read_config
 
 STEPS = 7
 # As Gemma 3 and Llama are imported. p before and after, of full and of sliding layers.
@@ -143,7 +146,10 @@ def draw_batch(config, tokens, positions):
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("gemma3", marks=pytest.mark.slow), "llama"],
+)
 def test_updates_are_those_of_the_model_before_then_of_the_model_after(name):
     """With accumulation, bit for bit."""
     fields, converted = MODELS[name]
@@ -163,6 +169,119 @@ def test_updates_are_those_of_the_model_before_then_of_the_model_after(name):
     assert step._cache_size() == 1
 
 
+def test_a_model_that_is_its_own_teacher_does_not_move():
+    """Of the divergence alone there is no gradient; without decay nothing changes, then."""
+    config = make_config(LLAMA, distill_weight=1.0)
+    params, tokens, positions = draw_model(config.model)
+    optimizer = make_optimizer(config)
+    opt_state = optimizer.init(params)
+    step = jax.jit(make_train_step(config, optimizer, make_conversion(config, config)))
+    inputs = ConversionInputs(teacher=params)
+    *_, metrics = step(params, opt_state, draw_batch(config, tokens, positions), inputs)
+    assert metrics["distill_kl"] == 0 and metrics["loss"] > 1
+    assert metrics["grad_norm"] == 0
+
+
+def test_a_run_that_begins_from_another_has_a_new_optimizer(source, tmp_path):
+    """Its moments are zero, and its learning rate warms up anew."""
+    config = read_config(source)
+    prepared = prepare(config, jax.devices())
+    run = open_source(config, tmp_path / "new", str(source))
+    with Checkpoints(tmp_path / "new") as checkpoints:
+        state = start_or_resume(config, checkpoints, run, prepared, NO_WINDOWS)
+    assert same(state.params, open_run(source).params())
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
+    first = learning_rate(config)(0)
+    peak = config.optimizer.learning_rate
+    warmup = config.optimizer.warmup_steps
+    final = config.optimizer.final_learning_rate
+    expected = oracles.learning_rate(1, config.num_steps, warmup, peak, final)
+    np.testing.assert_allclose(first, expected, rtol=1e-5)
+
+
+def test_the_teacher_is_what_training_began_with(source, tmp_path):
+    config = read_config(source)
+    state = prepare(config, jax.devices()).state
+    run = open_source(config, tmp_path, str(source))
+    assert same(read_teacher(run, state[0], run.init_hash), open_run(source).params())
+    with pytest.raises(UsageError, match="=.*run: holds other parameters now than when this run "):
+        read_teacher(run, state[0], "0" * 16)
+
+
+# --- Recovery -------------------------------------------------------------------------------------
+
+
+def make_sweep_run(name, values, losses, before=None, **convert):
+    """A run that has evaluated these losses at steps 0, 10, ..; `before` as it was at step 0."""
+    config = make_config({}, **convert)
+    config.num_steps = 100
+    records = []
+    for number, loss in enumerate(losses):
+        record = {"step": 10 * number, "loss": loss}
+        if number > 0 and 10 * number < config.convert.schedule_steps:
+            record["encoding"] = "schedule"
+        records.append(record)
+    if before is not None:
+        encoding = "schedule" if convert else "init_from"
+        records.append({"step": 0, "loss": before, "encoding": encoding})
+    data = {"dataset": config.data.dataset, "seq_len": 12, "max_windows": None, "windows": 5}
+    return Run(
+        name,
+        None,
+        values,
+        config,
+        started=True,
+        step=30,
+        init_hash=None,
+        metrics=[],
+        evaluations=[record | data for record in records],
+        answers=[],
+    )
+
+
+def test_a_model_is_back_once_it_stays_within_the_bound():
+    """Of every seed by itself; 24 tokens a step."""
+    rope = {"rope_percentage": 1.0}
+    half = {"rope_percentage": 0.5}
+    runs = [
+        make_sweep_run("rope", rope | {"seed": 0}, [3.0, 2.9, 2.8, 2.7]),
+        make_sweep_run("rope, seed 1", rope | {"seed": 1}, [3.0, 2.95, 2.9, 2.85]),
+        make_sweep_run(
+            "back",
+            half | {"seed": 0},
+            [3.5, 2.91, 2.83, 2.715],
+            before=3.0,
+        ),
+        make_sweep_run(
+            "never",
+            half | {"seed": 1},
+            [3.5, 3.2, 2.95, 2.9],
+            before=3.0,
+        ),
+        make_sweep_run("better", half | {"seed": 1}, [2.9, 2.8, 2.7, 2.6], before=3.0),
+        make_sweep_run(
+            "slowly",
+            half | {"seed": 0, "schedule_steps": 15},
+            [3.5, 2.95, 2.81, 2.71],
+            before=3.0,
+            schedule_steps=15,
+        ),
+        make_sweep_run("of no seed", half, [3.5, 2.9], before=3.0),
+    ]
+    found = {one.run: (one.control, one.tokens) for one in recoveries(runs)}
+    assert found == {
+        "back": ("rope", 720),
+        "never": ("rope, seed 1", None),
+        "better": ("rope, seed 1", 0),
+        "slowly": ("rope", 480),
+    }
+    slowly = next(one for one in recoveries(runs) if one.run == "slowly")
+    tokens, gaps = zip(*slowly.gaps, strict=True)
+    assert tokens == (0, 240, 480, 720)
+    np.testing.assert_allclose(gaps, [0, 0.05, 0.01, 0.01], atol=1e-12)
+    assert compare(runs[2], runs[0], within=0.031).tokens == 240
+
+
 # --- Refusals -------------------------------------------------------------------------------------
 
 
@@ -175,6 +294,8 @@ def source(tmp_path_factory):
 
 
 SCHEDULE = {"convert.schedule_steps": 10}
+DISTILL = {"convert.distill_weight": 0.5}
+OTHER_TOKENS = "TOKENS: compares the next tokens of byte with those of another tokenizer; give the"
 REFUSED = [
     (False, SCHEDULE, "schedule_steps=10: converts the model of another run; name it by --init_f"),
     (True, SCHEDULE | {"model.rope_percentage": 0.75}, "only stops pairs, and pair 16 of layer 0 "),
@@ -183,13 +304,24 @@ REFUSED = [
     (True, SCHEDULE | {"model.hidden_dim": 64}, r"is another model \(model.hidden_dim: 96, not 64"),
     (True, {"convert.schedule_steps": -1}, "schedule_steps=-1: must not be negative"),
     (True, {"convert.schedule_steps": 1000}, "must be less than num_steps=1000"),
+    (False, DISTILL, "distill_weight=0.5: converts the model of another run; name it by --init_f"),
+    (True, {"convert.distill_weight": 1.5}, r"distill_weight=1.5: must be in \[0, 1\]"),
+    (True, {"convert.distill_weight": -0.1}, r"distill_weight=-0.1: must be in \[0, 1\]"),
+    (True, {"convert.distill_weight": float("nan")}, r"distill_weight=nan: must be in \[0, 1\]"),
+    (True, DISTILL | {"model.vocab_size": 301}, r"is another model \(model.vocab_size: 300, not "),
+    (True, DISTILL | {"data.tokenizer": "TOKENS"}, OTHER_TOKENS),
 ]
 
 
 @pytest.mark.parametrize(("named", "fields", "says"), REFUSED)
-def test_what_cannot_be_converted_is_one_line(source, tmp_path, named, fields, says):
+def test_what_cannot_be_converted_is_one_line(
+    source, tmp_path, sentencepiece_model, named, fields, says
+):
     config = read_config(source)
     config.update_from_flattened_dict(fields)
+    if config.data.tokenizer == "TOKENS":
+        config.data.tokenizer = sentencepiece_model
+        says = says.replace("TOKENS", sentencepiece_model)
     with pytest.raises(UsageError, match=says) as raised:
         validate(config)
         run = open_source(config, tmp_path, str(source) if named else None)
