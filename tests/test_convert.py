@@ -6,7 +6,16 @@ import jax
 import numpy as np
 import oracles
 import pytest
-from makers import KINDS_OF_LAYERS, NO_WINDOWS, draw_model, make_run, same, small
+from conftest import logged
+from makers import (
+    KINDS_OF_LAYERS,
+    NO_WINDOWS,
+    draw_model,
+    make_run,
+    read_lines,
+    same,
+    small,
+)
 
 from prope import model
 from prope.config import default_config
@@ -18,8 +27,9 @@ from prope.step import ConversionInputs, make_conversion, make_train_step, prepa
 from prope.sweep.recovery import compare, recoveries
 from prope.sweep.runs import Run
 from prope.train import open_conversion, open_source, read_teacher, start_or_resume
-from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.run import open_run, read_config
+from prope.workdir.checkpoints import Checkpoints, save_imported
+from prope.workdir.hashes import hash_arrays
+from prope.workdir.run import open_run, read_config, write_config
 
 STEPS = 7
 # As Gemma 3 and Llama are imported. p before and after, of full and of sliding layers.
@@ -206,6 +216,111 @@ def test_the_teacher_is_what_training_began_with(source, tmp_path):
     assert same(read_teacher(run, state[0], run.init_hash), open_run(source).params())
     with pytest.raises(UsageError, match="=.*run: holds other parameters now than when this run "):
         read_teacher(run, state[0], "0" * 16)
+
+
+# --- Commands -------------------------------------------------------------------------------------
+
+SHORT = {
+    "num_steps": 6,
+    "batch_size": 16,
+    "log_every": 1,
+    "eval_every": 2,
+    "checkpoint_every": 6,
+    "data.seq_len": 32,
+    "data.dataset": "python_docs",
+    "eval.max_windows": 3,
+    "optimizer.warmup_steps": 2,
+}
+CONVERTED = {
+    "model.rope_percentage": 0.25,
+    "convert.schedule_steps": 4,
+    "convert.distill_weight": 0.3,
+}
+
+
+def evaluations_of(workdir):
+    """Losses of a run's evaluations by step and encoding."""
+    records = read_lines(workdir / "eval.jsonl")
+    return {(record["step"], record.get("encoding")): record["loss"] for record in records}
+
+
+def import_like(workdir, fields):
+    """Saves a model with all its pairs rotating as an import does: without an optimizer's state."""
+    config, params = make_run(workdir.parent / "made", p=1.0, **fields)
+    workdir.mkdir()
+    write_config(workdir, config)
+    identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
+    save_imported(workdir, params, identity, {"imported_from": "DIR"})
+
+
+@pytest.fixture(scope="module", params=["gemma3", "llama"])
+def imported(request, tmp_path_factory, run_command):
+    """Trains an imported model: a function of the run's name, other fields of the config, flags."""
+    folder = tmp_path_factory.mktemp(request.param)
+    fields = {"gemma3": GEMMA3, "llama": LLAMA | {"embed_dim": 256}}
+    import_like(folder / "W", fields[request.param])
+
+    def start(name, fields, *flags, begins=True, **options):
+        arguments = [f"--config={folder}/W/config.json", f"--workdir={folder / name}", *flags]
+        arguments += [f"--config.{name}={value}" for name, value in (SHORT | fields).items()]
+        if begins:
+            arguments.append(f"--init_from={folder / 'W'}")
+        outcome = run_command("prope.train", *arguments, **options)
+        assert outcome.code == 0, outcome.stderr
+        return folder / name
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def converted(imported):
+    """A run that converts the imported model, in one go."""
+    return imported("straight", CONVERTED)
+
+
+@pytest.mark.slow
+def test_a_conversion_goes_on_as_if_never_stopped(imported, converted):
+    """Bit for bit, from the middle of its schedule, without --init_from."""
+    imported("stopped", CONVERTED, "--stop_at_step=2")
+    stopped = imported("stopped", CONVERTED, begins=False)
+    for name in ("loss", "distill_kl", "grad_norm", "batch_hash"):
+        assert logged(stopped, name) == logged(converted, name)
+    assert evaluations_of(stopped) == evaluations_of(converted)
+    ours = open_run(stopped)
+    assert same(ours.params(), open_run(converted).params())
+    assert ours.config.model.rope_percentage == 0.25
+
+
+@pytest.mark.slow
+def test_a_conversion_is_evaluated_before_during_and_after(imported, converted):
+    """Beside the model as it was, which begins with the same weights and batches."""
+    control = imported("control", {}, "--stop_at_step=2")
+    before = evaluations_of(control)
+    assert before.keys() == {(0, None), (2, None)}
+    scheduled = evaluations_of(converted)
+    assert scheduled.keys() == {(0, "schedule"), (0, None), (2, "schedule"), (4, None), (6, None)}
+    assert scheduled[0, "schedule"] == before[0, None] != scheduled[0, None]
+    assert logged(converted, "loss")[1] == logged(control, "loss")[1]
+    assert logged(converted, "distill_kl")[1] == 0 != logged(converted, "distill_kl")[2]
+    hashes = logged(converted, "batch_hash")
+    assert [hashes[step] for step in (1, 2)] == list(logged(control, "batch_hash").values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imported", ["llama"], indirect=True)
+def test_a_conversion_is_the_same_on_eight_devices(imported, converted):
+    """With the teacher's parameters sharded."""
+    spread = imported("eight", CONVERTED | {"mesh.data": 2, "accumulation": 2}, devices=8)
+    for name, rtol in (("loss", 1e-5), ("distill_kl", 1e-3)):
+        ours = logged(spread, name)
+        theirs = logged(converted, name)
+        assert ours.keys() == theirs.keys() and len(ours) == 6
+        np.testing.assert_allclose(
+            list(ours.values()),
+            list(theirs.values()),
+            rtol=rtol,
+            atol=1e-6,
+        )
 
 
 # --- Recovery -------------------------------------------------------------------------------------
