@@ -5,6 +5,13 @@
 Rerun the same command to resume from the last checkpoint. Batches, initial weights and updates are
 functions of the config alone, so an interrupted run ends as an uninterrupted one does.
 
+With --init_from=W training begins with the parameters of the run W, or of an import, and a new
+optimizer, from step 0. The run is evaluated before its first step, and so is the model as it was:
+the record "init_from". Where the config has another encoding, the model is converted to it at once
+or, with config.convert.schedule_steps=n, by slowing the pairs that stop down to 0 in n steps, the
+slowest first (records "schedule"). config.convert.distill_weight adds the divergence from the model
+as it was, whose parameters are read from W again whenever the run resumes.
+
 Several processes train one run where the environment says so (prope/runtime/processes.py). Exit
 codes: 0 done; 1 the run failed; 2 invalid input; 75 stopped on request, with everything saved; 76
 stuck, another process is gone, the storage has failed, or another training is at work on the run;
