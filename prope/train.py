@@ -51,7 +51,6 @@ import jax
 from etils import epath
 
 from prope import parameters, sharding
-from prope.config import MAY_CHANGE, flat
 from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import load_tokenizer
@@ -61,7 +60,7 @@ from prope.errors import UsageError, log, usage_error, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
 from prope.runtime.environment import check_environment
-from prope.runtime.files import absolute, as_path, read_bytes, retry_reads, write_atomic
+from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import (
     call_on_first,
@@ -83,14 +82,20 @@ from prope.step import (
     prepare,
     resolve_attention,
 )
-from prope.workdir.checkpoints import Checkpoints, list_steps, newest_undamaged
+from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import SCHEDULE, UNCONVERTED
-from prope.workdir.run import Run, check_disk, check_same, open_run, open_workdir, write_config
+from prope.workdir.run import Run, check_disk, check_same, open_workdir, write_config
+from prope.workdir.source import (
+    config_before,
+    open_source,
+    read_params,
+    read_teacher,
+    record_source,
+)
 
-INIT_FROM = "init_from"  # file of a run: the place whose parameters it was begun from
 _MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
     "config.model.remat=full; python -m prope.plan computes what fits"
@@ -160,7 +165,8 @@ class Training:
             stop = session.interrupts.ask_to_stop
             self.lease = session.enter_context(open_workdir(path, config, stop))
         self.source = open_source(config, path, init_from)
-        conversion = open_conversion(config, self.source)
+        with session.raise_on_all():
+            conversion = open_conversion(config, self.source)
         with session.phase("data"):  # processes wait for one another here
             vocab_size = config.model.vocab_size
             self.windows = open_windows(config.data, vocab_size, "train")
@@ -194,7 +200,7 @@ class Training:
         with session.phase("restore" if self.start else "weights"):
             if is_first():
                 if self.source and self.start == 0:
-                    write_atomic(self.path / INIT_FROM, str(absolute(self.source.workdir)))
+                    record_source(self.path, self.source)
                 write_config(self.path, config)
         self.saved = self.start
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
@@ -366,40 +372,6 @@ def start_or_resume(
     return State(0, params, opt_state, hash_arrays(params))
 
 
-def open_source(config: ConfigDict, workdir: epath.Path, init_from: str | None) -> Run | None:
-    """Opens the run that this one begins from, where it has yet to begin, or converts its model.
-
-    Logs where its encoding or data differ; raises UsageError where its model is another one.
-    """
-    has_begun = call_on_first(lambda: bool(list_steps(workdir)))
-    if has_begun and not is_conversion(config):
-        return None
-    init_from = recorded_init_from(workdir, init_from)
-    if init_from is None:
-        return None
-    run = open_run(init_from)
-    ours = flat(config)
-    theirs = flat(run.config)
-    compared = [name for name in ours if name.startswith(("model.", "data."))]
-    changed = [name for name in compared if ours[name] != theirs[name]]
-    may_change = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
-    refused = [name for name in changed if not name.startswith(may_change)]
-    if refused:
-        differing = "; ".join(f"{name}: {theirs[name]}, not {ours[name]}" for name in refused)
-        raise usage_error("--init_from", init_from, f"is another model ({differing})")
-    differing = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
-    log.info("other than in %s: %s", init_from, "; ".join(differing) or "nothing")
-    return run
-
-
-def config_before(config: ConfigDict, source: Run) -> ConfigDict:
-    """Returns a run's config with the encoding of the run that it begins from."""
-    before = config.copy_and_resolve_references()
-    with before.model.ignore_type():  # p may be one number for each layer
-        before.model.update({field: source.config.model[field] for field in FIELDS})
-    return before
-
-
 def open_conversion(config: ConfigDict, source: Run | None) -> Conversion | None:
     """Prepares what `config.convert` asks for; raises UsageError where the models do not fit."""
     if not is_conversion(config):
@@ -430,39 +402,6 @@ def open_conversion(config: ConfigDict, source: Run | None) -> Conversion | None
             remedy = "give the tokenizer of --init_from"
             raise usage_error("config.data.tokenizer", names[0], problem, remedy)
     return conversion
-
-
-def read_params(source: Run, abstract):
-    """Reads the parameters of the run that another begins from, sharded as `abstract`."""
-    _, params = source.first_undamaged(lambda run: run.params(abstract))
-    return params
-
-
-def read_teacher(source: Run, abstract, init_hash: str):
-    """Reads the parameters before conversion; raises UsageError unless training began with them."""
-    params = read_params(source, abstract)
-    if hash_arrays(params) != init_hash:
-        problem = "holds other parameters now than when this run was begun from it"
-        remedy = "bring its checkpoint of then back, which distillation needs to the end"
-        raise usage_error("--init_from", source.workdir, problem, remedy)
-    return params
-
-
-def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None:
-    """Returns --init_from, or without it the place that this run was begun from, if any.
-
-    Raises UsageError where they differ.
-    """
-    path = workdir / INIT_FROM
-    read = functools.partial(read_bytes, path)
-    recorded = call_on_first(lambda: retry_reads(path, read, b"").decode()) or None
-    if None in (recorded, init_from):
-        return init_from or recorded
-    if str(absolute(init_from)) != recorded:
-        problem = f"this run was begun from {recorded}"
-        remedy = "leave the flag out, or choose another --workdir"
-        raise usage_error("--init_from", init_from, problem, remedy)
-    return init_from
 
 
 def resume(

@@ -315,7 +315,8 @@ NO_WINDOWS = types.SimpleNamespace(store=types.SimpleNamespace(fingerprint="0" *
 
 def restore_training(config, folder, init_from=None):
     """Restores what training starts from: step, hashes of parameters and optimizer state."""
-    from prope.train import open_source, start_or_resume
+    from prope.train import start_or_resume
+    from prope.workdir.source import open_source
 
     prepared = prepare(config, jax.devices())
     with Checkpoints(folder) as checkpoints:

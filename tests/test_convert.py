@@ -19,17 +19,25 @@ from makers import (
 
 from prope import model
 from prope.config import default_config
+from prope.cost.bench import bench_step
 from prope.encodings import StoppingSchedule
 from prope.errors import UsageError
 from prope.optimizer import learning_rate, make_optimizer
 from prope.runtime.validate import validate
-from prope.step import ConversionInputs, make_conversion, make_train_step, prepare
+from prope.step import (
+    ConversionInputs,
+    make_conversion,
+    make_train_step,
+    prepare,
+    trace_step,
+)
 from prope.sweep.recovery import compare, recoveries
 from prope.sweep.runs import Run
-from prope.train import open_conversion, open_source, read_teacher, start_or_resume
+from prope.train import open_conversion, start_or_resume
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run, read_config, write_config
+from prope.workdir.source import config_before, open_source, read_teacher
 
 STEPS = 7
 # As Gemma 3 and Llama are imported. p before and after, of full and of sliding layers.
@@ -42,6 +50,7 @@ MODELS = {
         {"rope_percentage": 0.0, "local_rope_percentage": 0.5},
     ),
     "llama": (LLAMA | {"rope_percentage": 1.0}, {"rope_percentage": 0.5}),
+    "layers": (LLAMA | {"rope_percentage": 1.0}, {"rope_percentage": (0.5, 1.0, 0.0)}),
     "p before": (LLAMA | {"rope_percentage": 0.75}, {"rope_percentage": 0.5}),
 }
 
@@ -50,7 +59,15 @@ MODELS = {
 def models(request):
     """The config.model before and after."""
     fields, converted = MODELS[request.param]
-    return small(**fields), small(**fields | converted)
+    return make_model(fields), make_model(fields | converted)
+
+
+def make_model(fields):
+    """A config.model, whose p may be one number for each layer."""
+    config = small(**fields | {"rope_percentage": 1.0})
+    with config.ignore_type():
+        config.rope_percentage = fields["rope_percentage"]
+    return config
 
 
 def scheduled(before, after, step):
@@ -84,14 +101,14 @@ def test_pairs_stop_one_after_the_other_the_slowest_first(models):
         phases = schedule.phases(step)
         expected = scheduled(*models, step)
         for kind, freqs in zip(kinds, expected, strict=True):
-            found = radians_of(phases[kind])
-            np.testing.assert_allclose(found, freqs[None], rtol=1e-12, atol=1e-18)
+            found = radians_of(phases[kind])  # of each encoding of these layers
+            assert np.isclose(found, freqs, rtol=1e-12, atol=1e-18).all(axis=1).any()
         radians = np.concatenate([radians_of(phases[kind]).ravel() for kind in phases])
         assert earlier is None or (radians <= earlier).all()
         earlier = radians
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_decoder_is_what_it_was_then_what_it_becomes(models, scan):
     """Bit for bit at the ends; between them by the float64 decoder; compiled once."""
     before, after = models
@@ -190,6 +207,33 @@ def test_a_model_that_is_its_own_teacher_does_not_move():
     *_, metrics = step(params, opt_state, draw_batch(config, tokens, positions), inputs)
     assert metrics["distill_kl"] == 0 and metrics["loss"] > 1
     assert metrics["grad_norm"] == 0
+
+
+def test_a_plan_counts_what_a_conversion_keeps():
+    """The parameters before it, and the frequencies of a step; a benchmark has neither."""
+    config = make_config(LLAMA, distill_weight=0.5, schedule_steps=STEPS)
+    prepared = prepare(config, jax.devices())
+    traced = trace_step(config, prepared.optimizer, prepared.mesh, prepared.state)
+    (*_, inputs), _ = traced.args_info
+    assert jax.tree.structure(inputs.teacher) == jax.tree.structure(prepared.state[0])
+    (phases,) = inputs.phases.values()
+    assert phases.shape == (1, 2, 8)
+    with pytest.raises(UsageError, match="^config.convert=.*: is not timed: it needs another run"):
+        bench_step(config, 1)
+
+
+def test_a_run_knows_the_encoding_that_it_begins_from(tmp_path):
+    """Of every layer; all else is its own."""
+    make_run(tmp_path / "run", p=(0.5, 1.0))
+    config = read_config(tmp_path / "run")
+    expected = config.to_dict()
+    config.seed = expected["seed"] = 9
+    config.model.update({"remat": "full", "max_wavelength": 5e5})
+    expected["model"]["remat"] = "full"
+    with config.model.ignore_type():
+        config.model.rope_percentage = 0.25
+    run = open_source(config, tmp_path / "new", str(tmp_path / "run"))
+    assert config_before(config, run).to_dict() == expected
 
 
 def test_a_run_that_begins_from_another_has_a_new_optimizer(source, tmp_path):
