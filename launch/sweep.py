@@ -7,7 +7,7 @@
 The runs are trained here one after the other, in W/rope_percentage=0.25 and so on. Rerun the same
 command to skip finished runs and resume the others; more values add runs. Several --grid sweep the
 product of their values; without --grid the config file's own grid is used, its get_sweep().
---config.FIELD=VALUE applies to every run.
+--config.FIELD=VALUE applies to every run, as does --init_from.
 
 --launcher hands the command of each run to another command, as its last words. Where the launcher
 has {command}, that becomes the run's command as one text, quoted for a shell; {name} becomes a
@@ -42,6 +42,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "launcher", None, "command that each run's command is handed to; launch/README.md has some"
     )
+    command.define_place("init_from", None, "start every run from the parameters of this one")
     flags.DEFINE_boolean("dry-run", False, "print the commands, one per line, and run nothing")
     flags.mark_flags_as_required(["config", "workdir"])
 
@@ -67,6 +68,7 @@ def main() -> dict:
         grids,
         launcher=FLAGS.launcher,
         dry_run=FLAGS["dry-run"].value,
+        init_from=FLAGS.init_from,
     )
 
 

@@ -142,6 +142,7 @@ _SEED = _rule(lambda x: 0 <= x < 2**32, "must be in [0, 2^32 - 1]: keys of JAX h
 _IDS = _rule(lambda ids: all(type(i) is int and i >= 0 for i in ids), "must be ids, such as (106,)")
 _POSITIVE = _rule(lambda x: x > 0, "must be positive")
 _DECAY_RATE = _rule(lambda x: 0 <= x < 1, "must be in [0, 1)")
+_WEIGHT = _rule(lambda x: 0 <= x <= 1, "must be in [0, 1]")
 _SHARE = _rule(lambda x: 0 < x < 1, "must be between 0 and 1")
 _ABOVE_1 = _rule(lambda x: x > 1, "must be greater than 1")
 _EVEN = _rule(lambda x: x % 2 == 0, "must be even: RoPE rotates pairs of lanes")
@@ -178,6 +179,11 @@ def _covers_window(value, fields):
     if not seq_len <= value <= 2**31:
         return f"must be from data.seq_len={seq_len} to {2**31}, or None for ordinary positions"
     return None
+
+
+def _below_num_steps(value, fields):
+    steps = fields["num_steps"]
+    return None if value < steps else f"must be less than num_steps={steps}"
 
 
 def _at_most_peak(value, fields):
@@ -510,6 +516,19 @@ FIELDS = {
         "float32",
         "dtype of the first moment; the second is always float32",
         (_one_of(*DTYPES),),
+    ),
+    "convert.schedule_steps": Field(
+        0,
+        "n, with --init_from: the pairs that this encoding stops slow down to 0 in n steps, the "
+        "slowest first; 0: at once",
+        (_NOT_NEGATIVE,),
+        (_below_num_steps,),
+    ),
+    "convert.distill_weight": Field(
+        0.0,
+        "w, with --init_from: the loss is 1 - w times the usual one, and w times KL(model as it "
+        "was || this one) of the next token; 0: without the model as it was",
+        (_WEIGHT,),
     ),
     "mesh.data": Field(
         int,

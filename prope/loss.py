@@ -103,7 +103,7 @@ def _forward(hidden, embedding, targets, weights, cap):
         # The cast comes before the all-gather, which then moves fewer bytes.
         table = constrain_like_param(embedding.astype(hidden.dtype), "VD")
         by_tokens = shard_mapped(
-            functools.partial(_by_tokens, cap),
+            functools.partial(_by_tokens, cap, 0.0),
             ["BTD", "VD", "BT", "BT"],
             ["BT", "BTD", "VD"],
         )
@@ -126,45 +126,120 @@ def _backward(cap, residuals, cotangent):
 weighted_loss.defvjp(_forward, _backward)
 
 
-def _by_tokens(cap, hidden, table, targets, weights):
-    """Returns losses [B, T], gradients of hidden and table, by chunks of a device's tokens."""
+class Distilled(NamedTuple):
+    """Sums of weights times a loss of every token, nats; only `total` has a gradient."""
+
+    total: jax.Array  # (1 - share) loss + share kl
+    loss: jax.Array  # of `token_losses`
+    kl: jax.Array  # KL(teacher || model) of the next token
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def distilled_loss(
+    hidden: Float[Array, "B T D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    teacher_hidden: Float[Array, "B T D"],
+    teacher_embedding: Float[Array, "V D"],
+    cap: float | None = None,
+    share: float = 1.0,
+) -> Distilled:
+    """Computes `weighted_loss` and the divergence from a teacher, which has no gradient.
+
+    Always by chunks of tokens: both tables are all-gathered, however large they are.
+    """
+    arrays = (hidden, embedding, targets, weights, teacher_hidden, teacher_embedding)
+    return _forward_distilled(*arrays, cap, share)[0]
+
+
+def _forward_distilled(
+    hidden, embedding, targets, weights, teacher_hidden, teacher_embedding, cap, share
+):
+    tables = [
+        constrain_like_param(array.astype(hidden.dtype), "VD")
+        for array in (embedding, teacher_embedding)
+    ]
+    by_tokens = shard_mapped(
+        functools.partial(_by_tokens, cap, share),
+        ["BTD", "VD", "BT", "BT", "BTD", "VD"],
+        ["BT", "BTD", "VD", "BT"],
+    )
+    losses, grad_hidden, grad_embedding, divergences = by_tokens(
+        hidden, tables[0], targets, weights, teacher_hidden, tables[1]
+    )
+    totals = (1 - share) * losses + share * divergences
+    residuals = (totals, grad_hidden, grad_embedding.astype(embedding.dtype))
+    sums = [(array * weights).sum() for array in (totals, losses, divergences)]
+    return Distilled(*sums), residuals
+
+
+def _backward_distilled(cap, share, residuals, cotangents):
+    del share
+    return *_backward(cap, residuals, cotangents.total), None, None
+
+
+distilled_loss.defvjp(_forward_distilled, _backward_distilled)
+
+
+def _by_tokens(cap, share, hidden, table, targets, weights, *teacher):
+    """Returns losses [B, T], gradients of hidden and table, by chunks of a device's tokens.
+
+    A teacher's hidden and table replace this share of every target; last come divergences [B, T].
+    """
     axes = shard_axes("V")  # with them, the table holds this device's entries of the vocabulary
     entries = jax.lax.axis_index(axes) * len(table) + jnp.arange(len(table))
-
-    def add_chunk(grad_table, chunk):
-        B, T = chunk[1].shape
-        rows, targets, weights = (x.reshape(-1, *x.shape[2:]) for x in chunk)
-        logits = jnp.einsum(
-            "RD,VD->RV",
-            rows,
-            table,
-            preferred_element_type=jnp.float32,
-        )
-        logits = softcap(logits, cap)
-        logsumexp = _logsumexp_over_shards(logits, axes)
-        is_target = entries[None] == targets[:, None]
-        target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
-        probabilities = jnp.exp(logits - logsumexp[:, None])
-        grad_logits = _grad_logits(cap, logits, probabilities - is_target, weights[:, None])
-        grad_logits = grad_logits.astype(rows.dtype)
-        grad_rows, chunk_grad_table = _matmul_gradients(grad_logits, rows, table, axes)
-        results = (logsumexp, target_logits, grad_rows)
-        results = tuple(x.reshape(B, T, *x.shape[1:]) for x in results)
-        return grad_table + chunk_grad_table, results
-
-    chunks = _chunk_tokens((hidden, targets, weights), len(table))
+    *teacher_hidden, teacher_table = teacher or (None,)
+    add_chunk = functools.partial(_add_tokens, cap, share, entries, table, teacher_table)
+    chunks = _chunk_tokens((hidden, targets, weights, *teacher_hidden), len(table))
     start = jnp.zeros(table.shape, jnp.float32)
     grad_table, results = jax.lax.scan(add_chunk, start, chunks)
-    logsumexp, target_logits, grad_hidden = (
-        x.swapaxes(0, 1).reshape(*targets.shape, *x.shape[3:]) for x in results
-    )
+    logsumexp, *to_sum = (x.swapaxes(0, 1).reshape(*targets.shape, *x.shape[3:]) for x in results)
     # Summed once, not in every chunk.
-    target_logits, grad_hidden = jax.lax.psum(
-        (target_logits, grad_hidden),
-        axes,
-    )
+    target_logits, grad_hidden, *divergences = jax.lax.psum(to_sum, axes)
     losses = logsumexp - target_logits
-    return losses, grad_hidden.astype(hidden.dtype), sum_like_param(grad_table, "VD")
+    gradients = (grad_hidden.astype(hidden.dtype), sum_like_param(grad_table, "VD"))
+    return losses, *gradients, *divergences
+
+
+def _add_tokens(cap, share, entries, table, teacher_table, grad_table, chunk):
+    """Adds a chunk of tokens to the table's gradient; returns that, and what each token has.
+
+    `entries` are those of the vocabulary that the tables hold on this device.
+    """
+    axes = shard_axes("V")
+    B, T = chunk[1].shape
+    rows, targets, weights, *teacher_rows = (x.reshape(-1, *x.shape[2:]) for x in chunk)
+    logits = _score_rows(cap, rows, table)
+    logsumexp = _logsumexp_over_shards(logits, axes)
+    is_target = entries[None] == targets[:, None]
+    target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
+    log_probabilities = logits - logsumexp[:, None]
+    wanted = is_target
+    divergences = []
+    for other_rows in teacher_rows:
+        log_wanted = _score_rows(cap, other_rows, teacher_table)
+        log_wanted = log_wanted - _logsumexp_over_shards(log_wanted, axes)[:, None]
+        divergence = jnp.exp(log_wanted) * (log_wanted - log_probabilities)
+        divergences.append(divergence.sum(axis=-1))
+        wanted = (1 - share) * is_target + share * jnp.exp(log_wanted)
+    grad_losses = jnp.exp(log_probabilities) - wanted
+    grad_logits = _grad_logits(cap, logits, grad_losses, weights[:, None]).astype(rows.dtype)
+    grad_rows, chunk_grad_table = _matmul_gradients(grad_logits, rows, table, axes)
+    results = (logsumexp, target_logits, grad_rows, *divergences)
+    results = tuple(x.reshape(B, T, *x.shape[1:]) for x in results)
+    return grad_table + chunk_grad_table, results
+
+
+def _score_rows(cap, rows, table):
+    """Scores all entries of a table [V, D] for rows [R, D]: logits [R, V], float32, capped."""
+    logits = jnp.einsum(
+        "RD,VD->RV",
+        rows,
+        table,
+        preferred_element_type=jnp.float32,
+    )
+    return softcap(logits, cap)
 
 
 def _grad_logits(cap, logits, grad_loss, weights):

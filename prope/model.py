@@ -31,7 +31,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import parameters
 from prope.attention import attention
-from prope.encodings import logit_scale, rotation_tables
+from prope.encodings import Tables, logit_scale, rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.softcap import softcap
 from prope.rope import rotate
@@ -85,8 +85,7 @@ class RMSNorm(nn.Module):
         if not self.use_scale:
             return normed.astype(x.dtype)
         scale = self.get_variable("params", "scale")
-        # Explicit axes: tests forbid that ranks are promoted.
-        factor = jnp.expand_dims(1 + scale, range(x.ndim - 1))
+        factor = jnp.expand_dims(1 + scale, range(x.ndim - 1))  # tests forbid promotion of ranks
         return (normed * factor).astype(x.dtype)
 
 
@@ -296,13 +295,14 @@ def hidden_states(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
+    tables: Tables | None = None,
 ) -> Float[Array, "B T D"]:
     """Runs the decoder: the normalised output of the last layer, in `config.dtype`.
 
-    `logits` predicts the next tokens from it. `config` is a run's `config.model`.
+    `logits` predicts the next tokens. `tables` replace those of `config`, a run's `config.model`.
     """
     memory = _empty_memory(config, *tokens.shape) if config.num_kv_shared_layers else None
-    hidden, _ = _run(config, params, tokens, positions, memory, segment_ids)
+    hidden, _ = _run(config, params, tokens, positions, memory, segment_ids, tables)
     return hidden
 
 
@@ -349,10 +349,11 @@ def _empty_memory(config, B: int, T: int):
     return memory
 
 
-def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=None):
+def _run(config, params, tokens, positions, memory, segment_ids=None, tables=None, decoding=None):
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
     x = embed(config, embedding(params), tokens)
-    tables = rotation_tables(config, positions, context_size() * positions.shape[1])
+    if tables is None:
+        tables = rotation_tables(config, positions, context_size() * positions.shape[1])
     per_layer = {"table": tables.indices}
     if config.per_layer_input_dim:
         per_layer["input"] = layer_inputs(config, params, tokens, x)

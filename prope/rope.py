@@ -78,6 +78,11 @@ def rotation_table(positions: ArrayLike, freqs: np.ndarray) -> jax.Array:
       TypeError: positions are not integers.
       ValueError: a position in an array of NumPy does not fit into 32 bits.
     """
+    return phase_table(positions, phase_per_token(tuple(map(float, freqs))))
+
+
+def phase_table(positions: ArrayLike, phases: ArrayLike) -> jax.Array:
+    """Computes `rotation_table` from `phase_per_token`, uint32 [2, P], which may be traced."""
     positions = _array("positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(
@@ -85,7 +90,7 @@ def rotation_table(positions: ArrayLike, freqs: np.ndarray) -> jax.Array:
             "Floating positions round (bfloat16 from 257 on): pass jnp.int32"
         )
     narrow = positions.astype(_narrow(positions.dtype))
-    high, low = _phase_per_token(tuple(map(float, freqs)))
+    high, low = phases
     over_pairs = (1,) * positions.ndim + (-1,)
     cos, sin = _cos_sin(narrow[..., None], high.reshape(over_pairs), low.reshape(over_pairs))
     table = jnp.stack([cos, sin])
@@ -204,14 +209,14 @@ def _narrow(dtype) -> type:
 
 
 @functools.cache
-def _phase_per_token(freqs: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Converts radians per token to 64-bit fractions of a turn: high and low words, uint32 [P]."""
+def phase_per_token(freqs: tuple[float, ...]) -> np.ndarray:
+    """Converts radians per token to 64-bit fractions of a turn, as high and low words, [2, P]."""
     with decimal.localcontext(prec=50):
         turns = [decimal.Decimal(freq) / _TWO_PI for freq in freqs]
         phases = [int((turn * 2**64).to_integral_value()) for turn in turns]
-    high = np.array([phase >> 32 for phase in phases], np.uint32)
-    low = np.array([phase % 2**32 for phase in phases], np.uint32)
-    return high, low
+    high = [phase >> 32 for phase in phases]
+    low = [phase % 2**32 for phase in phases]
+    return np.array([high, low], np.uint32)
 
 
 def _phase(

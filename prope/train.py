@@ -5,6 +5,13 @@
 Rerun the same command to resume from the last checkpoint. Batches, initial weights and updates are
 functions of the config alone, so an interrupted run ends as an uninterrupted one does.
 
+With --init_from=W training begins with the parameters of the run W, or of an import, and a new
+optimizer, from step 0. The run is evaluated before its first step, and so is the model as it was:
+the record "init_from". Where the config has another encoding, the model is converted to it at once
+or, with config.convert.schedule_steps=n, by slowing the pairs that stop down to 0 in n steps, the
+slowest first (records "schedule"). config.convert.distill_weight adds the divergence from the model
+as it was, whose parameters are read from W again whenever the run resumes.
+
 Several processes train one run where the environment says so (prope/runtime/processes.py). Exit
 codes: 0 done; 1 the run failed; 2 invalid input; 75 stopped on request, with everything saved; 76
 stuck, another process is gone, the storage has failed, or another training is at work on the run;
@@ -44,16 +51,17 @@ import jax
 from etils import epath
 
 from prope import parameters, sharding
-from prope.config import MAY_CHANGE, flat
 from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
+from prope.data.tokenizer import load_tokenizer
 from prope.data.windows import Windows, prefetch, train_batch
-from prope.encodings import FIELDS, describe
+from prope.encodings import FIELDS, Phases, describe
 from prope.errors import UsageError, log, usage_error, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
+from prope.inference.paired import sums_folder
 from prope.optimizer import warmup_steps
 from prope.runtime.environment import check_environment
-from prope.runtime.files import absolute, as_path, read_bytes, retry_reads, write_atomic
+from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import (
     call_on_first,
@@ -64,14 +72,31 @@ from prope.runtime.processes import (
 from prope.runtime.profiler import Profiler
 from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices
-from prope.step import Prepared, compile_step, init_state, prepare
+from prope.step import (
+    Conversion,
+    ConversionInputs,
+    Prepared,
+    compile_step,
+    init_state,
+    is_conversion,
+    make_conversion,
+    prepare,
+    resolve_attention,
+)
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
-from prope.workdir.run import check_disk, check_same, open_run, open_workdir, write_config
+from prope.workdir.records import SCHEDULE, UNCONVERTED
+from prope.workdir.run import Run, check_disk, check_same, open_workdir, write_config
+from prope.workdir.source import (
+    config_before,
+    open_source,
+    read_params,
+    read_teacher,
+    record_source,
+)
 
-INIT_FROM = "init_from"  # file of a run: the place whose parameters it was begun from
 _MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
     "config.model.remat=full; python -m prope.plan computes what fits"
@@ -103,21 +128,21 @@ def train(
     check_environment()
     validate(config)
     with Session(config) as session:
-        run = Training(session, config, as_path("--workdir", workdir))
-        params, opt_state = run.restore(init_from, stop_at_step)
+        run = Training(session, config, as_path("--workdir", workdir), init_from)
+        params, opt_state = run.restore(stop_at_step)
         first = run.start + 1
         for step, batch in enumerate(run.batches(), first):
             if step == first:  # invalid data has failed by now, before a long compilation
                 train_step = run.compile()
             params, opt_state, metrics = run.profiler.run(
-                step, train_step, params, opt_state, batch
+                step, train_step, params, opt_state, batch, *run.conversion_inputs(step)
             )
             run.writer.step(step, metrics)
             if step == first:
                 session.first_step(step, metrics)
             run.checkpoints.check()
             if session.poll(f"step {step}") and run.is_due(step, config.eval_every):
-                run.evaluate(step, params)
+                run.evaluate(step, params, *run.encodings_at(step))
             if run.is_due(step, config.checkpoint_every) or session.wants_save:
                 run.save(step, params, opt_state)
             session.stop_if_requested(step)
@@ -130,7 +155,9 @@ class Training:
     `restore` opens the files, and comes before all other methods.
     """
 
-    def __init__(self, session: Session, config: ConfigDict, path: epath.Path):
+    def __init__(
+        self, session: Session, config: ConfigDict, path: epath.Path, init_from: str | None
+    ):
         """Opens the run's directory and data, then the devices; checks memory and disk."""
         self.session = session
         self.config = config
@@ -138,6 +165,9 @@ class Training:
         with session.raise_on_all():
             stop = session.interrupts.ask_to_stop
             self.lease = session.enter_context(open_workdir(path, config, stop))
+        self.source = open_source(config, path, init_from)
+        with session.raise_on_all():
+            conversion = open_conversion(config, self.source)
         with session.phase("data"):  # processes wait for one another here
             vocab_size = config.model.vocab_size
             self.windows = open_windows(config.data, vocab_size, "train")
@@ -147,13 +177,17 @@ class Training:
             validate_devices(config, jax.devices())
             check_activations(config, _MEMORY_ADVICE)
             self.prepared = prepare(config, jax.devices())
-        self.evaluation = LossEvaluation(self.prepared.config, validation)
+            before = conversion and resolve_attention(conversion.before, jax.devices()[0])
+        local_config = self.prepared.config
+        self.conversion = conversion and conversion._replace(before=before)
+        self.evaluation = LossEvaluation(local_config, validation, conversion=self.conversion)
+        self.teacher = None
         session.attach(path, self.prepared.mesh)
         with session.phase("devices"):
             self.check_disk()
             log_run(config, self.windows)
 
-    def restore(self, init_from: str | None, stop_at_step: int | None) -> tuple:
+    def restore(self, stop_at_step: int | None) -> tuple:
         """Returns (params, opt_state) to start from; opens the run's files for writing.
 
         A run that ended without the evaluation of its last step is evaluated first.
@@ -162,12 +196,12 @@ class Training:
         session = self.session
         self.checkpoints = session.enter_context(Checkpoints(self.path, config.checkpoint))
         self.start, params, opt_state, self.init_hash = start_or_resume(
-            config, self.checkpoints, init_from, self.prepared, self.windows
+            config, self.checkpoints, self.source, self.prepared, self.windows
         )
         with session.phase("restore" if self.start else "weights"):
             if is_first():
-                if init_from is not None and self.start == 0:
-                    write_atomic(self.path / INIT_FROM, str(absolute(init_from)))
+                if self.source and self.start == 0:
+                    record_source(self.path, self.source)
                 write_config(self.path, config)
         warmup = warmup_steps(config)
         if warmup != config.optimizer.warmup_steps:
@@ -184,12 +218,40 @@ class Training:
         self.profiler = session.enter_context(profiler)
         if self.start == 0:
             log.info("init_hash %s", self.init_hash)
-        elif self.is_due(self.start, config.eval_every):
-            missing = call_on_first(lambda: writer.evaluated(self.start) is None)
-            if missing:
-                self.evaluate(self.start, params)
+        if (self.start or self.source) and self.is_due(self.start, config.eval_every):
+            for encoding in self.encodings_at(self.start):
+                evaluated = functools.partial(writer.evaluated, self.start, encoding)
+                if call_on_first(evaluated) is None:
+                    self.evaluate(self.start, params, encoding)
         session.startup.mark("evaluation")
+        if config.convert.distill_weight:
+            self.teacher = read_teacher(self.source, self.prepared.state[0], self.init_hash)
         return params, opt_state
+
+    def encodings_at(self, step: int) -> list[str | None]:
+        """Lists the encodings that are evaluated after `step` updates; None is the config's own.
+
+        Before the first update of a run that begins from another, it is that one's, too.
+        """
+        schedule_steps = self.config.convert.schedule_steps
+        if step:
+            return [SCHEDULE if step < schedule_steps else None]
+        if schedule_steps:
+            return [SCHEDULE, None]
+        before = config_before(self.config, self.source)
+        return [None] if before.model == self.config.model else [UNCONVERTED, None]
+
+    def phases(self, step: int) -> Phases | None:
+        """Returns those of a conversion's schedule after `step` updates, if it has one."""
+        if self.conversion is None or self.conversion.schedule is None:
+            return None
+        return sharding.replicate(self.prepared.mesh, self.conversion.schedule.phases(step))
+
+    def conversion_inputs(self, step: int) -> tuple:
+        """Returns what an update takes beside the state and the batch."""
+        if self.conversion is None:
+            return ()
+        return (ConversionInputs(self.phases(step - 1), self.teacher),)
 
     def batches(self) -> Iterator[dict]:
         """Yields the global batches of the steps after `start`, read some steps ahead.
@@ -214,7 +276,7 @@ class Training:
         self.session.startup.mark("first batch")
         local_config, mesh, optimizer, state = self.prepared
         with self.writer.pause():
-            step = compile_step(local_config, optimizer, mesh, state)
+            step = compile_step(local_config, optimizer, mesh, state, self.conversion)
             check_memory(step, _MEMORY_ADVICE)
         self.session.compiled()
         return step
@@ -223,16 +285,27 @@ class Training:
         """Tells whether something is done after this step: every so often, and after the last."""
         return step == self.stop or step % every == 0
 
-    def evaluate(self, step: int, params) -> None:
-        """Evaluates; a request to stop ends it, and the resumed run then evaluates this step."""
+    def evaluate(self, step: int, params, encoding: str | None = None) -> None:
+        """Evaluates; a request to stop ends it, and the resumed run then evaluates this step.
+
+        `encoding` is one of `encodings_at`.
+        """
         progress = f"a part of the evaluation of step {step}"
         go_on = functools.partial(self.session.poll, progress)
-        folder = self.path / "eval" / str(step)
+        # As `prope.evaluate` describes encodings that are not the run's own.
+        fields = {"encoding": encoding, "factor": 1.0} if encoding else {}
+        folder = sums_folder(self.path, {"step": step} | fields)
+        evaluation = self.evaluation
+        phases = self.phases(step if encoding == SCHEDULE else self.config.num_steps)
+        if encoding == UNCONVERTED:
+            before = config_before(self.config, self.source)
+            before = resolve_attention(before, jax.devices()[0])
+            evaluation = LossEvaluation(before, evaluation.windows)
         mesh = self.prepared.mesh
         with self.writer.pause():
-            record = self.evaluation.evaluate(params, mesh, folder, go_on, warn_if_unwritten)
+            record = evaluation.evaluate(params, mesh, folder, go_on, warn_if_unwritten, phases)
             if record is not None:
-                self.writer.evaluation(step, record)
+                self.writer.evaluation(step, record | fields)
 
     def save(self, step: int, params, opt_state) -> None:
         """Starts saving a checkpoint."""
@@ -282,23 +355,22 @@ def data_state(config: ConfigDict, windows: Windows, step: int) -> dict:
 def start_or_resume(
     config: ConfigDict,
     checkpoints: Checkpoints,
-    init_from: str | None,
+    source: Run | None,
     prepared: Prepared,
     windows: Windows,
 ) -> State:
     """Returns the state to start from, the first of these that there is:
 
     1. the run's newest checkpoint: the run was stopped and goes on;
-    2. the parameters of the run that --init_from names, or named when this run was begun, with a
-       new optimizer, from step 0;
+    2. the parameters of `source`, the run that --init_from names, or named when this run was begun,
+       with a new optimizer, from step 0;
     3. from scratch.
     """
     if checkpoints.steps():
         return resume(config, checkpoints, prepared, windows)
-    init_from = recorded_init_from(checkpoints.directory.parent, init_from)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.state)
-    if init_from is not None:
-        params = read_initial_params(config, init_from, prepared.state[0])
+    if source is not None:
+        params = read_params(source, prepared.state[0])
         init = jax.jit(prepared.optimizer.init, out_shardings=shardings[1])
         return State(0, params, init(params), hash_arrays(params))
     init = functools.partial(init_state, config, prepared.optimizer)
@@ -306,21 +378,36 @@ def start_or_resume(
     return State(0, params, opt_state, hash_arrays(params))
 
 
-def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None:
-    """Returns --init_from, or without it the place that this run was begun from, if any.
-
-    Raises UsageError where they differ.
-    """
-    path = workdir / INIT_FROM
-    read = functools.partial(read_bytes, path)
-    recorded = call_on_first(lambda: retry_reads(path, read, b"").decode()) or None
-    if None in (recorded, init_from):
-        return init_from or recorded
-    if str(absolute(init_from)) != recorded:
-        problem = f"this run was begun from {recorded}"
-        remedy = "leave the flag out, or choose another --workdir"
-        raise usage_error("--init_from", init_from, problem, remedy)
-    return init_from
+def open_conversion(config: ConfigDict, source: Run | None) -> Conversion | None:
+    """Prepares what `config.convert` asks for; raises UsageError where the models do not fit."""
+    if not is_conversion(config):
+        return None
+    steps = config.convert.schedule_steps
+    weight = config.convert.distill_weight
+    schedule = ("config.convert.schedule_steps", steps)
+    distill = ("config.convert.distill_weight", weight)
+    if source is None:
+        problem = "converts the model of another run"
+        raise usage_error(*(schedule if steps else distill), problem, "name it by --init_from")
+    before = config_before(config, source)
+    changed = [field for field in FIELDS if before.model[field] != config.model[field]]
+    others = set(changed) - {"rope_percentage", "local_rope_percentage"}
+    at_once = "leave it out: all changes at once"
+    if steps and others:
+        problem = f"stops pairs, and model.{min(others)} differs from that of {source.workdir}, too"
+        raise usage_error(*schedule, problem, at_once)
+    try:
+        conversion = make_conversion(config, before)
+    except ValueError as error:
+        raise usage_error(*schedule, f"only stops pairs, and {error}", at_once) from None
+    if weight:
+        names = (config.data.tokenizer, source.config.data.tokenizer)
+        ours, theirs = (load_tokenizer(name).fingerprint for name in names)
+        if ours != theirs:
+            problem = f"compares the next tokens of {names[1]} with those of another tokenizer"
+            remedy = "give the tokenizer of --init_from"
+            raise usage_error("config.data.tokenizer", names[0], problem, remedy)
+    return conversion
 
 
 def resume(
@@ -351,24 +438,6 @@ def resume(
         checkpoints.set_aside(damaged)
     log.info("resumed from step %d", step)
     return state
-
-
-def read_initial_params(config: ConfigDict, init_from: str, abstract):
-    """Reads the parameters of another run; logs where its encoding or data differ."""
-    run = open_run(init_from)
-    ours = flat(config)
-    theirs = flat(run.config)
-    compared = [name for name in ours if name.startswith(("model.", "data."))]
-    changed = [name for name in compared if ours[name] != theirs[name]]
-    may_change = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
-    refused = [name for name in changed if not name.startswith(may_change)]
-    if refused:
-        differing = "; ".join(f"{name}: {theirs[name]}, not {ours[name]}" for name in refused)
-        raise usage_error("--init_from", init_from, f"is another model ({differing})")
-    differing = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
-    log.info("other than in %s: %s", init_from, "; ".join(differing) or "nothing")
-    _, params = run.first_undamaged(lambda run: run.params(abstract))
-    return params
 
 
 def main() -> dict | None:

@@ -316,10 +316,12 @@ NO_WINDOWS = types.SimpleNamespace(store=types.SimpleNamespace(fingerprint="0" *
 def restore_training(config, folder, init_from=None):
     """Restores what training starts from: step, hashes of parameters and optimizer state."""
     from prope.train import start_or_resume
+    from prope.workdir.source import open_source
 
     prepared = prepare(config, jax.devices())
     with Checkpoints(folder) as checkpoints:
-        state = start_or_resume(config, checkpoints, init_from, prepared, NO_WINDOWS)
+        source = open_source(config, folder, init_from)
+        state = start_or_resume(config, checkpoints, source, prepared, NO_WINDOWS)
     return state.step, hash_arrays(state.params), hash_arrays(state.opt_state)
 
 

@@ -70,6 +70,11 @@ def test_a_name_is_made_of_the_values_alone(grid, names):
     assert sorted(names_of(reversed_grid)) == sorted(names)
 
 
+def test_all_runs_begin_from_another():
+    runs = plan([{"seed": [0, 1]}], "file.py", default_config(), {}, "gs://bucket/run")
+    assert [run.arguments[-1] for run in runs] == ["--init_from=gs://bucket/run"] * 2
+
+
 def test_the_quick_sweep_has_five_values():
     five = grid_of(file=str(ROOT / "configs" / "quick_sweep.py"))
     assert five == [{"model.rope_percentage": [0.0, 0.25, 0.5, 0.75, 1.0]}]

@@ -11,7 +11,7 @@ import pytest
 from compiled import array_shapes
 from jax.sharding import NamedSharding, PartitionSpec
 from makers import MESHES, on_eight_devices
-from oracles import cross_entropy, float64
+from oracles import cross_entropy, divergence, float64
 
 from prope import loss, sharding
 
@@ -75,7 +75,12 @@ def check(arrays, rtol=1e-5, place=lambda array: array, cap=None):
             atol=bound,
         )
 
-    evaluated = jit_anew(functools.partial(loss.token_losses, cap=cap))(*placed[:3])
+    evaluated = jit_anew(
+        functools.partial(
+            loss.token_losses,
+            cap=cap,
+        )
+    )(*placed[:3])
     np.testing.assert_allclose(evaluated, losses, rtol=1e-5, atol=1e-6)
 
 
@@ -115,7 +120,11 @@ def test_gradients_of_a_chunk_that_are_still_to_be_summed_are_float32(axes):
         "table": (7, 6),
     }
     arrays = {
-        name: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for name, shape in sizes.items()
+        name: jnp.asarray(
+            rng.standard_normal(shape),
+            jnp.bfloat16,
+        )
+        for name, shape in sizes.items()
     }
     grad_rows, grad_table = loss._matmul_gradients(**arrays, axes=axes)
     assert grad_rows.dtype == (jnp.float32 if axes else jnp.bfloat16)
@@ -126,6 +135,75 @@ def test_gradients_of_a_chunk_that_are_still_to_be_summed_are_float32(axes):
         rtol=0,
         atol=1e-6 * np.abs(expected).max(),
     )
+
+
+def distilled_and_gradients(arrays, teacher, cap, share):
+    """The sums of a distilled loss; gradients of its total for hidden and embedding."""
+
+    def run(hidden, embedding):
+        sums = loss.distilled_loss(hidden, embedding, *arrays[2:], *teacher, cap, share)
+        return sums.total, sums
+
+    run_with_gradients = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+    (_, sums), gradients = run_with_gradients(*arrays[:2])
+    return sums, gradients
+
+
+def check_distilled(arrays, teacher, cap, share, place=lambda array: array):
+    """Compares a distilled loss and its gradients with the formula."""
+    hidden, embedding, _, weights = arrays
+    losses, *gradients = cross_entropy(*arrays, cap)
+    divergences, *others = divergence(hidden, embedding, *teacher, weights, cap)
+    placed = [tuple(map(place, group)) for group in (arrays, teacher)]
+    run = functools.partial(distilled_and_gradients, cap=cap, share=share)
+    sums, found = jit_anew(run)(*placed)
+    expected_loss = (losses * weights).sum()
+    expected_kl = (divergences * weights).sum()
+    expected_total = (1 - share) * expected_loss + share * expected_kl
+    np.testing.assert_allclose(sums, (expected_total, expected_loss, expected_kl), rtol=1e-5)
+    for gradient, of_loss, of_kl in zip(found, gradients, others, strict=True):
+        expected = (1 - share) * of_loss + share * of_kl
+        np.testing.assert_allclose(
+            gradient,
+            expected,
+            rtol=0,
+            atol=1e-5 * np.abs(expected).max(),
+        )
+
+
+def draw_teacher(arrays):
+    """The hidden states and the table of another model."""
+    rng = np.random.default_rng(7)
+    return tuple(
+        array
+        + jnp.asarray(
+            rng.standard_normal(array.shape),
+            np.float32,
+        )
+        for array in arrays[:2]
+    )
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize(
+    ("max_logits", "cap"),
+    [(2**24, None), (1, 2.0)],
+)
+def test_distillation_equals_the_formula(monkeypatch, max_logits, cap, share):
+    monkeypatch.setattr(loss, "_MAX_LOGITS_WHOLE", max_logits)
+    monkeypatch.setattr(loss, "_ROWS_PER_CHUNK", {"": 8})
+    arrays = draw()
+    check_distilled(arrays, draw_teacher(arrays), cap, share)
+
+
+def test_a_model_does_not_differ_from_itself():
+    """Neither in its next tokens nor in the way to them."""
+    arrays = draw()
+    sums, gradients = jit_anew(functools.partial(distilled_and_gradients, cap=2.0, share=1.0))(
+        arrays, arrays[:2]
+    )
+    assert (sums.total, sums.kl) == (0, 0) and sums.loss > 0
+    assert not any(np.any(gradient) for gradient in gradients)
 
 
 def test_large_logits_do_not_overflow():
@@ -207,6 +285,9 @@ def check_meshes():
                 place,
                 cap=2.0 if dtype == np.float32 else None,
             )
+            if dtype == np.float32:
+                arrays = draw(8, 6, D, V)
+                check_distilled(arrays, draw_teacher(arrays), 2.0, 0.3, place)
 
 
 def check_sizes():

@@ -32,10 +32,10 @@ from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, 
 from prope.runtime.interrupts import Interrupts, Request
 from prope.runtime.startup import Startup
 from prope.sweep.run_page import report_run
-from prope.train import recorded_init_from
 from prope.workdir.lease import Lease
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run, read_config, write_config
+from prope.workdir.source import recorded_init_from
 
 
 def of_tensorstore():

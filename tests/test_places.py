@@ -95,7 +95,7 @@ PLACES = [
     ("prope.check_port", ("values",)),
     ("prope.data.inspect", ("plot",)),
     ("prope.data.train_tokenizer", ("output",)),
-    ("launch.sweep", ("workdir",)),
+    ("launch.sweep", ("workdir", "init_from")),
 ]
 FIELDS = ("data_dir", "cache_dir", "store", "tokenizer")
 

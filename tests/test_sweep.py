@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from conftest import CONFIG, ROOT, logged, losses
 from etils import epath
+from makers import read_lines
 
 from prope.config import default_config, from_dict
 from prope.errors import UsageError
@@ -496,3 +498,23 @@ def test_what_a_config_refuses_is_found_before_the_first_run(arguments, says, fi
     code, _, err = finish(CONFIG, *arguments, f"--workdir={tmp_path}/W")
     assert code == 2 and says in error_of(err)
     assert not (tmp_path / "W").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_of_conversions_tells_when_they_are_back(finish, trained, run_command, tmp_path):
+    """The run that keeps p = 0.75 is the control of the one that goes to 0.25."""
+    begin = f"--init_from={trained[0]}"
+    flags = (CONFIG, "--rope_percentage=0.25,0.75", "--config.num_steps=8", *EVERY_STEP)
+    code, _, err = finish(*flags, begin, f"--workdir={tmp_path}/sweep", "--config.eval_every=4")
+    assert code == 0, err
+    outcome = run_command("prope.report", f"--sweep={tmp_path}/sweep")
+    (recovery,) = outcome.result["recovery"]
+    assert recovery["run"] == "rope_percentage=0.25"
+    assert recovery["control"] == "rope_percentage=0.75"
+    losses = {}
+    for p in ("0.25", "0.75"):
+        records = read_lines(run_of(tmp_path / "sweep", p) / "eval.jsonl")
+        losses[p] = [record["loss"] for record in records if "encoding" not in record]
+    gaps = np.subtract(*losses.values())
+    step = 8 * 64
+    np.testing.assert_allclose(recovery["gaps"], np.stack([[0, 4 * step, 8 * step], gaps], axis=1))

@@ -21,7 +21,7 @@ from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
-from prope.step import Prepared, compile_step, init_state, prepare
+from prope.step import Prepared, compile_step, init_state, is_conversion, prepare
 
 Shape = tuple[int, int, int, int]
 
@@ -168,6 +168,9 @@ def _attention_gradient(blocks: Blocks, T: int) -> Callable:
 def bench_step(config: ConfigDict, steps: int) -> dict:
     """Times warm steps of training on all devices, alternating with a plain matmul on one."""
     check_count()
+    if is_conversion(config):
+        problem = "is not timed: it needs another run's model"
+        raise usage_error("config.convert", dict(config.convert), problem, "leave it out")
     devices = jax.devices()
     first = devices[0]
     validate_devices(config, devices)

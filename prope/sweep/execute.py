@@ -296,18 +296,19 @@ def run_sweep(
     grids: list[dict],
     launcher: str | None = None,
     dry_run: bool = False,
+    init_from: str | None = None,
 ) -> dict:
     """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
     All runs get the config `base` of `file` with `overrides`, and the values of `grids`, from
-    `read_grids`. A dry run only prints the commands.
+    `read_grids`. A dry run only prints the commands. `init_from` is that of every run.
 
     Raises:
       UsageError: the directory holds a run or another sweep, or an argument is invalid.
       RunFailed: a run failed; the others are done.
     """
     directory = as_path("--workdir", workdir)
-    runs = plan(grids, file, base, overrides)
+    runs = plan(grids, file, base, overrides, init_from)
     sweep = Sweep(directory, runs, split_launcher(launcher))
     check_same_sweep(directory, runs, grids, base)
     log.info("%d runs in %s:", len(runs), directory)

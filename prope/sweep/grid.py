@@ -109,10 +109,17 @@ def text_of(value) -> str:
     return str(value)
 
 
-def plan(grids: list[dict], file: str, base: ConfigDict, overrides: dict) -> list[Planned]:
+def plan(
+    grids: list[dict],
+    file: str,
+    base: ConfigDict,
+    overrides: dict,
+    init_from: str | None = None,
+) -> list[Planned]:
     """Lists the runs, the first field of a grid changing slowest, and validates their configs.
 
-    A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0.
+    A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0. All
+    begin from the parameters of the run `init_from`, if there is one.
     """
     short_names = _short_names(grids)
     runs = []
@@ -120,6 +127,8 @@ def plan(grids: list[dict], file: str, base: ConfigDict, overrides: dict) -> lis
         for values in itertools.product(*grid.values()):
             fields = dict(zip(grid, values, strict=True))
             run = _plan_run(fields, short_names, file, base, overrides)
+            if init_from:
+                run.arguments.append(f"--init_from={init_from}")
             if run.name in [other.name for other in runs]:
                 text = f"two runs would be called {run.name}; give one of them another value"
                 raise UsageError(text)

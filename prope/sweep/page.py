@@ -28,6 +28,7 @@ from prope.sweep.comparisons import (
 )
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
+from prope.sweep.recovery import recoveries
 from prope.sweep.runs import (
     P,
     Run,
@@ -109,6 +110,9 @@ def report_sweep(
     by_length = context.rows(runs)
     if by_length:
         record["lengths"] = [_describe_length(row) for row in by_length]
+    recovered = recoveries(runs)
+    if recovered:
+        record["recovery"] = [recovery._asdict() for recovery in recovered]
     if declared:
         record["contrasts"] = [describe_contrast(contrast) for contrast in declared]
     if changes:

@@ -24,7 +24,12 @@ from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.workdir.lease import Lease
-from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
+from prope.workdir.records import (
+    SCHEDULE,
+    evaluations_of_training,
+    find_evaluation,
+    read_jsonl,
+)
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
 _URL_SECONDS = 30.0  # between writes to a URL of files up to 1 MiB; pauses write, too
@@ -250,20 +255,25 @@ class MetricWriter(contextlib.ExitStack):
             "seq_len": self._config.data.seq_len,
             "max_windows": self._config.eval.max_windows,
         }
-        self._files.write("eval.jsonl", "eval", identity | record)
+        encoding = record.get("encoding")
+        tag = f"eval/{encoding}" if encoding else "eval"
+        self._files.write("eval.jsonl", tag, identity | record)
         names = ("loss", *_EVALUATION)
         shown = [f"{name} {record[name]:.4f}" for name in names if record[name] is not None]
-        log.info("step %d: validation %s", step, ", ".join(shown) or "without a predicted token")
+        which = f" with the encoding {encoding}" if encoding else ""
+        losses = ", ".join(shown) or "without a predicted token"
+        log.info("step %d: validation%s %s", step, which, losses)
 
-    def evaluated(self, step: int) -> dict | None:
+    def evaluated(self, step: int, encoding: str | None = None) -> dict | None:
         """Returns the newest evaluation of `step` on this config's validation windows, if any."""
         records = read_jsonl(self._workdir / "eval.jsonl")
-        records = evaluations_of_training(records, self._config, step)
-        return find_evaluation(records, max_windows=self._config.eval.max_windows)
+        records = evaluations_of_training(records, self._config, step, encoding)
+        max_windows = self._config.eval.max_windows
+        return find_evaluation(records, max_windows=max_windows, encoding=encoding)
 
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; what the last step has no record of is None."""
-        evaluation = self.evaluated(self._stop) or {}
+        evaluation = self.evaluated(self._stop) or self.evaluated(self._stop, SCHEDULE) or {}
         last = {"loss": None, "tokens_per_second": None}
         for record in read_jsonl(self._workdir / "metrics.jsonl"):
             if record["step"] == self._stop:

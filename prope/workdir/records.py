@@ -1,5 +1,6 @@
 """The JSON lines of a run, metrics.jsonl and eval.jsonl, and which evaluation of several to use."""
 
+import functools
 from collections.abc import Iterable
 
 from etils import epath
@@ -8,6 +9,9 @@ from ml_collections import ConfigDict
 from prope.errors import log
 from prope.runtime.files import parse_json, read_bytes, retry_reads
 
+# Encodings, other than the run's own, of evaluations in a training that begins from another run.
+UNCONVERTED = "init_from"  # that run's
+SCHEDULE = "schedule"  # that of a step of `config.convert.schedule_steps`
 SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # equal in these: the same tokens predicted
 
 
@@ -45,21 +49,23 @@ def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
     return list(filter(has_values, records))
 
 
-def evaluations_of_training(records: Iterable[dict], config: ConfigDict, step: int) -> list[dict]:
+def evaluations_of_training(
+    records: Iterable[dict], config: ConfigDict, step: int, encoding: str | None = None
+) -> list[dict]:
     """Selects the evaluations of a step on the documents and window length of training.
 
     Training evaluates a step before it saves it, so the oldest with its max_windows is its record,
-    and has the fingerprint of its documents.
+    and has the fingerprint of its documents. `encoding` is the run's own, or one that a conversion
+    had on the way.
     """
+    find = functools.partial(find_evaluations, encoding=encoding)
     dataset = config.data.dataset
-    seq_len = config.data.seq_len
-    records = find_evaluations(records, step=step, dataset=dataset, seq_len=seq_len)
-    limited = find_evaluations(records, max_windows=config.eval.max_windows)
+    records = find(records, step=step, dataset=dataset, seq_len=config.data.seq_len)
+    limited = find(records, max_windows=config.eval.max_windows)
     oldest_first = limited or records
     if not oldest_first:
         return []
-    fingerprint = oldest_first[0].get("fingerprint")
-    return find_evaluations(records, fingerprint=fingerprint)
+    return find(records, fingerprint=oldest_first[0].get("fingerprint"))
 
 
 def find_evaluation(records: Iterable[dict], **fields) -> dict | None:

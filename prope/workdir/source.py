@@ -1,0 +1,90 @@
+"""The run that another begins from by --init_from: its parameters, and its encoding."""
+
+import functools
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from prope.config import MAY_CHANGE, flat
+from prope.encodings import FIELDS
+from prope.errors import log, usage_error
+from prope.runtime.files import absolute, read_bytes, retry_reads, write_atomic
+from prope.runtime.processes import call_on_first
+from prope.step import is_conversion
+from prope.workdir.checkpoints import list_steps
+from prope.workdir.hashes import hash_arrays
+from prope.workdir.run import Run, open_run
+
+INIT_FROM = "init_from"  # file of a run: the place whose parameters it was begun from
+
+
+def open_source(config: ConfigDict, workdir: epath.Path, init_from: str | None) -> Run | None:
+    """Opens the run that this one begins from, where it has yet to begin, or converts its model.
+
+    Logs where its encoding or data differ; raises UsageError where its model is another one.
+    """
+    has_begun = call_on_first(lambda: bool(list_steps(workdir)))
+    if has_begun and not is_conversion(config):
+        return None
+    init_from = recorded_init_from(workdir, init_from)
+    if init_from is None:
+        return None
+    run = open_run(init_from)
+    ours = flat(config)
+    theirs = flat(run.config)
+    compared = [name for name in ours if name.startswith(("model.", "data."))]
+    changed = [name for name in compared if ours[name] != theirs[name]]
+    may_change = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
+    refused = [name for name in changed if not name.startswith(may_change)]
+    if refused:
+        differing = "; ".join(f"{name}: {theirs[name]}, not {ours[name]}" for name in refused)
+        raise usage_error("--init_from", init_from, f"is another model ({differing})")
+    differing = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
+    log.info("other than in %s: %s", init_from, "; ".join(differing) or "nothing")
+    return run
+
+
+def record_source(workdir: epath.Path, source: Run) -> None:
+    """Notes in a run's directory which run it begins from."""
+    write_atomic(workdir / INIT_FROM, str(absolute(source.workdir)))
+
+
+def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None:
+    """Returns --init_from, or without it the place that this run was begun from, if any.
+
+    Raises UsageError where they differ.
+    """
+    path = workdir / INIT_FROM
+    read = functools.partial(read_bytes, path)
+    recorded = call_on_first(lambda: retry_reads(path, read, b"").decode()) or None
+    if None in (recorded, init_from):
+        return init_from or recorded
+    if str(absolute(init_from)) != recorded:
+        problem = f"this run was begun from {recorded}"
+        remedy = "leave the flag out, or choose another --workdir"
+        raise usage_error("--init_from", init_from, problem, remedy)
+    return init_from
+
+
+def config_before(config: ConfigDict, source: Run) -> ConfigDict:
+    """Returns a run's config with the encoding of the run that it begins from."""
+    before = config.copy_and_resolve_references()
+    with before.model.ignore_type():  # p may be one number for each layer
+        before.model.update({field: source.config.model[field] for field in FIELDS})
+    return before
+
+
+def read_params(source: Run, abstract):
+    """Reads the parameters of the run that another begins from, sharded as `abstract`."""
+    _, params = source.first_undamaged(lambda run: run.params(abstract))
+    return params
+
+
+def read_teacher(source: Run, abstract, init_hash: str):
+    """Reads the parameters before conversion; raises UsageError unless training began with them."""
+    params = read_params(source, abstract)
+    if hash_arrays(params) != init_hash:
+        problem = "holds other parameters now than when this run was begun from it"
+        remedy = "bring its checkpoint of then back, which distillation needs to the end"
+        raise usage_error("--init_from", source.workdir, problem, remedy)
+    return params
