@@ -203,11 +203,7 @@ class Training:
                 if self.source and self.start == 0:
                     record_source(self.path, self.source)
                 write_config(self.path, config)
-        warmup = warmup_steps(config)
-        if warmup != config.optimizer.warmup_steps:
-            asked = config.optimizer.warmup_steps
-            text = "optimizer.warmup_steps=%d in a run of %d steps: warmup takes %d"
-            log.info(text, asked, config.num_steps, warmup)
+        _log_warmup(config)
         self.saved = self.start
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
         flops = model_flops_per_token(config.model, config.data.seq_len)
@@ -438,6 +434,15 @@ def resume(
         checkpoints.set_aside(damaged)
     log.info("resumed from step %d", step)
     return state
+
+
+def _log_warmup(config: ConfigDict) -> None:
+    """Logs the steps of warmup where the run is too short for the config's."""
+    asked = config.optimizer.warmup_steps
+    warmup = warmup_steps(config)
+    if warmup != asked:
+        text = "optimizer.warmup_steps=%d in a run of %d steps: warmup takes %d"
+        log.info(text, asked, config.num_steps, warmup)
 
 
 def main() -> dict | None:
