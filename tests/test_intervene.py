@@ -1,5 +1,6 @@
 """Bands of pairs that are stopped, removed or interpolated, against models that are the same."""
 
+import dataclasses
 import itertools
 import shutil
 
@@ -550,3 +551,16 @@ def test_bands_of_some_layers_are_rows_of_their_own(tmp_path):
     assert rows == ["4-7", "0-3@full", "4-7@full", "4-7@sliding"]
     values = axes.images[0].get_array()[:, 0]
     np.testing.assert_allclose(values, [2.5, 3.5, 1.5, 0.5])
+
+
+def test_an_imported_run_has_the_changes_of_its_only_step(tmp_path):
+    run = make_sweep_run(
+        tmp_path,
+        1.0,
+        0,
+        {(512, None, None): 1.0, (512, "stop:0-3", 1.0): 1.5},
+    )
+    imported = [record | {"step": 0} for record in run.evaluations]
+    run = dataclasses.replace(run, step=0, evaluations=imported)
+    (change,) = interventions.changes([run])
+    assert change.difference.difference == pytest.approx(0.5)
