@@ -215,14 +215,18 @@ class Training:
         if self.start == 0:
             log.info("init_hash %s", self.init_hash)
         if (self.start or self.source) and self.is_due(self.start, config.eval_every):
-            for encoding in self.encodings_at(self.start):
-                evaluated = functools.partial(writer.evaluated, self.start, encoding)
-                if call_on_first(evaluated) is None:
-                    self.evaluate(self.start, params, encoding)
+            self.evaluate_start(params)
         session.startup.mark("evaluation")
         if config.convert.distill_weight:
             self.teacher = read_teacher(self.source, self.prepared.state[0], self.init_hash)
         return params, opt_state
+
+    def evaluate_start(self, params) -> None:
+        """Evaluates the step to start from, as far as it has no records."""
+        for encoding in self.encodings_at(self.start):
+            evaluated = functools.partial(self.writer.evaluated, self.start, encoding)
+            if call_on_first(evaluated) is None:
+                self.evaluate(self.start, params, encoding)
 
     def encodings_at(self, step: int) -> list[str | None]:
         """Lists the encodings that are evaluated after `step` updates; None is the config's own.
