@@ -511,10 +511,12 @@ def test_a_sweep_of_conversions_tells_when_they_are_back(finish, trained, run_co
     (recovery,) = outcome.result["recovery"]
     assert recovery["run"] == "rope_percentage=0.25"
     assert recovery["control"] == "rope_percentage=0.75"
-    losses = {}
-    for p in ("0.25", "0.75"):
-        records = read_lines(run_of(tmp_path / "sweep", p) / "eval.jsonl")
-        losses[p] = [record["loss"] for record in records if "encoding" not in record]
+    losses = {"0.25": [], "0.75": []}
+    before = []
+    for p, own in losses.items():
+        for record in read_lines(run_of(tmp_path / "sweep", p) / "eval.jsonl"):
+            (before if record.get("encoding") == "init_from" else own).append(record["loss"])
+    assert before == losses["0.75"][:1], "the model as it was, in the run that converts it"
     gaps = np.subtract(*losses.values())
     step = 8 * 64
     np.testing.assert_allclose(recovery["gaps"], np.stack([[0, 4 * step, 8 * step], gaps], axis=1))
