@@ -8,10 +8,11 @@ Command    python launch/sweep.py --config=configs/encodings_controlled.py --wor
            python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_tokens=131072
            python -m prope.evaluate --workdir=W --seq_len=8x --max_tokens=131072 \\
                --window=128,256,512 --sinks=0,4
-           python -m prope.report --sweep=W --contrast=p_rope_0.75,rope --contrast=p_rope_0.5,rope \\
-               --contrast=p_rope_0.25,rope --contrast=p_rope_0.5,p_rope_0.75 \\
-               --contrast=rnope_swa,rope --contrast=swa_only,rope --contrast=rnope_swa,swa_only
-           The contrasts are declared by the last command, given before the second: see the results.
+           python -m prope.report --sweep=W --contrast=p_rope_0.75,rope \\
+               --contrast=p_rope_0.5,rope --contrast=p_rope_0.25,rope \\
+               --contrast=p_rope_0.5,p_rope_0.75 --contrast=rnope_swa,rope \\
+               --contrast=swa_only,rope --contrast=rnope_swa,swa_only
+           The last command declares the contrasts: give it before any run is evaluated, too.
            :python trains on python_source.py's text instead, four seeds; :rates has the learning
            rates, on two other seeds; :rope is one method and :rope-python both; :tiny is quick.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
