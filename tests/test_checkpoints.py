@@ -28,6 +28,7 @@ from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.reader import CheckpointReader, Damaged
 from prope.workdir.run import open_run, read_config
+from prope.workdir.source import INIT_FROM
 
 
 def lose_array(folder, hashes):
@@ -131,7 +132,7 @@ def test_a_run_that_was_begun_from_another_one_goes_on_from_it(origin, tmp_path)
     config, folder = origin
     expected = restore_training(config, tmp_path / "new", folder)
     assert expected != restore_training(config, tmp_path / "new")
-    (tmp_path / "new" / train_lib.INIT_FROM).write_text(str(folder))
+    (tmp_path / "new" / INIT_FROM).write_text(str(folder))
     assert restore_training(config, tmp_path / "new") == expected
     assert restore_training(config, tmp_path / "new", folder / "../origin") == expected
     other = f"--init_from={tmp_path}/other: this run was begun from {folder}; leave the flag out"

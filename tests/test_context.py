@@ -271,11 +271,12 @@ def check_unknown():
     }
     mesh = sharding.make_mesh(context=4)
     batch = sharding.global_batch(mesh, integers | {"weights": weights}, 4)
-    evaluation = SimpleNamespace(config=config, windows=SimpleNamespace(store=Store("", "", {})))
+    windows = SimpleNamespace(store=Store("", "", {}))
+    evaluation = SimpleNamespace(config=config, windows=windows, _conversion=None)
     with sharding.use(mesh):
         params = initial_params(config.model)
         score = functools.partial(LossEvaluation._score, evaluation)
-        scores = jax.jit(score)(params, batch)
+        scores = jax.jit(score)(params, None, batch)
     is_unknown = (integers["targets"] == GEMMA_IDS.unk) & (weights > 0)
     np.testing.assert_array_equal(scores["unknown_tokens"], is_unknown.sum(axis=1))
 

@@ -314,15 +314,9 @@ def test_long_windows_are_finite_and_their_scores_never_whole(runs, p, monkeypat
     traced = []
     score = losses.LossEvaluation._score
 
-    def spy(self, params, batch):
-        traced.append(
-            jax.make_jaxpr(score, static_argnums=0)(
-                self,
-                params,
-                batch,
-            )
-        )
-        return score(self, params, batch)
+    def spy(self, *arguments):
+        traced.append(jax.make_jaxpr(score, static_argnums=0)(self, *arguments))
+        return score(self, *arguments)
 
     monkeypatch.setattr(losses.LossEvaluation, "_score", spy)
     (record,) = evaluate_run(

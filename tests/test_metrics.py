@@ -119,6 +119,7 @@ def evaluated(tmp_path, monkeypatch):
         seq_len=8,
         _read=None,
         _run=lambda: None,
+        _source_of_windows=lambda: [0],
         _record=lambda sums, unknown: {"fingerprint": "f", "seq_len": 8, "windows": 1},
     )
     evaluation.evaluate = functools.partial(losses.LossEvaluation.evaluate, evaluation)
@@ -129,6 +130,8 @@ def evaluated(tmp_path, monkeypatch):
     return types.SimpleNamespace(
         path=epath.Path(tmp_path),
         evaluation=evaluation,
+        config=evaluation.config,
+        phases=lambda step: None,
         prepared=types.SimpleNamespace(mesh=None),
         session=types.SimpleNamespace(poll=lambda _: True),
         writer=writer,
