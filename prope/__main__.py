@@ -4,6 +4,7 @@ python -m prope
 """
 
 import ast
+import difflib
 import pathlib
 import sys
 
@@ -42,7 +43,8 @@ def _list() -> str:
 
 others = [argument for argument in sys.argv[1:] if argument not in ("--help", "-h")]
 if others:
-    name = others[0] if others[0] in COMMANDS else "train"
+    nearest = difflib.get_close_matches(others[0], COMMANDS, n=1)
+    name = nearest[0] if nearest else "train"
     problem = f"python -m prope takes no argument, not {others[0]}"
     print(f"error: {problem}: write python -m prope.{name}", file=sys.stderr)
     sys.exit(2)

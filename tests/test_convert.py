@@ -425,6 +425,13 @@ def test_a_model_is_back_once_it_stays_within_the_bound():
             before=3.0,
             schedule_steps=15,
         ),
+        make_sweep_run(
+            "soon",
+            half | {"seed": 0, "schedule_steps": 15},
+            [3.5, 2.9, 2.81, 2.71],
+            before=3.0,
+            schedule_steps=15,
+        ),
         make_sweep_run("of no seed", half, [3.5, 2.9], before=3.0),
     ]
     found = {one.run: (one.control, one.tokens) for one in recoveries(runs)}
@@ -433,6 +440,7 @@ def test_a_model_is_back_once_it_stays_within_the_bound():
         "never": ("rope, seed 1", None),
         "better": ("rope, seed 1", 0),
         "slowly": ("rope", 480),
+        "soon": ("rope", 480),  # not before its pairs have stopped
     }
     slowly = next(one for one in recoveries(runs) if one.run == "slowly")
     tokens, gaps = zip(*slowly.gaps, strict=True)

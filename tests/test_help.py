@@ -113,7 +113,7 @@ def test_the_package_lists_its_commands():
         expected[name_of(path)] = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
     assert listed == expected
     assert run("-m", "prope", "--help").stdout == done.stdout
-    for argument, name in (("evaluate", "prope.evaluate"), ("learn", "prope.train")):
+    for argument, name in (("evaluate", "prope.evaluate"), ("xyz", "prope.train")):
         refused = run("-m", "prope", argument)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert refused.stderr == (

@@ -359,6 +359,7 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
         {"loss": 7.25, "encoding": "stop:0-3", "factor": 1.0},
         {"loss": 8.0, "encoding": "yarn", "factor": 8.0},
         {"loss": 6.5, "window": 64, "sinks": 4},
+        {"loss": 1.5, "split": "train"},
     ]
     write_lines(folder / "eval.jsonl", [plain | change for change in changes])
     page = Page(pathlib.Path(report_run(folder)["output"]))
@@ -368,6 +369,7 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
         "stop:0-3": "7.2500",
         "yarn by 8": "8.0000",
         "window 64, first 4": "6.5000",
+        "split train": "1.5000",
     }
     assert {(row[0], row[2]) for row in rows} == {("10", "2,048")}
     assert "p-RoPE rotates 8 of 32 pairs" in page.text
@@ -376,6 +378,19 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
     write_page(sweep)
     link = '<a href="../rope_percentage=0.25,seed=0/report/index.html">'
     assert (sweep / "report/index.html").read_text().count(link) == 1
+
+
+@pytest.mark.parametrize("p", [1 / 3, "by layer"])
+def test_a_run_of_any_p_has_a_page(sweep, p):
+    folder = run_folder(sweep, 0.25)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if p == "by layer":
+        p = [1.0] + [0.5] * (config["model"]["num_layers"] - 1)
+    config["model"]["rope_percentage"] = p
+    path.write_text(json.dumps(config))
+    shutil.rmtree(folder / "checkpoints")  # which have the config, too
+    assert Page(pathlib.Path(report_run(folder)["output"])).text
 
 
 def test_the_page_of_a_sweep_needs_no_checkpoints(sweep):
@@ -402,7 +417,7 @@ def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
     axes = draw_picture(picture).axes[0]
     *curves, once = axes.lines
     labels = [curve.get_label() for curve in curves]
-    assert labels == ["2 layers, window 8", "1 layer, no window"]
+    assert labels == ["2 layers, window 8, 8 pairs rotate", "1 layer, no window, 4 pairs rotate"]
     freqs = 10_000.0 ** (-2 * np.arange(8) / 16)
     np.testing.assert_allclose(curves[0].get_ydata(), freqs, rtol=1e-6)
     np.testing.assert_allclose(
@@ -990,6 +1005,7 @@ def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
         is None
     )
     assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
+    assert drawing.close_up([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
     shown = {
         "a": {
             0: {

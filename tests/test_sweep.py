@@ -196,6 +196,9 @@ def test_a_directory_of_another_sweep_is_refused(whole):
         check(three, other)
     with pytest.raises(UsageError, match="holds a run, not a sweep"):
         execute.check_same_sweep(run_of(directory, "0"), [], three, base)
+    planned = plan(three, "", base, {})
+    with pytest.raises(UsageError, match="--init_from=W: the runs of .* were begun from scratch"):
+        execute.check_same_sweep(directory, planned, three, base, "W")
     run = plan(three, "", other, {})[0]
     with pytest.raises(UsageError, match=f"rope_percentage=0: holds a run {differing}"):
         read_run(directory / run.name, run.values, run.config)

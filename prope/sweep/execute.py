@@ -43,7 +43,11 @@ OTHER_SWEEP = "choose another --workdir, or the arguments that it was started wi
 
 
 def check_same_sweep(
-    directory: epath.Path, runs: list[Planned], grids: list[dict], base: ConfigDict
+    directory: epath.Path,
+    runs: list[Planned],
+    grids: list[dict],
+    base: ConfigDict,
+    init_from: str | None = None,
 ) -> None:
     """Raises UsageError where the directory holds a run, or a sweep that is not extended."""
     if (directory / "config.json").exists():
@@ -58,6 +62,10 @@ def check_same_sweep(
         problem = f"holds a sweep that has also the run {missing[0]}"
         remedy = f"name its values too; {OTHER_SWEEP}"
         raise usage_error("--workdir", directory, problem, remedy)
+    begun_from = saved.get("init_from")
+    if begun_from != init_from:
+        problem = f"the runs of {directory} were begun from {begun_from or 'scratch'}"
+        raise usage_error("--init_from", init_from, problem, OTHER_SWEEP)
     swept = {name for grid in grids for name in grid}
     lines = differences(base, from_dict(saved["config"]))
     differing = [line for line in lines if line.partition(":")[0] not in swept]
@@ -310,7 +318,7 @@ def run_sweep(
     directory = as_path("--workdir", workdir)
     runs = plan(grids, file, base, overrides, init_from)
     sweep = Sweep(directory, runs, split_launcher(launcher))
-    check_same_sweep(directory, runs, grids, base)
+    check_same_sweep(directory, runs, grids, base, init_from)
     log.info("%d runs in %s:", len(runs), directory)
     for run in sweep.read_all():
         state = sweep.state(run)
@@ -329,6 +337,7 @@ def run_sweep(
         "config_file": file,
         "overrides": overrides,
         "grids": grids,
+        "init_from": init_from,
         "runs": [{"name": run.name, "values": run.values} for run in runs],
         "config": base.to_dict(),
     }

@@ -133,7 +133,9 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
     caption = (
         f"Loss with a band {words}, minus the loss as it is, nats per token, without training."
     )
-    caption += " Means over seeds. Red: the loss rises; blue: it falls; hatched: not evaluated."
+    caption += (
+        " Of several seeds, means. Red: the loss rises; blue: it falls; hatched: not evaluated."
+    )
     alt = "Maps of the change of the loss by band and length, from"
     alt += f" {np.nanmin(values):+.3f} to {np.nanmax(values):+.3f}."
     width = min(2.4 * len(groups) + 0.6, 12.9)

@@ -234,7 +234,7 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
             axes.axvline(distance, color=BORDER, ls=dashes, lw=2)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("distance (tokens)")
+    axes.set_xlabel("distance (tokens), log scale")
     axes.set_ylabel("share right")
     axes.set_ylim(-0.03, 1.03)
 

@@ -1,6 +1,7 @@
 """Reports on a sweep: its result beside the paper's, what all runs share, where they trained."""
 
 import datetime
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from prope.html.drawing import Picture
 from prope.html.page import number
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import Difference
+from prope.runtime.files import absolute, is_url
 from prope.sweep import context, interventions
 from prope.sweep.comparisons import (
     Comparison,
@@ -185,16 +187,18 @@ def write(
         lengths=context.rows(runs),
         changes=changes,
         equality=equality(runs),
-        runs=[_row_of(run, directory) for run in runs],
+        runs=[_row_of(run, (folder or directory) / "report") for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={name: value for name, value in flat(config).items() if name not in differing},
     )
 
 
-def _row_of(run: Run, directory: epath.Path) -> dict:
-    """Returns what the page says of a run, with the address of its own page if there is one."""
+def _row_of(run: Run, folder: epath.Path) -> dict:
+    """Returns what the page in `folder` says of a run, with the address of its own, if any."""
     own = run.workdir / "report" / "index.html"
-    link = f"../{own.relative_to(directory)}" if own.exists() else None
+    link = None
+    if is_url(own) == is_url(folder) and own.exists():
+        link = os.path.relpath(absolute(own), absolute(folder))
     return {"name": run.name, "link": link} | run.record() | origin(run)
 
 

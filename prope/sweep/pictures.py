@@ -18,6 +18,7 @@ from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.runs import SEED, P, Run, group_name, groups
 from prope.workdir.records import (
+    SCHEDULE,
     evaluations_of_training,
     find_evaluation,
     find_evaluations,
@@ -31,6 +32,9 @@ Means = dict[str, Points]
 LOSS = "loss (nats per token)"
 VALIDATION = f"validation {LOSS}"
 POSITION = "position (tokens)"
+_DIFFERENCE = (
+    "Second panel: the difference from RoPE, seed by seed, in which what is hard for all drops out."
+)
 _ENLARGED = "Last panel: the same enlarged, without the few points that lie far from the others."
 
 
@@ -39,7 +43,11 @@ def loss_picture(run: Run) -> Picture | None:
     config = run.config
     evaluations = []
     for step in sorted({record["step"] for record in run.evaluations}):
-        evaluation = find_evaluation(evaluations_of_training(run.evaluations, config, step))
+        for encoding in (SCHEDULE, None):
+            records = evaluations_of_training(run.evaluations, config, step, encoding)
+            evaluation = find_evaluation(records, encoding=encoding)
+            if evaluation:
+                break
         if evaluation and evaluation["loss"] is not None:
             evaluations.append(evaluation)
 
@@ -67,7 +75,10 @@ def loss_picture(run: Run) -> Picture | None:
     alt = f"Loss by step, at the end {run.metrics[-1]['loss']:.4f} nats per token in training"
     if evaluations:
         alt += f" and {evaluations[-1]['loss']:.4f} in validation"
-    return Picture("loss", "Loss", f"{alt}.", "", draw, size=(7, 4.2))
+    caption = ""
+    if config.convert.schedule_steps:
+        caption = "While pairs stop, validation is with the encoding of that step."
+    return Picture("loss", "Loss", f"{alt}.", caption, draw, size=(7, 4.2))
 
 
 def _draw_validation(axes, evaluations: list[dict]) -> None:
@@ -289,16 +300,8 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
         shown[f"{title}, enlarged"] = shown[title]
 
     def draw(figure) -> None:
-        style = styles(list(by_group))
         row = panels(figure, len(shown))[0]
-        for axes, (title, lines) in zip(row, shown.items(), strict=True):
-            for group, points in lines.items():
-                line(axes, points, style[group], group)
-            axes.set(xlabel=plot.x, ylabel=plot.y, title=title)
-            axes.locator_params(axis="x", integer=True)
-            if plot.log:
-                axes.set_xscale("log", base=2)
-                axes.xaxis.set_major_formatter("{x:,.0f}")
+        _draw_curves(row, plot, shown, styles(list(by_group)))
         legend(row[0])
         if differences:
             for axes in row[1:]:
@@ -306,19 +309,33 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
         if limits:
             row[-1].set_ylim(limits)
 
+    sentences = []
+    if any(len(seeds) > 1 for seeds in by_group.values()):
+        sentences.append("Means over seeds; bands are their standard errors.")
     alt = f"{plot.title}, by {plot.x}"
-    caption = "Means over seeds; bands are their standard errors."
     if differences:
         alt += ", and its difference from RoPE’s"
-        caption += " Second panel: the difference from RoPE, seed by seed, in which what is hard"
-        caption += " for all drops out."
+        sentences.append(_DIFFERENCE)
     if limits:
-        caption += f" {_ENLARGED}"
-    caption += plot.note
+        sentences.append(_ENLARGED)
+    caption = " ".join(sentences) + plot.note
     last = {group: points[max(points)] for group, points in means.items()}
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
     alt += f". At the right end: {ends}."
-    return Picture(plot.name, plot.title, alt, caption, draw, _size(shown))
+    return Picture(plot.name, plot.title, alt, caption.strip(), draw, _size(shown))
+
+
+def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
+    """Draws the lines of every panel, by its title."""
+    for axes, (title, lines) in zip(row, shown.items(), strict=True):
+        for group, points in lines.items():
+            line(axes, points, style[group], group)
+        x = f"{plot.x}, log scale" if plot.log else plot.x
+        axes.set(xlabel=x, ylabel=plot.y, title=title)
+        axes.locator_params(axis="x", integer=True)
+        if plot.log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _all_points(means: Means) -> list[tuple[float, float | None]]:
@@ -372,7 +389,8 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
     means = "; ".join(f"{row['group']}: {row['perplexity']:.4f}" for row in rows)
     alt = f"Validation perplexity. {means}."
     caption = "Means over seeds and their standard deviations."
-    caption += " Second panel: paired differences and their 95 % intervals, as in the table."
+    if differences:
+        caption += " Second panel: paired differences and their 95 % intervals, as in the table."
     if limits:
         caption += f" {_ENLARGED}"
     return Picture("perplexity", title, alt, caption, draw, _size(shown))

@@ -51,7 +51,7 @@ def compare(run: Run, control: Run, within: float = WITHIN) -> Recovery:
     """Finds the first evaluation from which on a run's loss is at most `within` above another's.
 
     Steps count that both have evaluated in training on the same windows. While pairs stop by a
-    schedule, the run has the encoding of that step.
+    schedule, the run has the encoding of that step, and is not back yet.
     """
     ours = _losses(run)
     theirs = _losses(control)
@@ -61,7 +61,7 @@ def compare(run: Run, control: Run, within: float = WITHIN) -> Recovery:
     for step, windows in sorted(ours.keys() & theirs.keys()):
         gap = ours[step, windows] - theirs[step, windows]
         gaps.append((step * tokens_per_step, gap))
-        if gap > within:
+        if gap > within or step < run.config.convert.schedule_steps:
             tokens = None
         elif tokens is None:
             tokens = step * tokens_per_step

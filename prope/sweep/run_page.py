@@ -13,12 +13,13 @@ from prope.errors import usage_error
 from prope.html import page
 from prope.html.drawing import Picture, line, panels, styles
 from prope.inference.opening import check_folder, results_folder
+from prope.runtime.files import absolute, is_url
 from prope.stack.layers import layer_windows
 from prope.sweep import interventions
 from prope.sweep.maps import effective_lengths
 from prope.sweep.page import origin
 from prope.sweep.pictures import loss_picture, pictures
-from prope.sweep.runs import P, Run, read_run
+from prope.sweep.runs import P, Run, group_name, read_run
 from prope.workdir.run import read_config
 
 
@@ -84,18 +85,21 @@ def list_evaluations(run: Run) -> list[Evaluation]:
         if record.get("factor") and record["factor"] != 1:
             changed += f" by {record['factor']:g}"
         if record.get("window"):
-            changed = f"window {record['window']:,}, first {record['sinks'] or 0}"
+            changed += f" window {record['window']:,}, first {record['sinks'] or 0}"
+        split = record.get("split") or "validation"
+        if split != "validation":
+            changed += f" split {split}"
         row = Evaluation(
             record["step"],
             record.get("dataset") or run.config.data.dataset,
             record["seq_len"],
-            changed,
+            changed.strip(),
             record.get("tokens") or 0,
             record["loss"],
             record.get("perplexity"),
             record.get("bits_per_byte"),
         )
-        rows[row[:5]] = row
+        rows[*row[:5], record.get("fingerprint") or ""] = row
     return [rows[key] for key in sorted(rows)]
 
 
@@ -110,7 +114,8 @@ def encoding_picture(run: Run) -> Picture:
     for (window, _), (freqs, layers) in kinds.items():
         seen = f"window {window:,}" if window else "no window"
         count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
-        curves[f"{count}, {seen}"] = np.where(freqs > 0, freqs, np.nan)
+        rotated = f"{np.count_nonzero(freqs)} pairs rotate"
+        curves[f"{count}, {seen}, {rotated}"] = np.where(freqs > 0, freqs, np.nan)
 
     def draw(figure) -> None:
         axes = panels(figure, 1)[0, 0]
@@ -134,7 +139,7 @@ def encoding_picture(run: Run) -> Picture:
 
 def _curves(run: Run) -> list[Picture]:
     """Makes the pictures of one run that a sweep's page has too, without its training loss."""
-    row = {"group": f"p = {run.values[P]:g}", "reference": None}
+    row = {"group": group_name(run.values), "reference": None}
     drawn = pictures([run], [row | {"values": run.values, "perplexity": None}])
     return [picture for picture in drawn if picture.name != "loss"]
 
@@ -147,8 +152,14 @@ def _largest(run: Run, name: str) -> float | None:
 
 def _links(workdir: epath.Path, folder: epath.Path) -> dict[str, str]:
     """Lists pages about the run that are there, by what they are called, relative to its own."""
-    pages = {
-        "what its heads do": workdir / "analysis" / "index.html",
-        "its sweep": workdir.parent / "report" / "index.html",
-    }
-    return {name: os.path.relpath(path, folder) for name, path in pages.items() if path.exists()}
+    if is_url(workdir) != is_url(folder):
+        return {}
+    pages = {"what its heads do": workdir / "analysis" / "index.html"}
+    parent = absolute(workdir).parent
+    if (parent / "sweep.json").exists():
+        pages["its sweep"] = parent / "report" / "index.html"
+    links = {}
+    for name, path in pages.items():
+        if path.exists():
+            links[name] = os.path.relpath(absolute(path), absolute(folder))
+    return links
