@@ -481,9 +481,10 @@ def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
         assert float(cells["loss"]) == pytest.approx(record["loss"], rel=1e-4)
     one = run_command("prope.evaluate", f"--workdir={runs / 'rope'}", "--max_windows=5")
     assert one.result == last
-    text_read, evaluated = one.stderr.splitlines()
+    text_read, evaluated, told = one.stderr.splitlines()
     assert text_read.endswith("1 files read, 0 left out")
     assert evaluated.endswith("is in eval.jsonl")
+    assert f"loss {last['loss']:.4f} nats per token" in told
 
 
 YARN = {"original_seq_len": T, "logit_scale": "yarn"}
