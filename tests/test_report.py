@@ -924,7 +924,8 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
         record | {"seq_len": 16_384},
         record | {"seq_len": 256, "by_position": buckets[:1]},
     ]
-    run = SimpleNamespace(config=config, evaluations=[shorter, longest, *others])
+    evaluations = [shorter, longest, *others]
+    run = SimpleNamespace(config=config, evaluations=evaluations, metrics=[1], last_step=10)
     expected = {
         512: 0,
         1536: 1024,
@@ -950,8 +951,12 @@ def test_lengths_are_compared_on_the_fullest_text_that_has_several():
         for seq_len in lengths:
             loss = f"{fingerprint}, {seq_len}"
             evaluations.append(text | {"seq_len": seq_len, "loss": loss})
-    run = SimpleNamespace(config=config, evaluations=evaluations)
-    assert pictures.by_length(run) == {256: "full, 256", 512: "full, 512"}
+    run = SimpleNamespace(config=config, evaluations=evaluations, metrics=[1], last_step=10)
+    by_length = {256: "full, 256", 512: "full, 512"}
+    assert pictures.by_length(run) == by_length
+    elsewhere = [one | {"step": 0, "dataset": "files"} for one in evaluations]
+    imported = SimpleNamespace(config=config, evaluations=elsewhere, metrics=[], last_step=0)
+    assert pictures.by_length(imported) == by_length, "an import has no data of its own"
     run.evaluations = evaluations[:1]
     assert pictures.by_length(run) == {}
 

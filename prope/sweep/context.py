@@ -83,7 +83,7 @@ def _find_records(run: Run, T: int, window: int, sinks: int) -> tuple[dict, dict
         run.evaluations,
         run.evaluations,
         {"window": None, "sinks": None},
-        step=run.config.num_steps,
+        step=run.last_step,
         dataset=run.config.data.dataset,
         seq_len=T,
         window=window,

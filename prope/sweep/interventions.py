@@ -84,8 +84,9 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
 def _find_records(run: Run, fields: dict) -> tuple[dict, dict] | None:
     """Finds a run's last evaluations with an intervention and without, on the same tokens."""
     plain = {"encoding": None, "factor": None}
-    step = run.config.num_steps if run.metrics else run.step  # an import was not trained
-    fields = fields | {"step": step, "dataset": run.config.data.dataset}
+    fields = fields | {"step": run.last_step}
+    if run.metrics:  # an import has no data of its own
+        fields["dataset"] = run.config.data.dataset
     return find_pair(run.evaluations, run.evaluations, plain, **fields)
 
 

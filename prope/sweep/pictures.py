@@ -125,8 +125,10 @@ def by_middle(buckets: list[dict], name: str) -> Curve:
 
 def last_evaluations(run: Run) -> list[dict]:
     """Selects the last step's evaluations on the data of training, of all window lengths."""
-    step = run.config.num_steps
-    return find_evaluations(run.evaluations, step=step, dataset=run.config.data.dataset)
+    fields = {"step": run.last_step}
+    if run.metrics:  # an import has no data of its own
+        fields["dataset"] = run.config.data.dataset
+    return find_evaluations(run.evaluations, **fields)
 
 
 def by_length(run: Run) -> Curve:
@@ -172,7 +174,7 @@ def by_octave(run: Run) -> Curve:
 
 def accuracies(run: Run) -> list[dict]:
     """Reads the last step's accuracy by task and distance, in the longest windows."""
-    records = find_evaluations(run.evaluations, step=run.config.num_steps)
+    records = find_evaluations(run.evaluations, step=run.last_step)
     records = [record for record in records if record.get("accuracy_by_distance")]
     longest = max((record["seq_len"] for record in records), default=None)
     evaluation = find_evaluation(records, seq_len=longest) or {}

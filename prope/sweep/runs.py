@@ -63,6 +63,11 @@ class Run:
     answers: list[dict]  # records of longcontext.jsonl
 
     @property
+    def last_step(self) -> int:
+        """The step whose evaluations are shown: training's last, or the only one of an import."""
+        return self.config.num_steps if self.metrics else self.step
+
+    @property
     def last_evaluations(self) -> list[dict]:
         """The evaluations of the last step on the data of training; none without training's own."""
         records = evaluations_of_training(self.evaluations, self.config, self.config.num_steps)
