@@ -1,16 +1,13 @@
 """Gemma 4 on a sample of Wikipedia: p-RoPE with p = 0.25 in the global layers.
 
 What       wiki_sample.py with the decoder of Gemma 4 12B: five local layers of RoPE, wavelength
-           1e4, to a global one with p = 0.25, wavelength 1e6, twice as wide heads and keys that are
-           the values; norms of queries, keys and values; unscaled scores; a soft cap of logits.
-           The window is 64 of 512, as in gemma3_like.py.
-Command    python -m prope.train --config=configs/gemma4_like.py --workdir=W \\
-               --config.data.data_dir=DATA
-           python launch/sweep.py --config=configs/gemma4_like.py --workdir=W \\
+           1e4 and a window of 64, to a global one with p = 0.25, wavelength 1e6, heads twice as
+           wide and keys that are the values; norms of queries, keys and values; a soft cap.
+Command    python launch/sweep.py --config=configs/gemma4_like.py --workdir=W \\
                --config.data.data_dir=DATA
            python -m prope.evaluate --workdir=W --seq_len=1x,2x,4x,8x --max_tokens=65536
            python -m prope.report --sweep=W
-           The sweep is over p of the global layers, with three seeds.
+           The sweep is over p of the global layers, three seeds; prope.train makes one run.
            E2B has also --config.model.per_layer_input_dim=16.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
 Hours      0.07: 1.2 M tokens at 6,300 tokens/s; the sweep of 12 runs 0.8.

@@ -12,7 +12,7 @@ H head_dim, F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs, Q lanes o
 input, M all layers, C the two matrices in one array (key and value, or gate and up).
 
 Parameters are float32 and have the names of DeepMind's Gemma; their table is in
-`prope/parameters.py`. Those of layers of equal shape are always stacked on a leading axis L,
+`prope/stack/parameters.py`. Those of layers of equal shape are always stacked on a leading axis L,
 whether the loop is scanned or unrolled, so checkpoints do not depend on `scan_layers`.
 """
 
@@ -29,13 +29,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from prope import parameters
 from prope.attention import attention
 from prope.encodings import Tables, logit_scale, rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.softcap import softcap
 from prope.rope import rotate
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
+from prope.stack import parameters
 from prope.stack.layers import Layer, cache_indices, layers, stacks
 from prope.stack.scan import scan_layers
 

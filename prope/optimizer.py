@@ -6,7 +6,7 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from prope import parameters
+from prope.stack import parameters
 
 
 def learning_rate(config: ConfigDict) -> optax.Schedule:

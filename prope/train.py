@@ -50,7 +50,7 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
 import jax
 from etils import epath
 
-from prope import parameters, sharding
+from prope import sharding
 from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import load_tokenizer
@@ -72,6 +72,7 @@ from prope.runtime.processes import (
 from prope.runtime.profiler import Profiler
 from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices
+from prope.stack import parameters
 from prope.step import (
     Conversion,
     ConversionInputs,

@@ -27,7 +27,7 @@ TESTS = {
     "encodings.py": "encodings model exchange_encodings",
     "attention.py": "attention context model sharded",
     "model.py": "model encodings parameters sample sharded precision",
-    "parameters.py": "parameters model sharded optimizer",
+    "stack/parameters.py": "parameters model sharded optimizer",
     "loss.py": "loss sharded evaluate",
     "optimizer.py": "optimizer nonfinite parity",
     "step.py": "sharded nonfinite optimizer precision train",

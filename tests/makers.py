@@ -21,12 +21,13 @@ import pytest
 from conftest import CONFIG, ROOT, devices_flags
 from ml_collections import FrozenConfigDict
 
-from prope import attention, model, parameters
+from prope import attention, model
 from prope.config import default_config, set_layer_percentages
 from prope.encodings import layer_frequencies
 from prope.errors import UsageError
 from prope.rope import frequencies, rotation_table
 from prope.runtime.validate import validate
+from prope.stack import parameters
 from prope.stack.layers import layers
 from prope.step import prepare
 from prope.workdir.checkpoints import Checkpoints

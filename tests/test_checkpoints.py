@@ -15,13 +15,14 @@ from gcsfs.retry import HttpError
 from makers import NO_WINDOWS, make_run, restore_training, same, save_checkpoints
 
 from configs.quickstart import get_config
-from prope import parameters, sharding
+from prope import sharding
 from prope import step as step_lib
 from prope import train as train_lib
 from prope.errors import RunFailed, UsageError
 from prope.hf import exporter
 from prope.optimizer import make_optimizer
-from prope.parameters import TABLE
+from prope.stack import parameters
+from prope.stack.parameters import TABLE
 from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported

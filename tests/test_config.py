@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from prope import parameters, sharding
+from prope import sharding
 from prope.config import (
     EMBEDDED,
     default_config,
@@ -26,6 +26,7 @@ from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
+from prope.stack import parameters
 from prope.step import batch_shapes, init_state, make_train_step, resolve_attention
 
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})

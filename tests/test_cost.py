@@ -12,11 +12,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, AxisType
 from makers import SWITCHES
 
-from prope import model, parameters, sharding
+from prope import model, sharding
 from prope.config import default_config
 from prope.cost import flops
 from prope.cost.traced import count_flops
 from prope.optimizer import make_optimizer
+from prope.stack import parameters
 from prope.step import batch_shapes, init_state, make_train_step
 
 # --- Closed formulas ----------------------------------------------------------------------------

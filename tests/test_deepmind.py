@@ -13,11 +13,12 @@ import write_gemma4
 from conftest import ROOT
 from makers import DENSE4, E4, draw_model, forward, leaves_by_path, same, small
 
-from prope import apply_p_rope, parameters
+from prope import apply_p_rope
 from prope.config import default_config
 from prope.errors import UsageError
 from prope.golden.check import FLOAT32, check, load_cases
 from prope.hf.importer import import_run
+from prope.stack import parameters
 from prope.stack.layers import layers, places
 from prope.workdir.run import open_run
 

@@ -23,9 +23,10 @@ from makers import (
 from makers import draw_model as draw
 
 from prope import config as config_lib
-from prope import model, parameters
+from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.loss import weighted_loss
+from prope.stack import parameters
 
 SEGMENTS = np.array(
     [

@@ -10,9 +10,9 @@ from makers import ALL_SWITCHES, DENSE4, E4, initial_params, leaves_by_path, sma
 from oracles import adafactor, adamw, lion
 from oracles import learning_rate as expected_rate
 
-from prope import parameters
 from prope.config import default_config
 from prope.optimizer import keep_unless, learning_rate, make_optimizer, warmup_steps
+from prope.stack import parameters
 
 
 def make_config(**fields):

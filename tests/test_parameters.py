@@ -10,9 +10,10 @@ from conftest import ROOT
 from jax.sharding import AbstractMesh, PartitionSpec
 from makers import initial_params, leaves_by_path, small
 
-from prope import model, parameters, sharding
+from prope import model, sharding
 from prope.cost.flops import num_parameters
 from prope.optimizer import has_weight_decay
+from prope.stack import parameters
 from prope.workdir.hashes import hash_arrays
 
 SIZES = {

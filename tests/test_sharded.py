@@ -21,11 +21,12 @@ from makers import (
     same,
 )
 
-from prope import loss, model, parameters, sharding
+from prope import loss, model, sharding
 from prope.config import default_config
 from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
+from prope.stack import parameters
 from prope.step import compile_step, init_state, make_train_step
 from prope.workdir.hashes import hash_arrays
 

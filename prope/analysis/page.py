@@ -3,12 +3,23 @@
 Axes: L layers, N query heads, K key/value heads, P pairs.
 """
 
+import functools
+
 import numpy as np
 from etils import epath
 
 from prope.analysis.maps import FAST_SHARE, SCORES, channel, heads, maps, name_of
 from prope.html import page
-from prope.html.drawing import TEXT, Picture, heat, label_ticks, line, panels, show_image, styles
+from prope.html.drawing import (
+    TEXT,
+    Picture,
+    draw_frequencies,
+    heat,
+    label_ticks,
+    panels,
+    show_image,
+    styles,
+)
 
 KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none of these"}
@@ -98,21 +109,12 @@ def frequencies(analysis: dict) -> Picture:
     kinds = {name_of_kind(kind): kind for kind in analysis["kinds"]}
     curves = {}
     for name, kind in kinds.items():
-        freqs = np.array(analysis["frequencies"][kind["layers"][0]])
-        curves[name] = np.where(freqs > 0, freqs, np.nan)
-
-    def draw(figure):
-        axes = panels(figure, 1)[0, 0]
-        for name, style in styles(list(curves)).items():
-            points = {pair: (freq, None) for pair, freq in enumerate(curves[name])}
-            line(axes, points, style, name)
-        axes.set(xlabel="pair, fastest first", ylabel="radians a token, log scale", yscale="log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.legend(loc="best")
-
+        curves[name] = np.array(analysis["frequencies"][kind["layers"][0]])
+    draw = functools.partial(draw_frequencies, curves=curves)
     texts = []
     for name, kind in kinds.items():
-        slowest = np.nanmin(curves[name], initial=np.inf)
+        freqs = curves[name]
+        slowest = freqs[freqs > 0].min(initial=np.inf)
         end = f"to {slowest:.2g} radians a token" if kind["rotated_pairs"] else "none"
         texts.append(f"{name}: {kind['rotated_pairs']} pairs rotate, {end}")
     caption = "A pair has another frequency in each kind of layer. Pairs without one do not rotate."

@@ -17,12 +17,13 @@ import numpy as np
 from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
-from prope import model, parameters, sharding
+from prope import model, sharding
 from prope.analysis.measures import Scoring
 from prope.encodings import layer_frequencies, rotation_tables
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.runtime import processes, watchdog
+from prope.stack import parameters
 from prope.stack.layers import Layer, first_sharing_layer, key_value_sources, layers, places
 from prope.workdir.reader import Damaged
 from prope.workdir.run import Run

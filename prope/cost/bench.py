@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope import parameters, sharding
+from prope import sharding
 from prope.cost import flops
 from prope.errors import UsageError, first_line, log, usage_error
 from prope.kernels.splash import Blocks, choose_blocks, splash
@@ -21,6 +21,7 @@ from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
+from prope.stack import parameters
 from prope.step import Prepared, compile_step, init_state, is_conversion, prepare
 
 Shape = tuple[int, int, int, int]

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope import parameters
 from prope.sharding import rank_positions
+from prope.stack import parameters
 from prope.stack.layers import layers
 
 

@@ -1,10 +1,10 @@
 """Reads checkpoints of DeepMind's gemma: trees of Orbax, in each of their layouts.
 
-The names in `prope.parameters` are DeepMind's, so an array's name, without prefixes and with
+The names in `prope.stack.parameters` are DeepMind's, so an array's name, without prefixes and with
 layer_N for layers, is its parameter's path. Layouts are flat keys with dicts of arrays, nested
 dicts, and layers of one kind stacked, with a period P: slice s of kind j is layer s P + j.
 
-Axes: those of `prope.parameters`.
+Axes: those of `prope.stack.parameters`.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope import parameters
 from prope.errors import UsageError, first_line, usage_error
 from prope.hf.layout import Tensor
 from prope.hf.tensors import Stored, some
+from prope.stack import parameters
 from prope.stack.layers import first_sharing_layer, stacks
 
 _MARK = "_METADATA"  # of Orbax, in the folder of a tree

@@ -9,7 +9,6 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope import parameters
 from prope.encodings import describe, rotated_pairs
 from prope.errors import UsageError, log, usage_error
 from prope.hf import config_json, deepmind
@@ -20,6 +19,7 @@ from prope.hf.tensors import Stored, open_tensors, some
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
 from prope.runtime.validate import validate
+from prope.stack import parameters
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, write_config

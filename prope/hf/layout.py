@@ -1,6 +1,6 @@
 """The tensors in a checkpoint of transformers: their names and layouts, read from the table.
 
-Axes: those of `prope.parameters`.
+Axes: those of `prope.stack.parameters`.
 """
 
 import dataclasses
@@ -9,10 +9,10 @@ import math
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope import parameters
 from prope.hf.families import Family
-from prope.parameters import Parameter
+from prope.stack import parameters
 from prope.stack.layers import first_sharing_layer, stacks
+from prope.stack.parameters import Parameter
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

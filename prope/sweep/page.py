@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope import parameters
 from prope.config import flat
 from prope.encodings import rotated_share
 from prope.errors import RunFailed
@@ -18,6 +17,7 @@ from prope.html.page import number
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import Difference
 from prope.runtime.files import absolute, is_url
+from prope.stack import parameters
 from prope.sweep import context, interventions
 from prope.sweep.comparisons import (
     Comparison,

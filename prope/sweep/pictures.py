@@ -293,13 +293,7 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     if not means:
         return None
 
-    shown = {plot.title: means}
-    if differences:
-        shown["minus that of RoPE"] = differences
-    limits = close_up(_all_points(differences or means))
-    if limits:
-        title = list(shown)[-1]
-        shown[f"{title}, enlarged"] = shown[title]
+    shown, limits = _enlarge({plot.title: means, "minus that of RoPE": differences})
 
     def draw(figure) -> None:
         row = panels(figure, len(shown))[0]
@@ -340,9 +334,17 @@ def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
             axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _all_points(means: Means) -> list[tuple[float, float | None]]:
-    """Lists the points of all groups."""
-    return [point for points in means.values() for point in points.values()]
+def _enlarge(by_title: dict[str, Means]) -> tuple[dict[str, Means], tuple[float, float] | None]:
+    """Adds a panel that enlarges the last one with points, where few of them flatten the others.
+
+    Returns what the panels show, by title, without empty ones; and the limits of the added panel.
+    """
+    shown = {title: means for title, means in by_title.items() if means}
+    title, means = list(shown.items())[-1]
+    limits = close_up([point for points in means.values() for point in points.values()])
+    if limits:
+        shown[f"{title}, enlarged"] = means
+    return shown, limits
 
 
 def _size(shown: dict) -> tuple[float, float]:
@@ -361,13 +363,7 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
         return None
     perplexities, differences = read_means(rows, by_p)
     title = "Validation perplexity by p" if by_p else "Validation perplexity"
-    shown = {title: perplexities}
-    if differences:
-        shown["loss minus that of RoPE"] = differences
-    limits = close_up(_all_points(differences or perplexities))
-    if limits:
-        last = list(shown)[-1]
-        shown[f"{last}, enlarged"] = shown[last]
+    shown, limits = _enlarge({title: perplexities, "loss minus that of RoPE": differences})
 
     def draw(figure) -> None:
         style = styles(list(perplexities))

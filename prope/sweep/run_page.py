@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from prope import parameters
 from prope.config import flat
 from prope.encodings import describe, layer_frequencies
 from prope.errors import usage_error
 from prope.html import page
-from prope.html.drawing import Picture, line, panels, styles
+from prope.html.drawing import Picture, draw_frequencies
 from prope.inference.opening import check_folder, results_folder
 from prope.runtime.files import absolute, is_url
+from prope.stack import parameters
 from prope.stack.layers import layer_windows
 from prope.sweep import interventions
 from prope.sweep.maps import effective_lengths
@@ -115,21 +115,12 @@ def encoding_picture(run: Run) -> Picture:
         seen = f"window {window:,}" if window else "no window"
         count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
         rotated = f"{np.count_nonzero(freqs)} pairs rotate"
-        curves[f"{count}, {seen}, {rotated}"] = np.where(freqs > 0, freqs, np.nan)
+        curves[f"{count}, {seen}, {rotated}"] = freqs
 
     def draw(figure) -> None:
-        axes = panels(figure, 1)[0, 0]
-        for name, style in styles(list(curves)).items():
-            points = {pair: (freq, None) for pair, freq in enumerate(curves[name])}
-            line(axes, points, style, name)
-        axes.set(
-            xlabel="pair, fastest first",
-            ylabel="radians a token, log scale",
-            yscale="log",
-        )
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.axhline(2 * np.pi / run.config.data.seq_len, color="#777777", ls="--", lw=1)
-        axes.legend(loc="best")
+        axes = draw_frequencies(figure, curves)
+        one_turn = 2 * np.pi / run.config.data.seq_len
+        axes.axhline(one_turn, color="#777777", ls="--", lw=1)
 
     caption = "Pairs without a frequency do not rotate. Dashed: one turn in a window of training;"
     caption += " pairs below it do not turn once."

@@ -19,7 +19,6 @@ from jax.tree_util import DictKey, keystr
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
-from prope import parameters
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
 from prope.runtime.files import (
@@ -31,6 +30,7 @@ from prope.runtime.files import (
     retry_reads,
     write_atomic,
 )
+from prope.stack import parameters
 from prope.workdir.hashes import array_hashes, array_shapes, hash_json, hash_on_host
 
 HASHES = "hashes.json"  # beside the items, written last

@@ -15,7 +15,6 @@ from prope import config as config_lib
 from prope import sharding
 from prope.encodings import INTERVENTIONS
 from prope.errors import Stopped, UsageError, log, usage_error
-from prope.parameters import embedding_factor
 from prope.runtime import processes
 from prope.runtime.files import (
     as_path,
@@ -25,6 +24,7 @@ from prope.runtime.files import (
     tokenizer_file,
     write_atomic,
 )
+from prope.stack.parameters import embedding_factor
 from prope.workdir.checkpoints import finished_steps, list_steps, newest_undamaged
 from prope.workdir.lease import Lease
 from prope.workdir.reader import CheckpointReader
