@@ -2,6 +2,7 @@
 
     python -m prope.bench --config=configs/quickstart.py
     python -m prope.bench --rope
+    python -m prope.bench --workdir=runs/quickstart --peer=transformers
 
 It times warm steps of the real training step on random tokens, alternating with a plain matmul of
 the model's dtype. `matmul_fraction` is the model's FLOPs per second divided by the matmul's, and so
@@ -15,6 +16,10 @@ devices, and the matmul on one.
 --attention times the TPU's splash attention for many block sizes, the fastest first.
 
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
+
+--peer=transformers times a run beside the class of transformers that computes it, on CPUs: the loss
+of one sequence, a training step on it, prefill, and prefill with 64 new tokens. Both have the same
+weights, float32 and as many threads, and are called in turns. It needs the extra `hf`.
 """
 
 from absl import flags
@@ -43,6 +48,11 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array"
     )
+    command.define_place("workdir", None, "with --peer: directory of the run")
+    flags.DEFINE_enum("peer", None, ["transformers"], "time a run beside this program")
+    flags.DEFINE_integer(
+        "seq_len", None, "with --peer: tokens of the sequence; the run's by default", lower_bound=2
+    )
     flags.DEFINE_float("rope_percentage", 0.75, "with --rope: p", lower_bound=0.0, upper_bound=1.0)
 
 
@@ -58,11 +68,23 @@ def main() -> dict:
     if FLAGS.rope:
         arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
         return processes.call_on_first(lambda: bench_rope(*arguments))
+    if FLAGS.peer:
+        return _bench_peer()
     if FLAGS.config is None:
-        what = "its training step, or --rope or --attention"
+        what = "its training step, or --rope, --attention or --peer"
         raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
     validate(FLAGS.config)
     return bench_step(FLAGS.config, FLAGS.steps)
+
+
+def _bench_peer() -> dict:
+    from prope.hf.peer import bench_peer
+    from prope.runtime import processes
+
+    if FLAGS.workdir is None:
+        raise UsageError(f"--peer={FLAGS.peer} needs --workdir=W, a run to time")
+    arguments = (FLAGS.workdir, FLAGS.seq_len, FLAGS.steps)
+    return processes.call_on_first(lambda: bench_peer(*arguments))
 
 
 def _parse_shape() -> tuple[int, ...]:

@@ -8,8 +8,11 @@ import numpy as np
 import oracles
 import pytest
 from conftest import CONFIG, ROOT, devices_flags
+from makers import make_run
 
 from prope.cost import bench
+from prope.errors import UsageError
+from prope.hf import peer
 
 
 @pytest.mark.parametrize("p", [0.0, 0.75, 1.0])
@@ -134,7 +137,27 @@ def test_a_peak_is_counted_by_the_device_where_it_counts():
     assert bench.peak_bytes(cpu, memory) == 111
 
 
-STEP = "needs --config=FILE to measure its training step, or --rope or --attention"
+def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, tmp_path):
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    make_run(tmp_path / "run")
+    arguments = (f"--workdir={tmp_path / 'run'}", "--peer=transformers", "--seq_len=40")
+    result = run_command("prope.bench", *arguments, "--steps=1").result
+    assert result["seq_len"] == 40
+    losses = result["losses"]
+    assert losses["prope"] == pytest.approx(losses["transformers"], abs=1e-5)
+    parts = ["loss", "training step", "prefill", "prefill and 64 tokens"]
+    assert list(result["seconds"]) == parts
+    for seconds in result["seconds"].values():
+        assert seconds["ratio"] == seconds["transformers"] / seconds["prope"]
+
+
+def test_without_transformers_its_extra_is_named(monkeypatch):
+    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="torch, transformers is not installed; source launch/"):
+        peer.bench_peer("W", None, 1)
+
+
+STEP = "needs --config=FILE to measure its training step, or --rope, --attention or --peer"
 SHAPE = "must be four numbers B,T,N,H from 1 on, the last one even"
 
 
@@ -142,6 +165,7 @@ SHAPE = "must be four numbers B,T,N,H from 1 on, the last one even"
     ("arguments", "error"),
     [
         ([], STEP),
+        (["--peer=transformers"], "--peer=transformers needs --workdir=W, a run to time"),
         (["--attention"], "--attention sweeps blocks of the TPU's splash attention"),
         (["--rope", "--shape=1,2"], f"--shape=1,2: {SHAPE}"),
         (["--rope", "--shape=1,64,2,63"], f"--shape=1,64,2,63: {SHAPE}"),

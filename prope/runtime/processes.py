@@ -69,6 +69,13 @@ _exit_code = LOST  # exit code of this process when JAX's runtime aborts it
 _barrier_ids = itertools.count()
 
 
+def count_cores() -> int:
+    """Counts the cores that this process may use; os.process_cpu_count in Python 3.13."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
     """Joins the processes that the environment names, and waits for all at the end.

@@ -4,7 +4,6 @@ import io
 import itertools
 import math
 import multiprocessing
-import os
 import pathlib
 import sys
 import time
@@ -20,6 +19,7 @@ from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
 from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
+from prope.runtime.processes import count_cores
 
 _ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
 _LOG_SECONDS = 30.0  # between lines where there is no terminal
@@ -47,7 +47,7 @@ def pack_chunks(
     reused = f"; {finished} of {len(records)} chunks are there already" if finished else ""
     megabytes = source.num_bytes / 1e6
     log.info("data: packing %s (about %.1f MB of text)%s", source.name, megabytes, reused)
-    num_workers = data.num_workers or (1 if missing_bytes < _ONE_PROCESS_BYTES else _count_cores())
+    num_workers = data.num_workers or (1 if missing_bytes < _ONE_PROCESS_BYTES else count_cores())
     num_workers = max(1, min(num_workers, len(missing)))
     settings = (data.tokenizer, data.validation_fraction, has_prompts)
     stats |= {"workers": num_workers, "tokens": 0}
@@ -77,12 +77,6 @@ class _LoggedBar(tqdm):
 def _progress_bar(total: int, initial: int) -> tqdm:
     bar = tqdm if sys.stderr.isatty() else _LoggedBar
     return bar(total=total, initial=initial, unit="B", unit_scale=True, desc="data")
-
-
-def _count_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _packed(

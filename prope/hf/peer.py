@@ -1,0 +1,185 @@
+"""Times a run beside the class of transformers that computes it, on CPUs and in turns.
+
+Both have the same weights and tokens, float32 and as many threads. transformers runs on torch; its
+model is what `export` writes.
+"""
+
+import importlib.metadata
+import importlib.util
+import tempfile
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from prope import model
+from prope.cost import flops
+from prope.cost.bench import medians
+from prope.errors import UsageError, log
+from prope.hf.exporter import export
+from prope.inference import generation
+from prope.inference.generation import Sampling
+from prope.loss import token_losses
+from prope.optimizer import make_optimizer
+from prope.runtime.processes import count_cores
+from prope.stack import parameters
+from prope.step import batch_hidden, make_train_step
+from prope.workdir.run import open_run
+
+NEW_TOKENS = 64
+Programs = dict[str, Callable[[], float | None]]  # by what they compute; a loss is returned
+
+
+def bench_peer(workdir: str, seq_len: int | None, rounds: int) -> dict:
+    """Times one sequence of a run: its loss, a training step, prefill, prefill and decode.
+
+    Args:
+      workdir: of the run.
+      seq_len: tokens of the sequence and of the prompt; None: the run's.
+      rounds: timed turns of each program, of which the medians count.
+
+    Returns:
+      The command's result, with seconds of both and `ratio`, theirs over ours.
+
+    Raises:
+      UsageError: torch or transformers is not installed, JAX's device is no CPU, or transformers
+        has no class for the run.
+    """
+    check_installed()
+    platform = jax.devices()[0].platform
+    if platform != "cpu":
+        raise UsageError(
+            f"--peer compares on CPUs, and JAX has a {platform}; set JAX_PLATFORMS=cpu"
+        )
+    run = open_run(workdir)
+    config = run.config
+    config.model.dtype = "float32"
+    config.batch_size = 1
+    config.accumulation = 1
+    config.convert.update(schedule_steps=0, distill_weight=0.0)  # a plain training step
+    if seq_len is not None:
+        config.data.seq_len = seq_len
+    tokens = np.random.default_rng(0).integers(
+        3, config.model.vocab_size, (1, config.data.seq_len + 1), np.int32
+    )
+    threads = count_cores()
+    theirs = their_programs(workdir, tokens, threads)
+    ours = our_programs(config, run.params(), tokens)
+    losses = {"prope": ours["loss"](), "transformers": theirs["loss"]()}
+    log.info("loss of random tokens: %.5f, of transformers %.5f", *losses.values())
+    return {
+        "workdir": str(workdir),
+        "transformers": importlib.metadata.version("transformers"),
+        "torch": importlib.metadata.version("torch"),
+        "threads": threads,
+        "parameters": parameters.count(config.model),
+        "seq_len": config.data.seq_len,
+        "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
+        "losses": losses,
+        "seconds": {name: time_in_turns(name, ours, theirs, rounds) for name in ours},
+    }
+
+
+def check_installed() -> None:
+    """Raises UsageError where transformers or torch is missing."""
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        remedy = "source launch/setup.sh hf, or pip install 'prope[hf]'"
+        raise UsageError(f"--peer=transformers: {', '.join(missing)} is not installed; {remedy}")
+
+
+def time_in_turns(name: str, ours: Programs, theirs: Programs, rounds: int) -> dict[str, float]:
+    """Returns the median seconds of both, and theirs over ours."""
+    seconds = medians({"prope": ours[name], "transformers": theirs[name]}, rounds)
+    ratio = seconds["transformers"] / seconds["prope"]
+    text = "%s: %.4g s, transformers %.4g s: %.2f times as long"
+    log.info(text, name, *seconds.values(), ratio)
+    return seconds | {"ratio": ratio}
+
+
+def our_programs(config: ConfigDict, params: model.Params, tokens: np.ndarray) -> Programs:
+    """Builds prope's programs for tokens [1, T + 1]."""
+    T = config.data.seq_len
+    batch = {
+        "tokens": jnp.asarray(tokens[:, :-1]),
+        "targets": jnp.asarray(tokens[:, 1:]),
+        "positions": jnp.arange(T)[None],
+        "segment_ids": jnp.ones((1, T), jnp.int32),
+        "weights": jnp.ones((1, T)),
+    }
+
+    @jax.jit
+    def loss(params):
+        hidden = batch_hidden(config, params, batch)
+        cap = config.model.final_softcap
+        return token_losses(hidden, model.head(params), batch["targets"], cap).mean()
+
+    optimizer = make_optimizer(config)
+    step = jax.jit(make_train_step(config, optimizer), donate_argnums=(0, 1))
+    state = []
+
+    def train():
+        if not state:
+            copied = jax.tree.map(jnp.array, params)
+            state.extend([copied, optimizer.init(copied)])
+        *state[:], metrics = step(*state, batch)
+        jax.block_until_ready(metrics)
+
+    frozen = FrozenConfigDict(config.model)
+    lengths = jnp.array([T], jnp.int32)
+    keys = generation.row_keys(0, 1)
+    sampling = Sampling(NEW_TOKENS, temperature=0.0, eos=-1)
+
+    def prefill():
+        filled = generation.prefill(frozen, sampling, params, batch["tokens"], lengths, keys)
+        return jax.block_until_ready(filled)
+
+    def prefill_and_decode():
+        generated, _ = generation.decode(frozen, sampling, params, *prefill(), lengths, keys)
+        jax.block_until_ready(generated)
+
+    return {
+        "loss": lambda: float(loss(params)),
+        "training step": train,
+        "prefill": prefill,
+        f"prefill and {NEW_TOKENS} tokens": prefill_and_decode,
+    }
+
+
+def their_programs(workdir: str, tokens: np.ndarray, threads: int) -> Programs:
+    """Builds transformers' programs for tokens [1, T + 1], with a run's weights."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        exported = f"{folder}/model"
+        export(workdir, exported)
+        hf_model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tokens = torch.tensor(tokens).long()
+    inputs = tokens[:, :-1]
+    targets = tokens[0, 1:]
+    adamw = torch.optim.AdamW(hf_model.parameters(), lr=1e-6)
+
+    def loss():
+        logits = hf_model(inputs, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[0], targets)
+
+    def train():
+        adamw.zero_grad()
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(hf_model.parameters(), 1.0)
+        adamw.step()
+
+    def generate(count):
+        options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False}
+        hf_model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+
+    return {
+        "loss": lambda: float(torch.no_grad()(loss)()),
+        "training step": train,
+        "prefill": lambda: generate(1),
+        f"prefill and {NEW_TOKENS} tokens": lambda: generate(NEW_TOKENS),
+    }
