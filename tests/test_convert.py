@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
@@ -11,6 +12,7 @@ from makers import (
     KINDS_OF_LAYERS,
     NO_WINDOWS,
     draw_model,
+    forward,
     make_run,
     read_lines,
     same,
@@ -22,6 +24,7 @@ from prope.config import default_config
 from prope.cost.bench import bench_step
 from prope.encodings import StoppingSchedule
 from prope.errors import UsageError
+from prope.hf.exporter import export
 from prope.optimizer import learning_rate, make_optimizer
 from prope.runtime.validate import validate
 from prope.step import (
@@ -333,6 +336,26 @@ def test_a_conversion_goes_on_as_if_never_stopped(imported, converted):
     ours = open_run(stopped)
     assert same(ours.params(), open_run(converted).params())
     assert ours.config.model.rope_percentage == 0.25
+
+
+@pytest.mark.slow
+def test_transformers_loads_a_converted_model_with_the_same_loss(converted, tmp_path):
+    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    run = open_run(converted)
+    export(converted, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokens = np.random.default_rng(0).integers(0, run.config.model.vocab_size, (2, 65))
+    positions = jnp.broadcast_to(jnp.arange(64), (2, 64))
+    ours = forward(run.config.model, run.params(), jnp.asarray(tokens[:, :-1]), positions)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens[:, :-1])).logits
+    np.testing.assert_allclose(ours, expected.numpy(), rtol=0, atol=1e-4)
+    losses = [
+        float(torch.nn.functional.cross_entropy(logits.mT, torch.tensor(tokens[:, 1:])))
+        for logits in (torch.tensor(np.asarray(ours)), expected)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.slow
