@@ -60,7 +60,8 @@ MODELS = {"gemma3_4b": gemma3_4b, "llama31_8b": llama31_8b}
 def get_config(argument: str = "gemma3_4b"):
     name, _, size = argument.partition("-")
     if argument in ("full", "tiny"):
-        name, size = "gemma3_4b", argument
+        name = "gemma3_4b"
+        size = argument
     if name not in MODELS:
         raise ValueError(f"{argument}: must be tiny or one of {', '.join(MODELS)}")
     config = families["on_wikipedia"]()
