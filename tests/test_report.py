@@ -29,7 +29,7 @@ from prope.html import drawing
 from prope.inference import paired
 from prope.inference import statistics as statistics_of_losses
 from prope.inference.statistics import average_seeds
-from prope.sweep import comparisons, pictures, run_page, runs
+from prope.sweep import comparisons, interventions, omitted, pictures, run_page, runs
 from prope.sweep import page as sweep_page
 from prope.sweep.run_page import report_run
 
@@ -305,6 +305,61 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(sweep):
     write_lines(path, read_lines(path)[1:2])
     state = runs.read_sweep(sweep)[0].state
     assert state == "unfinished", "training's own evaluation is missing"
+
+
+def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, caplog):
+    """A band that is shown on the tokens of a plain evaluation is not left out."""
+    before = omitted.omissions(runs.read_sweep(sweep))
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0)
+    factor = {"factor": 1.0}
+    alone = {"windows": 3, "max_windows": 3}
+    changed = [
+        {"encoding": "stop:0-3"} | factor,
+        {"encoding": "stop:0-3"} | factor | alone,
+        {"encoding": "stop:4-7"} | factor | alone,
+        {"encoding": "stop:0-3+9-9"} | factor,
+        {"encoding": "yarn", "factor": 2.0, "step": 5},
+        {"window": 8, "sinks": 0},
+        {"seq_len": 999, "dataset": "other"},
+        {"seq_len": 999},
+    ]
+    write_lines(path, read_lines(path) + [plain | change for change in changed])
+    asked = {"step": plain["step"], "task": "niah", "control": "removed"}
+    write_lines(run_folder(sweep, 0) / "longcontext.jsonl", [asked])
+    read = runs.read_sweep(sweep)
+    command = f"python -m prope.evaluate --workdir={sweep} --seq_len="
+    expected = [
+        "Bands stopped: 1 left out, for nothing says the loss as it is on the same tokens: "
+        f"{command}256 --max_windows=3.",
+        "Bands stopped: 1 left out, for they change several bands at once; "
+        "pages of single runs have them.",
+        "Encodings rescaled: 1 left out, for they are not of the last step, 10.",
+        "Gain from context: 1 left out, for not all seeds have them and the loss as it is: "
+        f"{command}256 --window=8 --sinks=0.",
+        "Losses by length: 1 left out, for they are not of python_docs; "
+        "pages of single runs have them.",
+        "Losses by length: 1 left out, for not all seeds have several lengths of one text: "
+        f"{command}256,999.",
+        "Tasks: 1 left out, for they are controls; the table of prope.ask has them.",
+    ]
+    assert [text for text in omitted.omissions(read) if text not in before] == expected
+    caplog.set_level("INFO", "prope")
+    page = write_page(sweep)
+    assert all(sentence in page.text for sentence in expected)
+    assert set(expected) < set(caplog.messages)
+
+
+def test_bands_are_compared_with_evaluations_that_other_runs_lack(sweep):
+    """Those of one run that more windows have than any other run's."""
+    before = omitted.omissions(runs.read_sweep(sweep))
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0) | {"windows": 999, "max_windows": 999}
+    stopped = plain | {"encoding": "stop:0-3", "factor": 1.0, "loss": plain["loss"] + 0.5}
+    write_lines(path, [*read_lines(path), plain, stopped])
+    (change,) = interventions.changes(runs.read_sweep(sweep))
+    assert change.difference.difference == pytest.approx(0.5)
+    assert omitted.omissions(runs.read_sweep(sweep)) == before
 
 
 def test_what_is_missing_is_left_out(sweep):

@@ -9,6 +9,7 @@ from prope.html.drawing import (
     BORDER,
     TEXT,
     Picture,
+    arrange,
     heat,
     height,
     label_ticks,
@@ -41,8 +42,10 @@ def heads(analysis: dict) -> Picture:
     layers = {layer["layer"]: layer for layer in analysis["layers"]}
     records = {name_of(head): head for head in analysis["heads"]}
 
+    across, blocks = arrange(len(shown))
+
     def draw(figure):
-        axes = panels(figure, len(shown), rows=2, height_ratios=[1.25, 1])
+        axes = panels(figure, len(shown), rows=2, wrap=across, height_ratios=[1.25, 1] * blocks)
         for top, below, head in zip(*axes, shown, strict=True):
             record = records[name_of(head)]
             score = head["why"] if head["why"] in record else "positional"
@@ -65,7 +68,7 @@ def heads(analysis: dict) -> Picture:
         "Above: weights in --window of the first sequence, coloured by square root. Below: which "
         "pairs the head uses. Chosen are the strongest by their means over all sequences."
     )
-    return Picture("heads", "Chosen heads", alt, caption, draw, (2.55 * len(shown), 5.0))
+    return Picture("heads", "Chosen heads", alt, caption, draw, (2.55 * across, 5.0 * blocks))
 
 
 def _draw_norms(axes, layer: dict, head: int, rotated: np.ndarray) -> None:

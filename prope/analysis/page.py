@@ -22,34 +22,54 @@ from prope.html.drawing import (
 )
 
 KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()}
-KINDS |= {"semantic": "semantic", "": "none of these"}
+KINDS |= {"semantic": "semantic", "": "none"}
 NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
 
 
 def write(folder: epath.Path, analysis: dict) -> epath.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
-    pictures = [
-        usage(analysis),
-        usage_by_head(analysis),
-        census(analysis),
-        heads(analysis),
-    ]
+    pictures = [census(analysis)]
+    if analysis["shown"]:
+        pictures.append(heads(analysis))
     for head in analysis["shown"]:
         if analysis["asked"]["paper"] or head["why"] not in SCORES:
             pictures += maps(analysis, head)
     pictures += map(channel, analysis["shown_channels"])
     if analysis["channels"]:
         pictures.append(channels(analysis))
+    pictures.append(usage(analysis))
+    drawn = drawn_heads(analysis)
+    if drawn:
+        pictures.append(usage_by_head(analysis, drawn))
     if len(analysis["kinds"]) > 1:
-        pictures.insert(0, frequencies(analysis))
+        pictures.append(frequencies(analysis))
     data = {
         "run": run,
         "lead": lead(analysis),
         "a": analysis,
         "kinds": KINDS,
+        "heads": by_strength(analysis["heads"]),
+        "drawn": drawn,
     }
     return page.write(folder, "analysis", pictures, **data)
+
+
+def by_strength(records: list[dict]) -> list[dict]:
+    """Sorts heads: those of a kind first, by their greatest weight on one place."""
+
+    def weakness(head: dict) -> tuple:
+        return not head["kind"], -max(head[score] for score in SCORES)
+
+    return sorted(records, key=weakness)
+
+
+def drawn_heads(analysis: dict) -> set[tuple[int, int]]:
+    """Chooses the (layer, head) that pictures by head show: those of a kind, asked for, or all."""
+    asked = analysis["asked"]
+    is_all = asked["all_heads"] or asked["paper"]
+    of_kind = [head for head in analysis["heads"] if head["kind"] or is_all]
+    return {(head["layer"], head["head"]) for head in of_kind + analysis["shown"]}
 
 
 def lead(analysis: dict) -> str:
@@ -153,33 +173,30 @@ def usage(analysis: dict) -> Picture:
     return Picture("usage", "Frequency usage by layer", alt, caption, draw, (12, 3.4))
 
 
-def usage_by_head(analysis: dict) -> Picture:
-    """Draws Figures 4 and 11: norms of every head, of its values too."""
-    layers = analysis["layers"]
+def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
+    """Draws Figures 4 and 11: norms of heads (layer, head), of their values too."""
 
     def draw(figure):
-        row = panels(figure, 3)[0]
-        for axes, (kind, name) in zip(
-            row,
-            NORMS.items(),
-            strict=True,
-        ):
-            rows = [row for layer in layers for row in layer[name]]
-            counts = [len(layer[name]) for layer in layers]
-            labels = [
-                f"{layer['layer']}.{head}"
-                for layer, count in zip(layers, counts, strict=True)
-                for head in range(count)
-            ]
-            rotated = np.repeat(rotated_by_layer(analysis), counts, axis=0)
-            ends = None if "values" in kind else rotated
+        for axes, (kind, name) in zip(panels(figure, 3)[0], NORMS.items(), strict=True):
+            labels = []
+            rows = []
+            ends = []
+            for layer, rotated in zip(analysis["layers"], rotated_by_layer(analysis), strict=True):
+                sharing = len(layer["query_norms"]) // len(layer[name])
+                for head in sorted({head // sharing for at, head in drawn if at == layer["layer"]}):
+                    labels.append(f"{layer['layer']}.{head}")
+                    rows.append(layer[name][head])
+                    ends.append(rotated)
             values = stack_rows(rows, constant_values=np.nan)
-            heat(axes, values, kind, "layer.head", labels, ends)
+            borders = None if "values" in kind else np.array(ends)
+            heat(axes, values, kind, "layer.head", labels, borders)
 
-    count = len(analysis["heads"])
-    alt = f"Mean norms by pair, of the queries of {count} heads, and of their keys and values."
-    caption = "The same for every head; a head of keys and values may serve several query heads."
-    size = (12, min(3 + 0.07 * count, 14))
+    alt = f"Mean norms by pair, of the queries of {len(drawn)} heads, and of their keys and values."
+    caption = "The same for each head"
+    if len(drawn) < len(analysis["heads"]):
+        caption += " of a kind or asked for"
+    caption += "; a head of keys and values may serve several query heads."
+    size = (12, min(3 + 0.07 * len(drawn), 14))
     return Picture("usage_by_head", "Frequency usage by head", alt, caption, draw, size)
 
 

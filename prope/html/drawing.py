@@ -87,6 +87,12 @@ def visible(text: str) -> str:
     return "".join(characters)
 
 
+def arrange(count: int, most: int = 5) -> tuple[int, int]:
+    """Returns columns and rows of `count` panels, of which a page has room for `most` in a row."""
+    rows = math.ceil(count / most)
+    return math.ceil(count / rows), rows
+
+
 def panels(figure, columns: int, rows=1, wrap=math.inf, **options) -> np.ndarray:
     """Adds axes [rows, columns]; after `wrap` columns the others stand below, all rows of them."""
     across = min(columns, wrap)

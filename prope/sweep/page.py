@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.encodings import rotated_share
-from prope.errors import RunFailed
+from prope.errors import RunFailed, log
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
@@ -29,6 +29,7 @@ from prope.sweep.comparisons import (
     detectable,
 )
 from prope.sweep.maps import effective_lengths
+from prope.sweep.omitted import omissions
 from prope.sweep.pictures import pictures
 from prope.sweep.recovery import recoveries
 from prope.sweep.runs import (
@@ -169,6 +170,9 @@ def write(
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
+    omitted = omissions(runs)
+    for sentence in omitted:
+        log.info("%s", sentence)
     return page.write(
         (folder or directory) / "report",
         "sweep",
@@ -185,7 +189,10 @@ def write(
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
         effective_lengths=effective_lengths(runs),
         lengths=context.rows(runs),
+        recoveries=recoveries(runs),
         changes=changes,
+        omitted=omitted,
+        planned=len(read_entries(directory)),
         equality=equality(runs),
         runs=[_row_of(run, (folder or directory) / "report") for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),

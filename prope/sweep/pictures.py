@@ -16,6 +16,7 @@ from typing import NamedTuple
 from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, styles, visible
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
+from prope.sweep.recovery import WITHIN, recoveries
 from prope.sweep.runs import SEED, P, Run, group_name, groups
 from prope.workdir.records import (
     SCHEDULE,
@@ -31,6 +32,7 @@ Means = dict[str, Points]
 
 LOSS = "loss (nats per token)"
 VALIDATION = f"validation {LOSS}"
+DIFFERENCE = "difference (nats per token)"
 POSITION = "position (tokens)"
 _DIFFERENCE = (
     "Second panel: the difference from RoPE, seed by seed, in which what is hard for all drops out."
@@ -209,12 +211,21 @@ PLOTS = [
         VALIDATION,
         by_length,
         log=True,
-        note=" With max_windows longer windows hold other text: compare lines, not their slopes.",
+        note=" Where max_windows limits their number, longer windows hold other text: then compare "
+        "lines, not their slopes.",
     ),
     Plot(
         "far", "Loss by position in the longest windows", POSITION, VALIDATION, by_octave, log=True
     ),
 ]
+RECOVERY = Plot(
+    "recovery",
+    "Recovery after conversion",
+    "tokens of training",
+    DIFFERENCE,
+    dict,
+    note=f" Validation loss minus that of the control; back: at most {WITHIN:g}.",
+)
 
 
 def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
@@ -242,6 +253,9 @@ def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
     for plot in plots:
         by_group = read_curves(runs, plot.read)
         drawn.append(curves_picture(plot, by_group, rope_of))
+    gaps = {recovery.run: dict(recovery.gaps) for recovery in recoveries(runs)}
+    recovered = read_curves(runs, lambda run: gaps.get(run.name, {}))
+    drawn.append(curves_picture(RECOVERY, recovered, {}))
     return [picture for picture in drawn if picture] + maps(runs)
 
 
@@ -277,7 +291,7 @@ def minus_rope(by_group: Curves, rope_of: dict) -> Curves:
     """Subtracts RoPE's curves, seed by seed, from those of every other group."""
     differences: Curves = {}
     for group, seeds in by_group.items():
-        rope_seeds = by_group.get(rope_of[group], {})
+        rope_seeds = by_group.get(rope_of.get(group), {})
         for seed in seeds.keys() & rope_seeds.keys():
             curve = seeds[seed]
             rope = rope_seeds[seed]
@@ -327,7 +341,10 @@ def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
         for group, points in lines.items():
             line(axes, points, style[group], group)
         x = f"{plot.x}, log scale" if plot.log else plot.x
-        axes.set(xlabel=x, ylabel=plot.y, title=title)
+        y = plot.y
+        if title != plot.title:
+            y = DIFFERENCE if LOSS in y else "difference"
+        axes.set(xlabel=x, ylabel=y, title=title)
         axes.locator_params(axis="x", integer=True)
         if plot.log:
             axes.set_xscale("log", base=2)
@@ -371,7 +388,7 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
         for axes, (name, means) in zip(row, shown.items(), strict=True):
             is_difference = means is differences
             _draw_points(axes, means, style, joined=by_p and not is_difference)
-            axes.set(ylabel=LOSS if is_difference else "validation perplexity", title=name)
+            axes.set(ylabel=DIFFERENCE if is_difference else "validation perplexity", title=name)
             if is_difference:
                 axes.axhline(0, color=TEXT, lw=1.2)
         if limits:
@@ -421,5 +438,5 @@ def _draw_points(axes, means: Means, style: dict, joined: bool) -> None:
     for name, points in means.items():
         options = style[name] if joined else style[name] | {"ls": ""}
         values, errors = zip(*points.values(), strict=True)
-        bars = [error or 0 for error in errors]
+        bars = [math.nan if error is None else error for error in errors]
         axes.errorbar(list(points), values, bars, capsize=5, label=name, **options)

@@ -7,7 +7,7 @@ device is touched.
 import dataclasses
 import re
 import statistics
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 from etils import epath
@@ -61,6 +61,12 @@ class Run:
     metrics: list[dict]
     evaluations: list[dict]
     answers: list[dict]  # records of longcontext.jsonl
+    dropped: Sequence[dict] = ()  # evaluations on windows that another run lacks
+
+    @property
+    def group(self) -> str:
+        """The name of the group of runs that differ from it in their seed only."""
+        return group_name(self.values)
 
     @property
     def last_step(self) -> int:
@@ -153,7 +159,7 @@ def on_common_windows(runs: list[Run]) -> list[Run]:
                 if record.get("windows") not in common[record.get("fingerprint")]:
                     dropped.append(record)
             kept = [record for record in run.evaluations if record not in dropped]
-            run = dataclasses.replace(run, evaluations=kept)
+            run = dataclasses.replace(run, evaluations=kept, dropped=dropped)
         selected.append(run)
     return selected
 
@@ -228,7 +234,7 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """Groups runs that differ only in their seed, by `group_name`."""
     by_name: dict[str, list[Run]] = {}
     for run in runs:
-        by_name.setdefault(group_name(run.values), []).append(run)
+        by_name.setdefault(run.group, []).append(run)
     return by_name
 
 
