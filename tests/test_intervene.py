@@ -515,7 +515,7 @@ def test_the_report_shows_the_changes_of_every_band(changes):
 
 
 def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
-    """A run of one seed has no interval over seeds. Pairs 4 to 7 have one factor only."""
+    """A run of one seed has no interval over seeds."""
     losses = {
         (512, None, None): 1.0,
         (512, "interpolate:0-3", 4.0): 1.5,
@@ -523,7 +523,7 @@ def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
         (512, "interpolate:4-7", 2.0): 1.1,
     }
     changes = interventions.changes([make_sweep_run(tmp_path, 1.0, 0, losses)])
-    pairs = ["0-3 by 2", "0-3 by 4", "4-7"]
+    pairs = ["0-3 by 2", "0-3 by 4", "4-7 by 2"]
     assert [change.pairs for change in changes] == pairs
     assert [change.factor for change in changes] == [2.0, 4.0, 2.0]
     differences = [change.difference.difference for change in changes]

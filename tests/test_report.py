@@ -341,7 +341,7 @@ def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, c
         "pages of single runs have them.",
         "Losses by length: 1 left out, for not all seeds have several lengths of one text: "
         f"{command}256,999.",
-        "Tasks: 1 left out, for they are controls; the table of prope.ask has them.",
+        "Tasks: 1 left out, for they are controls or rescaled; the table of prope.ask has them.",
     ]
     assert [text for text in omitted.omissions(read) if text not in before] == expected
     caplog.set_level("INFO", "prope")
@@ -370,6 +370,8 @@ def test_what_is_missing_is_left_out(sweep):
     assert column(rows, 2) == ["2", "2", "0"]
     assert rows[2][3:7] == ["–"] * 4
     assert rows[0][6] == "–"
+    step = "Result: 1 left out, for rope_percentage=1,seed=0 has no evaluation of step 10."
+    assert step in omitted.omissions(runs.read_sweep(sweep))
     states = [run.state for run in runs.read_sweep(sweep)]
     assert states.count("unfinished") == 2
     for path in sweep.glob("*/*.jsonl"):
@@ -746,12 +748,6 @@ def test_a_page_says_what_its_seeds_can_tell(sweep):
     (can_tell,) = comparisons.detectable([family])
     deviation = family.pooled.deviation
     assert can_tell.difference == statistics_of_losses.detectable_difference(deviation, 3, 2)
-    rows = [{"runs": 2}]
-    (sentence,) = sweep_page.limits(rows, [can_tell])
-    assert "by method" in sentence
-    two = can_tell._replace(methods=2)
-    (sentence,) = sweep_page.limits(rows, [two])
-    assert "by method" not in sentence
     (stricter,) = comparisons.detectable([family._replace(level=0.975)])
     assert stricter.difference > can_tell.difference
     expected = statistics_of_losses.seeds_needed(stricter.smaller, deviation, 3, 0.975)
@@ -759,6 +755,11 @@ def test_a_page_says_what_its_seeds_can_tell(sweep):
     smaller = can_tell.smaller
     assert can_tell.seeds_needed == statistics_of_losses.seeds_needed(smaller, deviation, 3)
     text = write_page(sweep).text
+    assert "in all methods: by method it is" in text
+    read = runs.read_sweep(sweep)
+    rows = sweep_page.result_rows(read, [family])
+    two = Page(sweep_page.write(sweep, read, rows, [], can_tell=[can_tell._replace(methods=2)]))
+    assert "in all methods." in two.text, "the residuals of two are each other's"
     seen = f"a true difference from p = 1 of {can_tell.difference:.2g} nats per token is seen"
     assert f"With 2 seeds and 3 methods, {seen} in 80 %" in text
     assert f"For {smaller:g} take {can_tell.seeds_needed} seeds." in text

@@ -158,10 +158,10 @@ def strongest(
         counts = {"head_of": 1} | counts if paper else {"head_of": 3}
     chosen = {}
     for score, count in counts.items():
-        by_score = sorted(heads, key=itemgetter(score), reverse=True)
-        if not any_kind and score != "head_of":
-            by_score = [head for head in by_score if head["kind"] == score]
-        places = [(head["layer"], head["head"]) for head in by_score]
+        every = any_kind or score == "head_of"
+        fitting = [head for head in heads if every or head["kind"] == score]
+        fitting.sort(key=itemgetter(score), reverse=True)
+        places = [(head["layer"], head["head"]) for head in fitting]
         new = [place for place in places if place not in chosen]
         chosen |= dict.fromkeys(new[:count], score)
     return chosen

@@ -166,19 +166,6 @@ def _span(points: list[tuple[float, float | None]]) -> tuple[float, float]:
     return low, high
 
 
-def draw_frequencies(figure, curves: dict[str, np.ndarray]):
-    """Draws frequencies by pair, a line for each name; pairs that do not rotate are left out."""
-    axes = panels(figure, 1)[0, 0]
-    for name, style in styles(list(curves)).items():
-        points = {pair: (freq or math.nan, None) for pair, freq in enumerate(curves[name])}
-        line(axes, points, style, name)
-    axes.set(xlabel="pair, fastest first")
-    axes.set(ylabel="radians a token, log scale", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(loc="best")
-    return axes
-
-
 def show_image(axes, values, power: float = 1, vmin=0, vmax=None, cmap="viridis", **options):
     """Shows values [rows, columns] as colours by their power; returns the image."""
     axes.grid(False)

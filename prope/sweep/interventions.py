@@ -4,7 +4,6 @@ What is read are the records of `prope.evaluate --intervene`, on the tokens of a
 """
 
 import operator
-import re
 from typing import NamedTuple
 
 import numpy as np
@@ -18,19 +17,11 @@ from prope.workdir.records import SCHEDULE, UNCONVERTED, find_pair
 _RESCALED = "rescaled"  # the kind of an encoding as a whole
 
 
-class Words(NamedTuple):
-    """What the page calls a kind of change."""
-
-    title: str
-    changed: str
-    rows: str = "pairs, fastest first"
-
-
-WORDS = {
-    "stop": Words("Bands stopped", "a band no longer rotated"),
-    "remove": Words("Bands removed", "a band removed from logits"),
-    "interpolate": Words("Bands interpolated", "a band rotated more slowly"),
-    _RESCALED: Words("Encodings rescaled", "all pairs rotated more slowly", "encoding"),
+WORDS = {  # by kind: the title of its picture, and what is changed
+    "stop": ("Bands stopped", "a band no longer rotated"),
+    "remove": ("Bands removed", "a band removed from logits"),
+    "interpolate": ("Bands interpolated", "a band rotated more slowly"),
+    _RESCALED: ("Encodings rescaled", "all pairs rotated more slowly"),
 }
 
 
@@ -43,7 +34,7 @@ class Change(NamedTuple):
     layers: str  # "" all, or as --intervene names them
     factor: float  # by which `interpolate` slows; 1 for others
     seq_len: int
-    pairs: str  # band and layers, or the encoding; by a factor where there are several
+    pairs: str  # band and layers, or the encoding; by its factor
     difference: Difference  # over seeds; over documents for a single run
 
 
@@ -87,12 +78,12 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
             continue
         label = encoding.removeprefix(f"{kind}:")
         pairs, _, layers = label.partition("@")
-        band = tuple(map(int, re.findall(r"\d+", pairs))) if kind in INTERVENTIONS else ()
+        band = ()
+        if kind in INTERVENTIONS:
+            band = tuple(map(int, pairs.split("-")))
+        if factor != 1:
+            label += f" by {factor:g}"
         computed.append(Change(name, kind, band, layers, factor, seq_len, label, difference))
-    places = [(change.band, change.layers, change.seq_len) for change in computed]
-    for i, change in enumerate(computed):
-        if kind == _RESCALED or places.count(places[i]) > 1:
-            computed[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
     return computed
 
 
@@ -107,12 +98,8 @@ def find_records(run: Run, fields: dict) -> tuple[dict, dict] | None:
 
 def pictures(changes: list[Change]) -> list[Picture]:
     """Makes a picture of every kind of intervention, with a map for each group of runs."""
-    drawn = []
-    for kind in WORDS:
-        same_kind = [change for change in changes if change.kind == kind]
-        if same_kind:
-            drawn.append(_picture(kind, same_kind))
-    return drawn
+    by_kind = {kind: [change for change in changes if change.kind == kind] for kind in WORDS}
+    return [_picture(kind, same_kind) for kind, same_kind in by_kind.items() if same_kind]
 
 
 def _picture(kind: str, changes: list[Change]) -> Picture:
@@ -128,7 +115,7 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
             lengths.index(change.seq_len),
         )
         values[place] = change.difference.difference
-    words = WORDS[kind]
+    title, changed = WORDS[kind]
     width = max(2.4, 0.7 + 0.65 * len(lengths))
     across, blocks = arrange(len(groups), int(12.3 // width) or 1)
 
@@ -141,17 +128,15 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
             label_ticks(axes.xaxis, [f"{length:,}" for length in lengths])
             label_ticks(axes.yaxis, bands)
         for axes in row[::across]:
-            axes.set_ylabel(words.rows)
+            axes.set_ylabel("encoding" if kind == _RESCALED else "pairs, fastest first")
 
     caption = (
-        f"Loss with {words.changed}, minus the loss as it is, nats per token, without training."
+        f"Loss with {changed}, minus the loss as it is, nats per token, without training."
         " Of several seeds, means. Red: the loss rises; blue: it falls; hatched: not"
         " evaluated, or pairs that do not rotate."
     )
-    lowest = np.nanmin(values)
-    alt = f"Changes of the loss by length, from {lowest:+.3f} to {np.nanmax(values):+.3f}."
     size = (width * across + 0.6, (1.2 + 0.3 * len(bands)) * blocks)
-    return Picture(kind, words.title, alt, caption, draw, size)
+    return Picture(kind, title, caption, caption, draw, size)
 
 
 def _draw_map(axes, losses: np.ndarray, largest: float) -> None:

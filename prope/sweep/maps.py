@@ -211,14 +211,9 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
         octaves = sorted(counts)
         farthest = max(farthest, 2 * octaves[-1])
         middles = [1.5 * octave for octave in octaves]
-        shares = []
-        intervals = []
-        for octave in octaves:
-            right, prompts = counts[octave]
-            shares.append(right / prompts)
-            test = stats.binomtest(round(right), round(prompts))
-            intervals.append(test.proportion_ci(method="wilson"))
-        low, high = zip(*intervals, strict=True)
+        right, prompts = np.array([counts[octave] for octave in octaves]).T
+        tests = map(stats.binomtest, np.rint(right).astype(int), np.rint(prompts).astype(int))
+        low, high = zip(*[test.proportion_ci(method="wilson") for test in tests], strict=True)
         axes.fill_between(
             middles,
             low,
@@ -227,7 +222,7 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
             alpha=0.2 / len(by_run),
             lw=0,
         )
-        axes.plot(middles, shares, color=TEXT, marker="o", ms=3)
+        axes.plot(middles, right / prompts, color=TEXT, marker="o", ms=3)
     axes.axhline(guess, color=BORDER, ls="-.")
     for distance, dashes in distances.items():
         if distance <= farthest:

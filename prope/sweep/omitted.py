@@ -14,28 +14,26 @@ def omissions(runs: list[Run]) -> list[str]:
     counts = collections.Counter()
     for run in runs:
         if run.step >= run.config.num_steps and run.metrics and not run.evaluation:
-            reason = f"which {run.name} has at no window count that all runs have"
-            counts["Result", f"of the last step, {run.last_step}, {reason}"] += 1
+            counts["Result", f"for {run.name} has no evaluation of step {run.step}"] += 1
         group = groups(runs)[run.group]
         for record in run.evaluations:
             section = _section(run, record)
-            reason = section and _reason(group, run, record)
-            if reason:
-                counts[section, reason] += 1
+            counts[section, section and _reason(group, run, record)] += 1
         for record in run.answers:
-            reason = _reason_of_answer(run, record)
-            if reason:
-                counts["Tasks", reason] += 1
-    return [
-        f"{section}: {count} left out, {reason}." for (section, reason), count in counts.items()
-    ]
+            reason = None
+            if record["step"] != run.step:
+                reason = f"for they are not of the last step, {run.step}"
+            elif record.get("control") or record.get("encoding"):
+                reason = "for they are controls or rescaled; the table of prope.ask has them"
+            counts["Tasks", reason] += 1
+    return [f"{name}: {count} left out, {why}." for (name, why), count in counts.items() if why]
 
 
 def _section(run: Run, record: dict) -> str | None:
     """Names the section that an evaluation belongs to; None for one that training makes."""
     kind = interventions.kind_of(record.get("encoding"))
     if kind:
-        return interventions.WORDS[kind].title
+        return interventions.WORDS[kind][0]
     if record.get("window"):
         return "Gain from context"
     trained = run.config.data
@@ -57,39 +55,22 @@ def _reason(group: list[Run], run: Run, record: dict) -> str | None:
         return "for they change several bands at once; pages of single runs have them"
     if record["loss"] is None:
         return "for they predict no token"
-    limits = [f" --{name}={record[name]}" for name in _LIMITS if record.get(name)]
+    limits = "".join(f" --{name}={record[name]}" for name in _LIMITS if record.get(name))
     command = f"python -m prope.evaluate --workdir={run.workdir.parent} --seq_len="
     if encoding:
         fields = {name: record[name] for name in ("encoding", "factor", "seq_len")}
         if interventions.find_records(run, fields):
             return None
-        return (
-            f"for nothing says the loss as it is on the same tokens: {command}{T}{''.join(limits)}"
-        )
+        return f"for nothing says the loss as it is on the same tokens: {command}{T}{limits}"
     if record.get("window"):
         place = (T, record["window"], record["sinks"])
         if all(context.find_records(other, *place) for other in group):
             return None
         cut = f" --window={record['window']} --sinks={record['sinks']}"
-        return (
-            f"for not all seeds have them and the loss as it is: {command}{T}{cut}{''.join(limits)}"
-        )
+        return f"for not all seeds have them and the loss as it is: {command}{T}{cut}{limits}"
     if all(T in by_length(other) for other in group):
         return None
     if by_length(run):
-        limits = []
+        limits = ""
     lengths = f"{trained.seq_len},{T}"
-    return (
-        f"for not all seeds have several lengths of one text: {command}{lengths}{''.join(limits)}"
-    )
-
-
-def _reason_of_answer(run: Run, record: dict) -> str | None:
-    """Tells why answers are left out; None if they are shown."""
-    if record["step"] != run.step:
-        return f"for they are not of the last step, {run.step}"
-    if record.get("control"):
-        return "for they are controls; the table of prope.ask has them"
-    if record.get("encoding"):
-        return "for they are of another encoding; the table of prope.ask has them"
-    return None
+    return f"for not all seeds have several lengths of one text: {command}{lengths}{limits}"

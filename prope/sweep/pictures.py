@@ -11,6 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, styles, visible
@@ -74,13 +75,10 @@ def loss_picture(run: Run) -> Picture | None:
 
     if not run.metrics:
         return None
-    alt = f"Loss by step, at the end {run.metrics[-1]['loss']:.4f} nats per token in training"
-    if evaluations:
-        alt += f" and {evaluations[-1]['loss']:.4f} in validation"
     caption = ""
     if config.convert.schedule_steps:
         caption = "While pairs stop, validation is with the encoding of that step."
-    return Picture("loss", "Loss", f"{alt}.", caption, draw, size=(7, 4.2))
+    return Picture("loss", "Loss", "Losses by step.", caption, draw, size=(7, 4.2))
 
 
 def _draw_validation(axes, evaluations: list[dict]) -> None:
@@ -157,11 +155,9 @@ def by_length(run: Run) -> Curve:
 def by_octave(run: Run) -> Curve:
     """Reads the last step's loss by octave of positions, in windows longer than training's."""
     trained = run.config.data.seq_len
-    longest = {"seq_len": trained}
-    for record in last_evaluations(run):
-        if record.get("by_position") and record["seq_len"] > longest["seq_len"]:
-            longest = record
-    if longest["seq_len"] == trained:
+    records = [record for record in last_evaluations(run) if record.get("by_position")]
+    longest = max(records, key=itemgetter("seq_len"), default={"seq_len": trained})
+    if longest["seq_len"] <= trained:
         return {}
     losses = {}
     by_octave = itertools.groupby(longest["by_position"], lambda b: b["from"].bit_length())
@@ -236,8 +232,8 @@ def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
     plots = list(PLOTS)
     tasks = {entry["task"] for run in runs for entry in accuracies(run)}
     for task in sorted(tasks):
-        entries = [one for run in runs for one in accuracies(run) if one["task"] == task]
-        answers = [entry["answers"] for entry in entries]
+        entries = [one for run in runs for one in accuracies(run)]
+        answers = [entry["answers"] for entry in entries if entry["task"] == task]
         plot = Plot(
             f"accuracy-{task}",
             f"Accuracy by distance: {task}",
@@ -322,16 +318,14 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     sentences = []
     if any(len(seeds) > 1 for seeds in by_group.values()):
         sentences.append("Means over seeds; bands are their standard errors.")
-    alt = f"{plot.title}, by {plot.x}"
     if differences:
-        alt += ", and its difference from RoPE’s"
         sentences.append(_DIFFERENCE)
     if limits:
         sentences.append(_ENLARGED)
     caption = " ".join(sentences) + plot.note
     last = {group: points[max(points)] for group, points in means.items()}
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
-    alt += f". At the right end: {ends}."
+    alt = f"{plot.title}, by {plot.x}. At the right end: {ends}."
     return Picture(plot.name, plot.title, alt, caption.strip(), draw, _size(shown))
 
 
@@ -341,9 +335,7 @@ def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
         for group, points in lines.items():
             line(axes, points, style[group], group)
         x = f"{plot.x}, log scale" if plot.log else plot.x
-        y = plot.y
-        if title != plot.title:
-            y = DIFFERENCE if LOSS in y else "difference"
+        y = plot.y if title == plot.title else "difference"
         axes.set(xlabel=x, ylabel=y, title=title)
         axes.locator_params(axis="x", integer=True)
         if plot.log:
