@@ -339,7 +339,9 @@ HEADS = [
 def test_the_lead_of_a_page_says_what_was_found():
     related = {"rho": 1.0, "p_value": 0.01, "heads": 4}
     lead = page.lead({"heads": HEADS, "rank_correlation": related})
-    assert lead.startswith("Of 4 heads: 2 mostly the token before, 1 semantic. The more positional")
+    assert lead.startswith(
+        "Of 4 heads: 2 mostly on the token before, 1 semantic. The more positional"
+    )
     assert "more it uses" in lead
     assert "correlation 1.00" in lead
     by_chance = {"rho": 0.4, "p_value": 0.6, "heads": 4}

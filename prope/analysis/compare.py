@@ -148,7 +148,6 @@ def usage(groups: Groups) -> Picture:
                 title=title,
                 ylim=(0, None),
             )
-            axes.locator_params(axis="x", integer=True)
         left.legend(loc="best")
 
     caption = "Means over tokens, heads, layers of the same window, and runs."

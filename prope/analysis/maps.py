@@ -59,8 +59,8 @@ def heads(analysis: dict) -> Picture:
         axes[1, 0].legend(loc="best")
 
     caption = (
-        "Above: weights in --window of the first sequence, coloured by square root. Below: which "
-        "pairs the head uses. Chosen are the strongest by their means over all sequences."
+        "Above: attention weights in a part of the first sequence (--window), coloured by square "
+        "root. Below: which pairs the head uses. In titles: means over all sequences."
     )
     return Picture("heads", "Chosen heads", caption, caption, draw, (2.55 * across, 5.0 * blocks))
 

@@ -13,12 +13,13 @@ from prope.html.drawing import (
     Picture,
     heat,
     label_ticks,
+    legend,
     panels,
     show_image,
     styles,
 )
 
-KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()}
+KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none"}
 NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
 
@@ -188,7 +189,7 @@ def census(analysis: dict) -> Picture:
             f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "
             f"{correlation['p_value']:.1g}, by permuting the heads of each key together)."
         )
-    return Picture("census", "Where the heads look", caption, caption, draw, (12, 3.6))
+    return Picture("census", "Where the heads look", caption, caption, draw, (12, 4))
 
 
 def _scatter_heads(axes, records: list[dict]) -> None:
@@ -206,7 +207,7 @@ def _scatter_heads(axes, records: list[dict]) -> None:
         ylim=(-0.03, 1.03),
         title="Do positional heads use the fast pairs?",
     )
-    axes.legend(loc="best")
+    legend(axes)
 
 
 def _draw_scores(row, analysis: dict) -> None:
@@ -241,6 +242,7 @@ def channels(analysis: dict) -> Picture:
         logits.invert_yaxis()
         logits.set(xlabel="added to the logit", title="What a channel adds")
         losses.axvline(0, color=TEXT, lw=1)
+        losses.locator_params(axis="x", nbins=5)
         losses.set(xlabel="nats per token", title="Loss without it, minus loss as it is")
         logits.legend(loc="best")
         losses.legend(loc="best")
