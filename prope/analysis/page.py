@@ -55,11 +55,7 @@ def write(folder: epath.Path, analysis: dict) -> epath.Path:
 
 def by_strength(records: list[dict]) -> list[dict]:
     """Sorts heads: those of a kind first, by their greatest weight on one place."""
-
-    def weakness(head: dict) -> tuple:
-        return not head["kind"], -max(head[score] for score in SCORES)
-
-    return sorted(records, key=weakness)
+    return sorted(records, key=lambda head: (not head["kind"], -max(map(head.get, SCORES))))
 
 
 def drawn_heads(analysis: dict) -> set[tuple[int, int]]:

@@ -153,7 +153,7 @@ def close_up(points: list[tuple[float, float | None]]) -> tuple[float, float] | 
     kept = nearest_first[: len(points) - max(len(points) // 4, 1)]
     low, high = _span(kept)
     lowest, highest = _span(points)
-    if len(kept) < 2 or high == low or 4 * (high - low) > highest - lowest:
+    if len(kept) < 3 or high == low or 4 * (high - low) > highest - lowest:
         return None
     margin = 0.08 * (high - low)
     return low - margin, high + margin

@@ -125,7 +125,7 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
         for axes, group, losses in zip(row, groups, values, strict=True):
             _draw_map(axes, losses, largest)
             axes.set(title=group, xlabel="tokens in a window")
-            label_ticks(axes.xaxis, [f"{length:,}" for length in lengths])
+            label_ticks(axes.xaxis, lengths)
             label_ticks(axes.yaxis, bands)
         for axes in row[::across]:
             axes.set_ylabel("encoding" if kind == _RESCALED else "pairs, fastest first")

@@ -53,8 +53,6 @@ def _reason(group: list[Run], run: Run, record: dict) -> str | None:
         return f"for they are not of {trained.dataset}; pages of single runs have them"
     if "+" in (encoding or ""):
         return "for they change several bands at once; pages of single runs have them"
-    if record["loss"] is None:
-        return "for they predict no token"
     limits = "".join(f" --{name}={record[name]}" for name in _LIMITS if record.get(name))
     command = f"python -m prope.evaluate --workdir={run.workdir.parent} --seq_len="
     if encoding:
@@ -70,7 +68,7 @@ def _reason(group: list[Run], run: Run, record: dict) -> str | None:
         return f"for not all seeds have them and the loss as it is: {command}{T}{cut}{limits}"
     if all(T in by_length(other) for other in group):
         return None
-    if by_length(run):
+    if by_length(run):  # of a fuller text
         limits = ""
     lengths = f"{trained.seq_len},{T}"
     return f"for not all seeds have several lengths of one text: {command}{lengths}{limits}"

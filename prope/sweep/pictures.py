@@ -48,7 +48,8 @@ def loss_picture(run: Run) -> Picture | None:
     for step in sorted({record["step"] for record in run.evaluations}):
         for encoding in (SCHEDULE, None):
             records = evaluations_of_training(run.evaluations, config, step, encoding)
-            evaluation = find_evaluation(records, encoding=encoding)
+            find = functools.partial(find_evaluation, records, encoding=encoding)
+            evaluation = find(max_windows=config.eval.max_windows) or find()
             if evaluation:
                 break
         if evaluation and evaluation["loss"] is not None:
@@ -71,6 +72,7 @@ def loss_picture(run: Run) -> Picture | None:
             ylabel=LOSS,
             title=f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}",
         )
+        axes.locator_params(axis="x", integer=True)
         axes.legend(loc="best")
 
     if not run.metrics:
@@ -335,7 +337,7 @@ def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
         for group, points in lines.items():
             line(axes, points, style[group], group)
         x = f"{plot.x}, log scale" if plot.log else plot.x
-        y = plot.y if title == plot.title else "difference"
+        y = plot.y if title.startswith(plot.title) else "difference"
         axes.set(xlabel=x, ylabel=y, title=title)
         axes.locator_params(axis="x", integer=True)
         if plot.log:
