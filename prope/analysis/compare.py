@@ -148,7 +148,7 @@ def usage(groups: Groups) -> Picture:
                 title=title,
                 ylim=(0, None),
             )
-        left.legend(loc="best")
+        left.legend()
 
     caption = "Means over tokens, heads, layers of the same window, and runs."
     return Picture("usage", "Frequency usage by p", caption, caption, draw)
@@ -215,7 +215,7 @@ def scores(groups: Groups) -> Picture:
                     **style | {"ls": ""},
                 )
         last.set(xlabel=FAST_SHARE, title="positional by use of fast pairs")
-        last.legend(loc="best")
+        last.legend()
         for axes in figure.axes:
             axes.set_ylim(-0.03, 1.03)
 

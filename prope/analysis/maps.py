@@ -56,7 +56,7 @@ def heads(analysis: dict) -> Picture:
             top.set(title=title, xlabel="key", ylabel="query")
             rotated = np.array(analysis["frequencies"][head["layer"]]) > 0
             _draw_norms(below, layers[head["layer"]], head["head"], rotated)
-        axes[1, 0].legend(loc="best")
+        axes[1, 0].legend()
 
     caption = (
         "Above: attention weights in a part of the first sequence (--window), coloured by square "
@@ -166,7 +166,7 @@ def channel(record: dict) -> Picture:
             label = key.replace("_", " ")
             added.plot(distances, record[key], label=label, **style | {"marker": None})
         added.set(title="added to the logit", xlabel="distance (tokens)")
-        added.legend(loc="best")
+        added.legend()
         xlabel = f"lanes of pair {record['pair']}"
         for axes, kind in zip(planes, ("queries", "keys"), strict=True):
             axes.plot(0, 0, "+", color=TEXT)

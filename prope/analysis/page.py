@@ -240,8 +240,8 @@ def channels(analysis: dict) -> Picture:
         losses.axvline(0, color=TEXT, lw=1)
         losses.locator_params(axis="x", nbins=5)
         losses.set(xlabel="nats per token", title="Loss without it, minus loss as it is")
-        logits.legend(loc="best")
-        losses.legend(loc="best")
+        logits.legend()
+        losses.legend()
 
     caption = (
         "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines:"

@@ -3,7 +3,7 @@
 What is read are the records of `prope.evaluate --intervene`, on the tokens of a plain evaluation.
 """
 
-import operator
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,6 @@ from prope.sweep.runs import Run, average, groups
 from prope.workdir.records import SCHEDULE, UNCONVERTED, find_pair
 
 _RESCALED = "rescaled"  # the kind of an encoding as a whole
-
-
 WORDS = {  # by kind: the title of its picture, and what is changed
     "stop": ("Bands stopped", "a band no longer rotated"),
     "remove": ("Bands removed", "a band removed from logits"),
@@ -105,7 +103,7 @@ def pictures(changes: list[Change]) -> list[Picture]:
 def _picture(kind: str, changes: list[Change]) -> Picture:
     groups = list(dict.fromkeys(change.group for change in changes))
     lengths = sorted({change.seq_len for change in changes})
-    by_band = sorted(changes, key=operator.attrgetter("layers", "band", "factor", "pairs"))
+    by_band = sorted(changes, key=attrgetter("layers", "band", "factor", "pairs"))
     bands = list(dict.fromkeys(change.pairs for change in by_band))
     values = np.full((len(groups), len(bands), len(lengths)), np.nan)
     for change in changes:

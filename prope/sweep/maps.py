@@ -127,8 +127,8 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
     result = (
-        f"Effective length of each run, with {_PASSED:.0%} or more and the 95 % interval above the"
-        f" best guess: {lengths}."
+        f"Effective length of each run (–: not asked at the training length), with {_PASSED:.0%} or"
+        f" more and the 95 % interval above the best guess: {lengths}."
     )
     caption = (
         "Share of prompts whose right answer is likelier than all foils, %, mean over seeds;"

@@ -73,13 +73,13 @@ def loss_picture(run: Run) -> Picture | None:
             title=f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}",
         )
         axes.locator_params(axis="x", integer=True)
-        axes.legend(loc="best")
+        axes.legend()
 
     if not run.metrics:
         return None
-    caption = ""
+    caption = "Validation is that of training, on the same windows at every step."
     if config.convert.schedule_steps:
-        caption = "While pairs stop, validation is with the encoding of that step."
+        caption += " While pairs stop, it is with the encoding of that step."
     return Picture("loss", "Loss", "Losses by step.", caption, draw, size=(7, 4.2))
 
 

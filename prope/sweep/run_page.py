@@ -126,7 +126,7 @@ def encoding_picture(run: Run) -> Picture:
             yscale="log",
         )
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.legend(loc="best")
+        axes.legend()
         one_turn = 2 * np.pi / run.config.data.seq_len
         axes.axhline(one_turn, color="#777777", ls="--", lw=1)
 

@@ -7,7 +7,7 @@ device is touched.
 import dataclasses
 import re
 import statistics
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 from etils import epath
@@ -61,7 +61,7 @@ class Run:
     metrics: list[dict]
     evaluations: list[dict]
     answers: list[dict]  # records of longcontext.jsonl
-    dropped: Sequence[dict] = ()  # evaluations on windows that another run lacks
+    dropped: tuple = ()  # evaluations on windows that another run lacks
 
     @property
     def group(self) -> str:
@@ -158,7 +158,7 @@ def on_common_windows(runs: list[Run]) -> list[Run]:
             if record.get("windows") not in common[record.get("fingerprint")]:
                 dropped.append(record)
         kept = [record for record in run.evaluations if record not in dropped]
-        return dataclasses.replace(run, evaluations=kept, dropped=dropped)
+        return dataclasses.replace(run, evaluations=kept, dropped=tuple(dropped))
 
     return list(map(select, runs))
 
