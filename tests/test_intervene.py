@@ -115,6 +115,17 @@ def test_the_model_as_it_is_stands_beside_its_interventions(runs, caplog):
     assert line.endswith(f", of {stopped['tokens']:,} tokens")
 
 
+def test_a_single_record_is_a_table_too_and_a_window_stands_beside_none(caplog):
+    caplog.set_level("INFO", "prope")
+    record = {"workdir": "runs/a", "loss": 3.25}
+    assert last_line([record], ("workdir", "loss")) == record
+    assert caplog.messages[-1].split() == ["workdir", "loss", "a", "3.25"]
+    records = [record | {"window": None}, record | {"window": 64}]
+    last_line(records, ("workdir", "loss", "window"))
+    head, plain, cut = caplog.messages[-1].splitlines()
+    assert head.endswith("window") and plain.endswith("as it is") and cut.endswith("64")
+
+
 def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):
     caplog.set_level("INFO", "prope")
     one, other = evaluate_run(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)

@@ -186,6 +186,15 @@ def test_maps_of_what_a_guess_answers_and_of_older_records(sweep, guess):
         assert image.get_clim() == (0.125, 1)
 
 
+def test_an_effective_length_is_unknown_where_the_training_length_was_not_asked(sweep):
+    changed = []
+    for run in runs.read_sweep(sweep):
+        longer = [record for record in run.answers if record["seq_len"] > TRAINED]
+        changed.append(dataclasses.replace(run, answers=longer))
+    lengths = maps.effective_lengths(changed)
+    assert {text for tasks in lengths.values() for text in tasks.values()} == {"–, –"}
+
+
 def wilson(share, prompts) -> np.ndarray:
     """Wilson's 95 % interval of a share."""
     z = 1.959963984540054

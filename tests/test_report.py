@@ -350,6 +350,17 @@ def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, c
     assert set(expected) < set(caplog.messages)
 
 
+def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
+    """An evaluation of more windows after training is no point of it."""
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0)
+    fuller = plain | {"windows": 999, "max_windows": 999, "loss": 9.0}
+    write_lines(path, [*read_lines(path), fuller])
+    run, *_ = runs.read_sweep(sweep)
+    (axes,) = draw_picture(pictures.loss_picture(run)).axes
+    assert axes.lines[1].get_ydata()[-1] == plain["loss"]
+
+
 def test_bands_are_compared_with_evaluations_that_other_runs_lack(sweep):
     """Those of one run that more windows have than any other run's."""
     before = omitted.omissions(runs.read_sweep(sweep))
@@ -1066,6 +1077,10 @@ def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
         is None
     )
     assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
+    three = [(1.0, None), (1.1, None), (9.0, None)]
+    assert drawing.close_up(three) is None, "two are no panel"
+    rows = {count: drawing.arrange(count) for count in (1, 5, 6, 7, 11)}
+    assert rows == {1: (1, 1), 5: (5, 1), 6: (3, 2), 7: (4, 2), 11: (4, 3)}
     assert drawing.close_up([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
     shown = {
         "a": {

@@ -57,7 +57,7 @@ STATEMENTS = [
         "statement": "Appendix B.2",
         "says": "With random positions, vectors of ones decay the sooner the higher the upper "
         "bound is, and the mean logit of Gaussian ones stays 0.",
-        "source": "Appendix B.2, Figure 8",
+        "source": "Figure 8",
         "tests": "figure_8",
     },
 ]
