@@ -319,13 +319,21 @@ def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, c
         {"encoding": "stop:0-3"} | factor | alone,
         {"encoding": "stop:4-7"} | factor | alone,
         {"encoding": "stop:0-3+9-9"} | factor,
-        {"encoding": "yarn", "factor": 2.0, "step": 5},
+        {
+            "encoding": "yarn",
+            "factor": 2.0,
+            "step": 5,
+        },
         {"window": 8, "sinks": 0},
         {"seq_len": 999, "dataset": "other"},
         {"seq_len": 999},
     ]
     write_lines(path, read_lines(path) + [plain | change for change in changed])
-    asked = {"step": plain["step"], "task": "niah", "control": "removed"}
+    asked = {
+        "step": plain["step"],
+        "task": "niah",
+        "control": "removed",
+    }
     write_lines(run_folder(sweep, 0) / "longcontext.jsonl", [asked])
     read = runs.read_sweep(sweep)
     command = f"python -m prope.evaluate --workdir={sweep} --seq_len="
@@ -1077,10 +1085,20 @@ def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
         is None
     )
     assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
-    three = [(1.0, None), (1.1, None), (9.0, None)]
+    three = [
+        (1.0, None),
+        (1.1, None),
+        (9.0, None),
+    ]
     assert drawing.close_up(three) is None, "two are no panel"
     rows = {count: drawing.arrange(count) for count in (1, 5, 6, 7, 11)}
-    assert rows == {1: (1, 1), 5: (5, 1), 6: (3, 2), 7: (4, 2), 11: (4, 3)}
+    assert rows == {
+        1: (1, 1),
+        5: (5, 1),
+        6: (3, 2),
+        7: (4, 2),
+        11: (4, 3),
+    }
     assert drawing.close_up([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
     shown = {
         "a": {
