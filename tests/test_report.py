@@ -1,6 +1,7 @@
 """The page of a sweep: its numbers are those of the runs' files, and it asks for nothing."""
 
 import base64
+import dataclasses
 import html
 import io
 import json
@@ -365,7 +366,9 @@ def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
     fuller = plain | {"windows": 999, "max_windows": 999, "loss": 9.0}
     write_lines(path, [*read_lines(path), fuller])
     run, *_ = runs.read_sweep(sweep)
-    (axes,) = draw_picture(pictures.loss_picture(run)).axes
+    alone = dataclasses.replace(run, evaluations=[*run.evaluations, *run.dropped])
+    (axes,) = draw_picture(pictures.loss_picture(alone)).axes
+    assert len(alone.evaluations) > len(run.evaluations)
     assert axes.lines[1].get_ydata()[-1] == plain["loss"]
 
 
