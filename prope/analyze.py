@@ -7,9 +7,10 @@
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with
 every number. A directory of runs also gets a page that compares them. The model runs one layer at a
 time, in float32, over the beginnings of documents; a layer is measured with its own window, cap and
-frequencies. Started on every host of a pod as training is, it uses all their devices; process 0
-writes and prints. --paper makes every figure and table of the paper for a checkpoint, in one run.
---theory lists the paper's statements instead and draws Figures 2 and 8.
+frequencies. The page begins with what is strong; heads of no kind are listed, and --all_heads draws
+them too. Started on every host of a pod as training is, it uses all their devices; process 0 writes
+and prints. --paper makes every figure and table of the paper for a checkpoint, in one run. --theory
+makes a page of the paper's statements and of its Figures 2 and 8 instead.
 """
 
 from absl import flags
@@ -44,6 +45,8 @@ def define_flags() -> None:
     flags.DEFINE_string("channel", None, channel)
     channels = "semantic channels to ablate; 0 saves that time"
     flags.DEFINE_integer("channels", 4, channels, lower_bound=0)
+    every = "also draw the heads of no kind, which are only listed without it"
+    flags.DEFINE_boolean("all_heads", False, every)
     paper = "make all figures and tables of the paper, of the heads that fit them best"
     flags.DEFINE_boolean("paper", False, paper)
     output = "folder for the results instead of --workdir, such as that of another user"
@@ -77,14 +80,13 @@ def _check_paper() -> None:
 
 
 def _list_statements() -> dict:
-    """Writes the page of the paper's statements, and logs them."""
+    """Writes the page of the paper's statements."""
     from prope.analysis import theory_page
     from prope.runtime.processes import call_on_first
 
     folder = FLAGS.output or FLAGS.workdir or "runs/theory"
     result = call_on_first(lambda: theory_page.write(folder))
-    for row in result["statements"]:
-        log.info("%s (%s): %s", row["statement"], row["source"], row["says"])
+    log.info("%d statements, Figures 2 and 8: %s", len(result["statements"]), result["output"])
     return result
 
 

@@ -62,6 +62,7 @@ def main() -> dict:
     records = list(evaluations(loss_options))
     if len(records) == 1:
         _log_result(records[0])
+        return records[0]
     cut = ("window", "sinks") if loss_options.window else ()
     return options.last_line(records, _SHORT + cut)
 

@@ -5,8 +5,9 @@
     python -m prope.report --sweep=runs/sweep --contrast="p=0.75,rope" --contrast="p=0.5,p=0.75"
 
 The first writes W/report/index.html: losses, all evaluations, tasks and speed. The second writes
-DIR/report/index.html, which compares the runs. Both need no network; their pictures lie beside them
-as PNG files. --output is another folder for them.
+DIR/report/index.html, which compares the runs, and says which records it leaves out, why, and the
+command that adds them. Both need no network; their pictures lie beside them as PNG files. --output
+is another folder for them.
 
 --contrast declares which groups of runs are to be compared, before any result is read: it is kept
 in DIR/contrasts.jsonl, with the number of runs that had a result. Declare contrasts before the runs

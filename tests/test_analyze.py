@@ -336,10 +336,32 @@ HEADS = [
 ]
 
 
+def test_heads_of_no_kind_are_chosen_and_drawn_on_request_only():
+    """Head 2 and 3 are previous-token heads, of which 3 is the stronger; none is diagonal."""
+    heads = [head | {"head_of": None} for head in HEADS]
+    assert census.strongest(heads) == {(0, 3): "previous_token", (0, 2): "previous_token"}
+    every = {(0, 0), (0, 1), (0, 2), (0, 3)}
+    for flags in ({"any_kind": True}, {"paper": True}):
+        assert census.strongest(heads, **flags).keys() == every
+    found = {
+        "heads": heads,
+        "shown": [],
+        "asked": {"all_heads": None, "paper": False},
+    }
+    assert page.drawn_heads(found) == every - {(0, 0)}, "the first one is of no kind"
+    found["shown"] = [heads[0]]
+    assert page.drawn_heads(found) == every, "it is asked for"
+    found = found | {"shown": [], "asked": {"all_heads": True, "paper": False}}
+    assert page.drawn_heads(found) == every
+    assert [head["head"] for head in page.by_strength(heads)] == [3, 2, 1, 0]
+
+
 def test_the_lead_of_a_page_says_what_was_found():
     related = {"rho": 1.0, "p_value": 0.01, "heads": 4}
     lead = page.lead({"heads": HEADS, "rank_correlation": related})
-    assert lead.startswith("Of 4 heads: 2 mostly the token before, 1 semantic. The more positional")
+    assert lead.startswith(
+        "Of 4 heads: 2 mostly on the token before, 1 semantic. The more positional"
+    )
     assert "more it uses" in lead
     assert "correlation 1.00" in lead
     by_chance = {"rho": 0.4, "p_value": 0.6, "heads": 4}

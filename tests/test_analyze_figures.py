@@ -69,7 +69,17 @@ def test_values_stand_beside_queries_and_keys_of_every_head():
         layers.append({"layer": number} | norms)
     freqs = [[1.0] * 8 + [0.0] * 8] * 4
     analysis = {"layers": layers, "heads": [None] * 8, "frequencies": freqs}
-    picture = page.usage_by_head(analysis)
+    heads = {
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (3, 0),
+        (3, 1),
+        (3, 2),
+        (3, 3),
+    }
+    picture = page.usage_by_head(analysis, heads)
     shown = map_values(picture)
     assert list(shown) == ["queries", "keys", "values (control)"]
     for values, name in zip(shown.values(), norms, strict=True):

@@ -265,7 +265,9 @@ def place_of_largest(values) -> tuple[int, ...]:
 def test_the_longest_pairs_are_the_planted_ones(draws):  # Figures 3, 4, 11
     for planted, found in draws:
         by_layer = map_values(page.usage(found))
-        by_head = map_values(page.usage_by_head(found))
+        by_head = map_values(
+            page.usage_by_head(found, {(head["layer"], head["head"]) for head in found["heads"]})
+        )
         layer, head = planted.places["channel"]
         truth = {
             "queries": (planted.q, (layer, head, planted.pair)),

@@ -115,6 +115,17 @@ def test_the_model_as_it_is_stands_beside_its_interventions(runs, caplog):
     assert line.endswith(f", of {stopped['tokens']:,} tokens")
 
 
+def test_a_single_record_is_a_table_too_and_a_window_stands_beside_none(caplog):
+    caplog.set_level("INFO", "prope")
+    record = {"workdir": "runs/a", "loss": 3.25}
+    assert last_line([record], ("workdir", "loss")) == record
+    assert caplog.messages[-1].split() == ["workdir", "loss", "a", "3.25"]
+    records = [record | {"window": None}, record | {"window": 64}]
+    last_line(records, ("workdir", "loss", "window"))
+    head, plain, cut = caplog.messages[-1].splitlines()
+    assert head.endswith("window") and plain.endswith("as it is") and cut.endswith("64")
+
+
 def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):
     caplog.set_level("INFO", "prope")
     one, other = evaluate_run(runs / "rope", intervene="stop:0-1,stop:2-3", max_windows=1)
@@ -492,8 +503,8 @@ def changes(tmp_path):
 
 def test_the_report_has_the_changes_of_every_band(changes):
     """Means and Student's t intervals over seeds."""
-    assert len(changes) == 2 * 2 * 2 * 3
-    for change in changes:
+    assert len(changes) == 2 * 2 * 2 * 3 + 2
+    for change in changes[:-2]:
         g = ("p = 0.5", "p = 1").index(change.group)
         t = LENGTHS.index(change.seq_len)
         k = KINDS.index(change.kind)
@@ -504,8 +515,9 @@ def test_the_report_has_the_changes_of_every_band(changes):
 
 
 def test_the_report_shows_the_changes_of_every_band(changes):
-    stop, remove = interventions.pictures(changes)
+    stop, remove, rescaled = interventions.pictures(changes)
     assert (stop.name, remove.name) == KINDS
+    assert rescaled.title == "Encodings rescaled"
     means = CHANGED.mean(axis=1)[:, :, 0].swapaxes(1, 2)  # group, band, length
     for axes, values in zip(draw(stop), means, strict=True):
         np.testing.assert_allclose(axes.images[0].get_array(), values)
@@ -514,7 +526,7 @@ def test_the_report_shows_the_changes_of_every_band(changes):
 
 
 def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
-    """A run of one seed has no interval over seeds. Pairs 4 to 7 have one factor only."""
+    """A run of one seed has no interval over seeds."""
     losses = {
         (512, None, None): 1.0,
         (512, "interpolate:0-3", 4.0): 1.5,
@@ -522,7 +534,7 @@ def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
         (512, "interpolate:4-7", 2.0): 1.1,
     }
     changes = interventions.changes([make_sweep_run(tmp_path, 1.0, 0, losses)])
-    pairs = ["0-3 by 2", "0-3 by 4", "4-7"]
+    pairs = ["0-3 by 2", "0-3 by 4", "4-7 by 2"]
     assert [change.pairs for change in changes] == pairs
     assert [change.factor for change in changes] == [2.0, 4.0, 2.0]
     differences = [change.difference.difference for change in changes]

@@ -177,13 +177,22 @@ def test_maps_of_what_a_guess_answers_and_of_older_records(sweep, guess):
     if guess:
         assert panel.get_title() == "p = 0.25\ncannot show retrieval"
         assert "p = 0.25: none, none; p = 1: none, none." in picture.alt
-        assert "Colours start at 100%" in picture.caption
+        assert "matches nothing, 100%." in picture.caption
         assert {text.get_color() for text in panel.texts} == {"white"}, "on the darkest colour"
         assert image.get_clim() == (1, 1)
     else:
         assert panel.get_title() == "p = 0.25"
         assert "p = 0.25: none, none; p = 1: none, none." in picture.alt
         assert image.get_clim() == (0.125, 1)
+
+
+def test_an_effective_length_is_unknown_where_the_training_length_was_not_asked(sweep):
+    changed = []
+    for run in runs.read_sweep(sweep):
+        longer = [record for record in run.answers if record["seq_len"] > TRAINED]
+        changed.append(dataclasses.replace(run, answers=longer))
+    lengths = maps.effective_lengths(changed)
+    assert {text for tasks in lengths.values() for text in tasks.values()} == {"–, –"}
 
 
 def wilson(share, prompts) -> np.ndarray:
@@ -204,7 +213,7 @@ def test_accuracy_by_distance_is_in_octaves_with_intervals_over_prompts(picture)
         384: (0.96, 100),
         768: (0.2, 50),
     }
-    assert "(Wilson), 50 to 150 a point" in picture.caption
+    assert "(Wilson; 50 to 150 prompts a point)" in picture.caption
     *curves, guess, training = axes.lines  # the slowest pair comes round far beyond
     assert set(guess.get_ydata()) == {0.3}
     assert training.get_xdata()[0] == TRAINED

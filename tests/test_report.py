@@ -1,6 +1,7 @@
 """The page of a sweep: its numbers are those of the runs' files, and it asks for nothing."""
 
 import base64
+import dataclasses
 import html
 import io
 import json
@@ -29,7 +30,7 @@ from prope.html import drawing
 from prope.inference import paired
 from prope.inference import statistics as statistics_of_losses
 from prope.inference.statistics import average_seeds
-from prope.sweep import comparisons, pictures, run_page, runs
+from prope.sweep import comparisons, interventions, omitted, pictures, run_page, runs
 from prope.sweep import page as sweep_page
 from prope.sweep.run_page import report_run
 
@@ -307,6 +308,82 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(sweep):
     assert state == "unfinished", "training's own evaluation is missing"
 
 
+def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, caplog):
+    """A band that is shown on the tokens of a plain evaluation is not left out."""
+    before = omitted.omissions(runs.read_sweep(sweep))
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0)
+    factor = {"factor": 1.0}
+    alone = {"windows": 3, "max_windows": 3}
+    changed = [
+        {"encoding": "stop:0-3"} | factor,
+        {"encoding": "stop:0-3"} | factor | alone,
+        {"encoding": "stop:4-7"} | factor | alone,
+        {"encoding": "stop:0-3+9-9"} | factor,
+        {
+            "encoding": "yarn",
+            "factor": 2.0,
+            "step": 5,
+        },
+        {"window": 8, "sinks": 0},
+        {"seq_len": 999, "dataset": "other"},
+        {"seq_len": 999},
+    ]
+    write_lines(path, read_lines(path) + [plain | change for change in changed])
+    asked = {
+        "step": plain["step"],
+        "task": "niah",
+        "control": "removed",
+    }
+    write_lines(run_folder(sweep, 0) / "longcontext.jsonl", [asked])
+    read = runs.read_sweep(sweep)
+    command = f"python -m prope.evaluate --workdir={sweep} --seq_len="
+    expected = [
+        "Bands stopped: 1 left out, for nothing says the loss as it is on the same tokens: "
+        f"{command}256 --max_windows=3.",
+        "Bands stopped: 1 left out, for they change several bands at once; "
+        "pages of single runs have them.",
+        "Encodings rescaled: 1 left out, for they are not of the last step, 10.",
+        "Gain from context: 1 left out, for not all seeds have them and the loss as it is: "
+        f"{command}256 --window=8 --sinks=0.",
+        "Losses by length: 1 left out, for they are not of python_docs; "
+        "pages of single runs have them.",
+        "Losses by length: 1 left out, for not all seeds have several lengths of one text: "
+        f"{command}256,999.",
+        "Tasks: 1 left out, for they are controls or rescaled; the table of prope.ask has them.",
+    ]
+    assert [text for text in omitted.omissions(read) if text not in before] == expected
+    caplog.set_level("INFO", "prope")
+    page = write_page(sweep)
+    assert all(sentence in page.text for sentence in expected)
+    assert set(expected) < set(caplog.messages)
+
+
+def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
+    """An evaluation of more windows after training is no point of it."""
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0)
+    fuller = plain | {"windows": 999, "max_windows": 999, "loss": 9.0}
+    write_lines(path, [*read_lines(path), fuller])
+    run, *_ = runs.read_sweep(sweep)
+    alone = dataclasses.replace(run, evaluations=[*run.evaluations, *run.dropped])
+    (axes,) = draw_picture(pictures.loss_picture(alone)).axes
+    assert len(alone.evaluations) > len(run.evaluations)
+    assert axes.lines[1].get_ydata()[-1] == plain["loss"]
+
+
+def test_bands_are_compared_with_evaluations_that_other_runs_lack(sweep):
+    """Those of one run that more windows have than any other run's."""
+    before = omitted.omissions(runs.read_sweep(sweep))
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0) | {"windows": 999, "max_windows": 999}
+    stopped = plain | {"encoding": "stop:0-3", "factor": 1.0, "loss": plain["loss"] + 0.5}
+    write_lines(path, [*read_lines(path), plain, stopped])
+    (change,) = interventions.changes(runs.read_sweep(sweep))
+    assert change.difference.difference == pytest.approx(0.5)
+    assert omitted.omissions(runs.read_sweep(sweep)) == before
+
+
 def test_what_is_missing_is_left_out(sweep):
     for path in sweep.glob("rope_percentage=1,*/eval.jsonl"):
         path.unlink()
@@ -315,6 +392,8 @@ def test_what_is_missing_is_left_out(sweep):
     assert column(rows, 2) == ["2", "2", "0"]
     assert rows[2][3:7] == ["–"] * 4
     assert rows[0][6] == "–"
+    step = "Result: 1 left out, for rope_percentage=1,seed=0 has no evaluation of step 10."
+    assert step in omitted.omissions(runs.read_sweep(sweep))
     states = [run.state for run in runs.read_sweep(sweep)]
     assert states.count("unfinished") == 2
     for path in sweep.glob("*/*.jsonl"):
@@ -691,12 +770,6 @@ def test_a_page_says_what_its_seeds_can_tell(sweep):
     (can_tell,) = comparisons.detectable([family])
     deviation = family.pooled.deviation
     assert can_tell.difference == statistics_of_losses.detectable_difference(deviation, 3, 2)
-    rows = [{"runs": 2}]
-    (sentence,) = sweep_page.limits(rows, [can_tell])
-    assert "by method" in sentence
-    two = can_tell._replace(methods=2)
-    (sentence,) = sweep_page.limits(rows, [two])
-    assert "by method" not in sentence
     (stricter,) = comparisons.detectable([family._replace(level=0.975)])
     assert stricter.difference > can_tell.difference
     expected = statistics_of_losses.seeds_needed(stricter.smaller, deviation, 3, 0.975)
@@ -704,6 +777,11 @@ def test_a_page_says_what_its_seeds_can_tell(sweep):
     smaller = can_tell.smaller
     assert can_tell.seeds_needed == statistics_of_losses.seeds_needed(smaller, deviation, 3)
     text = write_page(sweep).text
+    assert "in all methods: by method it is" in text
+    read = runs.read_sweep(sweep)
+    rows = sweep_page.result_rows(read, [family])
+    two = Page(sweep_page.write(sweep, read, rows, [], can_tell=[can_tell._replace(methods=2)]))
+    assert "in all methods." in two.text, "the residuals of two are each other's"
     seen = f"a true difference from p = 1 of {can_tell.difference:.2g} nats per token is seen"
     assert f"With 2 seeds and 3 methods, {seen} in 80 %" in text
     assert f"For {smaller:g} take {can_tell.seeds_needed} seeds." in text
@@ -1010,6 +1088,20 @@ def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
         is None
     )
     assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
+    three = [
+        (1.0, None),
+        (1.1, None),
+        (9.0, None),
+    ]
+    assert drawing.close_up(three) is None, "two are no panel"
+    rows = {count: drawing.arrange(count) for count in (1, 5, 6, 7, 11)}
+    assert rows == {
+        1: (1, 1),
+        5: (5, 1),
+        6: (3, 2),
+        7: (4, 2),
+        11: (4, 3),
+    }
     assert drawing.close_up([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
     shown = {
         "a": {

@@ -514,6 +514,12 @@ def test_a_sweep_of_conversions_tells_when_they_are_back(finish, trained, run_co
     (recovery,) = outcome.result["recovery"]
     assert recovery["run"] == "rope_percentage=0.25"
     assert recovery["control"] == "rope_percentage=0.75"
+    page = pathlib.Path(outcome.result["output"]).read_text()
+    assert "Recovery after conversion</h2>" in page
+    cells = re.sub(r"<[^>]*>", " ", page.partition("tokens until back")[2]).split()
+    assert cells[4:6] == ["rope_percentage=0.25", "rope_percentage=0.75"]
+    back = "not yet" if recovery["tokens"] is None else f"{recovery['tokens']:,}"
+    assert cells[6] == back.split()[0]
     losses = {"0.25": [], "0.75": []}
     before = []
     for p, own in losses.items():

@@ -32,7 +32,7 @@ from prope.workdir.run import Run, find_runs, open_run
 
 # Flags that change the result.
 _OPTIONS = ("sequences", "seq_len", "text", "layers", "heads", "channels", "window", "tokens")
-_OPTIONS += ("head_of", "channel", "paper")
+_OPTIONS += ("head_of", "channel", "all_heads", "paper")
 # Fields of analysis.json that the command prints.
 _PRINTED = ("source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels")
 _PRINTED += ("loss", "rope_percentage", "step", "workdir")
@@ -176,7 +176,7 @@ def _measure(walk: Walk, options, layers, heads, places, tokens: Tokens) -> dict
     views = measured.pop("views")
     reasons = dict.fromkeys(heads, "asked for")
     if not heads:
-        reasons = census.strongest(measured["heads"], options.paper)
+        reasons = census.strongest(measured["heads"], options.paper, options.all_heads)
     measured["shown"] = []
     for (layer, head), why in reasons.items():
         record = {"layer": layer, "head": head, "why": why}

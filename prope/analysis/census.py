@@ -144,20 +144,26 @@ def _permute_by_key(
     return permuted
 
 
-def strongest(heads: list[dict], paper: bool = False) -> dict[tuple[int, int], str]:
+def strongest(
+    heads: list[dict], paper: bool = False, any_kind: bool = False
+) -> dict[tuple[int, int], str]:
     """Chooses three heads by head_of, or five by position, or for the paper one and these five.
 
-    Returns {(layer, head): score}.
+    Heads by position are of that kind, unless for the paper or of `any_kind`. Returns
+    {(layer, head): score}.
     """
+    any_kind = any_kind or paper
     counts = {"diagonal": 2, "previous_token": 2, "first_token": 1}
     if heads[0]["head_of"] is not None:
         counts = {"head_of": 1} | counts if paper else {"head_of": 3}
     chosen = {}
     for score, count in counts.items():
-        others = [head for head in heads if (head["layer"], head["head"]) not in chosen]
-        others.sort(key=itemgetter(score), reverse=True)
-        for head in others[:count]:
-            chosen[head["layer"], head["head"]] = score
+        every = any_kind or score == "head_of"
+        fitting = [head for head in heads if every or head["kind"] == score]
+        fitting.sort(key=itemgetter(score), reverse=True)
+        places = [(head["layer"], head["head"]) for head in fitting]
+        new = [place for place in places if place not in chosen]
+        chosen |= dict.fromkeys(new[:count], score)
     return chosen
 
 

@@ -15,7 +15,7 @@ from prope.analysis.census import rank_correlation
 from prope.analysis.maps import FAST_SHARE
 from prope.analysis.page import KINDS, SCORES
 from prope.html import page
-from prope.html.drawing import TEXT, Picture, line, panels, styles
+from prope.html.drawing import TEXT, Picture, panels, styles
 
 Groups = dict[str, list[dict]]  # analyses by "p = .."
 
@@ -32,15 +32,17 @@ def write(folder: epath.Path, analyses: list[dict], pages: list[epath.Path]) -> 
         pictures.append(losses(groups))
     runs = [analysis["workdir"] for analysis in analyses]
     texts = [f"{a['sequences']} × {a['seq_len']} tokens of {a['source']}" for a in analyses]
-    data = {
-        "name": folder.resolve().parent.name,
-        "links": [os.path.relpath(path, folder) for path in pages],
-        "analyses": analyses,
-        "rows": rows,
-        "texts": list(dict.fromkeys(texts)),
-        "kinds": KINDS,
-    }
-    output = page.write(folder, "comparison", pictures, **data)
+    output = page.write(
+        folder,
+        "comparison",
+        pictures,
+        name=folder.resolve().parent.name,
+        links=[os.path.relpath(path, folder) for path in pages],
+        analyses=analyses,
+        rows=rows,
+        texts=list(dict.fromkeys(texts)),
+        kinds=KINDS,
+    )
     (folder / "comparison.json").write_text(json.dumps(rows))
     return {
         "output": str(output),
@@ -112,7 +114,7 @@ def row(p: str, group: list[dict]) -> dict:
 
 
 def _pool(group: list[dict], name: str) -> list[dict]:
-    """Joins the heads or channels of several analyses."""
+    """Joins the layers, heads or channels of several analyses."""
     return [record for analysis in group for record in analysis[name]]
 
 
@@ -139,51 +141,27 @@ def usage(groups: Groups) -> Picture:
         left, right = panels(figure, 2)[0]
         for axes, kind, title in ((left, "query", "queries"), (right, "key", "keys")):
             for name, style in styles(list(curves)).items():
-                values = curves[name][kind]
-                points = {pair: (value, None) for pair, value in enumerate(values)}
-                line(axes, points, style, label(name))
-                first, *others = curves[name]["rotated"]
-                if not others and 0 < first < len(values):
-                    axes.axvline(first - 0.5, color=style["color"], lw=1, ls=":")
+                axes.plot(curves[name][kind], label=label(name), markevery=4, **style)
             axes.set(
                 xlabel="pair, fastest first",
                 ylabel="mean norm",
                 title=title,
                 ylim=(0, None),
             )
-            axes.locator_params(axis="x", integer=True)
-        left.legend(loc="best")
+        left.legend()
 
-    texts = []
-    for name, curve in curves.items():
-        fastest, *_, slowest = curve["query"]
-        texts.append(f"{name}: queries {fastest:.2f} fastest, {slowest:.2f} slowest")
-    alt = f"Mean norms by pair. {'; '.join(texts)}."
-    caption = "Means over tokens, heads, layers of the same window, and runs. "
-    caption += "Dotted: where the rotated pairs end."
-    return Picture("usage", "Frequency usage by p", alt, caption, draw)
+    caption = "Means over tokens, heads, layers of the same window, and runs."
+    return Picture("usage", "Frequency usage by p", caption, caption, draw)
 
 
 def _curve(group: list[dict], window: int | None) -> dict:
-    """Averages "query" and "key" norms over runs and heads of layers with this window, [P].
-
-    "rotated" are the numbers of pairs that these layers rotate.
-    """
-    curve = {"rotated": set()}
-    for kind in ("query", "key"):
-        by_run = []
-        for analysis in group:
-            of_kind = [
-                layer[f"{kind}_norms"]
-                for layer in analysis["layers"]
-                if layer["sliding_window"] == window
-            ]
-            by_run.append(np.mean(of_kind, axis=(0, 1)))
-        curve[kind] = np.mean(by_run, axis=0)
-    for layer in group[0]["layers"]:
-        if layer["sliding_window"] == window:
-            curve["rotated"].add(layer["rotated_pairs"])
-    return curve
+    """Averages "query" and "key" norms over runs and heads of layers with this window, [P]."""
+    layers = _pool(group, "layers")
+    layers = [layer for layer in layers if layer["sliding_window"] == window]
+    return {
+        kind: np.mean([layer[f"{kind}_norms"] for layer in layers], axis=(0, 1))
+        for kind in ("query", "key")
+    }
 
 
 def plot_by_p(
@@ -195,9 +173,7 @@ def plot_by_p(
     """Plots values side by side above their p, with error bars."""
     for place, (p, style) in enumerate(styles(list(values)).items()):
         count = len(values[p])
-        offsets = np.zeros(count)
-        if count > 1:
-            offsets = np.linspace(-0.25, 0.25, count)
+        offsets = np.linspace(-0.25, 0.25, count) * (count > 1)
         bars = errors and errors[p]
         axes.errorbar(
             place + offsets,
@@ -239,14 +215,12 @@ def scores(groups: Groups) -> Picture:
                     **style | {"ls": ""},
                 )
         last.set(xlabel=FAST_SHARE, title="positional by use of fast pairs")
-        last.legend(loc="best")
+        last.legend()
         for axes in figure.axes:
             axes.set_ylim(-0.03, 1.03)
 
-    greatest = [f"{p}: {max(head['positional'] for head in heads[p]):.2f}" for p in heads]
-    alt = f"Greatest weight on itself or the token before, {'; '.join(greatest)}."
     caption = "Every mark is a head of a run, in order of its score."
-    return Picture("scores", "Heads by p", alt, caption, draw, (12.9, 3.8))
+    return Picture("scores", "Heads by p", caption, caption, draw, (12.9, 3.8))
 
 
 def losses(groups: Groups) -> Picture:
@@ -261,20 +235,16 @@ def losses(groups: Groups) -> Picture:
 
     def draw(figure):
         left, right = panels(figure, 2, sharey=True)[0]
-        drawn = [(left, "removed", "a channel removed")]
-        drawn.append((right, "stopped", "a channel's rotation stopped"))
-        for axes, change, title in drawn:
+        for axes, change, title in (
+            (left, "removed", "a channel removed"),
+            (right, "stopped", "a channel's rotation stopped"),
+        ):
             values = {p: _changes(channels[p], change, "difference") for p in channels}
             errors = {p: _changes(channels[p], change, "stderr") for p in channels}
             plot_by_p(axes, values, title, errors)
             axes.axhline(0, color=TEXT, lw=1)
         left.set_ylabel("change of the loss (nats per token)")
 
-    rises = []
-    for p, records in channels.items():
-        greatest = max(_changes(records, "removed", "difference"))
-        rises.append(f"{p}: {greatest:+.4f}")
-    alt = f"Greatest rise of the loss when removed, {'; '.join(rises)}."
     caption = "The strongest slow or unrotated pairs of every run. "
     caption += "Bars: standard errors over sequences."
-    return Picture("losses", "Loss without a channel", alt, caption, draw)
+    return Picture("losses", "Loss without a channel", caption, caption, draw)

@@ -9,6 +9,7 @@ from prope.html.drawing import (
     BORDER,
     TEXT,
     Picture,
+    arrange,
     heat,
     height,
     label_ticks,
@@ -41,8 +42,10 @@ def heads(analysis: dict) -> Picture:
     layers = {layer["layer"]: layer for layer in analysis["layers"]}
     records = {name_of(head): head for head in analysis["heads"]}
 
+    across, blocks = arrange(len(shown))
+
     def draw(figure):
-        axes = panels(figure, len(shown), rows=2, height_ratios=[1.25, 1])
+        axes = panels(figure, len(shown), rows=2, wrap=across, height_ratios=[1.25, 1] * blocks)
         for top, below, head in zip(*axes, shown, strict=True):
             record = records[name_of(head)]
             score = head["why"] if head["why"] in record else "positional"
@@ -53,19 +56,13 @@ def heads(analysis: dict) -> Picture:
             top.set(title=title, xlabel="key", ylabel="query")
             rotated = np.array(analysis["frequencies"][head["layer"]]) > 0
             _draw_norms(below, layers[head["layer"]], head["head"], rotated)
-        axes[1, 0].legend(loc="best")
+        axes[1, 0].legend()
 
-    texts = []
-    for head in shown:
-        record = records[name_of(head)]
-        scores = [f"{words} {record[score]:.2f}" for score, words in SCORES.items()]
-        texts.append(f"head {name_of(head)}: {', '.join(scores)}")
-    alt = f"Attention maps. {'; '.join(texts)}."
     caption = (
-        "Above: weights in --window of the first sequence, coloured by square root. Below: which "
-        "pairs the head uses. Chosen are the strongest by their means over all sequences."
+        "Above: attention weights in a part of the first sequence (--window), coloured by square "
+        "root. Below: which pairs the head uses. In titles: means over all sequences."
     )
-    return Picture("heads", "Chosen heads", alt, caption, draw, (2.55 * len(shown), 5.0))
+    return Picture("heads", "Chosen heads", caption, caption, draw, (2.55 * across, 5.0 * blocks))
 
 
 def _draw_norms(axes, layer: dict, head: int, rotated: np.ndarray) -> None:
@@ -106,19 +103,15 @@ def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture
     is_stacked = len(labels) > 30  # labels of columns have no room in half the width
 
     def draw(figure):
+        left, right = panels(figure, 2, wrap=1 if is_stacked else 2, sharey=True)[0]
         images = {
-            "weights": (weights, 0.5, 0, 1),
-            "logits": (logits, 1, least, most),
+            "weight": show_image(left, weights, 0.5, vmax=1, aspect="auto"),
+            "logit": show_image(right, logits, 1, least, most, aspect="auto"),
         }
-        grid = panels(figure, 2, wrap=1 if is_stacked else 2, sharey=True)
-        for axes, (title, limits) in zip(
-            grid.flat,
-            images.items(),
-            strict=True,
-        ):
-            image = show_image(axes, *limits, aspect="auto")
-            figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label=title.removesuffix("s"))
-            axes.set(title=title, xlabel="key", ylabel="query")
+        for name, image in images.items():
+            axes = image.axes
+            figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label=name)
+            axes.set(title=f"{name}s", xlabel="key", ylabel="query")
             label_ticks(axes.xaxis, labels, rotation=90)
             label_ticks(axes.yaxis, labels)
 
@@ -173,7 +166,7 @@ def channel(record: dict) -> Picture:
             label = key.replace("_", " ")
             added.plot(distances, record[key], label=label, **style | {"marker": None})
         added.set(title="added to the logit", xlabel="distance (tokens)")
-        added.legend(loc="best")
+        added.legend()
         xlabel = f"lanes of pair {record['pair']}"
         for axes, kind in zip(planes, ("queries", "keys"), strict=True):
             axes.plot(0, 0, "+", color=TEXT)

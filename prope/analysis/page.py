@@ -3,8 +3,6 @@
 Axes: L layers, N query heads, K key/value heads, P pairs.
 """
 
-import functools
-
 import numpy as np
 from etils import epath
 
@@ -13,43 +11,59 @@ from prope.html import page
 from prope.html.drawing import (
     TEXT,
     Picture,
-    draw_frequencies,
     heat,
     label_ticks,
+    legend,
     panels,
     show_image,
     styles,
 )
 
-KINDS = {kind: f"mostly {words}" for kind, words in SCORES.items()}
-KINDS |= {"semantic": "semantic", "": "none of these"}
+KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
+KINDS |= {"semantic": "semantic", "": "none"}
 NORMS = {"queries": "query_norms", "keys": "key_norms", "values (control)": "value_norms"}
 
 
 def write(folder: epath.Path, analysis: dict) -> epath.Path:
     """Writes index.html and the pictures into a folder; returns the page's path."""
     run = analysis["workdir"].rstrip("/").split("/")[-1]
-    pictures = [
-        usage(analysis),
-        usage_by_head(analysis),
-        census(analysis),
-        heads(analysis),
-    ]
+    pictures = [census(analysis)]
+    if analysis["shown"]:
+        pictures.append(heads(analysis))
     for head in analysis["shown"]:
         if analysis["asked"]["paper"] or head["why"] not in SCORES:
             pictures += maps(analysis, head)
     pictures += map(channel, analysis["shown_channels"])
     if analysis["channels"]:
         pictures.append(channels(analysis))
-    if len(analysis["kinds"]) > 1:
-        pictures.insert(0, frequencies(analysis))
-    data = {
-        "run": run,
-        "lead": lead(analysis),
-        "a": analysis,
-        "kinds": KINDS,
-    }
-    return page.write(folder, "analysis", pictures, **data)
+    pictures.append(usage(analysis))
+    drawn = drawn_heads(analysis)
+    if drawn:
+        pictures.append(usage_by_head(analysis, drawn))
+    return page.write(
+        folder,
+        "analysis",
+        pictures,
+        run=run,
+        lead=lead(analysis),
+        a=analysis,
+        kinds=KINDS,
+        heads=by_strength(analysis["heads"]),
+        drawn=drawn,
+    )
+
+
+def by_strength(records: list[dict]) -> list[dict]:
+    """Sorts heads: those of a kind first, by their greatest weight on one place."""
+    return sorted(records, key=lambda head: (not head["kind"], -max(map(head.get, SCORES))))
+
+
+def drawn_heads(analysis: dict) -> set[tuple[int, int]]:
+    """Chooses the (layer, head) that pictures by head show: those of a kind, asked for, or all."""
+    asked = analysis["asked"]
+    is_all = asked["all_heads"] or asked["paper"]
+    of_kind = [head for head in analysis["heads"] if head["kind"] or is_all]
+    return {(head["layer"], head["head"]) for head in of_kind + analysis["shown"]}
 
 
 def lead(analysis: dict) -> str:
@@ -77,13 +91,7 @@ def lead(analysis: dict) -> str:
 def stack_rows(rows: list, mode: str = "constant", **options) -> np.ndarray:
     """Stacks rows of pairs; the ends of shorter ones are filled as `numpy.pad` does."""
     width = max(map(len, rows))
-
-    def fill(row):
-        num_missing = width - len(row)
-        return np.pad(row, (0, num_missing), mode, **options)
-
-    filled = [fill(row) for row in rows]
-    return np.array(filled)
+    return np.array([np.pad(row, (0, width - len(row)), mode, **options) for row in rows])
 
 
 def rotated_by_layer(analysis: dict) -> np.ndarray:
@@ -97,65 +105,33 @@ def rotated_by_layer(analysis: dict) -> np.ndarray:
     return stack_rows(rotated, "edge")
 
 
-def name_of_kind(kind: dict) -> str:
-    """Names a kind of layer by its window, wavelength and p."""
-    window = kind["sliding_window"]
-    name = f"window {window:,}" if window else "no window"
-    return f"{name}, wavelength {kind['max_wavelength']:,.0f}, p = {kind['rope_percentage']:g}"
-
-
-def frequencies(analysis: dict) -> Picture:
-    """Draws the frequencies of every kind of layer by pair."""
-    kinds = {name_of_kind(kind): kind for kind in analysis["kinds"]}
-    curves = {}
-    for name, kind in kinds.items():
-        curves[name] = np.array(analysis["frequencies"][kind["layers"][0]])
-    draw = functools.partial(draw_frequencies, curves=curves)
-    texts = []
-    for name, kind in kinds.items():
-        freqs = curves[name]
-        slowest = freqs[freqs > 0].min(initial=np.inf)
-        end = f"to {slowest:.2g} radians a token" if kind["rotated_pairs"] else "none"
-        texts.append(f"{name}: {kind['rotated_pairs']} pairs rotate, {end}")
-    caption = "A pair has another frequency in each kind of layer. Pairs without one do not rotate."
-    return Picture("frequencies", "Kinds of layers", f"{'; '.join(texts)}.", caption, draw)
-
-
 def usage(analysis: dict) -> Picture:
     """Draws Figure 3: norms by layer and pair, means over heads."""
     layers = [layer["layer"] for layer in analysis["layers"]]
     rotated = rotated_by_layer(analysis)
-    means = {}
-    for kind, name in NORMS.items():
-        norms = [layer[name] for layer in analysis["layers"]]
-        means[kind] = [np.mean(rows, axis=0) for rows in norms]
 
     def draw(figure):
         row = panels(figure, 3, sharey=True)[0]
-        for axes, kind in zip(row, NORMS, strict=True):
+        for axes, (kind, name) in zip(
+            row,
+            NORMS.items(),
+            strict=True,
+        ):
             ends = None if "values" in kind else rotated
-            values = stack_rows(means[kind], constant_values=np.nan)
+            means = [np.mean(layer[name], axis=0) for layer in analysis["layers"]]
+            values = stack_rows(means, constant_values=np.nan)
             heat(axes, values, kind, "layer", layers, ends)
             axes.label_outer()
 
-    texts = []
-    for kind, rows in means.items():
-        quarters = [max(len(row) // 4, 1) for row in rows]
-        by_layer = list(zip(rows, quarters, strict=True))
-        fast = np.mean([row[:quarter].mean() for row, quarter in by_layer])
-        slow = np.mean([row[-quarter:].mean() for row, quarter in by_layer])
-        texts.append(f"{kind}: {fast:.2f} in the fastest quarter, {slow:.2f} in the slowest")
-    alt = f"Mean norms by pair. {'; '.join(texts)}."
     caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads "
     caption += "(the paper's Figure 3)."
     if not rotated.all():
         caption += " Red lines border the pairs that are not rotated."
-    return Picture("usage", "Frequency usage by layer", alt, caption, draw, (12, 3.4))
+    return Picture("usage", "Frequency usage by layer", caption, caption, draw, (12, 3.4))
 
 
-def usage_by_head(analysis: dict) -> Picture:
-    """Draws Figures 4 and 11: norms of every head, of its values too."""
-    layers = analysis["layers"]
+def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
+    """Draws Figures 4 and 11: norms of heads (layer, head), of their values too."""
 
     def draw(figure):
         row = panels(figure, 3)[0]
@@ -164,23 +140,29 @@ def usage_by_head(analysis: dict) -> Picture:
             NORMS.items(),
             strict=True,
         ):
-            rows = [row for layer in layers for row in layer[name]]
-            counts = [len(layer[name]) for layer in layers]
-            labels = [
-                f"{layer['layer']}.{head}"
-                for layer, count in zip(layers, counts, strict=True)
-                for head in range(count)
-            ]
-            rotated = np.repeat(rotated_by_layer(analysis), counts, axis=0)
-            ends = None if "values" in kind else rotated
+            labels = []
+            rows = []
+            ends = []
+            for layer, rotated in zip(
+                analysis["layers"],
+                rotated_by_layer(analysis),
+                strict=True,
+            ):
+                sharing = len(layer["query_norms"]) // len(layer[name])
+                for head in sorted({head // sharing for at, head in drawn if at == layer["layer"]}):
+                    labels.append(f"{layer['layer']}.{head}")
+                    rows.append(layer[name][head])
+                    ends.append(rotated)
             values = stack_rows(rows, constant_values=np.nan)
-            heat(axes, values, kind, "layer.head", labels, ends)
+            borders = None if "values" in kind else np.array(ends)
+            heat(axes, values, kind, "layer.head", labels, borders)
 
-    count = len(analysis["heads"])
-    alt = f"Mean norms by pair, of the queries of {count} heads, and of their keys and values."
-    caption = "The same for every head; a head of keys and values may serve several query heads."
-    size = (12, min(3 + 0.07 * count, 14))
-    return Picture("usage_by_head", "Frequency usage by head", alt, caption, draw, size)
+    caption = "The same for each head"
+    if len(drawn) < len(analysis["heads"]):
+        caption += " of a kind or asked for"
+    caption += "; a head of keys and values may serve several query heads."
+    size = (12, min(3 + 0.07 * len(drawn), 14))
+    return Picture("usage_by_head", "Frequency usage by head", caption, caption, draw, size)
 
 
 def census(analysis: dict) -> Picture:
@@ -195,11 +177,6 @@ def census(analysis: dict) -> Picture:
             _scatter_heads(axes[0], records)
         _draw_scores(axes[-3:], analysis)
 
-    texts = []
-    for score, words in SCORES.items():
-        best = max(records, key=lambda head, score=score: head[score])
-        texts.append(f"{words}: {best[score]:.2f}, of head {name_of(best)}")
-    alt = f"Greatest mean weight on {'; '.join(texts)}."
     caption = "Mean weight of every head, over queries from the third token on."
     if any(layer["sliding_window"] for layer in analysis["layers"]):
         caption += " In layers with a window, on the first token: over the queries that see it."
@@ -208,7 +185,7 @@ def census(analysis: dict) -> Picture:
             f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "
             f"{correlation['p_value']:.1g}, by permuting the heads of each key together)."
         )
-    return Picture("census", "Where the heads look", alt, caption, draw, (12, 3.6))
+    return Picture("census", "Where the heads look", caption, caption, draw, (12, 4))
 
 
 def _scatter_heads(axes, records: list[dict]) -> None:
@@ -220,9 +197,13 @@ def _scatter_heads(axes, records: list[dict]) -> None:
             positional = [head["positional"] for head in heads]
             style |= {"ls": "", "ms": 6}
             axes.plot(shares, positional, label=KINDS[kind], **style)
-    axes.set(xlabel=FAST_SHARE, ylabel="weight on itself or the token before")
-    axes.set(ylim=(-0.03, 1.03), title="Do positional heads use the fast pairs?")
-    axes.legend(loc="best")
+    axes.set(
+        xlabel=FAST_SHARE,
+        ylabel="weight on itself or the token before",
+        ylim=(-0.03, 1.03),
+        title="Do positional heads use the fast pairs?",
+    )
+    legend(axes)
 
 
 def _draw_scores(row, analysis: dict) -> None:
@@ -250,37 +231,25 @@ def channels(analysis: dict) -> Picture:
 
     def draw(figure):
         logits, losses = panels(figure, 2, sharey=True)[0]
-        above, below = (
-            style["color"]
-            for style in styles(
-                [
-                    "above",
-                    "below",
-                ]
-            ).values()
-        )
-        _draw_bars(logits, losses, records, ("to_first", "stopped"), -0.2, above)
-        _draw_bars(logits, losses, records, ("to_others", "removed"), 0.2, below)
+        above, below = styles(["above", "below"]).values()
+        _draw_bars(logits, losses, records, ("to_first", "stopped"), -0.2, above["color"])
+        _draw_bars(logits, losses, records, ("to_others", "removed"), 0.2, below["color"])
         logits.set_yticks(range(len(records)), names)
         logits.invert_yaxis()
         logits.set(xlabel="added to the logit", title="What a channel adds")
         losses.axvline(0, color=TEXT, lw=1)
+        losses.locator_params(axis="x", nbins=5)
         losses.set(xlabel="nats per token", title="Loss without it, minus loss as it is")
-        logits.legend(loc="best")
-        losses.legend(loc="best")
+        logits.legend()
+        losses.legend()
 
-    texts = []
-    for name, record in zip(names, records, strict=True):
-        removed = record["removed"]["difference"]
-        logits = f"{record['to_first']:.2f} to the first token, {record['to_others']:.2f} to others"
-        texts.append(f"{name}: {logits}, loss {removed:+.4f} when removed")
     caption = (
         "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines:"
         " standard errors of the difference over sequences. A pair that is not rotated cannot be "
         "stopped."
     )
     size = (12, 1.6 + 0.6 * len(records))
-    return Picture("channels", "Semantic channels", f"{'; '.join(texts)}.", caption, draw, size)
+    return Picture("channels", "Semantic channels", caption, caption, draw, size)
 
 
 def _draw_bars(logits, losses, records, names, shift, colour) -> None:

@@ -27,14 +27,14 @@ STATEMENTS = [
     },
     {
         "statement": "Proposition 3.2",
-        "says": "Gaussian queries and keys have expected logit 0 at every distance: nothing "
-        "decays, as vectors of ones do.",
+        "says": "The logit of Gaussian queries and keys is 0 on average at every distance, while "
+        "that of vectors of ones decays.",
         "source": "Section 3, Figure 2",
         "tests": "3_2",
     },
     {
         "statement": "Proposition 5.2",
-        "says": "Without rotation no head is diagonal or previous-token: a token and its "
+        "says": "Without rotation no head is diagonal or previous-token, because a token and its "
         "repetition get equal weights.",
         "source": "Section 5",
         "tests": "5_2",
@@ -48,16 +48,16 @@ STATEMENTS = [
     },
     {
         "statement": "Theorem 6.1",
-        "says": "In a long sequence one or two swaps cost a head of one rotated pair its target; "
-        "an unrotated pair keeps it.",
+        "says": "In a long enough sequence a head of one rotated pair loses its target when one or "
+        "two tokens change places, and a head of one unrotated pair does not.",
         "source": "Section 6",
         "tests": "6_1",
     },
     {
         "statement": "Appendix B.2",
-        "says": "Random positions with a higher upper bound make vectors of ones decay sooner, "
-        "and Gaussian ones still not.",
-        "source": "Appendix B.2, Figure 8",
+        "says": "With random positions, vectors of ones decay the sooner the higher the upper "
+        "bound is, and the mean logit of Gaussian ones stays 0.",
+        "source": "Figure 8",
         "tests": "figure_8",
     },
 ]

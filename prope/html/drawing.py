@@ -87,6 +87,12 @@ def visible(text: str) -> str:
     return "".join(characters)
 
 
+def arrange(count: int, most: int = 5) -> tuple[int, int]:
+    """Returns columns and rows of `count` panels, of which a page has room for `most` in a row."""
+    rows = math.ceil(count / most)
+    return math.ceil(count / rows), rows
+
+
 def panels(figure, columns: int, rows=1, wrap=math.inf, **options) -> np.ndarray:
     """Adds axes [rows, columns]; after `wrap` columns the others stand below, all rows of them."""
     across = min(columns, wrap)
@@ -147,7 +153,7 @@ def close_up(points: list[tuple[float, float | None]]) -> tuple[float, float] | 
     kept = nearest_first[: len(points) - max(len(points) // 4, 1)]
     low, high = _span(kept)
     lowest, highest = _span(points)
-    if len(kept) < 2 or high == low or 4 * (high - low) > highest - lowest:
+    if len(kept) < 3 or high == low or 4 * (high - low) > highest - lowest:
         return None
     margin = 0.08 * (high - low)
     return low - margin, high + margin
@@ -158,19 +164,6 @@ def _span(points: list[tuple[float, float | None]]) -> tuple[float, float]:
     low = min((mean - (error or 0) for mean, error in points), default=0.0)
     high = max((mean + (error or 0) for mean, error in points), default=0.0)
     return low, high
-
-
-def draw_frequencies(figure, curves: dict[str, np.ndarray]):
-    """Draws frequencies by pair, a line for each name; pairs that do not rotate are left out."""
-    axes = panels(figure, 1)[0, 0]
-    for name, style in styles(list(curves)).items():
-        points = {pair: (freq or math.nan, None) for pair, freq in enumerate(curves[name])}
-        line(axes, points, style, name)
-    axes.set(xlabel="pair, fastest first")
-    axes.set(ylabel="radians a token, log scale", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(loc="best")
-    return axes
 
 
 def show_image(axes, values, power: float = 1, vmin=0, vmax=None, cmap="viridis", **options):

@@ -46,9 +46,10 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
 def _with_contents(html: str) -> str:
     """Puts links to the sections before the first of more than three.
 
-    Sections with an address of their own, those of single heads, are left out.
+    Sections of single heads, which have numbers in their addresses, are left out.
     """
-    heads = re.findall(r'<section aria-labelledby="([^"]*)">\s*<h2[^>]*>(.*?)</h2>', html)
+    section = r'<section(?: id="[^"0-9]*")? aria-labelledby="([^"]*)">'
+    heads = re.findall(rf"{section}\s*<h2[^>]*>(.*?)</h2>", html)
     if len(heads) <= 3:
         return html
     links = [f'<a href="#{target}">{title}</a>' for target, title in heads]

@@ -75,9 +75,7 @@ def from_flags(kind: type[Options]) -> Options:
 
 
 def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
-    """Returns the last record; logs several as a table, and adds these fields of all of them."""
-    if len(records) == 1:
-        return records[0]
+    """Returns the last record; logs all as a table, and adds these fields of several."""
     if any("encoding" in record for record in records):
         fields += ("encoding",)
     short = [{name: record.get(name) for name in fields} for record in records]
@@ -85,10 +83,12 @@ def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
     lines = [list(fields)]
     for record in short:
         shown = record | {"workdir": os.path.relpath(record["workdir"], parent)}
-        if "encoding" in fields:
-            shown["encoding"] = record["encoding"] or "as it is"
+        for changed in {"encoding", "window"}.intersection(fields):
+            shown[changed] = record[changed] or "as it is"
         lines.append([_cell(value) for value in shown.values()])
     log.info("%s", text_table(lines))
+    if len(records) == 1:
+        return records[0]
     return records[-1] | {"evaluations": short}
 
 

@@ -104,7 +104,7 @@ def _pool(runs: list[Run]) -> Pooled:
         if run.state == "finished" and evaluation["loss"] is not None:
             windows = [evaluation.get(field) for field in SAME_WINDOWS]
             losses.append(evaluation["loss"])
-            names.append(group_name(run.values))
+            names.append(run.group)
             blocks.append((run.values.get(SEED), *windows))
     return pool_variance(losses, names, blocks)
 
@@ -205,11 +205,11 @@ def compare_declared(
                     pooled = family.pooled
             contrast = _compare(contrast, pairs, pooled, critical)
         contrasts.append(contrast)
-    p_values = [1.0 if _p_value(one) is None else _p_value(one) for one in contrasts]
-    adjusted = holm(p_values)
+    p_values = [_p_value(one) for one in contrasts]
+    adjusted = holm([1.0 if p_value is None else p_value for p_value in p_values])
     return [
-        one._replace(p_value=None if _p_value(one) is None else p_value)
-        for one, p_value in zip(contrasts, adjusted, strict=True)
+        one._replace(p_value=p_value and holms)
+        for one, p_value, holms in zip(contrasts, p_values, adjusted, strict=True)
     ]
 
 

@@ -60,7 +60,7 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
             if record.get("window") and record["seq_len"] == T:
                 cuts.add((record["window"], record["sinks"]))
     for window, sinks in sorted(cuts):
-        found = [_find_records(run, T, window, sinks) for run in group]
+        found = [find_records(run, T, window, sinks) for run in group]
         if None in found:
             continue
         gain, _ = average([(run, run, *records) for run, records in zip(group, found, strict=True)])
@@ -77,11 +77,11 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
         )
 
 
-def _find_records(run: Run, T: int, window: int, sinks: int) -> tuple[dict, dict] | None:
+def find_records(run: Run, T: int, window: int, sinks: int) -> tuple[dict, dict] | None:
     """Finds a run's last evaluations with a window and without, on the same tokens."""
     return find_pair(
         run.evaluations,
-        run.evaluations,
+        [*run.dropped, *run.evaluations],
         {"window": None, "sinks": None},
         step=run.last_step,
         dataset=run.config.data.dataset,

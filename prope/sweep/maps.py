@@ -14,6 +14,7 @@ from prope.html.drawing import (
     BORDER,
     TEXT,
     Picture,
+    arrange,
     label_cells,
     label_ticks,
     panels,
@@ -23,7 +24,6 @@ from prope.sweep.runs import Run, groups
 from prope.workdir.records import find_evaluations
 
 _PASSED = 0.85  # least share of right answers up to the effective length
-_COLUMNS = 5  # panels in a row
 
 
 def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
@@ -75,9 +75,11 @@ def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
         for task in tasks:
             texts = []
             for run in group:
+                trained = run.config.data.seq_len
                 by_length = answers_by_task(run).get(task, {})
-                length = effective_length(run.config.data.seq_len, by_length)
-                texts.append(str(length or "none"))
+                length = effective_length(trained, by_length)
+                missing = "none" if trained in by_length else "–"
+                texts.append(str(length or missing))
             table[name][task] = ", ".join(texts)
     return table
 
@@ -94,8 +96,7 @@ def maps(runs: list[Run]) -> list[Picture]:
 
 
 def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Picture:
-    columns = min(len(by_group), _COLUMNS)
-    blocks = math.ceil(len(by_group) / columns)
+    columns, blocks = arrange(len(by_group))
 
     def draw(figure) -> None:
         heights = (3, 2) * blocks
@@ -103,7 +104,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
             figure,
             len(by_group),
             rows=2,
-            wrap=_COLUMNS,
+            wrap=columns,
             height_ratios=heights,
         )
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
@@ -126,17 +127,16 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
     result = (
-        f"Effective length of each run, with {_PASSED:.0%} or more and the 95 % interval above the"
-        f" best guess: {lengths}."
+        f"Effective length of each run (–: not asked at the training length), with {_PASSED:.0%} or"
+        f" more and the 95 % interval above the best guess: {lengths}."
     )
     caption = (
-        "Prompts whose right answer is likelier than all foils, mean % over seeds. Colours start at"
-        f" {guess:.0%}, the best guess that reads the prompt and matches nothing: what is not above"
-        " it is no retrieval. Hatched: not asked. Dashed: the training length. Evidence on the line"
-        " is as far back as that, on the dotted one as the period of the slowest pair. Below: the"
-        " share by distance to the evidence, in octaves, a line for each run with its 95 % interval"
-        f" over prompts (Wilson), {min(counts)} to {max(counts)} a point;"
-        f" dash-dotted, the best guess. {result}"
+        "Share of prompts whose right answer is likelier than all foils, %, mean over seeds;"
+        f" colours start at the best guess that reads the prompt and matches nothing, {guess:.0%}."
+        " Hatched: not asked. Red: dashed, the training length; full, evidence as far back as that;"
+        " dotted, as far back as the slowest pair turns once. Below: the share by distance to the"
+        f" evidence, in octaves; a line for each run, its 95 % interval (Wilson; {min(counts)} to"
+        f" {max(counts)} prompts a point), and dash-dotted the best guess. {result}"
     )
     alt = f"Right answers to {task} by length and depth. {result}"
     size = (max(2.4 * columns, 4.8), 0.4 + 5 * blocks)
@@ -168,7 +168,7 @@ def _draw_map(
     # Lengths stand in equal steps; between them, columns are interpolated in octaves.
     columns = range(len(lengths))
     octaves = np.log2(lengths)
-    trained_column = np.interp(math.log2(trained), octaves, columns)
+    trained_column = np.interp(math.log2(trained), octaves, columns, left=np.nan, right=np.nan)
     axes.axvline(trained_column, color=BORDER, ls="--")
     by_depth = rows[-1] <= 1
     axes.set_xlabel("length (tokens)")
@@ -211,14 +211,9 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
         octaves = sorted(counts)
         farthest = max(farthest, 2 * octaves[-1])
         middles = [1.5 * octave for octave in octaves]
-        shares = []
-        intervals = []
-        for octave in octaves:
-            right, prompts = counts[octave]
-            shares.append(right / prompts)
-            test = stats.binomtest(round(right), round(prompts))
-            intervals.append(test.proportion_ci(method="wilson"))
-        low, high = zip(*intervals, strict=True)
+        right, prompts = np.array([counts[octave] for octave in octaves]).T
+        tests = map(stats.binomtest, np.rint(right).astype(int), np.rint(prompts).astype(int))
+        low, high = zip(*[test.proportion_ci(method="wilson") for test in tests], strict=True)
         axes.fill_between(
             middles,
             low,
@@ -227,14 +222,14 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
             alpha=0.2 / len(by_run),
             lw=0,
         )
-        axes.plot(middles, shares, color=TEXT, marker="o", ms=3)
+        axes.plot(middles, right / prompts, color=TEXT, marker="o", ms=3)
     axes.axhline(guess, color=BORDER, ls="-.")
     for distance, dashes in distances.items():
         if distance <= farthest:
             axes.axvline(distance, color=BORDER, ls=dashes, lw=2)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("distance (tokens), log scale")
+    axes.set_xlabel("tokens back, log scale")
     axes.set_ylabel("share right")
     axes.set_ylim(-0.03, 1.03)
 

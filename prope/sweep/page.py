@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.encodings import rotated_share
-from prope.errors import RunFailed
+from prope.errors import RunFailed, log
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
@@ -29,6 +29,7 @@ from prope.sweep.comparisons import (
     detectable,
 )
 from prope.sweep.maps import effective_lengths
+from prope.sweep.omitted import omissions
 from prope.sweep.pictures import pictures
 from prope.sweep.recovery import recoveries
 from prope.sweep.runs import (
@@ -92,36 +93,32 @@ def report_sweep(
     changes = interventions.changes(runs)
     drawn = pictures(runs, rows) + interventions.pictures(changes)
     page_path = write(directory, runs, rows, drawn, changes, folder, can_tell, declared)
-    printed = []
-    for row, result in zip(table(runs), rows, strict=True):
+    printed = table(runs)
+    for row, result in zip(printed, rows, strict=True):
         row["selected_best"] = result["best"]
         row["minus_rope"] = None
         if result["difference"]:
+            documents = result["documents"]
             row["minus_rope"] = describe(result["difference"], "loss") | {
                 "over": result["over"],
                 "comparisons": result["comparisons"],
-                "interval_over_documents": interval_of(result["documents"]),
+                "interval_over_documents": documents and documents.interval(),
             }
-        printed.append(row)
     record = {
         "output": str(page_path),
         "runs": [run.record() for run in runs],
         "table": printed,
         "detectable": [one._asdict() | {"pooled": one.pooled._asdict()} for one in can_tell],
     }
-    by_length = context.rows(runs)
-    if by_length:
-        record["lengths"] = [_describe_length(row) for row in by_length]
-    recovered = recoveries(runs)
-    if recovered:
-        record["recovery"] = [recovery._asdict() for recovery in recovered]
-    if declared:
-        record["contrasts"] = [describe_contrast(contrast) for contrast in declared]
-    if changes:
-        record["interventions"] = [
+    found = {
+        "lengths": list(map(_describe_length, context.rows(runs))),
+        "recovery": [recovery._asdict() for recovery in recoveries(runs)],
+        "contrasts": list(map(describe_contrast, declared)),
+        "interventions": [
             change._asdict() | describe(change.difference, "difference") for change in changes
-        ]
-    return record
+        ],
+    }
+    return record | {name: records for name, records in found.items() if records}
 
 
 def _describe_length(row: context.Row) -> dict:
@@ -134,23 +131,17 @@ def _describe_length(row: context.Row) -> dict:
     return record
 
 
-def describe(difference: Difference, name: str) -> dict:
+def describe(difference: Difference | None, name: str) -> dict:
     """Returns a difference and its interval as fields of a record."""
-    return {name: difference.difference, "interval": difference.interval()}
+    mean = difference and difference.difference
+    return {name: mean, "interval": difference and difference.interval()}
 
 
 def describe_contrast(contrast: Comparison) -> dict:
     """Returns a declared contrast as a record."""
-    return contrast._asdict() | {
-        "difference": contrast.difference and contrast.difference.difference,
-        "interval": interval_of(contrast.difference),
-        "documents": interval_of(contrast.documents),
-    }
-
-
-def interval_of(difference: Difference | None) -> tuple[float, float] | None:
-    """Returns the interval of a difference, if there is one."""
-    return difference and difference.interval()
+    documents = contrast.documents and contrast.documents.interval()
+    fields = describe(contrast.difference, "difference")
+    return contrast._asdict() | fields | {"documents": documents}
 
 
 def write(
@@ -169,6 +160,9 @@ def write(
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
+    omitted = omissions(runs)
+    for sentence in omitted:
+        log.info("%s", sentence)
     return page.write(
         (folder or directory) / "report",
         "sweep",
@@ -179,13 +173,16 @@ def write(
         parameters=parameters.count(config.model),
         by_p=all(P in run.values for run in runs),
         rows=rows,
-        limits=limits(rows, can_tell),
+        can_tell=can_tell,
         contrasts=contrasts,
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
         effective_lengths=effective_lengths(runs),
         lengths=context.rows(runs),
+        recoveries=recoveries(runs),
         changes=changes,
+        omitted=omitted,
+        planned=len(read_entries(directory)),
         equality=equality(runs),
         runs=[_row_of(run, (folder or directory) / "report") for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
@@ -193,12 +190,16 @@ def write(
     )
 
 
+def link_to(path: epath.Path, folder: epath.Path) -> str | None:
+    """Returns the address of a page in one in `folder`; None if it is not there."""
+    if is_url(path) != is_url(folder) or not path.exists():
+        return None
+    return os.path.relpath(absolute(path), absolute(folder))
+
+
 def _row_of(run: Run, folder: epath.Path) -> dict:
     """Returns what the page in `folder` says of a run, with the address of its own, if any."""
-    own = run.workdir / "report" / "index.html"
-    link = None
-    if is_url(own) == is_url(folder) and own.exists():
-        link = os.path.relpath(absolute(own), absolute(folder))
+    link = link_to(run.workdir / "report" / "index.html", folder)
     return {"name": run.name, "link": link} | run.record() | origin(run)
 
 
@@ -252,25 +253,25 @@ def result_rows(runs: list[Run], families: Sequence[Family]) -> list[dict]:
 
 def lead(rows: list[dict]) -> str:
     """States the result in one sentence, with as much certainty as the runs give it."""
-    best = [row for row in rows if row["best"]]
+    best = next((row for row in rows if row["best"]), None)
     if not best:
         return "No run has finished yet."
-    group = best[0]["group"]
-    difference = best[0]["difference"]
-    text = f"{group} has the lowest validation perplexity, {best[0]['perplexity']:.4f}"
+    group = best["group"]
+    difference = best["difference"]
+    text = f"{group} has the lowest validation perplexity, {best['perplexity']:.4f}"
     compared = sum(row["perplexity"] is not None for row in rows)
     selected = f" It was selected as the best of {compared} after the results were seen."
     if difference is None:  # RoPE, or there is no RoPE
         return f"{text}.{_close(rows, group)}{selected}"
     side = "below" if difference.difference < 0 else "above"
     loss = f"its loss is {abs(difference.difference):.4f} nats per token {side} RoPE’s"
-    if difference.stderr is None or best[0]["over"] == "documents":
+    if difference.stderr is None or best["over"] == "documents":
         certainty = "One run of each cannot tell whether that is more than chance."
         return f"{text}; {loss}. {certainty}{selected}"
-    shown = f"{_ends(difference)}, corrected for {best[0]['comparisons']} comparisons"
-    if best[0]["documents"]:
-        shown += f"; over seeds and documents {_ends(best[0]['documents'])}"
-    over = f"over {best[0]['over']}"
+    shown = f"{_ends(difference)}, corrected for {best['comparisons']} comparisons"
+    if best["documents"]:
+        shown += f"; over seeds and documents {_ends(best['documents'])}"
+    over = f"over {best['over']}"
     if difference.distinguishable:
         return f"{text}; {loss} (95 % interval {over}: {shown}).{selected}"
     return (
@@ -297,30 +298,6 @@ def _close(rows: list[dict], rope: str) -> str:
     return f" Not distinguishable from it: {', '.join(close)}." if close else ""
 
 
-def limits(rows: list[dict], can_tell: Sequence[Detectable]) -> list[str]:
-    """States how small a difference the seeds can show, and how many seeds a smaller one takes."""
-    sentences = []
-    for one in can_tell:
-        pooled = one.pooled
-        by_method = ""
-        if one.methods > 2:  # the residuals of two are each other's
-            by_method = f": by method it is {pooled.smallest:.2g} to {pooled.largest:.2g}"
-        sentences.append(
-            f"With {one.seeds} seeds and {one.methods} methods, a true difference from"
-            f" {one.reference} of {one.difference:.2g} nats per token is seen in 80 % of such"
-            f" experiments; smaller ones are mostly missed. For {one.smaller:g} take"
-            f" {one.seeds_needed} seeds. The loss of a run has a residual standard deviation of"
-            f" {pooled.deviation:.2g} ({pooled.degrees} degrees of freedom), which is taken to be"
-            f" equal in all methods{by_method}."
-        )
-    if max(row["runs"] for row in rows) == 1:
-        sentences.append(
-            "With one seed this page cannot tell any two methods apart: how much another seed"
-            " would change a loss is unknown. Train three or more, --grid=seed=0,1,2."
-        )
-    return sentences
-
-
 def differing_fields(runs: list[Run]) -> list[str]:
     """Lists the fields of the config that are not equal in all runs."""
     configs = [flat(run.config) for run in runs]
@@ -333,7 +310,7 @@ def equality(runs: list[Run]) -> dict:
     Returns:
       error: why the runs may not be compared, or None.
       fields: those that differ though they are not swept.
-      proofs: (name, number of runs whose hashes were compared, result).
+      init, batches, steps: those of `check_equal`.
     """
     try:
         equal = check_equal(runs)
@@ -345,33 +322,17 @@ def equality(runs: list[Run]) -> dict:
         short_name = name.rpartition(".")[2]
         if name not in swept and short_name not in swept:
             fields.append(name)
-    batches = f"hash to the same values at every logged step, up to {equal['steps']:,}"
-    proofs = [
-        ("Initial weights", equal["init"], "hash to the same value in all runs of a seed"),
-        ("Batches", equal["batches"], batches),
-    ]
-    return {"error": None, "fields": fields, "proofs": proofs}
+    return {"error": None, "fields": fields} | equal
 
 
 def origin(run: Run) -> dict:
-    """Describes the machine on which a run was last started, and how long it trained."""
-    starts = read_jsonl(run.workdir / "starts.jsonl")
-    last = starts[-1] if starts else {}
-    devices = "–"
-    if "devices" in last and "device_kind" in last:
-        devices = f"{last['devices']} × {last['device_kind']}"
-    commit = last.get("commit") or "–"
-    changes = "+changes" if commit.endswith("+changes") else ""
+    """Describes the starts of a run, and how long it trained."""
     seconds = training_seconds(run)
     pace = None
     if seconds:
         pace = run.metrics[-1]["step"] * tokens_per_step(run) / seconds
     return {
-        "devices": devices,
-        "machine": last.get("machine") or "–",
-        "jax": last.get("jax") or "–",
-        "starts": len(starts) or "–",
-        "commit": commit[:10] + changes,
+        "starts": read_jsonl(run.workdir / "starts.jsonl"),
         "pace": pace,
         "training_time": duration(seconds) if seconds else "–",
     }

@@ -11,11 +11,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, styles, visible
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
+from prope.sweep.recovery import WITHIN, recoveries
 from prope.sweep.runs import SEED, P, Run, group_name, groups
 from prope.workdir.records import (
     SCHEDULE,
@@ -31,6 +33,7 @@ Means = dict[str, Points]
 
 LOSS = "loss (nats per token)"
 VALIDATION = f"validation {LOSS}"
+DIFFERENCE = "difference (nats per token)"
 POSITION = "position (tokens)"
 _DIFFERENCE = (
     "Second panel: the difference from RoPE, seed by seed, in which what is hard for all drops out."
@@ -45,7 +48,8 @@ def loss_picture(run: Run) -> Picture | None:
     for step in sorted({record["step"] for record in run.evaluations}):
         for encoding in (SCHEDULE, None):
             records = evaluations_of_training(run.evaluations, config, step, encoding)
-            evaluation = find_evaluation(records, encoding=encoding)
+            find = functools.partial(find_evaluation, records, encoding=encoding)
+            evaluation = find(max_windows=config.eval.max_windows) or find()
             if evaluation:
                 break
         if evaluation and evaluation["loss"] is not None:
@@ -68,17 +72,15 @@ def loss_picture(run: Run) -> Picture | None:
             ylabel=LOSS,
             title=f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}",
         )
-        axes.legend(loc="best")
+        axes.locator_params(axis="x", integer=True)
+        axes.legend()
 
     if not run.metrics:
         return None
-    alt = f"Loss by step, at the end {run.metrics[-1]['loss']:.4f} nats per token in training"
-    if evaluations:
-        alt += f" and {evaluations[-1]['loss']:.4f} in validation"
-    caption = ""
+    caption = "Validation is that of training, on the same windows at every step."
     if config.convert.schedule_steps:
-        caption = "While pairs stop, validation is with the encoding of that step."
-    return Picture("loss", "Loss", f"{alt}.", caption, draw, size=(7, 4.2))
+        caption += " While pairs stop, it is with the encoding of that step."
+    return Picture("loss", "Loss", "Losses by step.", caption, draw, size=(7, 4.2))
 
 
 def _draw_validation(axes, evaluations: list[dict]) -> None:
@@ -155,11 +157,9 @@ def by_length(run: Run) -> Curve:
 def by_octave(run: Run) -> Curve:
     """Reads the last step's loss by octave of positions, in windows longer than training's."""
     trained = run.config.data.seq_len
-    longest = {"seq_len": trained}
-    for record in last_evaluations(run):
-        if record.get("by_position") and record["seq_len"] > longest["seq_len"]:
-            longest = record
-    if longest["seq_len"] == trained:
+    records = [record for record in last_evaluations(run) if record.get("by_position")]
+    longest = max(records, key=itemgetter("seq_len"), default={"seq_len": trained})
+    if longest["seq_len"] <= trained:
         return {}
     losses = {}
     by_octave = itertools.groupby(longest["by_position"], lambda b: b["from"].bit_length())
@@ -209,12 +209,21 @@ PLOTS = [
         VALIDATION,
         by_length,
         log=True,
-        note=" With max_windows longer windows hold other text: compare lines, not their slopes.",
+        note=" Where max_windows limits their number, longer windows hold other text: then compare "
+        "lines, not their slopes.",
     ),
     Plot(
         "far", "Loss by position in the longest windows", POSITION, VALIDATION, by_octave, log=True
     ),
 ]
+RECOVERY = Plot(
+    "recovery",
+    "Recovery after conversion",
+    "tokens of training",
+    DIFFERENCE,
+    dict,
+    note=f" Validation loss minus that of the control; back: at most {WITHIN:g}.",
+)
 
 
 def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
@@ -225,8 +234,8 @@ def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
     plots = list(PLOTS)
     tasks = {entry["task"] for run in runs for entry in accuracies(run)}
     for task in sorted(tasks):
-        entries = [one for run in runs for one in accuracies(run) if one["task"] == task]
-        answers = [entry["answers"] for entry in entries]
+        entries = [one for run in runs for one in accuracies(run)]
+        answers = [entry["answers"] for entry in entries if entry["task"] == task]
         plot = Plot(
             f"accuracy-{task}",
             f"Accuracy by distance: {task}",
@@ -242,6 +251,9 @@ def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
     for plot in plots:
         by_group = read_curves(runs, plot.read)
         drawn.append(curves_picture(plot, by_group, rope_of))
+    gaps = {recovery.run: dict(recovery.gaps) for recovery in recoveries(runs)}
+    recovered = read_curves(runs, lambda run: gaps.get(run.name, {}))
+    drawn.append(curves_picture(RECOVERY, recovered, {}))
     return [picture for picture in drawn if picture] + maps(runs)
 
 
@@ -277,7 +289,7 @@ def minus_rope(by_group: Curves, rope_of: dict) -> Curves:
     """Subtracts RoPE's curves, seed by seed, from those of every other group."""
     differences: Curves = {}
     for group, seeds in by_group.items():
-        rope_seeds = by_group.get(rope_of[group], {})
+        rope_seeds = by_group.get(rope_of.get(group), {})
         for seed in seeds.keys() & rope_seeds.keys():
             curve = seeds[seed]
             rope = rope_seeds[seed]
@@ -308,16 +320,14 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     sentences = []
     if any(len(seeds) > 1 for seeds in by_group.values()):
         sentences.append("Means over seeds; bands are their standard errors.")
-    alt = f"{plot.title}, by {plot.x}"
     if differences:
-        alt += ", and its difference from RoPE’s"
         sentences.append(_DIFFERENCE)
     if limits:
         sentences.append(_ENLARGED)
     caption = " ".join(sentences) + plot.note
     last = {group: points[max(points)] for group, points in means.items()}
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
-    alt += f". At the right end: {ends}."
+    alt = f"{plot.title}, by {plot.x}. At the right end: {ends}."
     return Picture(plot.name, plot.title, alt, caption.strip(), draw, _size(shown))
 
 
@@ -327,7 +337,8 @@ def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
         for group, points in lines.items():
             line(axes, points, style[group], group)
         x = f"{plot.x}, log scale" if plot.log else plot.x
-        axes.set(xlabel=x, ylabel=plot.y, title=title)
+        y = plot.y if title.startswith(plot.title) else "difference"
+        axes.set(xlabel=x, ylabel=y, title=title)
         axes.locator_params(axis="x", integer=True)
         if plot.log:
             axes.set_xscale("log", base=2)
@@ -371,7 +382,7 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
         for axes, (name, means) in zip(row, shown.items(), strict=True):
             is_difference = means is differences
             _draw_points(axes, means, style, joined=by_p and not is_difference)
-            axes.set(ylabel=LOSS if is_difference else "validation perplexity", title=name)
+            axes.set(ylabel=DIFFERENCE if is_difference else "validation perplexity", title=name)
             if is_difference:
                 axes.axhline(0, color=TEXT, lw=1.2)
         if limits:
@@ -421,5 +432,5 @@ def _draw_points(axes, means: Means, style: dict, joined: bool) -> None:
     for name, points in means.items():
         options = style[name] if joined else style[name] | {"ls": ""}
         values, errors = zip(*points.values(), strict=True)
-        bars = [error or 0 for error in errors]
+        bars = [math.nan if error is None else error for error in errors]
         axes.errorbar(list(points), values, bars, capsize=5, label=name, **options)

@@ -61,6 +61,12 @@ class Run:
     metrics: list[dict]
     evaluations: list[dict]
     answers: list[dict]  # records of longcontext.jsonl
+    dropped: tuple = ()  # evaluations on windows that another run lacks
+
+    @property
+    def group(self) -> str:
+        """The name of the group of runs that differ from it in their seed only."""
+        return group_name(self.values)
 
     @property
     def last_step(self) -> int:
@@ -140,22 +146,21 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
 def on_common_windows(runs: list[Run]) -> list[Run]:
     """Drops last evaluations on windows that another finished run on the same data lacks."""
     common: dict[str | None, set] = {}  # numbers of windows, by fingerprint of the data
-    for run in runs:
-        if run.state == "finished":
-            counts = {record.get("windows") for record in run.last_evaluations}
-            fingerprint = run.evaluation.get("fingerprint")
-            common[fingerprint] = common.get(fingerprint, counts) & counts
-    selected = []
-    for run in runs:
-        if run.state == "finished":
-            dropped = []
-            for record in run.last_evaluations:
-                if record.get("windows") not in common[record.get("fingerprint")]:
-                    dropped.append(record)
-            kept = [record for record in run.evaluations if record not in dropped]
-            run = dataclasses.replace(run, evaluations=kept)
-        selected.append(run)
-    return selected
+    finished = [run for run in runs if run.state == "finished"]
+    for run in finished:
+        counts = {record.get("windows") for record in run.last_evaluations}
+        fingerprint = run.evaluation.get("fingerprint")
+        common[fingerprint] = common.get(fingerprint, counts) & counts
+
+    def select(run: Run) -> Run:
+        dropped = []
+        for record in run.last_evaluations if run in finished else ():
+            if record.get("windows") not in common[record.get("fingerprint")]:
+                dropped.append(record)
+        kept = [record for record in run.evaluations if record not in dropped]
+        return dataclasses.replace(run, evaluations=kept, dropped=tuple(dropped))
+
+    return list(map(select, runs))
 
 
 def read_entries(directory: epath.Path) -> list[dict]:
@@ -228,7 +233,7 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """Groups runs that differ only in their seed, by `group_name`."""
     by_name: dict[str, list[Run]] = {}
     for run in runs:
-        by_name.setdefault(group_name(run.values), []).append(run)
+        by_name.setdefault(run.group, []).append(run)
     return by_name
 
 
