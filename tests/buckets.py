@@ -19,6 +19,7 @@ class Server:
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
+        self.log = folder / REQUESTS
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -52,9 +53,8 @@ class Server:
 
     def requests(self) -> list[str]:
         """The requests since the last call: TensorStore's token or gcsfs, method and path."""
-        log = self._folder / REQUESTS
-        lines = log.read_text().splitlines() if log.exists() else []
-        log.write_text("")
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.write_text("")
         return lines
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from multiprocessing import connection
 
 PRELOADED = [
@@ -111,6 +112,7 @@ def _run(
     for name, value in _settings(environment).items():
         jax.config.update(name, value)
     gc.freeze()  # else each collection goes through all that was imported
+    warnings.filterwarnings("error", category=DeprecationWarning, module=r"prope\.|__main__$")
     sys.argv = [module, *arguments]
     exec(patch, {})
     sys.modules.pop(module, None)

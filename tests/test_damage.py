@@ -44,7 +44,7 @@ from prope.workdir.run import Run, open_run, read_config, write_config
 
 SAVED = "checkpoints/20"
 # Orbax gathers the files of all processes into one tree, by which arrays are read. It keeps the
-# tree of every process, and descriptions of the arrays, which nothing here reads.
+# tree of every process, which nothing here reads.
 ITEM = ("manifest.ocdbt", "d/*", "ocdbt.process_0/d/* large")
 PARAMS = [f"{SAVED}/params/{name}" for name in ITEM]
 OPT_STATE = [f"{SAVED}/opt_state/{name}" for name in ITEM]
@@ -52,7 +52,6 @@ JSON = [f"{SAVED}/{name}" for name in ("config/metadata", "data/metadata", "hash
 UNREAD_OF_ITEM = (
     "_METADATA",
     "_sharding",
-    "array_metadatas/process_0",
     "ocdbt.process_0/manifest.ocdbt",
     "ocdbt.process_0/d/* small",
 )

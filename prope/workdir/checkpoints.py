@@ -42,7 +42,10 @@ _ORBAX_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint
 
 # Processes that hold the same array save it together, in parts of this size at least: each host
 # would read as many small parts of every norm as there were hosts. Orbax has no option for it here.
-ocp.type_handlers.get_type_handler(jax.Array)._min_slice_bytes_for_replica_parallel = _CHUNK_BYTES
+_arrays = ocp.type_handlers.get_type_handler(jax.Array)
+_arrays._min_slice_bytes_for_replica_parallel = _CHUNK_BYTES
+# A file that each process would write, and the first read, beside what Zarr's own metadata tell.
+_arrays._array_metadata_store = None
 
 
 def list_steps(workdir: epath.PathLike) -> list[int]:
