@@ -10,7 +10,7 @@ Command    python -m prope.import_hf --input=google/gemma-3-4b-pt --workdir=W0
            python -m prope.plan --config=configs/conversion.py:gemma3_4b --topology=h100:8
 Hardware   8 H100: 55 (Gemma) and 52 (Llama) of the 78 GB of each; compiled on 2026-11-26, not run.
 Hours      3.1 and 5.8 at 40 % of their peak, computed; a roofline of the plan has 1.2 and 2.3.
-Expected   Not yet run. The same on models of 1 M parameters and on SmolLM2: README.md.
+Expected   Not yet run.
 """
 
 import pathlib

@@ -19,7 +19,8 @@ devices, and the matmul on one.
 
 --peer=transformers times a run beside the class of transformers that computes it, on CPUs: the loss
 of one sequence, a training step on it, prefill, and prefill with 64 new tokens. Both have the same
-weights, float32 and as many threads, and are called in turns. It needs the extra `hf`.
+weights, float32, AdamW with clipped gradients and as many threads, and are called in turns. It
+needs the extra `hf`.
 """
 
 from absl import flags
@@ -62,6 +63,7 @@ def main() -> dict:
     from prope.runtime import processes
     from prope.runtime.validate import validate
 
+    _refuse_other_modes()
     if FLAGS.attention:
         shape = _parse_shape()
         return processes.call_on_first(lambda: bench_attention(shape))
@@ -75,6 +77,17 @@ def main() -> dict:
         raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
     validate(FLAGS.config)
     return bench_step(FLAGS.config, FLAGS.steps)
+
+
+def _refuse_other_modes() -> None:
+    """Raises UsageError where flags of two kinds of measurement are given."""
+    modes = [f"--{name}" for name in ("rope", "attention", "peer", "config") if FLAGS[name].value]
+    if len(modes) > 1:
+        raise UsageError(f"{' and '.join(modes)} measure different things; give one of them")
+    if not FLAGS.peer:
+        for name in ("workdir", "seq_len"):
+            if FLAGS[name].present:
+                raise UsageError(f"--{name} is of --peer=transformers; add that, or leave it out")
 
 
 def _bench_peer() -> dict:

@@ -139,7 +139,9 @@ def test_a_peak_is_counted_by_the_device_where_it_counts():
 
 def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, tmp_path):
     pytest.importorskip("transformers", reason="the hf extra is not installed")
-    make_run(tmp_path / "run")
+    # What a CPU, or AdamW's peer, cannot do.
+    fields = {"attention": "splash", "remat": "full"}
+    make_run(tmp_path / "run", **fields)
     arguments = (f"--workdir={tmp_path / 'run'}", "--peer=transformers", "--seq_len=40")
     result = run_command("prope.bench", *arguments, "--steps=1").result
     assert result["seq_len"] == 40
@@ -148,7 +150,14 @@ def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, t
     parts = ["loss", "training step", "prefill", "prefill and 64 tokens"]
     assert list(result["seconds"]) == parts
     for seconds in result["seconds"].values():
-        assert seconds["ratio"] == seconds["transformers"] / seconds["prope"]
+        assert min(seconds["prope"], seconds["transformers"]) > 0
+
+
+def test_a_peer_is_timed_on_cpus_alone(monkeypatch):
+    monkeypatch.setattr(peer, "check_installed", lambda: None)
+    monkeypatch.setattr(peer.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    with pytest.raises(UsageError, match="compares on CPUs, and JAX has a gpu; set JAX_PLATFORMS"):
+        peer.bench_peer("W", None, 1)
 
 
 def test_without_transformers_its_extra_is_named(monkeypatch):
@@ -166,6 +175,8 @@ SHAPE = "must be four numbers B,T,N,H from 1 on, the last one even"
     [
         ([], STEP),
         (["--peer=transformers"], "--peer=transformers needs --workdir=W, a run to time"),
+        (["--rope", "--peer=transformers"], "--rope and --peer measure different things"),
+        (["--rope", "--seq_len=64"], "--seq_len is of --peer=transformers; add that"),
         (["--attention"], "--attention sweeps blocks of the TPU's splash attention"),
         (["--rope", "--shape=1,2"], f"--shape=1,2: {SHAPE}"),
         (["--rope", "--shape=1,64,2,63"], f"--shape=1,64,2,63: {SHAPE}"),

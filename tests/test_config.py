@@ -125,6 +125,17 @@ def test_a_family_at_published_sizes_has_the_parameters_of_its_checkpoint(releas
         assert parameters.count(model) == count
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    # Gemma's files have 64 entries more than its tokenizer.
+    [("gemma3_4b", 3_880_099_328 + 64 * 2560), ("llama31_8b", 8_030_261_248)],
+)
+def test_a_conversion_has_the_size_of_its_checkpoint(name, count):
+    config = load(ROOT / "configs/conversion.py", name)
+    validate(config)
+    assert parameters.count(config.model) == count
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STEPPED, ids=lambda path: path.stem)
 def test_every_config_makes_a_step_at_a_small_size(path):

@@ -111,6 +111,8 @@ def test_requests_of_a_process_do_not_grow_with_the_processes(count_requests):
             for process in range(min(processes, 2)):
                 print(f"{phase} ({times})", processes, process, *by_process[process][phase])
     for phase, times in PHASES.items():
+        puts = counts[1][0][phase][KINDS.index("put")]
+        assert puts >= times, f"{phase}: requests were not counted"
         two, four = (counts[processes] for processes in (2, 4))
         for process in (1, 2, 3):
             other = zip(four[process][phase], two[1][phase], strict=True)

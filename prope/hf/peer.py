@@ -1,13 +1,14 @@
 """Times a run beside the class of transformers that computes it, on CPUs and in turns.
 
-Both have the same weights and tokens, float32 and as many threads. transformers runs on torch; its
-model is what `export` writes.
+Both have the same weights and tokens, float32, as many threads, and AdamW with clipped gradients.
+transformers runs on torch; its model is what `export` writes.
 """
 
 import importlib.metadata
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from prope.step import batch_hidden, make_train_step
 from prope.workdir.run import open_run
 
 NEW_TOKENS = 64
-Programs = dict[str, Callable[[], float | None]]  # by what they compute; a loss is returned
+Programs = dict[str, Callable[[], Any]]  # by what they compute; "loss" returns it
 
 
 def bench_peer(workdir: str, seq_len: int | None, rounds: int) -> dict:
@@ -55,10 +56,11 @@ def bench_peer(workdir: str, seq_len: int | None, rounds: int) -> dict:
         )
     run = open_run(workdir)
     config = run.config
-    config.model.dtype = "float32"
+    config.model.update(dtype="float32", attention="auto", global_attention=None, remat="none")
+    config.optimizer.name = "adamw"
     config.batch_size = 1
     config.accumulation = 1
-    config.convert.update(schedule_steps=0, distill_weight=0.0)  # a plain training step
+    config.convert.update(schedule_steps=0, distill_weight=0.0)
     if seq_len is not None:
         config.data.seq_len = seq_len
     tokens = np.random.default_rng(0).integers(

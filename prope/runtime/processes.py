@@ -70,7 +70,7 @@ _barrier_ids = itertools.count()
 
 
 def count_cores() -> int:
-    """Counts the cores that this process may use; os.process_cpu_count in Python 3.13."""
+    """Counts the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -151,9 +151,7 @@ def declare(directory: epath.Path, folder: epath.Path, texts: list[str]) -> None
     contrasts = [_parse(text, by_text) for text in texts]
     declared = [record["groups"] for record in read_jsonl(folder / CONTRASTS)]
     results = [read_jsonl(directory / entry["name"] / "eval.jsonl") for entry in entries]
-    evaluated = sum(
-        bool(records) for records in results
-    )  # the file is there, empty, from the start
+    evaluated = sum(map(bool, results))  # an evaluation's file is there, empty, from the start
     for contrast in contrasts:
         if contrast not in declared and contrast[::-1] not in declared:
             append_jsonl(folder / CONTRASTS, {"groups": contrast, "evaluated": evaluated})

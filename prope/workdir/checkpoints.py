@@ -40,11 +40,14 @@ _CHUNK_BYTES = 2**24  # bytes of an array that are compressed, and read, togethe
 _FILE_BYTES = 2**26  # that an import collects before it writes them
 _ORBAX_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
 
+_arrays = ocp.type_handlers.get_type_handler(jax.Array)
 # Processes that hold the same array save it together, in parts of this size at least: each host
 # would read as many small parts of every norm as there were hosts. Orbax has no option for it here.
-_arrays = ocp.type_handlers.get_type_handler(jax.Array)
+assert hasattr(_arrays, "_min_slice_bytes_for_replica_parallel")
 _arrays._min_slice_bytes_for_replica_parallel = _CHUNK_BYTES
-# A file that each process would write, and the first read, beside what Zarr's own metadata tell.
+# No array_metadatas/: it repeats Zarr's metadata, and the first process would read a file of every
+# other one.
+assert hasattr(_arrays, "_array_metadata_store")
 _arrays._array_metadata_store = None
 
 
