@@ -60,7 +60,7 @@ def main() -> dict:
     if FLAGS.paper:
         _check_paper()
     if FLAGS.theory:
-        return _list_statements()
+        return _write_theory()
     if FLAGS.workdir is None:
         needed = "the directory of a run, or one with runs below it; or --theory"
         raise UsageError(f"--workdir: must be given: {needed}")
@@ -79,7 +79,7 @@ def _check_paper() -> None:
         raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
 
 
-def _list_statements() -> dict:
+def _write_theory() -> dict:
     """Writes the page of the paper's statements."""
     from prope.analysis import theory_page
     from prope.runtime.processes import call_on_first

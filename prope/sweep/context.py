@@ -58,8 +58,8 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
     for run in group:
         for record in run.evaluations:
             if record.get("window") and record["seq_len"] == T:
-                cuts.add((record["window"], record["sinks"]))
-    for window, sinks in sorted(cuts):
+                cuts.add((record["window"], record.get("sinks")))
+    for window, sinks in sorted(cuts, key=str):
         found = [find_records(run, T, window, sinks) for run in group]
         if None in found:
             continue
@@ -72,12 +72,12 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
             statistics.fmean(losses),
             statistics.fmean(whole_losses),
             window,
-            sinks,
+            sinks or 0,  # of older records
             gain,
         )
 
 
-def find_records(run: Run, T: int, window: int, sinks: int) -> tuple[dict, dict] | None:
+def find_records(run: Run, T: int, window: int, sinks: int | None) -> tuple[dict, dict] | None:
     """Finds a run's last evaluations with a window and without, on the same tokens."""
     return find_pair(
         run.evaluations,
