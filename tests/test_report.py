@@ -410,9 +410,11 @@ def test_older_records_without_some_fields_have_a_page(sweep):
         write_lines(path, read_lines(path) + records)
     read = runs.read_sweep(sweep)
     (change,) = interventions.changes(read)
-    assert (change.factor, change.difference.difference) == (1.0, pytest.approx(0.5))
+    assert change.factor == 1.0
+    assert change.difference.difference == pytest.approx(0.5)
     (row,) = [row for row in context.rows(read) if row.best]
-    assert (row.best.sinks, row.best.gain.difference) == (0, pytest.approx(0.25))
+    assert row.best.sinks == 0
+    assert row.best.gain.difference == pytest.approx(0.25)
     (sentence,) = [pair for pair in omitted.omissions(read) if pair not in before]
     assert sentence[0].startswith("Losses by length: 2 left out: not of python_docs")
     assert write_page(sweep).text
@@ -421,7 +423,12 @@ def test_older_records_without_some_fields_have_a_page(sweep):
 def test_losses_by_length_are_not_of_documents_trained_on(sweep):
     path = run_folder(sweep, 0) / "eval.jsonl"
     train = final(sweep, 0, 0) | {"split": "train", "fingerprint": "of train"}
-    lengths = [train | {"seq_len": seq_len, "loss": 9.0} for seq_len in (256, 512, 1024, 2048)]
+    lengths = [
+        train | {"seq_len": 256},
+        train | {"seq_len": 512},
+        train | {"seq_len": 1024},
+        train | {"seq_len": 2048},
+    ]
     before = pictures.by_length(runs.read_sweep(sweep)[0])
     write_lines(path, read_lines(path) + lengths)
     assert pictures.by_length(runs.read_sweep(sweep)[0]) == before
@@ -525,7 +532,16 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
         {"loss": 8.0, "encoding": "yarn", "factor": 8.0},
         {"loss": 6.5, "window": 64, "sinks": 4},
         {"loss": 1.5, "split": "train"},
-        *({"loss": float(window), "window": window, "sinks": 0} for window in (1024, 128)),
+        {
+            "loss": 1024.0,
+            "window": 1024,
+            "sinks": 0,
+        },
+        {
+            "loss": 128.0,
+            "window": 128,
+            "sinks": 0,
+        },
     ]
     write_lines(folder / "eval.jsonl", [plain | change for change in changes])
     page = Page(pathlib.Path(report_run(folder)["output"]))

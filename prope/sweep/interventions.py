@@ -12,8 +12,8 @@ import numpy as np
 from prope.encodings import INTERVENTIONS
 from prope.html.drawing import Picture, arrange, label_cells, label_ticks, panels, show_image
 from prope.inference.statistics import Difference
-from prope.sweep.runs import Run, average, groups
-from prope.workdir.records import SCHEDULE, UNCONVERTED, find_pair
+from prope.sweep.runs import Run, average, find_changed, groups
+from prope.workdir.records import SCHEDULE, UNCONVERTED
 
 _RESCALED = "rescaled"  # the kind of an encoding as a whole
 WORDS = {  # by kind: the title of its picture, and what is changed
@@ -72,7 +72,7 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
             "factor": factor,
             "seq_len": seq_len,
         }
-        paired = [(run, run, *(find_records(run, fields) or ())) for run in group]
+        paired = [(run, run, *find_changed(run, fields)) for run in group]
         difference, _ = average([pair for pair in paired if len(pair) > 2])
         if difference is None:
             continue
@@ -88,15 +88,6 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         if places[change.pairs, change.seq_len] > 1:
             computed[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
     return computed
-
-
-def find_records(run: Run, fields: dict) -> tuple[dict, dict] | None:
-    """Finds a run's last evaluations with an intervention and without, on the same tokens."""
-    plain = {"encoding": None, "factor": None}
-    fields = fields | {"step": run.last_step}
-    if run.metrics:  # an import has no data of its own
-        fields["dataset"] = run.config.data.dataset
-    return find_pair(run.evaluations, [*run.dropped, *run.evaluations], plain, **fields)
 
 
 def pictures(changes: list[Change]) -> list[Picture]:

@@ -3,12 +3,13 @@
 import collections
 import shlex
 
-from prope.sweep import context, interventions
+from prope.sweep import interventions
 from prope.sweep.pictures import by_length, is_validation
-from prope.sweep.runs import Run, groups
+from prope.sweep.runs import Run, find_changed, groups
 
 _OPTIONS = ("window", "sinks", "max_windows", "max_tokens", "split")
 _ON_ITS_PAGE = "shown on the page of the run"
+_BY_ASK = "control prompts and rescaled encodings are shown by prope.ask only"
 
 
 def omissions(runs: list[Run]) -> list[tuple[str, str]]:
@@ -25,12 +26,10 @@ def omissions(runs: list[Run]) -> list[tuple[str, str]]:
             command = _command(run, record) if reason.endswith("run:") else ""
             counts[_section(run, record), reason, command] += 1
         for record in run.answers:
-            reason = ""
             if record["step"] != run.step:
-                reason = f"not of the last step, {run.step}"
+                counts["Tasks", f"not of the last step, {run.step}", ""] += 1
             elif record.get("control") or record.get("encoding"):
-                reason = "control prompts and rescaled encodings are shown by prope.ask only"
-            counts["Tasks", reason, ""] += 1
+                counts["Tasks", _BY_ASK, ""] += 1
     for (section, reason, command), count in counts.items():
         if section and reason:
             sentences.append((f"{section}: {count} left out: {reason}", command))
@@ -56,7 +55,7 @@ def _reason(group: list[Run], run: Run, record: dict) -> str:
     """Tells why an evaluation is left out, "run:" last for a command; "" if it is shown."""
     encoding = record.get("encoding")
     if record in run.dropped:
-        is_used = any(record in _find_records(run, other) for other in run.evaluations)
+        is_used = any(record in find_changed(run, other) for other in run.evaluations)
         return "" if is_used else "on windows that another run lacks; run:"
     if record["step"] != run.last_step:
         return f"not of the last step, {run.last_step}"
@@ -65,27 +64,15 @@ def _reason(group: list[Run], run: Run, record: dict) -> str:
     if "+" in (encoding or ""):
         return f"of several bands at once; {_ON_ITS_PAGE}"
     if encoding:
-        is_shown = _find_records(run, record)
+        is_shown = find_changed(run, record)
         return "" if is_shown else "no plain evaluation of the same windows; run:"
     if record.get("window"):
-        is_shown = all(_find_records(other, record) for other in group)
+        is_shown = all(find_changed(other, record) for other in group)
         return "" if is_shown else "not all seeds have it and a plain one of the same windows; run:"
     if not is_validation(run, record):
         return f"of split {record['split']}; {_ON_ITS_PAGE}"
     is_shown = all(record["seq_len"] in by_length(other) for other in group)
     return "" if is_shown else "not all seeds have several lengths of one text; run:"
-
-
-def _find_records(run: Run, record: dict) -> tuple[dict, ...]:
-    """Finds what is shown of an evaluation with a change, and the plain one; () without them."""
-    found = None
-    if interventions.kind_of(record.get("encoding")):
-        fields = {name: record.get(name) for name in ("encoding", "factor", "seq_len")}
-        found = interventions.find_records(run, fields)
-    elif record.get("window"):
-        place = (record["seq_len"], record["window"], record.get("sinks"))
-        found = context.find_records(run, *place)
-    return found or ()
 
 
 def _command(run: Run, record: dict) -> str:

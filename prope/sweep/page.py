@@ -131,9 +131,9 @@ def report_sweep(
 
 def _describe_length(row: context.Row) -> dict:
     """Returns a row of losses by length as a record."""
-    record = {"group": row.group, "seq_len": row.seq_len, "loss": row.loss}
-    if row.best:
-        best = row.best
+    record = row._asdict()
+    best = record.pop("best")
+    if best:
         record |= {"window": best.window, "sinks": best.sinks, "window_loss": best.loss}
         record |= describe(best.gain, "gain")
     return record

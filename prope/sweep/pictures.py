@@ -18,14 +18,9 @@ from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, st
 from prope.html.page import number
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
-from prope.sweep.recovery import WITHIN, Recovery
+from prope.sweep.recovery import WITHIN, Recovery, list_evaluations
 from prope.sweep.runs import SEED, P, Run, group_name, groups
-from prope.workdir.records import (
-    SCHEDULE,
-    evaluations_of_training,
-    find_evaluation,
-    find_evaluations,
-)
+from prope.workdir.records import find_evaluation, find_evaluations
 
 Curve = dict[float, float]
 Curves = dict[str, dict[int | None, Curve]]
@@ -45,16 +40,7 @@ _ENLARGED = "Last panel: the same enlarged, without the few points that lie far 
 def loss_picture(run: Run) -> Picture | None:
     """Makes a picture of the losses of a run by step; None without logged steps."""
     config = run.config
-    evaluations = []
-    for step in sorted({record["step"] for record in run.evaluations}):
-        for encoding in (SCHEDULE, None):
-            records = evaluations_of_training(run.evaluations, config, step, encoding)
-            max_windows = config.eval.max_windows
-            evaluation = find_evaluation(records, max_windows=max_windows, encoding=encoding)
-            if evaluation:
-                break
-        if evaluation and evaluation["loss"] is not None:
-            evaluations.append(evaluation)
+    evaluations = list_evaluations(run)
 
     def draw(figure) -> None:
         axes = figure.subplots()
