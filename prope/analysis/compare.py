@@ -251,7 +251,8 @@ def losses(groups: Groups) -> Picture:
     caption = "The strongest slow or unrotated pairs of every run. "
     caption += "Bars: standard errors over sequences."
     rises = [
-        f"{max(_changes(channels[p], 'removed', 'difference')):+.4f} with {p}" for p in channels
+        f"{max(_changes(channels[p], 'removed', 'difference'), default=0):+.4f} with {p}"
+        for p in channels
     ]
     alt = f"Greatest change with a channel removed: {', '.join(rises)}."
     return Picture("losses", "Loss without a channel", alt, caption, draw)
