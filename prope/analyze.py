@@ -7,8 +7,10 @@
 Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with
 every number. A directory of runs also gets a page that compares them. The model runs one layer at a
 time, in float32, over the beginnings of documents; a layer is measured with its own window, cap and
-frequencies. The page begins with what is strong; heads of no kind are listed, and --all_heads draws
-them too. Started on every host of a pod as training is, it uses all their devices; process 0 writes
+frequencies. The page begins with what is strong. A head's kind is the place that gets over half of
+its weight (itself, the token before, the first), or semantic: sharp, for what tokens are.
+Heads of no kind are listed, and drawn only with --all_heads, --paper, --heads or --head_of.
+Started on every host of a pod as training is, it uses all their devices; process 0 writes
 and prints. --paper makes every figure and table of the paper for a checkpoint, in one run. --theory
 makes a page of the paper's statements and of its Figures 2 and 8 instead.
 """
@@ -45,7 +47,7 @@ def define_flags() -> None:
     flags.DEFINE_string("channel", None, channel)
     channels = "semantic channels to ablate; 0 saves that time"
     flags.DEFINE_integer("channels", 4, channels, lower_bound=0)
-    every = "also draw the heads of no kind, which are only listed without it"
+    every = "also draw all heads of no kind, which are only listed without it"
     flags.DEFINE_boolean("all_heads", False, every)
     paper = "make all figures and tables of the paper, of the heads that fit them best"
     flags.DEFINE_boolean("paper", False, paper)
@@ -60,7 +62,7 @@ def main() -> dict:
     if FLAGS.paper:
         _check_paper()
     if FLAGS.theory:
-        return _list_statements()
+        return _write_theory()
     if FLAGS.workdir is None:
         needed = "the directory of a run, or one with runs below it; or --theory"
         raise UsageError(f"--workdir: must be given: {needed}")
@@ -79,7 +81,7 @@ def _check_paper() -> None:
         raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
 
 
-def _list_statements() -> dict:
+def _write_theory() -> dict:
     """Writes the page of the paper's statements."""
     from prope.analysis import theory_page
     from prope.runtime.processes import call_on_first

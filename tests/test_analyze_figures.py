@@ -19,7 +19,7 @@ from makers import (
     text_with_q,
 )
 
-from prope.analysis import analysis, choices, maps, page
+from prope.analysis import analysis, choices, compare, maps, page
 from prope.html import drawing
 
 LETTERS = text_with_q()
@@ -204,6 +204,27 @@ def test_hostile_tokens_and_names_are_text(run, tmp_path):
     assert all(character.isprintable() or character == "\n" for character in source)
     shown = hostile.replace("\0\u202e\ud800", "\\x00\\u202e\\ud800")
     assert html.unescape(source).count(shown) > 3
+
+
+def test_pictures_have_short_texts_with_their_main_figures(run, tmp_path):
+    """They are read aloud, and the caption after them."""
+    found = analysed(run, heads="0.1")
+    source = page.write(tmp_path, found).read_text()
+    drawn = re.findall('<img alt="(.*?)".*?<figcaption>(.*?)</figcaption>', source, re.DOTALL)
+    groups = compare.by_p([found])
+    compared = [
+        compare.usage(groups),
+        compare.scores(groups),
+        compare.losses(groups),
+    ]
+    drawn += [(picture.alt, picture.caption) for picture in compared]
+    assert len(drawn) > 8
+    for alt, caption in drawn:
+        assert alt != caption
+        assert re.search(r"\d", alt)
+    norms = [layer["query_norms"] for layer in found["layers"]]
+    pair = np.mean(norms, axis=(0, 1)).argmax()
+    assert f"queries, pair {pair};" in page.usage(found).alt
 
 
 def test_the_page_allows_one_script_by_its_hash_and_nothing_else(run, tmp_path):

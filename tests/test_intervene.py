@@ -534,7 +534,7 @@ def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
         (512, "interpolate:4-7", 2.0): 1.1,
     }
     changes = interventions.changes([make_sweep_run(tmp_path, 1.0, 0, losses)])
-    pairs = ["0-3 by 2", "0-3 by 4", "4-7 by 2"]
+    pairs = ["0-3 by 2", "0-3 by 4", "4-7"]
     assert [change.pairs for change in changes] == pairs
     assert [change.factor for change in changes] == [2.0, 4.0, 2.0]
     differences = [change.difference.difference for change in changes]
@@ -543,6 +543,28 @@ def test_bands_interpolated_by_several_factors_are_rows_of_their_own(tmp_path):
     axes = draw(picture)[0]
     np.testing.assert_allclose(axes.images[0].get_array()[:, 0], differences)
     assert [text.get_text() for text in axes.get_yticklabels()] == pairs
+
+
+@pytest.mark.parametrize("encoding", ["yarn", "interpolate:0-3"])
+def test_a_factor_for_each_length_is_one_row(tmp_path, encoding):
+    """That of the default, the length over that of training; every length has a change."""
+    losses = {
+        (256, None, None): 1.0,
+        (256, encoding, 1.0): 2.0,
+        (512, None, None): 1.0,
+        (512, encoding, 2.0): 3.0,
+        (2048, None, None): 1.0,
+        (2048, encoding, 8.0): 9.0,
+    }
+    changes = interventions.changes([make_sweep_run(tmp_path, 1.0, 0, losses)])
+    (picture,) = interventions.pictures(changes)
+    axes = draw(picture)[0]
+    shown = axes.images[0].get_array()
+    np.testing.assert_allclose(shown, [[1, 2, 8]])
+    (label,) = axes.get_yticklabels()
+    name = encoding.removeprefix("interpolate:")
+    assert label.get_text() == name
+    assert picture.alt == "Changes of the loss from +1.0000 to +8.0000."
 
 
 def test_bands_of_some_layers_are_rows_of_their_own(tmp_path):

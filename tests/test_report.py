@@ -9,6 +9,7 @@ import math
 import pathlib
 import re
 import runpy
+import shlex
 import shutil
 import statistics
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from prope.html import drawing
 from prope.inference import paired
 from prope.inference import statistics as statistics_of_losses
 from prope.inference.statistics import average_seeds
-from prope.sweep import comparisons, interventions, omitted, pictures, run_page, runs
+from prope.sweep import comparisons, context, interventions, omitted, pictures, run_page, runs
 from prope.sweep import page as sweep_page
 from prope.sweep.run_page import report_run
 
@@ -308,8 +309,22 @@ def test_the_page_shows_the_fullest_evaluation_everywhere(sweep):
     assert state == "unfinished", "training's own evaluation is missing"
 
 
+def parse_command(command) -> dict[str, str]:
+    """The values of the flags of a command of prope.evaluate."""
+    *program, module = shlex.split(command)[:3]
+    assert (program, module) == (["python", "-m"], "prope.evaluate")
+    values = {}
+    for argument in shlex.split(command)[3:]:
+        name, _, value = argument.removeprefix("--").partition("=")
+        values[name] = value
+    for name in values.keys() & {"seq_len", "window", "sinks", "max_windows", "max_tokens"}:
+        values[name] = [int(number) for number in values[name].split(",")]
+    return values
+
+
 def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, caplog):
     """A band that is shown on the tokens of a plain evaluation is not left out."""
+    sweep = sweep.rename(sweep.with_name("two words"))
     before = omitted.omissions(runs.read_sweep(sweep))
     path = run_folder(sweep, 0) / "eval.jsonl"
     plain = final(sweep, 0, 0)
@@ -327,7 +342,9 @@ def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, c
         },
         {"window": 8, "sinks": 0},
         {"seq_len": 999, "dataset": "other"},
+        {"split": "train", "fingerprint": "of train"},
         {"seq_len": 999},
+        {"windows": 999, "max_windows": 999},
     ]
     write_lines(path, read_lines(path) + [plain | change for change in changed])
     asked = {
@@ -337,26 +354,96 @@ def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, c
     }
     write_lines(run_folder(sweep, 0) / "longcontext.jsonl", [asked])
     read = runs.read_sweep(sweep)
-    command = f"python -m prope.evaluate --workdir={sweep} --seq_len="
-    expected = [
-        "Bands stopped: 1 left out, for nothing says the loss as it is on the same tokens: "
-        f"{command}256 --max_windows=3.",
-        "Bands stopped: 1 left out, for they change several bands at once; "
-        "pages of single runs have them.",
-        "Encodings rescaled: 1 left out, for they are not of the last step, 10.",
-        "Gain from context: 1 left out, for not all seeds have them and the loss as it is: "
-        f"{command}256 --window=8 --sinks=0.",
-        "Losses by length: 1 left out, for they are not of python_docs; "
-        "pages of single runs have them.",
-        "Losses by length: 1 left out, for not all seeds have several lengths of one text: "
-        f"{command}256,999.",
-        "Tasks: 1 left out, for they are controls or rescaled; the table of prope.ask has them.",
-    ]
-    assert [text for text in omitted.omissions(read) if text not in before] == expected
+    page_of_run = "shown on the page of the run"
+    expected = {
+        "Bands stopped: 1 left out: no plain evaluation of the same windows; run:": {
+            "seq_len": [256],
+            "max_windows": [3],
+        },
+        f"Bands stopped: 1 left out: of several bands at once; {page_of_run}": None,
+        "Encodings rescaled: 1 left out: not of the last step, 10": None,
+        "Gain from context: 1 left out: not all seeds have it and a plain one of the same windows; "
+        "run:": {"seq_len": [256], "window": [8], "sinks": [0]},
+        f"Losses by length: 1 left out: not of python_docs; {page_of_run}": None,
+        f"Losses by length: 1 left out: of split train; {page_of_run}": None,
+        "Losses by length: 1 left out: not all seeds have several lengths of one text; run:": {
+            "seq_len": [256, 999],
+        },
+        "Result: 1 left out: on windows that another run lacks; run:": {
+            "seq_len": [256],
+            "max_windows": [999],
+        },
+        "Tasks: 1 left out: control prompts and rescaled encodings are shown by prope.ask only": (
+            None
+        ),
+    }
+    found = dict(pair for pair in omitted.omissions(read) if pair not in before)
+    assert list(found) == list(expected)
     caplog.set_level("INFO", "prope")
     page = write_page(sweep)
-    assert all(sentence in page.text for sentence in expected)
-    assert set(expected) < set(caplog.messages)
+    source = html.unescape((sweep / "report" / "index.html").read_text())
+    for sentence, values in expected.items():
+        command = found[sentence]
+        assert sentence in page.text
+        assert f"{sentence} {command}".strip() in caplog.messages
+        if values is None:
+            assert command == ""
+        else:
+            assert parse_command(command) == values | {"workdir": str(sweep)}
+            assert f"<code>{command}</code>" in source
+
+
+def test_older_records_without_some_fields_have_a_page(sweep):
+    """Those of a band without its factor, of a window without sinks, of a text without a name."""
+    before = omitted.omissions(runs.read_sweep(sweep))
+    plain = final(sweep, 0, 0)
+    nameless = plain | {"seq_len": 999}
+    del nameless["dataset"]
+    for seed in SEEDS:
+        path = run_folder(sweep, 0, seed) / "eval.jsonl"
+        own = final(sweep, 0, seed)
+        records = [
+            own | {"encoding": "stop:0-3", "loss": own["loss"] + 0.5},
+            own | {"window": 8, "loss": own["loss"] + 0.25},
+            nameless,
+        ]
+        write_lines(path, read_lines(path) + records)
+    read = runs.read_sweep(sweep)
+    (change,) = interventions.changes(read)
+    assert change.factor == 1.0
+    assert change.difference.difference == pytest.approx(0.5)
+    (row,) = [row for row in context.rows(read) if row.best]
+    assert row.best.sinks == 0
+    assert row.best.gain.difference == pytest.approx(0.25)
+    (sentence,) = [pair for pair in omitted.omissions(read) if pair not in before]
+    assert sentence[0].startswith("Losses by length: 2 left out: not of python_docs")
+    assert write_page(sweep).text
+
+
+def test_losses_by_length_are_not_of_documents_trained_on(sweep):
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    train = final(sweep, 0, 0) | {"split": "train", "fingerprint": "of train"}
+    lengths = [
+        train | {"seq_len": 256},
+        train | {"seq_len": 512},
+        train | {"seq_len": 1024},
+        train | {"seq_len": 2048},
+    ]
+    before = pictures.by_length(runs.read_sweep(sweep)[0])
+    write_lines(path, read_lines(path) + lengths)
+    assert pictures.by_length(runs.read_sweep(sweep)[0]) == before
+
+
+def test_a_run_whose_evaluations_are_all_on_other_windows_has_one(sweep):
+    """It is not said to lack an evaluation of the last step."""
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    records = [record | {"windows": 7} for record in read_lines(path)]
+    write_lines(path, records)
+    read = runs.read_sweep(sweep)
+    assert read[0].evaluation is None
+    sentences = [sentence for sentence, _ in omitted.omissions(read)]
+    assert not [sentence for sentence in sentences if "not evaluated" in sentence]
+    assert len([one for one in sentences if one.startswith("Result: ")]) > 0
 
 
 def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
@@ -370,6 +457,12 @@ def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
     (axes,) = draw_picture(pictures.loss_picture(alone)).axes
     assert len(alone.evaluations) > len(run.evaluations)
     assert axes.lines[1].get_ydata()[-1] == plain["loss"]
+    last = read_lines(run_folder(sweep, 0) / "metrics.jsonl")[-1]
+    losses = f"{last['loss']:.4f} at step {last['step']}, {plain['loss']:.4f} at step 10."
+    assert losses in pictures.loss_picture(alone).alt
+    unlike = [record | {"max_windows": 999} for record in run.evaluations]
+    picture = pictures.loss_picture(dataclasses.replace(run, evaluations=unlike))
+    assert len(draw_picture(picture).axes[0].lines) == 1, "none of the windows of training"
 
 
 def test_bands_are_compared_with_evaluations_that_other_runs_lack(sweep):
@@ -392,8 +485,8 @@ def test_what_is_missing_is_left_out(sweep):
     assert column(rows, 2) == ["2", "2", "0"]
     assert rows[2][3:7] == ["–"] * 4
     assert rows[0][6] == "–"
-    step = "Result: 1 left out, for rope_percentage=1,seed=0 has no evaluation of step 10."
-    assert step in omitted.omissions(runs.read_sweep(sweep))
+    step = "Result: rope_percentage=1,seed=0: not evaluated at step 10"
+    assert (step, "") in omitted.omissions(runs.read_sweep(sweep))
     states = [run.state for run in runs.read_sweep(sweep)]
     assert states.count("unfinished") == 2
     for path in sweep.glob("*/*.jsonl"):
@@ -439,6 +532,16 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
         {"loss": 8.0, "encoding": "yarn", "factor": 8.0},
         {"loss": 6.5, "window": 64, "sinks": 4},
         {"loss": 1.5, "split": "train"},
+        {
+            "loss": 1024.0,
+            "window": 1024,
+            "sinks": 0,
+        },
+        {
+            "loss": 128.0,
+            "window": 128,
+            "sinks": 0,
+        },
     ]
     write_lines(folder / "eval.jsonl", [plain | change for change in changes])
     page = Page(pathlib.Path(report_run(folder)["output"]))
@@ -449,7 +552,14 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
         "yarn by 8": "8.0000",
         "window 64, first 4": "6.5000",
         "split train": "1.5000",
+        "window 128, first 0": "128.0000",
+        "window 1,024, first 0": "1024.0000",
     }
+    assert [row[3] for row in rows if row[3].startswith("window")] == [
+        "window 64, first 4",
+        "window 128, first 0",
+        "window 1,024, first 0",
+    ]
     assert {(row[0], row[2]) for row in rows} == {("10", "2,048")}
     assert "p-RoPE rotates 8 of 32 pairs" in page.text
     for title in ("Encoding", "Loss", "All evaluations", "Settings"):

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from prope.analysis.census import rank_correlation
-from prope.analysis.maps import FAST_SHARE
+from prope.analysis.maps import FAST_SHARE, longest
 from prope.analysis.page import KINDS, SCORES
 from prope.html import page
 from prope.html.drawing import TEXT, Picture, panels, styles
@@ -151,7 +151,8 @@ def usage(groups: Groups) -> Picture:
         left.legend()
 
     caption = "Means over tokens, heads, layers of the same window, and runs."
-    return Picture("usage", "Frequency usage by p", caption, caption, draw)
+    alt = longest({name: [curve["key"]] for name, curve in curves.items()})
+    return Picture("usage", "Frequency usage by p", alt, caption, draw)
 
 
 def _curve(group: list[dict], window: int | None) -> dict:
@@ -220,7 +221,9 @@ def scores(groups: Groups) -> Picture:
             axes.set_ylim(-0.03, 1.03)
 
     caption = "Every mark is a head of a run, in order of its score."
-    return Picture("scores", "Heads by p", caption, caption, draw, (12.9, 3.8))
+    most = [f"{max(head['previous_token'] for head in heads[p]):.2f} with {p}" for p in heads]
+    alt = f"Greatest weight on the token before: {', '.join(most)}."
+    return Picture("scores", "Heads by p", alt, caption, draw, (12.9, 3.8))
 
 
 def losses(groups: Groups) -> Picture:
@@ -247,4 +250,9 @@ def losses(groups: Groups) -> Picture:
 
     caption = "The strongest slow or unrotated pairs of every run. "
     caption += "Bars: standard errors over sequences."
-    return Picture("losses", "Loss without a channel", caption, caption, draw)
+    rises = [
+        f"{max(_changes(channels[p], 'removed', 'difference'), default=0):+.4f} with {p}"
+        for p in channels
+    ]
+    alt = f"Greatest change with a channel removed: {', '.join(rises)}."
+    return Picture("losses", "Loss without a channel", alt, caption, draw)

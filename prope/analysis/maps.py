@@ -35,6 +35,15 @@ def name_of(head: dict) -> str:
     return f"{head['layer']}.{head['head']}"
 
 
+def longest(norms: dict[str, np.ndarray]) -> str:
+    """Names the pair with the greatest mean norm, of norms [.., P] by their name."""
+    pairs = []
+    for name, values in norms.items():
+        mean = np.nanmean(values, axis=0)
+        pairs.append(f"{name}, pair {mean.argmax()}")
+    return f"Longest on average: {'; '.join(pairs)}."
+
+
 def heads(analysis: dict) -> Picture:
     """Draws Figures 5, 12, 13: the chosen heads' maps, above the frequencies that they use."""
     shown = analysis["shown"]
@@ -62,7 +71,8 @@ def heads(analysis: dict) -> Picture:
         "Above: attention weights in a part of the first sequence (--window), coloured by square "
         "root. Below: which pairs the head uses. In titles: means over all sequences."
     )
-    return Picture("heads", "Chosen heads", caption, caption, draw, (2.55 * across, 5.0 * blocks))
+    alt = f"Maps and norms of heads {', '.join(map(name_of, shown))}."
+    return Picture("heads", "Chosen heads", alt, caption, draw, (2.55 * across, 5.0 * blocks))
 
 
 def _draw_norms(axes, layer: dict, head: int, rotated: np.ndarray) -> None:
@@ -138,14 +148,13 @@ def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
         for axes, kind in zip(row, norms, strict=True):
             heat(axes, norms[kind], f"norms of the {kind}", "token", labels, rotated)
 
-    longest = [f"of the {kind}, pair {norms[kind].mean(axis=0).argmax()}" for kind in norms]
-    caption = f"Longest on average: {'; '.join(longest)}."
+    caption = "The 2-norm of every pair of lanes, by token; red lines border what does not rotate."
     name = f"norms_{head['layer']}_{head['head']}"
     title = f"Head {name_of(head)}: norms by token"
     return Picture(
         name,
         title,
-        caption,
+        longest(norms),
         caption,
         draw,
         (12, height(len(labels))),

@@ -6,7 +6,15 @@ Axes: L layers, N query heads, K key/value heads, P pairs.
 import numpy as np
 from etils import epath
 
-from prope.analysis.maps import FAST_SHARE, SCORES, channel, heads, maps, name_of
+from prope.analysis.maps import (
+    FAST_SHARE,
+    SCORES,
+    channel,
+    heads,
+    longest,
+    maps,
+    name_of,
+)
 from prope.html import page
 from prope.html.drawing import (
     TEXT,
@@ -109,17 +117,15 @@ def usage(analysis: dict) -> Picture:
     """Draws Figure 3: norms by layer and pair, means over heads."""
     layers = [layer["layer"] for layer in analysis["layers"]]
     rotated = rotated_by_layer(analysis)
+    norms = {}
+    for kind, name in NORMS.items():
+        means = [np.mean(layer[name], axis=0) for layer in analysis["layers"]]
+        norms[kind] = stack_rows(means, constant_values=np.nan)
 
     def draw(figure):
         row = panels(figure, 3, sharey=True)[0]
-        for axes, (kind, name) in zip(
-            row,
-            NORMS.items(),
-            strict=True,
-        ):
+        for axes, (kind, values) in zip(row, norms.items(), strict=True):
             ends = None if "values" in kind else rotated
-            means = [np.mean(layer[name], axis=0) for layer in analysis["layers"]]
-            values = stack_rows(means, constant_values=np.nan)
             heat(axes, values, kind, "layer", layers, ends)
             axes.label_outer()
 
@@ -127,7 +133,7 @@ def usage(analysis: dict) -> Picture:
     caption += "(the paper's Figure 3)."
     if not rotated.all():
         caption += " Red lines border the pairs that are not rotated."
-    return Picture("usage", "Frequency usage by layer", caption, caption, draw, (12, 3.4))
+    return Picture("usage", "Frequency usage by layer", longest(norms), caption, draw, (12, 3.4))
 
 
 def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
@@ -161,8 +167,9 @@ def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
     if len(drawn) < len(analysis["heads"]):
         caption += " of a kind or asked for"
     caption += "; a head of keys and values may serve several query heads."
+    alt = f"Norms by pair, of {len(drawn)} of {len(analysis['heads'])} heads."
     size = (12, min(3 + 0.07 * len(drawn), 14))
-    return Picture("usage_by_head", "Frequency usage by head", caption, caption, draw, size)
+    return Picture("usage_by_head", "Frequency usage by head", alt, caption, draw, size)
 
 
 def census(analysis: dict) -> Picture:
@@ -185,7 +192,7 @@ def census(analysis: dict) -> Picture:
             f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "
             f"{correlation['p_value']:.1g}, by permuting the heads of each key together)."
         )
-    return Picture("census", "Where the heads look", caption, caption, draw, (12, 4))
+    return Picture("census", "Where the heads look", lead(analysis), caption, draw, (12, 4))
 
 
 def _scatter_heads(axes, records: list[dict]) -> None:
@@ -248,8 +255,12 @@ def channels(analysis: dict) -> Picture:
         " standard errors of the difference over sequences. A pair that is not rotated cannot be "
         "stopped."
     )
+    added = [
+        f"{name} {record['to_first']:+.2f}" for name, record in zip(names, records, strict=True)
+    ]
+    alt = f"Added to the logit of the first token: {'; '.join(added)}."
     size = (12, 1.6 + 0.6 * len(records))
-    return Picture("channels", "Semantic channels", caption, caption, draw, size)
+    return Picture("channels", "Semantic channels", alt, caption, draw, size)
 
 
 def _draw_bars(logits, losses, records, names, shift, colour) -> None:

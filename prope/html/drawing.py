@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import matplotlib.figure
 import numpy as np
-from etils import epath
 from matplotlib.colors import PowerNorm, to_hex
 from matplotlib.text import Text
 
@@ -65,13 +64,6 @@ class Picture:
                 text.set_text(visible(text.get_text()))
             figure.savefig(png, format="png", metadata={"Software": None})
         return png.getvalue(), cells(figure)
-
-    def save(self, folder: epath.Path) -> epath.Path:
-        """Writes the picture as FOLDER/NAME.png; returns its path."""
-        png, _ = self.render()
-        path = folder / self.file_name
-        path.write_bytes(png)
-        return path
 
 
 def visible(text: str) -> str:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from prope.inference.statistics import Difference
 from prope.sweep.pictures import by_length
-from prope.sweep.runs import Run, average, groups
-from prope.workdir.records import find_pair
+from prope.sweep.runs import Run, average, find_changed, groups
 
 
 class Cut(NamedTuple):
@@ -58,10 +57,11 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
     for run in group:
         for record in run.evaluations:
             if record.get("window") and record["seq_len"] == T:
-                cuts.add((record["window"], record["sinks"]))
-    for window, sinks in sorted(cuts):
-        found = [find_records(run, T, window, sinks) for run in group]
-        if None in found:
+                cuts.add((record["window"], record.get("sinks")))
+    for window, sinks in sorted(cuts, key=str):
+        fields = {"seq_len": T, "window": window, "sinks": sinks}
+        found = [find_changed(run, fields) for run in group]
+        if () in found:
             continue
         gain, _ = average([(run, run, *records) for run, records in zip(group, found, strict=True)])
         if gain is None:
@@ -72,20 +72,6 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
             statistics.fmean(losses),
             statistics.fmean(whole_losses),
             window,
-            sinks,
+            sinks or 0,  # of older records
             gain,
         )
-
-
-def find_records(run: Run, T: int, window: int, sinks: int) -> tuple[dict, dict] | None:
-    """Finds a run's last evaluations with a window and without, on the same tokens."""
-    return find_pair(
-        run.evaluations,
-        [*run.dropped, *run.evaluations],
-        {"window": None, "sinks": None},
-        step=run.last_step,
-        dataset=run.config.data.dataset,
-        seq_len=T,
-        window=window,
-        sinks=sinks,
-    )

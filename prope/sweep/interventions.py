@@ -3,6 +3,7 @@
 What is read are the records of `prope.evaluate --intervene`, on the tokens of a plain evaluation.
 """
 
+import collections
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -11,15 +12,15 @@ import numpy as np
 from prope.encodings import INTERVENTIONS
 from prope.html.drawing import Picture, arrange, label_cells, label_ticks, panels, show_image
 from prope.inference.statistics import Difference
-from prope.sweep.runs import Run, average, groups
-from prope.workdir.records import SCHEDULE, UNCONVERTED, find_pair
+from prope.sweep.runs import Run, average, find_changed, groups
+from prope.workdir.records import SCHEDULE, UNCONVERTED
 
 _RESCALED = "rescaled"  # the kind of an encoding as a whole
 WORDS = {  # by kind: the title of its picture, and what is changed
     "stop": ("Bands stopped", "a band no longer rotated"),
     "remove": ("Bands removed", "a band removed from logits"),
     "interpolate": ("Bands interpolated", "a band rotated more slowly"),
-    _RESCALED: ("Encodings rescaled", "all pairs rotated more slowly"),
+    _RESCALED: ("Encodings rescaled", "the encoding rescaled by --encoding"),
 }
 
 
@@ -32,7 +33,7 @@ class Change(NamedTuple):
     layers: str  # "" all, or as --intervene names them
     factor: float  # by which `interpolate` slows; 1 for others
     seq_len: int
-    pairs: str  # band and layers, or the encoding; by its factor
+    pairs: str  # band and layers, or the encoding; by which of several factors
     difference: Difference  # over seeds; over documents for a single run
 
 
@@ -40,14 +41,15 @@ def kind_of(encoding: str | None) -> str | None:
     """Names the kind of an evaluation's encoding; None for the run's own, and for training's."""
     if encoding in (None, SCHEDULE, UNCONVERTED):
         return None
-    kind, is_band, _ = encoding.partition(":")
-    return kind if is_band else _RESCALED
+    kind, *bands = encoding.split(":")
+    return kind if bands else _RESCALED
 
 
 def changes(runs: list[Run]) -> list[Change]:
     """Computes the changes of the last step's loss, by kind, group, band, factor and length.
 
-    Records of several bands at once, such as those of a search, are left out.
+    Of several factors at one length, the names of pairs have them. Records of several bands at
+    once, such as those of a search, are left out.
     """
     computed = []
     for kind in WORDS:
@@ -58,7 +60,7 @@ def changes(runs: list[Run]) -> list[Change]:
 
 def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
     cases = {
-        (record["encoding"], record["factor"], record["seq_len"])
+        (record["encoding"], record.get("factor"), record["seq_len"])
         for run in group
         for record in run.evaluations
         if kind_of(record.get("encoding")) == kind and "+" not in record["encoding"]
@@ -70,7 +72,7 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
             "factor": factor,
             "seq_len": seq_len,
         }
-        paired = [(run, run, *(find_records(run, fields) or ())) for run in group]
+        paired = [(run, run, *find_changed(run, fields)) for run in group]
         difference, _ = average([pair for pair in paired if len(pair) > 2])
         if difference is None:
             continue
@@ -79,19 +81,13 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         band = ()
         if kind in INTERVENTIONS:
             band = tuple(map(int, pairs.split("-")))
-        if factor != 1:
-            label += f" by {factor:g}"
+        factor = factor or 1.0  # of older records
         computed.append(Change(name, kind, band, layers, factor, seq_len, label, difference))
+    places = collections.Counter((change.pairs, change.seq_len) for change in computed)
+    for i, change in enumerate(computed):
+        if places[change.pairs, change.seq_len] > 1:
+            computed[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
     return computed
-
-
-def find_records(run: Run, fields: dict) -> tuple[dict, dict] | None:
-    """Finds a run's last evaluations with an intervention and without, on the same tokens."""
-    plain = {"encoding": None, "factor": None}
-    fields = fields | {"step": run.last_step}
-    if run.metrics:  # an import has no data of its own
-        fields["dataset"] = run.config.data.dataset
-    return find_pair(run.evaluations, [*run.dropped, *run.evaluations], plain, **fields)
 
 
 def pictures(changes: list[Change]) -> list[Picture]:
@@ -134,7 +130,8 @@ def _picture(kind: str, changes: list[Change]) -> Picture:
         " evaluated, or pairs that do not rotate."
     )
     size = (width * across + 0.6, (1.2 + 0.3 * len(bands)) * blocks)
-    return Picture(kind, title, caption, caption, draw, size)
+    alt = f"Changes of the loss from {np.nanmin(values):+.4f} to {np.nanmax(values):+.4f}."
+    return Picture(kind, title, alt, caption, draw, size)
 
 
 def _draw_map(axes, losses: np.ndarray, largest: float) -> None:

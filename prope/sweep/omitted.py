@@ -1,74 +1,91 @@
 """Says which evaluations the page of a sweep leaves out, why, and which command adds them."""
 
 import collections
+import shlex
 
-from prope.sweep import context, interventions
-from prope.sweep.pictures import by_length
-from prope.sweep.runs import Run, groups
+from prope.sweep import interventions
+from prope.sweep.pictures import by_length, is_validation
+from prope.sweep.runs import Run, find_changed, groups
 
-_LIMITS = ("max_windows", "max_tokens")
+_OPTIONS = ("window", "sinks", "max_windows", "max_tokens", "split")
+_ON_ITS_PAGE = "shown on the page of the run"
+_BY_ASK = "control prompts and rescaled encodings are shown by prope.ask only"
 
 
-def omissions(runs: list[Run]) -> list[str]:
-    """Makes a sentence for every section of the page and every reason to leave out records."""
+def omissions(runs: list[Run]) -> list[tuple[str, str]]:
+    """Lists what is left out and why, by section of the page, with a command for it or ""."""
     counts = collections.Counter()
+    sentences = []
+    by_group = groups(runs)
     for run in runs:
-        if run.step >= run.config.num_steps and run.metrics and not run.evaluation:
-            counts["Result", f"for {run.name} has no evaluation of step {run.step}"] += 1
-        group = groups(runs)[run.group]
-        for record in run.evaluations:
-            section = _section(run, record)
-            counts[section, section and _reason(group, run, record)] += 1
+        is_done = run.step >= run.config.num_steps and run.metrics
+        if is_done and not (run.evaluation or run.dropped):
+            sentences.append((f"Result: {run.name}: not evaluated at step {run.step}", ""))
+        for record in (*run.evaluations, *run.dropped):
+            reason = _reason(by_group[run.group], run, record)
+            command = _command(run, record) if reason.endswith("run:") else ""
+            counts[_section(run, record), reason, command] += 1
         for record in run.answers:
-            reason = None
             if record["step"] != run.step:
-                reason = f"for they are not of the last step, {run.step}"
+                counts["Tasks", f"not of the last step, {run.step}", ""] += 1
             elif record.get("control") or record.get("encoding"):
-                reason = "for they are controls or rescaled; the table of prope.ask has them"
-            counts["Tasks", reason] += 1
-    return [f"{name}: {count} left out, {why}." for (name, why), count in counts.items() if why]
+                counts["Tasks", _BY_ASK, ""] += 1
+    for (section, reason, command), count in counts.items():
+        if section and reason:
+            sentences.append((f"{section}: {count} left out: {reason}", command))
+    return sentences
 
 
 def _section(run: Run, record: dict) -> str | None:
     """Names the section that an evaluation belongs to; None for one that training makes."""
+    if record in run.dropped:
+        return "Result"
     kind = interventions.kind_of(record.get("encoding"))
     if kind:
         return interventions.WORDS[kind][0]
     if record.get("window"):
         return "Gain from context"
     trained = run.config.data
-    place = (record["seq_len"], record["dataset"])
-    is_own = place == (trained.seq_len, trained.dataset) or record.get("encoding")
-    return None if is_own else "Losses by length"
+    place = (record["seq_len"], record.get("dataset"))
+    is_own = place == (trained.seq_len, trained.dataset) and is_validation(run, record)
+    return None if is_own or record.get("encoding") else "Losses by length"
 
 
-def _reason(group: list[Run], run: Run, record: dict) -> str | None:
-    """Tells why an evaluation is left out; None if it is shown."""
-    trained = run.config.data
+def _reason(group: list[Run], run: Run, record: dict) -> str:
+    """Tells why an evaluation is left out, "run:" last for a command; "" if it is shown."""
     encoding = record.get("encoding")
-    T = record["seq_len"]
+    if record in run.dropped:
+        is_used = any(record in find_changed(run, other) for other in run.evaluations)
+        return "" if is_used else "on windows that another run lacks; run:"
     if record["step"] != run.last_step:
-        return f"for they are not of the last step, {run.last_step}"
-    if run.metrics and record["dataset"] != trained.dataset:
-        return f"for they are not of {trained.dataset}; pages of single runs have them"
+        return f"not of the last step, {run.last_step}"
+    if run.metrics and record.get("dataset") != run.config.data.dataset:
+        return f"not of {run.config.data.dataset}; {_ON_ITS_PAGE}"
     if "+" in (encoding or ""):
-        return "for they change several bands at once; pages of single runs have them"
-    limits = "".join(f" --{name}={record[name]}" for name in _LIMITS if record.get(name))
-    command = f"python -m prope.evaluate --workdir={run.workdir.parent} --seq_len="
+        return f"of several bands at once; {_ON_ITS_PAGE}"
     if encoding:
-        fields = {name: record[name] for name in ("encoding", "factor", "seq_len")}
-        if interventions.find_records(run, fields):
-            return None
-        return f"for nothing says the loss as it is on the same tokens: {command}{T}{limits}"
+        is_shown = find_changed(run, record)
+        return "" if is_shown else "no plain evaluation of the same windows; run:"
     if record.get("window"):
-        place = (T, record["window"], record["sinks"])
-        if all(context.find_records(other, *place) for other in group):
-            return None
-        cut = f" --window={record['window']} --sinks={record['sinks']}"
-        return f"for not all seeds have them and the loss as it is: {command}{T}{cut}{limits}"
-    if all(T in by_length(other) for other in group):
-        return None
-    if by_length(run):  # of a fuller text
-        limits = ""
-    lengths = f"{trained.seq_len},{T}"
-    return f"for not all seeds have several lengths of one text: {command}{lengths}{limits}"
+        is_shown = all(find_changed(other, record) for other in group)
+        return "" if is_shown else "not all seeds have it and a plain one of the same windows; run:"
+    if not is_validation(run, record):
+        return f"of split {record['split']}; {_ON_ITS_PAGE}"
+    is_shown = all(record["seq_len"] in by_length(other) for other in group)
+    return "" if is_shown else "not all seeds have several lengths of one text; run:"
+
+
+def _command(run: Run, record: dict) -> str:
+    """Returns the command that evaluates all runs as a record needs."""
+    lengths = record["seq_len"]
+    trained = run.config.data.seq_len
+    if not (record.get("encoding") or record.get("window") or lengths == trained):
+        lengths = f"{trained},{lengths}"
+        if by_length(run):  # of a fuller text
+            record = {}
+    command = f"python -m prope.evaluate --workdir={shlex.quote(str(run.workdir.parent))}"
+    command += f" --seq_len={lengths}"
+    for name in _OPTIONS:
+        if record.get(name) not in (None, "validation"):
+            command += f" --{name}={record[name]}"
+    return command

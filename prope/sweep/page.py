@@ -21,7 +21,6 @@ from prope.stack import parameters
 from prope.sweep import context, interventions
 from prope.sweep.comparisons import (
     Comparison,
-    Detectable,
     Family,
     compare_declared,
     compare_with_rope,
@@ -68,6 +67,8 @@ PAPER_FIELDS = {
     "model.hidden_dim": 16_384,
     "data.seq_len": 8192,
 }
+# Of the page, beside that of results; those that are not given are empty.
+_TABLES = ("can_tell", "contrasts", "changes", "lengths", "recoveries")
 # The sources of FlanV2, as configs/gemma_2b_flan.py names folders.
 FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}
 
@@ -90,11 +91,17 @@ def report_sweep(
     declared = compare_declared(runs, families, folder)
     can_tell = detectable(families)
     rows = result_rows(runs, families)
-    changes = interventions.changes(runs)
-    drawn = pictures(runs, rows) + interventions.pictures(changes)
-    page_path = write(directory, runs, rows, drawn, changes, folder, can_tell, declared)
-    printed = table(runs)
-    for row, result in zip(printed, rows, strict=True):
+    found = {
+        "can_tell": can_tell,
+        "contrasts": declared,
+        "changes": interventions.changes(runs),
+        "lengths": context.rows(runs),
+        "recoveries": recoveries(runs),
+    }
+    drawn = pictures(runs, rows, found["recoveries"]) + interventions.pictures(found["changes"])
+    page_path = write(directory, runs, rows, drawn, folder, **found)
+    means = table(runs)
+    for row, result in zip(means, rows, strict=True):
         row["selected_best"] = result["best"]
         row["minus_rope"] = None
         if result["difference"]:
@@ -107,25 +114,26 @@ def report_sweep(
     record = {
         "output": str(page_path),
         "runs": [run.record() for run in runs],
-        "table": printed,
+        "table": means,
         "detectable": [one._asdict() | {"pooled": one.pooled._asdict()} for one in can_tell],
     }
-    found = {
-        "lengths": list(map(_describe_length, context.rows(runs))),
-        "recovery": [recovery._asdict() for recovery in recoveries(runs)],
+    printed = {
+        "lengths": list(map(_describe_length, found["lengths"])),
+        "recovery": [recovery._asdict() for recovery in found["recoveries"]],
         "contrasts": list(map(describe_contrast, declared)),
         "interventions": [
-            change._asdict() | describe(change.difference, "difference") for change in changes
+            change._asdict() | describe(change.difference, "difference")
+            for change in found["changes"]
         ],
     }
-    return record | {name: records for name, records in found.items() if records}
+    return record | {name: records for name, records in printed.items() if records}
 
 
 def _describe_length(row: context.Row) -> dict:
     """Returns a row of losses by length as a record."""
-    record = {"group": row.group, "seq_len": row.seq_len, "loss": row.loss}
-    if row.best:
-        best = row.best
+    record = row._asdict()
+    best = record.pop("best")
+    if best:
         record |= {"window": best.window, "sinks": best.sinks, "window_loss": best.loss}
         record |= describe(best.gain, "gain")
     return record
@@ -149,20 +157,21 @@ def write(
     runs: list[Run],
     rows: list[dict],
     drawn: list[Picture],
-    changes: Sequence[interventions.Change] = (),
     folder: epath.Path | None = None,
-    can_tell: Sequence[Detectable] = (),
-    contrasts: Sequence[Comparison] = (),
+    **found: Sequence,
 ) -> epath.Path:
-    """Writes report/index.html and its pictures into `folder`, or DIR; returns the page's path."""
+    """Writes report/index.html and its pictures into `folder`, or DIR; returns the page's path.
+
+    `found` are more tables of the page, of the names in `_TABLES`.
+    """
     config = runs[0].config
     finished = [run for run in runs if run.state == "finished"]
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
     omitted = omissions(runs)
-    for sentence in omitted:
-        log.info("%s", sentence)
+    for texts in omitted:
+        log.info("%s", " ".join(texts).strip())
     return page.write(
         (folder or directory) / "report",
         "sweep",
@@ -173,20 +182,16 @@ def write(
         parameters=parameters.count(config.model),
         by_p=all(P in run.values for run in runs),
         rows=rows,
-        can_tell=can_tell,
-        contrasts=contrasts,
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
         effective_lengths=effective_lengths(runs),
-        lengths=context.rows(runs),
-        recoveries=recoveries(runs),
-        changes=changes,
         omitted=omitted,
         planned=len(read_entries(directory)),
         equality=equality(runs),
         runs=[_row_of(run, (folder or directory) / "report") for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={name: value for name, value in flat(config).items() if name not in differing},
+        **dict.fromkeys(_TABLES, ()) | found,
     )
 
 

@@ -10,21 +10,17 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, styles, visible
+from prope.html.page import number
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
-from prope.sweep.recovery import WITHIN, recoveries
+from prope.sweep.recovery import WITHIN, Recovery, list_evaluations
 from prope.sweep.runs import SEED, P, Run, group_name, groups
-from prope.workdir.records import (
-    SCHEDULE,
-    evaluations_of_training,
-    find_evaluation,
-    find_evaluations,
-)
+from prope.workdir.records import find_evaluation, find_evaluations
 
 Curve = dict[float, float]
 Curves = dict[str, dict[int | None, Curve]]
@@ -44,16 +40,7 @@ _ENLARGED = "Last panel: the same enlarged, without the few points that lie far 
 def loss_picture(run: Run) -> Picture | None:
     """Makes a picture of the losses of a run by step; None without logged steps."""
     config = run.config
-    evaluations = []
-    for step in sorted({record["step"] for record in run.evaluations}):
-        for encoding in (SCHEDULE, None):
-            records = evaluations_of_training(run.evaluations, config, step, encoding)
-            find = functools.partial(find_evaluation, records, encoding=encoding)
-            evaluation = find(max_windows=config.eval.max_windows) or find()
-            if evaluation:
-                break
-        if evaluation and evaluation["loss"] is not None:
-            evaluations.append(evaluation)
+    evaluations = list_evaluations(run)
 
     def draw(figure) -> None:
         axes = figure.subplots()
@@ -80,7 +67,10 @@ def loss_picture(run: Run) -> Picture | None:
     caption = "Validation is that of training, on the same windows at every step."
     if config.convert.schedule_steps:
         caption += " While pairs stop, it is with the encoding of that step."
-    return Picture("loss", "Loss", "Losses by step.", caption, draw, size=(7, 4.2))
+    last = [run.metrics[-1], *evaluations[-1:]]
+    ends = [f"{number(one['loss'])} at step {one['step']:,}" for one in last]
+    alt = f"Last losses of training and validation: {', '.join(ends)}."
+    return Picture("loss", "Loss", alt, caption, draw, size=(7, 4.2))
 
 
 def _draw_validation(axes, evaluations: list[dict]) -> None:
@@ -130,7 +120,16 @@ def last_evaluations(run: Run) -> list[dict]:
     fields = {"step": run.last_step}
     if run.metrics:  # an import has no data of its own
         fields["dataset"] = run.config.data.dataset
-    return find_evaluations(run.evaluations, **fields)
+    return [
+        record
+        for record in find_evaluations(run.evaluations, **fields)
+        if is_validation(run, record)
+    ]
+
+
+def is_validation(run: Run, record: dict) -> bool:
+    """Tells whether an evaluation is not of documents trained on; an import has no such."""
+    return not run.metrics or record.get("split") in (None, "validation")
 
 
 def by_length(run: Run) -> Curve:
@@ -226,15 +225,16 @@ RECOVERY = Plot(
 )
 
 
-def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
+def pictures(
+    runs: list[Run], rows: list[dict], recovered: Sequence[Recovery] = ()
+) -> list[Picture]:
     """Makes the pictures that the runs have numbers for, in the order of the page.
 
-    `rows` are those of the page's table.
+    `rows` are those of the page's table, `recovered` of its table of recoveries.
     """
     plots = list(PLOTS)
-    tasks = {entry["task"] for run in runs for entry in accuracies(run)}
-    for task in sorted(tasks):
-        entries = [one for run in runs for one in accuracies(run)]
+    entries = [entry for run in runs for entry in accuracies(run)]
+    for task in sorted({entry["task"] for entry in entries}):
         answers = [entry["answers"] for entry in entries if entry["task"] == task]
         plot = Plot(
             f"accuracy-{task}",
@@ -251,9 +251,9 @@ def pictures(runs: list[Run], rows: list[dict]) -> list[Picture]:
     for plot in plots:
         by_group = read_curves(runs, plot.read)
         drawn.append(curves_picture(plot, by_group, rope_of))
-    gaps = {recovery.run: dict(recovery.gaps) for recovery in recoveries(runs)}
-    recovered = read_curves(runs, lambda run: gaps.get(run.name, {}))
-    drawn.append(curves_picture(RECOVERY, recovered, {}))
+    gaps = {recovery.run: dict(recovery.gaps) for recovery in recovered}
+    by_group = read_curves(runs, lambda run: gaps.get(run.name, {}))
+    drawn.append(curves_picture(RECOVERY, by_group, {}))
     return [picture for picture in drawn if picture] + maps(runs)
 
 

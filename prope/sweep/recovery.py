@@ -71,12 +71,21 @@ def compare(run: Run, control: Run, within: float = WITHIN) -> Recovery:
 def _losses(run: Run) -> dict[tuple, float]:
     """Returns the losses of training's evaluations by step and windows."""
     losses = {}
-    for step in {record["step"] for record in run.evaluations}:
+    for record in list_evaluations(run):
+        windows = tuple(record.get(field) for field in SAME_WINDOWS)
+        losses[record["step"], windows] = record["loss"]
+    return losses
+
+
+def list_evaluations(run: Run) -> list[dict]:
+    """Lists training's evaluations with a loss by step, with the encoding that the step had."""
+    steps = sorted({record["step"] for record in run.evaluations})
+    records = []
+    for step in steps:
         record = _evaluation(run, step, SCHEDULE) or _evaluation(run, step)
         if record and record["loss"] is not None:
-            windows = tuple(record.get(field) for field in SAME_WINDOWS)
-            losses[step, windows] = record["loss"]
-    return losses
+            records.append(record)
+    return records
 
 
 def _evaluation(run: Run, step: int, encoding: str | None = None) -> dict | None:

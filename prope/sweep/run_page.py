@@ -16,21 +16,12 @@ from prope.sweep import interventions
 from prope.sweep.maps import effective_lengths
 from prope.sweep.page import link_to, origin
 from prope.sweep.pictures import loss_picture, pictures
-from prope.sweep.runs import METRICS, P, Run, read_run
+from prope.sweep.runs import P, Run, read_run
 from prope.workdir.run import read_config
 
-# Of an evaluation; records that differ in one of the first six are rows of their own.
-_FIELDS = (
-    "encoding",
-    "factor",
-    "window",
-    "sinks",
-    "split",
-    "fingerprint",
-    "dataset",
-    "tokens",
-    *METRICS,
-)
+# Records that differ in one of these are rows of their own, sorted by them.
+_IDENTITY = ("step", "dataset", "seq_len", "encoding", "tokens")
+_IDENTITY += ("factor", "window", "sinks", "split", "fingerprint")
 
 
 def report_run(workdir: epath.Path, output: str | None = None) -> dict:
@@ -78,17 +69,10 @@ def list_evaluations(run: Run) -> list[dict]:
     """Lists the run's evaluations by step, dataset, length and change; of equal ones the last."""
     rows = {}
     for record in run.evaluations:
-        row = dict.fromkeys(_FIELDS) | record
+        row = dict.fromkeys((*_IDENTITY, "perplexity", "bits_per_byte")) | record
         row["dataset"] = row["dataset"] or run.config.data.dataset
-        changes = [str(row[name] or "") for name in _FIELDS]
-        key = (
-            row["step"],
-            row["dataset"],
-            row["seq_len"],
-            changes[0],
-            row["tokens"] or 0,
-        )
-        rows[*key, *changes[:6]] = row
+        key = tuple((row[name] is not None, row[name]) for name in _IDENTITY)  # None is first
+        rows[key] = row
     return [rows[key] for key in sorted(rows)]
 
 
@@ -132,7 +116,8 @@ def encoding_picture(run: Run) -> Picture:
 
     caption = "Pairs without a frequency do not rotate. Dashed: one turn in a window of training;"
     caption += " pairs below it do not turn once."
-    return Picture("frequencies", "Encoding", caption, caption, draw)
+    alt = f"Frequencies: {'; '.join(curves)}."
+    return Picture("frequencies", "Encoding", alt, caption, draw)
 
 
 def _curves(run: Run) -> list[Picture]:

@@ -281,6 +281,20 @@ def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
     return [pair for pair in pairs if has_losses(pair)]
 
 
+def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
+    """Finds the run's fullest last evaluation with the change of a record, and the plain one.
+
+    They are on the same windows; () without both.
+    """
+    changes = ("encoding", "factor", "window", "sinks")
+    fields = {name: record.get(name) for name in ("seq_len", *changes)}
+    if run.metrics:  # an import has no data of its own
+        fields["dataset"] = run.config.data.dataset
+    plain = [*run.dropped, *run.evaluations]
+    step = run.last_step
+    return find_pair(run.evaluations, plain, dict.fromkeys(changes), step=step, **fields) or ()
+
+
 def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
     """Averages losses minus those of other runs, by two records of the same windows for every seed.
 
