@@ -11,7 +11,7 @@ Command    python launch/sweep.py --config=configs/encodings_controlled.py --wor
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
 Hours      4.2: 80 runs of about 380 seconds on one core, two at a time; computed. :rates takes 1.0
            and :python 1.7.
-Expected   configs/results/encodings_controlled.md: the learning rates; not yet the ten seeds.
+Expected   configs/results/encodings_controlled.md: four of the ten seeds.
 """
 
 import pathlib

@@ -1,0 +1,122 @@
+"""Tables of configs/results are those of the records beside them, which redraw the sweep's page."""
+
+import tarfile
+
+import pytest
+from conftest import ROOT
+from etils import epath
+from makers import read_lines
+
+from prope.inference.paired import paired_difference
+from prope.sweep.page import report_sweep
+
+RESULTS = ROOT / "configs/results"
+
+
+def signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.4f}"
+
+
+def interval(values) -> str:
+    return f"{signed(values[0])} to {signed(values[1])}" if values else ""
+
+
+def loss_rows(report: dict) -> list[str]:
+    """After training, at the length of training."""
+    rows = []
+    for row in report["table"]:
+        difference = row["minus_rope"] or {"loss": None, "interval": None}
+        cells = (
+            row["config"],
+            str(row["runs"]),
+            f"{row['eval_loss']:.4f}",
+            f"{row['eval_loss_sd']:.4f}",
+            signed(difference["loss"]),
+            interval(difference["interval"]),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def length_rows(report: dict) -> list[str]:
+    """By length; at the longest, beside the best truncated window of the same checkpoints."""
+    groups: dict[str, list[dict]] = {}
+    for row in report["lengths"]:
+        groups.setdefault(row["group"], []).append(row)
+    rows = []
+    for name, lengths in groups.items():
+        longest = lengths[-1]
+        cells = [name, *(f"{row['loss']:.4f}" for row in lengths)]
+        if "window" in longest:
+            sinks = f" + {longest['sinks']} first" if longest["sinks"] else ""
+            cells += [f"{longest['window']}{sinks}", f"{longest['window_loss']:.4f}"]
+            cells += [signed(longest["gain"]), interval(longest["interval"])]
+        else:
+            cells += ["every layer has one", "", "", ""]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def contrast_rows(report: dict) -> list[str]:
+    """The contrasts that were declared, by Holm."""
+    rows = []
+    for contrast in report["contrasts"]:
+        cells = (
+            f"{contrast['group']} - {contrast['other']}",
+            signed(contrast["difference"]),
+            interval(contrast["interval"]),
+            f"{contrast['p_value']:.3g}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def band_rows(workdir: epath.Path) -> list[str]:
+    """A model with bands of pairs stopped, beside the model as it is on the same tokens."""
+    records = read_lines(workdir / "eval.jsonl")
+    whole = {record["seq_len"]: record for record in records if not record.get("encoding")}
+    rows = []
+    for record in records:
+        encoding = record.get("encoding")
+        if not encoding:
+            continue
+        names = ("step", "seq_len", "fingerprint", "windows", "dataset", "split")
+        about = {name: record[name] for name in names}
+        about |= {"encoding": encoding, "factor": record["factor"]}
+        plain = {"encoding": None, "factor": None}
+        paired = paired_difference(workdir, workdir, about, second_fields=plain)
+        cells = (
+            workdir.name,
+            str(record["seq_len"]),
+            encoding,
+            f"{whole[record['seq_len']]['loss']:.4f}",
+            signed(paired.difference),
+            interval(paired.interval()),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def unpack(name: str, folder: epath.Path) -> list[str]:
+    """Unpacks a page's records and returns the lines of the page."""
+    with tarfile.open(RESULTS / f"{name}.tar.xz") as records:
+        records.extractall(folder, filter="data")
+    return (RESULTS / f"{name}.md").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_the_controlled_encodings_are_redrawn_from_their_records(tmp_path):
+    lines = unpack("encodings_controlled", tmp_path)
+    report = report_sweep(epath.Path(tmp_path))
+    assert (tmp_path / "report/index.html").exists()
+    assert {run["state"] for run in report["runs"]} == {"finished"}
+    rows = loss_rows(report) + length_rows(report) + contrast_rows(report)
+    assert [row for row in rows if row not in lines] == []
+
+
+@pytest.mark.parametrize("model", ["gemma-3-270m", "SmolLM2-135M-Instruct"])
+def test_what_real_models_lose_with_bands_stopped_is_in_their_records(model, tmp_path):
+    lines = unpack("real_models", tmp_path)
+    rows = band_rows(epath.Path(tmp_path) / model)
+    assert len(rows) >= 6
+    assert [row for row in rows if row not in lines] == []
