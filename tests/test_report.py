@@ -152,7 +152,7 @@ def test_the_result_is_that_of_the_files(sweep):
             low, high = interval(sweep, p)
             difference = f"{(low + high) / 2:+.4f} ({low:+.4f} to {high:+.4f})"
             if low < 0 < high:
-                difference += "; not distinguishable"
+                difference += " not distinguishable"
             expected.append(difference.replace("-", "−"))
         if p == PERCENTAGES[best]:
             expected[0] += " selected best"
@@ -1000,7 +1000,7 @@ def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
     page = Page(sweep / "report" / "index.html")
     rows = table_with(page, "contrast")
     assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
-    assert column(rows, 4) == [f"{p:.3f}" for p in expected]
+    assert column(rows, 4) == [f"{p:.2g}" for p in expected]
     assert column(rows, 5) == ["when 6 runs had a result"] * 2
 
 
