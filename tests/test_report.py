@@ -550,15 +550,15 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
         "–": "2.2500",
         "stop:0-3": "7.2500",
         "yarn by 8": "8.0000",
-        "window 64, first 4": "6.5000",
+        "last 64 keys and the first 4": "6.5000",
         "split train": "1.5000",
-        "window 128, first 0": "128.0000",
-        "window 1,024, first 0": "1024.0000",
+        "last 128 keys": "128.0000",
+        "last 1,024 keys": "1024.0000",
     }
     assert [row[3] for row in rows if row[3].startswith("window")] == [
-        "window 64, first 4",
-        "window 128, first 0",
-        "window 1,024, first 0",
+        "last 64 keys and the first 4",
+        "last 128 keys",
+        "last 1,024 keys",
     ]
     assert {(row[0], row[2]) for row in rows} == {("10", "2,048")}
     assert "p-RoPE rotates 8 of 32 pairs" in page.text
