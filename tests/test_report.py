@@ -555,7 +555,7 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
         "last 128 keys": "128.0000",
         "last 1,024 keys": "1024.0000",
     }
-    assert [row[3] for row in rows if row[3].startswith("window")] == [
+    assert [row[3] for row in rows if row[3].startswith("last")] == [
         "last 64 keys and the first 4",
         "last 128 keys",
         "last 1,024 keys",
