@@ -94,6 +94,8 @@ def encoding_picture(run: Run) -> Picture:
         rotated = f"{np.count_nonzero(same[0])} pairs rotate"
         curves[f"{count}, {seen}, {rotated}"] = same[0]
 
+    one_turn = 2 * np.pi / run.config.data.seq_len
+
     def draw(figure) -> None:
         axes = panels(figure, 1)[0, 0]
         for name, style in styles(list(curves)).items():
@@ -108,14 +110,16 @@ def encoding_picture(run: Run) -> Picture:
             xlabel="pair, fastest first",
             ylabel="radians a token, log scale",
             yscale="log",
+            xlim=(-0.5, max(map(len, curves.values())) - 0.5),
         )
         axes.yaxis.set_major_formatter("{x:g}")
         axes.legend()
-        one_turn = 2 * np.pi / run.config.data.seq_len
         axes.axhline(one_turn, color="#777777", ls="--", lw=1)
 
-    caption = "Pairs without a frequency do not rotate. Dashed: one turn in a window of training;"
-    caption += " pairs below it do not turn once."
+    caption = (
+        f"Pairs without a frequency do not rotate. Dashed: {one_turn:.3g} radians a token, one"
+    )
+    caption += " turn in a window of training; pairs below it do not turn once."
     alt = f"Frequencies: {'; '.join(curves)}."
     return Picture("frequencies", "Encoding", alt, caption, draw)
 
