@@ -202,6 +202,7 @@ OTHER_CLASSES = {
     "qwen3_0_6b": "Qwen3",
     "smollm2_135m": "Llama",
     "smollm3_like": "SmolLM3",
+    "conversion": "Gemma3",
 }
 PAGES = {file.stem for file in (ROOT / "configs").glob("*.py")} - {"families"}
 

@@ -105,7 +105,8 @@ def test_a_cache_has_the_changed_keys(kind):
     lengths = jnp.full(len(tokens), tokens.shape[1])
     last, _ = fill_cache(config, layers, tokens, lengths)
     expected = model.hidden_states(config, params, tokens, positions)[:, -1:]
-    np.testing.assert_allclose(last, expected, rtol=0, atol=1e-5)
+    # XLA sums otherwise from processor to processor: up to 1.5e-5 was seen.
+    np.testing.assert_allclose(last, expected, rtol=0, atol=2e-5)
 
 
 def test_bands_and_layers_are_parsed():

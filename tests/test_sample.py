@@ -182,7 +182,8 @@ def test_logits_equal_those_of_the_full_forward(fields):
     written = np.concatenate(written, axis=1)
     for b, n in enumerate(LENGTHS):
         logits = np.concatenate([read[b, :n], written[b]])
-        bound = 1e-5 * expected.std()
+        # XLA sums otherwise from processor to processor: up to 1.2e-5 was seen.
+        bound = 2e-5 * expected.std()
         np.testing.assert_allclose(
             logits,
             expected[b, : n + 7],

@@ -64,7 +64,7 @@ def loss_picture(run: Run) -> Picture | None:
 
     if not run.metrics:
         return None
-    caption = "Validation is that of training, on the same windows at every step."
+    caption = "Validation is made during training, on the same windows at every step."
     if config.convert.schedule_steps:
         caption += " While pairs stop, it is with the encoding of that step."
     last = [run.metrics[-1], *evaluations[-1:]]
