@@ -69,7 +69,8 @@ def list_evaluations(run: Run) -> list[dict]:
     """Lists the run's evaluations by step, dataset, length and change; of equal ones the last."""
     rows = {}
     for record in run.evaluations:
-        row = dict.fromkeys((*_IDENTITY, "perplexity", "bits_per_byte")) | record
+        others = ("documents", "perplexity", "bits_per_byte")
+        row = dict.fromkeys((*_IDENTITY, *others)) | record
         row["dataset"] = row["dataset"] or run.config.data.dataset
         key = tuple((row[name] is not None, row[name]) for name in _IDENTITY)  # None is first
         rows[key] = row
