@@ -6,7 +6,7 @@ What       The slow pairs of a published model stop one after the other in an ei
 Command    python -m prope.import_hf --input=google/gemma-3-4b-pt --workdir=W0
            python -m prope.train --config=configs/conversion.py:gemma3_4b --workdir=W \\
                --init_from=W0 --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
-           :llama31_8b the same with meta-llama/Llama-3.1-8B. The memory is that of
+           :llama31_8b the same with meta-llama/Llama-3.1-8B; :tiny converts nothing. Memory:
            python -m prope.plan --config=configs/conversion.py:gemma3_4b --topology=h100:8
 Hardware   8 H100: 55 (Gemma) and 52 (Llama) of the 78 GB of each; compiled on 2026-11-26, not run.
 Hours      3.1 and 5.8 at 40 % of their peak, computed; a roofline of the plan has 1.2 and 2.3.
@@ -72,9 +72,10 @@ def get_config(argument: str = "gemma3_4b"):
     config.optimizer.learning_rate = 2e-5
     config.optimizer.final_learning_rate = 2e-6
     config.optimizer.warmup_steps = 100
-    config.convert.distill_weight = 0.5
     config.model.remat = "minimal"
     MODELS[name](config)
-    config = sized(config, size or "full")
+    if size == "tiny":
+        return sized(config, size)
     config.convert.schedule_steps = config.num_steps // 8
+    config.convert.distill_weight = 0.5
     return config

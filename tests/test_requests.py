@@ -116,8 +116,9 @@ def test_requests_of_a_process_do_not_grow_with_the_processes(count_requests):
         two, four = (counts[processes] for processes in (2, 4))
         for process in (1, 2, 3):
             other = zip(four[process][phase], two[1][phase], strict=True)
-            assert all(now <= before + 1 for now, before in other), (phase, process)
+            # Which process writes a part that several hold, and in which phase it ends, is chance.
+            assert all(now <= before + times + 1 for now, before in other), (phase, process)
         growth = [now - before for now, before in zip(four[0][phase], two[0][phase], strict=True)]
         indices = 2 * times * INDEX if "checkpoint" in phase else 0
-        allowed = (2, 2 + indices, 2, 2 + indices)
+        allowed = [times + 1 + more for more in (0, indices, 0, indices)]
         assert all(more <= most for more, most in zip(growth, allowed, strict=True)), phase
