@@ -9,8 +9,8 @@ Command    python launch/sweep.py --config=configs/encodings_controlled.py --wor
            :python trains on python_source.py's text, four seeds; :rates has three learning rates,
            on two other seeds; :rope is one method and :rope-python both; :tiny is quick.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
-Hours      4.2: 80 runs of about 380 seconds on one core, two at a time; computed. :rates takes 1.0
-           and :python 1.7.
+Hours      2 to 4: 80 runs of 150 to 380 seconds on one core, by the processor, two at a time; 32
+           were run. :rates takes 0.5 to 1.0 and :python 0.7 to 1.7, computed.
 Expected   configs/results/encodings_controlled.md: four of the ten seeds.
 """
 
