@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model
 from prope.cost import flops
-from prope.cost.bench import medians
+from prope.cost.bench import medians, random_batch
 from prope.errors import UsageError, log
 from prope.hf.exporter import export
 from prope.inference import generation
@@ -25,6 +25,7 @@ from prope.inference.generation import Sampling
 from prope.loss import token_losses
 from prope.optimizer import make_optimizer
 from prope.runtime.processes import count_cores
+from prope.sharding import make_mesh
 from prope.stack import parameters
 from prope.step import batch_hidden, make_train_step
 from prope.workdir.run import open_run
@@ -63,12 +64,10 @@ def bench_peer(workdir: str, seq_len: int | None, rounds: int) -> dict:
     config.convert.update(schedule_steps=0, distill_weight=0.0)
     if seq_len is not None:
         config.data.seq_len = seq_len
-    tokens = np.random.default_rng(0).integers(
-        3, config.model.vocab_size, (1, config.data.seq_len + 1), np.int32
-    )
+    batch = random_batch(config, make_mesh(devices=jax.devices()[:1]))
     threads = count_cores()
-    theirs = their_programs(workdir, tokens, threads)
-    ours = our_programs(config, run.params(), tokens)
+    theirs = their_programs(workdir, batch, threads)
+    ours = our_programs(config, run.params(), batch)
     losses = {"prope": ours["loss"](), "transformers": theirs["loss"]()}
     log.info("loss of random tokens: %.5f, of transformers %.5f", *losses.values())
     return {
@@ -101,16 +100,8 @@ def time_in_turns(name: str, ours: Programs, theirs: Programs, rounds: int) -> d
     return seconds | {"ratio": ratio}
 
 
-def our_programs(config: ConfigDict, params: model.Params, tokens: np.ndarray) -> Programs:
-    """Builds prope's programs for tokens [1, T + 1]."""
-    T = config.data.seq_len
-    batch = {
-        "tokens": jnp.asarray(tokens[:, :-1]),
-        "targets": jnp.asarray(tokens[:, 1:]),
-        "positions": jnp.arange(T)[None],
-        "segment_ids": jnp.ones((1, T), jnp.int32),
-        "weights": jnp.ones((1, T)),
-    }
+def our_programs(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> Programs:
+    """Builds prope's programs for a batch of one sequence, [1, T]."""
 
     @jax.jit
     def loss(params):
@@ -130,7 +121,7 @@ def our_programs(config: ConfigDict, params: model.Params, tokens: np.ndarray) -
         jax.block_until_ready(metrics)
 
     frozen = FrozenConfigDict(config.model)
-    lengths = jnp.array([T], jnp.int32)
+    lengths = jnp.array([config.data.seq_len], jnp.int32)
     keys = generation.row_keys(0, 1)
     sampling = Sampling(NEW_TOKENS, temperature=0.0, eos=-1)
 
@@ -150,8 +141,8 @@ def our_programs(config: ConfigDict, params: model.Params, tokens: np.ndarray) -
     }
 
 
-def their_programs(workdir: str, tokens: np.ndarray, threads: int) -> Programs:
-    """Builds transformers' programs for tokens [1, T + 1], with a run's weights."""
+def their_programs(workdir: str, batch: dict[str, jax.Array], threads: int) -> Programs:
+    """Builds transformers' programs for a batch of one sequence, [1, T], with a run's weights."""
     import torch
     import transformers
 
@@ -160,14 +151,13 @@ def their_programs(workdir: str, tokens: np.ndarray, threads: int) -> Programs:
         exported = f"{folder}/model"
         export(workdir, exported)
         hf_model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    tokens = torch.tensor(tokens).long()
-    inputs = tokens[:, :-1]
-    targets = tokens[0, 1:]
+    inputs = torch.tensor(np.asarray(batch["tokens"])).long()
+    targets = torch.tensor(np.asarray(batch["targets"])).long()
     adamw = torch.optim.AdamW(hf_model.parameters(), lr=1e-6)
 
     def loss():
         logits = hf_model(inputs, use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits[0], targets)
+        return torch.nn.functional.cross_entropy(logits[0], targets[0])
 
     def train():
         adamw.zero_grad()
