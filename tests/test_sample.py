@@ -181,12 +181,23 @@ def test_logits_equal_those_of_the_full_forward(fields):
         place += size
     written = np.concatenate(written, axis=1)
     for b, n in enumerate(LENGTHS):
-        exact = decoder(config, params, [rows[b][: n + 7]], np.arange(n + 7)[None])[0]
+        length = n + 7
+        (exact,) = decoder(
+            config,
+            params,
+            [rows[b][:length]],
+            np.arange(length)[None],
+        )
         logits = np.concatenate([read[b, :n], written[b]])
         # What the full forward rounds goes by the processor, so it is measured.
-        rounding = abs(expected[b, : n + 7] - exact).max() / exact.std()
+        error = abs(expected[b, :length] - exact)
+        rounding = error.max() / exact.std()
         assert rounding < 3e-5
-        assert_near(logits, exact, 1e-5 + rounding)
+        assert_near(
+            logits,
+            exact,
+            1e-5 + rounding,
+        )
 
 
 @pytest.mark.parametrize(
