@@ -118,9 +118,9 @@ def encoding_picture(run: Run) -> Picture:
         axes.axhline(one_turn, color="#777777", ls="--", lw=1)
 
     caption = (
-        f"Pairs without a frequency do not rotate. Dashed: {one_turn:.3g} radians a token, one"
+        "Pairs without a frequency do not rotate. Dashed: one turn in a window of training, "
+        f"{one_turn:.3g} radians a token; pairs below it do not turn once."
     )
-    caption += " turn in a window of training; pairs below it do not turn once."
     alt = f"Frequencies: {'; '.join(curves)}."
     return Picture("frequencies", "Encoding", alt, caption, draw)
 
