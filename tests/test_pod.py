@@ -204,7 +204,9 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
 def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
     # The last heartbeat may be half of this old when the process hangs.
     patient = "from prope.runtime import processes; processes.HEARTBEAT_SECONDS = 600"
-    pod = start_pod(tmp_path, ENDLESS, "--config.watchdog_minutes=1", patch=patient)
+    # Without FSDP nothing is reduce-scattered: on CPUs that fails after 30 s by itself.
+    replicas = "--config.mesh.data=4"
+    pod = start_pod(tmp_path, ENDLESS, replicas, "--config.watchdog_minutes=1", patch=patient)
     pod[0].wait_for("step 5/")
     pod[1].signal(signal.SIGSTOP)
     first = finish(pod[0])
