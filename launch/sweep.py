@@ -7,7 +7,8 @@
 The runs are trained here one after the other, in W/rope_percentage=0.25 and so on. Rerun the same
 command to skip finished runs and resume the others; more values add runs. Several --grid sweep the
 product of their values; without --grid the config file's own grid is used, its get_sweep().
---config.FIELD=VALUE applies to every run, as does --init_from.
+--config.FIELD=VALUE applies to every run, as does --init_from. --init_from="S/seed={seed}" begins
+each run from that of its own seed; any swept field may stand in braces.
 
 --launcher hands the command of each run to another command, as its last words. Where the launcher
 has {command}, that becomes the run's command as one text, quoted for a shell; {name} becomes a
@@ -42,7 +43,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "launcher", None, "command that each run's command is handed to; launch/README.md has some"
     )
-    command.define_place("init_from", None, "start every run from the parameters of this one")
+    begin = "start every run from the parameters of this one; {seed} becomes a run's seed, if swept"
+    flags.DEFINE_string("init_from", None, begin)
     flags.DEFINE_boolean("dry-run", False, "print the commands, one per line, and run nothing")
     flags.mark_flags_as_required(["config", "workdir"])
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import pathlib
+import re
 import runpy
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.errors import UsageError, nearest, usage_error
+from prope.runtime.files import as_path
 from prope.runtime.validate import validate
 
 P = "model.rope_percentage"
@@ -119,7 +121,8 @@ def plan(
     """Lists the runs, the first field of a grid changing slowest, and validates their configs.
 
     A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0. All
-    begin from the parameters of the run `init_from`, if there is one.
+    begin from the parameters of the run `init_from`, if there is one, in which {seed} becomes a
+    run's value of the swept field seed, and so on.
     """
     short_names = _short_names(grids)
     runs = []
@@ -128,12 +131,25 @@ def plan(
             fields = dict(zip(grid, values, strict=True))
             run = _plan_run(fields, short_names, file, base, overrides)
             if init_from:
-                run.arguments.append(f"--init_from={init_from}")
+                run.arguments.append(f"--init_from={_fill_in(init_from, run.values)}")
             if run.name in [other.name for other in runs]:
                 text = f"two runs would be called {run.name}; give one of them another value"
                 raise UsageError(text)
             runs.append(run)
     return runs
+
+
+def _fill_in(init_from: str, values: dict[str, object]) -> str:
+    """Puts a run's swept values into --init_from, in the place of their names in braces."""
+    place = init_from
+    for name, value in values.items():
+        place = place.replace(f"{{{name}}}", text_of(value))
+    unknown = re.search(r"{.*?}", place)
+    if unknown:
+        allowed = ", ".join(f"{{{name}}}" for name in values)
+        problem = f"has {unknown[0]}, which is not swept"
+        raise usage_error("--init_from", init_from, problem, f"it may have {allowed}")
+    return str(as_path("--init_from", place))
 
 
 def _short_names(grids: list[dict]) -> dict[str, str]:
