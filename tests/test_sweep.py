@@ -282,6 +282,15 @@ def test_a_failed_run_does_not_stop_the_others(fake, finish):
     assert {run["state"] for run in result["runs"]} == {"failed"}
 
 
+def test_the_error_names_the_first_of_many_failed_runs(finish, tmp_path):
+    seeds = f"--grid=seed={','.join(map(str, range(40)))}"
+    code, result, err = finish(CONFIG, seeds, f"--workdir={tmp_path}/W", "--launcher=false")
+    assert code == 1 and len(result["runs"]) == 40
+    error = error_of(err)
+    assert "40 of 40 runs failed: seed=0 (exit code 1); seed=1" in error
+    assert "seed=4 (exit code 1); and 35 more; the same command tries these again" in error
+
+
 @pytest.mark.slow
 def test_a_lost_run_is_started_again_and_not_for_ever(fake, finish):
     folder = fake({0: [76, -9, 1], 1: [-15] * 9, 2: [1]})

@@ -39,6 +39,7 @@ from prope.sweep.runs import (
 )
 
 MAX_RETRIES = 3  # restarts of a run that lost another process, or was killed
+MAX_REASONS = 5  # failed runs that the error names
 OTHER_SWEEP = "choose another --workdir, or the arguments that it was started with"
 
 
@@ -349,7 +350,9 @@ def run_sweep(
     log.info("%s", table_text(result["table"]))
     if sweep.failed:
         print(json.dumps(result), flush=True)
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in sweep.failed.items())
-        problem = f"{len(sweep.failed)} of {len(runs)} runs failed: {reasons}"
+        reasons = [f"{name} ({reason})" for name, reason in sweep.failed.items()]
+        if len(reasons) > MAX_REASONS:
+            reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more"]
+        problem = f"{len(sweep.failed)} of {len(runs)} runs failed: {'; '.join(reasons)}"
         raise RunFailed(f"{problem}; the same command tries these again")
     return result
