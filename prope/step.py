@@ -23,6 +23,8 @@ from prope.optimizer import keep_unless, make_optimizer
 from prope.sharding import hash_batch
 from prope.stack.layers import FULL, SLIDING, Layer, layers
 
+_ASYNC_GATHERS = "xla_enable_async_all_gather"  # libtpu's flag; without it they are asynchronous
+
 
 def resolve_attention(config: ConfigDict, device) -> ConfigDict:
     """Returns the config with "auto" attention resolved for a device; logs the choice's reason.
@@ -267,6 +269,14 @@ def _conversion_shapes(conversion: Conversion, mesh: jax.sharding.Mesh, params) 
     return ConversionInputs(phases, params if conversion.distill_weight else None)
 
 
+def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, bool]:
+    """Returns XLA's options for the training step, beside the flags of the process."""
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    if config.mesh.prefetch or not is_tpu:
+        return {}
+    return {_ASYNC_GATHERS: False}
+
+
 def compile_step(
     config: ConfigDict,
     optimizer: optax.GradientTransformation,
@@ -276,6 +286,7 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Traces, lowers and compiles the training step; arguments as `trace_step`."""
     start = time.perf_counter()
-    compiled = trace_step(config, optimizer, mesh, state, conversion).lower().compile()
+    lowered = trace_step(config, optimizer, mesh, state, conversion).lower()
+    compiled = lowered.compile(compiler_options=compiler_options(config, mesh))
     log.info("compiled in %.1f s", time.perf_counter() - start)
     return compiled

@@ -81,9 +81,11 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan_small):
 
 @pytest.mark.slow
 @needs_libtpu
-def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_small):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_small, prefetch):
     """Shards of 1024 / 64 columns, which without a flag XLA pads with zeros and sums."""
     result = plan_small(
+        f"--config.mesh.prefetch={prefetch}",
         "--topology=v5p:4x4x4",
         "--sequences_per_chip=1",
         "--config.model.embed_dim=1024",
@@ -97,7 +99,10 @@ def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_smal
     layers = result["parameters"] - head
     gathers = result["collectives"]["all-gather"]
     assert gathers["bytes"] == pytest.approx(2 * (2 * layers + head), rel=0.1)
-    assert gathers["async"] >= gathers["count"] / 3
+    if prefetch:
+        assert gathers["async"] >= gathers["count"] / 3
+    else:
+        assert gathers["async"] == 0
     # Gradients are all-reduced: those of layers in bfloat16, those of the table's two uses in
     # float32.
     sums = result["collectives"]["all-reduce"]
@@ -282,18 +287,21 @@ def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
 
 
 @pytest.mark.parametrize(
-    ("jump", "chunk", "largest"),
+    ("jump", "chunk", "ahead", "prefetch", "largest"),
     [
-        (0, 0, {"none": 1, "minimal": 2, "save_qkv": 4, "full": 10}),
-        (3, 0, {"none": 1, "minimal": 2, "save_qkv": 4, "full": 9}),
-        (0, 15, {"none": 1, "minimal": 1, "save_qkv": 3, "full": 6}),
+        (0, 0, 1, False, {"none": 1, "minimal": 2, "save_qkv": 4, "full": 10}),
+        (3, 0, 6, True, {"none": 1, "minimal": 2, "save_qkv": 4, "full": 9}),
+        (0, 15, 7, False, {"none": 1, "minimal": 1, "save_qkv": 3, "full": 6}),
     ],
 )
-def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump, chunk, largest):
+def test_the_search_finds_the_largest_batch_that_fits(
+    monkeypatch, jump, chunk, ahead, prefetch, largest
+):
     """With a made-up compiler for 4 chips of 100 bytes.
 
     A batch of 5 rows or more takes `jump` more than the trend. The first two rows take a `chunk`
-    more each, as of a head that computes a limited number of logits at once.
+    more each, as of a head that computes a limited number of logits at once. Parameters that are
+    gathered `ahead` take so much: the last batch found, of 100 or 94 bytes, has that if it fits.
     """
     bytes_per_row = {"none": 60, "minimal": 40, "save_qkv": 20, "full": 9}
     speeds = {"none": 4, "minimal": 3, "save_qkv": 2, "full": 1}
@@ -302,8 +310,10 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump, chunk, 
         remat = config.model.remat
         rows = config.batch_size // 4
         size = 10 + rows * bytes_per_row[remat] + jump * (rows > 4) + chunk * min(rows, 2)
+        size += ahead * config.mesh.prefetch
         return {
             "remat": remat,
+            "prefetch": config.mesh.prefetch,
             "batch_size": config.batch_size,
             "sequences_per_chip": rows,
             "peak_bytes_per_chip": size,
@@ -322,6 +332,8 @@ def test_the_search_finds_the_largest_batch_that_fits(monkeypatch, jump, chunk, 
     assert fitting == largest
     fastest = max(speeds[remat] * rows for remat, rows in largest.items())
     assert result["ideal_tokens_per_second"] == fastest
+    assert result["prefetch"] == prefetch
+    assert result["fits"]
 
 
 # --- Several plans at a time ----------------------------------------------------------------------

@@ -18,7 +18,7 @@ from prope.errors import log
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
-from prope.step import prepare, trace_step
+from prope.step import compiler_options, prepare, trace_step
 
 # What is only known of a step that fits.
 _COMPILED = (
@@ -52,13 +52,16 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "chips": len(devices),
         **describe(config, mesh),
         "sequences_per_chip": config.batch_size / len(devices),
+        "prefetch": config.mesh.prefetch,
         "hardware_flops_per_token": step_flops / tokens,
         "busiest_part": flops.busiest_part(config.model, config.data.seq_len, config.mesh.context),
         "hbm_bytes_per_chip": int(chip.hbm_bytes * usable_memory),
         "xla_flags": flags,
     }
     # Tuning a GPU's kernels would need the GPU.
-    options = flags | {"xla_gpu_autotune_level": 0} if is_gpu else flags
+    options = flags | compiler_options(config, mesh)
+    if is_gpu:
+        options["xla_gpu_autotune_level"] = 0
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile(compiler_options=options)
@@ -148,11 +151,15 @@ def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
 
 
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
-    """Returns the fastest plan over every remat and the largest batch that fits."""
+    """Returns the fastest plan over every remat and the largest batch that fits.
+
+    On TPUs it is planned again with `config.mesh.prefetch`, and has that if it still fits.
+    """
     groups = len(devices) // (config.mesh.tensor * config.mesh.context)
 
-    def attempt(remat: str, rows: int) -> dict:
+    def attempt(remat: str, rows: int, prefetch: bool = False) -> dict:
         candidate = config.copy_and_resolve_references()
+        candidate.mesh.prefetch = prefetch
         candidate.model.remat = remat
         candidate.batch_size = rows * groups
         candidate.accumulation = 1
@@ -161,7 +168,7 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
         if result["fits"]:
             size = f"{result['peak_bytes_per_chip'] / 2**30:.2f} GiB"
         batch = f"remat={remat}, {candidate.batch_size} sequences on {len(devices)} chips"
-        log.info("%s: %s", batch, size)
+        log.info("%s%s: %s", batch, ", prefetch" if prefetch else "", size)
         return result
 
     plans = []
@@ -169,7 +176,14 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
         plans += _search_batch(functools.partial(attempt, remat))
     fitting = [result for result in plans if result["fits"]]
     best = max(fitting, key=lambda result: result["ideal_tokens_per_second"], default=plans[-1])
-    columns = ("remat", "sequences_per_chip", "fits", "peak_bytes_per_chip", "ideal_mfu")
+    chip, _, _ = topology.partition(":")
+    if best["fits"] and chip in xla_flags.TPU:
+        prefetching = attempt(best["remat"], best["batch_size"] // groups, prefetch=True)
+        plans.append(prefetching)
+        if prefetching["fits"]:
+            best = prefetching
+    columns = ("remat", "sequences_per_chip", "prefetch", "fits", "peak_bytes_per_chip")
+    columns = (*columns, "ideal_mfu")
     return best | {"search": [{name: result[name] for name in columns} for result in plans]}
 
 

@@ -350,9 +350,14 @@ def run_sweep(
     log.info("%s", table_text(result["table"]))
     if sweep.failed:
         print(json.dumps(result), flush=True)
-        reasons = [f"{name} ({reason})" for name, reason in sweep.failed.items()]
-        if len(reasons) > MAX_REASONS:
-            reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more"]
-        problem = f"{len(sweep.failed)} of {len(runs)} runs failed: {'; '.join(reasons)}"
+        problem = f"{len(sweep.failed)} of {len(runs)} runs failed: {_first_reasons(sweep.failed)}"
         raise RunFailed(f"{problem}; the same command tries these again")
     return result
+
+
+def _first_reasons(failed: dict[str, str]) -> str:
+    """Names the first failed runs, each with its reason, and counts the others."""
+    reasons = [f"{name} ({reason})" for name, reason in failed.items()]
+    if len(reasons) > MAX_REASONS:
+        reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more"]
+    return "; ".join(reasons)
