@@ -544,10 +544,12 @@ FIELDS = {
     "mesh.tensor": Field(
         1, "devices over which heads, hidden units and vocabulary are split", (_AT_LEAST_1,)
     ),
-    "mesh.prefetch": Field(
-        False,
-        "TPUs: all-gather parameters while the layer before is computed: faster, but takes memory, "
-        "2.2 GB for Gemma 2B; prope.plan --search tells where it fits",
+    "mesh.gather": Field(
+        "head",
+        "what a device holds whole of sharded parameters: layer (the layer at work; the loss goes "
+        "by parts of the vocabulary: least memory) | head (and the head's table) | ahead (and, on "
+        "TPUs, the next layer: fastest); prope.plan --search tells which fits",
+        (_one_of("layer", "head", "ahead"),),
     ),
     "checkpoint.max_to_keep": Field(2, "newest checkpoints kept", (_AT_LEAST_1,)),
     "checkpoint.keep_every": Field(

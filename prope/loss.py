@@ -80,26 +80,31 @@ def token_losses(
     return losses.swapaxes(0, 1).reshape(targets.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def weighted_loss(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     cap: float | None = None,
+    gather_table: bool = True,
 ) -> Float[Array, ""]:
     """Computes the sum of weights * `token_losses`, nats, float32.
 
-    Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too.
+    Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too. By
+    default a sharded table is all-gathered, if it has at most 1 GiB in that dtype. Otherwise each
+    device keeps its columns, and computes all logits twice.
     """
+    del gather_table
     return (token_losses(hidden, embedding, targets, cap) * weights).sum()
 
 
-def _forward(hidden, embedding, targets, weights, cap):
+def _forward(hidden, embedding, targets, weights, cap, gather_table):
     table_bytes = embedding.size * hidden.dtype.itemsize
     table_fits = table_bytes <= _MAX_TABLE_BYTES * num_shards("V")
     one_device = num_shards("B") == num_shards("V") == 1
-    if one_device or (table_fits and len(hidden) % num_shards("B") == 0):
+    divides = len(hidden) % num_shards("B") == 0
+    if one_device or (gather_table and table_fits and divides):
         # The cast comes before the all-gather, which then moves fewer bytes.
         table = constrain_like_param(embedding.astype(hidden.dtype), "VD")
         by_tokens = shard_mapped(
@@ -114,8 +119,8 @@ def _forward(hidden, embedding, targets, weights, cap):
     return (losses * weights).sum(), residuals
 
 
-def _backward(cap, residuals, cotangent):
-    del cap
+def _backward(cap, gather_table, residuals, cotangent):
+    del cap, gather_table
     losses, grad_hidden, grad_embedding = residuals
     grad_hidden = (grad_hidden * cotangent).astype(grad_hidden.dtype)
     grad_embedding = (grad_embedding * cotangent).astype(grad_embedding.dtype)
@@ -176,7 +181,7 @@ def _forward_distilled(
 
 def _backward_distilled(cap, share, residuals, cotangents):
     del share
-    return *_backward(cap, residuals, cotangents.total), None, None
+    return *_backward(cap, True, residuals, cotangents.total), None, None
 
 
 distilled_loss.defvjp(_forward_distilled, _backward_distilled)

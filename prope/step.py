@@ -225,7 +225,7 @@ def _weighted_sums(config, conversion, inputs, params, batch):
     arguments = (hidden, model.head(params), batch["targets"], batch["weights"])
     cap = config.model.final_softcap
     if conversion is None or not conversion.distill_weight:
-        loss = weighted_loss(*arguments, cap)
+        loss = weighted_loss(*arguments, cap, config.mesh.gather != "layer")
         return loss, {"loss": loss}
     teacher = inputs.teacher
     teacher_hidden = batch_hidden(conversion.before, teacher, batch)
@@ -272,7 +272,7 @@ def _conversion_shapes(conversion: Conversion, mesh: jax.sharding.Mesh, params) 
 def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, bool]:
     """Returns XLA's options for the training step, beside the flags of the process."""
     is_tpu = mesh.devices.flat[0].platform == "tpu"
-    if config.mesh.prefetch or not is_tpu:
+    if config.mesh.gather == "ahead" or not is_tpu:
         return {}
     return {_ASYNC_GATHERS: False}
 

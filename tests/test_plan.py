@@ -11,6 +11,7 @@ from conftest import CONFIG, ROOT, needs_cuda, needs_libtpu
 
 from prope.config import default_config, differences
 from prope.cost.plan import _does_not_fit, search
+from prope.errors import UsageError
 from prope.runtime import xla_flags
 
 pytestmark = pytest.mark.optimized  # the compilers of TPUs and GPUs read that setting as well
@@ -81,11 +82,11 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan_small):
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_small, prefetch):
+@pytest.mark.parametrize("gather", ["head", "ahead"])
+def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_small, gather):
     """Shards of 1024 / 64 columns, which without a flag XLA pads with zeros and sums."""
     result = plan_small(
-        f"--config.mesh.prefetch={prefetch}",
+        f"--config.mesh.gather={gather}",
         "--topology=v5p:4x4x4",
         "--sequences_per_chip=1",
         "--config.model.embed_dim=1024",
@@ -99,7 +100,7 @@ def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_smal
     layers = result["parameters"] - head
     gathers = result["collectives"]["all-gather"]
     assert gathers["bytes"] == pytest.approx(2 * (2 * layers + head), rel=0.1)
-    if prefetch:
+    if gather == "ahead":
         assert gathers["async"] >= gathers["count"] / 3
     else:
         assert gathers["async"] == 0
@@ -245,6 +246,31 @@ def test_gemma_2b_fits_nodes_of_gpus_and_exchanges_beside_the_matmuls(plan):
     assert traffic["all-reduce"]["bytes"] < 1e3, "within a node gradients are reduce-scattered"
 
 
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "sequences", "remat", "gather", "gigabytes"),
+    [
+        ("v5e:4x4", 4, "full", "head", 15.5),
+        ("v5p:2x2x4", 1, "minimal", "layer", 17.0),
+    ],
+)
+def test_gemma_2b_takes_no_more_memory_of_a_tpu(
+    plan, topology, sequences, remat, gather, gigabytes
+):
+    """Without the flags, which change the memory by 1 %, and with which compiling takes longer."""
+    result = plan(
+        f"--topology={topology}",
+        f"--sequences_per_chip={sequences}",
+        f"--config.model.remat={remat}",
+        f"--config.mesh.gather={gather}",
+        "--noxla_flags",
+        config=f"--config={ROOT}/configs/gemma_2b_wiki.py",
+    ).result
+    assert result["fits"]
+    assert result["peak_bytes_per_chip"] <= gigabytes * 1e9
+
+
 LARGE_SHAPES = """
 import json, sys
 from compiled import array_shapes
@@ -283,37 +309,47 @@ def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
         assert not {2048, 25_600} <= set(shape), f"logits: {shape}"
 
 
+def test_too_little_vmem_for_a_kernel_is_no_matter_of_the_batch():
+    scoped = (
+        "Scoped allocation with size 21.84M and limit 20.00M exceeded scoped vmem limit by 1.8M"
+    )
+    with pytest.raises(UsageError, match="a kernel needs 21.84M of VMEM, of which it may have 20"):
+        _does_not_fit(f"RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out. {scoped}")
+
+
 # --- Search -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("jump", "chunk", "ahead", "prefetch", "largest"),
+    ("jump", "chunk", "sizes", "gather", "largest"),
     [
-        (0, 0, 1, False, {"none": 1, "minimal": 2, "save_qkv": 4, "full": 10}),
-        (3, 0, 6, True, {"none": 1, "minimal": 2, "save_qkv": 4, "full": 9}),
-        (0, 15, 7, False, {"none": 1, "minimal": 1, "save_qkv": 3, "full": 6}),
+        (0, 0, (0, 0, 1), "head", {"none": 1, "minimal": 2, "save_qkv": 4, "full": 10}),
+        (3, 0, (0, 0, 6), "ahead", {"none": 1, "minimal": 2, "save_qkv": 4, "full": 9}),
+        (0, 15, (0, 0, 7), "head", {"none": 1, "minimal": 1, "save_qkv": 3, "full": 6}),
+        (0, 0, (0, 90, 99), "layer", {"none": 1, "minimal": 2, "save_qkv": 4, "full": 10}),
     ],
 )
 def test_the_search_finds_the_largest_batch_that_fits(
-    monkeypatch, jump, chunk, ahead, prefetch, largest
+    monkeypatch, jump, chunk, sizes, gather, largest
 ):
     """With a made-up compiler for 4 chips of 100 bytes.
 
     A batch of 5 rows or more takes `jump` more than the trend. The first two rows take a `chunk`
-    more each, as of a head that computes a limited number of logits at once. Parameters that are
-    gathered `ahead` take so much: the last batch found, of 100 or 94 bytes, has that if it fits.
+    more each, as of a head that computes a limited number of logits at once. `sizes` are those of
+    what is gathered besides: the last batch found, of 100 or 94 bytes, has "ahead" if it fits.
     """
     bytes_per_row = {"none": 60, "minimal": 40, "save_qkv": 20, "full": 9}
     speeds = {"none": 4, "minimal": 3, "save_qkv": 2, "full": 1}
+    gathered = dict(zip(("layer", "head", "ahead"), sizes, strict=True))
 
     def compiled(config, *_):
         remat = config.model.remat
         rows = config.batch_size // 4
         size = 10 + rows * bytes_per_row[remat] + jump * (rows > 4) + chunk * min(rows, 2)
-        size += ahead * config.mesh.prefetch
+        size += gathered[config.mesh.gather]
         return {
             "remat": remat,
-            "prefetch": config.mesh.prefetch,
+            "gather": config.mesh.gather,
             "batch_size": config.batch_size,
             "sequences_per_chip": rows,
             "peak_bytes_per_chip": size,
@@ -332,7 +368,7 @@ def test_the_search_finds_the_largest_batch_that_fits(
     assert fitting == largest
     fastest = max(speeds[remat] * rows for remat, rows in largest.items())
     assert result["ideal_tokens_per_second"] == fastest
-    assert result["prefetch"] == prefetch
+    assert result["gather"] == gather
     assert result["fits"]
 
 

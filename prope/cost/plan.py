@@ -14,7 +14,7 @@ from prope.config import REMAT
 from prope.cost import flops, hlo, traffic
 from prope.cost.bench import describe
 from prope.cost.traced import count_flops
-from prope.errors import log
+from prope.errors import log, usage_error
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
@@ -52,7 +52,7 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "chips": len(devices),
         **describe(config, mesh),
         "sequences_per_chip": config.batch_size / len(devices),
-        "prefetch": config.mesh.prefetch,
+        "gather": config.mesh.gather,
         "hardware_flops_per_token": step_flops / tokens,
         "busiest_part": flops.busiest_part(config.model, config.data.seq_len, config.mesh.context),
         "hbm_bytes_per_chip": int(chip.hbm_bytes * usable_memory),
@@ -84,7 +84,15 @@ def _count_nodes(gpus: list) -> int:
 
 
 def _does_not_fit(message: str) -> dict:
-    """Reads the size in the compiler's error, such as "Used 17.66G of 15.75G hbm"."""
+    """Reads the size in the compiler's error, such as "Used 17.66G of 15.75G hbm".
+
+    Raises UsageError where it is a kernel's VMEM that is too small, which no smaller batch mends.
+    """
+    vmem = re.search(r"size (\S+) and limit (\S+) exceeded scoped vmem", message)
+    if vmem:
+        problem = f"a kernel needs {vmem[1]} of VMEM, of which it may have {vmem[2]}"
+        remedy = "leave out --noxla_flags, or raise it in LIBTPU_INIT_ARGS"
+        raise usage_error("--xla_tpu_scoped_vmem_limit_kib", vmem[2], problem, remedy)
     log.info("does not fit: %s", message.splitlines()[0])
     # Another one says "temporaries (49.06G) exceeds".
     match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
@@ -153,13 +161,14 @@ def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Returns the fastest plan over every remat and the largest batch that fits.
 
-    On TPUs it is planned again with `config.mesh.prefetch`, and has that if it still fits.
+    The head's table is gathered, if any batch fits with it. On TPUs the best is planned again with
+    the next layer gathered ahead, and has that if it still fits.
     """
     groups = len(devices) // (config.mesh.tensor * config.mesh.context)
 
-    def attempt(remat: str, rows: int, prefetch: bool = False) -> dict:
+    def attempt(gather: str, remat: str, rows: int) -> dict:
         candidate = config.copy_and_resolve_references()
-        candidate.mesh.prefetch = prefetch
+        candidate.mesh.gather = gather
         candidate.model.remat = remat
         candidate.batch_size = rows * groups
         candidate.accumulation = 1
@@ -167,23 +176,24 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
         size = "does not fit"
         if result["fits"]:
             size = f"{result['peak_bytes_per_chip'] / 2**30:.2f} GiB"
-        batch = f"remat={remat}, {candidate.batch_size} sequences on {len(devices)} chips"
-        log.info("%s%s: %s", batch, ", prefetch" if prefetch else "", size)
+        batch = f"{candidate.batch_size} sequences on {len(devices)} chips"
+        log.info("gather=%s, remat=%s, %s: %s", gather, remat, batch, size)
         return result
 
     plans = []
-    for remat in REMAT:
-        plans += _search_batch(functools.partial(attempt, remat))
+    for gather in ("head", "layer"):
+        if any(result["fits"] for result in plans):
+            break
+        for remat in REMAT:
+            plans += _search_batch(functools.partial(attempt, gather, remat))
     fitting = [result for result in plans if result["fits"]]
     best = max(fitting, key=lambda result: result["ideal_tokens_per_second"], default=plans[-1])
     chip, _, _ = topology.partition(":")
-    if best["fits"] and chip in xla_flags.TPU:
-        prefetching = attempt(best["remat"], best["batch_size"] // groups, prefetch=True)
-        plans.append(prefetching)
-        if prefetching["fits"]:
-            best = prefetching
-    columns = ("remat", "sequences_per_chip", "prefetch", "fits", "peak_bytes_per_chip")
-    columns = (*columns, "ideal_mfu")
+    if best["fits"] and best["gather"] == "head" and chip in xla_flags.TPU:
+        ahead = attempt("ahead", best["remat"], best["batch_size"] // groups)
+        plans.append(ahead)
+        best = ahead if ahead["fits"] else best
+    columns = ("gather", "remat", "sequences_per_chip", "fits", "peak_bytes_per_chip", "ideal_mfu")
     return best | {"search": [{name: result[name] for name in columns} for result in plans]}
 
 

@@ -35,9 +35,10 @@ _TPU = {
     # Else the gather of a weight is a synchronous all-reduce of its zero-padded shards
     # (pytorch/xla#6528).
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
-    # More VMEM for one fusion, which the blocks of prope/kernels/splash.py need. Sources: maxtext,
-    # Llama-3.1-8B on v5e; AI-Hypercomputer/tpu-recipes, training/trillium.
-    "xla_tpu_scoped_vmem_limit_kib": 98304,
+    # More VMEM for one fusion, which the blocks of prope/kernels/splash.py need; maxtext and
+    # tpu-recipes (training/trillium) give 98304, with which Gemma 2B takes four times as long to
+    # compile as with libtpu's own 16384.
+    "xla_tpu_scoped_vmem_limit_kib": 49152,
 }
 # Source: maxtext, src/maxtext/configs/tpu/v5p/llama2_7b.sh.
 _V5P = {
