@@ -548,7 +548,8 @@ FIELDS = {
         "head",
         "what a device holds whole of sharded parameters: layer (the layer at work; the loss goes "
         "by parts of the vocabulary: least memory) | head (and the head's table) | ahead (and, on "
-        "TPUs, the next layer: fastest); prope.plan --search tells which fits",
+        "TPUs, the next layer, as always if a device has less than 128 columns of a parameter: "
+        "fastest); prope.plan --search tells which fits",
         (_one_of("layer", "head", "ahead"),),
     ),
     "checkpoint.max_to_keep": Field(2, "newest checkpoints kept", (_AT_LEAST_1,)),

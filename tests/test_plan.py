@@ -82,11 +82,9 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan_small):
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("gather", ["head", "ahead"])
-def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_small, gather):
+def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_small):
     """Shards of 1024 / 64 columns, which without a flag XLA pads with zeros and sums."""
     result = plan_small(
-        f"--config.mesh.gather={gather}",
         "--topology=v5p:4x4x4",
         "--sequences_per_chip=1",
         "--config.model.embed_dim=1024",
@@ -100,14 +98,31 @@ def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_smal
     layers = result["parameters"] - head
     gathers = result["collectives"]["all-gather"]
     assert gathers["bytes"] == pytest.approx(2 * (2 * layers + head), rel=0.1)
-    if gather == "ahead":
-        assert gathers["async"] >= gathers["count"] / 3
-    else:
-        assert gathers["async"] == 0
+    assert gathers["async"] >= gathers["count"] / 3
     # Gradients are all-reduced: those of layers in bfloat16, those of the table's two uses in
     # float32.
     sums = result["collectives"]["all-reduce"]
     assert sums["bytes"] <= 2 * (2 * layers + 2 * 4 * head) * 1.1
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("gather", ["layer", "head", "ahead"])
+def test_on_few_chips_collectives_run_beside_matmuls_if_asked(plan_small, gather):
+    """Shards of 512 / 4 columns; the head's table is gathered but by parts of the vocabulary."""
+    result = plan_small(
+        "--topology=v5e:2x2",
+        "--sequences_per_chip=2",
+        "--config.model.embed_dim=512",
+        "--config.model.remat=full",
+        f"--config.mesh.gather={gather}",
+    )
+    gathers = result["collectives"]["all-gather"]
+    assert (gathers["async"] > 0) == (gather == "ahead")
+    table = 2 * 25_600 * 512
+    layers = 2 * 2 * (result["parameters"] - 25_600 * 512)
+    gathered = layers + (2 * table if gather == "layer" else table)
+    assert gathers["bytes"] == pytest.approx(gathered, rel=0.1)
 
 
 @pytest.mark.slow
@@ -252,7 +267,7 @@ def test_gemma_2b_fits_nodes_of_gpus_and_exchanges_beside_the_matmuls(plan):
     ("topology", "sequences", "remat", "gather", "gigabytes"),
     [
         ("v5e:4x4", 4, "full", "head", 15.5),
-        ("v5p:2x2x4", 1, "minimal", "layer", 17.0),
+        ("v5p:2x2x4", 1, "minimal", "layer", 17.2),
     ],
 )
 def test_gemma_2b_takes_no_more_memory_of_a_tpu(

@@ -32,6 +32,7 @@ _TPU = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_enable_async_all_gather": True,
     # Else the gather of a weight is a synchronous all-reduce of its zero-padded shards
     # (pytorch/xla#6528).
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
