@@ -8,7 +8,7 @@ The runs are trained here one after the other, in W/rope_percentage=0.25 and so 
 command to skip finished runs and resume the others; more values add runs. Several --grid sweep the
 product of their values; without --grid the config file's own grid is used, its get_sweep().
 --config.FIELD=VALUE applies to every run, as does --init_from. --init_from="S/seed={seed}" begins
-each run from that of its own seed; any swept field may stand in braces.
+each run from that of its own seed.
 
 --launcher hands the command of each run to another command, as its last words. Where the launcher
 has {command}, that becomes the run's command as one text, quoted for a shell; {name} becomes a
@@ -43,8 +43,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "launcher", None, "command that each run's command is handed to; launch/README.md has some"
     )
-    begin = "start every run from the parameters of this one; {seed} becomes a run's seed, if swept"
-    flags.DEFINE_string("init_from", None, begin)
+    begin = "start every run from the parameters of this one; {seed} becomes the run's seed"
+    command.define_place("init_from", None, begin, by_seed=True)
     flags.DEFINE_boolean("dry-run", False, "print the commands, one per line, and run nothing")
     flags.mark_flags_as_required(["config", "workdir"])
 

@@ -180,20 +180,25 @@ def _interrupt_later(ignored) -> None:
         sys.__unraisablehook__(ignored)
 
 
-def define_place(name: str, default: str | None, help: str) -> None:
-    """Defines a flag whose value is a place, a local path or a URL."""
-    flags.DEFINE(_Place(f"--{name}"), name, default, help, serializer=flags.ArgumentSerializer())
+def define_place(name: str, default: str | None, help: str, by_seed: bool = False) -> None:
+    """Defines a flag whose value is a place, a local path or a URL; it may have {seed} if asked."""
+    parser = _Place(f"--{name}", by_seed)
+    flags.DEFINE(parser, name, default, help, serializer=flags.ArgumentSerializer())
 
 
 class _Place(flags.ArgumentParser):
     """Parses a place; raises UsageError for one that cannot be used."""
 
-    def __init__(self, field: str):
+    def __init__(self, field: str, by_seed: bool):
         self._field = field
+        self._by_seed = by_seed
 
     def parse(self, argument: str) -> str:
         from prope.runtime.files import as_path
 
+        if self._by_seed and "{seed}" in argument:
+            as_path(self._field, argument.replace("{seed}", "0"))
+            return argument
         return str(as_path(self._field, argument))
 
 

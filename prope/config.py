@@ -186,6 +186,12 @@ def _below_num_steps(value, fields):
     return None if value < steps else f"must be less than num_steps={steps}"
 
 
+def _gathers_teacher(value, fields):
+    if value == "layer" and fields["convert.distill_weight"]:
+        return "must be head or ahead with convert.distill_weight, which compares whole heads"
+    return None
+
+
 def _at_most_peak(value, fields):
     peak = fields["optimizer.learning_rate"]
     return None if 0 <= value <= peak else f"must be in [0, optimizer.learning_rate={peak}]"
@@ -546,11 +552,11 @@ FIELDS = {
     ),
     "mesh.gather": Field(
         "head",
-        "what a device holds whole of sharded parameters: layer (the layer at work; the loss goes "
-        "by parts of the vocabulary: least memory) | head (and the head's table) | ahead (and, on "
-        "TPUs, the next layer, as always if a device has less than 128 columns of a parameter: "
-        "fastest); prope.plan --search tells which fits",
+        "what a device holds whole of sharded parameters. layer: the layer at work, least memory; "
+        "head: also the head's table, up to 1 GiB; ahead: on TPUs also the next layer, fastest. "
+        "prope.plan --search tells what fits",
         (_one_of("layer", "head", "ahead"),),
+        (_gathers_teacher,),
     ),
     "checkpoint.max_to_keep": Field(2, "newest checkpoints kept", (_AT_LEAST_1,)),
     "checkpoint.keep_every": Field(

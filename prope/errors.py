@@ -40,7 +40,8 @@ _FREE_SPACE = (
 )
 _LESS_MEMORY = (  # remedy
     "lower the batch size or the length of the windows; training also takes a higher "
-    "config.accumulation, or config.model.remat=full; python -m prope.plan computes what fits"
+    "config.accumulation, config.model.remat=full, or config.mesh.gather=layer; "
+    "python -m prope.plan computes what fits"
 )
 
 

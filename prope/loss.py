@@ -5,9 +5,9 @@ The gradient is computed in the forward pass, chunk by chunk, while the chunk's 
 Chunks of tokens: each logit is computed once. A device all-gathers the embedding, takes its own
 tokens, and the gradients that all devices accumulate are reduce-scattered once.
 
-Chunks of the vocabulary, where the embedding is too large for that: a chunk of the embedding is
-all-gathered, used, and its gradient scattered. Logits are then computed twice, because a softmax
-first needs those of all chunks.
+Chunks of the vocabulary, where the embedding is too large for that, or memory too small: a chunk of
+the embedding is all-gathered, used, and its gradient scattered. Logits are then computed twice,
+because a softmax first needs those of all chunks.
 
 Axes: B batch, T length, D embed_dim, V vocab, R = B * T tokens, C chunks, P shards of the
 vocabulary, v entries of a chunk on one shard.
@@ -91,9 +91,10 @@ def weighted_loss(
 ) -> Float[Array, ""]:
     """Computes the sum of weights * `token_losses`, nats, float32.
 
-    Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too. By
-    default a sharded table is all-gathered, if it has at most 1 GiB in that dtype. Otherwise each
-    device keeps its columns, and computes all logits twice.
+    Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too. With
+    `gather_table` it goes by chunks of tokens, if a device's entries of the vocabulary have at most
+    1 GiB in that dtype and the batch divides among the devices; otherwise by chunks of the
+    vocabulary.
     """
     del gather_table
     return (token_losses(hidden, embedding, targets, cap) * weights).sum()
@@ -121,6 +122,10 @@ def _forward(hidden, embedding, targets, weights, cap, gather_table):
 
 def _backward(cap, gather_table, residuals, cotangent):
     del cap, gather_table
+    return _scale_residuals(residuals, cotangent)
+
+
+def _scale_residuals(residuals, cotangent):
     losses, grad_hidden, grad_embedding = residuals
     grad_hidden = (grad_hidden * cotangent).astype(grad_hidden.dtype)
     grad_embedding = (grad_embedding * cotangent).astype(grad_embedding.dtype)
@@ -180,8 +185,8 @@ def _forward_distilled(
 
 
 def _backward_distilled(cap, share, residuals, cotangents):
-    del share
-    return *_backward(cap, True, residuals, cotangents.total), None, None
+    del cap, share
+    return *_scale_residuals(residuals, cotangents.total), None, None
 
 
 distilled_loss.defvjp(_forward_distilled, _backward_distilled)

@@ -16,7 +16,8 @@ nodes x GPUs of a node, a100:8, h100:8x8, h200:1, b200:8 (a100 has 80 GB). --sli
 slices by the data-centre network, with a replica of the parameters on each, as on each node of
 GPUs. What crosses that network is counted apart ("between slices"), at the speed of a host's
 network cards. A GPU's memory is the share that JAX takes under `launch/run.sh gpu`. --search tries
-every remat with more and more sequences per chip and plans the fastest that fits.
+every remat with more and more sequences per chip, and what is gathered whole (config.mesh.gather),
+and plans the fastest that fits.
 """
 
 import os
@@ -41,7 +42,7 @@ def define_flags() -> None:
     per_chip = "sets config.batch_size to this many sequences per chip, with accumulation=1"
     flags.DEFINE_float("sequences_per_chip", None, per_chip, lower_bound=0.0)
     flags.DEFINE_boolean(
-        "search", False, "find the remat and the largest batch that fit, and plan the fastest"
+        "search", False, "find the batch, remat and gather that fit, and plan the fastest"
     )
     flags.DEFINE_boolean(
         "xla_flags", True, "compile with the platform's flags of prope/runtime/xla_flags.py"

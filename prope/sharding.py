@@ -2,7 +2,7 @@
 
 The mesh has four axes. `data` replicates the parameters: one replica per TPU slice or GPU node by
 default, because only gradients pass between replicas. `fsdp` shards the parameters and the batch: a
-matrix is all-gathered when it is used. `context` splits every sequence over C devices, and shards
+matrix is all-gathered for its use. `context` splits every sequence over C devices, and shards
 the parameters too. `tensor` shards heads, hidden units and vocabulary. The model names axis
 letters, never mesh axes. Hashes do not depend on the mesh.
 

@@ -4,6 +4,7 @@
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from prope.optimizer import keep_unless, make_optimizer
 from prope.sharding import hash_batch
 from prope.stack.layers import FULL, SLIDING, Layer, layers
 
-_ASYNC_FUSION = "xla_tpu_enable_async_collective_fusion"  # libtpu's flag
+ASYNC_FUSION = "xla_tpu_enable_async_collective_fusion"  # libtpu's flag
 _TPU_LANES = 128  # columns of a tile
 
 
@@ -273,15 +274,19 @@ def _conversion_shapes(conversion: Conversion, mesh: jax.sharding.Mesh, params) 
 def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, bool]:
     """Returns XLA's options for the training step, beside the flags of the process.
 
-    On TPUs collectives run beside matmuls if `config.mesh.gather` is "ahead". They always do where
-    a device has too few of a parameter's columns for a tile: libtpu would make its gathers
-    all-reduces of twice the bytes.
+    On TPUs collectives run beside matmuls, unless only FSDP communicates and `config.mesh.gather`
+    is not "ahead". They also do where a device has too few of a parameter's columns for a tile:
+    libtpu would make its gathers all-reduces of twice the bytes. A user's LIBTPU_INIT_ARGS decide
+    if they have the flag.
     """
-    is_tpu = mesh.devices.flat[0].platform == "tpu"
-    columns = config.model.embed_dim // (mesh.shape["fsdp"] * mesh.shape["context"])
-    if config.mesh.gather == "ahead" or not is_tpu or columns < _TPU_LANES:
+    users = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if mesh.devices.flat[0].platform != "tpu" or f"--{ASYNC_FUSION}=" in users:
         return {}
-    return {_ASYNC_FUSION: False}
+    shards = mesh.shape["fsdp"]
+    only_fsdp = 1 < shards == mesh.size
+    has_tiles = config.model.embed_dim // shards >= _TPU_LANES
+    saves_memory = only_fsdp and has_tiles and config.mesh.gather != "ahead"
+    return {ASYNC_FUSION: not saves_memory}
 
 
 def compile_step(

@@ -100,7 +100,7 @@ from prope.workdir.source import (
 
 _MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
-    "config.model.remat=full; python -m prope.plan computes what fits"
+    "config.model.remat=full or config.mesh.gather=layer; python -m prope.plan computes what fits"
 )
 
 

@@ -78,6 +78,7 @@ REFUSED = [
     ("gs://bucket/a#1", "a URL must be"),
     ("gs://bucket/../x", "a URL must be"),
     ("s3://bucket/x::gs://b", "a URL must be"),
+    ("gs://bucket/{seed}", "a URL must be"),
     ("s3://bucket/x", "needs a package: pip install s3fs"),
     ("gs:///x", "a URL must be"),
     ("/gs/bucket", "is read as a URL"),

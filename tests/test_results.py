@@ -105,8 +105,9 @@ def unpack(name: str, folder: epath.Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_controlled_encodings_are_redrawn_from_their_records(tmp_path):
-    lines = unpack("encodings_controlled", tmp_path)
+@pytest.mark.parametrize("name", ["encodings_controlled", "encodings_python", "slow_pairs"])
+def test_a_sweep_is_redrawn_from_its_records(name, tmp_path):
+    lines = unpack(name, tmp_path)
     report = report_sweep(epath.Path(tmp_path))
     assert (tmp_path / "report/index.html").exists()
     assert {run["state"] for run in report["runs"]} == {"finished"}

@@ -263,6 +263,7 @@ def describe(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict:
         "seq_len": T,
         "dtype": c.dtype,
         "remat": c.remat,
+        "gather": config.mesh.gather,
         "attention": c.attention,
         "model_flops_per_token": flops.model_flops_per_token(c, T),
     }

@@ -18,7 +18,7 @@ from prope.errors import log, usage_error
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
-from prope.step import compiler_options, prepare, trace_step
+from prope.step import ASYNC_FUSION, compiler_options, prepare, trace_step
 
 # What is only known of a step that fits.
 _COMPILED = (
@@ -52,14 +52,13 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         "chips": len(devices),
         **describe(config, mesh),
         "sequences_per_chip": config.batch_size / len(devices),
-        "gather": config.mesh.gather,
         "hardware_flops_per_token": step_flops / tokens,
         "busiest_part": flops.busiest_part(config.model, config.data.seq_len, config.mesh.context),
         "hbm_bytes_per_chip": int(chip.hbm_bytes * usable_memory),
-        "xla_flags": flags,
     }
     # Tuning a GPU's kernels would need the GPU.
     options = flags | compiler_options(config, mesh)
+    result["xla_flags"] = dict(options)
     if is_gpu:
         options["xla_gpu_autotune_level"] = 0
     start = time.perf_counter()
@@ -88,11 +87,12 @@ def _does_not_fit(message: str) -> dict:
 
     Raises UsageError where it is a kernel's VMEM that is too small, which no smaller batch mends.
     """
-    vmem = re.search(r"size (\S+) and limit (\S+) exceeded scoped vmem", message)
+    vmem = re.search(r"size ([\d.]+M) and limit ([\d.]+M) exceeded scoped vmem", message)
     if vmem:
-        problem = f"a kernel needs {vmem[1]} of VMEM, of which it may have {vmem[2]}"
-        remedy = "leave out --noxla_flags, or raise it in LIBTPU_INIT_ARGS"
-        raise usage_error("--xla_tpu_scoped_vmem_limit_kib", vmem[2], problem, remedy)
+        needed = math.ceil(1024 * float(vmem[1].rstrip("M")))
+        problem = f"a kernel needs {vmem[1]} of VMEM"
+        remedy = f"give --xla_tpu_scoped_vmem_limit_kib={needed} or more"
+        raise usage_error("LIBTPU_INIT_ARGS", f"{vmem[2]} of VMEM", problem, remedy)
     log.info("does not fit: %s", message.splitlines()[0])
     # Another one says "temporaries (49.06G) exceeds".
     match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
@@ -161,8 +161,8 @@ def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Returns the fastest plan over every remat and the largest batch that fits.
 
-    The head's table is gathered, if any batch fits with it. On TPUs the best is planned again with
-    the next layer gathered ahead, and has that if it still fits.
+    `config.mesh.gather` is "head", or "layer" if nothing fits with that; the best plan gets "ahead"
+    if that still fits, on TPUs where it makes another program.
     """
     groups = len(devices) // (config.mesh.tensor * config.mesh.context)
 
@@ -182,14 +182,14 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
 
     plans = []
     for gather in ("head", "layer"):
-        if any(result["fits"] for result in plans):
+        if any(result["fits"] for result in plans) or (plans and groups == 1):
             break
         for remat in REMAT:
             plans += _search_batch(functools.partial(attempt, gather, remat))
     fitting = [result for result in plans if result["fits"]]
     best = max(fitting, key=lambda result: result["ideal_tokens_per_second"], default=plans[-1])
-    chip, _, _ = topology.partition(":")
-    if best["fits"] and best["gather"] == "head" and chip in xla_flags.TPU:
+    waits = best["xla_flags"].get(ASYNC_FUSION) is False
+    if best["fits"] and best["gather"] == "head" and waits:
         ahead = attempt("ahead", best["remat"], best["batch_size"] // groups)
         plans.append(ahead)
         best = ahead if ahead["fits"] else best

@@ -28,7 +28,6 @@ _VARIABLES = (
 _TPU = {
     "xla_tpu_enable_data_parallel_all_reduce_opt": True,
     "xla_tpu_data_parallel_opt_different_sized_ops": True,
-    "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_overlap_compute_collective_tc": True,
@@ -36,9 +35,8 @@ _TPU = {
     # Else the gather of a weight is a synchronous all-reduce of its zero-padded shards
     # (pytorch/xla#6528).
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
-    # More VMEM for one fusion, which the blocks of prope/kernels/splash.py need; maxtext and
-    # tpu-recipes (training/trillium) give 98304, with which Gemma 2B takes four times as long to
-    # compile as with libtpu's own 16384.
+    # More VMEM for one fusion: the blocks of prope/kernels/splash.py need 40 MB. maxtext and
+    # tpu-recipes (training/trillium) give 98304, which takes a fifth longer to compile.
     "xla_tpu_scoped_vmem_limit_kib": 49152,
 }
 # Source: maxtext, src/maxtext/configs/tpu/v5p/llama2_7b.sh.

@@ -3,7 +3,6 @@
 import collections
 import itertools
 import pathlib
-import re
 import runpy
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.errors import UsageError, nearest, usage_error
-from prope.runtime.files import as_path
 from prope.runtime.validate import validate
 
 P = "model.rope_percentage"
@@ -121,8 +119,8 @@ def plan(
     """Lists the runs, the first field of a grid changing slowest, and validates their configs.
 
     A run's name depends on its values alone, sorted by field: rope_percentage=0.25,seed=0. All
-    begin from the parameters of the run `init_from`, if there is one, in which {seed} becomes a
-    run's value of the swept field seed, and so on.
+    begin from the parameters of the run `init_from`, if there is one, in which {seed} becomes the
+    run's own seed.
     """
     short_names = _short_names(grids)
     runs = []
@@ -130,26 +128,14 @@ def plan(
         for values in itertools.product(*grid.values()):
             fields = dict(zip(grid, values, strict=True))
             run = _plan_run(fields, short_names, file, base, overrides)
-            if init_from:
-                run.arguments.append(f"--init_from={_fill_in(init_from, run.values)}")
+            if init_from is not None:
+                source = init_from.replace("{seed}", str(run.config.seed))
+                run.arguments.append(f"--init_from={source}")
             if run.name in [other.name for other in runs]:
                 text = f"two runs would be called {run.name}; give one of them another value"
                 raise UsageError(text)
             runs.append(run)
     return runs
-
-
-def _fill_in(init_from: str, values: dict[str, object]) -> str:
-    """Puts a run's swept values into --init_from, in the place of their names in braces."""
-    place = init_from
-    for name, value in values.items():
-        place = place.replace(f"{{{name}}}", text_of(value))
-    unknown = re.search(r"{.*?}", place)
-    if unknown:
-        allowed = ", ".join(f"{{{name}}}" for name in values)
-        problem = f"has {unknown[0]}, which is not swept"
-        raise usage_error("--init_from", init_from, problem, f"it may have {allowed}")
-    return str(as_path("--init_from", place))
 
 
 def _short_names(grids: list[dict]) -> dict[str, str]:
