@@ -7,7 +7,7 @@ Command    python -m prope.import_hf --input=meta-llama/Llama-3.2-1B --workdir=W
                --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
            DATA as in gemma_2b_wiki.py; from scratch without --init_from,
            with the same tokenizer.
-Hardware   16 TPU v5e, 16.8 of the 16.9 GB of each, or 8 H100, 48 of the 78 GB of each; compiled.
+Hardware   16 TPU v5e, 16.6 of the 16.9 GB of each, or 8 H100, 48 of the 78 GB of each; compiled.
 Hours      15.7 billion tokens, about 1.4e20 FLOPs: 31 on 16 v5e, 12 on 8 H100, at 40 %
            of their peak. Computed.
 Expected   Not yet run. The learning rate is ours.

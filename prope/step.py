@@ -275,9 +275,13 @@ def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, b
     """Returns XLA's options for the training step, beside the flags of the process.
 
     On TPUs collectives run beside matmuls, unless only FSDP communicates and `config.mesh.gather`
-    is not "ahead". They also do where a device has too few of a parameter's columns for a tile:
-    libtpu would make its gathers all-reduces of twice the bytes. A user's LIBTPU_INIT_ARGS decide
-    if they have the flag.
+    is not "ahead". They also do where that would take memory instead of saving it, without splash,
+    and where a device has too few of a parameter's columns for a tile: libtpu would make its
+    gathers all-reduces of twice the bytes. A user's LIBTPU_INIT_ARGS decide if they have the flag.
+
+    Args:
+      config: with its attention resolved.
+      mesh: of the step.
     """
     users = os.environ.get("LIBTPU_INIT_ARGS", "")
     if mesh.devices.flat[0].platform != "tpu" or f"--{ASYNC_FUSION}=" in users:
@@ -285,8 +289,8 @@ def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, b
     shards = mesh.shape["fsdp"]
     only_fsdp = 1 < shards == mesh.size
     has_tiles = config.model.embed_dim // shards >= _TPU_LANES
-    saves_memory = only_fsdp and has_tiles and config.mesh.gather != "ahead"
-    return {ASYNC_FUSION: not saves_memory}
+    saves_memory = only_fsdp and has_tiles and config.model.attention == "splash"
+    return {ASYNC_FUSION: not saves_memory or config.mesh.gather == "ahead"}
 
 
 def compile_step(

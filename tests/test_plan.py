@@ -112,6 +112,7 @@ def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_smal
     ("platform", "shape", "embed_dim", "gather", "users", "expected"),
     [
         ("tpu", {"fsdp": 16}, 2048, "head", "", False),
+        ("tpu without splash", {"fsdp": 16}, 2048, "head", "", True),
         ("tpu", {"fsdp": 16}, 2048, "layer", "--xla_other=1", False),
         ("tpu", {"fsdp": 16}, 2048, "ahead", "", True),
         ("tpu", {"fsdp": 16}, 2032, "head", "", True),
@@ -128,10 +129,12 @@ def test_when_collectives_run_beside_matmuls(
     """Shards of 128 columns or 127; other axes of the mesh; what a user has set."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", users)
     shape = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | shape
+    platform, _, without_splash = platform.partition(" ")
     devices = np.full(list(shape.values()), types.SimpleNamespace(platform=platform))
     mesh = types.SimpleNamespace(shape=shape, devices=devices, size=devices.size)
     config = default_config()
     config.model.embed_dim = embed_dim
+    config.model.attention = "xla" if without_splash else "splash"
     config.mesh.gather = gather
     options = {} if expected is None else {ASYNC_FUSION: expected}
     assert compiler_options(config, mesh) == options

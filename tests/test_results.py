@@ -1,13 +1,18 @@
 """Tables of configs/results are those of the records beside them, which redraw the sweep's page."""
 
+import functools
+import pathlib
+import re
 import tarfile
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from etils import epath
 from makers import read_lines
 
 from prope.inference.paired import paired_difference
+from prope.inference.statistics import dunnett_critical, pool_variance, pooled_difference
 from prope.sweep.page import report_sweep
 
 RESULTS = ROOT / "configs/results"
@@ -68,6 +73,55 @@ def contrast_rows(report: dict) -> list[str]:
             f"{contrast['p_value']:.3g}",
         )
         rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
+    """The loss of a run's evaluation on 131,072 tokens, in windows of this length."""
+    records = read_lines(workdir / "eval.jsonl")
+    (loss,) = [
+        record["loss"]
+        for record in records
+        if record["seq_len"] == seq_len and record["max_tokens"] == 131_072
+    ]
+    return loss
+
+
+def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
+    """Of each wavelength and length: losses at it and at 8 times it, and the latter minus RoPE's.
+
+    The intervals of all rows hold together: Dunnett's within a wavelength and length, with the
+    variance pooled over its methods, and each of these has its share of the 5 %.
+    """
+    families: dict[tuple[str, str], dict[str, dict[str, pathlib.Path]]] = {}
+    for workdir in sorted(folder.glob("config=*,seed=*")):
+        name, seed = re.fullmatch(r"config=(.+),seed=(\d+)", workdir.name).groups()
+        method, wavelength, length = name.split("-")
+        family = families.setdefault((wavelength, length), {})
+        family.setdefault(method, {})[seed] = workdir
+    rows = []
+    for (wavelength, length), methods in families.items():
+        T = int(length)
+        far = {
+            method: {seed: read_loss(path, 8 * T) for seed, path in by_seed.items()}
+            for method, by_seed in methods.items()
+        }
+        runs = [(loss, method, seed) for method in far for seed, loss in far[method].items()]
+        pooled = pool_variance(*zip(*runs, strict=True))
+        level = 1 - 0.05 / len(families)
+        critical = functools.partial(dunnett_critical, len(methods) - 1, level=level)
+        for method, by_seed in methods.items():
+            near = [read_loss(path, T) for path in by_seed.values()]
+            cells = [wavelength, length, method, str(len(by_seed))]
+            cells += [f"{np.mean(near):.3f}", f"{np.mean(list(far[method].values())):.3f}"]
+            if method == "rope":
+                cells += ["", ""]
+            else:
+                differences = [far[method][seed] - far["rope"][seed] for seed in by_seed]
+                difference = pooled_difference(differences, pooled, critical)
+                low, high = difference.interval()
+                cells += [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
+            rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
