@@ -446,6 +446,25 @@ def test_a_run_whose_evaluations_are_all_on_other_windows_has_one(sweep):
     assert len([one for one in sentences if one.startswith("Result: ")]) > 0
 
 
+def test_a_run_with_windows_of_another_length_takes_nothing_from_the_others(sweep):
+    """Of the same documents it has another number of windows."""
+    run, *others = runs.read_sweep(sweep)
+    config = run.config.copy_and_resolve_references()
+    config.data.seq_len *= 2
+    twice = {"seq_len": config.data.seq_len, "windows": 4}
+    finished = [record for record in run.evaluations if record["step"] == config.num_steps]
+    longer = dataclasses.replace(
+        run, config=config, evaluations=[record | twice for record in finished]
+    )
+    alike = []
+    for other in others:
+        records = [record | {"windows": 8} for record in other.evaluations]
+        alike.append(dataclasses.replace(other, evaluations=records))
+    read = runs.on_common_windows([longer, *alike])
+    assert [one.state for one in read] == [one.state for one in (longer, *alike)]
+    assert longer.state == "finished"
+
+
 def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
     """An evaluation of more windows after training is no point of it."""
     path = run_folder(sweep, 0) / "eval.jsonl"

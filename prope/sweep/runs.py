@@ -145,17 +145,17 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
 
 def on_common_windows(runs: list[Run]) -> list[Run]:
     """Drops last evaluations on windows that another finished run on the same data lacks."""
-    common: dict[str | None, set] = {}  # numbers of windows, by fingerprint of the data
+    common: dict[tuple, set] = {}  # numbers of windows, by the documents and a window's length
     finished = [run for run in runs if run.state == "finished"]
     for run in finished:
         counts = {record.get("windows") for record in run.last_evaluations}
-        fingerprint = run.evaluation.get("fingerprint")
-        common[fingerprint] = common.get(fingerprint, counts) & counts
+        data = _documents_and_length(run.evaluation)
+        common[data] = common.get(data, counts) & counts
 
     def select(run: Run) -> Run:
         dropped = []
         for record in run.last_evaluations if run in finished else ():
-            if record.get("windows") not in common[record.get("fingerprint")]:
+            if record.get("windows") not in common[_documents_and_length(record)]:
                 dropped.append(record)
         kept = [record for record in run.evaluations if record not in dropped]
         return dataclasses.replace(run, evaluations=kept, dropped=tuple(dropped))
@@ -170,6 +170,10 @@ def read_entries(directory: epath.Path) -> list[dict]:
         problem = "no sweep there (no sweep.json)"
         raise usage_error("--sweep", directory, problem, "give the --workdir of launch/sweep.py")
     return sweep["runs"]
+
+
+def _documents_and_length(evaluation: dict) -> tuple[str | None, int | None]:
+    return evaluation.get("fingerprint"), evaluation.get("seq_len")
 
 
 def read_sweep(directory: epath.Path) -> list[Run]:
