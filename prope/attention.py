@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from prope.kernels.choice import choose_implementation
+from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.pairs import attend_pairs
 from prope.kernels.softcap import softcap
 from prope.kernels.splash import splash
@@ -180,7 +181,7 @@ def _attend_block_to_cache(query, key, value, key_positions, positions, window, 
     S = key.shape[2]
     # One matmul of a key/value head with the queries of all its G heads as rows.
     rows = query.reshape(B, K, G * T, H)
-    scores = jnp.einsum("BKRH,BKSH->BKRS", rows, key, preferred_element_type=jnp.float32)
+    scores = einsum_to_float32("BKRH,BKSH->BKRS", rows, key)
     query_positions = positions[:, None, None, :, None]
     keys = key_positions[:, None, None, None, :]
     visible = (keys >= 0) & (keys <= query_positions)
@@ -193,5 +194,5 @@ def _attend_block_to_cache(query, key, value, key_positions, positions, window, 
     )
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     weights = weights.reshape(B, K, G * T, S)
-    output = jnp.einsum("BKRS,BKSH->BKRH", weights, value, preferred_element_type=jnp.float32)
+    output = einsum_to_float32("BKRS,BKSH->BKRH", weights, value)
     return output.astype(value.dtype).reshape(B, K, G, T, H)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from prope.kernels.matmul import einsum, einsum_to_float32
 from prope.kernels.softcap import softcap, softcap_slope
 from prope.sharding import (
     constrain,
@@ -57,11 +58,10 @@ def token_losses(
 
     def chunk_losses(chunk):
         hidden, targets = chunk
-        logits = jnp.einsum(
+        logits = einsum_to_float32(
             "BTD,VD->BTV",
             hidden,
             table,
-            preferred_element_type=jnp.float32,
         )
         logits = softcap(logits, cap)
         target_logits = jnp.take_along_axis(
@@ -243,11 +243,10 @@ def _add_tokens(cap, share, entries, table, teacher_table, grad_table, chunk):
 
 def _score_rows(cap, rows, table):
     """Scores all entries of a table [V, D] for rows [R, D]: logits [R, V], float32, capped."""
-    logits = jnp.einsum(
+    logits = einsum_to_float32(
         "RD,VD->RV",
         rows,
         table,
-        preferred_element_type=jnp.float32,
     )
     return softcap(logits, cap)
 
@@ -260,19 +259,9 @@ def _grad_logits(cap, logits, grad_loss, weights):
 def _matmul_gradients(grad_logits, rows, table, axes):
     """Returns the gradients of rows [R, D] and table [V, D] from those of their logits."""
     # Float32 where a gradient is still to be summed over the vocabulary's shards.
-    rows_dtype = jnp.float32 if axes else rows.dtype
-    grad_rows = jnp.einsum(
-        "RV,VD->RD",
-        grad_logits,
-        table,
-        preferred_element_type=rows_dtype,
-    )
-    grad_table = jnp.einsum(
-        "RV,RD->VD",
-        grad_logits,
-        rows,
-        preferred_element_type=jnp.float32,
-    )
+    multiply = einsum_to_float32 if axes else einsum
+    grad_rows = multiply("RV,VD->RD", grad_logits, table)
+    grad_table = einsum_to_float32("RV,RD->VD", grad_logits, rows)
     return grad_rows, grad_table
 
 
@@ -374,12 +363,8 @@ def _gradients_by_vocab(cap, rows: _Rows, chunks: _VocabChunks, zeros, logsumexp
         probabilities = jnp.exp(logits - logsumexp[:, None, None])
         grad_logits = _grad_logits(cap, logits, probabilities - is_target, rows.weights)
         grad_logits = constrain(grad_logits.astype(rows.hidden.dtype), "BVv")
-        grad_rows = grad_rows + jnp.einsum(
-            "RPV,PVD->RPD", grad_logits, table, preferred_element_type=jnp.float32
-        )
-        grad_table = jnp.einsum(
-            "RPV,RD->PVD", grad_logits, rows.hidden, preferred_element_type=jnp.float32
-        )
+        grad_rows = grad_rows + einsum_to_float32("RPV,PVD->RPD", grad_logits, table)
+        grad_table = einsum_to_float32("RPV,RD->PVD", grad_logits, rows.hidden)
         return grad_rows, constrain_like_param(grad_table, "VvD")
 
     scanned = (chunks.tables, chunks.firsts)
@@ -390,11 +375,10 @@ def _gradients_by_vocab(cap, rows: _Rows, chunks: _VocabChunks, zeros, logsumexp
 def _score_chunk(cap, rows: _Rows, chunks: _VocabChunks, table, first):
     """Scores a chunk's entries: capped logits [R, P, v], the table, which entry is the target."""
     table = constrain(table.astype(rows.hidden.dtype), "VvD")
-    logits = jnp.einsum(
+    logits = einsum_to_float32(
         "RD,PVD->RPV",
         rows.hidden,
         table,
-        preferred_element_type=jnp.float32,
     )
     is_target = rows.targets == (first + chunks.offsets)[None]
     return constrain(softcap(logits, cap), "BVv"), table, is_target

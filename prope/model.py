@@ -32,6 +32,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope.attention import attention
 from prope.encodings import Tables, logit_scale, rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
+from prope.kernels.matmul import einsum, einsum_to_float32
 from prope.kernels.softcap import softcap
 from prope.rope import rotate
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
@@ -98,7 +99,7 @@ class Einsum(nn.Module):
     def __call__(self, equation, x):
         w = self.get_variable("params", "w").astype(x.dtype)
         w_axes = equation.split(",")[1].split("->")[0]
-        out = jnp.einsum(equation, x, all_gather_param(w, w_axes))
+        out = einsum(equation, x, all_gather_param(w, w_axes))
         if not self.use_bias:
             return out
         bias = self.get_variable("params", "b").astype(x.dtype)
@@ -447,7 +448,13 @@ def logits(
 ) -> Float[Array, "... V"]:
     """Scores the next token, float32: a matmul with `head` in hidden's dtype, capped."""
     table = head(params).astype(hidden.dtype)
-    scores = jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    scores = einsum_to_float32(
+        "RD,VD->RV",
+        rows,
+        table,
+    )
+    scores = scores.reshape(*hidden.shape[:-1], len(table))
     return softcap(scores, config.final_softcap)
 
 

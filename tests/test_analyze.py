@@ -45,7 +45,7 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     config = whole.model
     params, tokens, positions = draw_model(config)
     scores_by_layer = []
-    original = pairs._dot
+    original = pairs.einsum_to_float32
 
     def record(scores):
         scores_by_layer.append(np.asarray(scores))
@@ -57,7 +57,7 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
         return product
 
     with monkeypatch.context() as patch:
-        patch.setattr(pairs, "_dot", recording_dot)
+        patch.setattr(pairs, "einsum_to_float32", recording_dot)
         hidden = jax.block_until_ready(model.hidden_states(config, params, tokens, positions))
         jax.effects_barrier()
     layers = list(run_layers(config, params, tokens, positions))

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from prope import sharding
 from prope.cost import flops
 from prope.errors import UsageError, first_line, log, usage_error
+from prope.kernels.matmul import einsum
 from prope.kernels.splash import Blocks, choose_blocks, splash
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
@@ -239,7 +240,7 @@ def _repeat_step(step: jax.stages.Compiled, prepared: Prepared) -> Callable[[], 
 
 def repeat_matmul(square: jax.Array, repeats: int) -> Callable[[], jax.Array]:
     """Builds a program that squares a matrix `repeats` times, each time into the same memory."""
-    matmul = jax.jit(lambda x, old: x @ x, donate_argnums=1, keep_unused=True)
+    matmul = jax.jit(lambda x, old: einsum("RD,DF->RF", x, x), donate_argnums=1, keep_unused=True)
     result = jnp.zeros_like(square)
 
     def program():

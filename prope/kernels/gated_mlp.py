@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from prope.kernels.matmul import einsum
 from prope.sharding import constrain, constrain_like_param
 
 ACTIVATIONS = {
@@ -32,12 +33,12 @@ def gated_mlp(
     rows = x.reshape(-1, x.shape[-1])
     if x.shape[1] == 1:
         # A CPU copies each half of gating: for one token that takes longer than the matmuls.
-        halves = jnp.stack([rows, rows]) @ gating
+        halves = einsum("CRD,CDF->CRF", jnp.stack([rows, rows]), gating)
         gate = halves[0]
         up = halves[1]
     else:
-        gate = rows @ gating[0]
-        up = rows @ gating[1]
+        gate = einsum("RD,DF->RF", rows, gating[0])
+        up = einsum("RD,DF->RF", rows, gating[1])
     gate = checkpoint_name(constrain(gate, "BF"), "gate")
     up = checkpoint_name(constrain(up, "BF"), "up")
     return constrain(
@@ -49,7 +50,7 @@ def gated_mlp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(activation, gate, up, linear):
     """Computes (act(gate) * up) @ linear; its gradient recomputes the product, not saving it."""
-    return _gated(activation, gate, up) @ linear
+    return einsum("RF,FD->RD", _gated(activation, gate, up), linear)
 
 
 def _gated(activation, gate, up):
@@ -62,11 +63,9 @@ def _project_forward(activation, gate, up, linear):
 
 def _project_backward(activation, residuals, cotangent):
     gate, up, linear = residuals
-    grad_linear = constrain_like_param(
-        _gated(activation, gate, up).T @ cotangent,
-        "FD",
-    )
-    grad_gated = constrain(cotangent @ linear.T, "BF")
+    gated = _gated(activation, gate, up)
+    grad_linear = constrain_like_param(einsum("RF,RD->FD", gated, cotangent), "FD")
+    grad_gated = constrain(einsum("RD,FD->RF", cotangent, linear), "BF")
     # This order frees the product before the gradients of gate and up, each as large, exist.
     grad_gated, grad_linear, gate, up = jax.lax.optimization_barrier(
         (grad_gated, grad_linear, gate, up)

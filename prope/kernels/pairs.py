@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.softcap import softcap, softcap_slope
 
 _MASKED_SCORE = float(jnp.finfo(jnp.float32).min)
@@ -148,7 +149,7 @@ def _add_keys(
     new_largest = jnp.maximum(largest, scores.max(axis=-1))
     weights = jnp.exp(scores - new_largest[..., None])
     decay = jnp.exp(largest - new_largest)
-    weighted = _dot("BKRS,BKSH->BKRH", weights.astype(values.dtype), values)
+    weighted = einsum_to_float32("BKRS,BKSH->BKRH", weights.astype(values.dtype), values)
     return _Sums(
         largest=new_largest,
         total=sums.total * decay + weights.sum(axis=-1),
@@ -236,15 +237,15 @@ def _backward(rule, residuals, cotangent):
         v = _block(block, value, key_block, axis=2)
         scores = _scores(rule, query, key, positions, pair, segments)
         weights = jnp.exp(scores - row_logsumexp[..., None])
-        grad_weights = _dot("BKRH,BKSH->BKRS", g, v)
+        grad_weights = einsum_to_float32("BKRH,BKSH->BKRS", g, v)
         grad_capped = weights * (grad_weights - row_mean[..., None])
         grad_scores = grad_capped * softcap_slope(scores, rule.cap)
         weights = weights.astype(query.dtype)
         grad_scores = grad_scores.astype(query.dtype)
-        block_grad_query = _dot("BKRS,BKSH->BKRH", grad_scores, k)
+        block_grad_query = einsum_to_float32("BKRS,BKSH->BKRH", grad_scores, k)
         block_grad_query = block_grad_query.reshape(*query.shape[:3], block, -1)
-        block_grad_key = _dot("BKRS,BKRH->BKSH", grad_scores, q)
-        block_grad_value = _dot("BKRS,BKRH->BKSH", weights, g)
+        block_grad_key = einsum_to_float32("BKRS,BKRH->BKSH", grad_scores, q)
+        block_grad_value = einsum_to_float32("BKRS,BKRH->BKSH", weights, g)
         added = (
             _add_block(block, grad_query, block_grad_query, query_block, axis=3),
             _add_block(block, grad_key, block_grad_key, key_block, axis=2),
@@ -276,7 +277,7 @@ def _scores(rule, query, key, positions, pair, segments):
         key_ids = _block(block, segments[1], key_block, axis=1)
         visible = visible & (query_ids[:, None, None, :, None] == key_ids[:, None, None, None])
     rows = _rows(block, query, query_block)
-    scores = _dot(
+    scores = einsum_to_float32(
         "BKRH,BKSH->BKRS",
         rows,
         _block(block, key, key_block, axis=2),
@@ -312,7 +313,3 @@ def _add_block(block, total, values, i, axis):
     """Adds values to block i of an axis."""
     added = _block(block, total, i, axis) + values
     return jax.lax.dynamic_update_slice_in_dim(total, added, i * block, axis)
-
-
-def _dot(equation, x, y):
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
