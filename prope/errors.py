@@ -5,6 +5,7 @@ import difflib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import traceback
@@ -77,6 +78,21 @@ def usage_error(field: str, value, problem: str, remedy: str = "") -> UsageError
     return UsageError(f"{field}={value}: {problem}{ending}")
 
 
+def vmem_error(message: str) -> UsageError | None:
+    """Reads the compiler's message that a kernel needs more of a TPU's VMEM than it may use.
+
+    No smaller batch mends that, though XLA raises it as RESOURCE_EXHAUSTED.
+    """
+    match = re.search(r"size ([\d.]+)M and limit ([\d.]+M) exceeded scoped vmem", message)
+    if match is None:
+        return None
+    needed, limit = match.groups()
+    kibibytes = math.ceil(1024 * float(needed))
+    problem = f"a kernel needs {needed}M of VMEM"
+    remedy = f"give --xla_tpu_scoped_vmem_limit_kib={kibibytes} or more"
+    return usage_error("LIBTPU_INIT_ARGS", f"{limit} of VMEM", problem, remedy)
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Tells whether an exception, or one in its chain, reports a full disk or quota."""
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
@@ -105,6 +121,8 @@ def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
     """Converts a known exception to a one-line error; another one needs a traceback: None."""
     if isinstance(error, UsageError | RunFailed | Stopped):
         return error
+    if vmem := vmem_error(str(error)):
+        return vmem
     cause = first_line(error)
     if is_disk_full(error):
         return RunFailed(f"no space left on the device ({cause}); {_FREE_SPACE}")

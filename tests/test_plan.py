@@ -13,7 +13,7 @@ from conftest import CONFIG, ROOT, needs_cuda, needs_libtpu
 
 from prope.config import default_config, differences
 from prope.cost.plan import _does_not_fit, search
-from prope.errors import UsageError
+from prope.errors import UsageError, to_user_error
 from prope.runtime import xla_flags
 from prope.step import ASYNC_FUSION, compiler_options
 
@@ -366,10 +366,13 @@ def test_too_little_vmem_for_a_kernel_is_no_matter_of_the_batch():
     scoped = (
         "Scoped allocation with size 21.84M and limit 20.00M exceeded scoped vmem limit by 1.8M"
     )
-    with pytest.raises(
-        UsageError, match="needs 21.84M of VMEM; give --xla_tpu_scoped_vmem_limit_kib=22365 or"
-    ):
-        _does_not_fit(f"RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out. {scoped}")
+    message = f"RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out. {scoped}"
+    remedy = "needs 21.84M of VMEM; give --xla_tpu_scoped_vmem_limit_kib=22365 or"
+    with pytest.raises(UsageError, match=remedy):
+        _does_not_fit(message)
+    in_training = to_user_error(RuntimeError(message))
+    assert remedy in str(in_training)
+    assert "batch" not in str(in_training)
 
 
 # --- Search -------------------------------------------------------------------------------------

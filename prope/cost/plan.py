@@ -14,7 +14,7 @@ from prope.config import REMAT
 from prope.cost import flops, hlo, traffic
 from prope.cost.bench import describe
 from prope.cost.traced import count_flops
-from prope.errors import log, usage_error
+from prope.errors import log, vmem_error
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.validate import validate_devices
@@ -87,12 +87,8 @@ def _does_not_fit(message: str) -> dict:
 
     Raises UsageError where it is a kernel's VMEM that is too small, which no smaller batch mends.
     """
-    vmem = re.search(r"size ([\d.]+M) and limit ([\d.]+M) exceeded scoped vmem", message)
-    if vmem:
-        needed = math.ceil(1024 * float(vmem[1].rstrip("M")))
-        problem = f"a kernel needs {vmem[1]} of VMEM"
-        remedy = f"give --xla_tpu_scoped_vmem_limit_kib={needed} or more"
-        raise usage_error("LIBTPU_INIT_ARGS", f"{vmem[2]} of VMEM", problem, remedy)
+    if vmem := vmem_error(message):
+        raise vmem
     log.info("does not fit: %s", message.splitlines()[0])
     # Another one says "temporaries (49.06G) exceeds".
     match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
