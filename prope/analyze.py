@@ -33,6 +33,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("sequences", 8, sequences, lower_bound=1)
     seq_len = "tokens of each, at least 3; the training length by default"
     flags.DEFINE_integer("seq_len", None, seq_len, lower_bound=3)
+    dataset = "another dataset, as in config.data.dataset; an imported run has none that is its own"
+    flags.DEFINE_string("dataset", None, dataset)
+    command.define_place("data_dir", None, "folder of the dataset, as in config.data.data_dir")
     command.define_place("text", None, "file to read instead of documents")
     flags.DEFINE_string("layers", None, "layers to measure, as in 0,3; all by default")
     heads = "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default"
@@ -61,6 +64,8 @@ def main() -> dict:
     """Analyses; returns the output page and a summary."""
     if FLAGS.paper:
         _check_paper()
+    if FLAGS.text is not None:
+        _check_text()
     if FLAGS.theory:
         return _write_theory()
     if FLAGS.workdir is None:
@@ -79,6 +84,14 @@ def _check_paper() -> None:
     for name in conflicts:
         problem = "--paper chooses that itself"
         raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
+
+
+def _check_text() -> None:
+    """Raises UsageError where another flag names the text as well."""
+    for name in ("dataset", "data_dir"):
+        if FLAGS[name].value is not None:
+            problem = "--text is read instead"
+            raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
 
 
 def _write_theory() -> dict:

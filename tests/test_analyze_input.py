@@ -212,6 +212,19 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
         read(seq_len=2)
 
 
+def test_another_dataset_is_read_whole(run_and_export, tmp_path, monkeypatch):
+    """--dataset and --data_dir name a text that is not the run's; the run keeps its own."""
+    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "cache"))
+    folder = write_documents(tmp_path / "text", "xyz")
+    run = open_run(run_and_export / "run")
+    before = run.config.to_json()
+    options = analysis_options(dataset="files", data_dir=str(folder), seq_len=3, sequences=9)
+    ids, _, text = sequences.read_sequences(run, options)
+    assert [chr(tokens[1] - 4) for tokens in ids] == ["x", "y", "z"]
+    assert text == {"source": "files", "split": "all"}
+    assert run.config.to_json() == before
+
+
 def test_windows_and_tokens_reach_to_both_ends():
     for start, stop in ((0, 1), (0, choices.MOST), (72, 200), (199, 200)):
         window = choices.parse_window(f"{start}:{stop}", 200)
@@ -249,6 +262,7 @@ CHOSEN = "--paper chooses that itself; leave out one of the two"
         (["--workdir=RUN"], "without a finished checkpoint; train it first"),
         ([], "--workdir: must be given"),
         *((["--workdir=RUN", "--paper", flag], f"{flag}: {CHOSEN}") for flag in CONFLICTS),
+        (["--workdir=RUN", "--text=a", "--dataset=b"], "--dataset=b: --text is read instead"),
     ],
 )
 def test_a_command_is_refused(tmp_path, run_command, flags, error):

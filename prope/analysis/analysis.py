@@ -31,8 +31,8 @@ from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 
 # Flags that change the result.
-_OPTIONS = ("sequences", "seq_len", "text", "layers", "heads", "channels", "window", "tokens")
-_OPTIONS += ("head_of", "channel", "all_heads", "paper")
+_OPTIONS = ("sequences", "seq_len", "dataset", "data_dir", "text", "layers", "heads", "channels")
+_OPTIONS += ("window", "tokens", "head_of", "channel", "all_heads", "paper")
 # Fields of analysis.json that the command prints.
 _PRINTED = ("source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels")
 _PRINTED += ("loss", "rope_percentage", "step", "workdir")

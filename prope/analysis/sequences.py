@@ -1,8 +1,10 @@
 """Reads the sequences of an analysis: the beginnings of documents, or a text."""
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from prope.analysis.measures import FROM
+from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.tasks.synthetic import text_of
 from prope.data.tokenizer import load_tokenizer, token_name
@@ -15,17 +17,23 @@ MIN_TOKENS = FROM + 1  # the shortest sequence
 
 
 def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]], dict]:
-    """Reads the sequences to analyse: of the file of --text, or of the run's documents.
+    """Reads the sequences to analyse: of the file of --text, or of documents.
+
+    The documents are those of --dataset, without it the run's.
 
     Returns ids [B, T], the names of these tokens [B, T], and {"source": dataset or file, "split":
     of a dataset}.
     """
-    data = run.config.data
-    vocab_size = run.config.model.vocab_size
+    config = run.config.copy_and_resolve_references()
+    data = config.data
+    vocab_size = config.model.vocab_size
     seq_len = options.seq_len or data.seq_len
     if options.text is None:
+        override_dataset(data, options.dataset, options.data_dir)
+        data.seq_len = seq_len
+        validate(config)
         source = data.dataset
-        tokens, split = _read_documents(run, seq_len, options.sequences)
+        tokens, split = _read_documents(run, config, options.sequences)
     else:
         source = options.text
         tokens = _read_file(source, data.tokenizer)[:, :seq_len]
@@ -56,16 +64,13 @@ def _read_file(path: str, name: str) -> np.ndarray:
     return np.append(tokenizer.special.start, ids)[None]
 
 
-def _read_documents(run: Run, seq_len: int, count: int) -> tuple[np.ndarray, str]:
-    """Reads the beginnings of documents, [B, T], and names their split.
+def _read_documents(run: Run, config: ConfigDict, count: int) -> tuple[np.ndarray, str]:
+    """Reads the beginnings of documents of `config.data`, [B, T], and names their split.
 
     The split is validation, and all of a text that the run was not trained on. T is the greatest
-    length that a document has, up to `seq_len`; shorter documents are left out.
+    length that a document has, up to config.data.seq_len; shorter documents are left out.
     """
-    config = run.config.copy_and_resolve_references()
     data = config.data
-    data.seq_len = seq_len
-    validate(config)
     windows = open_text(
         data,
         config.model.vocab_size,
@@ -79,7 +84,7 @@ def _read_documents(run: Run, seq_len: int, count: int) -> tuple[np.ndarray, str
         problem = f"no document of split {windows.split} has {MIN_TOKENS} tokens"
         raise usage_error("config.data.dataset", data.dataset, problem, "give a --text=FILE")
     tokens = np.stack([document for document in documents if len(document) == longest])
-    if len(tokens) < count or longest < seq_len:
+    if len(tokens) < count or longest < data.seq_len:
         message = "found %d documents of %d tokens in split %s"
         log.info(message, len(tokens), longest, windows.split)
     return tokens, windows.split
