@@ -122,6 +122,7 @@ def test_the_command_measures_the_training_step(run_command, tmp_path):
     assert result["peak_bytes"] >= result["temporary_bytes"] + state / 2
     assert result["compile_seconds"] > 0
     assert "XLA_FLAGS" in result["xla_flags"]
+    assert result["compiler_options"] == {}, "options are for TPUs"
 
 
 def test_a_peak_is_counted_by_the_device_where_it_counts():

@@ -87,6 +87,20 @@ def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
     return loss
 
 
+def learning_rate_columns(folder: pathlib.Path) -> dict[str, list[str]]:
+    """By method, the final loss at each learning rate, from the lowest."""
+    columns: dict[str, dict[float, str]] = {}
+    for workdir in folder.glob("config=*"):
+        name = r"config=(.+)-rates,learning_rate=([\d.]+),seed=101"
+        method, rate = re.fullmatch(name, workdir.name).groups()
+        record = read_lines(workdir / "eval.jsonl")[-1]
+        assert record["step"] == 300
+        columns.setdefault(method, {})[float(rate)] = f"{record['loss']:.3f}"
+    return {
+        method: [by_rate[rate] for rate in sorted(by_rate)] for method, by_rate in columns.items()
+    }
+
+
 def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
     """Of each wavelength and length: losses at it and at 8 times it, and the latter minus RoPE's.
 
@@ -182,3 +196,16 @@ def test_what_real_models_lose_with_bands_stopped_is_in_their_records(model, tmp
     rows = band_rows(epath.Path(tmp_path) / model)
     assert len(rows) >= 6
     assert [row for row in rows if row not in lines] == []
+
+
+def test_learning_rates_are_in_their_records(tmp_path):
+    """The second seed of each method: the second number of a cell."""
+    with tarfile.open(RESULTS / "learning_rates.tar.xz") as records:
+        records.extractall(tmp_path, filter="data")
+    columns = learning_rate_columns(tmp_path)
+    lines = (RESULTS / "encodings_controlled.md").read_text().splitlines()
+    table = lines[lines.index("| method | 3e-3 | 6e-3 | 1.2e-2 |") + 2 :]
+    assert len(columns) == 8
+    for row in table[:8]:
+        method, *cells = row.strip("| ").split(" | ")
+        assert [cell.split(", ")[1] for cell in cells] == columns[method]

@@ -23,7 +23,14 @@ from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
 from prope.stack import parameters
-from prope.step import Prepared, compile_step, init_state, is_conversion, prepare
+from prope.step import (
+    Prepared,
+    compile_step,
+    compiler_options,
+    init_state,
+    is_conversion,
+    prepare,
+)
 
 Shape = tuple[int, int, int, int]
 
@@ -219,6 +226,7 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
         "xla_flags": xla_flags.in_force(),
+        "compiler_options": compiler_options(config, mesh),
     }
 
 
