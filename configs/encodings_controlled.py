@@ -11,7 +11,7 @@ Command    python launch/sweep.py --config=configs/encodings_controlled.py --wor
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
 Hours      2 to 4: 80 runs of 150 to 380 seconds on one core, by the processor, two at a time.
            :rates takes 0.5 to 1.0 and :python 0.8.
-Expected   configs/results/encodings_controlled.md; encodings_python.md: three of four seeds.
+Expected   configs/results/encodings_controlled.md, encodings_python.md.
 """
 
 import pathlib

@@ -11,7 +11,7 @@ Command    python launch/sweep.py --config=configs/python_source.py --workdir=W
 Hardware   Two CPU cores and 2 GB of memory.
 Hours      1.1: 15 runs of 4.4 minutes, at wiki_sample.py's speed; :2048 takes 1.5 and :8192 3.5,
            by the time of six steps. Computed.
-Expected   Not yet run.
+Expected   RoPE of :2048: configs/results/encodings_python.md. The rest was not run.
 """
 
 import pathlib

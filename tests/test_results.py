@@ -209,3 +209,23 @@ def test_learning_rates_are_in_their_records(tmp_path):
     for row in table[:8]:
         method, *cells = row.strip("| ").split(" | ")
         assert [cell.split(", ")[1] for cell in cells] == columns[method]
+
+
+def source_windows_row(workdir: pathlib.Path) -> str:
+    """The losses of a model trained on windows of 2048 bytes: cut to fewer keys, whole, at 512."""
+    losses = {}
+    for record in read_lines(workdir / "eval.jsonl"):
+        if "max_tokens" in record:
+            losses[record["seq_len"], record.get("window")] = f"{record['loss']:.4f}"
+    keys = [(2048, 128), (2048, 256), (2048, 512), (2048, None), (512, None)]
+    seed = workdir.name.partition("seed=")[2]
+    return f"| {' | '.join([seed, *(losses[key] for key in keys)])} |"
+
+
+def test_training_on_longer_windows_is_in_its_records(tmp_path):
+    with tarfile.open(RESULTS / "source_windows.tar.xz") as records:
+        records.extractall(tmp_path, filter="data")
+    rows = [source_windows_row(workdir) for workdir in sorted(tmp_path.glob("config=*"))]
+    lines = (RESULTS / "encodings_python.md").read_text().splitlines()
+    assert len(rows) == 2
+    assert [row for row in rows if row not in lines] == []
