@@ -218,7 +218,12 @@ def test_another_dataset_is_read_whole(run_and_export, tmp_path, monkeypatch):
     folder = write_documents(tmp_path / "text", "xyz")
     run = open_run(run_and_export / "run")
     before = run.config.to_json()
-    options = analysis_options(dataset="files", data_dir=str(folder), seq_len=3, sequences=9)
+    options = analysis_options(
+        dataset="files",
+        data_dir=str(folder),
+        seq_len=3,
+        sequences=9,
+    )
     ids, _, text = sequences.read_sequences(run, options)
     assert [chr(tokens[1] - 4) for tokens in ids] == ["x", "y", "z"]
     assert text == {"source": "files", "split": "all"}

@@ -1,6 +1,7 @@
 """Tables of configs/results are those of the records beside them, which redraw the sweep's page."""
 
 import functools
+import json
 import pathlib
 import re
 import tarfile
@@ -76,6 +77,34 @@ def contrast_rows(report: dict) -> list[str]:
     return rows
 
 
+def recovery_rows(report: dict) -> list[str]:
+    """What stopping pairs costs before and after training, minus the control of the same seed."""
+    by_p: dict[str, list[dict]] = {}
+    for recovery in report["recovery"]:
+        p = re.search(r"rope_percentage=([\d.]+)", recovery["run"])[1]
+        by_p.setdefault(p, []).append(recovery)
+    contrasts = {contrast["group"]: contrast for contrast in report["contrasts"]}
+    rows = []
+    for p, found in by_p.items():
+        before, *_, after = np.mean([recovery["gaps"] for recovery in found], axis=0)
+        contrast = contrasts[f"p = {p}"]
+        assert round(contrast["difference"] - after[1], 6) == 0
+        cells = (
+            p,
+            str(len(found)),
+            signed(before[1]),
+            signed(after[1]),
+            interval(contrast["interval"]),
+            ", ".join(describe_tokens(recovery["tokens"]) for recovery in found),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def describe_tokens(tokens: int | None) -> str:
+    return "not yet" if tokens is None else f"{tokens:,}"
+
+
 def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
     """The loss of a run's evaluation on 131,072 tokens, in windows of this length."""
     records = read_lines(workdir / "eval.jsonl")
@@ -145,6 +174,66 @@ def setting_rows(wavelength: str, length: str, methods: dict, level: float) -> l
     return rows
 
 
+def usage_rows(analysis: dict) -> list[str]:
+    """Of each kind of layers: norms of the slow quarter of the pairs over the fast, and heads."""
+    heads = analysis["heads"]
+    rows = []
+    for kind in analysis["kinds"]:
+        layers = [analysis["layers"][layer] for layer in kind["layers"]]
+        of_kind = [head for head in heads if head["layer"] in kind["layers"]]
+        positional = sum(head["kind"] in ("diagonal", "previous_token") for head in of_kind)
+        sinks = sum(head["kind"] == "first_token" for head in of_kind)
+        queries, keys, values = (
+            np.mean([np.mean(layer[norms], 0) for layer in layers], 0)
+            for norms in ("query_norms", "key_norms", "value_norms")
+        )
+        cells = (
+            pathlib.PurePath(analysis["workdir"]).name,
+            "full" if kind["sliding_window"] is None else "sliding",
+            *(f"{slow_over_fast(norms):.2f}" for norms in (queries, keys, values)),
+            describe_longest(analysis, kind, queries),
+            describe_longest(analysis, kind, keys),
+            f"{positional} of {len(of_kind)}",
+            str(sinks),
+            f"{np.mean([head['first_token'] for head in of_kind]):.2f}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def describe_longest(analysis: dict, kind: dict, norms: np.ndarray) -> str:
+    """The pair with the largest norm, and how far it turns over the window or the context."""
+    pair = int(np.argmax(norms))
+    frequency = analysis["frequencies"][kind["layers"][0]][pair]
+    length = kind["sliding_window"] or analysis["trained_on"]
+    return f"{pair}: {frequency * length:.2f}"
+
+
+def slow_over_fast(norms: np.ndarray) -> float:
+    """The mean norm of the slowest quarter of the pairs over that of the fastest."""
+    quarters = norms.reshape(4, -1).mean(axis=1)
+    return quarters[3] / quarters[0]
+
+
+def channel_rows(analysis: dict) -> list[str]:
+    """The strongest pairs of single heads, and the loss without their rotation and without them."""
+    rows = []
+    for channel in analysis["channels"]:
+        stopped = channel["stopped"]
+        removed = channel["removed"]
+        cells = (
+            pathlib.PurePath(analysis["workdir"]).name,
+            f"{channel['layer']}.{channel['head']}.{channel['pair']}",
+            f"{channel['largest_rotation']:.2f}",
+            f"{channel['to_first']:+.1f}",
+            f"{channel['to_others']:+.1f}",
+            f"{stopped['difference']:+.4f} ± {stopped['stderr']:.4f}",
+            f"{removed['difference']:+.4f} ± {removed['stderr']:.4f}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def band_rows(workdir: epath.Path) -> list[str]:
     """A model with bands of pairs stopped, beside the model as it is on the same tokens."""
     records = read_lines(workdir / "eval.jsonl")
@@ -191,10 +280,13 @@ def test_a_sweep_is_redrawn_from_its_records(name, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["gemma-3-270m", "SmolLM2-135M-Instruct"])
-def test_what_real_models_lose_with_bands_stopped_is_in_their_records(model, tmp_path):
+def test_what_real_models_do_with_their_pairs_is_in_their_records(model, tmp_path):
     lines = unpack("real_models", tmp_path)
-    rows = band_rows(epath.Path(tmp_path) / model)
-    assert len(rows) >= 6
+    folder = epath.Path(tmp_path) / model
+    bands = band_rows(folder)
+    assert len(bands) >= 6
+    analysis = json.loads((folder / "analysis/analysis.json").read_text())
+    rows = bands + usage_rows(analysis) + channel_rows(analysis)
     assert [row for row in rows if row not in lines] == []
 
 

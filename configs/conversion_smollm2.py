@@ -1,0 +1,53 @@
+"""SmolLM2 135M from RoPE to p-RoPE on a CPU: the slow pairs stop, 0.4 M tokens win the loss back.
+
+What       Four values of p, three orders of the text; p = 1 is the control: the same steps, nothing
+           stopped. 74 articles to train on, 32 others to evaluate. :scheduled stops the pairs one
+           after the other, slowest first; in :distilled half of the loss is the divergence from the
+           model as it was.
+Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M-Instruct --workdir=W0
+           python launch/sweep.py --config=configs/conversion_smollm2.py --workdir=W \\
+               --init_from=W0 --config.data.tokenizer=W0/tokenizer --config.data.data_dir=DATA
+           python -m prope.report --sweep=W
+Hardware   One core of a CPU with AMX, or bfloat16 takes long, and 6 GB of memory a run.
+Hours      6: 12 runs of half an hour on one core each. Computed from the time of a step.
+Expected   Not yet run.
+"""
+
+import pathlib
+import runpy
+
+from prope.config import sized
+
+smollm2 = runpy.run_path(str(pathlib.Path(__file__).with_name("smollm2_135m.py")))
+
+METHODS = ("full", "scheduled", "distilled", "tiny")
+
+
+def get_config(method: str = "full"):
+    if method not in METHODS:
+        raise ValueError(f"{method}: must be one of {', '.join(METHODS)}")
+    config = smollm2["get_config"]()
+    config.num_steps = 200
+    config.batch_size = 2  # windows, so 2048 tokens
+    config.accumulation = 1
+    config.log_every = 5
+    config.eval_every = 25
+    config.checkpoint_every = 50
+    config.model.remat = "none"
+    config.model.scan_layers = False
+    config.data.seq_len = 1024
+    config.data.validation_fraction = 0.3
+    config.optimizer.learning_rate = 1e-4
+    config.optimizer.final_learning_rate = 1e-5
+    config.optimizer.warmup_steps = 20
+    config.eval.batch_size = 2
+    config.eval.max_windows = 16
+    if method == "scheduled":
+        config.convert.schedule_steps = config.num_steps // 2
+    if method == "distilled":
+        config.convert.distill_weight = 0.5
+    return sized(config, "tiny" if method == "tiny" else "full")
+
+
+def get_sweep(method: str = "full"):
+    return {"seed": (0, 1, 2), "model.rope_percentage": (1.0, 0.75, 0.5, 0.25)}
