@@ -1,7 +1,7 @@
-"""SmolLM2 135M from RoPE to p-RoPE on a CPU: the slow pairs stop, 0.4 M tokens win the loss back.
+"""SmolLM2 135M from RoPE to p-RoPE on a CPU: its slow pairs stop, then 0.4 M tokens of training.
 
 What       Four values of p, three orders of the text; p = 1 is the control: the same steps, nothing
-           stopped. 74 articles to train on, 32 others to evaluate. :scheduled stops the pairs one
+           stopped. 76 articles to train on, 30 others to evaluate. :scheduled stops the pairs one
            after the other, slowest first; in :distilled half of the loss is the divergence from the
            model as it was.
 Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M-Instruct --workdir=W0

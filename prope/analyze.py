@@ -33,7 +33,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("sequences", 8, sequences, lower_bound=1)
     seq_len = "tokens of each, at least 3; the training length by default"
     flags.DEFINE_integer("seq_len", None, seq_len, lower_bound=3)
-    dataset = "another dataset, as in config.data.dataset; an imported run has none that is its own"
+    dataset = "another dataset, as in config.data.dataset; of an import python_docs by default"
     flags.DEFINE_string("dataset", None, dataset)
     command.define_place("data_dir", None, "folder of the dataset, as in config.data.data_dir")
     command.define_place("text", None, "file to read instead of documents")

@@ -753,6 +753,9 @@ def is_generated(dataset: str) -> bool:
 
 def override_dataset(data: ConfigDict, dataset: str | None, data_dir: str | None) -> None:
     """Replaces the dataset or the data_dir in a run's `config.data`; None changes nothing."""
+    if data_dir and dataset is None and data.dataset == "mixture":
+        problem = "the run's data is a mixture, whose sources have folders of their own"
+        raise usage_error("--data_dir", data_dir, problem, "give --dataset, too")
     if dataset is not None:
         data.update({"dataset": dataset, "mixture": (), "template": "", "loss_on": "all"})
     if dataset is not None or data_dir is not None:

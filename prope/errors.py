@@ -89,7 +89,7 @@ def vmem_error(message: str) -> UsageError | None:
     needed, limit = match.groups()
     kibibytes = math.ceil(1024 * float(needed))
     problem = f"a kernel needs {needed}M of VMEM"
-    remedy = f"give --xla_tpu_scoped_vmem_limit_kib={kibibytes} or more"
+    remedy = f"add --xla_tpu_scoped_vmem_limit_kib={kibibytes} or more to that variable"
     return usage_error("LIBTPU_INIT_ARGS", f"{limit} of VMEM", problem, remedy)
 
 

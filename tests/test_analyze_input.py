@@ -268,6 +268,7 @@ CHOSEN = "--paper chooses that itself; leave out one of the two"
         ([], "--workdir: must be given"),
         *((["--workdir=RUN", "--paper", flag], f"{flag}: {CHOSEN}") for flag in CONFLICTS),
         (["--workdir=RUN", "--text=a", "--dataset=b"], "--dataset=b: --text is read instead"),
+        (["--workdir=RUN", "--text=a", "--data_dir=c"], "--data_dir=c: --text is read instead"),
     ],
 )
 def test_a_command_is_refused(tmp_path, run_command, flags, error):

@@ -367,7 +367,7 @@ def test_too_little_vmem_for_a_kernel_is_no_matter_of_the_batch():
         "Scoped allocation with size 21.84M and limit 20.00M exceeded scoped vmem limit by 1.8M"
     )
     message = f"RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out. {scoped}"
-    remedy = "needs 21.84M of VMEM; give --xla_tpu_scoped_vmem_limit_kib=22365 or"
+    remedy = "needs 21.84M of VMEM; add --xla_tpu_scoped_vmem_limit_kib=22365 or more"
     with pytest.raises(UsageError, match=remedy):
         _does_not_fit(message)
     in_training = to_user_error(RuntimeError(message))

@@ -77,34 +77,6 @@ def contrast_rows(report: dict) -> list[str]:
     return rows
 
 
-def recovery_rows(report: dict) -> list[str]:
-    """What stopping pairs costs before and after training, minus the control of the same seed."""
-    by_p: dict[str, list[dict]] = {}
-    for recovery in report["recovery"]:
-        p = re.search(r"rope_percentage=([\d.]+)", recovery["run"])[1]
-        by_p.setdefault(p, []).append(recovery)
-    contrasts = {contrast["group"]: contrast for contrast in report["contrasts"]}
-    rows = []
-    for p, found in by_p.items():
-        before, *_, after = np.mean([recovery["gaps"] for recovery in found], axis=0)
-        contrast = contrasts[f"p = {p}"]
-        assert round(contrast["difference"] - after[1], 6) == 0
-        cells = (
-            p,
-            str(len(found)),
-            signed(before[1]),
-            signed(after[1]),
-            interval(contrast["interval"]),
-            ", ".join(describe_tokens(recovery["tokens"]) for recovery in found),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def describe_tokens(tokens: int | None) -> str:
-    return "not yet" if tokens is None else f"{tokens:,}"
-
-
 def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
     """The loss of a run's evaluation on 131,072 tokens, in windows of this length."""
     records = read_lines(workdir / "eval.jsonl")

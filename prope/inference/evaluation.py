@@ -150,9 +150,6 @@ def _check_flags(options: LossOptions, data: ConfigDict) -> None:
     if options.max_tokens and any(map(is_generated, datasets)):
         problem = f"{data.dataset} has generated windows, which are others at every length"
         raise usage_error("--max_tokens", options.max_tokens, problem, "give --max_windows")
-    if options.data_dir and data.dataset == "mixture":
-        problem = "the run's data is a mixture, whose sources have folders of their own"
-        raise usage_error("--data_dir", options.data_dir, problem, "give --dataset, too")
 
 
 def _check_max_tokens(options: LossOptions, lengths: Iterable[int]) -> None:
