@@ -11,8 +11,8 @@ Command    python launch/sweep.py --config=configs/slow_pairs.py --workdir=W \\
            python -m prope.report --sweep=W
            slow_pairs.py:cutoff_1-1000-256 has one method, wavelength and length; :tiny is quick.
 Hardware   Two CPU cores and 2 GB of memory. DATA as in wiki_sample.py.
-Hours      1.0: 104 runs of 300 steps, about 70 seconds each on one core, two at a time; from 52.
-Expected   configs/results/slow_pairs.md: two of the four seeds.
+Hours      1.3: 104 runs of 300 steps, 90 seconds each on one core with evaluations, two at a time.
+Expected   configs/results/slow_pairs.md.
 """
 
 import pathlib
