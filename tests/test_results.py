@@ -77,6 +77,32 @@ def contrast_rows(report: dict) -> list[str]:
     return rows
 
 
+def recovery_rows(report: dict) -> list[str]:
+    """What stopping pairs costs before and after training, minus the control of the same seed."""
+    by_p: dict[str, list[dict]] = {}
+    for recovery in report["recovery"]:
+        p = re.search(r"rope_percentage=([\d.]+)", recovery["run"])[1]
+        by_p.setdefault(p, []).append(recovery)
+    contrasts = {contrast["group"]: contrast for contrast in report["contrasts"]}
+    rows = []
+    for p, found in by_p.items():
+        stopped, *_, trained = np.mean([recovery["gaps"] for recovery in found], axis=0)
+        contrast = contrasts[f"p = {p}"]
+        assert round(contrast["difference"] - trained[1], 6) == 0
+        back = [recovery["tokens"] for recovery in found if recovery["tokens"] is not None]
+        cells = (
+            p,
+            str(len(found)),
+            signed(stopped[1]),
+            signed(contrast["difference"]),
+            interval(contrast["interval"]),
+            f"{len(back)} of {len(found)}",
+            f"{np.median(back):,.0f}" if back else "",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
     """The loss of a run's evaluation on 131,072 tokens, in windows of this length."""
     records = read_lines(workdir / "eval.jsonl")
@@ -273,6 +299,16 @@ def test_learning_rates_are_in_their_records(tmp_path):
     for row in table[:8]:
         method, *cells = row.strip("| ").split(" | ")
         assert [cell.split(", ")[1] for cell in cells] == columns[method]
+
+
+@pytest.mark.slow
+def test_conversions_of_small_models_are_redrawn_from_their_records(tmp_path):
+    with tarfile.open(RESULTS / "conversion_1m.tar.xz") as records:
+        records.extractall(tmp_path, filter="data")
+    rows = recovery_rows(report_sweep(epath.Path(tmp_path)))
+    lines = (RESULTS / "real_models.md").read_text().splitlines()
+    assert len(rows) == 3
+    assert [row for row in rows if row not in lines] == []
 
 
 def source_windows_row(workdir: pathlib.Path) -> str:
