@@ -192,6 +192,7 @@ def test_cells_that_are_not_numbers_are_left_out_and_dollars_are_read_as_they_ar
 # --- The page -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hostile_tokens_and_names_are_text(run, tmp_path):
     """A token is named by its Python text, so that it has no characters that are not seen."""
     hostile = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ \0\u202e\ud800"

@@ -184,7 +184,13 @@ def test_an_analysis_reads_the_same_split(run, base, imported, split):
     opened = open_run(run)
     if imported:
         opened.checkpoint.data = {"imported_from": "gemma"}
-    options = types.SimpleNamespace(text=None, seq_len=8, sequences=40)
+    options = types.SimpleNamespace(
+        text=None,
+        dataset=None,
+        data_dir=None,
+        seq_len=8,
+        sequences=40,
+    )
     tokens, _, text = read_sequences(opened, options)
     assert text == {"source": "files", "split": split}
     starts = {

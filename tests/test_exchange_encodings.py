@@ -203,6 +203,7 @@ OTHER_CLASSES = {
     "smollm2_135m": "Llama",
     "smollm3_like": "SmolLM3",
     "conversion": "Gemma3",
+    "conversion_smollm2": "Llama",
 }
 PAGES = {file.stem for file in (ROOT / "configs").glob("*.py")} - {"families"}
 

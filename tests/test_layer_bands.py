@@ -96,6 +96,7 @@ def test_pairs_change_in_the_layers_that_are_named(kind, scan_layers):
     assert abs(forward(plain, params, *inputs) - expected).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["stop", "remove"])
 def test_a_cache_has_the_changed_keys(kind):
@@ -154,6 +155,7 @@ def test_layers_that_share_keys_change_alike():
         parse_interventions("stop@sliding", small())
 
 
+@pytest.mark.slow
 def test_records_have_their_layers_and_are_used_again(runs, base):
     run = runs / "kinds"
     make_run(run, 1.0, **KINDS_OF_LAYERS | {"num_layers": 3, "global_head_dim": 32})

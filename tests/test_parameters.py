@@ -140,8 +140,8 @@ def read_config(name, *arguments):
     ("arguments", "expected"),
     [
         (("quickstart",), "9c55f44410ac4337"),
-        (("gemma3_like", "tiny"), "2b571a5f05abfaaa"),
-        (("gemma4_like", "tiny"), "43b14020b503f33e"),
+        pytest.param(("gemma3_like", "tiny"), "2b571a5f05abfaaa", marks=pytest.mark.slow),
+        pytest.param(("gemma4_like", "tiny"), "43b14020b503f33e", marks=pytest.mark.slow),
     ],
 )
 def test_initial_values_are_those_of_every_version(arguments, expected):

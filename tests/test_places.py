@@ -89,7 +89,7 @@ PLACES = [
     ("prope.evaluate", ("workdir", "data_dir", "output")),
     ("prope.ask", ("workdir", "output")),
     ("prope.sample", ("workdir", "prompts")),
-    ("prope.analyze", ("workdir", "text", "output")),
+    ("prope.analyze", ("workdir", "data_dir", "text", "output")),
     ("prope.report", ("workdir", "sweep", "output")),
     ("prope.export_hf", ("workdir", "output")),
     ("prope.import_hf", ("input", "workdir", "tokenizer")),

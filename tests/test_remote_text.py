@@ -187,7 +187,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-@pytest.mark.parametrize("code", [401, 403])
+@pytest.mark.parametrize("code", [401, pytest.param(403, marks=pytest.mark.slow)])
 def test_a_bucket_that_may_not_be_read(tmp_path, run_command, code):
     port = free_port()
     server = [sys.executable, "-c", DENIES, str(port), str(code)]

@@ -146,6 +146,7 @@ def test_no_smaller_set_than_the_planted_one_keeps_the_loss(planted):
             assert growth > 0.01
 
 
+@pytest.mark.slow
 def test_the_planted_set_is_found_and_an_interrupted_search_goes_on(planted, monkeypatch):
     run, loss = planted
     options = LossOptions(str(run), search_rotation=["all"], max_windows=2)

@@ -333,6 +333,7 @@ def check_layer_embeddings():
         assert size // (8 // replicas) in sizes and size not in sizes, (replicas, tensor)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_with_replicas_and_split_sequences():
     on_eight_devices("test_sharded", "check_few_steps")
 
