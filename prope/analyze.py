@@ -81,17 +81,19 @@ def _check_paper() -> None:
     conflicts = [name for name in ("heads", "head_of", "channel", "theory") if FLAGS[name].value]
     if FLAGS.channels == 0:
         conflicts.append("channels")
-    for name in conflicts:
-        problem = "--paper chooses that itself"
-        raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
+    _refuse(conflicts, "--paper chooses that itself")
 
 
 def _check_text() -> None:
     """Raises UsageError where another flag names the text as well."""
-    for name in ("dataset", "data_dir"):
-        if FLAGS[name].value is not None:
-            problem = "--text is read instead"
-            raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
+    given = [name for name in ("dataset", "data_dir") if FLAGS[name].value is not None]
+    _refuse(given, "--text is read instead")
+
+
+def _refuse(names: list[str], problem: str) -> None:
+    """Raises UsageError for the first of these flags."""
+    for name in names:
+        raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
 
 
 def _write_theory() -> dict:
