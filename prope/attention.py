@@ -18,13 +18,11 @@ H head_dim.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from prope.kernels.cache import attend_to_cache
 from prope.kernels.choice import choose_implementation
-from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.pairs import attend_pairs
-from prope.kernels.softcap import softcap
 from prope.kernels.splash import splash
 from prope.sharding import (
     all_gather_sequence,
@@ -35,9 +33,6 @@ from prope.sharding import (
     shard_mapped,
     split_heads,
 )
-
-_CACHE_BLOCK = 128  # queries whose scores with all keys of a cache exist at once
-_MASKED_SCORE = jnp.finfo(jnp.float32).min
 
 
 def attention(
@@ -78,7 +73,9 @@ def attention(
       The output in value's dtype; scores and softmax are float32 for any input dtype.
     """
     if first_query is not None:
-        return _attend_to_cache(query, key, value, first_query, newest_key, window, cap, sinks)
+        arrays = _heads_first(query, key, value)
+        output = attend_to_cache(*arrays, first_query, newest_key, window, cap, sinks)
+        return _heads_last(output)
     T, _, H = query.shape[1:]
     if implementation == "auto":
         device = jax.devices()[0]
@@ -157,42 +154,3 @@ def _heads_last(output):
     """Transposes [B, K, G, T, H] to [B, T, N, H]."""
     B, K, G, T, H = output.shape
     return output.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
-
-
-def _attend_to_cache(query, key, value, first_query, newest_key, window, cap, sinks):
-    """Attends to each row's cache. It has no efficient gradient."""
-    T = query.shape[1]
-    S = key.shape[1]
-    query, key, value = _heads_first(query, key, value)
-    age = (newest_key[:, None] - jnp.arange(S)[None]) % S
-    key_positions = newest_key[:, None] - age  # below 0 where a slot is empty
-    keys = (key, value, key_positions)
-    outputs = []
-    for start in range(0, T, _CACHE_BLOCK):
-        block = query[:, :, :, start : start + _CACHE_BLOCK]
-        positions = first_query[:, None] + jnp.arange(start, start + block.shape[3])[None]
-        outputs.append(_attend_block_to_cache(block, *keys, positions, window, cap, sinks))
-    return _heads_last(jnp.concatenate(outputs, axis=3))
-
-
-def _attend_block_to_cache(query, key, value, key_positions, positions, window, cap, sinks):
-    """Attends queries [B, K, G, T, H] at `positions` [B, T] to all keys of the cache at once."""
-    B, K, G, T, H = query.shape
-    S = key.shape[2]
-    # One matmul of a key/value head with the queries of all its G heads as rows.
-    rows = query.reshape(B, K, G * T, H)
-    scores = einsum_to_float32("BKRH,BKSH->BKRS", rows, key)
-    query_positions = positions[:, None, None, :, None]
-    keys = key_positions[:, None, None, None, :]
-    visible = (keys >= 0) & (keys <= query_positions)
-    if window is not None:
-        visible = visible & ((keys > query_positions - window) | (keys < sinks))
-    scores = jnp.where(
-        visible,
-        softcap(scores, cap).reshape(B, K, G, T, S),
-        _MASKED_SCORE,
-    )
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    weights = weights.reshape(B, K, G * T, S)
-    output = einsum_to_float32("BKRS,BKSH->BKRH", weights, value)
-    return output.astype(value.dtype).reshape(B, K, G, T, H)

@@ -160,6 +160,8 @@ def test_the_scores_never_exist_whole(masked):
         (3, 12, 1, (1, 5), "auto"),
         (3, 12, 1, (9, 0), "auto"),
         (300, 400, 2, (70, 3), "splash"),  # whatever is requested
+        (3, 1200, 1, (510, 3), "auto"),  # the last query sees the first slot of the second block
+        (150, 1200, 2, (1050, 3), "auto"),  # three blocks of slots, of which the last two overlap
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 4, 500])
@@ -180,6 +182,47 @@ def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementatio
         newest_key=jnp.array(first) + T - 1,
         window=window,
         implementation=implementation,
+    )
+    np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
+
+
+def test_slots_after_the_block_of_the_last_query_are_not_read():
+    query, key, value = draw(3, 1200, 4, 2)
+    query = query / 4
+    first = np.array([400, 500])
+    seen = np.arange(1200) <= first[:, None, None] + np.arange(3)[:, None]
+    expected = oracles.attention(query, key, value, seen)
+    output = scaled_attention(
+        query,
+        key.at[:, 512:].set(np.nan),
+        value.at[:, 512:].set(np.nan),
+        first_query=jnp.array(first),
+        newest_key=jnp.array(first) + 2,
+    )
+    np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
+
+
+def test_a_cache_of_a_window_has_the_newest_keys_in_any_order():
+    T = 20
+    S = 1100
+    window = 700
+    query, key, value = draw(T, 2000, 4, 2)
+    query = query / 4
+    first = np.array([1500, 900])
+    newest = first + T - 1
+    seen = np.arange(2000) <= first[:, None, None] + np.arange(T)[:, None]
+    seen &= np.arange(2000) > first[:, None, None] + np.arange(T)[:, None] - window
+    expected = oracles.attention(query, key, value, seen)
+    age = (newest[:, None] - np.arange(S)) % S
+    in_slots = np.maximum(newest[:, None] - age, 0)  # an empty slot holds anything
+    rows = np.arange(2)[:, None]
+    output = scaled_attention(
+        query,
+        key[rows, in_slots],
+        value[rows, in_slots],
+        first_query=jnp.array(first),
+        newest_key=jnp.array(newest),
+        window=window,
     )
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
 

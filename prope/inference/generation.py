@@ -29,7 +29,7 @@ from prope.runtime.files import read_text
 from prope.stack.layers import Layer, by_stack, layers, places
 from prope.workdir.run import Run, open_run
 
-_CHUNK = 256  # most tokens of a prompt that are read at a time
+_CHUNK = 512  # most tokens of a prompt that are read at a time
 
 Prompts = Int[Array, "B T"]
 Rows = Int[Array, " B"]
@@ -115,8 +115,7 @@ def fill_cache(
     """Returns `hidden_states` of each prompt's last token, and a cache of the prompts.
 
     The cache has room for `more` tokens, of which `model.decode` gets `at_once` at most. Equal
-    chunks of the prompts are read one after the other: but for the cache, memory grows with T by a
-    row of scores for each query of a chunk.
+    chunks of the prompts are read one after the other: only the cache's memory grows with T.
     """
     B, T = prompts.shape
     size = _chunk_size(T)

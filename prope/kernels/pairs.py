@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.softcap import softcap, softcap_slope
+from prope.kernels.softmax import MASKED_SCORE, add_keys, no_keys
 
-_MASKED_SCORE = float(jnp.finfo(jnp.float32).min)
 _MOST_UNROLLED = 10  # pairs, up to which a loop is slower than a program for each
 
 
@@ -130,33 +130,6 @@ class _Rule(NamedTuple):
     cap: float | None
 
 
-class _Sums(NamedTuple):
-    """The softmax of a block of queries over the keys so far, [B, K, R] and [B, K, R, H]."""
-
-    largest: jax.Array  # score
-    total: jax.Array  # sum of exp(score - largest)
-    values: jax.Array  # weighted by exp(score - largest)
-
-
-def _add_keys(
-    sums: _Sums,
-    scores,
-    values,
-    same_queries,
-) -> _Sums:
-    """Adds a block of keys, with scores [B, K, R, s]; a new block of queries starts anew."""
-    largest = jnp.where(same_queries, sums.largest, -jnp.inf)
-    new_largest = jnp.maximum(largest, scores.max(axis=-1))
-    weights = jnp.exp(scores - new_largest[..., None])
-    decay = jnp.exp(largest - new_largest)
-    weighted = einsum_to_float32("BKRS,BKSH->BKRH", weights.astype(values.dtype), values)
-    return _Sums(
-        largest=new_largest,
-        total=sums.total * decay + weights.sum(axis=-1),
-        values=sums.values * decay[..., None] + weighted,
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     rule,
@@ -190,7 +163,8 @@ def _forward(
         scores = _scores(rule, query, key, positions, pair, segments)
         block_values = _block(block, value, key_block, axis=2)
         same_queries = query_block == last_query_block
-        sums = _add_keys(sums, scores, block_values, same_queries)
+        largest = jnp.where(same_queries, sums.largest, -jnp.inf)  # new queries start anew
+        sums = add_keys(sums._replace(largest=largest), scores, block_values)
         normalised = (sums.values / sums.total[..., None]).astype(value.dtype)
         output = _write_rows(
             block,
@@ -204,16 +178,11 @@ def _forward(
         )
         return (output, logsumexp, query_block, sums), None
 
-    rows = jnp.zeros((B, K, G * block), jnp.float32)
     start = (
         jnp.zeros(query.shape, value.dtype),
         jnp.zeros((B, K, G, T), jnp.float32),
         jnp.int32(-1),
-        _Sums(
-            rows,
-            rows,
-            jnp.zeros((*rows.shape, H), jnp.float32),
-        ),
+        no_keys(_rows(block, query, 0)),
     )
     output, logsumexp, _, _ = _scan(add_pair, start, pairs)
     output = checkpoint_name(output, "attention_out")
@@ -262,7 +231,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _scores(rule, query, key, positions, pair, segments):
-    """Computes a pair's capped scores [B, K, R, s], float32; _MASKED_SCORE where hidden."""
+    """Computes a pair's capped scores [B, K, R, s], float32; MASKED_SCORE where hidden."""
     block = rule.block
     query_block, key_block = pair
     query_positions = _block(block, positions, query_block, axis=0)[:, None]
@@ -283,7 +252,7 @@ def _scores(rule, query, key, positions, pair, segments):
         _block(block, key, key_block, axis=2),
     )
     by_query = softcap(scores, rule.cap).reshape(*query.shape[:3], block, block)
-    return jnp.where(visible, by_query, _MASKED_SCORE).reshape(scores.shape)
+    return jnp.where(visible, by_query, MASKED_SCORE).reshape(scores.shape)
 
 
 def _scan(function, start, pairs):
