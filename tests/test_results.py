@@ -258,6 +258,26 @@ def band_rows(workdir: epath.Path) -> list[str]:
     return rows
 
 
+def search_row(found: dict) -> str:
+    """The fewest pairs that must rotate, and what stopping the others adds."""
+    (of_kind,) = found["rotating"]
+    added = found["minus_unchanged"]
+    as_many = found["p_rope"]["loss"] - found["unchanged_loss"]
+    minus_found = found["p_rope"]["minus_found"]
+    cells = (
+        pathlib.PurePath(found["workdir"]).name,
+        of_kind["layers"],
+        f"{of_kind['rotating']} of {of_kind['of']}",
+        of_kind["pairs"],
+        signed(added["difference"]),
+        interval(added["interval"]),
+        signed(as_many),
+        interval(minus_found["interval"]),
+        str(found["evaluations"]),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def unpack(name: str, folder: epath.Path) -> list[str]:
     """Unpacks a page's records and returns the lines of the page."""
     with tarfile.open(RESULTS / f"{name}.tar.xz") as records:
@@ -284,7 +304,8 @@ def test_what_real_models_do_with_their_pairs_is_in_their_records(model, tmp_pat
     bands = band_rows(folder)
     assert len(bands) >= 6
     analysis = json.loads((folder / "analysis/analysis.json").read_text())
-    rows = bands + usage_rows(analysis) + channel_rows(analysis)
+    found = json.loads((folder / "search.json").read_text())
+    rows = bands + usage_rows(analysis) + channel_rows(analysis) + [search_row(found)]
     assert [row for row in rows if row not in lines] == []
 
 
