@@ -109,7 +109,9 @@ def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
     (loss,) = [
         record["loss"]
         for record in records
-        if record["seq_len"] == seq_len and record.get("max_tokens") == 131_072
+        if record["seq_len"] == seq_len
+        and record.get("max_tokens") == 131_072
+        and record.get("window") is None
     ]
     return loss
 
@@ -151,24 +153,53 @@ def setting_rows(wavelength: str, length: str, methods: dict, level: float) -> l
     """The rows of a wavelength and length; `methods` has the folders of runs by seed."""
     T = int(length)
     far = {}
-    runs = []
     for method, by_seed in methods.items():
         far[method] = {seed: read_loss(workdir, 8 * T) for seed, workdir in by_seed.items()}
-        runs += [(loss, method, seed) for seed, loss in far[method].items()]
-    pooled = pool_variance(*zip(*runs, strict=True))
-    critical = functools.partial(dunnett_critical, len(methods) - 1, level=level)
+    minus_rope = differences_from("rope", far, level)
     rows = []
     for method, by_seed in methods.items():
         near = [read_loss(workdir, T) for workdir in by_seed.values()]
         cells = [wavelength, length, method, str(len(by_seed))]
         cells += [f"{np.mean(near):.3f}", f"{np.mean(list(far[method].values())):.3f}"]
-        minus_rope = ["", ""]
-        if method != "rope":
-            differences = [far[method][seed] - far["rope"][seed] for seed in by_seed]
-            difference = pooled_difference(differences, pooled, critical)
+        if method == "rope":
+            cells += ["", ""]
+        else:
+            difference = minus_rope[method]
             low, high = difference.interval()
-            minus_rope = [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
-        rows.append(f"| {' | '.join(cells + minus_rope)} |")
+            cells += [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def differences_from(control: str, losses: dict[str, dict[str, float]], level: float) -> dict:
+    """The difference of each method, {method: {seed: loss}}, from the control, by Dunnett."""
+    runs = []
+    for method, by_seed in losses.items():
+        runs += [(loss, method, seed) for seed, loss in by_seed.items()]
+    pooled = pool_variance(*zip(*runs, strict=True))
+    critical = functools.partial(dunnett_critical, len(losses) - 1, level=level)
+    differences = {}
+    for method in losses.keys() - {control}:
+        by_seed = [loss - losses[control][seed] for seed, loss in losses[method].items()]
+        differences[method] = pooled_difference(by_seed, pooled, critical)
+    return differences
+
+
+def converted_length_rows(folder: pathlib.Path, report: dict) -> list[str]:
+    """Of converted models: `length_rows`, then the loss at the longest minus that of p = 1."""
+    losses: dict[str, dict[str, float]] = {}
+    for workdir in sorted(folder.glob("rope_percentage=*")):
+        p, seed = re.fullmatch(r"rope_percentage=([\d.]+),seed=(\d+)", workdir.name).groups()
+        losses.setdefault(f"p = {p}", {})[seed] = read_loss(workdir, 4096)
+    minus_control = differences_from("p = 1", losses, 0.95)
+    rows = []
+    for row in length_rows(report):
+        group = row.split(" | ")[0].strip("| ")
+        cells = "|  |"
+        if group in minus_control:
+            difference = minus_control[group]
+            cells = f"{signed(difference.difference)} | {interval(difference.interval())} |"
+        rows.append(f"{row} {cells}")
     return rows
 
 
@@ -326,9 +357,10 @@ def test_learning_rates_are_in_their_records(tmp_path):
 def test_conversions_of_small_models_are_redrawn_from_their_records(tmp_path):
     with tarfile.open(RESULTS / "conversion_1m.tar.xz") as records:
         records.extractall(tmp_path, filter="data")
-    rows = recovery_rows(report_sweep(epath.Path(tmp_path)))
+    report = report_sweep(epath.Path(tmp_path))
+    rows = recovery_rows(report) + converted_length_rows(tmp_path, report)
     lines = (RESULTS / "real_models.md").read_text().splitlines()
-    assert len(rows) == 3
+    assert len(rows) == 7
     assert [row for row in rows if row not in lines] == []
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -360,6 +361,15 @@ def test_a_dry_run_prints_the_commands_and_leaves_nothing(start, tmp_path):
     assert values == {"rope_percentage": 0.5, "seed": 1}
 
 
+def test_a_sweep_of_a_saved_config_hands_on_its_path(start, trained, tmp_path):
+    file = trained[0] / "config.json"
+    process = start(f"--config={file}", f"--workdir={tmp_path}/W", "--grid=seed=0", "--dry-run")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    arguments = shlex.split(out.splitlines()[0])
+    assert f"--config={file}" in arguments
+
+
 # A program that launches: it writes down its arguments and ends with LAUNCHER_CODE.
 QUEUE = """#!/usr/bin/env python3
 import json, os, sys
@@ -524,7 +534,8 @@ def test_what_a_config_refuses_is_found_before_the_first_run(arguments, says, fi
 def test_a_sweep_of_conversions_tells_when_they_are_back(finish, trained, run_command, tmp_path):
     """The run that keeps p = 0.75 is the control of the one that goes to 0.25."""
     begin = f"--init_from={trained[0]}"
-    flags = (CONFIG, "--rope_percentage=0.25,0.75", "--config.num_steps=8", *EVERY_STEP)
+    config = f"--config={trained[0]}/config.json"
+    flags = (config, "--rope_percentage=0.25,0.75", "--config.num_steps=8", *EVERY_STEP)
     code, _, err = finish(*flags, begin, f"--workdir={tmp_path}/sweep", "--config.eval_every=4")
     assert code == 0, err
     outcome = run_command("prope.report", f"--sweep={tmp_path}/sweep")

@@ -37,6 +37,7 @@ from prope.sweep.runs import (
     table,
     table_text,
 )
+from prope.workdir.saved_config import as_given
 
 MAX_RETRIES = 3  # restarts of a run that lost another process, or was killed
 MAX_REASONS = 5  # failed runs that the error names
@@ -335,7 +336,7 @@ def run_sweep(
         raise usage_error("--launcher", sweep.launcher[0], "there is no such program", remedy)
     check_equal(sweep.read_all())
     record = {
-        "config_file": file,
+        "config_file": as_given(file),
         "overrides": overrides,
         "grids": grids,
         "init_from": init_from,

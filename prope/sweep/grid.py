@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from prope.config import flat
 from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.validate import validate
+from prope.workdir.saved_config import as_given
 
 P = "model.rope_percentage"
 CONFIG = "config"  # swept like a field; its values are config files
@@ -158,7 +159,7 @@ def _plan_run(
     if CONFIG in short_names:
         values = {CONFIG: _config_name(run_file), **values}
     texts = [f"{name}={text_of(value)}" for name, value in sorted(values.items())]
-    arguments = [f"--config={run_file}"]
+    arguments = [f"--config={as_given(run_file)}"]
     for name, value in (overrides | fields).items():
         arguments.append(f"--config.{name}={text_of(value)}")
     return Planned(",".join(texts).replace("/", "_"), values, config, arguments)
