@@ -195,11 +195,11 @@ def converted_length_rows(folder: pathlib.Path, report: dict) -> list[str]:
     rows = []
     for row in length_rows(report):
         group = row.split(" | ")[0].strip("| ")
-        cells = "|  |"
+        cells = ["", ""]
         if group in minus_control:
             difference = minus_control[group]
-            cells = f"{signed(difference.difference)} | {interval(difference.interval())} |"
-        rows.append(f"{row} {cells}")
+            cells = [signed(difference.difference), interval(difference.interval())]
+        rows.append(f"{row} {' | '.join(cells)} |")
     return rows
 
 
