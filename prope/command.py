@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from prope.config import FIELDS
+from prope.config import FIELDS, python_file
 from prope.errors import (
     INTERRUPTED,
     UsageError,
@@ -34,7 +34,6 @@ from prope.errors import (
     usage_error,
 )
 
-_SAVED_CONFIG = pathlib.Path(__file__).parent / "workdir" / "saved_config.py"
 _WIDTH = 100  # columns of --help
 _MAX_INDENT = 34
 _STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
@@ -277,8 +276,7 @@ def _open_configs(argv: list[str]) -> list[str]:
                 raise usage_error(
                     "--config", path, "is not a file", "the project's are in configs/"
                 )
-            reader = f"{_SAVED_CONFIG}:" if path.endswith(".json") else ""
-            argument = f"{match[1] or ''}{reader}{path}"
+            argument = f"{match[1] or ''}{python_file(path)}"
         opened.append(argument)
     return opened
 

@@ -9,6 +9,7 @@ executed and not what it computes, and may differ when a run is resumed.
 
 import math
 import os
+import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from ml_collections.config_dict import placeholder
 
 from prope.errors import UsageError, log, nearest, usage_error
 from prope.stack.layers import LAYER_TYPES, repeat_pattern
+
+# A Python file with an argument, the path of a config.json.
+_READER = f"{pathlib.Path(__file__).parent / 'workdir' / 'saved_config.py'}:"
 
 MAY_CHANGE = (
     "accumulation",
@@ -689,6 +693,18 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
         data.tokenizer = "byte"
         config.model.vocab_size = 260
     return config
+
+
+def python_file(path: str) -> str:
+    """Returns the Python file to run for a config file: for a config.json, one that reads it."""
+    if path.endswith(".json") and not path.startswith(_READER):
+        return _READER + path
+    return path
+
+
+def as_given(file: str) -> str:
+    """Returns the path that `python_file` was given."""
+    return file.removeprefix(_READER)
 
 
 def flat(config: ConfigDict) -> dict:

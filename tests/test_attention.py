@@ -186,6 +186,30 @@ def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementatio
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-6), ("bfloat16", 2e-2)])
+def test_a_cache_of_several_blocks_has_sinks_beside_a_window_and_a_cap(dtype, error):
+    T = 150
+    S = 1200
+    query, key, value = (x.astype(dtype) for x in draw(T, S, 4, 2))
+    query = query / 4
+    first = np.array([1050, 3])
+    positions = first[:, None, None] + np.arange(T)[:, None]
+    keys = np.arange(S)
+    seen = (keys <= positions) & ((keys > positions - 40) | (keys < 3))
+    expected = oracles.attention(query, key, value, seen, cap=5.0)
+    output = scaled_attention(
+        query,
+        key,
+        value,
+        first_query=jnp.array(first),
+        newest_key=jnp.array(first) + T - 1,
+        window=40,
+        sinks=3,
+        cap=5.0,
+    )
+    np.testing.assert_allclose(output.astype(np.float32), expected, rtol=0, atol=error)
+
+
 def test_slots_after_the_block_of_the_last_query_are_not_read():
     query, key, value = draw(3, 1200, 4, 2)
     query = query / 4

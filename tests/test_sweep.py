@@ -370,6 +370,19 @@ def test_a_sweep_of_a_saved_config_hands_on_its_path(start, trained, tmp_path):
     assert f"--config={file}" in arguments
 
 
+def test_a_saved_config_has_no_grid_and_may_be_a_value_of_one(start, trained, tmp_path):
+    file = trained[0] / "config.json"
+    process = start(f"--config={file}", f"--workdir={tmp_path}/W", "--dry-run")
+    _, err = process.communicate()
+    assert f"error: --config={file}: has no get_sweep()" in err
+    process = start(CONFIG, f"--workdir={tmp_path}/W", f"--grid=config={file}", "--dry-run")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    arguments = shlex.split(out.splitlines()[0])
+    assert f"--config={file}" in arguments
+    assert arguments[-1].endswith(f"/W/config={trained[0].name}")
+
+
 # A program that launches: it writes down its arguments and ends with LAUNCHER_CODE.
 QUEUE = """#!/usr/bin/env python3
 import json, os, sys

@@ -115,7 +115,7 @@ def fill_cache(
     """Returns `hidden_states` of each prompt's last token, and a cache of the prompts.
 
     The cache has room for `more` tokens, of which `model.decode` gets `at_once` at most. Equal
-    chunks of the prompts are read one after the other: only the cache's memory grows with T.
+    chunks of the prompts are read one after the other: memory grows with the cache alone.
     """
     B, T = prompts.shape
     size = _chunk_size(T)

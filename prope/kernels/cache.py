@@ -1,6 +1,7 @@
 """Attention of new tokens to a cache of keys, in plain XLA, for any device.
 
-Of the keys it reads the blocks up to the last slot that some query sees.
+The queries of a prompt read the keys by blocks, up to the last slot that one of them sees; a single
+query reads all slots.
 
 Axes: B batch, K key/value heads, G queries of a key/value head, T queries, S slots of the cache,
 H head_dim; R = G T rows.
@@ -15,7 +16,7 @@ from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.softcap import softcap
 from prope.kernels.softmax import MASKED_SCORE, add_keys, no_keys
 
-# Whose scores exist at once. A single query has all keys in one block, which is faster.
+# Whose scores exist at once.
 _QUERIES_OF_BLOCK = 128
 _KEYS_OF_BLOCK = 512
 
@@ -25,7 +26,7 @@ class _Keys(NamedTuple):
 
     key: jax.Array  # [B, K, S, H]
     value: jax.Array  # [B, K, S, H]
-    positions: jax.Array  # [B, S]; below 0 where a slot is empty, or was read before
+    positions: jax.Array  # [B, S]; below 0 where a slot is empty, or was in the block before
 
 
 def attend_to_cache(
@@ -46,6 +47,7 @@ def attend_to_cache(
     S = key.shape[2]
     age = (newest_key[:, None] - jnp.arange(S)[None]) % S
     keys = _Keys(key, value, newest_key[:, None] - age)
+    keys_of_block = S if T == 1 else min(S, _KEYS_OF_BLOCK)
     outputs = []
     for start in range(0, T, _QUERIES_OF_BLOCK):
         end = min(start + _QUERIES_OF_BLOCK, T)
@@ -53,6 +55,7 @@ def attend_to_cache(
             query[:, :, :, start:end],
             keys,
             first_query[:, None] + jnp.arange(start, end)[None],
+            keys_of_block,
             window,
             cap,
             sinks,
@@ -61,11 +64,10 @@ def attend_to_cache(
     return jnp.concatenate(outputs, axis=3)
 
 
-def _attend_block(query, keys: _Keys, positions, window, cap, sinks):
+def _attend_block(query, keys: _Keys, positions, block, window, cap, sinks):
     """Attends queries [B, K, G, T, H] at `positions` [B, T] to the slots that they may see."""
     B, K, G, T, H = query.shape
     S = keys.key.shape[2]
-    block = S if T == 1 else min(S, _KEYS_OF_BLOCK)
     # One matmul of a key/value head with the queries of all its G heads as rows.
     rows = query.reshape(B, K, G * T, H)
 
@@ -93,7 +95,9 @@ def _attend_block(query, keys: _Keys, positions, window, cap, sinks):
     if block == S:
         sums = add_block(0, sums)
     else:
-        slots_seen = jnp.minimum(positions.max() + 1, S)  # up to S, position m is in slot m
+        # A position below S is in the slot of its number, where no newer one has replaced it; the
+        # queries see no newer ones.
+        slots_seen = jnp.minimum(positions.max() + 1, S)
         num_blocks = -(-slots_seen // block)
         sums = jax.lax.fori_loop(0, num_blocks, add_block, sums)
     output = sums.values / sums.total[..., None]

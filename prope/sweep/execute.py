@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.config import differences, from_dict
+from prope.config import as_given, differences, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, log, usage_error
 from prope.runtime.files import (
     absolute,
@@ -37,7 +37,6 @@ from prope.sweep.runs import (
     table,
     table_text,
 )
-from prope.workdir.saved_config import as_given
 
 MAX_RETRIES = 3  # restarts of a run that lost another process, or was killed
 MAX_REASONS = 5  # failed runs that the error names

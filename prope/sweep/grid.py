@@ -9,10 +9,9 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from prope.config import flat
+from prope.config import as_given, flat, python_file
 from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.validate import validate
-from prope.workdir.saved_config import as_given
 
 P = "model.rope_percentage"
 CONFIG = "config"  # swept like a field; its values are config files
@@ -37,11 +36,11 @@ def read_grids(
     where = "--grid"
     grids = [_read_flags(texts, percentages)]
     if not grids[0]:
-        where = f"get_sweep() of {file.partition(':')[0]}:"
+        where = f"get_sweep() of {as_given(file).partition(':')[0]}:"
         swept = _call(file, "get_sweep")
         if swept is None:
             remedy = "say what to sweep: --rope_percentage=0,0.25,0.5,0.75,1 or --grid=seed=0,1,2"
-            raise usage_error("--config", file, "has no get_sweep()", remedy)
+            raise usage_error("--config", as_given(file), "has no get_sweep()", remedy)
         grids = [swept] if isinstance(swept, dict) else swept
     known = flat(base)
     for grid in grids:
@@ -166,9 +165,14 @@ def _plan_run(
 
 
 def _config_name(file: str) -> str:
-    """Names a config file by its argument, such as a method; by its stem without one, or a size."""
+    """Names a config file by its argument, such as a method; by its stem without one, or a size.
+
+    A config.json has the name of its run.
+    """
     path, _, argument = file.partition(":")
     stem = pathlib.Path(path).stem
+    if path.endswith(".json"):
+        return pathlib.Path(path).absolute().parent.name
     if argument in ("full", "tiny"):
         return f"{stem}_{argument}"
     return argument or stem
@@ -179,7 +183,7 @@ def _load(file: str, overrides: dict) -> ConfigDict:
     if not pathlib.Path(file.partition(":")[0]).is_file():
         remedy = "the project's own are in configs/"
         raise usage_error(f"--grid {CONFIG}", file, "there is no such file", remedy)
-    config = _call(file, "get_config")
+    config = _call(python_file(file), "get_config")
     config.update_from_flattened_dict(overrides)
     return config
 

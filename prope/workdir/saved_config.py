@@ -1,17 +1,10 @@
 """A config file that reads the config.json of a run: --config=W/config.json names it."""
 
-import pathlib
-
 from ml_collections import ConfigDict
 
 from prope.errors import UsageError
 from prope.runtime.files import as_path
 from prope.workdir.run import read_config, read_config_file
-
-
-def as_given(file: str) -> str:
-    """Returns the config.json that a config file with this argument reads; others as they are."""
-    return file.removeprefix(f"{pathlib.Path(__file__)}:")
 
 
 def get_config(path: str) -> ConfigDict:
