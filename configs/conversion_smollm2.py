@@ -9,7 +9,7 @@ Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M-Instruct
                --init_from=W0 --config.data.tokenizer=W0/tokenizer --config.data.data_dir=DATA
            python -m prope.report --sweep=W
 Hardware   One core of a CPU with AMX, or bfloat16 takes long, and 6 GB of memory a run.
-Hours      6: 12 runs of half an hour on one core each. Computed from the time of a step.
+Hours      4: 12 runs of 38 minutes on one core each, two at a time, as two of them took.
 Expected   Not yet run.
 """
 

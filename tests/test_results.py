@@ -13,7 +13,12 @@ from etils import epath
 from makers import read_lines
 
 from prope.inference.paired import paired_difference
-from prope.inference.statistics import dunnett_critical, pool_variance, pooled_difference
+from prope.inference.statistics import (
+    bonferroni_critical,
+    dunnett_critical,
+    pool_variance,
+    pooled_difference,
+)
 from prope.sweep.page import report_sweep
 
 RESULTS = ROOT / "configs/results"
@@ -77,6 +82,14 @@ def contrast_rows(report: dict) -> list[str]:
     return rows
 
 
+def paired_cells(by_seed: list[float], comparisons: int) -> list[str]:
+    """The mean of differences by seed, and its 95 % interval: Student's t, by Bonferroni."""
+    stderr = np.std(by_seed, ddof=1) / len(by_seed) ** 0.5
+    margin = bonferroni_critical(comparisons, len(by_seed) - 1) * stderr
+    mean = np.mean(by_seed)
+    return [signed(mean), interval((mean - margin, mean + margin))]
+
+
 def recovery_rows(report: dict) -> list[str]:
     """What stopping pairs costs before and after training, minus the control of the same seed."""
     by_p: dict[str, list[dict]] = {}
@@ -86,16 +99,14 @@ def recovery_rows(report: dict) -> list[str]:
     contrasts = {contrast["group"]: contrast for contrast in report["contrasts"]}
     rows = []
     for p, found in by_p.items():
-        stopped, *_, trained = np.mean([recovery["gaps"] for recovery in found], axis=0)
-        contrast = contrasts[f"p = {p}"]
-        assert round(contrast["difference"] - trained[1], 6) == 0
+        stopped, *_, trained = np.array([recovery["gaps"] for recovery in found])[:, :, 1].T
+        assert round(contrasts[f"p = {p}"]["difference"] - np.mean(trained), 6) == 0
         back = [recovery["tokens"] for recovery in found if recovery["tokens"] is not None]
         cells = (
             p,
             str(len(found)),
-            signed(stopped[1]),
-            signed(contrast["difference"]),
-            interval(contrast["interval"]),
+            signed(np.mean(stopped)),
+            *paired_cells(trained, len(by_p)),
             f"{len(back)} of {len(found)}",
             f"{np.median(back):,.0f}" if back else "",
         )
@@ -153,36 +164,25 @@ def setting_rows(wavelength: str, length: str, methods: dict, level: float) -> l
     """The rows of a wavelength and length; `methods` has the folders of runs by seed."""
     T = int(length)
     far = {}
+    runs = []
     for method, by_seed in methods.items():
         far[method] = {seed: read_loss(workdir, 8 * T) for seed, workdir in by_seed.items()}
-    minus_rope = differences_from("rope", far, level)
+        runs += [(loss, method, seed) for seed, loss in far[method].items()]
+    pooled = pool_variance(*zip(*runs, strict=True))
+    critical = functools.partial(dunnett_critical, len(methods) - 1, level=level)
     rows = []
     for method, by_seed in methods.items():
         near = [read_loss(workdir, T) for workdir in by_seed.values()]
         cells = [wavelength, length, method, str(len(by_seed))]
         cells += [f"{np.mean(near):.3f}", f"{np.mean(list(far[method].values())):.3f}"]
-        if method == "rope":
-            cells += ["", ""]
-        else:
-            difference = minus_rope[method]
+        minus_rope = ["", ""]
+        if method != "rope":
+            differences = [far[method][seed] - far["rope"][seed] for seed in by_seed]
+            difference = pooled_difference(differences, pooled, critical)
             low, high = difference.interval()
-            cells += [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
-        rows.append(f"| {' | '.join(cells)} |")
+            minus_rope = [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
+        rows.append(f"| {' | '.join(cells + minus_rope)} |")
     return rows
-
-
-def differences_from(control: str, losses: dict[str, dict[str, float]], level: float) -> dict:
-    """The difference of each method, {method: {seed: loss}}, from the control, by Dunnett."""
-    runs = []
-    for method, by_seed in losses.items():
-        runs += [(loss, method, seed) for seed, loss in by_seed.items()]
-    pooled = pool_variance(*zip(*runs, strict=True))
-    critical = functools.partial(dunnett_critical, len(losses) - 1, level=level)
-    differences = {}
-    for method in losses.keys() - {control}:
-        by_seed = [loss - losses[control][seed] for seed, loss in losses[method].items()]
-        differences[method] = pooled_difference(by_seed, pooled, critical)
-    return differences
 
 
 def converted_length_rows(folder: pathlib.Path, report: dict) -> list[str]:
@@ -191,14 +191,14 @@ def converted_length_rows(folder: pathlib.Path, report: dict) -> list[str]:
     for workdir in sorted(folder.glob("rope_percentage=*")):
         p, seed = re.fullmatch(r"rope_percentage=([\d.]+),seed=(\d+)", workdir.name).groups()
         losses.setdefault(f"p = {p}", {})[seed] = read_loss(workdir, 4096)
-    minus_control = differences_from("p = 1", losses, 0.95)
+    control = losses.pop("p = 1")
     rows = []
     for row in length_rows(report):
         group = row.split(" | ")[0].strip("| ")
         cells = ["", ""]
-        if group in minus_control:
-            difference = minus_control[group]
-            cells = [signed(difference.difference), interval(difference.interval())]
+        if group in losses:
+            differences = [loss - control[seed] for seed, loss in losses[group].items()]
+            cells = paired_cells(differences, len(losses))
         rows.append(f"{row} {' | '.join(cells)} |")
     return rows
 
@@ -289,22 +289,28 @@ def band_rows(workdir: epath.Path) -> list[str]:
     return rows
 
 
-def search_row(found: dict) -> str:
-    """The fewest pairs that must rotate, and what stopping the others adds."""
+def search_row(folder: epath.Path) -> str:
+    """A small set of pairs that must rotate, and what stopping the others adds."""
+    found = json.loads((folder / "search.json").read_text())
+    records = read_lines(folder / "search_evaluations.jsonl")
+    losses = {record.get("encoding"): record["loss"] for record in records}
+    assert len(records) == found["evaluations"]
     (of_kind,) = found["rotating"]
-    added = found["minus_unchanged"]
-    as_many = found["p_rope"]["loss"] - found["unchanged_loss"]
-    minus_found = found["p_rope"]["minus_found"]
+    of_p_rope = found["p_rope"]
+    as_it_is = losses[None]
+    loss = losses[found["encoding"]]
     cells = (
-        pathlib.PurePath(found["workdir"]).name,
+        folder.name,
         of_kind["layers"],
         f"{of_kind['rotating']} of {of_kind['of']}",
         of_kind["pairs"],
-        signed(added["difference"]),
-        interval(added["interval"]),
-        signed(as_many),
-        interval(minus_found["interval"]),
-        str(found["evaluations"]),
+        f"{as_it_is:.4f}",
+        signed(loss - as_it_is),
+        interval(found["minus_unchanged"]["interval"]),
+        signed(losses[of_p_rope["encoding"]] - as_it_is),
+        signed(losses[of_p_rope["encoding"]] - loss),
+        interval(of_p_rope["minus_found"]["interval"]),
+        str(len(records)),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -335,8 +341,7 @@ def test_what_real_models_do_with_their_pairs_is_in_their_records(model, tmp_pat
     bands = band_rows(folder)
     assert len(bands) >= 6
     analysis = json.loads((folder / "analysis/analysis.json").read_text())
-    found = json.loads((folder / "search.json").read_text())
-    rows = bands + usage_rows(analysis) + channel_rows(analysis) + [search_row(found)]
+    rows = bands + usage_rows(analysis) + channel_rows(analysis) + [search_row(folder)]
     assert [row for row in rows if row not in lines] == []
 
 
