@@ -115,7 +115,7 @@ def list_pairs(
 def _block_size(C: int, T: int, window: int | None) -> int:
     """Chooses 512, 256 or 128 tokens, so that some blocks are skipped; fewer in short sequences."""
     visible = T if window is None else min(window, T)
-    block = next(size for size in (512, 256, 128) if 8 * size <= visible or size == 128)
+    block = next(size for size in (512, 256, 128) if 4 * size <= visible or size == 128)
     if C == 1:
         return min(block, T)
     return math.gcd(block, T // 2)
