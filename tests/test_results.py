@@ -114,6 +114,26 @@ def recovery_rows(report: dict) -> list[str]:
     return rows
 
 
+def method_rows(folder: pathlib.Path) -> list[str]:
+    """Ways to convert to p = 0.25: the loss after training, and minus that of stopping at once."""
+    losses: dict[tuple[str, str], list[float]] = {}
+    for workdir in sorted(folder.glob("distill_weight=*")):
+        name = r"distill_weight=([\d.]+),schedule_steps=(\d+),seed=\d+"
+        weight, steps = re.fullmatch(name, workdir.name).groups()
+        record = read_lines(workdir / "eval.jsonl")[-1]
+        assert record["step"] == 200
+        losses.setdefault((steps, weight), []).append(record["loss"])
+    at_once = losses["0", "0"]
+    rows = []
+    for (steps, weight), by_seed in sorted(losses.items()):
+        cells = [steps, weight, f"{np.mean(by_seed):.4f}", "", ""]
+        if by_seed is not at_once:
+            differences = np.subtract(by_seed, at_once)
+            cells[3:] = paired_cells(differences, len(losses) - 1)
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
     """The loss of a run's evaluation on 131,072 tokens, in windows of this length."""
     records = read_lines(workdir / "eval.jsonl")
@@ -366,6 +386,15 @@ def test_conversions_of_small_models_are_redrawn_from_their_records(tmp_path):
     rows = recovery_rows(report) + converted_length_rows(tmp_path, report)
     lines = (RESULTS / "real_models.md").read_text().splitlines()
     assert len(rows) == 7
+    assert [row for row in rows if row not in lines] == []
+
+
+def test_ways_to_convert_are_in_their_records(tmp_path):
+    with tarfile.open(RESULTS / "conversion_1m_methods.tar.xz") as records:
+        records.extractall(tmp_path, filter="data")
+    rows = method_rows(tmp_path)
+    lines = (RESULTS / "real_models.md").read_text().splitlines()
+    assert len(rows) == 4
     assert [row for row in rows if row not in lines] == []
 
 
