@@ -697,7 +697,7 @@ def sized(config: ConfigDict, size: str) -> ConfigDict:
 
 def python_file(path: str) -> str:
     """Returns the Python file to run for a config file: for a config.json, one that reads it."""
-    if path.endswith(".json") and not path.startswith(_READER):
+    if path.endswith(".json") and ".py:" not in path:
         return _READER + path
     return path
 

@@ -116,19 +116,19 @@ def recovery_rows(report: dict) -> list[str]:
 
 def method_rows(folder: pathlib.Path) -> list[str]:
     """Ways to convert to p = 0.25: the loss after training, and minus that of stopping at once."""
-    losses: dict[tuple[str, str], list[float]] = {}
+    losses: dict[tuple[str, str], dict[str, float]] = {}
     for workdir in sorted(folder.glob("distill_weight=*")):
-        name = r"distill_weight=([\d.]+),schedule_steps=(\d+),seed=\d+"
-        weight, steps = re.fullmatch(name, workdir.name).groups()
+        name = r"distill_weight=([\d.]+),schedule_steps=(\d+),seed=(\d+)"
+        weight, steps, seed = re.fullmatch(name, workdir.name).groups()
         record = read_lines(workdir / "eval.jsonl")[-1]
-        assert record["step"] == 200
-        losses.setdefault((steps, weight), []).append(record["loss"])
+        assert (record["step"], record["seq_len"], record["max_windows"]) == (200, 512, 128)
+        losses.setdefault((steps, weight), {})[seed] = record["loss"]
     at_once = losses["0", "0"]
     rows = []
     for (steps, weight), by_seed in sorted(losses.items()):
-        cells = [steps, weight, f"{np.mean(by_seed):.4f}", "", ""]
+        cells = [steps, weight, f"{np.mean(list(by_seed.values())):.4f}", "", ""]
         if by_seed is not at_once:
-            differences = np.subtract(by_seed, at_once)
+            differences = [loss - at_once[seed] for seed, loss in by_seed.items()]
             cells[3:] = paired_cells(differences, len(losses) - 1)
         rows.append(f"| {' | '.join(cells)} |")
     return rows
