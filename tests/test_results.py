@@ -87,7 +87,9 @@ def paired_cells(by_seed: list[float], comparisons: int) -> list[str]:
     stderr = np.std(by_seed, ddof=1) / len(by_seed) ** 0.5
     margin = bonferroni_critical(comparisons, len(by_seed) - 1) * stderr
     mean = np.mean(by_seed)
-    return [signed(mean), interval((mean - margin, mean + margin))]
+    low = mean - margin
+    high = mean + margin
+    return [signed(mean), interval((low, high))]
 
 
 def recovery_rows(report: dict) -> list[str]:
@@ -121,15 +123,19 @@ def method_rows(folder: pathlib.Path) -> list[str]:
         name = r"distill_weight=([\d.]+),schedule_steps=(\d+),seed=(\d+)"
         weight, steps, seed = re.fullmatch(name, workdir.name).groups()
         record = read_lines(workdir / "eval.jsonl")[-1]
-        assert (record["step"], record["seq_len"], record["max_windows"]) == (200, 512, 128)
+        assert record["step"] == 200
+        assert record["seq_len"] == 512
+        assert record["max_windows"] == 128
         losses.setdefault((steps, weight), {})[seed] = record["loss"]
     at_once = losses["0", "0"]
     rows = []
     for (steps, weight), by_seed in sorted(losses.items()):
-        cells = [steps, weight, f"{np.mean(list(by_seed.values())):.4f}", "", ""]
+        mean = np.mean(list(by_seed.values()))
+        minus_at_once = ["", ""]
         if by_seed is not at_once:
             differences = [loss - at_once[seed] for seed, loss in by_seed.items()]
-            cells[3:] = paired_cells(differences, len(losses) - 1)
+            minus_at_once = paired_cells(differences, len(losses) - 1)
+        cells = [steps, weight, f"{mean:.4f}", *minus_at_once]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -319,6 +325,7 @@ def search_row(folder: epath.Path) -> str:
     of_p_rope = found["p_rope"]
     as_it_is = losses[None]
     loss = losses[found["encoding"]]
+    loss_of_p_rope = losses[of_p_rope["encoding"]]
     cells = (
         folder.name,
         of_kind["layers"],
@@ -327,8 +334,8 @@ def search_row(folder: epath.Path) -> str:
         f"{as_it_is:.4f}",
         signed(loss - as_it_is),
         interval(found["minus_unchanged"]["interval"]),
-        signed(losses[of_p_rope["encoding"]] - as_it_is),
-        signed(losses[of_p_rope["encoding"]] - loss),
+        signed(loss_of_p_rope - as_it_is),
+        signed(loss_of_p_rope - loss),
         interval(of_p_rope["minus_found"]["interval"]),
         str(len(records)),
     )
