@@ -153,6 +153,38 @@ def test_the_scores_never_exist_whole(masked):
         assert not has_square
 
 
+def seen_keys(first, T, S, window=None, sinks=0):
+    """Which of S keys the T queries from position `first` [B] on see: [B, T, S]."""
+    positions = np.array(first)[:, None, None] + np.arange(T)[:, None]
+    keys = np.arange(S)
+    seen = keys <= positions
+    if window is None:
+        return seen
+    return seen & ((keys > positions - window) | (keys < sinks))
+
+
+def attend_to_cache(query, key, value, first, **options):
+    """The output of queries [B, T, N, H] from position `first` [B] on, whose keys are cached."""
+    first = jnp.array(first)
+    return scaled_attention(
+        query,
+        key,
+        value,
+        first_query=first,
+        newest_key=first + query.shape[1] - 1,
+        **options,
+    )
+
+
+def draw_cache_case(T, S, kv_heads):
+    """Queries, keys and values with scores up to 12.
+
+    At 50, float32 alone is off by 2e-6, and by how much depends on the CPU.
+    """
+    query, key, value = draw(T, S, 4, kv_heads)
+    return query / 4, key, value
+
+
 @pytest.mark.parametrize(
     ("T", "S", "kv_heads", "first", "implementation"),
     [
@@ -166,88 +198,43 @@ def test_the_scores_never_exist_whole(masked):
 )
 @pytest.mark.parametrize("window", [None, 1, 4, 500])
 def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementation, window):
-    query, key, value = draw(T, S, 4, kv_heads)
-    # Scores up to 12: at 50, float32 alone is off by 2e-6, and by how much depends on the CPU.
-    query = query / 4
-    last_seen = np.array(first)[:, None, None] + np.arange(T)[:, None]
-    seen = np.arange(S) <= last_seen
-    if window is not None:
-        seen &= np.arange(S) > last_seen - window
-    expected = oracles.attention(query, key, value, seen)
-    output = scaled_attention(
-        query,
-        key,
-        value,
-        first_query=jnp.array(first),
-        newest_key=jnp.array(first) + T - 1,
-        window=window,
-        implementation=implementation,
-    )
+    arrays = draw_cache_case(T, S, kv_heads)
+    expected = oracles.attention(*arrays, seen_keys(first, T, S, window))
+    output = attend_to_cache(*arrays, first, window=window, implementation=implementation)
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-6), ("bfloat16", 2e-2)])
 def test_a_cache_of_several_blocks_has_sinks_beside_a_window_and_a_cap(dtype, error):
-    T = 150
-    S = 1200
-    query, key, value = (x.astype(dtype) for x in draw(T, S, 4, 2))
-    query = query / 4
-    first = np.array([1050, 3])
-    positions = first[:, None, None] + np.arange(T)[:, None]
-    keys = np.arange(S)
-    seen = (keys <= positions) & ((keys > positions - 40) | (keys < 3))
-    expected = oracles.attention(query, key, value, seen, cap=5.0)
-    output = scaled_attention(
-        query,
-        key,
-        value,
-        first_query=jnp.array(first),
-        newest_key=jnp.array(first) + T - 1,
-        window=40,
-        sinks=3,
-        cap=5.0,
-    )
+    first = (1050, 3)
+    arrays = [x.astype(dtype) for x in draw_cache_case(150, 1200, 2)]
+    seen = seen_keys(first, 150, 1200, window=40, sinks=3)
+    expected = oracles.attention(*arrays, seen, cap=5.0)
+    output = attend_to_cache(*arrays, first, window=40, sinks=3, cap=5.0)
     np.testing.assert_allclose(output.astype(np.float32), expected, rtol=0, atol=error)
 
 
 def test_slots_after_the_block_of_the_last_query_are_not_read():
-    query, key, value = draw(3, 1200, 4, 2)
-    query = query / 4
-    first = np.array([400, 500])
-    seen = np.arange(1200) <= first[:, None, None] + np.arange(3)[:, None]
-    expected = oracles.attention(query, key, value, seen)
-    output = scaled_attention(
-        query,
-        key.at[:, 512:].set(np.nan),
-        value.at[:, 512:].set(np.nan),
-        first_query=jnp.array(first),
-        newest_key=jnp.array(first) + 2,
-    )
+    first = (400, 500)
+    query, key, value = draw_cache_case(3, 1200, 2)
+    expected = oracles.attention(query, key, value, seen_keys(first, 3, 1200))
+    unread_key = key.at[:, 512:].set(np.nan)
+    unread_value = value.at[:, 512:].set(np.nan)
+    output = attend_to_cache(query, unread_key, unread_value, first)
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
 
 
 def test_a_cache_of_a_window_has_the_newest_keys_in_any_order():
+    first = np.array([1500, 900])
     T = 20
     S = 1100
-    window = 700
-    query, key, value = draw(T, 2000, 4, 2)
-    query = query / 4
-    first = np.array([1500, 900])
-    newest = first + T - 1
-    seen = np.arange(2000) <= first[:, None, None] + np.arange(T)[:, None]
-    seen &= np.arange(2000) > first[:, None, None] + np.arange(T)[:, None] - window
-    expected = oracles.attention(query, key, value, seen)
-    age = (newest[:, None] - np.arange(S)) % S
-    in_slots = np.maximum(newest[:, None] - age, 0)  # an empty slot holds anything
+    query, key, value = draw_cache_case(T, 2000, 2)
+    expected = oracles.attention(query, key, value, seen_keys(first, T, 2000, window=700))
+    newest = first[:, None] + T - 1
+    age = (newest - np.arange(S)) % S
+    in_slots = np.maximum(newest - age, 0)  # an empty slot holds anything
     rows = np.arange(2)[:, None]
-    output = scaled_attention(
-        query,
-        key[rows, in_slots],
-        value[rows, in_slots],
-        first_query=jnp.array(first),
-        newest_key=jnp.array(newest),
-        window=window,
-    )
+    output = attend_to_cache(query, key[rows, in_slots], value[rows, in_slots], first, window=700)
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6)
 
 
