@@ -17,10 +17,10 @@ devices, and the matmul on one.
 
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
 
---peer=transformers times a run beside the class of transformers that computes it, on CPUs: the loss
-of one sequence, a training step on it, prefill, and prefill with 64 new tokens. Both have the same
-weights, float32, AdamW with clipped gradients and as many threads, and are called in turns. It
-needs the extra `hf`.
+--peer=transformers times a run beside the class of transformers that computes it: the loss of a
+batch, a training step on it, prefill, and prefill with 64 new tokens. Both have the same weights
+and AdamW with clipped gradients, on a CPU float32 and as many threads, on a GPU float32 parameters
+and bfloat16 matmuls, and are called in turns. It needs the extra `hf`.
 """
 
 from absl import flags
@@ -54,6 +54,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "seq_len", None, "with --peer: tokens of the sequence; the run's by default", lower_bound=2
     )
+    flags.DEFINE_integer("sequences", 1, "with --peer: sequences of the batch", lower_bound=1)
     flags.DEFINE_float("rope_percentage", 0.75, "with --rope: p", lower_bound=0.0, upper_bound=1.0)
 
 
@@ -85,7 +86,7 @@ def _refuse_other_modes() -> None:
     if len(modes) > 1:
         raise UsageError(f"{' and '.join(modes)} measure different things; give one of them")
     if not FLAGS.peer:
-        for name in ("workdir", "seq_len"):
+        for name in ("workdir", "seq_len", "sequences"):
             if FLAGS[name].present:
                 raise UsageError(f"--{name} is of --peer=transformers; add that, or leave it out")
 
@@ -96,7 +97,7 @@ def _bench_peer() -> dict:
 
     if FLAGS.workdir is None:
         raise UsageError(f"--peer={FLAGS.peer} needs --workdir=W, a run to time")
-    arguments = (FLAGS.workdir, FLAGS.seq_len, FLAGS.steps)
+    arguments = (FLAGS.workdir, FLAGS.seq_len, FLAGS.sequences, FLAGS.steps)
     return processes.call_on_first(lambda: bench_peer(*arguments))
 
 

@@ -1,5 +1,6 @@
 """The measurements measure what they say; their figures are not judged here."""
 
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -143,9 +144,10 @@ def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, t
     # What a CPU, or AdamW's peer, cannot do.
     fields = {"attention": "splash", "remat": "full"}
     make_run(tmp_path / "run", **fields)
-    arguments = (f"--workdir={tmp_path / 'run'}", "--peer=transformers", "--seq_len=40")
-    result = run_command("prope.bench", *arguments, "--steps=1").result
+    arguments = (f"--workdir={tmp_path / 'run'}", "--peer=transformers", "--steps=1")
+    result = run_command("prope.bench", *arguments, "--seq_len=40", "--sequences=2").result
     assert result["seq_len"] == 40
+    assert result["sequences"] == 2
     losses = result["losses"]
     assert losses["prope"] == pytest.approx(losses["transformers"], abs=1e-5)
     parts = ["loss", "training step", "prefill", "prefill and 64 tokens"]
@@ -154,17 +156,26 @@ def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, t
         assert min(seconds["prope"], seconds["transformers"]) > 0
 
 
-def test_a_peer_is_timed_on_cpus_alone(monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "error"),
+    [
+        ("tpu", "compares on CPUs and GPUs, and JAX has a tpu; set JAX_PLATFORMS=cpu"),
+        ("gpu", "torch sees no GPU, and JAX has one; set JAX_PLATFORMS=cpu"),
+    ],
+)
+def test_a_peer_is_timed_on_a_device_that_torch_has(monkeypatch, platform, error):
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(peer, "check_installed", lambda: None)
-    monkeypatch.setattr(peer.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
-    with pytest.raises(UsageError, match="compares on CPUs, and JAX has a gpu; set JAX_PLATFORMS"):
-        peer.bench_peer("W", None, 1)
+    monkeypatch.setattr(peer.jax, "devices", lambda: [SimpleNamespace(platform=platform)])
+    with pytest.raises(UsageError, match=error):
+        peer.bench_peer("W", None, 1, 1)
 
 
 def test_without_transformers_its_extra_is_named(monkeypatch):
     monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="torch, transformers is not installed; source launch/"):
-        peer.bench_peer("W", None, 1)
+        peer.bench_peer("W", None, 1, 1)
 
 
 STEP = "needs --config=FILE to measure its training step, or --rope, --attention or --peer"

@@ -104,3 +104,11 @@ def test_every_chip_s_blocks_compile_for_it(chip, head_dim):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_what_is_checked_on_a_gpu_holds_on_a_cpu():
+    command = [sys.executable, f"{ROOT}/tests/on_gpu.py", "128"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n") == 27

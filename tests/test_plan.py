@@ -520,17 +520,21 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "processes", "connections"),
+    ("capabilities", "processes", "connections", "exchanges"),
     [
-        ("9.0\n9.0", "1", "1"),
-        ("9.0", "auto", "1"),
-        ("9.0", "1", None),
-        ("10.0\n10.0", "1", None),
-        ("8.0\n8.0", "1", None),
+        ("9.0\n9.0", "1", "1", True),
+        ("9.0", "auto", "1", True),
+        ("9.0", "1", None, False),
+        ("10.0\n10.0", "1", None, True),
+        ("8.0\n8.0", "1", None, True),
+        ("8.0", "1", None, False),
+        ("", "1", None, True),
     ],
 )
-def test_a_gpu_s_memory_and_queues_are_set_for_it(tmp_path, capabilities, processes, connections):
-    """With a made-up nvidia-smi."""
+def test_a_gpu_s_memory_and_flags_are_set_for_it(
+    tmp_path, capabilities, processes, connections, exchanges
+):
+    """With a made-up nvidia-smi; where it finds nothing, there may be several."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{capabilities}'\n")
     program.chmod(0o755)
@@ -541,6 +545,8 @@ def test_a_gpu_s_memory_and_queues_are_set_for_it(tmp_path, capabilities, proces
     variables = run_with_flags("gpu", **environment)
     assert variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
     assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+    for name in ("XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL", "NCCL_NVLS_ENABLE"):
+        assert (name in variables) == exchanges
     variables = run_with_flags("gpu", XLA_PYTHON_CLIENT_MEM_FRACTION="0.5", **environment)
     assert variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
 

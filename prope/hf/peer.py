@@ -1,7 +1,8 @@
-"""Times a run beside the class of transformers that computes it, on CPUs and in turns.
+"""Times a run beside the class of transformers that computes it, in turns on one device.
 
-Both have the same weights and tokens, float32, as many threads, and AdamW with clipped gradients.
-transformers runs on torch; its model is what `export` writes.
+Both have the same weights and tokens, and AdamW with clipped gradients; on a CPU float32 and as
+many threads, on a GPU float32 parameters and bfloat16 matmuls. transformers runs on torch; its
+model is what `export` writes.
 """
 
 import importlib.metadata
@@ -34,39 +35,41 @@ NEW_TOKENS = 64
 Programs = dict[str, Callable[[], Any]]  # by what they compute; "loss" returns it
 
 
-def bench_peer(workdir: str, seq_len: int | None, rounds: int) -> dict:
-    """Times one sequence of a run: its loss, a training step, prefill, prefill and decode.
+def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -> dict:
+    """Times a batch of a run: its loss, a training step, prefill, prefill and decode.
 
     Args:
       workdir: of the run.
-      seq_len: tokens of the sequence and of the prompt; None: the run's.
+      seq_len: tokens of a sequence and of a prompt; None: the run's.
+      sequences: of the batch.
       rounds: timed turns of each program, of which the medians count.
 
     Returns:
       The command's result, with seconds of both and `ratio`, theirs over ours.
 
     Raises:
-      UsageError: torch or transformers is not installed, JAX's device is no CPU, or transformers
-        has no class for the run.
+      UsageError: torch or transformers is not installed, JAX's device is a TPU, torch has not the
+        GPU that JAX has, or transformers has no class for the run.
     """
     check_installed()
-    platform = jax.devices()[0].platform
-    if platform != "cpu":
-        raise UsageError(
-            f"--peer compares on CPUs, and JAX has a {platform}; set JAX_PLATFORMS=cpu"
-        )
+    device = torch_device()
     run = open_run(workdir)
     config = run.config
-    config.model.update(dtype="float32", attention="auto", global_attention=None, remat="none")
+    config.model.update(
+        dtype="float32" if device == "cpu" else "bfloat16",
+        attention="auto",
+        global_attention=None,
+        remat="none",
+    )
     config.optimizer.name = "adamw"
-    config.batch_size = 1
+    config.batch_size = sequences
     config.accumulation = 1
     config.convert.update(schedule_steps=0, distill_weight=0.0)
     if seq_len is not None:
         config.data.seq_len = seq_len
     batch = random_batch(config, make_mesh(devices=jax.devices()[:1]))
     threads = count_cores()
-    theirs = their_programs(workdir, batch, threads)
+    theirs = their_programs(workdir, batch, threads, device)
     ours = our_programs(config, run.params(), batch)
     losses = {"prope": ours["loss"](), "transformers": theirs["loss"]()}
     log.info("loss of random tokens: %.5f, of transformers %.5f", *losses.values())
@@ -74,8 +77,11 @@ def bench_peer(workdir: str, seq_len: int | None, rounds: int) -> dict:
         "workdir": str(workdir),
         "transformers": importlib.metadata.version("transformers"),
         "torch": importlib.metadata.version("torch"),
+        "device": jax.devices()[0].device_kind,
         "threads": threads,
+        "dtype": config.model.dtype,
         "parameters": parameters.count(config.model),
+        "sequences": sequences,
         "seq_len": config.data.seq_len,
         "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
         "losses": losses,
@@ -91,6 +97,22 @@ def check_installed() -> None:
         raise UsageError(f"--peer=transformers: {', '.join(missing)} is not installed; {remedy}")
 
 
+def torch_device() -> str:
+    """Returns torch's name of the kind of device that JAX has: cpu or cuda."""
+    platform = jax.devices()[0].platform
+    if platform == "cpu":
+        return "cpu"
+    if platform != "gpu":
+        raise UsageError(
+            f"--peer compares on CPUs and GPUs, and JAX has a {platform}; set JAX_PLATFORMS=cpu"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("--peer: torch sees no GPU, and JAX has one; set JAX_PLATFORMS=cpu")
+    return "cuda"
+
+
 def time_in_turns(name: str, ours: Programs, theirs: Programs, rounds: int) -> dict[str, float]:
     """Returns the median seconds of both, and theirs over ours."""
     seconds = medians({"prope": ours[name], "transformers": theirs[name]}, rounds)
@@ -101,7 +123,7 @@ def time_in_turns(name: str, ours: Programs, theirs: Programs, rounds: int) -> d
 
 
 def our_programs(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> Programs:
-    """Builds prope's programs for a batch of one sequence, [1, T]."""
+    """Builds prope's programs for a batch, [B, T]."""
 
     @jax.jit
     def loss(params):
@@ -121,8 +143,9 @@ def our_programs(config: ConfigDict, params: model.Params, batch: dict[str, jax.
         jax.block_until_ready(metrics)
 
     frozen = FrozenConfigDict(config.model)
-    lengths = jnp.array([config.data.seq_len], jnp.int32)
-    keys = generation.row_keys(0, 1)
+    B = config.batch_size
+    lengths = jnp.full(B, config.data.seq_len, jnp.int32)
+    keys = generation.row_keys(0, B)
     sampling = Sampling(NEW_TOKENS, temperature=0.0, eos=-1)
 
     def prefill():
@@ -141,8 +164,10 @@ def our_programs(config: ConfigDict, params: model.Params, batch: dict[str, jax.
     }
 
 
-def their_programs(workdir: str, batch: dict[str, jax.Array], threads: int) -> Programs:
-    """Builds transformers' programs for a batch of one sequence, [1, T], with a run's weights."""
+def their_programs(
+    workdir: str, batch: dict[str, jax.Array], threads: int, device: str
+) -> Programs:
+    """Builds transformers' programs for a batch, [B, T], with a run's weights."""
     import torch
     import transformers
 
@@ -151,23 +176,33 @@ def their_programs(workdir: str, batch: dict[str, jax.Array], threads: int) -> P
         exported = f"{folder}/model"
         export(workdir, exported)
         hf_model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    inputs = torch.tensor(np.asarray(batch["tokens"])).long()
-    targets = torch.tensor(np.asarray(batch["targets"])).long()
+    hf_model.to(device)
+    inputs = torch.tensor(np.asarray(batch["tokens"]), device=device).long()
+    targets = torch.tensor(np.asarray(batch["targets"]), device=device).long()
     adamw = torch.optim.AdamW(hf_model.parameters(), lr=1e-6)
+    mixed = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
 
+    def wait():
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    @mixed
     def loss():
         logits = hf_model(inputs, use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits[0], targets[0])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def train():
         adamw.zero_grad()
         loss().backward()
         torch.nn.utils.clip_grad_norm_(hf_model.parameters(), 1.0)
         adamw.step()
+        wait()
 
+    @mixed
     def generate(count):
         options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False}
         hf_model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+        wait()
 
     return {
         "loss": lambda: float(torch.no_grad()(loss)()),

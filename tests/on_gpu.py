@@ -1,0 +1,146 @@
+"""Checks on a GPU what the test suite checks on CPUs: rotation, attention and the decoder.
+
+    python tests/on_gpu.py [TOKENS]
+
+Rotation and attention (TOKENS long, 1024 by default) are compared with float64, the decoder's loss
+and gradients with the same program on this machine's CPU. Each line has an error relative to the
+largest expected value, and its bound; the exit code is 1 if one is above its bound. It runs on a
+CPU too, without cuDNN.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import makers
+import numpy as np
+import oracles
+
+from prope.kernels.choice import choose_implementation, matmul_precision
+from prope.loss import token_losses
+from prope.model import head, hidden_states
+from prope.rope import apply_p_rope
+
+FLOAT32 = 5e-6  # tests/test_attention.py holds attention on CPUs to this
+BFLOAT16 = 2e-2  # several roundings to 8 bits, each of up to 4e-3
+SHAPES = ((4, 1, 256), (6, 2, 64), (4, 4, 128))  # N, K, H
+Errors = Iterator[tuple[str, float, float]]  # what was computed, its error, the bound
+
+
+def relative_error(ours, expected) -> float:
+    """The largest difference over the largest expected value."""
+    expected = oracles.float64(expected)
+    difference = np.abs(oracles.float64(ours) - expected)
+    return float(difference.max() / np.abs(expected).max())
+
+
+def rotation_errors(T: int) -> Errors:
+    """Of the rotation at the last 1024 of T positions."""
+    positions = np.arange(T - 1024, T, dtype=np.int32)[None]
+    bounds = {
+        "float32": 5e-7,
+        "bfloat16": 4e-3,
+    }
+    for dtype, bound in bounds.items():
+        drawn = makers.draw_inputs(256, positions)
+        inputs = jnp.asarray(drawn, dtype)
+        for p in (0.0, 0.25, 0.75, 1.0):
+            rotate = functools.partial(
+                apply_p_rope,
+                head_dim=256,
+                rope_percentage=p,
+            )
+            ours = jax.jit(rotate)(inputs, positions)
+            expected = oracles.rotation(inputs, positions, p=p)
+            error = relative_error(ours, expected)
+            yield f"rotation {dtype} p={p}", error, bound
+
+
+def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> Errors:
+    """Of attention and its gradients, with all keys and with a window."""
+    bound = FLOAT32 if dtype == "float32" else BFLOAT16
+    N, K, H = shape
+    query, key, value = makers.draw_attention(T, T, N, K, H, dtype=dtype)
+    query = query / 4  # scores of unit size, so that a softmax has more than one key
+    rng = np.random.default_rng(1)
+    cotangent = jnp.asarray(rng.standard_normal(query.shape), dtype)
+    arrays = (query, key, value)
+    for window in (None, 100):
+        seen = oracles.causal_mask(T, window=window)
+        expected = oracles.attention(*arrays, seen, cotangent)
+        with matmul_precision(dtype):
+            ours = makers.attention_with_gradients(
+                *arrays,
+                cotangent,
+                implementation=implementation,
+                window=window,
+            )
+        name = f"{implementation} {dtype} N={N} K={K} H={H} window={window}"
+        for index, part in enumerate(("output", "dq", "dk", "dv")):
+            error = relative_error(ours[index], expected[index])
+            yield f"{name} {part}", error, bound
+
+
+def decoder_errors() -> Errors:
+    """Of a float32 decoder's loss and gradients, beside those on the CPU."""
+    config = makers.small(num_layers=4, embed_dim=64, hidden_dim=256)
+    params, tokens, positions = makers.draw_model(config, B=2, T=128)
+
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+
+    def loss(params):
+        with matmul_precision("float32"):
+            hidden = hidden_states(config, params, inputs, positions[:, :-1])
+            losses = token_losses(hidden, head(params), targets)
+            return losses.mean()
+
+    program = jax.jit(jax.value_and_grad(loss))
+    found = []
+    for device in (jax.devices()[0], jax.devices("cpu")[0]):
+        with jax.default_device(device):
+            there = jax.device_put(params, device)
+            value, grads = program(there)
+        leaves = jax.tree.leaves(grads)
+        found.append([value, *leaves])
+    errors = list(map(relative_error, *found))
+    yield "decoder loss", errors[0], FLOAT32
+    yield "decoder gradients", max(errors[1:]), 1e-4
+
+
+def all_errors(T: int) -> Errors:
+    """What the device can compute, the quickest to compile first."""
+    device = jax.devices()[0]
+    kernel, reason = choose_implementation(
+        "auto",
+        device,
+        T,
+        256,
+        "bfloat16",
+        segmented=False,
+    )
+    print(f"{device.device_kind}: {kernel} ({reason})", flush=True)
+    yield from rotation_errors(131_072)
+    if kernel != "xla":
+        for shape in SHAPES:
+            yield from attention_errors(kernel, "bfloat16", shape, T)
+    for dtype in ("bfloat16", "float32"):
+        yield from attention_errors("xla", dtype, SHAPES[1], T)
+    yield from decoder_errors()
+
+
+def main(T: int = 1024) -> int:
+    """Prints the errors; returns the exit code."""
+    above = 0
+    for name, error, bound in all_errors(T):
+        is_above = not error <= bound
+        above += is_above
+        verdict = ", ABOVE" if is_above else ""
+        print(f"{name}: {error:.1e} of {bound:.0e}{verdict}", flush=True)
+    return int(above > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
