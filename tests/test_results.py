@@ -229,6 +229,55 @@ def converted_length_rows(folder: pathlib.Path, report: dict) -> list[str]:
     return rows
 
 
+def converted_smollm2_rows(folder: pathlib.Path) -> list[str]:
+    """By p: the loss at each length on the same tokens, and that at 8192 minus the control's."""
+    losses: dict[str, dict[str, dict[int, float]]] = {}
+    for workdir in sorted(folder.glob("rope_percentage=*")):
+        name = r"rope_percentage=([\d.]+),seed=(\d+)"
+        p, seed = re.fullmatch(name, workdir.name).groups()
+        records = read_lines(workdir / "eval.jsonl")
+        (longest,) = [record for record in records if record["seq_len"] == 16_384]
+        by_length = {
+            record["seq_len"]: record["loss"]
+            for record in records
+            if record["fingerprint"] == longest["fingerprint"]
+        }
+        losses.setdefault(p, {})[seed] = by_length
+    rows = []
+    for p, by_seed in sorted(losses.items(), reverse=True):
+        means = {}
+        for T in sorted(by_seed["0"]):
+            means[T] = np.mean([found[T] for found in by_seed.values()])
+        minus_control = ["", ""]
+        if p != "1":
+            differences = []
+            for seed, found in by_seed.items():
+                control = losses["1"][seed]
+                differences.append(found[8192] - control[8192])
+            minus_control = paired_cells(differences, len(losses) - 1)
+        at_lengths = [f"{mean:.4f}" for mean in means.values()]
+        cells = [p, *at_lengths, *minus_control]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def largest_difference(folder: pathlib.Path, other: pathlib.Path) -> float:
+    """Of the losses that two runs have in common, on the windows that they saw while training."""
+    pair = []
+    for workdir in (folder, other):
+        records = read_lines(workdir / "eval.jsonl")
+        while_training = [
+            (record["step"], record["loss"])
+            for record in records
+            if record.get("max_windows") == 16
+        ]
+        pair.append(while_training)
+    ours, theirs = np.array(pair)
+    assert len(ours) >= 9
+    assert np.array_equal(ours[:, 0], theirs[:, 0])
+    return np.abs(ours - theirs).max()
+
+
 def usage_rows(analysis: dict) -> list[str]:
     """Of each kind of layers: norms of the slow quarter of the pairs over the fast, and heads."""
     heads = analysis["heads"]
@@ -394,6 +443,26 @@ def test_conversions_of_small_models_are_redrawn_from_their_records(tmp_path):
     lines = (RESULTS / "real_models.md").read_text().splitlines()
     assert len(rows) == 7
     assert [row for row in rows if row not in lines] == []
+
+
+def test_conversions_of_smollm2_are_redrawn_from_their_records(tmp_path):
+    with tarfile.open(RESULTS / "conversion_smollm2.tar.xz") as records:
+        records.extractall(tmp_path, filter="data")
+    report = report_sweep(epath.Path(tmp_path))
+    rows = recovery_rows(report) + converted_smollm2_rows(tmp_path)
+    lines = (RESULTS / "real_models.md").read_text().splitlines()
+    assert len(rows) == 7
+    assert [row for row in rows if row not in lines] == []
+
+
+def test_a_conversion_on_a_cpu_has_the_losses_of_that_on_a_gpu(tmp_path):
+    with tarfile.open(RESULTS / "conversion_smollm2.tar.xz") as records:
+        records.extractall(tmp_path, filter="data")
+    on_cpu = list((tmp_path / "cpu").iterdir())
+    assert len(on_cpu) == 4
+    for workdir in on_cpu:
+        on_gpu = tmp_path / workdir.name
+        assert largest_difference(on_gpu, workdir) < 0.0011
 
 
 def test_ways_to_convert_are_in_their_records(tmp_path):
