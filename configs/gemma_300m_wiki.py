@@ -7,8 +7,8 @@ Command    python -m prope.train --config=configs/gemma_300m_wiki.py --workdir=W
            DATA and tokenizer.model as in gemma_2b_wiki.py.
 Hardware   One H100 with 80 GB: 38 GB in two parts, measured; 68 GB in one, by prope.plan (not run).
            On less memory config.accumulation of 4 or 8 changes no result.
-Hours      3.9 billion tokens, about 7.5e18 FLOPs: 5.7 on one H100, by 5 steps measured at 37 % of
-           its peak (2026-11-27).
+Hours      3.9 billion tokens, about 7.5e18 FLOPs: 5.7 on one H100 for the steps alone, by 5
+           measured at 37 % of its peak (2026-11-27).
 Expected   Not yet run.
 """
 

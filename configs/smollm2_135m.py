@@ -8,8 +8,8 @@ Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M --workdi
            DATA as in gemma_2b_wiki.py; from scratch without --init_from,
            with the same tokenizer.
 Hardware   One H100 with 80 GB: 47 GB, measured.
-Hours      3.9 billion tokens, about 4.0e18 FLOPs: 4.2 on one H100, by 5 steps measured at 27 % of
-           its peak (2026-11-27).
+Hours      3.9 billion tokens, about 4.0e18 FLOPs: 4.2 on one H100 for the steps alone, by 5
+           measured at 27 % of its peak, with the flags for several GPUs (2026-11-27).
 Expected   Not yet run. The learning rate is ours.
 """
 

@@ -20,7 +20,8 @@ devices, and the matmul on one.
 --peer=transformers times a run beside the class of transformers that computes it: the loss of a
 batch, a training step on it, prefill, and prefill with 64 new tokens. Both have the same weights
 and AdamW with clipped gradients, on a CPU float32 and as many threads, on a GPU float32 parameters
-and bfloat16 matmuls, and are called in turns. It needs the extra `hf`.
+and bfloat16 matmuls, and are called in turns. It needs the extra `hf`, and on a GPU memory that
+JAX leaves to torch: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45.
 """
 
 from absl import flags

@@ -111,4 +111,4 @@ def test_what_is_checked_on_a_gpu_holds_on_a_cpu():
     command = [sys.executable, f"{ROOT}/tests/on_gpu.py", "128"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\n") == 27
+    assert done.stdout.count("\n") == 30

@@ -528,7 +528,9 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
         ("10.0\n10.0", "1", None, True),
         ("8.0\n8.0", "1", None, True),
         ("8.0", "1", None, False),
-        ("", "1", None, True),
+        ("8.0", "0/1@localhost:8476", None, False),
+        ("8.0", "0/2@localhost:8476", None, True),
+        ("", "", None, True),
     ],
 )
 def test_a_gpu_s_memory_and_flags_are_set_for_it(
@@ -551,9 +553,26 @@ def test_a_gpu_s_memory_and_flags_are_set_for_it(
     assert variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
 
 
+@pytest.mark.parametrize(
+    ("script", "visible", "exchanges"),
+    [
+        ("echo '9.0 9.0'", "1", False),
+        ("echo '9.0 9.0'", "0,1", True),
+        ("echo 9.0; exit 9", "", True),
+    ],
+)
+def test_gpus_that_cuda_does_not_see_do_not_count(tmp_path, script, visible, exchanges):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}:{sys.prefix}/bin:/usr/bin:/bin"
+    variables = run_with_flags("gpu", PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    assert ("XLA_FLAGS" in variables) == exchanges
+
+
 def test_xla_knows_the_gpu_s_flags():
     """Unknown ones end the process."""
-    flags = xla_flags.environment("gpu")["XLA_FLAGS"]
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in xla_flags.GPU.items())
     command = [sys.executable, "-c", "import jax; jax.devices(); print('started')"]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_OPTIMIZATION_LEVEL": "O1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -32,6 +32,10 @@ def interval(values) -> str:
     return f"{signed(values[0])} to {signed(values[1])}" if values else ""
 
 
+def table_row(cells) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def loss_rows(report: dict) -> list[str]:
     """After training, at the length of training."""
     rows = []
@@ -45,7 +49,7 @@ def loss_rows(report: dict) -> list[str]:
             signed(difference["loss"]),
             interval(difference["interval"]),
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -64,7 +68,7 @@ def length_rows(report: dict) -> list[str]:
             cells += [signed(longest["gain"]), interval(longest["interval"])]
         else:
             cells += ["every layer has one", "", "", ""]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -78,7 +82,7 @@ def contrast_rows(report: dict) -> list[str]:
             interval(contrast["interval"]),
             f"{contrast['p_value']:.3g}",
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -101,8 +105,10 @@ def recovery_rows(report: dict) -> list[str]:
     contrasts = {contrast["group"]: contrast for contrast in report["contrasts"]}
     rows = []
     for p, found in by_p.items():
-        stopped, *_, trained = np.array([recovery["gaps"] for recovery in found])[:, :, 1].T
-        assert round(contrasts[f"p = {p}"]["difference"] - np.mean(trained), 6) == 0
+        curves = np.array([recovery["gaps"] for recovery in found])
+        stopped, *_, trained = curves[:, :, 1].T
+        contrast = contrasts[f"p = {p}"]
+        assert round(contrast["difference"] - np.mean(trained), 6) == 0
         back = [recovery["tokens"] for recovery in found if recovery["tokens"] is not None]
         cells = (
             p,
@@ -112,7 +118,7 @@ def recovery_rows(report: dict) -> list[str]:
             f"{len(back)} of {len(found)}",
             f"{np.median(back):,.0f}" if back else "",
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -136,7 +142,7 @@ def method_rows(folder: pathlib.Path) -> list[str]:
             differences = [loss - at_once[seed] for seed, loss in by_seed.items()]
             minus_at_once = paired_cells(differences, len(losses) - 1)
         cells = [steps, weight, f"{mean:.4f}", *minus_at_once]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -192,8 +198,11 @@ def setting_rows(wavelength: str, length: str, methods: dict, level: float) -> l
     far = {}
     runs = []
     for method, by_seed in methods.items():
-        far[method] = {seed: read_loss(workdir, 8 * T) for seed, workdir in by_seed.items()}
-        runs += [(loss, method, seed) for seed, loss in far[method].items()]
+        far[method] = {}
+        for seed, workdir in by_seed.items():
+            loss = read_loss(workdir, 8 * T)
+            far[method][seed] = loss
+            runs.append((loss, method, seed))
     pooled = pool_variance(*zip(*runs, strict=True))
     critical = functools.partial(dunnett_critical, len(methods) - 1, level=level)
     rows = []
@@ -207,7 +216,8 @@ def setting_rows(wavelength: str, length: str, methods: dict, level: float) -> l
             difference = pooled_difference(differences, pooled, critical)
             low, high = difference.interval()
             minus_rope = [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
-        rows.append(f"| {' | '.join(cells + minus_rope)} |")
+        cells += minus_rope
+        rows.append(table_row(cells))
     return rows
 
 
@@ -240,14 +250,15 @@ def converted_smollm2_rows(folder: pathlib.Path) -> list[str]:
         by_length = {
             record["seq_len"]: record["loss"]
             for record in records
-            if record["fingerprint"] == longest["fingerprint"]
+            if record["fingerprint"] == longest["fingerprint"] and not record.get("window")
         }
         losses.setdefault(p, {})[seed] = by_length
     rows = []
     for p, by_seed in sorted(losses.items(), reverse=True):
         means = {}
         for T in sorted(by_seed["0"]):
-            means[T] = np.mean([found[T] for found in by_seed.values()])
+            of_seeds = [found[T] for found in by_seed.values()]
+            means[T] = np.mean(of_seeds)
         minus_control = ["", ""]
         if p != "1":
             differences = []
@@ -257,7 +268,32 @@ def converted_smollm2_rows(folder: pathlib.Path) -> list[str]:
             minus_control = paired_cells(differences, len(losses) - 1)
         at_lengths = [f"{mean:.4f}" for mean in means.values()]
         cells = [p, *at_lengths, *minus_control]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
+    return rows
+
+
+def cut_smollm2_rows(folder: pathlib.Path, max_tokens: int) -> list[str]:
+    """By p: the loss in windows of 8192 with all keys, and with attention cut to the last ones."""
+    losses: dict[str, dict[int, list[float]]] = {}
+    for workdir in sorted(folder.glob("rope_percentage=*")):
+        p = re.match(r"rope_percentage=([\d.]+)", workdir.name)[1]
+        by_cut = losses.setdefault(p, {})
+        records = read_lines(workdir / "eval.jsonl")
+        (text,) = {record["fingerprint"] for record in records if record.get("window")}
+        for record in records:
+            if record["fingerprint"] != text:
+                continue
+            assert record["max_tokens"] == max_tokens
+            cut = record.get("window", 8192)
+            of_seeds = by_cut.setdefault(cut, [])
+            of_seeds.append(record["loss"])
+    rows = []
+    for p, by_cut in sorted(losses.items(), reverse=True):
+        cells = [p]
+        for cut in sorted(by_cut, reverse=True):
+            mean = np.mean(by_cut[cut])
+            cells.append(f"{mean:.4f}")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -274,8 +310,10 @@ def largest_difference(folder: pathlib.Path, other: pathlib.Path) -> float:
         pair.append(while_training)
     ours, theirs = np.array(pair)
     assert len(ours) >= 9
-    assert np.array_equal(ours[:, 0], theirs[:, 0])
-    return np.abs(ours - theirs).max()
+    difference = np.abs(ours - theirs)
+    steps, losses = difference.T
+    assert not steps.any()
+    return losses.max()
 
 
 def usage_rows(analysis: dict) -> list[str]:
@@ -301,7 +339,7 @@ def usage_rows(analysis: dict) -> list[str]:
             str(sinks),
             f"{np.mean([head['first_token'] for head in of_kind]):.2f}",
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -334,7 +372,7 @@ def channel_rows(analysis: dict) -> list[str]:
             f"{stopped['difference']:+.4f} ± {stopped['stderr']:.4f}",
             f"{removed['difference']:+.4f} ± {removed['stderr']:.4f}",
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -360,7 +398,7 @@ def band_rows(workdir: epath.Path) -> list[str]:
             signed(paired.difference),
             interval(paired.interval()),
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     return rows
 
 
@@ -388,7 +426,7 @@ def search_row(folder: epath.Path) -> str:
         interval(of_p_rope["minus_found"]["interval"]),
         str(len(records)),
     )
-    return f"| {' | '.join(cells)} |"
+    return table_row(cells)
 
 
 def unpack(name: str, folder: epath.Path) -> list[str]:
@@ -450,8 +488,10 @@ def test_conversions_of_smollm2_are_redrawn_from_their_records(tmp_path):
         records.extractall(tmp_path, filter="data")
     report = report_sweep(epath.Path(tmp_path))
     rows = recovery_rows(report) + converted_smollm2_rows(tmp_path)
+    rows += cut_smollm2_rows(tmp_path, 131_072)
+    rows += cut_smollm2_rows(tmp_path / "cpu", 65_536)
     lines = (RESULTS / "real_models.md").read_text().splitlines()
-    assert len(rows) == 7
+    assert len(rows) == 15
     assert [row for row in rows if row not in lines] == []
 
 
@@ -480,9 +520,16 @@ def source_windows_row(workdir: pathlib.Path) -> str:
     for record in read_lines(workdir / "eval.jsonl"):
         if "max_tokens" in record:
             losses[record["seq_len"], record.get("window")] = f"{record['loss']:.4f}"
-    keys = [(2048, 128), (2048, 256), (2048, 512), (2048, None), (512, None)]
+    keys = [
+        (2048, 128),
+        (2048, 256),
+        (2048, 512),
+        (2048, None),
+        (512, None),
+    ]
     seed = workdir.name.partition("seed=")[2]
-    return f"| {' | '.join([seed, *(losses[key] for key in keys)])} |"
+    of_keys = [losses[key] for key in keys]
+    return table_row([seed, *of_keys])
 
 
 def test_training_on_longer_windows_is_in_its_records(tmp_path):

@@ -70,8 +70,7 @@ def environment(platform: str) -> dict[str, str]:
         return {}
     variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_MEMORY_FRACTION)}
     capabilities = _compute_capabilities()
-    is_alone = os.environ.get("PROPE_PROCESSES", "1") == "1" and len(capabilities) == 1
-    if is_alone:
+    if _is_one_process() and len(capabilities) == 1:
         # There is nothing to exchange, and the flags made a step take a tenth longer: of
         # gemma_300m_wiki.py 1.50 against 1.36 s (H100, JAX 0.11.2, 2026-11-27).
         return variables
@@ -98,11 +97,22 @@ def with_users(chip: str, users: str) -> tuple[str, dict[str, object]]:
 
 
 def _compute_capabilities() -> list[str]:
-    """Returns that of each GPU of this machine, such as 9.0; none where nvidia-smi is missing."""
+    """Returns that of each GPU that CUDA sees, such as 9.0; none where nvidia-smi fails."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return []
+    capabilities = done.stdout.split()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return capabilities[: len(visible.split(","))] if visible else capabilities
+
+
+def _is_one_process() -> bool:
+    """Tells whether the run is this process alone, as far as PROPE_PROCESSES says."""
+    processes = os.environ.get("PROPE_PROCESSES") or "1"
+    return processes == "1" or processes.startswith("0/1@")
 
 
 def in_force() -> dict[str, str]:
