@@ -556,8 +556,8 @@ def test_a_gpu_s_memory_and_flags_are_set_for_it(
 @pytest.mark.parametrize(
     ("script", "visible", "exchanges"),
     [
-        ("echo '9.0 9.0'", "1", False),
-        ("echo '9.0 9.0'", "0,1", True),
+        ("echo 9.0; echo 9.0", "1", False),
+        ("echo 9.0; echo 9.0", "0,1", True),
         ("echo 9.0; exit 9", "", True),
     ],
 )

@@ -272,7 +272,7 @@ def converted_smollm2_rows(folder: pathlib.Path) -> list[str]:
     return rows
 
 
-def cut_smollm2_rows(folder: pathlib.Path, max_tokens: int) -> list[str]:
+def cut_smollm2_rows(folder: pathlib.Path, max_tokens: int, sinks: int) -> list[str]:
     """By p: the loss in windows of 8192 with all keys, and with attention cut to the last ones."""
     losses: dict[str, dict[int, list[float]]] = {}
     for workdir in sorted(folder.glob("rope_percentage=*")):
@@ -285,6 +285,7 @@ def cut_smollm2_rows(folder: pathlib.Path, max_tokens: int) -> list[str]:
                 continue
             assert record["max_tokens"] == max_tokens
             cut = record.get("window", 8192)
+            assert record.get("sinks", sinks) == sinks
             of_seeds = by_cut.setdefault(cut, [])
             of_seeds.append(record["loss"])
     rows = []
@@ -488,8 +489,8 @@ def test_conversions_of_smollm2_are_redrawn_from_their_records(tmp_path):
         records.extractall(tmp_path, filter="data")
     report = report_sweep(epath.Path(tmp_path))
     rows = recovery_rows(report) + converted_smollm2_rows(tmp_path)
-    rows += cut_smollm2_rows(tmp_path, 131_072)
-    rows += cut_smollm2_rows(tmp_path / "cpu", 65_536)
+    rows += cut_smollm2_rows(tmp_path, 131_072, sinks=0)
+    rows += cut_smollm2_rows(tmp_path / "cpu", 65_536, sinks=4)
     lines = (RESULTS / "real_models.md").read_text().splitlines()
     assert len(rows) == 15
     assert [row for row in rows if row not in lines] == []

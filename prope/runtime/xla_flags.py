@@ -104,7 +104,7 @@ def _compute_capabilities() -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return []
-    capabilities = done.stdout.split()
+    capabilities = [line for line in done.stdout.splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return capabilities[: len(visible.split(","))] if visible else capabilities
 
