@@ -76,7 +76,7 @@ def main() -> dict:
             raise usage_error("--sequences_per_chip", FLAGS.sequences_per_chip, problem)
         config.batch_size = int(rows)
         config.accumulation = 1
-    if FLAGS.xla_flags and chip not in xla_flags.TPU and len(devices) > 1:
+    if FLAGS.xla_flags and chip not in xla_flags.TPU:
         options = xla_flags.GPU
         jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
     compute = search if FLAGS.search else plan
