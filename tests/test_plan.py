@@ -519,6 +519,14 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
     assert {name: variables[name] for name in expected} == expected
 
 
+def make_nvidia_smi(folder, script: str) -> str:
+    """Makes a program of that name from shell commands; returns the PATH that has it."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return f"{folder}:{sys.prefix}/bin:/usr/bin:/bin"
+
+
 @pytest.mark.parametrize(
     ("capabilities", "processes", "connections", "exchanges"),
     [
@@ -536,12 +544,9 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
 def test_a_gpu_s_memory_and_flags_are_set_for_it(
     tmp_path, capabilities, processes, connections, exchanges
 ):
-    """With a made-up nvidia-smi; where it finds nothing, there may be several."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{capabilities}'\n")
-    program.chmod(0o755)
+    """Where nvidia-smi finds nothing, there may be several."""
     environment = {
-        "PATH": f"{tmp_path}:{sys.prefix}/bin:/usr/bin:/bin",
+        "PATH": make_nvidia_smi(tmp_path, f"echo '{capabilities}'"),
         "PROPE_PROCESSES": processes,
     }
     variables = run_with_flags("gpu", **environment)
@@ -562,10 +567,7 @@ def test_a_gpu_s_memory_and_flags_are_set_for_it(
     ],
 )
 def test_gpus_that_cuda_does_not_see_do_not_count(tmp_path, script, visible, exchanges):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    path = f"{tmp_path}:{sys.prefix}/bin:/usr/bin:/bin"
+    path = make_nvidia_smi(tmp_path, script)
     variables = run_with_flags("gpu", PATH=path, CUDA_VISIBLE_DEVICES=visible)
     assert ("XLA_FLAGS" in variables) == exchanges
 

@@ -430,11 +430,11 @@ def search_row(folder: epath.Path) -> str:
     return table_row(cells)
 
 
-def unpack(name: str, folder: epath.Path) -> list[str]:
-    """Unpacks a page's records and returns the lines of the page."""
+def unpack(name: str, folder: epath.Path, page: str | None = None) -> list[str]:
+    """Unpacks records and returns the lines of their page, by default that of the same name."""
     with tarfile.open(RESULTS / f"{name}.tar.xz") as records:
         records.extractall(folder, filter="data")
-    return (RESULTS / f"{name}.md").read_text().splitlines()
+    return (RESULTS / f"{page or name}.md").read_text().splitlines()
 
 
 @pytest.mark.slow
@@ -462,10 +462,8 @@ def test_what_real_models_do_with_their_pairs_is_in_their_records(model, tmp_pat
 
 def test_learning_rates_are_in_their_records(tmp_path):
     """The second seed of each method: the second number of a cell."""
-    with tarfile.open(RESULTS / "learning_rates.tar.xz") as records:
-        records.extractall(tmp_path, filter="data")
+    lines = unpack("learning_rates", tmp_path, "encodings_controlled")
     columns = learning_rate_columns(tmp_path)
-    lines = (RESULTS / "encodings_controlled.md").read_text().splitlines()
     table = lines[lines.index("| method | 3e-3 | 6e-3 | 1.2e-2 |") + 2 :]
     assert len(columns) == 8
     for row in table[:8]:
@@ -475,30 +473,25 @@ def test_learning_rates_are_in_their_records(tmp_path):
 
 @pytest.mark.slow
 def test_conversions_of_small_models_are_redrawn_from_their_records(tmp_path):
-    with tarfile.open(RESULTS / "conversion_1m.tar.xz") as records:
-        records.extractall(tmp_path, filter="data")
+    lines = unpack("conversion_1m", tmp_path, "real_models")
     report = report_sweep(epath.Path(tmp_path))
     rows = recovery_rows(report) + converted_length_rows(tmp_path, report)
-    lines = (RESULTS / "real_models.md").read_text().splitlines()
     assert len(rows) == 7
     assert [row for row in rows if row not in lines] == []
 
 
 def test_conversions_of_smollm2_are_redrawn_from_their_records(tmp_path):
-    with tarfile.open(RESULTS / "conversion_smollm2.tar.xz") as records:
-        records.extractall(tmp_path, filter="data")
+    lines = unpack("conversion_smollm2", tmp_path, "real_models")
     report = report_sweep(epath.Path(tmp_path))
     rows = recovery_rows(report) + converted_smollm2_rows(tmp_path)
     rows += cut_smollm2_rows(tmp_path, 131_072, sinks=0)
     rows += cut_smollm2_rows(tmp_path / "cpu", 65_536, sinks=4)
-    lines = (RESULTS / "real_models.md").read_text().splitlines()
     assert len(rows) == 15
     assert [row for row in rows if row not in lines] == []
 
 
 def test_a_conversion_on_a_cpu_has_the_losses_of_that_on_a_gpu(tmp_path):
-    with tarfile.open(RESULTS / "conversion_smollm2.tar.xz") as records:
-        records.extractall(tmp_path, filter="data")
+    unpack("conversion_smollm2", tmp_path, "real_models")
     on_cpu = list((tmp_path / "cpu").iterdir())
     assert len(on_cpu) == 4
     for workdir in on_cpu:
@@ -507,10 +500,8 @@ def test_a_conversion_on_a_cpu_has_the_losses_of_that_on_a_gpu(tmp_path):
 
 
 def test_ways_to_convert_are_in_their_records(tmp_path):
-    with tarfile.open(RESULTS / "conversion_1m_methods.tar.xz") as records:
-        records.extractall(tmp_path, filter="data")
+    lines = unpack("conversion_1m_methods", tmp_path, "real_models")
     rows = method_rows(tmp_path)
-    lines = (RESULTS / "real_models.md").read_text().splitlines()
     assert len(rows) == 4
     assert [row for row in rows if row not in lines] == []
 
@@ -534,9 +525,7 @@ def source_windows_row(workdir: pathlib.Path) -> str:
 
 
 def test_training_on_longer_windows_is_in_its_records(tmp_path):
-    with tarfile.open(RESULTS / "source_windows.tar.xz") as records:
-        records.extractall(tmp_path, filter="data")
+    lines = unpack("source_windows", tmp_path, "encodings_python")
     rows = [source_windows_row(workdir) for workdir in sorted(tmp_path.glob("config=*"))]
-    lines = (RESULTS / "encodings_python.md").read_text().splitlines()
     assert len(rows) == 2
     assert [row for row in rows if row not in lines] == []
