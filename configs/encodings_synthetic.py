@@ -29,13 +29,7 @@ def get_config(argument: str = "full"):
     method, size = wiki["parse"](argument, METHODS, SIZES)
     config = synthetic["get_config"]()
     config.model.rope_percentage = 1.0
-    config.model.update(
-        wiki["encoding"](
-            method,
-            config.model,
-            config.data.seq_len,
-        )
-    )
+    config.model.update(wiki["encoding"](method, config.model, config.data.seq_len))
     return sized(config, "tiny" if size == "tiny" else "full")
 
 

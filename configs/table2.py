@@ -31,9 +31,5 @@ def get_sweep(size: str = "full"):
     return (
         both | {"model.rope_percentage": (0, 0.25, 0.75, 1)},
         both | {"model.rope_percentage": (1,), "model.max_wavelength": (500_000,)},
-        both
-        | {
-            "model.rope_percentage": (0.75,),
-            "model.rope_type": ("reversed", "partial"),
-        },
+        both | {"model.rope_percentage": (0.75,), "model.rope_type": ("reversed", "partial")},
     )

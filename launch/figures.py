@@ -31,24 +31,12 @@ def draw_lanes():
     figure = matplotlib.figure.Figure(figsize=(8, 3.1), layout="constrained")
     axes = figure.subplots()
     colours = matplotlib.colormaps["viridis_r"].with_extremes(bad="#e6e6e6")
-    image = axes.imshow(
-        rows,
-        cmap=colours,
-        vmin=-4,
-        vmax=0,
-        aspect="auto",
-    )
+    image = axes.imshow(rows, cmap=colours, vmin=-4, vmax=0, aspect="auto")
     _draw_grid(axes, np.arange(HEAD_DIM + 1), np.arange(len(rows) + 1))
     axes.set_yticks(range(len(rows)), [f"p = {p:g}" for p in PERCENTAGES])
     for row, p in enumerate(PERCENTAGES):
         rotated = num_rotated_pairs(HEAD_DIM, p)
-        axes.text(
-            HEAD_DIM - 0.2,
-            row,
-            f"{rotated} of {pairs} pairs",
-            va="center",
-            fontsize=9,
-        )
+        axes.text(HEAD_DIM - 0.2, row, f"{rotated} of {pairs} pairs", va="center", fontsize=9)
     axes.axvline(pairs - 0.5, color="black", lw=1.5)
     lanes = [0, 5, pairs, pairs + 5, HEAD_DIM - 1]
     axes.set_xticks(lanes, lanes)

@@ -82,33 +82,20 @@ def attention(
         dtype = query.dtype.name
         segmented = segment_ids is not None
         implementation, _ = choose_implementation(
-            "auto",
-            device,
-            T,
-            H,
-            dtype,
-            segmented,
-            capped=cap is not None,
-            sinks=sinks,
+            "auto", device, T, H, dtype, segmented, capped=cap is not None, sinks=sinks
         )
     if window is not None and window >= context_size() * T:
         window = None
     attend = functools.partial(_IMPLEMENTATIONS[implementation], window, cap, sinks)
     if segment_ids is None:
-        return shard_mapped(
-            attend,
-            ["BTNH", "BSKH", "BSKH"],
-        )(query, key, value)
+        return shard_mapped(attend, ["BTNH", "BSKH", "BSKH"])(query, key, value)
     mapped = shard_mapped(attend, ["BTNH", "BSKH", "BSKH", "BS"])
     return mapped(query, key, value, segment_ids)
 
 
 def _by_blocks(run, window, cap, sinks, query, key, value, segment_ids=None):
     """Attends by `attend_pairs` or `splash`, to the keys and values of whole sequences."""
-    positions = rank_positions(
-        context_size(),
-        context_size() * query.shape[1],
-    )
+    positions = rank_positions(context_size(), context_size() * query.shape[1])
     arrays = _heads_first(query, all_gather_sequence(key), all_gather_sequence(value))
     segments = None
     if segment_ids is not None:

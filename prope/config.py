@@ -242,9 +242,7 @@ FIELDS = {
         (_multiple_of("accumulation"),),
     ),
     "accumulation": Field(
-        1,
-        "microbatches per batch, computed one after the other to save memory",
-        (_AT_LEAST_1,),
+        1, "microbatches per batch, computed one after the other to save memory", (_AT_LEAST_1,)
     ),
     "num_steps": Field(1000, "optimizer steps of the whole run", (_AT_LEAST_1,)),
     "on_nonfinite": Field(
@@ -261,9 +259,7 @@ FIELDS = {
         500, "steps between checkpoints; the last step is always saved", (_AT_LEAST_1,)
     ),
     "watchdog_minutes": Field(
-        60.0,
-        "minutes without progress after which the process ends; 0: never",
-        (_NOT_NEGATIVE,),
+        60.0, "minutes without progress after which the process ends; 0: never", (_NOT_NEGATIVE,)
     ),
     "profile": Field(
         (),
@@ -306,8 +302,7 @@ FIELDS = {
         (_kind_of("rope_type"),),
     ),
     "model.rope_cutoff": Field(
-        float,
-        "for rope_type=cutoff: pairs rotate whose period is at most this x original_seq_len",
+        float, "for rope_type=cutoff: pairs rotate whose period is at most this x original_seq_len"
     ),
     "model.clip_low_n": Field(
         int,
@@ -434,8 +429,7 @@ FIELDS = {
         (_one_of("auto", "xla", "splash", "cudnn"),),
     ),
     "model.scan_layers": Field(
-        True,
-        "compile one layer and loop, or unroll all; parameters and result are the same",
+        True, "compile one layer and loop, or unroll all; parameters and result are the same"
     ),
     "model.remat": Field(
         "none",
@@ -454,8 +448,7 @@ FIELDS = {
         "text", "feature of a TFDS record, or key of a JSON line, that holds the text"
     ),
     "data.template": Field(
-        "",
-        r'instead of text_feature: features in braces, as in "Q: {inputs}\nA: {targets}"',
+        "", r'instead of text_feature: features in braces, as in "Q: {inputs}\nA: {targets}"'
     ),
     "data.loss_on": Field(
         "all",
@@ -496,8 +489,7 @@ FIELDS = {
         "", "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder"
     ),
     "data.store": Field(
-        "",
-        "a finished token store, as prope.data.prepare prints its place: the text is not needed",
+        "", "a finished token store, as prope.data.prepare prints its place: the text is not needed"
     ),
     "data.num_workers": Field(0, "processes that tokenise; 0: one per core", (_NOT_NEGATIVE,)),
     "optimizer.name": Field(
@@ -523,9 +515,7 @@ FIELDS = {
         1.0, "largest norm of the gradient over all parameters", (_POSITIVE,)
     ),
     "optimizer.mu_dtype": Field(
-        "float32",
-        "dtype of the first moment; the second is always float32",
-        (_one_of(*DTYPES),),
+        "float32", "dtype of the first moment; the second is always float32", (_one_of(*DTYPES),)
     ),
     "convert.schedule_steps": Field(
         0,
@@ -575,9 +565,7 @@ FIELDS = {
     ),
     "eval.batch_size": Field(16, "windows at a time; does not change the result", (_AT_LEAST_1,)),
     "eval.max_windows": Field(
-        int,
-        "number of windows to evaluate, evenly spread; None: all",
-        (_optional_count("all"),),
+        int, "number of windows to evaluate, evenly spread; None: all", (_optional_count("all"),)
     ),
 }
 

@@ -20,11 +20,7 @@ from prope.rope import frequencies, num_rotated_pairs, phase_per_token, phase_ta
 from prope.stack.layers import head_dim, layer_kinds, layer_windows, layers, layers_at
 
 
-def partial_frequencies(
-    head_dim: int,
-    max_wavelength: float,
-    rope_percentage: float,
-) -> np.ndarray:
+def partial_frequencies(head_dim: int, max_wavelength: float, rope_percentage: float) -> np.ndarray:
     """Returns RoPE of the first int(p d) lanes alone, whose number is the denominator.
 
     Source: GPT-J, GPT-NeoX, Phi, Qwen3-Next.
@@ -77,11 +73,7 @@ def clipped_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -
         raise ValueError(f"clip_low_n=1: {problem}")
     n = min(clip_low_n, len(freqs))
     taper = (1 + np.cos(np.pi * np.arange(n) / max(n - 1, 1))) / 2
-    return freqs * np.pad(
-        taper,
-        (len(freqs) - n, 0),
-        constant_values=1.0,
-    )
+    return freqs * np.pad(taper, (len(freqs) - n, 0), constant_values=1.0)
 
 
 def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
@@ -162,11 +154,7 @@ def yarn_frequencies(
     first = max(math.floor(pair_of_turns(beta_fast)), 0)
     last = min(math.ceil(pair_of_turns(beta_slow)), head_dim - 1)
     pairs = np.arange(len(freqs))
-    slowed = np.clip(
-        (pairs - first) / (last - first or 1e-3),
-        0,
-        1,
-    )
+    slowed = np.clip((pairs - first) / (last - first or 1e-3), 0, 1)
     return freqs + (freqs / factor - freqs) * slowed
 
 
@@ -382,18 +370,12 @@ class StoppingSchedule:
     def _slow_down(self, old: tuple[float, ...], new: tuple[float, ...], step: int) -> np.ndarray:
         """Returns the phases per token, [2, P], of a layer after `step` updates."""
         n = self._num_steps
-        slowest_first = sorted(
-            range(len(old)),
-            key=old.__getitem__,
-        )
+        slowest_first = sorted(range(len(old)), key=old.__getitem__)
         stopping = [pair for pair in slowest_first if old[pair] != new[pair]]
         shares = np.full(len(old), n, object)  # of n
         for i, pair in enumerate(stopping):
             remaining = (i + 1) * n - step * len(stopping)
-            shares[pair] = min(
-                max(remaining, 0),
-                n,
-            )
+            shares[pair] = min(max(remaining, 0), n)
         # In Python's integers, which do not round: the same on every machine.
         high, low = phase_per_token(old).astype(object)
         phases = high * 2**32 + low
@@ -404,11 +386,7 @@ class StoppingSchedule:
 
 
 def _frequencies(
-    model,
-    p: float,
-    wavelength: float,
-    is_local: bool,
-    seq_len: int | None,
+    model, p: float, wavelength: float, is_local: bool, seq_len: int | None
 ) -> np.ndarray:
     """Returns the frequencies of a layer with this p and wavelength, with or without a window."""
     factor = model.rope_scaling_factor

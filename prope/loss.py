@@ -58,24 +58,12 @@ def token_losses(
 
     def chunk_losses(chunk):
         hidden, targets = chunk
-        logits = einsum_to_float32(
-            "BTD,VD->BTV",
-            hidden,
-            table,
-        )
+        logits = einsum_to_float32("BTD,VD->BTV", hidden, table)
         logits = softcap(logits, cap)
-        target_logits = jnp.take_along_axis(
-            logits,
-            targets[..., None],
-            axis=-1,
-        )[..., 0]
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - target_logits
 
-    chunks = _chunk_tokens(
-        (hidden, targets),
-        len(table),
-        num_shards("B"),
-    )
+    chunks = _chunk_tokens((hidden, targets), len(table), num_shards("B"))
     losses = jax.lax.map(chunk_losses, chunks)
     return losses.swapaxes(0, 1).reshape(targets.shape)
 
@@ -109,9 +97,7 @@ def _forward(hidden, embedding, targets, weights, cap, gather_table):
         # The cast comes before the all-gather, which then moves fewer bytes.
         table = constrain_like_param(embedding.astype(hidden.dtype), "VD")
         by_tokens = shard_mapped(
-            functools.partial(_by_tokens, cap, 0.0),
-            ["BTD", "VD", "BT", "BT"],
-            ["BT", "BTD", "VD"],
+            functools.partial(_by_tokens, cap, 0.0), ["BTD", "VD", "BT", "BT"], ["BT", "BTD", "VD"]
         )
         losses, grad_hidden, grad_embedding = by_tokens(hidden, table, targets, weights)
     else:
@@ -243,11 +229,7 @@ def _add_tokens(cap, share, entries, table, teacher_table, grad_table, chunk):
 
 def _score_rows(cap, rows, table):
     """Scores all entries of a table [V, D] for rows [R, D]: logits [R, V], float32, capped."""
-    logits = einsum_to_float32(
-        "RD,VD->RV",
-        rows,
-        table,
-    )
+    logits = einsum_to_float32("RD,VD->RV", rows, table)
     return softcap(logits, cap)
 
 
@@ -317,13 +299,7 @@ def _by_vocab(cap, hidden, embedding, targets, weights):
     )
     chunks = _chunk_vocab(embedding, B * T)
     # Each shard of the vocabulary has its own sums, which are added up once, not in every chunk.
-    zeros = constrain(
-        jnp.zeros(
-            (B * T, num_shards("V"), D),
-            jnp.float32,
-        ),
-        "BVD",
-    )
+    zeros = constrain(jnp.zeros((B * T, num_shards("V"), D), jnp.float32), "BVD")
     logsumexp, target_logits = _softmax_by_vocab(cap, rows, chunks, zeros[:, :, 0])
     grad_rows, grad_tables = _gradients_by_vocab(cap, rows, chunks, zeros, logsumexp)
     losses = (logsumexp - target_logits).reshape(targets.shape)
@@ -338,20 +314,13 @@ def _softmax_by_vocab(cap, rows: _Rows, chunks: _VocabChunks, zeros):
     def add_chunk(carry, chunk):
         logsumexp, target_logits = carry
         logits, _, is_target = _score_chunk(cap, rows, chunks, *chunk)
-        logsumexp = jnp.logaddexp(
-            logsumexp,
-            jax.nn.logsumexp(logits, axis=2),
-        )
+        logsumexp = jnp.logaddexp(logsumexp, jax.nn.logsumexp(logits, axis=2))
         target_logits = target_logits + jnp.where(is_target, logits, 0).sum(axis=2)
         return (logsumexp, target_logits), None
 
     start = (zeros - jnp.inf, zeros)
     scanned = (chunks.tables, chunks.firsts)
-    (logsumexp, target_logits), _ = jax.lax.scan(
-        add_chunk,
-        start,
-        scanned,
-    )
+    (logsumexp, target_logits), _ = jax.lax.scan(add_chunk, start, scanned)
     return jax.nn.logsumexp(logsumexp, axis=1), target_logits.sum(axis=1)
 
 
@@ -375,11 +344,7 @@ def _gradients_by_vocab(cap, rows: _Rows, chunks: _VocabChunks, zeros, logsumexp
 def _score_chunk(cap, rows: _Rows, chunks: _VocabChunks, table, first):
     """Scores a chunk's entries: capped logits [R, P, v], the table, which entry is the target."""
     table = constrain(table.astype(rows.hidden.dtype), "VvD")
-    logits = einsum_to_float32(
-        "RD,PVD->RPV",
-        rows.hidden,
-        table,
-    )
+    logits = einsum_to_float32("RD,PVD->RPV", rows.hidden, table)
     is_target = rows.targets == (first + chunks.offsets)[None]
     return constrain(softcap(logits, cap), "BVv"), table, is_target
 
@@ -394,12 +359,7 @@ def _chunk_tokens(arrays, V: int, shards: int = 1):
     length = max(t for t in range(1, T + 1) if T % t == 0 and (t == 1 or t <= longest))
 
     def chunk(x):
-        return x.reshape(
-            B,
-            T // length,
-            length,
-            *x.shape[2:],
-        ).swapaxes(0, 1)
+        return x.reshape(B, T // length, length, *x.shape[2:]).swapaxes(0, 1)
 
     return jax.tree.map(chunk, arrays)
 

@@ -231,10 +231,7 @@ def _write_cache(cache: dict[str, jax.Array], new: dict[str, jax.Array], decodin
     is_padding = positions >= decoding.lengths[:, None]
     slots = jnp.where(is_padding, S, positions % S)  # S is beyond the cache: nothing is written
     return {
-        name: array.at[decoding.index, rows, :, slots].set(
-            new[name],
-            mode="drop",
-        )
+        name: array.at[decoding.index, rows, :, slots].set(new[name], mode="drop")
         for name, array in cache.items()
     }
 
@@ -342,10 +339,7 @@ def _empty_memory(config, B: int, T: int):
     """Returns zeros for the keys and values of every kind, which the layers replace."""
     memory = {}
     for layer in layers(config):
-        zeros = jnp.zeros(
-            (B, T, layer.num_kv_heads, layer.head_dim),
-            config.dtype,
-        )
+        zeros = jnp.zeros((B, T, layer.num_kv_heads, layer.head_dim), config.dtype)
         memory[layer.kind] = {"key": zeros, "value": zeros}
     return memory
 
@@ -398,10 +392,7 @@ def embed(
 
 
 def layer_inputs(
-    config: ConfigDict,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    x: Float[Array, "B T D"],
+    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
 ) -> Float[Array, "L B T Q"]:
     """Computes every layer's own input, of the tokens and of `x`, their `embed`.
 
@@ -433,27 +424,19 @@ def head(params: Params) -> Float[Array, "V D"]:
 
 
 def final_norm(
-    config: ConfigDict,
-    params: Params,
-    x: Float[Array, "B T D"],
+    config: ConfigDict, params: Params, x: Float[Array, "B T D"]
 ) -> Float[Array, "B T D"]:
     """Normalises the last layer's output for `logits`; `params` are those of "final_norm"."""
     return RMSNorm(config.norm_epsilon).apply({"params": params}, x)
 
 
 def logits(
-    config: ConfigDict,
-    params: Params,
-    hidden: Float[Array, "... D"],
+    config: ConfigDict, params: Params, hidden: Float[Array, "... D"]
 ) -> Float[Array, "... V"]:
     """Scores the next token, float32: a matmul with `head` in hidden's dtype, capped."""
     table = head(params).astype(hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    scores = einsum_to_float32(
-        "RD,VD->RV",
-        rows,
-        table,
-    )
+    scores = einsum_to_float32("RD,VD->RV", rows, table)
     scores = scores.reshape(*hidden.shape[:-1], len(table))
     return softcap(scores, config.final_softcap)
 

@@ -109,10 +109,7 @@ def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
     pairs = table.shape[-1]
     halves = inputs.astype(dtype).reshape(*inputs.shape[:-1], 2, pairs)
     first, second = jnp.split(halves, 2, axis=-2)
-    rotated = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin],
-        axis=-2,
-    )
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-2)
     return rotated.astype(inputs.dtype).reshape(inputs.shape)
 
 
@@ -170,10 +167,7 @@ def interleaved_to_half_split(weights: ArrayLike) -> jax.Array:
     Interleaved pairs are lanes 2k and 2k + 1, as in RoFormer. `apply_p_rope` then gives the scores
     of that layout, because q.k ignores a permutation of both.
     """
-    return jnp.concatenate(
-        [weights[..., 0::2], weights[..., 1::2]],
-        axis=-1,
-    )
+    return jnp.concatenate([weights[..., 0::2], weights[..., 1::2]], axis=-1)
 
 
 def _static(name: str, value):
@@ -219,11 +213,7 @@ def phase_per_token(freqs: tuple[float, ...]) -> np.ndarray:
     return np.array([high, low], np.uint32)
 
 
-def _phase(
-    positions: jax.Array,
-    high: np.ndarray,
-    low: np.ndarray,
-) -> jax.Array:
+def _phase(positions: jax.Array, high: np.ndarray, low: np.ndarray) -> jax.Array:
     """Computes |positions| * (high + low / 2^32) modulo 2^32, a binary fraction of a turn, uint32.
 
     The carries of the low word's products are left out: an error of at most 3e-9 radians.

@@ -42,10 +42,7 @@ _MIN_SHARD_SIZE = 2**16  # elements; smaller leaves are cheaper to replicate tha
 
 
 def make_mesh(
-    replicas: int | None = None,
-    tensor: int = 1,
-    devices: Sequence | None = None,
-    context: int = 1,
+    replicas: int | None = None, tensor: int = 1, devices: Sequence | None = None, context: int = 1
 ) -> Mesh:
     """Arranges the devices as (data=replicas, fsdp=the rest, context, tensor).
 
@@ -113,10 +110,7 @@ def constrain_like_param(x: jax.Array, axes: str) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(
-        x,
-        _param_spec(mesh, axes, x.shape),
-    )
+    return jax.lax.with_sharding_constraint(x, _param_spec(mesh, axes, x.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -136,11 +130,7 @@ def _all_gather_backward(axes, _, cotangent):
 all_gather_param.defvjp(_all_gather_forward, _all_gather_backward)
 
 
-def shard_mapped(
-    function: Callable,
-    axes: Sequence[str],
-    results: Sequence[str] = (),
-) -> Callable:
+def shard_mapped(function: Callable, axes: Sequence[str], results: Sequence[str] = ()) -> Callable:
     """Wraps a function of arrays with these axes in shard_map.
 
     `results` has the axes of each result, whose sizes are those of the arrays. A result without B
@@ -164,12 +154,7 @@ def shard_mapped(
             _spec(mesh, letters, x.shape) for letters, x in zip(axes, arrays, strict=True)
         )
         out_specs = tuple(map(spec, results)) or in_specs[0]
-        mapped = jax.shard_map(
-            function,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
+        mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(*arrays)
 
     return run
@@ -192,19 +177,13 @@ def sum_like_param(x: jax.Array, axes: str) -> jax.Array:
     if _WITHIN_REPLICA not in spec:
         return jax.lax.psum(x, _MESH_AXES["B"])
     scattered = jax.lax.psum_scatter(
-        x,
-        _WITHIN_REPLICA,
-        scatter_dimension=spec.index(_WITHIN_REPLICA),
-        tiled=True,
+        x, _WITHIN_REPLICA, scatter_dimension=spec.index(_WITHIN_REPLICA), tiled=True
     )
     return jax.lax.psum(scattered, "data")
 
 
 def embedding_lookup(
-    table: jax.Array,
-    tokens: jax.Array,
-    finish: Callable[[jax.Array], jax.Array],
-    axes: str = "BTD",
+    table: jax.Array, tokens: jax.Array, finish: Callable[[jax.Array], jax.Array], axes: str = "BTD"
 ) -> jax.Array:
     """Computes finish(table[tokens]), `finish` elementwise, for a table [V, .., D].
 
@@ -229,11 +208,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_MESH_AXES["B"]))
 
 
-def batch_shape(
-    mesh: Mesh,
-    batch_size: int,
-    seq_len: int,
-) -> tuple[int, int]:
+def batch_shape(mesh: Mesh, batch_size: int, seq_len: int) -> tuple[int, int]:
     """Returns the shape of a batch on the mesh: (rows, tokens of a row)."""
     C = mesh.shape["context"]
     return batch_size * C, seq_len // C
@@ -322,14 +297,7 @@ def _join_rows(rows: jax.Array, sequences_per_device: int) -> jax.Array:
     C = context_size()
     _, length, *rest = rows.shape
     # [device groups, C, sequences, early or late, tokens of a chunk, ..]
-    chunks = rows.reshape(
-        -1,
-        C,
-        sequences_per_device,
-        2,
-        length // 2,
-        *rest,
-    )
+    chunks = rows.reshape(-1, C, sequences_per_device, 2, length // 2, *rest)
     early = chunks[:, :, :, 0]
     late = chunks[:, ::-1, :, 1]
     in_order = jnp.concatenate([early, late], axis=1)
@@ -364,13 +332,7 @@ def split_heads(rows: jax.Array) -> jax.Array:
     """
     if context_size() == 1 or rows.shape[2] == 1:
         return all_gather_sequence(rows)
-    exchanged = jax.lax.all_to_all(
-        rows,
-        "context",
-        split_axis=2,
-        concat_axis=0,
-        tiled=True,
-    )
+    exchanged = jax.lax.all_to_all(rows, "context", split_axis=2, concat_axis=0, tiled=True)
     return _join_rows(exchanged, len(rows))
 
 
@@ -384,13 +346,7 @@ def join_heads(x: jax.Array) -> jax.Array:
     early, late = jnp.unstack(chunks, axis=1)
     by_rank = jnp.concatenate([early, late[:, ::-1]], axis=2)
     rows = by_rank.swapaxes(0, 1).reshape(C * b, T // C, *rest)
-    return jax.lax.all_to_all(
-        rows,
-        "context",
-        split_axis=0,
-        concat_axis=2,
-        tiled=True,
-    )
+    return jax.lax.all_to_all(rows, "context", split_axis=0, concat_axis=2, tiled=True)
 
 
 def with_shardings(shapes, mesh: Mesh):
@@ -422,11 +378,7 @@ def state_shardings(state, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(rule, state)
 
 
-def _param_spec(
-    mesh,
-    axes: str,
-    shape: Sequence[int],
-) -> PartitionSpec:
+def _param_spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
     """Returns the spec of a stored parameter: as in use, and one more axis over fsdp.
 
     L and M of layers, and C of the two matrices in one array, are not sharded: loops run over them.
@@ -445,11 +397,7 @@ def _param_spec(
     return PartitionSpec(*spec)
 
 
-def _spec(
-    mesh,
-    axes: str,
-    shape: Sequence[int],
-) -> PartitionSpec:
+def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
     """Returns the spec of an array in use; an axis that its mesh axes do not divide stays whole."""
 
     def shard(letter, size):
@@ -473,10 +421,7 @@ def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:
     return hash_bits(whole_sequences(jnp.stack(arrays, axis=-1)))
 
 
-def hash_bits(
-    leaf: jax.Array,
-    stacked: bool = False,
-) -> jax.Array:
+def hash_bits(leaf: jax.Array, stacked: bool = False) -> jax.Array:
     """Hashes the bits of an array to uint32 [], by a sum over its elements.
 
     With `stacked` it hashes each layer of an array [L, ...] by itself, to [L].

@@ -127,12 +127,7 @@ def batch_hidden(
     segment_ids = batch["segment_ids"] if config.data.mask_documents else None
     positions = batch["positions"]
     return model.hidden_states(
-        config.model,
-        params,
-        batch["tokens"],
-        positions,
-        segment_ids,
-        tables and tables(positions),
+        config.model, params, batch["tokens"], positions, segment_ids, tables and tables(positions)
     )
 
 

@@ -63,12 +63,7 @@ from prope.optimizer import warmup_steps
 from prope.runtime.environment import check_environment
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
-from prope.runtime.processes import (
-    call_on_first,
-    check_count,
-    is_first,
-    leave,
-)
+from prope.runtime.processes import call_on_first, check_count, is_first, leave
 from prope.runtime.profiler import Profiler
 from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import gc
 import importlib.metadata
@@ -15,20 +14,22 @@ import time
 
 import filelock
 import pytest
-from forks import Command
 
-ROOT = pathlib.Path(__file__).parent.parent
+pytest.register_assert_rewrite("support", "oracles")
+
+from support.commands import CONFIG, ROOT, Outcome, devices_flags, finish, outcome
+from support.forks import Command
+
 # The tests and the processes that they start inherit these settings of JAX.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
 # A script's `pytest &` ignores Ctrl-C, and so would the commands that the tests stop by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# One compilation cache for all workers, kept for the next run: its keys hold the program, the
+# One compilation cache for all workers and all clones of a user: its keys hold the program, the
 # flags and the versions.
-PROGRAMS = pathlib.Path(
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/.pytest_cache/programs")
-)
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "prope-tests"
+PROGRAMS = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{CACHE}/programs"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 # XLA's older emitters compile loops for CPUs in half the time; XLA refuses flags that it has not.
 QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -43,40 +44,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10.") and (
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = f"{ROOT}/.pytest_cache/bytecode"
-
-CONFIG = f"--config={ROOT}/configs/quickstart.py:tiny"
-pytest.register_assert_rewrite("makers")
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
-needs_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="needs JAX's CUDA plugin: pip install -e '.[plan-gpu]'",
-)
-
-
-def devices_flags(count: int) -> str:
-    """XLA_FLAGS of a process that pretends to have this many devices."""
-    return f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    code: int
-    result: dict | None  # the last line of stdout
-    stderr: str
-
-    @property
-    def error(self) -> str:
-        """The one line that a failed command leaves; fails if there is a traceback or another."""
-        assert self.code != 0 and "Traceback" not in self.stderr, self.stderr
-        lines = [
-            line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped:"))
-        ]
-        assert len(lines) == 1, self.stderr
-        assert self.stderr.splitlines()[-1] == lines[0], self.stderr
-        return lines[0]
 
 
 def pytest_collection_modifyitems(items):
@@ -152,7 +119,7 @@ def once(shared_dir):
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory):
     """A Cloud Storage server that this worker and its commands use from now on."""
-    from buckets import Server
+    from support.buckets import Server
 
     server = Server(tmp_path_factory.mktemp("storage"))
     os.environ.update(server.environment)
@@ -203,16 +170,6 @@ def run_command(start_command, cache_dir):
     return run
 
 
-def finish(command: Command) -> Outcome:
-    """What a command that was started ends with."""
-    return outcome(*command.wait())
-
-
-def outcome(code: int, stdout: str, stderr: str) -> Outcome:
-    last = (stdout.splitlines() or [""])[-1]
-    return Outcome(code, json.loads(last) if code == 0 and last.startswith("{") else None, stderr)
-
-
 @pytest.fixture(scope="session")
 def train(run_command):
     """Trains the tiny quickstart config; keyword arguments are those of `run_command`."""
@@ -243,26 +200,9 @@ def whole(trained, tmp_path_factory):
     return shutil.copytree(workdir, tmp_path_factory.mktemp("runs") / "whole"), result
 
 
-def flipped(data: bytes) -> bytes:
-    """The bytes with the one in the middle changed."""
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
-
-
-def logged(workdir, name: str) -> dict:
-    """A metric by step."""
-    lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record[name] for record in map(json.loads, lines)}
-
-
-def losses(workdir) -> dict[int, float]:
-    """The logged training loss by step."""
-    return logged(workdir, "loss")
-
-
 @pytest.fixture(scope="session")
 def run_and_export(tmp_path_factory):
-    from makers import make_run
+    from support.runs import make_run
 
     from prope.hf import exporter as export_hf
 
@@ -282,7 +222,7 @@ def exported(run_and_export, tmp_path):
 @pytest.fixture(scope="session")
 def sentencepiece_model(tmp_path_factory):
     import sentencepiece
-    from makers import articles
+    from support.text import articles
 
     prefix = str(tmp_path_factory.mktemp("sp") / "model")
     sentencepiece.SentencePieceTrainer.train(
@@ -306,7 +246,8 @@ def sentencepiece_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Two runs with the same weights, p = 0 and p = 1, and the documents they read."""
-    from makers import edit_run, letter_documents, make_run, write_lines
+    from support.runs import edit_run, letter_documents, make_run
+    from support.text import write_lines
 
     base = tmp_path_factory.mktemp("evaluate")
     (base / "text").mkdir()
@@ -327,7 +268,7 @@ def runs(base, tmp_path):
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
     """A sweep whose numbers are drawn at random, everything evaluated."""
-    from makers import write_sweep
+    from support.sweeps import write_sweep
 
     directory = tmp_path_factory.mktemp("template")
     write_sweep(directory)

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import makers
 import numpy as np
 import oracles
+from support import models
 
 from prope.kernels.choice import choose_implementation, matmul_precision
 from prope.loss import token_losses
 from prope.model import head, hidden_states
 from prope.rope import apply_p_rope
 
-FLOAT32 = 5e-6  # tests/test_attention.py holds attention on CPUs to this
+FLOAT32 = 5e-6  # tests/model/test_attention.py holds attention on CPUs to this
 BFLOAT16 = 2e-2  # several roundings to 8 bits, each of up to 4e-3
 SHAPES = ((4, 1, 256), (6, 2, 64), (4, 4, 128))  # N, K, H
 Errors = Iterator[tuple[str, float, float]]  # what was computed, its error, the bound
@@ -39,19 +39,12 @@ def relative_error(ours, expected) -> float:
 def rotation_errors(T: int) -> Errors:
     """Of the rotation at the last 1024 of T positions."""
     positions = np.arange(T - 1024, T, dtype=np.int32)[None]
-    bounds = {
-        "float32": 5e-7,
-        "bfloat16": 4e-3,
-    }
+    bounds = {"float32": 5e-7, "bfloat16": 4e-3}
     for dtype, bound in bounds.items():
-        drawn = makers.draw_inputs(256, positions)
+        drawn = models.draw_inputs(256, positions)
         inputs = jnp.asarray(drawn, dtype)
         for p in (0.0, 0.25, 0.75, 1.0):
-            rotate = functools.partial(
-                apply_p_rope,
-                head_dim=256,
-                rope_percentage=p,
-            )
+            rotate = functools.partial(apply_p_rope, head_dim=256, rope_percentage=p)
             ours = jax.jit(rotate)(inputs, positions)
             expected = oracles.rotation(inputs, positions, p=p)
             error = relative_error(ours, expected)
@@ -62,7 +55,7 @@ def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> E
     """Of attention and its gradients, with all keys and with a window."""
     bound = FLOAT32 if dtype == "float32" else BFLOAT16
     N, K, H = shape
-    query, key, value = makers.draw_attention(T, T, N, K, H, dtype=dtype)
+    query, key, value = models.draw_attention(T, T, N, K, H, dtype=dtype)
     query = query / 4  # scores of unit size, so that a softmax has more than one key
     rng = np.random.default_rng(1)
     cotangent = jnp.asarray(rng.standard_normal(query.shape), dtype)
@@ -71,11 +64,8 @@ def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> E
         seen = oracles.causal_mask(T, window=window)
         expected = oracles.attention(*arrays, seen, cotangent)
         with matmul_precision(dtype):
-            ours = makers.attention_with_gradients(
-                *arrays,
-                cotangent,
-                implementation=implementation,
-                window=window,
+            ours = models.attention_with_gradients(
+                *arrays, cotangent, implementation=implementation, window=window
             )
         name = f"{implementation} {dtype} N={N} K={K} H={H} window={window}"
         for index, part in enumerate(("output", "dq", "dk", "dv")):
@@ -85,8 +75,8 @@ def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> E
 
 def decoder_errors() -> Errors:
     """Of a float32 decoder's loss and gradients, beside those on the CPU."""
-    config = makers.small(num_layers=4, embed_dim=64, hidden_dim=256)
-    params, tokens, positions = makers.draw_model(config, B=2, T=128)
+    config = models.small(num_layers=4, embed_dim=64, hidden_dim=256)
+    params, tokens, positions = models.draw_model(config, B=2, T=128)
 
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
@@ -118,12 +108,7 @@ def all_errors(T: int) -> Errors:
     yield from rotation_errors(131_072)
     for shape in SHAPES:
         kernel, reason = choose_implementation(
-            "auto",
-            device,
-            T,
-            shape[-1],
-            "bfloat16",
-            segmented=False,
+            "auto", device, T, shape[-1], "bfloat16", segmented=False
         )
         print(f"attention with H={shape[-1]}: {kernel} ({reason})", flush=True)
         if kernel != "xla":

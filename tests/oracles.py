@@ -119,12 +119,7 @@ def attention(query, key, value, seen, cotangent=None, cap=None):
     grad_query = einsum("bnts,bsnh->btnh", grad_scores, keys)
     grad_keys = einsum("bnts,btnh->bsnh", grad_scores, query)
     grad_values = einsum("bnts,btnh->bsnh", weights, cotangent)
-    return (
-        output,
-        grad_query,
-        sum_over_shared(grad_keys),
-        sum_over_shared(grad_values),
-    )
+    return (output, grad_query, sum_over_shared(grad_keys), sum_over_shared(grad_values))
 
 
 # --- Decoder ----------------------------------------------------------------------------------
@@ -162,14 +157,7 @@ def keys_and_values(config, params, x):
     projected = [einsum("bsd,kdh->bskh", x, w) for w in weights]
     if config.qkv_bias:
         biases = [params["k_einsum"]["b"]] if key_is_value else params["kv_einsum"]["b"]
-        projected = [
-            y + bias
-            for y, bias in zip(
-                projected,
-                biases,
-                strict=True,
-            )
-        ]
+        projected = [y + bias for y, bias in zip(projected, biases, strict=True)]
     key = projected[0]
     value = projected[-1]
     if config.use_qk_norm:
@@ -349,13 +337,7 @@ def decoder(
             1.0 if window else scale,
             rotate_fn,
         )
-        x, last_of_kind[kind] = run_layer(
-            config,
-            layer,
-            x,
-            inputs[number],
-            context,
-        )
+        x, last_of_kind[kind] = run_layer(config, layer, x, inputs[number], context)
     hidden = rms_norm(x, params["final_norm"], config.norm_epsilon)
     head = table if config.tied else params["head"]["w"]
     logits, _ = softcap(hidden @ head.T, config.final_softcap)
@@ -395,13 +377,7 @@ def divergence(hidden, embedding, teacher_hidden, teacher_embedding, weights, ca
     return divergences, grad_hidden, grad_embedding
 
 
-def learning_rate(
-    update,
-    num_updates,
-    warmup,
-    peak,
-    final,
-):
+def learning_rate(update, num_updates, warmup, peak, final):
     """The rate of an update (1, 2, ..): a linear warmup, then a cosine from `peak` to `final`."""
     if update < warmup:
         return peak * update / warmup
@@ -410,16 +386,7 @@ def learning_rate(
     return final + (peak - final) * (1 + math.cos(angle)) / 2
 
 
-def adamw(
-    weights,
-    gradients,
-    rates,
-    clip_norm,
-    weight_decay,
-    b1=0.9,
-    b2=0.95,
-    eps=1e-8,
-):
+def adamw(weights, gradients, rates, clip_norm, weight_decay, b1=0.9, b2=0.95, eps=1e-8):
     """Yields the weights after each update by AdamW with clipped gradients."""
     mu = np.zeros_like(weights)
     nu = np.zeros_like(weights)
@@ -455,14 +422,8 @@ def adafactor(weights, gradients, rates, clip_norm, weight_decay):
         decay = 1 - (index + 1) ** -0.8
         nu = decay * nu + (1 - decay) * clipped**2
         step = clipped / np.sqrt(nu)
-        step = step / max(
-            np.sqrt(np.mean(step**2)),
-            1,
-        )
-        step = step * max(
-            np.sqrt(np.mean(weights**2)),
-            1e-3,
-        )
+        step = step / max(np.sqrt(np.mean(step**2)), 1)
+        step = step * max(np.sqrt(np.mean(weights**2)), 1e-3)
         weights = weights - rates[index] * (step + weight_decay * weights)
         yield weights
 
@@ -487,26 +448,13 @@ def score_queries(rotated, unrotated, after):
     places = np.arange(rotated.shape[-1])
     previous = rotated[..., places, places - 1]
     first = rotated[..., 0]
-    logs = np.log(
-        rotated,
-        where=rotated > 0,
-        out=np.zeros_like(rotated),
-    )
-    seen = np.minimum(
-        places + 1,
-        (rotated > 0).sum(-1).max(),
-    )
+    logs = np.log(rotated, where=rotated > 0, out=np.zeros_like(rotated))
+    seen = np.minimum(places + 1, (rotated > 0).sum(-1).max())
     return {
         "diagonal": rotated[..., places, places],
         "previous_token": previous,
         "first_token": first,
-        "entropy": -(rotated * logs).sum(-1)
-        / np.log(
-            np.maximum(
-                seen,
-                2,
-            )
-        ),
+        "entropy": -(rotated * logs).sum(-1) / np.log(np.maximum(seen, 2)),
         "distance": (rotated * (places[:, None] - places)).sum(-1),
         "overlap_without_rotation": np.minimum(rotated, unrotated).sum(-1),
         "after_token": previous * after[:, None],
@@ -526,40 +474,19 @@ def attention_measures(query, key, value, freqs, after, scale=None, cap=None, wi
     scale = H**-0.5 if scale is None else scale
     seen = causal_mask(T, window=window)[0]
     positions = np.tile(np.arange(T), (B, 1))
-    parts = contributions(
-        rotate(query, positions, freqs),
-        rotate(key, positions, freqs),
-        scale,
-    )
+    parts = contributions(rotate(query, positions, freqs), rotate(key, positions, freqs), scale)
     weights = []
     for added in (parts, contributions(query, key, scale)):
         scores, _ = softcap(added.sum(-1), cap)
-        weights.append(
-            softmax(
-                np.where(
-                    seen,
-                    scores,
-                    -np.inf,
-                )
-            )
-        )
+        weights.append(softmax(np.where(seen, scores, -np.inf)))
     measured = score_queries(*weights, after)
     for name, scores in measured.items():
         rows = seen[:, 0].nonzero()[0] if name in ("first_token", "elsewhere") else np.arange(T)
         measured[name] = scores[..., rows[2:]].mean((0, 2))
     for name, x in (("query", query), ("key", key), ("value", float64(value))):
-        measured[f"{name}_norms"] = np.linalg.norm(
-            by_pair(x),
-            axis=0,
-        ).mean((0, 1))
+        measured[f"{name}_norms"] = np.linalg.norm(by_pair(x), axis=0).mean((0, 1))
     measured["to_first"] = parts[:, :, 1:, 0][:, :, seen[1:, 0]].mean((0, 2))
-    others = [
-        parts[:, :, i, 1:][:, :, seen[i, 1:]].mean(2)
-        for i in range(
-            1,
-            T,
-        )
-    ]
+    others = [parts[:, :, i, 1:][:, :, seen[i, 1:]].mean(2) for i in range(1, T)]
     measured["to_others"] = np.mean(others, axis=(0, 1))
     return measured
 
@@ -572,11 +499,7 @@ def channel(query, key, frequency, head_dim):
     """
     T = query.shape[1]
     turns = np.exp(1j * frequency * np.arange(T))
-    added = einsum(
-        "bi,bj->bij",
-        (query * turns).conj(),
-        key * turns,
-    ).real
+    added = einsum("bi,bj->bij", (query * turns).conj(), key * turns).real
     added = added / math.sqrt(head_dim)
     others = added[:, 1:, 1:]
     mean = query[:, 1:].mean()
@@ -587,15 +510,7 @@ def channel(query, key, frequency, head_dim):
     rotated = (advantage * np.exp(-1j * rotations)).real
     return {
         "to_first": added[:, 1:, 0].mean(0),
-        "to_others": [
-            np.diagonal(
-                others,
-                -m,
-                1,
-                2,
-            ).mean()
-            for m in range(T - 1)
-        ],
+        "to_others": [np.diagonal(others, -m, 1, 2).mean() for m in range(T - 1)],
         "first_alignment": _cosine(mean, mean_first),
         "others_alignment": _cosine(mean, mean_others),
         "breaking_rotation": rotations[np.argmax(rotated <= 0)] if rotated[0] > 0 else None,

@@ -90,14 +90,7 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
 
     def measure(run: Run) -> dict:
         begins = "%s, step %d: %d sequences of %d tokens of %s"
-        log.info(
-            begins,
-            workdir,
-            run.step,
-            B,
-            T,
-            text["source"],
-        )
+        log.info(begins, workdir, run.step, B, T, text["source"])
         walk = Walk(config, run, sequences)
         return _measure(walk, options, layers, heads, places, tokens)
 
@@ -181,12 +174,7 @@ def _measure(walk: Walk, options, layers, heads, places, tokens: Tokens) -> dict
     for (layer, head), why in reasons.items():
         record = {"layer": layer, "head": head, "why": why}
         record |= census.show_head(
-            views[layer],
-            walk.scoring[layer],
-            head,
-            tokens.window,
-            tokens.table,
-            tokens.names,
+            views[layer], walk.scoring[layer], head, tokens.window, tokens.table, tokens.names
         )
         measured["shown"].append(record)
     strongest = measured["channels"][:1] if options.paper else []
@@ -212,13 +200,7 @@ def measure_layers(
     """
     B, T = walk.tokens.shape
     after_batches = walk.batches(after)
-    result = {
-        "layers": [],
-        "heads": [],
-        "views": {},
-        "channels": [],
-        "loss": None,
-    }
+    result = {"layers": [], "heads": [], "views": {}, "channels": [], "loss": None}
 
     def on_layer(scoring: measures.Scoring, batch: int, captured: Captured) -> tuple:
         values = walk.run(measures.measure, captured, after_batches[batch], scoring)
@@ -253,10 +235,7 @@ def _mean_over_sequences(batches: tuple[measures.Measures, ...], B: int) -> meas
 
 
 def _describe_layer(
-    layer: int,
-    freqs: np.ndarray,
-    mean: measures.Measures,
-    scoring: measures.Scoring,
+    layer: int, freqs: np.ndarray, mean: measures.Measures, scoring: measures.Scoring
 ) -> dict:
     return {
         "layer": layer,

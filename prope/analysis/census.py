@@ -47,10 +47,7 @@ def score_heads(
     head_of = [None] * len(strength)
     counted = np.zeros(0) if after is None else after[:, FROM:]
     if counted.any():
-        num_queries = max(
-            scoring.reach(after.shape[1]) - FROM,
-            1,
-        )
+        num_queries = max(scoring.reach(after.shape[1]) - FROM, 1)
         see_first = counted[:, :num_queries]
         after_token = measures.after_token / counted.mean()
         elsewhere = measures.elsewhere / max(1 - see_first.mean(), 1e-30)
@@ -63,10 +60,7 @@ def score_heads(
             record[name] = float(values[head])
         record["high_frequency_share"] = float(fast_share[head])
         record["head_of"] = head_of[head]
-        record["positional"] = max(
-            record["diagonal"],
-            record["previous_token"],
-        )
+        record["positional"] = max(record["diagonal"], record["previous_token"])
         record["kind"] = _name_kind(record)
         records.append(record)
     return records
@@ -111,18 +105,11 @@ def rank_correlation(runs: list[dict], draws: int = 9999) -> dict | None:
     permuted_shares = np.concatenate(permuted, axis=1)
     by_chance = permuted_shares @ scores / len(heads)
     extreme = (np.abs(by_chance) >= abs(rho) - 1e-9).sum()
-    return {
-        "rho": rho,
-        "p_value": float((1 + extreme) / (1 + draws)),
-        "heads": len(heads),
-    }
+    return {"rho": rho, "p_value": float((1 + extreme) / (1 + draws)), "heads": len(heads)}
 
 
 def _permute_by_key(
-    layers: list[dict],
-    values: np.ndarray,
-    rng: np.random.Generator,
-    draws: int,
+    layers: list[dict], values: np.ndarray, rng: np.random.Generator, draws: int
 ) -> np.ndarray:
     """Permutes values of a run's heads, those of one key together: [draws, heads].
 
@@ -137,10 +124,7 @@ def _permute_by_key(
         has_size = np.array(heads_per_key) == size
         blocks = values[has_size].reshape(-1, size)
         orders = rng.random((draws, len(blocks))).argsort(axis=1)
-        permuted[:, has_size] = blocks[orders].reshape(
-            draws,
-            -1,
-        )
+        permuted[:, has_size] = blocks[orders].reshape(draws, -1)
     return permuted
 
 
@@ -168,12 +152,7 @@ def strongest(
 
 
 def show_head(
-    view: View,
-    scoring: Scoring,
-    head: int,
-    window: list[int],
-    table: list[int],
-    names: list[str],
+    view: View, scoring: Scoring, head: int, window: list[int], table: list[int], names: list[str]
 ) -> dict:
     """Collects what the page shows of a head, at positions that the view has.
 
@@ -194,11 +173,7 @@ def show_head(
 
 
 def bounds_table(
-    view: View,
-    scoring: Scoring,
-    head: int,
-    table: list[int],
-    names: list[str],
+    view: View, scoring: Scoring, head: int, table: list[int], names: list[str]
 ) -> dict:
     """Compares logits of tokens with their bounds |q_i| |k_j| / sqrt(H) (Tables 3 to 5).
 

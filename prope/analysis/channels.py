@@ -79,11 +79,7 @@ def strongest_channels(
     return records
 
 
-def ablate(
-    walk: Walk,
-    channels: list[dict],
-    losses: np.ndarray,
-) -> None:
+def ablate(walk: Walk, channels: list[dict], losses: np.ndarray) -> None:
     """Adds the losses without its rotation, `stopped`, and without it, `removed`, to each channel.
 
     Each is {"loss", "difference", "stderr"}, nats per token: the mean over sequences, its
@@ -103,30 +99,16 @@ def ablate(
         x, _ = walk.layer(layer, x)
 
 
-def _loss_change(
-    walk: Walk,
-    x: Stream,
-    channel: dict,
-    rotate_fn,
-    losses: np.ndarray,
-) -> dict:
+def _loss_change(walk: Walk, x: Stream, channel: dict, rotate_fn, losses: np.ndarray) -> dict:
     """Runs the model from a channel's layer on with a channel changed."""
     changed = Partial(rotate_fn, channel["head"], channel["pair"])
     x, _ = walk.layer(channel["layer"], x, changed)
     changed_losses = walk.losses(x, channel["layer"] + 1)
     difference, stderr, *_ = average_seeds((changed_losses - losses).tolist())
-    return {
-        "loss": float(changed_losses.mean()),
-        "difference": difference,
-        "stderr": stderr,
-    }
+    return {"loss": float(changed_losses.mean()), "difference": difference, "stderr": stderr}
 
 
-def show_channels(
-    walk: Walk,
-    chosen: list[tuple[int, ...]],
-    window: list[int],
-) -> list[dict]:
+def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) -> list[dict]:
     """Describes each (layer, head, pair), as Figure 14 and Appendix D.1.
 
     layer, head, pair, frequency, sliding_window
@@ -148,19 +130,8 @@ def show_channels(
     for layer in range(max(layer for layer, *_ in chosen) + 1):
         places = [place for place in chosen if place[0] == layer]
 
-        def on_layer(
-            _: int,
-            captured: Captured,
-            places=places,
-        ) -> list[jax.Array]:
-            return [
-                walk.run(
-                    _lanes,
-                    captured,
-                    *place[1:],
-                )
-                for place in places
-            ]
+        def on_layer(_: int, captured: Captured, places=places) -> list[jax.Array]:
+            return [walk.run(_lanes, captured, *place[1:]) for place in places]
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
         for index, place in enumerate(places):
@@ -172,10 +143,7 @@ def show_channels(
 
 
 def _describe_channel(
-    walk: Walk,
-    place: tuple[int, ...],
-    lanes: np.ndarray,
-    window: list[int],
+    walk: Walk, place: tuple[int, ...], lanes: np.ndarray, window: list[int]
 ) -> dict:
     """Describes a channel from its lanes [5, B, T, 2].
 
@@ -236,11 +204,7 @@ def _cosine(a: complex, b: complex) -> float:
 
 
 @jax.jit
-def _lanes(
-    captured: Captured,
-    head: jax.Array,
-    pair: jax.Array,
-) -> jax.Array:
+def _lanes(captured: Captured, head: jax.Array, pair: jax.Array) -> jax.Array:
     """Takes a pair of a query head and its key head, of all arrays: [5, B, T, 2]."""
     N, H = captured.query.shape[2:]
     lanes = jnp.stack([pair, pair + H // 2])

@@ -36,11 +36,7 @@ def choose_tokens(options, names: np.ndarray) -> Tokens:
         after = find_after("'", names, optional=True)
         if not after.any():
             log.info("no apostrophe in these tokens; Figures 7 and 9 need a --text with some")
-        window = parse_window(
-            options.window,
-            length,
-            int(after[0].argmax()),
-        )
+        window = parse_window(options.window, length, int(after[0].argmax()))
         default = range(length)
     else:
         after = find_after(options.head_of, names)
@@ -48,12 +44,7 @@ def choose_tokens(options, names: np.ndarray) -> Tokens:
         default = window
     allowed = f"one of at most {SHOWN} positions from 0 to {length - 1}"
     table = _parse_numbers("--tokens", options.tokens, length, allowed, most=SHOWN)
-    return Tokens(
-        names[0].tolist(),
-        sorted({0, *window}),
-        table or list(default[:TABLE]),
-        after,
-    )
+    return Tokens(names[0].tolist(), sorted({0, *window}), table or list(default[:TABLE]), after)
 
 
 def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
@@ -101,11 +92,7 @@ def parse_places(
     return list(dict.fromkeys(places))
 
 
-def parse_window(
-    text: str | None,
-    length: int,
-    around: int = 0,
-) -> range:
+def parse_window(text: str | None, length: int, around: int = 0) -> range:
     """Parses --window, such as 100:148, as positions; by default 48 `around` one."""
     if text is None:
         start = max(min(around - SHOWN // 2, length - SHOWN), 0)
@@ -121,11 +108,7 @@ def parse_window(
     return window
 
 
-def find_after(
-    text: str | None,
-    names: np.ndarray,
-    optional: bool = False,
-) -> np.ndarray:
+def find_after(text: str | None, names: np.ndarray, optional: bool = False) -> np.ndarray:
     """Finds the queries right after the token of --head_of, among names [B, T].
 
     Returns booleans [B, T]; without --head_of, or where it is optional and of no use, all False.

@@ -63,10 +63,7 @@ def by_p(analyses: list[dict]) -> Groups:
     encodings = [{f"{name} = {v}" for name, v in a["encoding"].items()} for a in analyses]
     common = set.intersection(*encodings)
     groups: Groups = {}
-    for analysis in sorted(
-        analyses,
-        key=lambda a: np.mean(a["rope_percentage"]),
-    ):
+    for analysis in sorted(analyses, key=lambda a: np.mean(a["rope_percentage"])):
         percentages = [f"{p:g}" for p in np.atleast_1d(analysis["rope_percentage"])]
         fields = [f"{name} = {value}" for name, value in analysis["encoding"].items()]
         others = [field for field in fields if field not in common]
@@ -118,11 +115,7 @@ def _pool(group: list[dict], name: str) -> list[dict]:
     return [record for analysis in group for record in analysis[name]]
 
 
-def _changes(
-    channels: list[dict],
-    change: str,
-    field: str,
-) -> list[float]:
+def _changes(channels: list[dict], change: str, field: str) -> list[float]:
     """Lists a field of `removed` or `stopped`, 0 for None, of the channels that have it."""
     return [channel[change][field] or 0 for channel in channels if channel[change]]
 
@@ -142,12 +135,7 @@ def usage(groups: Groups) -> Picture:
         for axes, kind, title in ((left, "query", "queries"), (right, "key", "keys")):
             for name, style in styles(list(curves)).items():
                 axes.plot(curves[name][kind], label=label(name), markevery=4, **style)
-            axes.set(
-                xlabel="pair, fastest first",
-                ylabel="mean norm",
-                title=title,
-                ylim=(0, None),
-            )
+            axes.set(xlabel="pair, fastest first", ylabel="mean norm", title=title, ylim=(0, None))
         left.legend()
 
     caption = "Means over tokens, heads, layers of the same window, and runs."
@@ -165,23 +153,13 @@ def _curve(group: list[dict], window: int | None) -> dict:
     }
 
 
-def plot_by_p(
-    axes,
-    values: dict[str, list[float]],
-    title: str,
-    errors=None,
-) -> None:
+def plot_by_p(axes, values: dict[str, list[float]], title: str, errors=None) -> None:
     """Plots values side by side above their p, with error bars."""
     for place, (p, style) in enumerate(styles(list(values)).items()):
         count = len(values[p])
         offsets = np.linspace(-0.25, 0.25, count) * (count > 1)
         bars = errors and errors[p]
-        axes.errorbar(
-            place + offsets,
-            values[p],
-            bars,
-            **style | {"ls": ""},
-        )
+        axes.errorbar(place + offsets, values[p], bars, **style | {"ls": ""})
     names = [label(p).removeprefix("p = ") for p in values]
     rotation = 90 if max(map(len, names)) > 8 else 0
     axes.set_xticks(range(len(names)), names, rotation=rotation)
@@ -193,28 +171,15 @@ def scores(groups: Groups) -> Picture:
     heads = {p: _pool(group, "heads") for p, group in groups.items()}
 
     def draw(figure):
-        *row, last = panels(
-            figure,
-            4,
-            width_ratios=[1, 1, 1, 1.4],
-        )[0]
-        for axes, (score, words) in zip(
-            row,
-            SCORES.items(),
-            strict=True,
-        ):
+        *row, last = panels(figure, 4, width_ratios=[1, 1, 1, 1.4])[0]
+        for axes, (score, words) in zip(row, SCORES.items(), strict=True):
             values = {p: sorted(head[score] for head in heads[p]) for p in heads}
             plot_by_p(axes, values, f"weight on {words}")
         for p, style in styles(list(heads)).items():
             shares = [head["high_frequency_share"] for head in heads[p]]
             positional = [head["positional"] for head in heads[p]]
             if any(shares):  # nothing is fast where nothing rotates
-                last.plot(
-                    shares,
-                    positional,
-                    label=label(p),
-                    **style | {"ls": ""},
-                )
+                last.plot(shares, positional, label=label(p), **style | {"ls": ""})
         last.set(xlabel=FAST_SHARE, title="positional by use of fast pairs")
         last.legend()
         for axes in figure.axes:
@@ -228,13 +193,7 @@ def scores(groups: Groups) -> Picture:
 
 def losses(groups: Groups) -> Picture:
     """Draws the changes of the loss without the channels, by p."""
-    channels = {
-        p: _pool(
-            group,
-            "channels",
-        )
-        for p, group in groups.items()
-    }
+    channels = {p: _pool(group, "channels") for p, group in groups.items()}
 
     def draw(figure):
         left, right = panels(figure, 2, sharey=True)[0]

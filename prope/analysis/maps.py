@@ -151,14 +151,7 @@ def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
     caption = "The 2-norm of every pair of lanes, by token; red lines border what does not rotate."
     name = f"norms_{head['layer']}_{head['head']}"
     title = f"Head {name_of(head)}: norms by token"
-    return Picture(
-        name,
-        title,
-        longest(norms),
-        caption,
-        draw,
-        (12, height(len(labels))),
-    )
+    return Picture(name, title, longest(norms), caption, draw, (12, height(len(labels))))
 
 
 def channel(record: dict) -> Picture:
@@ -179,15 +172,9 @@ def channel(record: dict) -> Picture:
         xlabel = f"lanes of pair {record['pair']}"
         for axes, kind in zip(planes, ("queries", "keys"), strict=True):
             axes.plot(0, 0, "+", color=TEXT)
-            axes.plot(
-                *np.transpose(record[kind][1:]),
-                **others | {"ls": ""},
-            )
+            axes.plot(*np.transpose(record[kind][1:]), **others | {"ls": ""})
             if kind == "keys":
-                axes.plot(
-                    *record[kind][0],
-                    **first | {"ls": "", "ms": 9},
-                )
+                axes.plot(*record[kind][0], **first | {"ls": "", "ms": 9})
             axes.set(title=kind, xlabel=xlabel, aspect="equal", adjustable="datalim")
 
     alt = (

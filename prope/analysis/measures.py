@@ -82,12 +82,7 @@ def logits(query: Array, key: Array, scoring: Scoring) -> Array:
     return softcap(scores, scoring.cap)
 
 
-def weights(
-    query: Array,
-    key: Array,
-    rows: Array,
-    scoring: Scoring,
-) -> Array:
+def weights(query: Array, key: Array, rows: Array, scoring: Scoring) -> Array:
     """Computes causal attention [N, t, S] of queries at positions `rows` [t] to all keys."""
     distances = rows[:, None] - jnp.arange(len(key))[None]
     visible = (distances >= 0) & (distances < scoring.reach(len(key)))
@@ -96,26 +91,13 @@ def weights(
 
 
 @jax.jit(static_argnums=2)
-def measure(
-    captured: Captured,
-    after: Array,
-    scoring: Scoring,
-) -> Measures:
+def measure(captured: Captured, after: Array, scoring: Scoring) -> Measures:
     """Measures every sequence; the fields are [B, ...], whole on every device.
 
     The arrays are [B, T, ., H] with T >= 3; `after` [B, T] is that of `choices.find_after`.
     """
     axes = ["BTNH", "BTKH", "BTKH", "BTNH", "BTKH", "BT"]
-    results = [
-        "BNH",
-        "BKH",
-        "BKH",
-        *["BN"] * 6,
-        "BNH",
-        "BNH",
-        "BN",
-        "BN",
-    ]
+    results = ["BNH", "BKH", "BKH", *["BN"] * 6, "BNH", "BNH", "BN", "BN"]
     measure_one = functools.partial(_measure_sequence, scoring)
     sharded = shard_mapped(lambda *arrays: jax.lax.map(measure_one, arrays), axes, results)
     return Measures(*map(_replicate, sharded(*captured, after)))
@@ -146,10 +128,7 @@ def _measure_sequence(scoring: Scoring, arrays: tuple[Array, ...]) -> tuple[Arra
 
 
 def _score_queries(
-    captured: Captured,
-    after: Array,
-    rows: Array,
-    scoring: Scoring,
+    captured: Captured, after: Array, rows: Array, scoring: Scoring
 ) -> tuple[Array, ...]:
     """Computes the measures of weights for the queries at some positions, each [N, t]."""
     rotated = weights(captured.rotated_query[rows], captured.rotated_key, rows, scoring)

@@ -6,26 +6,9 @@ Axes: L layers, N query heads, K key/value heads, P pairs.
 import numpy as np
 from etils import epath
 
-from prope.analysis.maps import (
-    FAST_SHARE,
-    SCORES,
-    channel,
-    heads,
-    longest,
-    maps,
-    name_of,
-)
+from prope.analysis.maps import FAST_SHARE, SCORES, channel, heads, longest, maps, name_of
 from prope.html import page
-from prope.html.drawing import (
-    TEXT,
-    Picture,
-    heat,
-    label_ticks,
-    legend,
-    panels,
-    show_image,
-    styles,
-)
+from prope.html.drawing import TEXT, Picture, heat, label_ticks, legend, panels, show_image, styles
 
 KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none"}
@@ -141,19 +124,11 @@ def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
 
     def draw(figure):
         row = panels(figure, 3)[0]
-        for axes, (kind, name) in zip(
-            row,
-            NORMS.items(),
-            strict=True,
-        ):
+        for axes, (kind, name) in zip(row, NORMS.items(), strict=True):
             labels = []
             rows = []
             ends = []
-            for layer, rotated in zip(
-                analysis["layers"],
-                rotated_by_layer(analysis),
-                strict=True,
-            ):
+            for layer, rotated in zip(analysis["layers"], rotated_by_layer(analysis), strict=True):
                 sharing = len(layer["query_norms"]) // len(layer[name])
                 for head in sorted({head // sharing for at, head in drawn if at == layer["layer"]}):
                     labels.append(f"{layer['layer']}.{head}")
@@ -216,11 +191,7 @@ def _scatter_heads(axes, records: list[dict]) -> None:
 def _draw_scores(row, analysis: dict) -> None:
     """Draws every head's weight on each target as a map of layers and heads."""
     layers = [layer["layer"] for layer in analysis["layers"]]
-    for axes, (score, words) in zip(
-        row,
-        SCORES.items(),
-        strict=True,
-    ):
+    for axes, (score, words) in zip(row, SCORES.items(), strict=True):
         values = np.array([head[score] for head in analysis["heads"]])
         values = values.reshape(len(layers), -1)
         image = show_image(axes, values, vmax=1, aspect="auto")

@@ -71,13 +71,7 @@ def _read_documents(run: Run, config: ConfigDict, count: int) -> tuple[np.ndarra
     length that a document has, up to config.data.seq_len; shorter documents are left out.
     """
     data = config.data
-    windows = open_text(
-        data,
-        config.model.vocab_size,
-        None,
-        run.config.data,
-        run.checkpoint.data,
-    )
+    windows = open_text(data, config.model.vocab_size, None, run.config.data, run.checkpoint.data)
     documents = windows.document_starts(count)
     longest = max(map(len, documents), default=0)
     if longest < MIN_TOKENS:

@@ -1,7 +1,7 @@
 """Lists the paper's statements and computes the curves of its Figures 2 and 8, in float64.
 
-The paper is Barbero et al., ICLR 2025. `tests/test_theory.py` confirms each statement in prope's
-attention, with the queries and keys of its proof.
+The paper is Barbero et al., ICLR 2025. `tests/analysis/test_theory.py` confirms each
+statement in prope's attention, with the queries and keys of its proof.
 
 A query and a key m tokens before it have the logit q . R^(-m) k / sqrt(H), where R rotates pair k,
 lanes k and k + P, by frequency g_k: `frequencies` [P] of `prope.rope.frequencies`.
@@ -16,7 +16,7 @@ from numpy import ndarray as Array
 
 Curve = tuple[Array, Array]  # mean and standard error over draws, by distance
 
-# `tests` select those of a statement: pytest tests/test_theory.py -k.
+# `tests` select those of a statement: pytest tests/analysis/test_theory.py -k.
 STATEMENTS = [
     {
         "statement": "Proposition 3.1",

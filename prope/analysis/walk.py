@@ -45,12 +45,7 @@ class Walk:
     All processes call the same methods.
     """
 
-    def __init__(
-        self,
-        config: ConfigDict,
-        run: Run,
-        tokens: np.ndarray,
-    ):
+    def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
         processes.check_count()
         # In float32 whatever it was trained in, so that the weights are measured.
         changes = {
@@ -75,12 +70,7 @@ class Walk:
         most_rows = shards * max(_TOKENS // T, 1)
         num_batches = -(-B // most_rows)
         self._batch_size = -(-B // (shards * num_batches)) * shards
-        self._embed = jax.jit(
-            functools.partial(
-                model.embed,
-                self.config,
-            )
-        )
+        self._embed = jax.jit(functools.partial(model.embed, self.config))
         self._layer_inputs = jax.jit(self._compute_layer_inputs)
         self._layer = jax.jit(self._run_layer, static_argnums=(4, 5))
         self._losses = jax.jit(functools.partial(_losses, self.config))
@@ -145,13 +135,7 @@ class Walk:
                 batch_arrays["layer_input"] = self._inputs[batch][:, number]
             arrays = self._global(batch_arrays)
             output, captured, shared_kv = self.run(
-                self._layer,
-                params,
-                arrays,
-                table,
-                rotate_fn,
-                layer,
-                number in self._shared,
+                self._layer, params, arrays, table, rotate_fn, layer, number in self._shared
             )
             after.x.append(_local_rows(output))
             if shared_kv is not None:
@@ -162,11 +146,7 @@ class Walk:
             del arrays, output, captured, shared_kv  # before the next ones
         return after, results
 
-    def losses(
-        self,
-        stream: Stream,
-        first: int,
-    ) -> np.ndarray:
+    def losses(self, stream: Stream, first: int) -> np.ndarray:
         """Runs the layers from `first` on; returns the mean loss of every sequence: [B]."""
         for number in range(first, self.config.num_layers):
             stream, _ = self.layer(number, stream)

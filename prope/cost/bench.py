@@ -23,14 +23,7 @@ from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
 from prope.stack import parameters
-from prope.step import (
-    Prepared,
-    compile_step,
-    compiler_options,
-    init_state,
-    is_conversion,
-    prepare,
-)
+from prope.step import Prepared, compile_step, compiler_options, init_state, is_conversion, prepare
 
 Shape = tuple[int, int, int, int]
 
@@ -147,12 +140,7 @@ def bench_attention(shape: Shape) -> dict:
         raise usage_error("--shape", text, "no blocks of splash attention compile for it")
     table = [{**blocks._asdict(), "seconds": value} for blocks, value in seconds.items()]
     table.sort(key=operator.itemgetter("seconds"))
-    return {
-        "device": device.device_kind,
-        "shape": list(shape),
-        "best": table[0],
-        "blocks": table,
-    }
+    return {"device": device.device_kind, "shape": list(shape), "best": table[0], "blocks": table}
 
 
 def _candidate_blocks(chosen: Blocks) -> list[Blocks]:
@@ -195,10 +183,7 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
         size = 2048
         repeats = 8
     square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
-    programs = {
-        "step": _repeat_step(step, prepared),
-        "matmul": repeat_matmul(square, repeats),
-    }
+    programs = {"step": _repeat_step(step, prepared), "matmul": repeat_matmul(square, repeats)}
     seconds = medians(programs, steps)
 
     described = describe(config, mesh)

@@ -97,10 +97,7 @@ class Mixture:
     """
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
-        self.weights, sources = zip(
-            *weighted_sources(data),
-            strict=True,
-        )
+        self.weights, sources = zip(*weighted_sources(data), strict=True)
         self.split = split
         self.seq_len = data.seq_len
         self.position_range = data.position_range
@@ -109,18 +106,11 @@ class Mixture:
         self._order, self._ranks = interleave_sources(self._examples_per_cycle)
         counts = []
         predicted = []
-        for source, windows in zip(
-            sources,
-            self.sources,
-            strict=True,
-        ):
+        for source, windows in zip(sources, self.sources, strict=True):
             is_endless = isinstance(windows, GeneratedWindows) and split == "train"
             counts.append(_ENDLESS if is_endless else windows.count)
             predicted.append(_predicted_share(source, vocab_size, windows.store))
-        *self._offsets, self.count = itertools.accumulate(
-            counts,
-            initial=0,
-        )
+        *self._offsets, self.count = itertools.accumulate(counts, initial=0)
         weighted = np.multiply(self.weights, predicted)
         self.shares = weighted / np.dot(self.weights, predicted)
         fingerprints = [windows.store.fingerprint for windows in self.sources]

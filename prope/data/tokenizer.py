@@ -78,12 +78,7 @@ class SpecialIds(NamedTuple):
         return ids == (-1 if self.unk is None else self.unk)
 
 
-GEMMA_IDS = SpecialIds(
-    pad=0,
-    eos=1,
-    bos=2,
-    unk=3,
-)
+GEMMA_IDS = SpecialIds(pad=0, eos=1, bos=2, unk=3)
 
 
 class ByteTokenizer:

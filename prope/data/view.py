@@ -224,12 +224,7 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
 
     def draw(label: str, values: np.ndarray, weights: np.ndarray | None = None) -> None:
         counts, _ = np.histogram(values, edges, weights=weights)
-        axes.stairs(
-            counts / counts.sum(),
-            edges,
-            label=drawn(label),
-            lw=1.4,
-        )
+        axes.stairs(counts / counts.sum(), edges, label=drawn(label), lw=1.4)
 
     if len(lengths) == 1:
         draw("share of the documents", pooled)

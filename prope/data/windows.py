@@ -103,11 +103,7 @@ class Windows:
             stop = min(start + T + 1, self.length)
             spans.append((start, stop))
         rows = self._read_tokens(spans)
-        stream = np.full(
-            (len(rows), T + 1),
-            self.store.special.pad,
-            np.int32,
-        )
+        stream = np.full((len(rows), T + 1), self.store.special.pad, np.int32)
         is_token = np.zeros(stream.shape, bool)
         is_prompt = np.zeros(stream.shape, bool)
         for row, elements in enumerate(rows):
@@ -224,12 +220,7 @@ def shuffled_index(example: int, count: int, seed: int) -> int:
     seeds = np.random.SeedSequence([seed, epoch])
     key = int(seeds.generate_state(1)[0])
     shuffle = grain.experimental.index_shuffle
-    return shuffle(
-        index=place,
-        max_index=count - 1,
-        seed=key,
-        rounds=4,
-    )
+    return shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
 
 
 def prefetch(

@@ -83,10 +83,7 @@ MISTAKES = {
     "positions begin one too high": {"positions": lambda m: m + 1},
     "the rotation is applied twice": {"positions": lambda m: 2 * m},
     "the sign of a negative position is lost": {"positions": np.abs},
-    "the rotation has the wrong direction": {
-        "first sine": np.negative,
-        "second sine": np.negative,
-    },
+    "the rotation has the wrong direction": {"first sine": np.negative, "second sine": np.negative},
     "the sign of the first lane's sine is wrong": {"first sine": np.negative},
     "the sign of the second lane's sine is wrong": {"second sine": np.negative},
     "lanes that are not rotated are set to zero": {"cos of other lanes": np.zeros_like},

@@ -62,11 +62,7 @@ class Leaf:
 @functools.lru_cache(maxsize=1)  # the layers of a stacked array are read one after another
 def _read(folder: epath.Path, keys: tuple[str, ...]) -> np.ndarray:
     def nested(value):
-        return functools.reduce(
-            lambda inner, key: {key: inner},
-            reversed(keys),
-            value,
-        )
+        return functools.reduce(lambda inner, key: {key: inner}, reversed(keys), value)
 
     options = ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32)
     args = ocp.args.PyTreeRestore(
@@ -149,12 +145,7 @@ def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:
         name = re.sub(r"(mlp/\w+)/w$", r"\1", name.replace("/_", "/"))
         if not _NOT_TEXT.match(name):
             keys = tuple(key.key for key in path)
-            named[name] = Leaf(
-                folder,
-                keys,
-                tuple(array.shape),
-                np.dtype(array.dtype),
-            )
+            named[name] = Leaf(folder, keys, tuple(array.shape), np.dtype(array.dtype))
     return _split_keys_and_values(_unstack(named))
 
 

@@ -40,10 +40,7 @@ _FLAGS = (
     "use_value_norm",
     "use_skip_scale",
 )
-_CAPS = {
-    "attn_logit_softcapping": "attention_softcap",
-    "final_logit_softcapping": "final_softcap",
-}
+_CAPS = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "final_softcap"}
 # What layers of Gemma 4 differ in, by field of config.json.
 _SHAPES = {
     "global_head_dim": "global_head_dim",
@@ -188,9 +185,7 @@ FAMILIES = {
         hf_class="Gemma4UnifiedForCausalLM", defaults=_GEMMA_4_UNIFIED
     ),
     "llama": Family(
-        "LlamaForCausalLM",
-        _defaults(32000, 4096, 11008, 32, 32, None, None, 2048),
-        divides=True,
+        "LlamaForCausalLM", _defaults(32000, 4096, 11008, 32, 32, None, None, 2048), divides=True
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",

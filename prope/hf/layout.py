@@ -43,22 +43,14 @@ class Tensor:
     scale: float = 1.0  # the file holds scale * (parameter + offset)
     offset: float = 0.0
 
-    def read(
-        self,
-        parameter: np.ndarray,
-        dtype: np.dtype,
-    ) -> np.ndarray:
+    def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Returns the tensor in the file's layout from the parameter, or its layer."""
         matrix = parameter[self.index].transpose(self.order)
         if (self.scale, self.offset) != (1, 0):
             matrix = self.scale * (matrix + self.offset)
         return np.ascontiguousarray(matrix, dtype).reshape(self.shape)
 
-    def write(
-        self,
-        parameter: np.ndarray,
-        values: np.ndarray,
-    ) -> None:
+    def write(self, parameter: np.ndarray, values: np.ndarray) -> None:
         """Copies the tensor's values into the parameter."""
         if self.layer is not None:
             parameter = parameter[self.layer]
@@ -122,12 +114,7 @@ def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
 
 
 def _tensor(
-    sizes: dict[str, int],
-    path: str,
-    row: Parameter,
-    layer: int | None,
-    number: int,
-    name: str,
+    sizes: dict[str, int], path: str, row: Parameter, layer: int | None, number: int, name: str
 ) -> Tensor:
     """Makes the tensor that holds matrix `number` of a parameter; `sizes` are of its axes."""
     matrix_axes = row.axes.removeprefix("C")

@@ -49,10 +49,7 @@ def write_rotations(model: ConfigDict) -> list[dict]:
     Raises UsageError where transformers has no rope_type for it.
     """
     layers = zip(
-        layer_percentages(model),
-        layer_windows(model),
-        layer_frequencies(model),
-        strict=True,
+        layer_percentages(model), layer_windows(model), layer_frequencies(model), strict=True
     )
     return [_rope(model, *layer) for layer in layers]
 

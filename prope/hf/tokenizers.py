@@ -112,11 +112,7 @@ def _copy_files(name: str, folder: epath.Path, more: tuple[str, ...] = ()) -> No
 def special_fields(tokenizer: Tokenizer) -> dict:
     """Returns the special ids as config.json and generation_config.json have them."""
     pad, eos, bos, *_ = tokenizer.special
-    return {
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": None if pad == eos else pad,
-    }
+    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None if pad == eos else pad}
 
 
 def write_tokenizer(name: str, tokenizer: Tokenizer, folder: epath.Path) -> None:

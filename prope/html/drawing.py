@@ -172,24 +172,14 @@ def show_image(axes, values, power: float = 1, vmin=0, vmax=None, cmap="viridis"
 
 
 def label_cells(
-    axes,
-    values,
-    form: Callable[[float], str],
-    is_bright: Callable[[float], bool],
+    axes, values, form: Callable[[float], str], is_bright: Callable[[float], bool]
 ) -> None:
     """Writes the finite values of an image, dark where the colour of the value is bright."""
     axes.patch.set(hatch="///", edgecolor=GRID)  # seen where there is no value
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
             colour = "black" if is_bright(value) else "white"
-            axes.text(
-                column,
-                row,
-                form(value),
-                ha="center",
-                va="center",
-                color=colour,
-            )
+            axes.text(column, row, form(value), ha="center", va="center", color=colour)
 
 
 def cells(figure) -> list[dict]:

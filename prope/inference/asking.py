@@ -195,10 +195,7 @@ def rank_first(logprobs: np.ndarray) -> np.ndarray:
 
 
 def summarize(
-    trials: list[Trial],
-    logprobs: np.ndarray,
-    exact: np.ndarray,
-    rank: np.ndarray,
+    trials: list[Trial], logprobs: np.ndarray, exact: np.ndarray, rank: np.ndarray
 ) -> dict:
     """Computes shares with their intervals, means, and what was likeliest instead."""
     from scipy import stats

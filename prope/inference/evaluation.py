@@ -100,10 +100,7 @@ def evaluations(options: LossOptions) -> Iterator[dict]:
 
 
 def open_lengths(
-    options: LossOptions,
-    opened: dict[tuple, LossEvaluation],
-    run: Run,
-    encoding: str | None,
+    options: LossOptions, opened: dict[tuple, LossEvaluation], run: Run, encoding: str | None
 ) -> list[LossEvaluation]:
     """Opens the evaluation of each length; runs that differ by seed share one, in `opened`."""
     state = run.checkpoint.data

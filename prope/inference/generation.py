@@ -67,16 +67,11 @@ class Sampling:
             )
         if self.top_k is not None and self.top_k < 1:
             raise usage_error(
-                "--top_k",
-                self.top_k,
-                "must be at least 1",
-                "leave it out to keep all tokens",
+                "--top_k", self.top_k, "must be at least 1", "leave it out to keep all tokens"
             )
         if not 0 < self.top_p <= 1:
             raise usage_error(
-                "--top_p",
-                self.top_p,
-                "must be a fraction in (0, 1], where 1 keeps all tokens",
+                "--top_p", self.top_p, "must be a fraction in (0, 1], where 1 keeps all tokens"
             )
 
 
@@ -341,11 +336,7 @@ def _encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def continue_prompts(
-    workdir: str,
-    step: int | None,
-    texts: list[str],
-    sampling: Sampling,
-    seed: int,
+    workdir: str, step: int | None, texts: list[str], sampling: Sampling, seed: int
 ) -> dict:
     """Continues `texts` with a checkpoint of a run; returns the command's JSON object."""
     run = open_run(workdir, step)
@@ -371,11 +362,7 @@ def continue_prompts(
     special = tokenizer.special
     stops = (*special.ends, *config.data.stop_ids)
     sampling = dataclasses.replace(
-        sampling,
-        eos=special.eos,
-        stop_ids=stops,
-        pad=special.pad,
-        vocab_size=tokenizer.vocab_size,
+        sampling, eos=special.eos, stop_ids=stops, pad=special.pad, vocab_size=tokenizer.vocab_size
     )
     tokens, seconds = generate(config.model, sampling, params, prompts, seed)
     continuations = []
@@ -414,11 +401,7 @@ def _find_end(row: list[int], stops: tuple[int, ...]) -> int:
 
 
 def generate(
-    config: ConfigDict,
-    sampling: Sampling,
-    params: model.Params,
-    rows: Sequence,
-    seed: int,
+    config: ConfigDict, sampling: Sampling, params: model.Params, rows: Sequence, seed: int
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Continues rows of tokens on all devices: tokens [B, length], and how long what took."""
     frozen = FrozenConfigDict(config)

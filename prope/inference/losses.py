@@ -47,10 +47,7 @@ class Selection(NamedTuple):
 
 
 def select(
-    windows: Windows,
-    max_windows: int | None,
-    max_tokens: int | None = None,
-    longest: int = 0,
+    windows: Windows, max_windows: int | None, max_tokens: int | None = None, longest: int = 0
 ) -> Selection:
     """Selects windows, evenly spread; in a mixture every source has its share of training.
 
@@ -247,10 +244,7 @@ class LossEvaluation:
             "weights": batch["weights"],
             "segment_ids": batch["segment_ids"],
             "losses": token_losses(
-                hidden,
-                model.head(params),
-                targets,
-                self.config.model.final_softcap,
+                hidden, model.head(params), targets, self.config.model.final_softcap
             ),
         }
         if isinstance(self.windows, GeneratedWindows):

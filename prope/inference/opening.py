@@ -288,10 +288,7 @@ def _find_record(files: Iterable[epath.Path], cache_key: dict) -> dict | None:
 
 
 def records(
-    options: Options,
-    open_evaluations: Callable[[Run, str | None], list],
-    file: str,
-    **fields,
+    options: Options, open_evaluations: Callable[[Run, str | None], list], file: str, **fields
 ) -> Iterator[dict]:
     """Yields the record of each evaluation, computed where the run's `file` does not have it.
 

@@ -92,11 +92,7 @@ def search_rotation(options: LossOptions) -> dict:
     return found | result
 
 
-def stop_greedily(
-    bands: list[Pairs],
-    added: Callable[[Pairs], float],
-    tolerance: float,
-) -> Pairs:
+def stop_greedily(bands: list[Pairs], added: Callable[[Pairs], float], tolerance: float) -> Pairs:
     """Returns the pairs of the bands, or of their halves, that can be stopped.
 
     `added` returns by how much the loss grows where pairs are stopped.
@@ -156,10 +152,7 @@ def rotating_pairs(options: LossOptions, model: ConfigDict) -> dict[str, list[in
 def encoding_of(stopped: Pairs) -> str | None:
     """Writes stopped pairs as --intervene takes them; None: none are."""
     bands = []
-    for place, group in itertools.groupby(
-        sorted(stopped),
-        key=lambda pair: pair[0],
-    ):
+    for place, group in itertools.groupby(sorted(stopped), key=lambda pair: pair[0]):
         at = f"@{place}" if place else ""
         bands += [f"{interval}{at}" for interval in _intervals([pair for _, pair in group])]
     return f"stop:{'+'.join(bands)}" if bands else None
@@ -168,10 +161,7 @@ def encoding_of(stopped: Pairs) -> str | None:
 def _intervals(numbers: list[int]) -> list[str]:
     """Writes increasing numbers as intervals: 0, 1, 2 and 7 are 0-2 and 7-7."""
     intervals = []
-    by_distance = itertools.groupby(
-        enumerate(numbers),
-        key=lambda item: item[1] - item[0],
-    )
+    by_distance = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
     for _, group in by_distance:
         consecutive = [number for _, number in group]
         intervals.append(f"{consecutive[0]}-{consecutive[-1]}")
@@ -231,10 +221,7 @@ def _minus(folder: epath.Path, record: dict, other: dict) -> dict:
 def _log_tables(loss: float, result: dict) -> None:
     """Logs which pairs still rotate, and the losses."""
     rows = [[str(value) for value in row.values()] for row in result["rotating"]]
-    log.info(
-        "%s",
-        text_table([list(result["rotating"][0]), *rows]),
-    )
+    log.info("%s", text_table([list(result["rotating"][0]), *rows]))
     unchanged = result["unchanged_loss"]
     losses = {
         "unchanged": unchanged,

@@ -164,11 +164,7 @@ def document_variance(
     generator = np.random.default_rng(0)
     loss = np.asarray(loss)
     S = len(loss)
-    seed_weights = generator.multinomial(
-        S - 1,
-        np.full(S, 1 / S),
-        RESAMPLES,
-    ) / (S - 1)
+    seed_weights = generator.multinomial(S - 1, np.full(S, 1 / S), RESAMPLES) / (S - 1)
     weights = []
     means = []
     documents = 0.0
@@ -322,13 +318,7 @@ def _deviation_nodes(degrees: float) -> tuple[np.ndarray, np.ndarray]:
     from scipy import stats
 
     u, weights = np.polynomial.legendre.leggauss(128)
-    return np.sqrt(
-        stats.chi2.ppf(
-            (u + 1) / 2,
-            degrees,
-        )
-        / degrees
-    ), weights / 2
+    return np.sqrt(stats.chi2.ppf((u + 1) / 2, degrees) / degrees), weights / 2
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -382,11 +372,7 @@ def detectable_difference(
 
 
 def seeds_needed(
-    difference: float,
-    deviation: float,
-    methods: int,
-    level: float = 0.95,
-    probability: float = 0.8,
+    difference: float, deviation: float, methods: int, level: float = 0.95, probability: float = 0.8
 ) -> int:
     """Computes how many seeds of every method a difference takes to be seen with a probability."""
 

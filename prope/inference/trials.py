@@ -156,12 +156,7 @@ def _make_score(config: FrozenConfigDict, num_ids: int, mesh: Mesh):
 
 
 def score_trials(
-    config: ConfigDict,
-    params: model.Params,
-    T: int,
-    trials: list[Trial],
-    mesh: Mesh,
-    num_ids: int,
+    config: ConfigDict, params: model.Params, T: int, trials: list[Trial], mesh: Mesh, num_ids: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores trials, padded to T tokens: log-probabilities [R, C], and which are exact, [R].
 

@@ -73,23 +73,13 @@ def _attend_block(query, keys: _Keys, positions, block, window, cap, sinks):
 
     def add_block(index, sums):
         of_block = _read_block(keys, index, block)
-        scores = einsum_to_float32(
-            "BKRH,BKSH->BKRS",
-            rows,
-            of_block.key,
-        )
+        scores = einsum_to_float32("BKRH,BKSH->BKRS", rows, of_block.key)
         capped = softcap(scores, cap)
         visible = _sees(positions, of_block.positions, window, sinks)
         visible_scores = jnp.where(
-            visible[:, None, None],
-            capped.reshape(B, K, G, T, block),
-            MASKED_SCORE,
+            visible[:, None, None], capped.reshape(B, K, G, T, block), MASKED_SCORE
         )
-        return add_keys(
-            sums,
-            visible_scores.reshape(scores.shape),
-            of_block.value,
-        )
+        return add_keys(sums, visible_scores.reshape(scores.shape), of_block.value)
 
     sums = no_keys(rows)
     if block == S:
@@ -109,12 +99,7 @@ def _read_block(keys: _Keys, index, length: int) -> _Keys:
     first = jnp.minimum(index * length, keys.key.shape[2] - length)
 
     def read(x, axis):
-        return jax.lax.dynamic_slice_in_dim(
-            x,
-            first,
-            length,
-            axis,
-        )
+        return jax.lax.dynamic_slice_in_dim(x, first, length, axis)
 
     was_read = first + jnp.arange(length) < index * length
     positions = read(keys.positions, axis=1)

@@ -41,10 +41,7 @@ def gated_mlp(
         up = einsum("RD,DF->RF", rows, gating[1])
     gate = checkpoint_name(constrain(gate, "BF"), "gate")
     up = checkpoint_name(constrain(up, "BF"), "up")
-    return constrain(
-        _project(activation, gate, up, linear).reshape(x.shape),
-        "BTD",
-    )
+    return constrain(_project(activation, gate, up, linear).reshape(x.shape), "BTD")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -54,10 +54,7 @@ def _is_matmul(equation) -> bool:
 
 def _einsum_on_cpu(equation, x, y):
     """Computes an einsum of bfloat16 arrays in float32, as a matmul that YNNPACK takes."""
-    multiply = functools.partial(
-        jnp.einsum,
-        preferred_element_type=jnp.float32,
-    )
+    multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     x_axes, y_axes, axes = _split(equation)
     in_both = [axis for axis in x_axes if axis in y_axes]
     batch = "".join(axis for axis in in_both if axis in axes)
@@ -72,17 +69,9 @@ def _einsum_on_cpu(equation, x, y):
     sizes = dict(zip(x_axes, x.shape, strict=True))
     num_rows = math.prod(sizes[axis] for axis in rows)
     if num_rows == 1:
-        x = jnp.concatenate(
-            [x, x],
-            axis=x_axes.index(last_row),
-        )
+        x = jnp.concatenate([x, x], axis=x_axes.index(last_row))
         products = multiply(equation, x, y)
-        return jax.lax.slice_in_dim(
-            products,
-            0,
-            1,
-            axis=axes.index(last_row),
-        )
+        return jax.lax.slice_in_dim(products, 0, 1, axis=axes.index(last_row))
     if not x_axes.endswith(summed):
         # Summed over one more axis, of length 1, so that XLA transposes x and does not undo it.
         equation = f"z{x_axes},z{y_axes}->{axes}"

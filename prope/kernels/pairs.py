@@ -45,40 +45,19 @@ def attend_pairs(
     padding = -T % block
     if padding:  # padded queries are cut off again, and no others see the padded keys
         after = (0, padding)
-        query = jnp.pad(
-            query,
-            ((0, 0), (0, 0), (0, 0), after, (0, 0)),
-        )
-        key = jnp.pad(
-            key,
-            ((0, 0), (0, 0), after, (0, 0)),
-        )
-        value = jnp.pad(
-            value,
-            ((0, 0), (0, 0), after, (0, 0)),
-        )
+        query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), after, (0, 0)))
+        key = jnp.pad(key, ((0, 0), (0, 0), after, (0, 0)))
+        value = jnp.pad(value, ((0, 0), (0, 0), after, (0, 0)))
         positions = np.arange(T + padding)[None]
         if segments is not None:
             segments = tuple(jnp.pad(ids, ((0, 0), after)) for ids in segments)
     rank_positions = jnp.asarray(positions)[rank]
     rank_pairs = jnp.asarray(pairs)[rank]
-    output = _attend(
-        rule,
-        query,
-        key,
-        value,
-        rank_positions,
-        rank_pairs,
-        segments,
-    )
+    output = _attend(rule, query, key, value, rank_positions, rank_pairs, segments)
     return output[:, :, :, :T]
 
 
-def list_pairs(
-    positions: np.ndarray,
-    window: int | None,
-    sinks: int = 0,
-) -> tuple[int, np.ndarray]:
+def list_pairs(positions: np.ndarray, window: int | None, sinks: int = 0) -> tuple[int, np.ndarray]:
     """Lists the pairs of blocks that every rank computes: (tokens of a block, int32 [C, pairs, 2]).
 
     Args:
@@ -131,29 +110,13 @@ class _Rule(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    rule,
-    query,
-    key,
-    value,
-    positions,
-    pairs,
-    segments,
-):
+def _attend(rule, query, key, value, positions, pairs, segments):
     """Attends to whole blocks; `positions` [T] and `pairs` [pairs, 2] are those of this rank."""
     output, _ = _forward(rule, query, key, value, positions, pairs, segments)
     return output
 
 
-def _forward(
-    rule,
-    query,
-    key,
-    value,
-    positions,
-    pairs,
-    segments,
-):
+def _forward(rule, query, key, value, positions, pairs, segments):
     B, K, G, T, H = query.shape
     block = rule.block
 
@@ -166,12 +129,7 @@ def _forward(
         largest = jnp.where(same_queries, sums.largest, -jnp.inf)  # new queries start anew
         sums = add_keys(sums._replace(largest=largest), scores, block_values)
         normalised = (sums.values / sums.total[..., None]).astype(value.dtype)
-        output = _write_rows(
-            block,
-            output,
-            normalised.reshape(B, K, G, block, H),
-            query_block,
-        )
+        output = _write_rows(block, output, normalised.reshape(B, K, G, block, H), query_block)
         block_logsumexp = sums.largest + jnp.log(sums.total)
         logsumexp = _write_rows(
             block, logsumexp, block_logsumexp.reshape(B, K, G, block), query_block
@@ -246,11 +204,7 @@ def _scores(rule, query, key, positions, pair, segments):
         key_ids = _block(block, segments[1], key_block, axis=1)
         visible = visible & (query_ids[:, None, None, :, None] == key_ids[:, None, None, None])
     rows = _rows(block, query, query_block)
-    scores = einsum_to_float32(
-        "BKRH,BKSH->BKRS",
-        rows,
-        _block(block, key, key_block, axis=2),
-    )
+    scores = einsum_to_float32("BKRH,BKSH->BKRS", rows, _block(block, key, key_block, axis=2))
     by_query = softcap(scores, rule.cap).reshape(*query.shape[:3], block, block)
     return jnp.where(visible, by_query, MASKED_SCORE).reshape(scores.shape)
 

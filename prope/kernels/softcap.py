@@ -4,20 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-def softcap(
-    logits: jax.Array,
-    cap: float | None,
-) -> jax.Array:
+def softcap(logits: jax.Array, cap: float | None) -> jax.Array:
     """Computes cap * tanh(logits / cap), within (-cap, cap), for any shape; None: no cap."""
     if cap is None:
         return logits
     return cap * jnp.tanh(logits / cap)
 
 
-def softcap_slope(
-    capped: jax.Array,
-    cap: float | None,
-) -> jax.Array | float:
+def softcap_slope(capped: jax.Array, cap: float | None) -> jax.Array | float:
     """Returns the derivative of `softcap` where its result is `capped`.
 
     It is 0 beyond the cap: a masked score, far below, has a finite slope.

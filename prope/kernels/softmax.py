@@ -26,11 +26,7 @@ def no_keys(rows: jax.Array) -> Sums:
     """Returns the sums of rows [B, K, R, H] before the first keys."""
     zeros = jnp.zeros(rows.shape, jnp.float32)
     total = zeros[..., 0]
-    return Sums(
-        largest=total - jnp.inf,
-        total=total,
-        values=zeros,
-    )
+    return Sums(largest=total - jnp.inf, total=total, values=zeros)
 
 
 def add_keys(sums: Sums, scores: jax.Array, values: jax.Array) -> Sums:
@@ -38,11 +34,7 @@ def add_keys(sums: Sums, scores: jax.Array, values: jax.Array) -> Sums:
     largest = jnp.maximum(sums.largest, scores.max(axis=-1))
     weights = jnp.exp(scores - largest[..., None])
     decay = jnp.exp(sums.largest - largest)
-    weighted = einsum_to_float32(
-        "BKRS,BKSH->BKRH",
-        weights.astype(values.dtype),
-        values,
-    )
+    weighted = einsum_to_float32("BKRS,BKSH->BKRH", weights.astype(values.dtype), values)
     return Sums(
         largest=largest,
         total=sums.total * decay + weights.sum(axis=-1),

@@ -50,10 +50,7 @@ _REFUSED_PAUSES = (1, 2, 4)  # where a login or a permission may be missing for 
 # system or of HTTP says otherwise; it leaves INVALID_ARGUMENT out. All others tell of the storage.
 _CONTENT = re.compile(r"NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:|FAILED_PRECONDITION:|(?![A-Z_]+:)")
 _CODE = re.compile(r"\[(os_error|http_response)_code='(\d+)'\]")
-_CONTENT_CODES = {
-    "os_error": (errno.ENOENT,),
-    "http_response": (404, 410, 416),
-}
+_CONTENT_CODES = {"os_error": (errno.ENOENT,), "http_response": (404, 410, 416)}
 
 # One for the process: its cache holds the indices of a token store's shards, and tokens that
 # windows share.

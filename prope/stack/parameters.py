@@ -108,20 +108,10 @@ TABLE = {
         "D", "", ("post_per_layer_input_norm",), "D", exists_where=_HAS_INPUTS
     ),
     "layers/skip_scale": Parameter(
-        "O",
-        "",
-        ("layer_scalar",),
-        "O",
-        exists_where=(("use_skip_scale", True),),
-        initial=1.0,
+        "O", "", ("layer_scalar",), "O", exists_where=(("use_skip_scale", True),), initial=1.0
     ),
     "embedder/per_layer_embeddings": Parameter(
-        "VMQ",
-        "Q",
-        ("embed_tokens_per_layer",),
-        "V MQ",
-        draw=2,
-        exists_where=_HAS_INPUTS,
+        "VMQ", "Q", ("embed_tokens_per_layer",), "V MQ", draw=2, exists_where=_HAS_INPUTS
     ),
     "embedder/per_layer_model_projection/w": Parameter(
         "DMQ", "D", ("per_layer_model_projection",), "MQ D", exists_where=_HAS_INPUTS

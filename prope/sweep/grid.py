@@ -110,11 +110,7 @@ def text_of(value) -> str:
 
 
 def plan(
-    grids: list[dict],
-    file: str,
-    base: ConfigDict,
-    overrides: dict,
-    init_from: str | None = None,
+    grids: list[dict], file: str, base: ConfigDict, overrides: dict, init_from: str | None = None
 ) -> list[Planned]:
     """Lists the runs, the first field of a grid changing slowest, and validates their configs.
 

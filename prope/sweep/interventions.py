@@ -67,11 +67,7 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
     }
     computed = []
     for encoding, factor, seq_len in cases:
-        fields = {
-            "encoding": encoding,
-            "factor": factor,
-            "seq_len": seq_len,
-        }
+        fields = {"encoding": encoding, "factor": factor, "seq_len": seq_len}
         paired = [(run, run, *find_changed(run, fields)) for run in group]
         difference, _ = average([pair for pair in paired if len(pair) > 2])
         if difference is None:

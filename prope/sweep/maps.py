@@ -100,13 +100,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
 
     def draw(figure) -> None:
         heights = (3, 2) * blocks
-        axes = panels(
-            figure,
-            len(by_group),
-            rows=2,
-            wrap=columns,
-            height_ratios=heights,
-        )
+        axes = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=heights)
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
             by_run = [list(answers_by_task(run)[task].values()) for run in runs]
             records = [record for records in by_run for record in records]
@@ -151,13 +145,7 @@ def _slowest_period(run: Run) -> float:
     return 2 * math.pi / freqs[freqs > 0].min()
 
 
-def _draw_map(
-    axes,
-    records: list[dict],
-    trained: int,
-    distances: dict,
-    guess: float,
-) -> None:
+def _draw_map(axes, records: list[dict], trained: int, distances: dict, guess: float) -> None:
     """Draws means by length, in equal steps, and by row, with curves of equal distance."""
     rows, lengths, values = _average_cells(records)
     show_image(axes, values, vmin=guess, vmax=1, aspect="auto")
@@ -214,14 +202,7 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
         right, prompts = np.array([counts[octave] for octave in octaves]).T
         tests = map(stats.binomtest, np.rint(right).astype(int), np.rint(prompts).astype(int))
         low, high = zip(*[test.proportion_ci(method="wilson") for test in tests], strict=True)
-        axes.fill_between(
-            middles,
-            low,
-            high,
-            color=TEXT,
-            alpha=0.2 / len(by_run),
-            lw=0,
-        )
+        axes.fill_between(middles, low, high, color=TEXT, alpha=0.2 / len(by_run), lw=0)
         axes.plot(middles, right / prompts, color=TEXT, marker="o", ms=3)
     axes.axhline(guess, color=BORDER, ls="-.")
     for distance, dashes in distances.items():

@@ -31,16 +31,7 @@ from prope.sweep.maps import effective_lengths
 from prope.sweep.omitted import omissions
 from prope.sweep.pictures import pictures
 from prope.sweep.recovery import recoveries
-from prope.sweep.runs import (
-    P,
-    Run,
-    check_equal,
-    groups,
-    read_entries,
-    read_sweep,
-    reference,
-    table,
-)
+from prope.sweep.runs import P, Run, check_equal, groups, read_entries, read_sweep, reference, table
 from prope.workdir.records import read_jsonl
 
 # Perplexity of Gemma 2B trained on 8192 tokens of Wikipedia and of FlanV2, by rope_type, wavelength

@@ -45,13 +45,7 @@ def loss_picture(run: Run) -> Picture | None:
     def draw(figure) -> None:
         axes = figure.subplots()
         losses = by_step(run)
-        axes.plot(
-            losses.keys(),
-            losses.values(),
-            color="#4477aa",
-            lw=1.2,
-            label="training batch",
-        )
+        axes.plot(losses.keys(), losses.values(), color="#4477aa", lw=1.2, label="training batch")
         if evaluations:
             _draw_validation(axes, evaluations)
         axes.set(
@@ -81,13 +75,7 @@ def _draw_validation(axes, evaluations: list[dict]) -> None:
     shown = "no bits per byte" if bits is None else f"{bits:.2f} bits per byte"
     label = f"validation, {last['loss']:.3f} at step {last['step']} ({shown})"
     axes.plot(
-        losses.keys(),
-        losses.values(),
-        marker="o",
-        ms=4,
-        color="#cc3311",
-        lw=1.2,
-        label=label,
+        losses.keys(), losses.values(), marker="o", ms=4, color="#cc3311", lw=1.2, label=label
     )
     if bits is None:
         return

@@ -81,11 +81,7 @@ def encoding_picture(run: Run) -> Picture:
     """Draws the frequencies by pair, a line for each kind of layer."""
     model = run.config.model
     kinds = {}
-    for window, freqs in zip(
-        layer_windows(model),
-        layer_frequencies(model),
-        strict=True,
-    ):
+    for window, freqs in zip(layer_windows(model), layer_frequencies(model), strict=True):
         same = kinds.setdefault((window, freqs.tobytes()), [])
         same.append(freqs)
     curves = {}
@@ -101,12 +97,7 @@ def encoding_picture(run: Run) -> Picture:
         axes = panels(figure, 1)[0, 0]
         for name, style in styles(list(curves)).items():
             rotated = np.where(curves[name] > 0, curves[name], np.nan)
-            axes.plot(
-                rotated,
-                label=name,
-                markevery=4,
-                **style,
-            )
+            axes.plot(rotated, label=name, markevery=4, **style)
         axes.set(
             xlabel="pair, fastest first",
             ylabel="radians a token, log scale",

@@ -44,10 +44,7 @@ def hash_on_host(array: np.ndarray, first: int = 0) -> int:
     The array may be a chunk that begins at element `first`: chunks add up modulo 2**32.
     """
     bits = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}")
-    places = np.arange(
-        min(_BLOCK, bits.size),
-        dtype=np.uint32,
-    )
+    places = np.arange(min(_BLOCK, bits.size), dtype=np.uint32)
     factors = places * np.uint32(_MULTIPLIER)
     total = 0
     for start in range(0, bits.size, _BLOCK):

@@ -24,12 +24,7 @@ from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.workdir.lease import Lease
-from prope.workdir.records import (
-    SCHEDULE,
-    evaluations_of_training,
-    find_evaluation,
-    read_jsonl,
-)
+from prope.workdir.records import SCHEDULE, evaluations_of_training, find_evaluation, read_jsonl
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
 _URL_SECONDS = 30.0  # between writes to a URL of files up to 1 MiB; pauses write, too
@@ -395,10 +390,7 @@ def _tensorboard() -> types.SimpleNamespace:
         for name in hidden:
             del sys.modules[name]
     return types.SimpleNamespace(
-        Event=Event,
-        SessionLog=SessionLog,
-        EventsWriter=EventsWriter,
-        scalar=scalar,
+        Event=Event, SessionLog=SessionLog, EventsWriter=EventsWriter, scalar=scalar
     )
 
 

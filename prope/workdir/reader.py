@@ -151,12 +151,7 @@ class CheckpointReader:
     def open(self, **abstract) -> None:
         """Opens the arrays of whole items, as `restore` does before it reads them."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
-            self._read_slice(
-                path[0].key,
-                path[1:],
-                leaf,
-                None,
-            )
+            self._read_slice(path[0].key, path[1:], leaf, None)
 
     @functools.cached_property
     def shapes(self) -> dict[str, Any]:
@@ -213,12 +208,7 @@ class CheckpointReader:
                 "path": keystr(path, simple=True, separator=".") + "/",
             }
             spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-            store = ts.open(
-                spec,
-                open=True,
-                read=True,
-                context=self._context,
-            ).result()
+            store = ts.open(spec, open=True, read=True, context=self._context).result()
             dtype = store.dtype.numpy_dtype
             is_checked = "shapes" in self._hashes
             if store.shape != leaf.shape or (is_checked and dtype != leaf.dtype):

@@ -72,11 +72,7 @@ def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     """Returns the record with these values and the most windows; of several, the newest."""
     matching = find_evaluations(records, **fields)
     newest_first = reversed(matching)
-    return max(
-        newest_first,
-        key=lambda record: record.get("windows", 0),
-        default=None,
-    )
+    return max(newest_first, key=lambda record: record.get("windows", 0), default=None)
 
 
 def find_pair(

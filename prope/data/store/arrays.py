@@ -253,12 +253,7 @@ def write_array(
     """
     folder = kvstore(path)
     spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
-    store = ts.open(
-        spec,
-        context=CONTEXT,
-        create=True,
-        open=True,
-    ).result()
+    store = ts.open(spec, context=CONTEXT, create=True, open=True).result()
     start = 0
     writing = None
     for shard in _join(arrays, SHARD):

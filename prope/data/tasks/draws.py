@@ -196,13 +196,7 @@ class Draw:
             return f" {answer}\n"
         return f"{answer}." if len(answer) > 1 else answer
 
-    def prompt(
-        self,
-        text: str,
-        answer: str,
-        source: int,
-        foils: dict[str, list[str]],
-    ) -> Prompt:
+    def prompt(self, text: str, answer: str, source: int, foils: dict[str, list[str]]) -> Prompt:
         """Makes a prompt; completes its answers."""
         completed = {}
         for kind, texts in foils.items():

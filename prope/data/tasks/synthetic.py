@@ -42,12 +42,7 @@ def draw_window(task: str, T: int, index: int, key: Key) -> Window:
     """Draws a window of T tokens, a function of the arguments."""
     number = NAMES.index(task)
     rng = make_rng(index, (2, number, *key))
-    stream = rng.integers(
-        _LETTER,
-        _VALUE,
-        T + 1,
-        dtype=np.int32,
-    )
+    stream = rng.integers(_LETTER, _VALUE, T + 1, dtype=np.int32)
     stream[0] = GEMMA_IDS.bos
     window = window_without_answers(stream)
     gaps = rng.integers(_SHORTEST_GAP, _LONGEST_GAP + 1, T // _SHORTEST_GAP)

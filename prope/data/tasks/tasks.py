@@ -22,12 +22,7 @@ VOCABULARY = ByteTokenizer.vocab_size
 _BYTES = ByteTokenizer()
 
 # ((fact, question) in compact form, the same in prose); {0} is the key, {1} the value.
-_PASSKEY = pairs(
-    ("#{1}.", "#"),
-    ("The pass key is {1}\n", "The pass key is"),
-    digits=5,
-    repeat=3,
-)
+_PASSKEY = pairs(("#{1}.", "#"), ("The pass key is {1}\n", "The pass key is"), digits=5, repeat=3)
 _NIAH = pairs(("={}{}", "?{}"), ("The code of {} is {}\n", "The code of {} is"))
 _LOOKUP = pairs(("{}{}", "/{}"), ("{}: {}\n", "{}:"), double=True)
 _CHAIN = pairs(("{}:{}", "&{}"), ("Set {} to {}\n", "The value of {} is"), chained=True)

@@ -31,11 +31,7 @@ def offset(draw: Draw, n: int, k: float) -> Prompt:
     answer = units[place]
     first = max(place - 4, 0)
     neighbours = units[first:place] + units[place + 1 : place + 5]
-    foils = {
-        "neighbour": neighbours,
-        "filler": symbols,
-        "unused": unused,
-    }
+    foils = {"neighbour": neighbours, "filler": symbols, "unused": unused}
     if draw.removed:
         (units[place],) = draw.pick(symbols, 1)
     if not draw.prose:

@@ -1,0 +1,380 @@
+"""The paper's figures and tables: what is planted in a decoder is found, in 20 of 20 random draws.
+
+A draw has random filler weights in all heads, and at a random layer and head each
+
+diagonal, previous  heads of Theorem 5.3 that use a few of the fastest pairs (Figures 5, 6, 12, 13;
+                    Tables 3 to 5)
+apostrophe          a head that attends to an apostrophe right before it, else to the first token
+                    (Figures 7, 9)
+channel             a slow or unrotated pair with the longest queries and keys, which tells the
+                    first token from all others, as in Appendix D.1 (Figures 3, 4, 14)
+semantic            a head that looks for the letter q
+value               a pair of lanes in which values are longest, the control (Figure 11)
+"""
+
+import re
+import types
+
+import numpy as np
+import oracles
+import pytest
+from support.commands import ROOT
+from support.heads import analysis_options, assert_channel, head_kinds, head_weights, write_decoder
+from support.sweeps import draw_picture, map_values
+
+from prope.analysis import analysis, channels, maps, page
+from prope.config import default_config
+from prope.data.tokenizer import GEMMA_IDS
+
+L, N, K, T, D, H = 2, 6, 3, 64, 64, 32
+P = H // 2
+ROTATED = 12  # pairs that p = 0.75 rotates
+FREQS = oracles.frequencies(H, p=0.75)
+EPSILON = 0.1
+SCORES = {"diagonal": "diagonal", "previous": "previous_token", "apostrophe": "head_of"}
+
+
+def draw_text(rng) -> str:
+    """T - 1 letters: a q near the beginning and every 20 letters, and some apostrophes."""
+    letters = rng.choice(list("abcdefgh"), T - 1)
+    letters[rng.choice(np.arange(3, T - 1), 6, replace=False)] = "'"
+    letters[rng.integers(0, 3) :: 20] = "q"
+    return "".join(letters)
+
+
+def draw_rows(rng) -> np.ndarray:
+    """Embeddings of mean square 1, which the norm before attention keeps.
+
+    They begin with 1, then +-1 for ', 1 for <bos>, +-1 for q.
+    """
+    rows = rng.standard_normal((260, D))
+    rows[:, :4] = 1, -1, 0, -1
+    rows[4 + ord("'"), 1] = 1
+    rows[GEMMA_IDS.bos, 2] = 1
+    rows[4 + ord("q"), 3] = 1
+    free = D - (rows[:, :4] ** 2).sum(axis=1)
+    rows[:, 4:] *= np.sqrt(free / (rows[:, 4:] ** 2).sum(axis=1))[:, None]
+    return rows
+
+
+def draw_places(rng) -> dict[str, tuple[int, int]]:
+    """The layer and head of everything planted in queries and keys; no two share keys."""
+    names = ("diagonal", "previous", "apostrophe", "channel", "semantic")
+    places = {}
+    for name, group in zip(names, rng.permutation(L * K).tolist(), strict=False):
+        layer, key_head = divmod(group, K)
+        places[name] = (layer, 2 * key_head + int(rng.integers(2)))
+    return places
+
+
+def lanes(pair: int, z: complex) -> np.ndarray:
+    """A vector [H] that has z in one pair."""
+    vector = np.zeros(H)
+    vector[pair] = z.real
+    vector[pair + P] = z.imag
+    return vector
+
+
+def clear(query, key, place) -> tuple[np.ndarray, np.ndarray]:
+    """Makes the weights of a head small; returns them, each [D, H]."""
+    layer, head = place
+    weights = (query[layer, head], key[layer, head // 2])
+    for array in weights:
+        array *= 0.02
+    return weights
+
+
+def plant_apostrophe(query, key, previous, band) -> None:
+    """Gives ' the key of a `previous`-token head, and <bos> one whose logit is a little less."""
+    previous_query, previous_key = (weights[0] for weights in previous)
+    logit = 3 * np.linalg.norm(previous_query) * np.linalg.norm(previous_key) / H**0.5
+    query[0] += 3 * previous_query + lanes(band, (logit - 12) / 4)
+    key[:2] += previous_key / 2
+    key[2] += lanes(band, 4 * H**0.5)
+
+
+def plant_positional(weights, fast, rng) -> int:
+    """Plants the heads of Theorem 5.3; returns the pair that tells <bos> in the apostrophe head."""
+    positional = {}
+    for name, distance in (("diagonal", 0), ("previous", 1), ("apostrophe", 1)):
+        freqs = np.where(np.arange(P) < fast[name], FREQS, 0)
+        positional[name] = head_weights(distance, EPSILON, T, freqs, D)
+    for name in ("diagonal", "previous"):
+        for array, added in zip(weights[name], positional[name], strict=True):
+            array += added
+    band = int(rng.integers(ROTATED, P))
+    plant_apostrophe(*weights["apostrophe"], positional["apostrophe"], band)
+    return band
+
+
+def plant_channel(query, key, pair, rng) -> None:
+    """Aligns the long queries of a pair with the first key, and opposes the other keys."""
+    angle, first, others = rng.uniform((-np.pi, -0.4, -0.4), (np.pi, 0.4, 0.4))
+    query[0] += lanes(pair, 600 * np.exp(1j * angle))
+    key_of_others = lanes(pair, -4 * np.exp(1j * (angle + others)))
+    key[0] += key_of_others
+    key[2] += lanes(pair, 8 * np.exp(1j * (angle + first))) - key_of_others
+
+
+def plant(workdir, seed: int) -> types.SimpleNamespace:
+    """Saves the decoder of a draw and its text; returns where everything is, and its vectors."""
+    rng = np.random.default_rng(seed)
+    rows = draw_rows(rng)
+    text = draw_text(rng)
+    query, key, value = (0.05 * rng.standard_normal((L, heads, D, H)) for heads in (N, K, K))
+    places = draw_places(rng)
+    fast = {name: int(rng.integers(4, 8)) for name in SCORES}  # pairs that the head uses
+    weights = {name: clear(query, key, place) for name, place in places.items()}
+    band = plant_positional(weights, fast, rng)
+    semantic_query, semantic_key = weights["semantic"]
+    semantic_query[0] += lanes(ROTATED, 10) + lanes(ROTATED + 1, 10)
+    semantic_key[3] += lanes(ROTATED, 2) + lanes(ROTATED + 1, 2)
+    pair = int(rng.integers(P // 2, P))
+    plant_channel(*weights["channel"], pair, rng)
+    value_place = tuple(int(rng.integers(count)) for count in (L, K, P))
+    layer, value_head, value_pair = value_place
+    value[layer, value_head, :, value_pair::P] *= 20
+    save(workdir, rows, text, query, key, value)
+    x = rows[[GEMMA_IDS.bos, *(4 + ord(letter) for letter in text)]]
+    return types.SimpleNamespace(
+        places=places,
+        fast=fast,
+        band=band,
+        pair=pair,
+        value=value_place,
+        text=text,
+        **vectors(x, query, key, value),
+    )
+
+
+def save(workdir, rows, text, query, key, value) -> None:
+    config = default_config()
+    sizes = {
+        "num_layers": L,
+        "embed_dim": D,
+        "num_heads": N,
+        "num_kv_heads": K,
+        "head_dim": H,
+        "hidden_dim": 8,
+        "vocab_size": 260,
+        "rope_percentage": 0.75,
+    }
+    config.model.update(sizes)
+    config.data.seq_len = T
+    write_decoder(workdir, config, rows, query, key, value)
+    (workdir / "text.txt").write_text(text)
+
+
+def vectors(x, query, key, value) -> dict[str, np.ndarray]:
+    """What x [T, D] is projected to, before rotation: q, k, v [L, N or K, T, P], complex pairs.
+
+    Also `logits` and `weights` [L, N, T, T].
+    """
+
+    def project(weights):
+        lanes = np.einsum("td,lndh->lnth", x, weights)
+        return lanes[..., :P] + 1j * lanes[..., P:]
+
+    q = project(query)
+    k = np.repeat(project(key), 2, axis=1)
+    turns = np.exp(1j * np.arange(T)[:, None] * FREQS)
+    products = np.einsum("lnip,lnjp->lnij", (q * turns).conj(), k * turns)
+    logits = products.real / H**0.5
+    seen = np.where(np.tri(T), logits, -np.inf)
+    weights = oracles.softmax(seen)
+    return {"q": q, "k": k, "v": project(value), "logits": logits, "weights": weights}
+
+
+@pytest.fixture(
+    scope="module", params=[[0, 4], pytest.param(range(20), marks=pytest.mark.slow)], ids=len
+)
+def draws(request, tmp_path_factory):
+    """(what was planted, what --paper found); of 0 the channel does not rotate, of 4 it does."""
+    base = tmp_path_factory.mktemp("planted")
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channels, "ablate", lambda *args: None)  # losses are not what is planted
+        for seed in request.param:
+            run = base / str(seed)
+            planted = plant(run, seed)
+            options = analysis_options(text=str(run / "text.txt"), paper=True)
+            found.append((planted, analysis.analyse(run, options)))
+    return found
+
+
+def shown(planted, found, name) -> dict:
+    """What is shown of a planted head, which is the first one chosen for its score."""
+    head = next(head for head in found["shown"] if head["why"] == SCORES[name])
+    assert (head["layer"], head["head"]) == planted.places[name]
+    return head
+
+
+def place_of_largest(values) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(np.argmax(values), np.shape(values))))
+
+
+def test_the_longest_pairs_are_the_planted_ones(draws):  # Figures 3, 4, 11
+    for planted, found in draws:
+        by_layer = map_values(page.usage(found))
+        by_head = map_values(
+            page.usage_by_head(found, {(head["layer"], head["head"]) for head in found["heads"]})
+        )
+        layer, head = planted.places["channel"]
+        truth = {
+            "queries": (planted.q, (layer, head, planted.pair)),
+            "keys": (planted.k[:, ::2], (layer, head // 2, planted.pair)),
+            "values (control)": (planted.v, planted.value),
+        }
+        for kind, (x, (layer, head, pair)) in truth.items():
+            norms = np.abs(x).mean(axis=2)
+            np.testing.assert_allclose(by_layer[kind], norms.mean(axis=1), rtol=1e-4)
+            np.testing.assert_allclose(by_head[kind], norms.reshape(-1, P), rtol=1e-4)
+            assert place_of_largest(by_layer[kind]) == (layer, pair)
+            assert place_of_largest(by_head[kind]) == (layer * norms.shape[1] + head, pair)
+
+
+def test_the_census_names_exactly_the_planted_heads(draws):
+    kinds = {"diagonal": "diagonal", "previous": "previous_token", "semantic": "semantic"}
+    for planted, found in draws:
+        truth = [""] * (L * N)
+        for name, (layer, head) in planted.places.items():
+            truth[layer * N + head] = kinds.get(name, "first_token")
+        assert head_kinds(found) == truth
+
+
+def test_maps_and_raw_logits_are_those_of_the_formula(draws):  # Figures 5, 7, 9, 12, 13
+    for planted, found in draws:
+        positions = found["window"]["positions"]
+        square = np.ix_(positions, positions)
+        lower = np.tril_indices(len(positions))
+        for name in SCORES:
+            picture, _ = maps.maps(found, shown(planted, found, name))
+            drawn = map_values(picture)
+            place = planted.places[name]
+            weights = planted.weights[place][square]
+            np.testing.assert_allclose(np.nan_to_num(drawn["weights"]), weights, atol=1e-4)
+            logits = planted.logits[place][square][lower]
+            np.testing.assert_allclose(drawn["logits"][lower], logits, rtol=1e-4, atol=1e-3)
+            if name != "apostrophe":
+                back = ("diagonal", "previous").index(name)
+                weights = np.diagonal(drawn["weights"], -back)
+                assert (weights[positions[1] != 1 :] > 1 - EPSILON).all()
+
+
+def test_heads_use_the_planted_fast_pairs(draws):  # Figures 6, 7, 12, 13
+    for planted, found in draws:
+        positions = found["window"]["positions"]
+        for name in SCORES:
+            _, picture = maps.maps(found, shown(planted, found, name))
+            place = planted.places[name]
+            truth = {"query": planted.q[place], "key": planted.k[place]}
+            for kind, norms in map_values(picture).items():
+                x = truth[kind.removeprefix("norms of the ")]
+                np.testing.assert_allclose(norms, np.abs(x[positions]), rtol=1e-4, atol=1e-4)
+                if name != "apostrophe":
+                    used = norms.min(axis=0) > 0.5 * norms.max()
+                    assert np.flatnonzero(used).tolist() == list(range(planted.fast[name]))
+
+
+def test_the_apostrophe_head_is_found_with_what_it_uses(draws):  # Figure 7
+    for planted, found in draws:
+        head = shown(planted, found, "apostrophe")
+        assert head == found["shown"][0]
+        weights, norms = map(map_values, maps.maps(found, head))
+        positions = found["window"]["positions"]
+        after = [row for row, at in enumerate(positions) if row > 1 and planted.text[at - 2] == "'"]
+        assert after, "the window is around an apostrophe"
+        for row in range(2, len(positions)):
+            column = row - 1 if row in after else 0
+            assert weights["weights"][row, column] > 0.9
+        keys = norms["norms of the key"]
+        assert place_of_largest(keys) == (0, planted.band)  # what <bos> is told by
+        apostrophes = np.array(found["window"]["tokens"]) == repr("'")
+        used = keys[apostrophes].min(axis=0) > 0.5
+        assert np.flatnonzero(used).tolist() == list(range(planted.fast["apostrophe"]))
+
+
+@pytest.mark.slow
+def test_the_head_of_a_token_is_chosen_by_its_flag(tmp_path):  # Figure 7
+    run = tmp_path / "run"
+    planted = plant(run, 0)
+    options = analysis_options(text=str(run / "text.txt"), head_of="'", channels=0)
+    found = analysis.analyse(run, options)
+    shown(planted, found, "apostrophe")
+    assert [head["why"] for head in found["shown"]] == ["head_of"] * 3
+    scores = {(head["layer"], head["head"]): head["head_of"] for head in found["heads"]}
+    assert scores.pop(planted.places["apostrophe"]) > 0.9
+    assert max(scores.values()) < 0.5
+    page.write(tmp_path, found)
+    layer, head = planted.places["apostrophe"]
+    assert (tmp_path / f"norms_{layer}_{head}.png").exists()
+    assert ">head_of</th>" in (tmp_path / "index.html").read_text()
+
+
+def test_tables_are_those_of_the_formula(draws):  # Tables 3 and 4, Table 5
+    for planted, found in draws:
+        for name in ("diagonal", "previous"):
+            table = shown(planted, found, name)["table"]
+            assert table["positions"] == list(range(8))
+            assert table["tokens"][0] == "<bos>"
+            place = planted.places[name]
+            norms = [np.linalg.norm(x[place], axis=-1) for x in (planted.q, planted.k)]
+            bounds = np.outer(*norms) / H**0.5
+            logits = planted.logits[place]
+            truth = {
+                "diagonal": np.diagonal(logits)[:8],
+                "upper_bound": np.diagonal(bounds)[:8],
+                "previous_token": np.diagonal(logits, -1)[:7],
+                "previous_upper_bound": np.diagonal(bounds, -1)[:7],
+            }
+            for row, values in truth.items():
+                np.testing.assert_allclose(table[row][-len(values) :], values, rtol=1e-4)
+            assert table["previous_token"][0] is None
+            assert table["previous_upper_bound"][0] is None
+            reached = np.divide(table["diagonal"][1:], table["upper_bound"][1:])
+            assert (reached.min() > 0.97) == (name == "diagonal")
+            reached = np.divide(table["previous_token"][1:], table["previous_upper_bound"][1:])
+            assert (reached.min() > 0.97) == (name == "previous")
+
+
+def test_the_strongest_channel_is_the_planted_one(draws):  # Figure 14, Appendix D.1
+    for planted, found in draws:
+        layer, head = planted.places["channel"]
+        (record,) = found["shown_channels"]
+        for channel in (record, found["channels"][0]):
+            place = (channel["layer"], channel["head"], channel["pair"])
+            assert place == (layer, head, planted.pair)
+            assert channel["frequency"] == pytest.approx(FREQS[planted.pair], rel=1e-5)
+        q, k = (x[layer, head, :, planted.pair] for x in (planted.q, planted.k))
+        expected = oracles.channel(q[None], k[None], FREQS[planted.pair], H)
+        assert_channel(record, expected, rtol=1e-4)
+        assert min(record["to_first"]) > 0 > max(record["to_others"]), "as in Appendix D.1"
+        assert record["breaking_rotation"]
+        for name, x in (("queries", q), ("keys", k)):
+            x = x[found["window"]["positions"]]
+            expected = np.stack([x.real, x.imag], axis=1)
+            np.testing.assert_allclose(record[name], expected, rtol=1e-4, atol=1e-4)
+        curves, _, keys = draw_picture(maps.channel(record)).axes
+        np.testing.assert_allclose([line.get_xdata()[0] for line in curves.lines], [1, 0])
+        np.testing.assert_allclose(keys.lines[-1].get_xydata()[0], record["keys"][0])
+
+
+def test_the_readme_names_a_test_for_every_item_that_is_computed():
+    text = (ROOT / "prope/analysis/README.md").read_text()
+    table = text.split("| what | command |")[1].split("\n\n")[0]
+    lines = table.splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    items = " ".join(row[0] for row in rows)
+    assert len(rows) == 21
+    assert re.findall(r"Figure (\d+)", items) == [str(number) for number in range(1, 15)]
+    assert re.findall(r"Table (\d)", items) == list("12345")
+    assert "Propositions 3.1" in items
+    assert "D.1" in items
+    for row in rows:
+        named = re.findall(r"`([^`]+)`", row[3])
+        file = "analysis/test_analyze_planted.py"
+        if named and named[0].endswith(".py"):
+            file = named.pop(0)
+        tests = re.findall(r"^def (test_\w+)", (ROOT / "tests" / file).read_text(), re.MULTILINE)
+        for name in named:
+            assert any(name in test for test in tests), row

@@ -1,0 +1,665 @@
+"""Configs: what a field may hold; every config of the project builds, and trains when small."""
+
+import importlib.util
+import json
+import math
+import runpy
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from support.commands import ROOT
+
+from prope import sharding
+from prope.config import (
+    EMBEDDED,
+    default_config,
+    differences,
+    flat,
+    from_dict,
+    set_layer_percentages,
+    sized,
+)
+from prope.cost.flops import num_parameters
+from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
+from prope.errors import UsageError
+from prope.optimizer import make_optimizer
+from prope.runtime.validate import validate, validate_devices
+from prope.stack import parameters
+from prope.step import batch_shapes, init_state, make_train_step, resolve_attention
+
+FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})
+# Those whose tiny model no other page has, then those of them whose tiny run is like no other's.
+STEPPED = [path for path in FILES if not path.stem.startswith("encodings_")]
+LIKE = (
+    *("gemma_2b_1m", "gemma2_like", "gemma3_like", "gemma3_1b", "gemma4_like"),
+    *("rnope_swa", "smollm3_like"),
+)
+TRAINED = [path for path in STEPPED if path.stem not in LIKE]
+
+
+def load(path, *arguments):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(*arguments)
+
+
+def module_of(name):
+    return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_config_is_whole_and_builds_at_full_size(path):
+    config = load(path)
+    assert flat(config).keys() == flat(default_config()).keys()
+    validate(config)
+    params = jax.eval_shape(lambda: init_state(config, make_optimizer(config))[0])
+    sizes = {f"gemma_2b_{page}": 2_506_434_560 for page in ("128k", "1m", "flan", "wiki")}
+    sizes["gemma_300m_wiki"] = 298_175_232
+    assert num_parameters(params) == sizes.get(path.stem, num_parameters(params))
+    assert path.stem in sizes or not path.stem.startswith("gemma_")
+    page = importlib.util.spec_from_file_location(path.stem, path).loader.get_source(path.stem)
+    for heading in ("What ", "Command ", "Hardware ", "Hours ", "Expected "):
+        assert f"\n{heading}" in page, f"the page of {path.name} lacks {heading}"
+
+
+# Checkpoints as they were published: family, sizes, further fields, parameters as transformers
+# counts them and Gemma 4's layer_scalar, page.
+SIZES = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+BIAS = {"qkv_bias": True}
+UNTIED = {"tied": False}
+K_IS_V = {"global_key_is_value": True, "num_global_kv_heads": 1}
+E4B = {"num_kv_shared_layers": 18, "per_layer_input_dim": 256}
+E2B = {
+    "num_kv_shared_layers": 20,
+    "per_layer_input_dim": 256,
+    "use_double_wide_mlp": True,
+    "layer_types": ("sliding_attention",) * 4 + ("full_attention",),
+}
+RELEASED = [
+    ("gemma2", (26, 2304, 8, 4, 256, 9216), 256_000, {}, 2_614_341_888, None),
+    ("gemma2", (42, 3584, 16, 8, 256, 14336), 256_000, {}, 9_241_705_984, None),
+    ("gemma2", (46, 4608, 32, 16, 128, 36864), 256_000, {}, 27_227_128_320, None),
+    ("gemma3", (18, 640, 4, 1, 256, 2048), 262_144, {}, 268_098_176, "gemma3_270m"),
+    ("gemma3", (26, 1152, 4, 1, 256, 6912), 262_144, {}, 999_885_952, "gemma3_1b"),
+    ("gemma3", (34, 2560, 8, 4, 256, 10240), 262_144, {}, 3_880_099_328, None),
+    ("gemma3", (48, 3840, 16, 8, 256, 15360), 262_144, {}, 11_765_788_416, None),
+    ("gemma3", (62, 5376, 32, 16, 128, 21504), 262_144, {}, 27_009_002_240, None),
+    ("gemma4", (35, 1536, 8, 1, 256, 6144), 262_144, E2B, 4_628_569_344 + 35, "gemma4_e2b"),
+    ("gemma4", (42, 2560, 8, 2, 256, 10240), 262_144, E4B, 7_463_013_376 + 42, None),
+    ("gemma4", (48, 3840, 16, 8, 256, 15360), 262_144, K_IS_V, 11_907_350_272 + 48, "gemma4_12b"),
+    (
+        *("gemma4", (60, 5376, 32, 16, 256, 21504), 262_144),
+        *(K_IS_V | {"num_global_kv_heads": 4}, 30_697_345_280 + 60, None),
+    ),
+    ("llama", (16, 2048, 32, 8, 64, 8192), 128_256, {}, 1_235_814_400, "llama32_1b"),
+    ("llama", (28, 3072, 24, 8, 128, 8192), 128_256, {}, 3_212_749_824, None),
+    ("llama", (32, 4096, 32, 8, 128, 14336), 128_256, UNTIED, 8_030_261_248, None),
+    ("llama", (30, 576, 9, 3, 64, 1536), 49_152, {}, 134_515_008, "smollm2_135m"),
+    ("llama", (32, 960, 15, 5, 64, 2560), 49_152, {}, 361_821_120, None),
+    ("llama", (24, 2048, 32, 32, 64, 8192), 49_152, {}, 1_711_376_384, None),
+    ("smollm3", (36, 2048, 16, 4, 128, 11008), 128_256, {}, 3_075_098_624, None),
+    ("llama", (24, 896, 14, 2, 64, 4864), 151_936, BIAS, 494_032_768, None),
+    ("qwen3", (28, 1024, 16, 8, 128, 3072), 151_936, {}, 596_049_920, "qwen3_0_6b"),
+    ("qwen3", (28, 2048, 16, 8, 128, 6144), 151_936, {}, 1_720_574_976, None),
+    ("qwen3", (36, 4096, 32, 8, 128, 12288), 151_936, UNTIED, 8_190_735_360, None),
+    ("llama", (32, 4096, 32, 8, 128, 14336), 32_768, UNTIED, 7_248_023_552, None),
+]
+
+
+@pytest.mark.parametrize("released", RELEASED, ids=lambda released: f"{released[0]}-{released[4]}")
+def test_a_family_at_published_sizes_has_the_parameters_of_its_checkpoint(released):
+    family, sizes, vocab_size, fields, count, page = released
+    config = default_config()
+    config.model.update(dict(zip(SIZES, sizes, strict=True)) | {"vocab_size": vocab_size})
+    module_of("families")[family](config)
+    config.model.update(fields)
+    assert parameters.count(config.model) == count
+    if page is not None:
+        config = load(ROOT / "configs" / f"{page}.py")
+        assert config.optimizer.learning_rate == 3e-4, "of a checkpoint that is trained on"
+        model = config.model
+        assert [model[size] for size in SIZES] == list(sizes)
+        assert parameters.count(model) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    # Gemma's files have 64 entries more than its tokenizer.
+    [("gemma3_4b", 3_880_099_328 + 64 * 2560), ("llama31_8b", 8_030_261_248)],
+)
+def test_a_conversion_has_the_size_of_its_checkpoint(name, count):
+    config = load(ROOT / "configs/conversion.py", name)
+    validate(config)
+    assert parameters.count(config.model) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STEPPED, ids=lambda path: path.stem)
+def test_every_config_makes_a_step_at_a_small_size(path):
+    config = load(path, "tiny")
+    validate(config)
+    config.model.vocab_size = 300
+    mesh = sharding.make_mesh()
+    optimizer = make_optimizer(config)
+    params, opt_state = init_state(config, optimizer)
+    rng = np.random.default_rng(0)
+    batch = {
+        name: rng.integers(1, 2, like.shape).astype(like.dtype)
+        for name, like in batch_shapes(config, mesh).items()
+    }
+    batch["tokens"], batch["targets"] = rng.integers(0, 300, (2, *batch["tokens"].shape)).astype(
+        np.int32
+    )
+    _, _, values = jax.jit(make_train_step(config, optimizer))(params, opt_state, batch)
+    assert abs(float(values["loss"]) - math.log(300)) < 1.5, "about a uniform guess"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
+def test_every_config_trains_at_a_small_size_with_nothing_brought_along(
+    path, run_command, tmp_path
+):
+    trained = run_command("prope.train", f"--config={path}:tiny", f"--workdir={tmp_path}/run")
+    assert trained.code == 0 and trained.result["step"] == 20, trained.stderr
+    replaced = "tiny: python_docs replaces " in trained.stderr
+    offline = (*EMBEDDED, "synthetic/mix", "longcontext/mix")
+    assert replaced == (load(path).data.dataset not in offline)
+
+
+# Rotated pairs of every method, by hand from the periods 2 pi b^(2k/d).
+WIKI = {
+    "rope": 32,
+    "nope": 0,
+    "p_rope_0.25": 8,
+    "p_rope_0.5": 16,
+    "p_rope_0.75": 24,
+    "partial_0.25": 8,
+    "partial_0.5": 16,
+    "partial_0.75": 24,
+    "cutoff_1": 16,
+    "cutoff_0.5": 13,
+    "cope": 31,
+    "rope_id": 16,
+    "base_length": 32,
+    "base_bound": 32,
+    "rnope_swa": [32, 32, 32, 0],
+    "p_rope_swa": [32, 32, 32, 8],
+    "swa_only": [32, 32, 32, 32],
+}
+OF_TASKS = {
+    "rope": 16,
+    "nope": 0,
+    "p_rope_0.25": 4,
+    "p_rope_0.5": 8,
+    "p_rope_0.75": 12,
+    "partial_0.25": 4,
+    "partial_0.5": 8,
+    "partial_0.75": 12,
+    "cutoff_1": 11,
+    "cutoff_0.5": 9,
+    "cope": 15,
+    "rope_id": 8,
+    "base_length": 16,
+    "base_bound": 16,
+}
+
+
+OF_LONGCONTEXT = OF_TASKS | {
+    "rnope_swa": [16, 16, 16, 0],
+    "p_rope_swa": [16, 16, 16, 4],
+    "swa_only": [16, 16, 16, 16],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [("encodings_wiki", WIKI), ("encodings_synthetic", OF_TASKS), ("longcontext", OF_LONGCONTEXT)],
+)
+def test_the_encodings_of_a_page_differ_in_nothing_else(name, pairs):
+    page = module_of(name)
+    configs = {method: page["get_config"](method) for method in page["METHODS"]}
+    assert {method: rotated_pairs(config.model) for method, config in configs.items()} == pairs
+    for config in configs.values():
+        differing = {line.partition(":")[0] for line in differences(config, configs["rope"])}
+        assert differing <= {f"model.{field}" for field in FIELDS}
+        validate(config)
+    for method in set(pairs) - {"base_bound"}:
+        validate(page["get_config"](f"{method}-tiny"))
+    grid = page["get_sweep"]("rates")
+    assert len(grid["config"]) == len(pairs) and len(grid["optimizer.learning_rate"]) == 3
+    assert page["get_sweep"]("cope-tiny")["config"] == (f"{ROOT}/configs/{name}.py:cope-tiny",)
+    for wrong in ("cape", "rope-huge", "tiny-rope", ""):
+        with pytest.raises(ValueError, match=f"^{wrong}: must be a method"):
+            page["get_config"](wrong)
+
+
+def test_the_encodings_go_by_the_length():
+    """CoPE: 32 pairs, of which 18 turn once in 1024 tokens, leave 14; 69 % of them are 9.66."""
+    page = module_of("encodings_wiki")
+    short, long = ({m: page["get_config"](m + size).model for m in WIKI} for size in ("", "-long"))
+    assert (short["cope"].clip_low_n, long["cope"].clip_low_n) == (11, 10)
+    assert (short["base_length"].max_wavelength, long["base_length"].max_wavelength) == (512, 1024)
+    for method in page["WITH_WINDOWS"]:
+        assert (short[method].sliding_window, long[method].sliding_window) == (128, 256)
+    assert (short["base_bound"].max_wavelength, long["base_bound"].max_wavelength) == (
+        pytest.approx(3440.5, abs=0.1),
+        pytest.approx(7757.8, abs=0.1),
+    )
+    assert rotated_pairs(long["cutoff_1"]) == 18 and rotated_pairs(long["p_rope_0.5"]) == 16
+    np.testing.assert_array_equal(
+        layer_frequencies(short["cutoff_1"]), layer_frequencies(short["p_rope_0.5"])
+    )
+    assert long["rope_id"].original_seq_len == 1024
+
+
+def test_the_controlled_encodings_are_those_of_the_other_page():
+    """QK-norm of the method without rotation alone is another change."""
+    page = module_of("encodings_controlled")
+    wiki = module_of("encodings_wiki")
+    configs = {method: page["get_config"](method) for method in page["METHODS"]}
+    for method, config in configs.items():
+        validate(config)
+        known = wiki["get_config"](method.removesuffix("_qk_norm"))
+        changed = differences(config, known)
+        names = {line.partition(":")[0] for line in changed}
+        allowed = {"data.validation_fraction", "optimizer.learning_rate"}
+        if method == "nope_qk_norm":
+            allowed.add("model.use_qk_norm")
+            assert config.model.use_qk_norm
+        assert names <= allowed
+        assert config.optimizer.learning_rate in page["RATES"]
+    others = {"full": 10, "tiny": 1, "rates": 2, "python": 4}
+    assert {size: len(page["get_sweep"](size)["seed"]) for size in page["SIZES"]} == others
+    chosen = {*page["SEEDS"]["rates"]}
+    assert chosen.isdisjoint(page["SEEDS"]["full"]), "rates are chosen on other seeds"
+    assert page["get_config"]("rope-python").data.dataset == "python_source"
+
+
+def test_slow_pairs_turn_as_often_as_they_say():
+    """Periods by the formula 2 pi wavelength^(2 k / head_dim)."""
+    page = module_of("slow_pairs")
+    pairs = np.arange(32)
+    for argument in page["GRID"]:
+        method, wavelength, length = argument.split("-")
+        config = page["get_config"](argument)
+        validate(config)
+        cutoff = float(method.removeprefix("cutoff_")) if method != "rope" else math.inf
+        periods = 2 * math.pi * float(wavelength) ** (2 * pairs / 64)
+        expected = (periods <= cutoff * int(length)).sum()
+        assert rotated_pairs(config.model) == expected, argument
+        assert config.batch_size * config.data.seq_len == 2048
+    assert len(page["GRID"]) == 23, "wavelengths, lengths and cutoffs, without the one that is RoPE"
+    kept = layer_frequencies(page["get_config"]("cutoff_1-10000-512").model)[0]
+    rotated = kept[kept > 0]
+    for name in ("narrow", "narrow_4"):
+        narrow = page["get_config"](f"{name}-10000-512").model
+        np.testing.assert_allclose(layer_frequencies(narrow)[0], rotated, rtol=1e-6)
+    dense = layer_frequencies(page["get_config"]("dense-10000-512").model)[0]
+    assert dense.min() == pytest.approx(rotated.min()) and len(dense) == 32
+    with pytest.raises(ValueError, match="^cutoff_2-100-512: must be full, tiny or one of rope-"):
+        page["get_config"]("cutoff_2-100-512")
+
+
+def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
+    pages = [load(ROOT / "configs" / f"gemma_2b_{page}.py") for page in ("wiki", "128k", "1m")]
+    for config, period in zip(pages, (5847, 106_631, 985_127), strict=True):
+        freqs = np.concatenate(layer_frequencies(config.model))
+        assert round(2 * math.pi / freqs[freqs > 0].min()) == period <= config.data.seq_len
+        assert (
+            config.batch_size * config.data.seq_len == 2**22
+            and config.model.rope_percentage == 0.75
+        )
+    changed = [
+        {line.partition(":")[0] for line in differences(pages[0], page)} for page in pages[1:]
+    ]
+    assert all(
+        {n for n in names if n.startswith(("model.", "data."))}
+        == {"model.max_wavelength", "data.seq_len"}
+        for names in changed
+    )
+
+
+def test_a_small_size_says_what_it_replaces(caplog):
+    caplog.set_level("INFO", "prope")
+    config = load(ROOT / "configs" / "gemma_2b_wiki.py", "tiny")
+    assert caplog.messages == [
+        "tiny: python_docs replaces wikipedia/20230601.en; "
+        "--config.data.dataset and .data_dir choose another",
+        "tiny: the byte tokenizer replaces tokenizer.model",
+    ]
+    assert (config.data.dataset, config.data.tokenizer, config.model.vocab_size) == (
+        "python_docs",
+        "byte",
+        260,
+    )
+    config = load(ROOT / "configs" / "gemma_2b_flan.py", "tiny")
+    assert (config.data.mixture, config.data.template, config.data.loss_on) == ((), "", "all")
+    config.data.update({"dataset": "files", "data_dir": "elsewhere"})
+    validate(config)
+
+
+def test_lengths_of_python_source_have_equal_steps():
+    page = module_of("python_source")
+    wiki = module_of("wiki_sample")
+    assert page["get_sweep"]("2048") == wiki["get_sweep"]()
+    configs = [page["get_config"](argument) for argument in ("full", "2048", "8192")]
+    for config, length in zip(configs, (512, 2048, 8192), strict=True):
+        validate(config)
+        assert (config.data.dataset, config.data.seq_len) == ("python_source", length)
+        assert config.batch_size * length == 8192, "tokens in a step"
+        assert config.eval.max_windows * length == 131_072, "tokens in an evaluation"
+        assert config.model.to_dict() == wiki["get_config"]().model.to_dict()
+    assert page["get_config"]("tiny").data.dataset == "python_source"
+    with pytest.raises(ValueError, match="^1024: must be one of full, 2048, 8192, tiny$"):
+        page["get_config"]("1024")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        (
+            "model.rope_percentage",
+            1.5,
+            r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]",
+        ),
+        (
+            "model.rope_percentage",
+            -0.1,
+            r"model.rope_percentage=-0.1: must be a fraction in \[0, 1\]",
+        ),
+        (
+            "model.rope_percentage",
+            math.nan,
+            r"model.rope_percentage=nan: must be a fraction in \[0, 1\]",
+        ),
+        ("model.head_dim", 63, "model.head_dim=63: must be even"),
+        ("model.num_kv_heads", 3, "model.num_heads=4: must be a multiple of model.num_kv_heads=3"),
+        ("model.max_wavelength", 1.0, "model.max_wavelength=1.0: must be greater than 1"),
+        ("model.dtype", "float8", "model.dtype=float8: must be one of float32, bfloat16"),
+        (
+            "model.attention",
+            "flash",
+            "model.attention=flash: must be one of auto, xla, splash, cudnn",
+        ),
+        ("model.remat", "some", "model.remat=some: must be one of none, minimal, save_qkv, full"),
+        ("mesh.tensor", 0, "mesh.tensor=0: must be at least 1"),
+        ("mesh.tensor", 8, "model.num_heads=4: must be a multiple of mesh.tensor=8"),
+        ("mesh.data", 0, "mesh.data=0: must be at least 1, or None for one per slice"),
+        ("accumulation", 3, "batch_size=16: must be a multiple of accumulation=3"),
+        ("num_steps", 0, "num_steps=0: must be at least 1"),
+        ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1: must not be negative"),
+        ("optimizer.final_learning_rate", 1.0, r"must be in \[0, optimizer.learning_rate=0.001\]"),
+        (
+            "optimizer.learning_rate",
+            math.inf,
+            "optimizer.learning_rate=inf: must be a finite number",
+        ),
+        ("data.validation_fraction", 0.0, "data.validation_fraction=0.0: must be between 0 and 1"),
+        (
+            "data.data_dir",
+            "/data",
+            "data.data_dir=/data: has no effect with data.dataset=python_docs",
+        ),
+        (
+            "data.dataset",
+            "wikipedia/20230601.en",
+            "data.dataset=wikipedia/20230601.en needs the folder",
+        ),
+        ("eval.max_windows", 0, "eval.max_windows=0: must be at least 1, or None for all"),
+    ],
+)
+def test_a_value_out_of_range_is_named(field, value, says):
+    config = default_config()
+    validate(config)
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UsageError, match=says):
+        validate(config)
+
+
+def test_the_ends_of_ranges_are_values():
+    config = default_config()
+    config.update_from_flattened_dict(
+        {
+            "optimizer.b1": 0.0,
+            "optimizer.b2": 0.0,
+            "optimizer.weight_decay": 0.0,
+            "optimizer.warmup_steps": 0,
+            "optimizer.final_learning_rate": 0.0,
+            "watchdog_minutes": 0.0,
+            "checkpoint.every_minutes": 0.0,
+            "seed": 0,
+            "num_steps": 1,
+            "log_every": 1,
+            "batch_size": 1,
+            "model.num_layers": 1,
+            "checkpoint.max_to_keep": 1,
+            "eval.max_windows": 1,
+            "data.position_range": 2**31,
+        }
+    )
+    validate(config)
+
+
+@pytest.mark.parametrize("p", [0, 0.0, 1, 1.0])
+def test_both_ends_of_p_are_values(p):
+    config = default_config()
+    config.model.rope_percentage = p
+    validate(config)
+    assert from_dict(config.to_dict()).model.rope_percentage == p
+
+
+def test_p_may_be_a_number_per_layer():
+    config = default_config()
+    set_layer_percentages(config, (1.0, 1.0, 1.0, 0.25))
+    validate(config)
+    again = from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.model.rope_percentage == (1.0, 1.0, 1.0, 0.25) and differences(config, again) == []
+    assert differences(config, default_config()) == [
+        "model.rope_percentage: 1.0, not (1.0, 1.0, 1.0, 0.25)"
+    ]
+    validate(sized(again, "tiny"))
+    for wrong, says in (
+        (
+            (1.0, 0.5),
+            r"rope_percentage=\(1.0, 0.5\): must be one number, "
+            r"or one for each of model.num_layers=4",
+        ),
+        (
+            (1.0, 0.5, math.nan, 0),
+            r"rope_percentage=\(1.0, 0.5, nan, 0.0\): must be a fraction in \[0, 1\]",
+        ),
+    ):
+        set_layer_percentages(config, wrong)
+        with pytest.raises(UsageError, match=says):
+            validate(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"model.num_heads": 6, "mesh.tensor": 4},
+            "model.num_heads=6: must be a multiple of mesh.tensor=4",
+        ),
+        (
+            {"model.hidden_dim": 1023, "mesh.tensor": 2},
+            "model.hidden_dim=1023: must be a multiple of mesh.tensor=2",
+        ),
+        (
+            {"model.vocab_size": 257, "mesh.tensor": 2},
+            "model.vocab_size=257: must be a multiple of mesh.tensor=2",
+        ),
+        (
+            {"model.num_kv_heads": 2, "mesh.tensor": 4},
+            "model.num_kv_heads=2: must be 1, which every device keeps, "
+            "or a multiple of mesh.tensor=4",
+        ),
+        ({"model.num_kv_heads": 1, "mesh.tensor": 4}, None),
+        ({"model.num_kv_heads": 2, "mesh.tensor": 2}, None),
+        ({"model.num_kv_heads": 4, "mesh.tensor": 4}, None),
+        ({"mesh.data": 2}, None),
+        *(({"model.attention": name}, None) for name in ("auto", "xla", "splash", "cudnn")),
+    ],
+)
+def test_tensor_must_divide_the_model(fields, says):
+    config = default_config()
+    config.update_from_flattened_dict(fields)
+    if says is None:
+        return validate(config)
+    with pytest.raises(UsageError) as refused:
+        validate(config)
+    assert str(refused.value) == f"config.{says}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("devices", "slices", "fields", "says"),
+    [
+        (8, 1, {}, None),
+        (16, 1, {}, None),
+        (32, 1, {}, "batch_size=16: must be a multiple of 32 (accumulation=1 x 32 devices)"),
+        (
+            8,
+            1,
+            {"accumulation": 4},
+            "batch_size=16: must be a multiple of 32 (accumulation=4 x 8 devices)",
+        ),
+        (32, 1, {"mesh.tensor": 2}, None),
+        (
+            64,
+            1,
+            {"mesh.tensor": 2},
+            "batch_size=16: must be a multiple of 32 (accumulation=1 x 32 groups of 2 devices)",
+        ),
+        (8, 1, {"mesh.data": 3}, "mesh.data=3: must divide the number of devices, 8"),
+        (6, 1, {"mesh.tensor": 4}, "mesh.tensor=4: must divide the number of devices, 6"),
+        (
+            8,
+            1,
+            {"mesh.data": 8, "mesh.tensor": 2},
+            "mesh.data=8: must divide the number of devices, 8 over mesh.tensor=2",
+        ),
+        (8, 2, {}, None),
+        (8, 2, {"mesh.data": 4}, None),
+        (8, 2, {"mesh.data": 1}, "mesh.data=1: must be a multiple of the number of slices, 2"),
+        (12, 3, {"mesh.data": 4}, "mesh.data=4: must be a multiple of the number of slices, 3"),
+    ],
+)
+def test_devices_must_divide_the_batch(devices, slices, fields, says):
+    config = default_config()
+    config.update_from_flattened_dict(fields)
+    of_slices = [
+        SimpleNamespace(platform="tpu", slice_index=number % slices) for number in range(devices)
+    ]
+    if says is None:
+        return validate_devices(config, of_slices)
+    with pytest.raises(UsageError) as refused:
+        validate_devices(config, of_slices)
+    assert str(refused.value) == f"config.{says}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("platform", "requested", "expected"),
+    [
+        ("cpu", None, ("xla", None)),
+        ("cpu", "auto", ("xla", None)),
+        ("gpu", None, ("cudnn", "xla")),  # which takes heads of 256, and none of 512
+        ("gpu", "auto", ("cudnn", "xla")),
+        ("tpu", "auto", ("splash", None)),
+        ("tpu", "xla", ("splash", "xla")),
+    ],
+)
+def test_attention_is_chosen_for_each_kind_of_layer(platform, requested, expected):
+    config = load(ROOT / "configs" / "gemma4_12b.py")
+    config.model.global_attention = requested
+    device = SimpleNamespace(platform=platform, compute_capability="9.0")
+    model = resolve_attention(config, device).model
+    assert (model.attention, model.global_attention) == expected
+
+
+def test_attention_is_chosen_for_the_device_and_said(caplog):
+    config = default_config()
+    config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
+    tpu = SimpleNamespace(platform="tpu")
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    with caplog.at_level("INFO", "prope"):
+        found = [
+            resolve_attention(config, device).model.attention
+            for device in (jax.devices()[0], tpu, gpu)
+        ]
+    assert found == ["xla", "splash", "cudnn"] and config.model.attention == "auto"
+    assert caplog.messages == [
+        "attention: xla (there is no kernel for a cpu)",
+        "attention: splash (the fastest on a tpu)",
+        "attention: cudnn (the fastest on a gpu)",
+    ]
+    config.data.mask_documents = True
+    assert [resolve_attention(config, device).model.attention for device in (tpu, gpu)] == [
+        "splash",
+        "xla",
+    ]
+    config.model.attention = "splash"
+    config.data.seq_len = 200
+    with pytest.raises(UsageError) as refused:
+        resolve_attention(config, tpu)
+    assert str(refused.value) == (
+        "config.model.attention=splash cannot be used: "
+        "the sequence length must be a multiple of 128; got 200; "
+        "take auto or xla"
+    )
+
+
+@pytest.mark.slow
+def test_attention_that_this_machine_cannot_run_is_refused_before_the_run_begins(train, tmp_path):
+    outcome = train(tmp_path / "run", "--config.model.attention=splash")
+    assert outcome.code == 2
+    assert (
+        "config.model.attention=splash cannot be used: it is a TPU kernel, and this is a cpu"
+        in outcome.error
+    )
+    assert outcome.error.endswith("take auto or xla")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_saved_config_comes_back_and_a_field_from_elsewhere_is_refused():
+    config = default_config()
+    config.model.rope_percentage = 0.25
+    assert from_dict(config.to_dict()) == config
+    values = config.to_dict()
+    values["model"]["rope_percentag"] = 1.0
+    with pytest.raises(
+        UsageError, match=r"model.rope_percentag \(did you mean model.rope_percentage\?\)"
+    ):
+        from_dict(values)
+    for values in ([1], {"model.num_layers": 4}, {"seed": "a"}):
+        with pytest.raises(UsageError, match="the saved config cannot be read: "):
+            from_dict(values)
+
+
+def test_a_teacher_needs_whole_heads():
+    config = default_config()
+    config.mesh.gather = "layer"
+    validate(config)
+    config.convert.distill_weight = 0.5
+    with pytest.raises(UsageError, match="config.mesh.gather=layer: must be head or ahead with"):
+        validate(config)
+
+
+def test_what_makes_another_run():
+    config = default_config()
+    other = default_config()
+    other.log_every = 7
+    other.data.data_dir = "elsewhere"
+    other.model.remat = "full"
+    other.mesh.data = 2
+    assert differences(config, other) == []
+    other.model.rope_percentage = 0.5
+    other.seed = 3
+    assert sorted(differences(config, other)) == [
+        "model.rope_percentage: 0.5, not 1.0",
+        "seed: 3, not 0",
+    ]

@@ -1,0 +1,149 @@
+"""Settings of the environment: each is refused, or proven to change no result."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support.commands import ROOT, losses
+from support.models import small
+
+from prope import model
+from prope.config import check_fields, default_config
+from prope.errors import UsageError
+from prope.inference.generation import row_keys
+from prope.runtime.environment import HARMLESS, REQUIRED, check_environment
+
+OTHER_VALUES = {
+    "False": "true",
+    "True": "false",
+    "None": "high",
+    "0": "1",
+    "standard": "strict",
+    "ignore": "raise",
+}
+OTHERS = {name: OTHER_VALUES[str(required)] for name, (required, _) in REQUIRED.items()}
+GUARDS = ["", "_HOST_TO_DEVICE", "_DEVICE_TO_HOST", "_DEVICE_TO_DEVICE"]
+
+
+def read_settings(environment) -> dict:
+    """The settings that JAX has after it was imported with these variables."""
+    script = """
+import jax, json
+print(json.dumps({name: str(value) for name, value in jax.config.values.items()}))
+"""
+    env = os.environ | environment
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_every_setting_is_a_variable_and_its_default_is_the_required_value():
+    changed = read_settings({name.upper(): value for name, value in OTHERS.items()})
+    check_environment()
+    for name in REQUIRED:
+        assert changed[name] != str(jax.config.values[name]), name
+
+
+@pytest.mark.parametrize(("name", "other"), OTHERS.items())
+def test_a_setting_that_changes_results_is_refused(name, other):
+    with pytest.raises(UsageError, match=f"^{name.upper()}={other}: .*; unset {name.upper()}$"):
+        check_environment(jax.config.values | {name: other})
+
+
+@pytest.mark.parametrize("direction", GUARDS)
+@pytest.mark.parametrize("value", ["disallow", "disallow_explicit"])
+def test_a_guard_that_forbids_copies_is_refused(direction, value):
+    name = f"JAX_TRANSFER_GUARD{direction}"
+    with pytest.raises(UsageError, match=f"^{name}={value}: .*; unset {name}$"):
+        check_environment(jax.config.values | {name.lower(): value})
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--xla_cpu_enable_fast_math=true", True),
+        ("--xla_cpu_enable_fast_math", True),
+        ("--xla_dump_to=/x --xla_cpu_enable_fast_min_max=1", True),
+        ("--xla_cpu_enable_fast_math=false", False),
+        ("--xla_cpu_fast_math_honor_nans=true", False),
+        ("--xla_force_host_platform_device_count=8", False),
+    ],
+)
+def test_fast_math_is_refused(flags, refused, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    if not refused:
+        check_environment()
+        return
+    with pytest.raises(UsageError, match="results would be others; remove --xla_cpu_enable_fast"):
+        check_environment()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "refused"), [("UTF-8", False), ("utf8", False), ("ISO-8859-1", True)]
+)
+def test_a_locale_without_utf_8_is_refused(encoding, refused, monkeypatch):
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: encoding)
+    if not refused:
+        check_environment()
+        return
+    with pytest.raises(UsageError, match="ISO-8859-1: texts are read as UTF-8; set PYTHONUTF8=1"):
+        check_environment()
+
+
+@pytest.mark.slow
+def test_settings_that_are_allowed_change_no_result(train, trained, tmp_path):
+    run = train(tmp_path, "--config.log_every=1", PYTHONPATH=str(ROOT), **HARMLESS)
+    assert run.code == 0, run.stderr
+    assert losses(tmp_path) == losses(trained[0]), "bit for bit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module", ["train", "evaluate", "sample", "plan", "export_hf", "import_hf"]
+)
+def test_every_command_refuses_before_it_begins(module, run_command, tmp_path):
+    tiny = f"--config={ROOT}/configs/quickstart.py:tiny"
+    flags = {
+        "train": [tiny],
+        "plan": [tiny, "--topology=v5e:2x4"],
+        "sample": ["--prompt=a"],
+        "export_hf": [f"--output={tmp_path}/hf"],
+        "import_hf": [f"--input={tmp_path}"],
+    }
+    workdir = [] if module == "plan" else [f"--workdir={tmp_path}/run"]
+    arguments = [*flags.get(module, []), *workdir]
+    environment = {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "1"}
+    refused = run_command(f"prope.{module}", *arguments, **environment)
+    assert refused.code == 2
+    assert refused.error.startswith("error: JAX_ENABLE_X64=True: parameters would be float64")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
+def test_random_numbers_do_not_depend_on_the_default_generator(implementation):
+    def draw():
+        key = jax.random.key(5, impl=model.PRNG)
+        params = model.init(small(num_layers=1), key)
+        return jax.tree.leaves(params), jax.random.key_data(row_keys(5, 2))
+
+    expected = draw()
+    with jax.default_prng_impl(implementation):
+        actual = draw()
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("seed", "allowed"), [(0, True), (2**32 - 1, True), (2**32, False), (2**63, False), (-1, False)]
+)
+def test_a_seed_has_32_bits(seed, allowed):
+    config = default_config()
+    config.seed = seed
+    if allowed:
+        check_fields(config)
+        return
+    with pytest.raises(UsageError, match=rf"^config.seed={seed}: must be in \[0, 2\^32 - 1\]"):
+        check_fields(config)

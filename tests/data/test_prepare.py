@@ -1,0 +1,431 @@
+"""Preparing a store: it depends neither on workers nor on interruptions, and refuses bad input."""
+
+import errno
+import functools
+import json
+import logging
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.commands import ROOT
+from support.text import WIKIPEDIA as NAME
+from support.text import articles, data_config, documents_of, write_text, write_tfds
+from support.text import data_refused as refused
+from support.text import hash_files as digest
+from support.text import read_tokens as stream
+
+from prope.data.sources import files
+from prope.data.sources import tfds as tfds_files
+from prope.data.store import arrays, build, pack, workers
+from prope.errors import RunFailed
+
+KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
+
+
+@pytest.fixture
+def config(tmp_path):
+    """config.data of some text, which one worker packs."""
+    folder = write_text(tmp_path / "text", articles())
+    return data_config(tmp_path, "files", folder, num_workers=1)
+
+
+@pytest.fixture
+def whole(config, tmp_path):
+    """A hash of the files of its store."""
+    undisturbed = config.copy_and_resolve_references()
+    undisturbed.cache_dir = str(tmp_path / "undisturbed")
+    return digest(build.open_store(undisturbed, 260).path)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
+
+
+@pytest.fixture
+def log_lines():
+    """The lines that are logged."""
+    lines = []
+    logger = logging.getLogger("prope")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+# --- The same store, however it was made ------------------------------------------------------
+
+
+def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(tfds_files, "chunk_bytes", lambda total: 7_000)
+    stores = []
+    for kind, number in (("array_record", 1), ("tfrecord", 2)):
+        write_tfds(tmp_path / kind, kind, articles())
+        config = data_config(tmp_path / kind, NAME, tmp_path / kind, num_workers=number)
+        stats = {}
+        stores.append(build.open_store(config, 260, stats))
+        assert stats["workers"] == number
+    one, two = stores
+    assert one.path != two.path
+    assert one.fingerprint == two.fingerprint
+    assert digest(one.path) == digest(two.path)
+    predicted = [text for text in articles() if not pack.is_validation(text.encode(), 0.05)]
+    assert documents_of(one, "train") == predicted
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, sentencepiece_model):
+    """Arguments of the command: text that keeps two workers busy for seconds."""
+    root = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randrange(2, 9))) for _ in range(2000)]
+    lines = [json.dumps({"text": " ".join(rng.choices(words, k=400))}) for _ in range(3000)]
+    (root / "a.jsonl").write_text("\n".join(lines))
+    return [
+        f"--config={ROOT}/configs/quickstart.py",
+        "--config.data.dataset=files",
+        "--config.model.vocab_size=300",
+        f"--config.data.data_dir={root}",
+        f"--config.data.tokenizer={sentencepiece_model}",
+        "--config.data.num_workers=2",
+    ]
+
+
+def kill_preparation(corpus, cache, seconds):
+    """Kills the command, by default among its chunks; asserts that its workers end as well."""
+    arguments = [*corpus, f"--config.data.cache_dir={cache}"]
+    command = [sys.executable, "-m", "prope.data.prepare", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        pattern = "*.chunks/*.json" if seconds is None else "*.chunks"
+        while not list(cache.glob(pattern)) and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(seconds or 0)
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        numbers = children.read_text().split() if children.exists() else []
+        process.send_signal(signal.SIGKILL)
+    orphans = [pathlib.Path(f"/proc/{number}") for number in numbers]
+    deadline = time.monotonic() + 20
+    while any(orphan.exists() for orphan in orphans):
+        assert time.monotonic() < deadline, "workers live on without their parent"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpus, run_command):
+    def prepare(cache):
+        done = run_command("prope.data.prepare", *corpus, f"--config.data.cache_dir={cache}")
+        assert done.code == 0, done.stderr
+        return done
+
+    straight = prepare(tmp_path / "straight").result
+    assert straight["documents"] == 3000
+    assert straight["workers"] == 2
+    expected = digest(straight["store"])
+    reused = 0
+    for attempt in range(KILLS):
+        cache = tmp_path / str(attempt)
+        # At random, from the start of the workers to after the end.
+        seconds = random.uniform(0, straight["seconds"]) if attempt else None
+        kill_preparation(corpus, cache, seconds)
+        again = prepare(cache)
+        reused += re.search(r" [1-9]\d* of \d+ chunks are there already", again.stderr) is not None
+        assert digest(again.result["store"]) == expected
+        assert [str(path) for path in cache.iterdir()] == [again.result["store"]], "nothing else"
+    assert reused >= 1
+
+
+def test_finished_chunks_are_not_packed_again(config, whole, monkeypatch, log_lines, small_chunks):
+    pack_chunk = pack.pack
+    calls = []
+
+    def pack_or_break(chunk, folder, number):
+        calls.append(number)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return pack_chunk(chunk, folder, number)
+
+    monkeypatch.setattr(pack, "pack", pack_or_break)
+    with pytest.raises(KeyboardInterrupt):
+        build.open_store(config, 260)
+    assert calls == list(range(8))
+    (chunks,) = pathlib.Path(config.cache_dir).glob("*")
+    assert chunks.suffix == ".chunks", "there is no store, and no lock"
+    # As after a loss of power: a file is shorter than its record says.
+    damaged = chunks / "3.train"
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    remedy = "chunk 3 is damaged and was dropped; run the same command again"
+    with pytest.raises(RunFailed, match=remedy):
+        build.open_store(config, 260)
+    assert calls[8:] == list(range(7, max(calls) + 1))
+    counts = [
+        re.findall(r"(\d+) of \d+ chunks are there", line)
+        for line in log_lines
+        if "packing" in line and "text" in line
+    ]
+    assert counts == [[], ["7"]]
+    done = build.open_store(config, 260)
+    assert calls[-1] == 3
+    assert digest(done.path) == whole
+
+
+def test_chunks_that_were_cut_otherwise_are_not_mixed_in(config, whole, monkeypatch, small_chunks):
+    packed = workers._packed
+
+    def stop_early(chunks, *arguments):
+        yield from packed(chunks[:4], *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "_packed", stop_early)
+        with pytest.raises(KeyboardInterrupt):
+            build.open_store(config, 260)
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 9_000)
+    assert digest(build.open_store(config, 260).path) == whole
+
+
+def test_long_documents_are_tokenised_in_segments_and_lose_nothing(tmp_path, monkeypatch):
+    texts = [*articles(40), "数" * 500, "x" * 999, "é y\n" * 300]
+    folder = write_text(tmp_path / "text", texts)
+    digests = set()
+    for size in (2**22, 7, 64, 1000):
+        monkeypatch.setattr(pack, "_SEGMENT_BYTES", size)
+        for text in texts:
+            segments = list(pack._segments(text.encode()))
+            assert max(map(len, segments)) <= size
+            assert "".join(segment.decode() for segment in segments) == text
+        config = data_config(tmp_path / str(size), "files", folder)
+        digests.add(digest(build.open_store(config, 260).path))
+    assert len(digests) == 1
+
+
+# --- One writer at a time ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_make_one_store(tmp_path, corpus, start_command):
+    cache = f"--config.data.cache_dir={tmp_path}/cache"
+    commands = [start_command("prope.data.prepare", *corpus, cache) for _ in range(2)]
+    outcomes = [command.wait() for command in commands]
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    results = [json.loads(out.splitlines()[-1]) for _, out, _ in outcomes]
+    assert sorted(result["prepared"] for result in results) == [False, True]
+    assert results[0]["store"] == results[1]["store"]
+    assert results[0]["tokens"] == results[1]["tokens"]
+
+
+def test_a_second_preparation_waits_for_the_first(config, log_lines, monkeypatch):
+    monkeypatch.setattr(build, "_POLL_SECONDS", 0.02)
+    write = build._write_store
+    begins = threading.Event()
+    goes_on = threading.Event()
+    stores = []
+
+    def write_slowly(*arguments):
+        assert not begins.is_set(), "there is one writer"
+        begins.set()
+        assert goes_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(build, "_write_store", write_slowly)
+
+    def prepare():
+        stores.append(build.open_store(config, 260))
+
+    threads = [threading.Thread(target=prepare) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while not any("waiting for it" in line for line in log_lines):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not stores
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == 2
+    assert stores[0] == stores[1]
+    assert [str(path) for path in pathlib.Path(config.cache_dir).iterdir()] == [stores[0].path]
+
+
+# --- What cannot be used ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_record_that_is_not_utf8(tmp_path, number):
+    texts = articles()
+    texts[150] = b"fine so far \xff\xfe"
+    write_tfds(tmp_path / "data", "array_record", texts)
+    config = data_config(tmp_path, NAME, tmp_path / "data", num_workers=number)
+    place = "wikipedia-train.array_record-00001-of-00002 record 85"
+    refused(config, rf"{place}: not UTF-8 text \(byte 12\); convert or")
+    assert not list((tmp_path / "cache").rglob("index.json"))
+
+
+def test_documents_without_text_are_left_out_and_counted(tmp_path, log_lines):
+    texts = articles(50)
+    stores = []
+    for name, written in (("a", [*texts[:20], "", *texts[20:], " \n"]), ("b", texts)):
+        write_tfds(tmp_path / name, "tfrecord", written)
+        config = data_config(tmp_path / name, NAME, tmp_path / name, validation_fraction=0.2)
+        stores.append(build.open_store(config, 260))
+    with_empty, without = stores
+    for split in arrays.SPLITS:
+        np.testing.assert_array_equal(stream(with_empty, split), stream(without, split))
+    assert with_empty.index["empty"] == 2
+    assert without.index["empty"] == 0
+    (line,) = [line for line in log_lines if "left out" in line]
+    count = "data: 2 documents without text were left out"
+    assert line.startswith(f"{count}, the first in wikipedia-train.tfrecord-00001")
+
+
+def test_a_store_that_is_not_what_its_name_says(tmp_path):
+    folder = write_text(tmp_path / "text", articles())
+    config = data_config(tmp_path, "files", folder)
+    other_config = data_config(tmp_path, "files", folder, validation_fraction=0.1)
+    path = pathlib.Path(build.open_store(config, 260).path)
+    other_path = pathlib.Path(build.open_store(other_config, 260).path)
+    index_file = path / "index.json"
+    index = index_file.read_text()
+    other_index = (other_path / "index.json").read_text()
+    fingerprint, other = (json.loads(text)["fingerprint"] for text in (index, other_index))
+    remedy = "remove it to have it prepared again"
+
+    fields = json.loads(index)
+    fields["train"]["tokens"] = 1
+    for content, problem in (
+        (other_index, f"its fingerprint is {other}, not {fingerprint}: it was changed or copied"),
+        (index.replace('fraction": 0.05', 'fraction": 0.06'), "its fingerprint is .* or copied"),
+        (index[:100], "its index.json is damaged"),
+        (json.dumps(fields), "train has .* tokens, its index.json says 1"),
+    ):
+        index_file.write_text(content)
+        refused(config, f"{problem}; {remedy}")
+    index_file.write_text(index)
+    (path / "train").rename(path / "moved")
+    refused(config, f"train/zarr.json is missing; {remedy}")
+    (path / "moved").rename(path / "train")
+    metadata = path / "train" / "zarr.json"
+    whole = metadata.read_text()
+    metadata.write_text(whole[:50])
+    refused(config, f"DATA_LOSS: .*train/zarr.json.*; {remedy}")
+    metadata.write_text(whole)
+    index_file.write_text("[" * 100_000)
+    refused(config, f"its index.json is damaged; {remedy}")
+    index_file.write_text(index)
+    assert build.open_store(config, 260).path == str(path)
+
+
+@pytest.mark.parametrize("name", ["index.json", "train/zarr.json", "train/c/0"])
+def test_a_store_with_a_pipe_in_the_place_of_a_file(config, name):
+    file = pathlib.Path(build.open_store(config, 260).path, name)
+    file.unlink()
+    os.mkfifo(file)
+    refused(config, f"{name} is (missing|a pipe or a device)(, .*)?; remove it to have it prepared")
+
+
+@pytest.mark.parametrize("written", ["chunks", "arrays"])
+def test_a_disk_that_fills_up(config, whole, monkeypatch, small_chunks, written):
+    write_array = arrays.write_array
+
+    def fill_disk(*arguments):
+        if arguments[1] == "train":
+            write_array(*arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = pathlib.Path(config.cache_dir)
+    with monkeypatch.context() as patch:
+        if written == "chunks":
+            patch.setattr(pack, "write_atomic", fill_disk)
+        else:
+            patch.setattr(arrays, "write_array", fill_disk)
+        remedy = "Finished chunks are kept: free some space"
+        refused(config, f"cache_dir={cache}: the disk is full; .* {remedy}")
+    assert not list(cache.rglob("index.json"))
+    assert any(cache.glob("*.chunks/*.json")) == (written == "arrays")
+    assert digest(build.open_store(config, 260).path) == whole
+
+
+def test_a_worker_that_is_killed(config, monkeypatch):
+    config.num_workers = 2
+    source = build.find_source(config)
+    deadly = functools.partial(os._exit, 9)
+    killed = source._replace(chunks=[chunk._replace(read=deadly) for chunk in source.chunks])
+    monkeypatch.setattr(build, "find_source", lambda data: killed)
+    remedy = "a worker was killed, .* finished chunks are kept; .* a smaller config.data.num_wor"
+    with pytest.raises(RunFailed, match=remedy):
+        build.open_store(config, 260)
+
+
+def test_a_cache_that_cannot_be_written(config, bucket, tmp_path, monkeypatch):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file, not a folder")
+    monkeypatch.setenv("PROPE_CACHE", str(blocked))
+    for cache, problem in (
+        (str(blocked), f"config.data.cache_dir={blocked}: cannot be written"),
+        (f"{bucket}/stores", f"PROPE_CACHE={blocked}: cannot be written"),
+        ("gs://other/stores", "config.data.cache_dir=gs://other/stores: cannot be made"),
+        ("nothing://x", "config.data.cache_dir=nothing://x: must be a local path, or"),
+    ):
+        config.cache_dir = cache
+        refused(config, f"^{problem}")
+
+
+# --- Alone ------------------------------------------------------------------------------------
+
+ALONE = """
+import socket
+class Refused(socket.socket):
+    def __init__(self, *arguments, **named):
+        raise RuntimeError("a socket was opened")
+socket.socket = Refused
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_other(name, *rest):
+    return None if name.split(".")[0] == "tensorflow" else find(name, *rest)
+PathFinder.find_spec = find_other
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, number", [pytest.param("array_record", 2, marks=pytest.mark.slow), ("tfrecord", 1)]
+)
+def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind, number):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(ALONE)  # for the workers too
+    alone = {"PYTHONPATH": str(tmp_path / "site")}
+    for code, error in (
+        ("import tensorflow", "No module named 'tensorflow'"),
+        ("import socket; socket.socket()", "opened"),
+    ):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True)
+        assert error in done.stderr
+    write_tfds(tmp_path / "data", kind, articles(400))
+    arguments = [
+        f"--config={ROOT}/configs/quickstart.py:tiny",
+        f"--config.data.dataset={NAME}",
+        f"--config.data.data_dir={tmp_path}/data",
+        f"--config.data.cache_dir={tmp_path}/cache",
+        f"--config.data.num_workers={number}",
+    ]
+    prepared = run_command("prope.data.prepare", *arguments, **alone)
+    assert prepared.code == 0, prepared.stderr
+    assert prepared.result["workers"] == number
+    assert prepared.result["documents"] == 400
+    if kind == "tfrecord":
+        shown = run_command("prope.data.inspect", *arguments, "--step=3", **alone)
+        assert shown.code == 0, shown.stderr
+        assert shown.result["step"] == 3

@@ -1,0 +1,165 @@
+"""Reading documents: storage that fails is not damage; what is missing is named."""
+
+import errno
+import os
+import pathlib
+import re
+
+import pytest
+from etils import epath
+from support.text import WIKIPEDIA as NAME
+from support.text import articles, write_text, write_tfds
+from support.text import data_config as settings
+
+from prope import command
+from prope.data.sources import tfds
+from prope.data.sources.find import find_source
+from prope.errors import RunFailed, UsageError
+from prope.runtime import files
+
+Path = type(epath.Path())
+
+
+def broken(monkeypatch, name, code, times):
+    """Has the first reads of the files with this name fail, as where a server is lost."""
+    real = Path.open
+    left = [times]
+
+    class Broken:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def __getattr__(self, member):
+            return getattr(self.file, member)
+
+        def fail(self):
+            left[0] -= 1
+            if left[0] >= 0:
+                self.file.read(5)  # and is then within a line
+                raise OSError(code, os.strerror(code))
+
+        def read(self, *size):
+            self.fail()
+            return self.file.read(*size)
+
+        def readinto(self, buffer):
+            self.fail()
+            return self.file.readinto(buffer)
+
+        def readline(self, *size):
+            self.fail()
+            return self.file.readline(*size)
+
+    def opened(path, *arguments, **options):
+        file = real(path, *arguments, **options)
+        return Broken(file) if path.name.startswith(name) and arguments[0] == "rb" else file
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(files, "_PAUSES", (0, 0, 0))
+    reader = tfds._READERS.copy()
+    for kind, read in reader.items():
+
+        def failing(path, *arguments, read=read):
+            if left[0] > 0 and name in path:
+                raise RuntimeError("what a library makes of it")
+            return read(path, *arguments)
+
+        monkeypatch.setitem(tfds._READERS, kind, failing)
+
+
+def source_of(tmp_path, kind):
+    if kind == "text":
+        return settings(tmp_path, "files", write_text(tmp_path / "text", articles())), "b.jsonl"
+    write_tfds(tmp_path / "data", kind, articles())
+    return settings(tmp_path, NAME, tmp_path / "data"), f"wikipedia-train.{kind}-00001"
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord", "text"])
+def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypatch, kind):
+    config, name = source_of(tmp_path, kind)
+    source = find_source(config)
+    expected = list(source.documents())
+    with monkeypatch.context() as patch:
+        broken(patch, name, errno.EIO, 2)
+        assert list(source.documents()) == expected
+    for code, says in ((errno.EIO, "Input/output error"), (errno.EACCES, "Permission denied")):
+        with monkeypatch.context() as patch:
+            broken(patch, name, code, 1000)
+            with pytest.raises(
+                RunFailed, match=f"{name}.*: cannot be read: {says}; nothing was changed: see to"
+            ):
+                list(source.documents())
+
+
+def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch):
+    config, _ = source_of(tmp_path, "array_record")
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
+    with pytest.raises(
+        RunFailed, match="data: cannot be read: Permission denied; nothing was changed"
+    ):
+        find_source(config)
+
+
+@pytest.mark.slow
+def test_a_tfrecord_file_is_read_once_by_its_parts(tmp_path, monkeypatch):
+    """In bytes that the process asks the operating system for, whoever asks."""
+    monkeypatch.setattr(tfds, "chunk_bytes", lambda total: total // 20)
+    folder = write_tfds(tmp_path / "data", "tfrecord", articles(20_000))
+    source = find_source(settings(tmp_path, NAME, tmp_path / "data"))
+    assert len(source.chunks) >= 20
+    size = sum(path.stat().st_size for path in folder.glob("*tfrecord*"))
+
+    def read() -> int:
+        return int(re.search(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
+
+    next(source.chunks[0].read())  # imports
+    before = read()
+    assert sum(1 for _ in source.documents()) == 20_000
+    assert read() - before < 2 * size
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "wikipedia/20230601.de",
+            r"prepared copy: mkdir -p .*/wikipedia/20230601.de && .*/1.0.0 .*20230601.de/$",
+        ),
+        (
+            "wikipedia/20220620.simple:1.0.0",
+            r"gcloud storage cp -r gs://tfds-data/datasets/wikipedia/20220620.simple/1.0.0 ",
+        ),
+        (
+            "wikipedia/20230601.simpel",
+            r"there is no wikipedia/20230601.simpel \(did you mean 20230601.simple\?\)",
+        ),
+        ("wikipedia", r"284 MB.*20230601.simple/1.0.0 .*21 GB.*20230601.en/1.0.0"),
+        ("wikipedia_toxicity_subtypes", "tfds build wikipedia_toxicity_subtypes "),
+    ],
+)
+def test_what_is_not_there_comes_with_its_command(tmp_path, name, says):
+    with pytest.raises(UsageError, match=says):
+        find_source(settings(tmp_path, name, tmp_path / "none"))
+
+
+def test_a_missing_package_is_one_line_with_the_command(monkeypatch, capsys):
+    for package, install in (
+        ("sentencepiece", "pip install -e ."),
+        ("transformers.models", r"pip install -e '.\[hf\]'"),
+    ):
+        error = ModuleNotFoundError(f"No module named {package!r}", name=package)
+        monkeypatch.setattr("sys.argv", ["command"])
+        codes = []
+        command.run(lambda error=error: (_ for _ in ()).throw(error), lambda: None, codes.append)
+        said = capsys.readouterr().err
+        assert codes == [2] and said.count("\n") == 1
+        assert re.match(
+            rf"error: the Python package {package.split('.')[0]} is not installed: {install}", said
+        ), said

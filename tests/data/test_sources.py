@@ -1,0 +1,665 @@
+"""Kinds of text, instructions, and mixtures."""
+
+import ast
+import contextlib
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+import socket
+import sysconfig
+
+import numpy as np
+import pytest
+from etils import epath
+from support.text import WIKIPEDIA as NAME
+from support.text import (
+    articles,
+    data_config,
+    documents_of,
+    read_tokens,
+    write_lines,
+    write_text,
+    write_tfds,
+)
+from support.text import data_refused as refused
+
+from prope.config import EMBEDDED, default_config, differences, from_dict
+from prope.data.mixture import interleave_sources, open_windows
+from prope.data.sources import base, files
+from prope.data.sources.find import find_source
+from prope.data.store import arrays
+from prope.data.store.build import open_store
+from prope.data.store.pack import is_validation
+from prope.data.tokenizer import GEMMA_IDS
+from prope.data.windows import train_batch
+from prope.errors import UsageError
+from prope.runtime.files import hash_file, read_text
+from prope.runtime.validate import validate
+
+assert_equal = np.testing.assert_array_equal
+BOS = GEMMA_IDS.bos
+EOS = GEMMA_IDS.eos
+
+# --- Folders ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Every kind of file; the texts in order are those of articles(60)."""
+    root = tmp_path / "text"
+    (root / "d").mkdir(parents=True)
+    texts = articles(60)
+    lines = []
+    for i, text in enumerate(texts):
+        line = json.dumps({"text": text, "n": 1}, ensure_ascii=i % 2 == 0)
+        lines.append(line + "\n" * (1 + i % 3))
+    (root / "a.jsonl").write_text("".join(lines[:30]).rstrip("\n"))
+    (root / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[30:50]).encode()))
+    (root / "c.txt").write_text(texts[50])
+    (root / "c.txt.gz").write_bytes(gzip.compress(texts[51].encode()))
+    for number in range(52, 60):
+        (root / "d" / f"{number}.txt").write_text(texts[number])
+    (root / "notes.md").write_text("not a document")
+    return root
+
+
+@pytest.mark.parametrize("size", [1, 37, 333, 5_000, 10**9])
+def test_a_folder_is_the_same_documents_however_it_is_cut(tmp_path, folder, monkeypatch, size):
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: size)
+    source = find_source(data_config(tmp_path, "files", folder))
+    assert [text.decode() for text in source.documents()] == articles(60)
+    assert len(source.chunks) > 1 or size == 10**9
+    assert len({chunk.key for chunk in source.chunks}) == len(source.chunks)
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        ratio = {".txt": 1, ".jsonl": 1, ".gz": 3}  # gzip is taken to shrink text to a third
+        num_bytes += ratio.get(path.suffix, 0) * path.stat().st_size
+    assert source.num_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "a"', "not a JSON value"),
+        (b'{"text": "\xff"}', r"not UTF-8 text \(byte 10\)"),
+        (b'{"text": "\\ud800"}', "holds half a character"),
+        (b'{"text": 3}', "no text under 'text'; name the key"),
+        (b'{"content": "a", "id": 1}', "no text under 'text'; .*: it has 'content', 'id'"),
+        (b"3", "no text under 'text'; .*: it has none"),
+        (b"[1]", "a JSON array, not an object; write one object a line, as jq"),
+        (b' [{"text": "a"},', "a JSON array, not an object"),
+        (b"{", "not a JSON value .*; write one object a line"),
+    ],
+)
+def test_a_line_that_is_no_document(tmp_path, folder, monkeypatch, line, problem):
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 300)
+    file = folder / "a.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"\n" + line + b"\n")
+    number = whole.count(b"\n") + 2
+    refused(data_config(tmp_path, "files", folder), f"a.jsonl line {number}: {problem}")
+
+
+@pytest.fixture
+def data_lines(caplog):
+    """The lines about data that were logged since the last call."""
+    caplog.set_level("INFO", "prope")
+    base.log_once.cache_clear()
+
+    def take():
+        lines = [line for line in caplog.messages if line.startswith("data: ")]
+        caplog.clear()
+        return lines
+
+    return take
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def json_line(text):
+    return json.dumps({"text": text}) + "\n"
+
+
+def test_files_that_are_not_read_are_counted(tmp_path, data_lines):
+    folder = tmp_path / "text"
+    for name in ("a.jsonl", "B.JSONL", "d/c.jsonl"):
+        write(folder, name, json_line(name))
+    write(folder, "D.TXT.GZ", gzip.compress(b"D"))
+    hidden = ["._a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "__MACOSX/a.txt", ".git/x.txt"]
+    for name in [*hidden, "e.csv", "f.csv", "g.md", "README", "txt", "h.txt~"]:
+        write(folder, name, "not a document")
+    os.mkfifo(folder / "pipe.txt")
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(str(folder / "s.txt"))
+        (folder / "device.txt").symlink_to("/dev/zero")
+        (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+        source = find_source(data_config(tmp_path, "files", folder))
+    assert sorted(source.documents()) == [b"B.JSONL", b"D", b"a.jsonl", b"d/c.jsonl"]
+    (told,) = data_lines()
+    counts = "4 hidden, 3 pipes or devices, 2 ending in .csv, 2 without an ending, 1 "
+    assert told.startswith(f"data: {folder}: 4 files read, 14 left out ({counts}")
+    assert told.endswith(" ..)")
+
+
+def test_links_are_followed_once(tmp_path, data_lines):
+    folder = tmp_path / "text"
+    write(folder, "b/a.jsonl", json_line("b"))
+    write(tmp_path, "outside/o.jsonl", json_line("o"))
+    write(tmp_path, "outside/deeper/p.jsonl", json_line("p"))
+    write(tmp_path, "one.jsonl", json_line("one"))
+    (folder / "a").symlink_to(folder / "b")  # read where it is
+    (folder / "b" / "up").symlink_to(folder)
+    (folder / "c").symlink_to(tmp_path / "outside")
+    (folder / "d").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside" / "loop").symlink_to(tmp_path / "outside")
+    (folder / "e").symlink_to(tmp_path / "outside" / "deeper")
+    (folder / "f.jsonl").symlink_to(tmp_path / "one.jsonl")
+    (folder / "g.jsonl").symlink_to(folder / "b" / "a.jsonl")
+    source = find_source(data_config(tmp_path, "files", folder))
+    names = [name for name, _ in source.identity["files"]]
+    assert names == ["b/a.jsonl", "c/deeper/p.jsonl", "c/o.jsonl", "f.jsonl"]
+    assert list(source.documents()) == [b"b", b"p", b"o", b"one"]
+    assert data_lines() == [f"data: {folder}: 4 files read, 6 left out (6 linked twice)"]
+
+
+def test_nothing_to_read_says_what_is_there(tmp_path):
+    write(tmp_path / "text", "a.parquet", b"PAR1")
+    write(tmp_path / "text", ".cache/a.txt", "a")
+    problem = r"in it or below it; 2 left out \(1 hidden, 1 ending in .parquet\)"
+    refused(data_config(tmp_path, "files", tmp_path / "text"), problem)
+
+
+def test_what_a_bucket_holds_beside_text(tmp_path, bucket, data_lines):
+    for name in ("a.txt", "x/B.TXT", "._a.txt", ".ipynb_checkpoints/a.txt", "c.md"):
+        (epath.Path(bucket) / name).write_text(f"{name}.")
+    source = find_source(data_config(tmp_path, "files", bucket))
+    assert list(source.documents()) == [b"a.txt.", b"x/B.TXT."]
+    told = f"data: {bucket}: 2 files read, 3 left out (2 hidden, 1 ending in .md)"
+    assert data_lines() == [told]
+
+
+def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch):
+    """Not again on a host that has read none of them, unless they change."""
+    hashed = []
+    monkeypatch.setattr(
+        files, "hash_file", lambda path: hashed.append(path.name) or hash_file(path)
+    )
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (epath.Path(bucket) / name).write_text(json_line(name))
+    config = data_config(tmp_path, "files", bucket)
+    config.cache_dir = f"{bucket}-stores"
+    first = find_source(config).identity
+    assert sorted(hashed) == ["a.txt", "b.txt", "c.jsonl"]
+    assert find_source(config).identity == first
+    assert len(hashed) == 3
+    (epath.Path(bucket) / "b.txt").write_text(json_line("B.txt"))  # of the same size
+    (epath.Path(bucket) / "d.txt").write_text("d")
+    changed = find_source(config).identity
+    assert sorted(hashed[3:]) == ["b.txt", "d.txt"]
+    other_cache = data_config(tmp_path / "other", "files", bucket)
+    assert find_source(other_cache).identity == changed != first
+    (epath.Path(config.cache_dir) / os.path.basename(_hashes(config))).write_text("[" * 100_000)
+    assert find_source(config).identity == changed
+
+
+def _hashes(config):
+    (path,) = epath.Path(config.cache_dir).iterdir()
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("few", [True, False])
+def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, name, few):
+    if not few:
+        monkeypatch.setattr(files, "_FEW_TEXTS", 0)
+    text = "One line.\n\ufeffTwo.\n"
+    content = json_line(text) if "jsonl" in name else text
+    content = content.encode("utf-8-sig")
+    write(tmp_path / "text", name, gzip.compress(content) if name.endswith("gz") else content)
+    write(tmp_path / "text", "b.txt", b"\xef\xbb\xbf")
+    source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
+    assert list(source.documents()) == [text.encode(), b""]
+
+
+def test_a_byte_order_mark_is_no_prompt(tmp_path):
+    write(tmp_path, "prompts", "\ufeffdef f\n\ufeffg".encode())
+    assert read_text("prompts", str(tmp_path / "prompts"), "") == "def f\n\ufeffg"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("few", [True, False])
+def test_text_in_another_encoding_is_refused(tmp_path, monkeypatch, encoding, name, few):
+    if not few:
+        monkeypatch.setattr(files, "_FEW_TEXTS", 0)
+    write(tmp_path / "text", name, '{"text": "ein Stück"}\n'.encode(encoding))
+    problem = f"{name}( line 1)?: (not UTF-8 text|holds NUL bytes|not a JSON value)"
+    refused(data_config(tmp_path, "files", tmp_path / "text"), problem)
+
+
+def test_records_whose_text_is_null_are_left_out_and_counted(tmp_path, data_lines):
+    records = [{"text": "a", "q": "1"}, {"text": None, "q": "2"}, {"q": None, "text": "b"}]
+    folder = tmp_path / "text"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [*records, {"text": "", "q": ""}])
+    plain = open_store(data_config(tmp_path, "files", folder), 260)
+    assert documents_of(plain, "all") == ["a", "b"]
+    assert plain.index["empty"] == 2
+    assert any("2 documents without text were left out" in told for told in data_lines())
+    joined = open_store(data_config(tmp_path, "files", folder, template="{q}:{text}"), 260)
+    assert documents_of(joined, "all") == ["1:a", ":"]
+    assert joined.index["empty"] == 2
+
+
+LONG_TEXTS = {
+    "same lines": "To be, or not to be.\n" * 3000,
+    "lines": "".join(f"line {i} of a poem\n" for i in range(4000)),
+    "one line": " ".join(f"word{i}" for i in range(9000)),
+    "no space": "".join(chr(0x4E00 + i % 20_000) for i in range(30_000)),
+    "CRLF": "".join(f"line {i}\r\n\r\n" for i in range(5000)),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_TEXTS)
+@pytest.mark.parametrize("name", ["input.txt", "input.txt.gz"])
+def test_one_long_text_is_split_into_training_and_validation(tmp_path, kind, name):
+    text = LONG_TEXTS[kind].encode()
+    content = gzip.compress(text) if name.endswith("gz") else text
+    write(tmp_path / "text", name, content)
+    config = data_config(tmp_path, "files", tmp_path / "text", seq_len=64)
+    pieces = list(find_source(config).documents())
+    assert b"".join(pieces) == text
+    size = len(content) * 3 if name.endswith("gz") else len(content)
+    assert max(map(len, pieces)) <= max(size // 256, 256)
+    for piece, after in itertools.pairwise(pieces):
+        assert piece.endswith(b"\n") or after.startswith(b" ") or kind == "no space"
+    for split in ("train", "validation"):
+        assert open_windows(config, 260, split).count > 0
+
+
+def test_many_texts_are_whole_documents(tmp_path):
+    texts = [f"{i} " + "word " * 2000 for i in range(17)]
+    for i, text in enumerate(texts):
+        write(tmp_path / "text", f"{i:02d}.txt", text)
+    source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
+    assert [text.decode() for text in source.documents()] == texts
+
+
+def test_a_document_that_is_too_long(tmp_path, folder, monkeypatch):
+    for module in (files, base):
+        monkeypatch.setattr(module, "MAX_DOCUMENT", 100)
+    problem = "a document of more than 100 bytes; cut it into several"
+    refused(data_config(tmp_path, "files", folder), problem)
+
+
+# --- The library of Python --------------------------------------------------------------------
+
+OTHERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "tkinter",
+    "idlelib",
+    "idle_test",
+    "lib2to3",
+    "turtledemo",
+    "ensurepip",
+}
+TAKEN = {"a.py": 50_000, "b/b.py": 199_999, "b.py": 200_000}
+LEFT_OUT = {"short.py": 49_999, "long.py": 200_001, "_sysconfigdata__linux.py": 60_000}
+NOT_LISTED = {"a.txt": 60_000} | {
+    f"{folder}/{name}/a.py": 60_000 for folder in ("a", "b/c") for name in OTHERS
+}
+
+
+def write_library(folder, sizes, monkeypatch):
+    """Writes files of these sizes, and makes them Python's library."""
+    folder.mkdir()
+    for name, size in sizes.items():
+        write(folder, name, f"# {name}\n".ljust(size, "x"))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
+    return folder
+
+
+def test_source_files_are_taken_by_size_and_place(tmp_path, monkeypatch, data_lines):
+    sizes = TAKEN | LEFT_OUT | NOT_LISTED
+    library = write_library(tmp_path / "a", sizes, monkeypatch)
+    config = data_config(tmp_path, "python_source")
+    first = find_source(config)
+    documents = list(first.documents())
+    assert documents == [(library / name).read_bytes() for name in TAKEN]
+    assert first.num_bytes == sum(TAKEN.values())
+    assert data_lines() == ["data: python_source: 3 files of 50 to 200 KB, 3 left out"]
+
+    assert first.identity["python"] == platform.python_version()
+    library = write_library(tmp_path / "b", dict(reversed(sizes.items())), monkeypatch)
+    assert find_source(config).identity == first.identity, "whatever the place, order and date"
+    write(library, "short.py", "# other text")
+    assert find_source(config).identity == first.identity, "whatever is left out"
+    write(library, "a.py", "y" * TAKEN["a.py"])
+    assert find_source(config).identity != first.identity, "of equal size"
+
+
+def test_the_fingerprint_of_the_documentation_stays(tmp_path, monkeypatch):
+    sizes = {"b.py": 90, "b/tkinter/c.py": 80, "test/d.py": 80}
+    write_library(tmp_path / "library", sizes, monkeypatch)
+    listing = b'[["b/tkinter/c.py", 80], ["b.py", 90]]'
+    assert find_source(data_config(tmp_path)).identity == {
+        "dataset": "python_docs",
+        "python": platform.python_version(),
+        "files": hashlib.sha256(listing).hexdigest(),
+    }
+
+
+DOCUMENTED = """'module'
+try:
+    def first():
+        'first'
+        def within(): 'within'
+except OSError:
+    class Caught: 'Caught'
+else:
+    if True:
+        class Else: 'Else'
+finally:
+    async def last(): 'last'
+match 1:
+    case 1:
+        def case(): 'case'
+def plain(argument=lambda: 'no documentation'):
+    'plain'
+    for _ in []:
+        with open('a'):
+            class Deep:
+                'Deep'
+                def method(self): 'method'
+"""
+
+
+def test_the_documentation_of_a_file_is_in_the_order_of_all_its_nodes(tmp_path, monkeypatch):
+    library = write_library(tmp_path / "library", {}, monkeypatch)
+    write(library, "a.py", DOCUMENTED)
+    *_, document = find_source(data_config(tmp_path)).documents()
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(DOCUMENTED)) if isinstance(node, kinds)]
+    texts = [ast.get_docstring(node) for node in nodes]
+    assert len(texts) == 10 and all(texts)
+    assert document == "\n\n".join(texts).encode()
+
+
+def test_source_files_are_split_by_their_paths(tmp_path):
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    texts = {"train": [], "validation": []}
+    for path in sorted(library.glob("**/*.py")):
+        name = path.relative_to(library)
+        text = path.read_bytes()
+        if not 50_000 <= len(text) <= 200_000 or OTHERS & set(name.parts):
+            continue
+        digest = hashlib.blake2b(name.as_posix().encode(), digest_size=8).hexdigest()
+        held_out = int(digest, 16) / 2**64 < 0.25
+        texts["validation" if held_out else "train"].append(text.decode())
+    store = open_store(data_config(tmp_path, "python_source", validation_fraction=0.25), 260)
+    for split, expected in texts.items():
+        assert documents_of(store, split) == expected
+        assert store.count("documents", split) == len(expected)
+    assert len(texts["train"]) >= 25 and len(texts["validation"]) >= 8, "enough for a mean"
+
+
+@pytest.mark.parametrize("dataset", EMBEDDED)
+@pytest.mark.parametrize("sizes", [{}, {"python3.zip": 60_000, "test/a.py": 60_000}])
+def test_a_library_without_source_files(tmp_path, monkeypatch, dataset, sizes):
+    library = write_library(tmp_path / "library", sizes, monkeypatch)
+    problem = f"Python {platform.python_version()} has no .py files for it in {library}; use a "
+    says = re.escape(f"config.data.dataset={dataset}: {problem}")
+    refused(data_config(tmp_path, dataset), f"^{says}")
+
+
+# --- Instructions -----------------------------------------------------------------------------
+
+
+def instructions(tmp_path, kind, **fields):
+    """60 records; (config, [(prompt, predicted)] in order)."""
+    folder = tmp_path / "data"
+    texts = articles(60)
+    if kind == "files":
+        folder.mkdir(parents=True)
+        write_lines(folder / "a.jsonl", [{"title": "t", "text": text} for text in texts])
+    else:
+        write_tfds(folder, kind, texts)
+    dataset = "files" if kind == "files" else NAME
+    template = "Q: {title}\nA: {text}"
+    config = data_config(tmp_path, dataset, folder, template=template, **fields)
+    return config, [(b"Q: t\nA: ", text.encode()) for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["files", "tfrecord"])
+def test_a_template_joins_features(tmp_path, kind):
+    config, expected = instructions(tmp_path, kind)
+    texts = [prompt + predicted for prompt, predicted in expected]
+    train = [text.decode() for text in texts if not is_validation(text, 0.05)]
+    assert documents_of(open_store(config, 260), "train") == train
+
+
+@pytest.mark.parametrize("kind", ["files", "array_record"])
+def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
+    config, expected = instructions(
+        tmp_path, kind, loss_on="targets", seq_len=50, validation_fraction=0.2
+    )
+    expected_tokens = []
+    expected_weights = []
+    num_bytes = 0
+    for prompt, predicted in expected:
+        if not is_validation(prompt + predicted, 0.2):
+            expected_tokens += [BOS, *(byte + 4 for byte in prompt + predicted), EOS]
+            expected_weights += [0] * (1 + len(prompt)) + [1] * (len(predicted) + 1)
+            num_bytes += len(predicted)
+    windows = open_windows(config, 260, "train")
+    store = windows.store
+    batch = windows.read(range(windows.count))
+    last = len(expected_tokens) - 1
+    assert_equal(batch["targets"].ravel()[:last], expected_tokens[1:])
+    assert_equal(batch["tokens"].ravel()[:last], expected_tokens[:-1])
+    assert_equal(batch["weights"].ravel()[:last], expected_weights[1:])
+    num_documents = expected_tokens.count(BOS)
+    assert batch["weights"].sum() == num_bytes + num_documents == store.targets("train")
+    assert store.index["train"]["bytes"] == num_bytes
+
+    def predicted_ids(split):
+        ids, is_prompt = store.decode(read_tokens(store, split))
+        return ids[~is_prompt & (ids != BOS)]
+
+    train = predicted_ids("train")
+    held_out = predicted_ids("validation")
+    losses = [-math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in held_out]
+    assert math.isclose(store.index["unigram_loss"], np.mean(losses), rel_tol=1e-9)
+    loss_on_all, _ = instructions(tmp_path / "all", kind)
+    assert open_store(loss_on_all, 260).fingerprint != store.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "has_prompts", "dtype"),
+    [
+        (2**15, True, "uint16"),
+        (2**15 + 1, True, "uint32"),
+        (256_000, True, "uint32"),
+        (2**16, False, "uint16"),
+        (2**16 + 1, False, "uint32"),
+    ],
+)
+def test_the_mark_of_prompts_leaves_every_id_as_it_is(vocab_size, has_prompts, dtype):
+    assert arrays.element_dtype(vocab_size, has_prompts=has_prompts) == dtype
+    if has_prompts:
+        expected = [0, 1, vocab_size - 1, vocab_size - 1]
+        elements = np.array(expected, dtype)
+        elements[[1, 3]] |= arrays.prompt_bit(elements.dtype)
+        store = arrays.Store("", "", {"rule": {"has_prompts": True}})
+        ids, is_prompt = store.decode(elements)
+        assert ids.dtype == np.int32
+        assert ids.tolist() == expected
+        assert is_prompt.tolist() == [False, True, False, True]
+
+
+def test_templates_that_do_not_fit_the_text(tmp_path):
+    write_tfds(tmp_path / "data", "tfrecord", articles(60))
+    wrong = data_config(tmp_path, NAME, tmp_path / "data", template="{titel} {text}")
+    refused(wrong, r"no text feature 'titel' \(did you mean title\?\).*set config.data.template")
+    folder = write_text(tmp_path / "text", articles(60))
+    wrong = data_config(tmp_path, "files", folder, template="{a}{text}")
+    refused(wrong, "a.txt: has no fields for config.data.template")
+
+
+FILES = {"weight": 1, "dataset": "files", "data_dir": "a"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"template": "{a"}, "template={a: expected '}'"),
+        ({"template": "{a.b}"}, "must name features in braces"),
+        ({"template": "a"}, "must name features in braces"),
+        ({"template": "{}"}, "must name features in braces"),
+        ({"loss_on": "targets"}, "loss_on=targets: needs a template"),
+        ({"loss_on": "x"}, "one of all, targets"),
+        ({"dataset": "python_source"}, "data_dir=x: has no effect with data.dataset=python_source"),
+        ({"loss_on": "targets", "template": "{a}."}, "must end with the feature to predict"),
+        ({"mixture": ()}, "mixture=(): must have sources if, and only if, data.dataset=mixture"),
+        (
+            {"mixture": (FILES | {"data_dir": ""},)},
+            "mixture[0].data_dir=: data.mixture[0].dataset=files needs the folder",
+        ),
+        ({"mixture": (FILES | {"weight": 0},)}, "needs a weight above 0"),
+        ({"mixture": ({"weight": 1},)}, "needs a weight above 0 and a dataset"),
+        ({"mixture": (FILES | {"data_dri": "a"},)}, "no field data_dri (did you mean data_dir?)"),
+    ],
+)
+def test_fields_that_do_not_fit(fields, problem):
+    config = default_config()
+    if "mixture" in fields:
+        config.data.update({"dataset": "mixture"} | fields)
+    else:
+        config.data.update({"dataset": "files", "data_dir": "x"} | fields)
+    with pytest.raises(UsageError) as caught:
+        validate(config)
+    assert problem in str(caught.value)
+
+
+# --- Mixtures ---------------------------------------------------------------------------------
+
+
+def mixture(tmp_path, weights=(3, 1)):
+    """A config of two folders; the configs of the folders."""
+    first = write_text(tmp_path / "text", articles(100))
+    second = write_text(tmp_path / "other", [text.upper() for text in articles(40)])
+    entries = [FILES | {"data_dir": str(folder)} for folder in (first, second)]
+    config = mixed(tmp_path, entries, weights)
+    alone = [data_config(tmp_path, "files", folder, seq_len=64) for folder in (first, second)]
+    return config, alone
+
+
+def mixed(tmp_path, entries, weights):
+    weighted = [entry | {"weight": weight} for entry, weight in zip(entries, weights, strict=True)]
+    return data_config(tmp_path, "mixture", seq_len=64, mixture=tuple(weighted))
+
+
+@pytest.mark.parametrize("shares", [[1], [9, 1], [1, 1], [3, 2, 5], [9997, 1, 2], [333, 667]])
+def test_turns_are_spread_evenly(shares):
+    turn, before = interleave_sources(shares)
+    order = np.tile(turn, 3)
+    for index, share in enumerate(shares):
+        counts = np.concatenate([[0], np.cumsum(order == index)])
+        expected = np.arange(len(counts)) * share / sum(shares)
+        assert np.abs(counts - expected).max() <= 1.5
+        assert counts[len(turn)] == share
+        assert_equal(before[turn == index], np.arange(share))
+
+
+def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
+    config, data = mixture(tmp_path, weights=(0.75, 0.25))
+    windows = open_windows(config, 260, "train")
+    first, second = (open_windows(source, 260, "train") for source in data)
+    indices = [windows.window_index(example, seed=5) for example in range(4 * first.count)]
+    from_first = [index for index in indices if index < first.count]
+    from_second = [index - first.count for index in indices if index >= first.count]
+    assert len(from_first) == 3 * len(from_second)
+    for source, order in ((first, from_first), (second, from_second)):
+        assert order == [source.window_index(example, seed=5) for example in range(len(order))]
+    batch = train_batch(windows, 5, 8, 3)
+    half = train_batch(open_windows(config, 260, "train"), 5, 8, 3, rows=range(4, 8))
+    for row, index in enumerate(indices[24:32]):
+        is_first = index < first.count
+        expected = first.read([index]) if is_first else second.read([index - first.count])
+        for name, values in batch.items():
+            assert_equal(values[row], expected[name][0])
+    for name, values in half.items():
+        assert_equal(values, batch[name][4:])
+
+
+def test_a_mixture_is_evaluated_on_all_of_its_sources(tmp_path):
+    config, data = mixture(tmp_path)
+    windows = open_windows(config, 260, "validation")
+    batch = windows.read(range(windows.count))
+    stores = [open_store(source, 260) for source in data]
+    tokens = np.concatenate([read_tokens(store, "validation") for store in stores])
+    assert_equal(batch["targets"][batch["weights"] > 0], tokens[tokens != BOS])
+    other = mixed(tmp_path, config.mixture, weights=(1, 1))
+    fingerprint = open_windows(other, 260, "validation").store.fingerprint
+    assert fingerprint != windows.store.fingerprint
+
+
+@pytest.mark.parametrize("seed", [2**26 - 1, 2**26, 2**31 + 5, 2**63])
+@pytest.mark.parametrize("first", ["files", "longcontext/passkey"])
+def test_a_generated_source_of_a_mixture_has_windows_for_every_seed(tmp_path, seed, first):
+    folder = str(write_text(tmp_path / "text", articles(60)))
+    entries = [{"dataset": "longcontext/passkey"}, {"dataset": "files", "data_dir": folder}]
+    entries.sort(key=lambda entry: entry["dataset"] != first)
+    windows = open_windows(mixed(tmp_path, entries, weights=(1, 1)), 260, "train")
+    batch = train_batch(windows, seed, 4, 0)
+    for number, entry in enumerate(entries):
+        data = data_config(tmp_path, seq_len=64, **entry)
+        expected = train_batch(open_windows(data, 260, "train"), seed, 2, 0)
+        for name, values in expected.items():
+            assert_equal(batch[name][number::2], values)
+
+
+def test_a_mixture_in_a_saved_config():
+    config = default_config()
+    config.data.update({"dataset": "mixture", "mixture": (FILES,)})
+    validate(config)
+    saved = from_dict(json.loads(json.dumps(config.to_dict())))
+    assert differences(config, saved) == []
+    moved = config.copy_and_resolve_references()
+    moved.data.mixture = (FILES | {"data_dir": "b"},)
+    assert differences(config, moved) == []
+    moved.data.mixture = (FILES | {"dataset": "python_docs"},)
+    assert differences(config, moved) != []
+
+
+PAGE = """
+from prope.config import default_config
+def get_config():
+    config = default_config()
+    config.data.dataset = 'mixture'
+    config.data.mixture = {mixture}
+    return config
+"""
+
+
+def test_a_mixture_in_a_config_file(tmp_path, run_command):
+    config, _ = mixture(tmp_path)
+    (tmp_path / "mixed.py").write_text(PAGE.format(mixture=tuple(map(dict, config.mixture))))
+    flags = [f"--config={tmp_path}/mixed.py", f"--config.data.cache_dir={tmp_path}/c"]
+    prepared = run_command("prope.data.prepare", *flags)
+    assert prepared.code == 0, prepared.stderr
+    assert prepared.result["documents"] == 140
+    assert [source["documents"] for source in prepared.result["sources"]] == [100, 40]
+    assert len(prepared.result["store"]) == 2

@@ -1,0 +1,442 @@
+"""A token store alone: in a bucket, made twice at once, or opened when the text is gone."""
+
+import errno
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+from etils import epath
+from support.commands import CONFIG, finish
+from support.processes import start_patched
+from support.text import WIKIPEDIA as NAME
+from support.text import articles, data_config, write_text, write_tfds
+from support.text import data_refused as refused
+from support.text import read_tokens as stream
+
+from prope.config import default_config, differences
+from prope.data.mixture import open_windows
+from prope.data.store import arrays, build, workers
+from prope.data.store.build import open_store
+from prope.data.windows import train_batch
+from prope.errors import StorageFailed, UsageError
+from prope.runtime import files
+from prope.runtime.files import files_below
+from prope.runtime.validate import validate
+
+SUSPENDS = int(os.environ.get("PROPE_SUSPENDS", "2"))  # 20 and more by hand
+
+
+@pytest.fixture
+def config(tmp_path):
+    """config.data of some text."""
+    folder = write_text(tmp_path / "text", articles())
+    return data_config(tmp_path, "files", folder, seq_len=64)
+
+
+@pytest.fixture
+def in_bucket(config, bucket, tmp_path, monkeypatch):
+    """The same, with the store in a bucket."""
+    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "local"))
+    config = config.copy_and_resolve_references()
+    config.cache_dir = f"{bucket}/stores"
+    return config
+
+
+def read_files(folder) -> dict[str, bytes]:
+    """The files below a folder or URL, by their path in it."""
+    folder = epath.Path(folder)
+    return {name: (folder / name).read_bytes() for name in files_below(folder)}
+
+
+def modified(folder) -> dict[str, float]:
+    """The times at which the files below a folder or URL were written, but for zarr.json."""
+    folder = epath.Path(folder)
+    names = [name for name in files_below(folder) if not name.endswith("zarr.json")]
+    return {name: (folder / name).stat().mtime for name in names}
+
+
+def assert_same_batches(windows, expected):
+    for step in range(3):
+        batch = train_batch(expected, 1, 4, step)
+        for name, values in train_batch(windows, 1, 4, step).items():
+            np.testing.assert_array_equal(values, batch[name])
+
+
+# --- In a bucket ------------------------------------------------------------------------------
+
+
+def test_a_store_in_a_bucket_is_that_of_a_folder(tmp_path, config, in_bucket):
+    local = open_windows(config, 260, "train")
+    windows = open_windows(in_bucket, 260, "train")
+    stores = epath.Path(in_bucket.cache_dir)
+    assert windows.store.path.startswith(in_bucket.cache_dir)
+    assert read_files(stores) == read_files(config.cache_dir), "nothing else is left"
+    assert_same_batches(windows, local)
+    stats = {}
+    assert open_store(in_bucket, 260, stats).path == windows.store.path
+    assert not stats
+    assert not list((tmp_path / "local").iterdir())
+    index = epath.Path(windows.store.path) / "index.json"
+    index.write_bytes(index.read_bytes()[:50])
+    refused(in_bucket, "index.json is damaged; remove it")
+
+
+def test_a_store_does_not_count_without_its_index(config, in_bucket, monkeypatch):
+    write_array = arrays.write_array
+
+    def stop_after(*arguments):
+        write_array(*arguments)
+        raise KeyboardInterrupt
+
+    expected = read_files(open_store(config, 260).path)
+    with monkeypatch.context() as patch:
+        patch.setattr(arrays, "write_array", stop_after)
+        with pytest.raises(KeyboardInterrupt):
+            open_store(in_bucket, 260)
+    assert files_below(epath.Path(in_bucket.cache_dir)), "half of it is there"
+    assert read_files(open_store(in_bucket, 260).path) == expected
+
+
+class NoLock:
+    """A lock of a file system that has none, or has given it to another host meanwhile."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def acquire(self, **options):
+        pass
+
+    release = acquire
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+@pytest.mark.parametrize("moment", ["chunks", "train", "validation", "index"])
+def test_two_hosts_that_prepare_at_once_lose_nothing(
+    tmp_path, config, in_bucket, monkeypatch, moment, place
+):
+    """One host writes all of the store while another is about to write what `moment` names."""
+    expected = read_files(open_store(config, 260).path)
+    if place == "folder":
+        in_bucket.cache_dir = str(tmp_path / "shared")
+        monkeypatch.setattr(build.filelock, "FileLock", NoLock)
+    write_array = arrays.write_array
+    concatenate = build._concatenate
+    pack_chunks = workers.pack_chunks
+    found = []
+
+    def prepare_on_other_host():
+        with monkeypatch.context() as patch:
+            patch.setattr(arrays, "write_array", write_array)
+            patch.setattr(build, "_concatenate", concatenate)
+            patch.setattr(workers, "pack_chunks", pack_chunks)
+            patch.setenv("PROPE_CACHE", str(tmp_path / "other host"))
+            store = open_store(in_bucket, 260)
+        found.append(store)
+        assert read_files(store.path) == expected
+
+    def pack_chunks_late(*arguments):
+        if moment == "chunks":
+            prepare_on_other_host()
+        return pack_chunks(*arguments)
+
+    def write_array_late(path, split, *arguments):
+        if split == moment:
+            prepare_on_other_host()
+            before = modified(path)
+        try:
+            write_array(path, split, *arguments)
+        finally:
+            if split == moment:
+                assert modified(path) == before, "what has an index is left as it is"
+        if found:
+            assert read_files(path) == expected, "it is whole all the time"
+
+    def concatenate_early(*arguments):
+        losses = concatenate(*arguments)
+        if moment == "index":
+            prepare_on_other_host()
+        return losses
+
+    monkeypatch.setattr(arrays, "write_array", write_array_late)
+    monkeypatch.setattr(build, "_concatenate", concatenate_early)
+    monkeypatch.setattr(workers, "pack_chunks", pack_chunks_late)
+    store = open_store(in_bucket, 260)
+    assert found == [store]
+    assert read_files(store.path) == expected
+    assert len(stream(store, "all")) == store.count("tokens", "all")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_suspended_while_another_prepares(
+    tmp_path, bucket, config, storage, start_command
+):
+    """At a random moment; PROPE_SUSPENDS times."""
+    expected = read_files(open_store(config, 260).path)
+    chance = random.Random(SUSPENDS)
+    suspended = 0
+    for attempt in range(10 * SUSPENDS):  # some hosts are done before they can be stopped
+        arguments = (
+            CONFIG,
+            "--config.data.dataset=files",
+            f"--config.data.data_dir={tmp_path}/text",
+            f"--config.data.cache_dir={bucket}/{attempt}",
+        )
+        hosts = []
+        for name in ("one", "two"):
+            host = storage.environment | {"PROPE_CACHE": str(tmp_path / f"{name}{attempt}")}
+            hosts.append(start_command("prope.data.prepare", *arguments, **host))
+            if name == "one":
+                hosts[0].wait_for("packing")
+                time.sleep(chance.random() / 10)
+                suspended += hosts[0]._process.is_alive()
+                hosts[0].signal(signal.SIGSTOP)
+        results = [finish(hosts[1])]
+        (store,) = epath.Path(f"{bucket}/{attempt}").iterdir()
+        assert read_files(store) == expected
+        hosts[0].signal(signal.SIGCONT)
+        results.append(finish(hosts[0]))
+        assert [result.code for result in results] == [0, 0], results
+        assert read_files(store) == expected
+        if suspended == SUSPENDS:
+            break
+    assert suspended == SUSPENDS
+
+
+def test_a_bucket_that_refuses_writes(in_bucket, storage, monkeypatch):
+    write_array = arrays.write_array
+
+    def refuse(*arguments):
+        with storage.failing(403):
+            write_array(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arrays, "write_array", refuse)
+        problem = f"^{in_bucket.cache_dir}: the store cannot be prepared: .*; finished chunks are"
+        with pytest.raises(StorageFailed, match=problem) as caught:
+            open_store(in_bucket, 260)
+    assert "\n" not in str(caught.value)
+    stats = {}
+    open_store(in_bucket, 260, stats)
+    assert stats["tokens"] == 0, "its chunks were kept"
+
+
+def test_a_folder_that_may_not_be_written_is_told_and_not_tried_again(config, monkeypatch):
+    """Launchers restart what failed with the storage: here a person must change something."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(arrays, "write_array", refuse)
+    with pytest.raises(UsageError, match="cache_dir=.*: cannot be written: Permission denied"):
+        open_store(config, 260)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_its_store_is_written_makes_it_again(
+    tmp_path, bucket, storage, run_command
+):
+    write_text(tmp_path / "text", articles())
+    data = (
+        "--config.data.dataset=files",
+        f"--config.data.data_dir={tmp_path}/text",
+        f"--config.data.cache_dir={bucket}/stores",
+        "--config.data.seq_len=64",
+    )
+    patch = (
+        "import time; from prope.data.store import arrays; write_array = arrays.write_array\n"
+        "def write_and_wait(*arguments):\n"
+        "    write_array(*arguments); print('WRITTEN', file=sys.stderr); time.sleep(600)\n"
+        "arrays.write_array = write_and_wait"
+    )
+    host = storage.environment | {"PROPE_CACHE": str(tmp_path / "host")}
+    killed = start_patched(patch, tmp_path / "run", *data, **host)
+    for line in killed.stderr:
+        if "WRITTEN" in line:
+            break
+    killed.kill()
+    killed.communicate()
+    stores = epath.Path(bucket) / "stores"
+    assert any(name.endswith("train/c/0") for name in files_below(stores))
+    again = run_command("prope.train", CONFIG, f"--workdir={tmp_path}/run", *data, **host)
+    assert again.code == 0, again.stderr
+    (store,) = stores.iterdir()
+    local = [*data, f"--config.data.cache_dir={tmp_path}/stores"]
+    straight = run_command("prope.train", CONFIG, f"--workdir={tmp_path}/straight", *local)
+    assert straight.code == 0, straight.stderr
+    assert again.result["loss"] == straight.result["loss"]
+    assert read_files(store) == read_files(tmp_path / "stores" / store.name)
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_shards_that_are_missing_or_cut_short(request, config, place, monkeypatch):
+    """A missing shard would read as padding."""
+    monkeypatch.setattr(arrays, "_READ_TOKENS", 128)
+    monkeypatch.setattr(arrays, "SHARD", 1024)
+    if place == "bucket":
+        config = request.getfixturevalue("in_bucket")
+    folder = epath.Path(open_store(config, 260).path)
+    shards = [f"train/c/{number}" for number in (0, 2)]
+    contents = [(folder / name).read_bytes() for name in shards]
+
+    def check(problem):
+        refused(config, f"^the store {folder}: {problem}; remove it to have it prepared again$")
+
+    windows = open_windows(config, 260, "train")
+    for name in shards:
+        (folder / name).unlink()
+    check("train/c/0 is missing, train/c/2 is missing")
+    with pytest.raises(UsageError, match=f"the store {folder}: .*train/c/0.* is missing"):
+        windows.read([0])  # opened before
+    (folder / shards[0]).write_bytes(contents[0][:-1])
+    (folder / shards[1]).write_bytes(contents[1])
+    whole = len(contents[0])
+    check(f"train/c/0 has {whole - 1} bytes, not {whole}")
+    (folder / shards[0]).write_bytes(contents[0])
+    last = max((folder / "validation/c").iterdir(), key=lambda path: int(path.name))
+    last.unlink()
+    check(f"validation/c/{last.name} is missing")
+
+
+# What TensorStore says of a storage that fails, and what it ends with after the last retry.
+FAILURES = [
+    "UNAVAILABLE: the server is busy",
+    "RESOURCE_EXHAUSTED: the server is busy",
+    "ALREADY_EXISTS: the server is busy",
+    "Bad Request [http_response_code='400']",
+    "FAILED_PRECONDITION: Failed to read [os_error_code='107']",
+    "OUT_OF_RANGE: Failed to read [os_error_code='107']",
+]
+
+
+@pytest.mark.parametrize("text", FAILURES)
+def test_a_storage_that_fails_while_tokens_are_read(config, monkeypatch, text):
+    windows = open_windows(config, 260, "train")
+    expected = windows.read([1])
+    tokens = windows._tokens
+    monkeypatch.setattr(files, "_PAUSES", (0, 0))
+    errors = []
+
+    class Failing:
+        """Fails for as many reads as there are errors."""
+
+        def __getitem__(self, span):
+            if errors:
+                raise errors.pop()
+            return tokens[span]
+
+    windows._tokens = Failing()
+    failure = ValueError(text)
+    errors[:] = [failure, failure]
+    np.testing.assert_array_equal(windows.read([1])["tokens"], expected["tokens"])
+    errors[:] = [failure] * 3
+    problem = re.escape(f"{windows.store.path}: cannot be read: {text}")
+    with pytest.raises(StorageFailed, match=problem):
+        windows.read([1])
+    errors[:] = [failure]
+    assert len(windows.document_starts(1)) == 1
+    errors[:] = [ValueError("an error of ours")]
+    with pytest.raises(ValueError, match="an error of ours"):
+        windows.read([1])
+
+
+# --- Without its text -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_a_store_is_opened_by_its_place(request, tmp_path, config, place, monkeypatch):
+    if place == "bucket":
+        config = request.getfixturevalue("in_bucket")
+    expected = open_windows(config, 260, "train")
+    shutil.rmtree(tmp_path / "text")
+    refused(config, "there is no such folder")
+    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "another host"))
+    path = expected.store.path
+    alone = data_config(tmp_path / "x", "files", store=path, seq_len=64)
+    windows = open_windows(alone, 260, "train")
+    assert windows.store == expected.store
+    assert not (tmp_path / "another host").exists()
+    assert_same_batches(windows, expected)
+    sources = tuple({"weight": weight, "dataset": "files", "store": path} for weight in (1, 2))
+    mixture = data_config(tmp_path / "x", "mixture", mixture=sources, seq_len=64)
+    mixed = open_windows(mixture, 260, "train")
+    assert [source.store for source in mixed.sources] == 2 * [expected.store]
+
+
+def test_a_store_that_does_not_fit(tmp_path, sentencepiece_model):
+    write_tfds(tmp_path / "data", "tfrecord", articles())
+    settings = {
+        "dataset": NAME,
+        "template": "{title}: {text}",
+        "loss_on": "targets",
+        "validation_fraction": 0.1,
+    }
+    config = data_config(tmp_path, data_dir=tmp_path / "data", **settings)
+    place = open_store(config, 260).path
+    config.data_dir = ""
+    config.store = place
+    assert open_store(config, 260).path == place
+    made_with = f"the store {place} was made with"
+    for field, value, problem in (
+        ("dataset", "python_docs", f"{made_with} '{NAME}'"),
+        ("template", "{text}", f"{made_with} '{{title}}: {{text}}'"),
+        ("loss_on", "all", f"{made_with} 'targets'"),
+        ("validation_fraction", 0.05, f"{made_with} 0.1; set that"),
+        ("tokenizer", sentencepiece_model, "is [0-9a-f]{64}, and the store .* with byte "),
+        ("store", str(tmp_path), "is no token store; give what prope.data.prepare"),
+    ):
+        wrong = config.copy_and_resolve_references()
+        wrong[field] = value
+        refused(wrong, f"^config.data.{field}={value}: {problem}", 300)
+
+
+def test_a_config_with_a_store():
+    config = default_config()
+    config.data.update({"dataset": NAME, "store": "gs://bucket/stores/a"})
+    validate(config)
+    other = default_config()
+    other.data.update({"dataset": NAME, "data_dir": "data"})
+    assert differences(config, other) == [], "a resumed run may read its data from another place"
+    mixture = ({"weight": 1, "dataset": "python_docs"},)
+    store = "config.data.store=gs://bucket/stores/a"
+    for fields, problem in (
+        ({"dataset": "synthetic/copy"}, f"{store}: has no effect with"),
+        ({"store": ""}, f"data_dir=: data.dataset={NAME} needs the folder that holds it, or a sto"),
+        ({"dataset": "mixture", "mixture": mixture}, f"{store}: goes into each source of"),
+    ):
+        wrong = config.copy_and_resolve_references()
+        wrong.data.update(fields)
+        with pytest.raises(UsageError, match=problem):
+            validate(wrong)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_its_text(tmp_path, bucket, storage, run_command):
+    """On another host, which sees the bucket only."""
+    write_text(tmp_path / "text", articles())
+    data = ["--config.data.dataset=files", "--config.data.seq_len=64"]
+    raw = [f"--config.data.data_dir={tmp_path}/text", f"--config.data.cache_dir={bucket}/stores"]
+    prepared = run_command("prope.data.prepare", CONFIG, *data, *raw, **storage.environment)
+    assert prepared.code == 0, prepared.stderr
+    place = prepared.result["store"]
+    train = ["prope.train", CONFIG, f"--workdir={tmp_path}/run", "--config.log_every=1", *data]
+    first = run_command(*train, *raw, "--stop_at_step=10", **storage.environment)
+    assert first.code == 0, first.stderr
+    shutil.rmtree(tmp_path / "text")
+    elsewhere = storage.environment | {"PROPE_CACHE": str(tmp_path / "another host")}
+    gone = run_command(*train, *raw, **elsewhere)
+    assert "there is no such folder" in gone.error
+    by_place = run_command(*train, f"--config.data.store={place}", **elsewhere)
+    assert by_place.code == 0, by_place.stderr
+    assert "resumed from step 10" in by_place.stderr
+    evaluate = ["prope.evaluate", f"--workdir={tmp_path}/run", "--max_windows=8"]
+    evaluated = run_command(*evaluate, **elsewhere)
+    assert evaluated.code == 0, evaluated.stderr
+    assert evaluated.result["loss"] == by_place.result["eval_loss"]
+    (epath.Path(place) / "index.json").unlink()
+    gone = run_command(*train, f"--config.data.store={place}", **elsewhere)
+    assert f"config.data.store={place}: is no token store" in gone.error

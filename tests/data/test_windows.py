@@ -1,0 +1,283 @@
+"""The batch as a pure function: on any number of processes, epoch after epoch, at any positions."""
+
+import collections
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+from support.commands import ROOT, devices_flags
+from support.processes import free_port
+
+from prope.config import default_config, differences
+from prope.data.store.pack import is_validation
+from prope.data.windows import Windows, prefetch, randomise_positions, train_batch
+from prope.errors import UsageError
+from prope.runtime.validate import validate
+
+B = 8
+T = 32
+BOS = 2
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """150 texts of very different lengths, no two windows of which are alike."""
+    root = tmp_path_factory.mktemp("windows") / "text"
+    root.mkdir()
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(150):
+        letters = rng.integers(97, 123, rng.integers(1, 300))
+        text = "".join(map(chr, letters))
+        lines.append(json.dumps({"text": text}) + "\n")
+    (root / "all.jsonl").write_text("".join(lines))
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The tokens of the train split, from the texts: per document <bos>, the bytes + 4, <eos>."""
+    stream = []
+    for line in (folder / "all.jsonl").read_text().splitlines():
+        text = json.loads(line)["text"].encode()
+        if not is_validation(text, 0.05):
+            stream += [BOS, *(byte + 4 for byte in text), EOS]
+    return stream
+
+
+def windows_config(folder, **fields):
+    config = default_config()
+    config.data.update(
+        {
+            "dataset": "files",
+            "seq_len": T,
+            "data_dir": str(folder),
+            "cache_dir": str(folder.parent / "cache"),
+        }
+        | fields
+    )
+    return config
+
+
+@pytest.fixture
+def open_windows(folder):
+    def run(split="train", **fields):
+        return Windows(windows_config(folder, **fields).data, 260, split)
+
+    return run
+
+
+def assert_equal(batch, expected, names=None):
+    for name in names or expected:
+        np.testing.assert_array_equal(batch[name], expected[name], err_msg=name)
+
+
+def test_every_window_may_begin_with_bos(open_windows, expected):
+    """It replaces the first token that is read, and nothing that is predicted."""
+    plain = open_windows(bos_every_window=False).read(range(40))
+    changed = open_windows(bos_every_window=True).read(range(40))
+    assert (changed["tokens"][:, 0] == BOS).all()
+    assert (plain["tokens"][:, 0] == BOS).mean() < 0.2
+    np.testing.assert_array_equal(changed["tokens"][:, 1:], plain["tokens"][:, 1:])
+    np.testing.assert_array_equal(changed["targets"].ravel(), expected[1 : 40 * T + 1])
+    assert_equal(changed, plain, ("targets", "positions", "segment_ids", "weights"))
+
+
+WORKER = """
+import json, sys, zlib, jax
+from prope import sharding
+from prope.config import from_dict
+from prope.data.windows import Windows, train_batch
+address, process, batch_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+config = from_dict(json.loads(sys.argv[4]))
+jax.distributed.initialize(address, 2, process)
+windows = Windows(config.data, 260, "train")
+rows = sharding.rows_of_this_process(sharding.make_mesh(2), batch_size)
+sums = []
+for step in range(1000):
+    batch = train_batch(windows, 3, batch_size, step, rows)
+    sums.append(zlib.crc32(b"".join(batch[name].tobytes() for name in sorted(batch))))
+print(json.dumps([jax.device_count(), rows, sums]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_batches_of_one_for_1000_steps(folder):
+    config = windows_config(folder, mask_documents=True, position_range=100)
+    windows = Windows(config.data, 260, "train")
+    address = f"localhost:{free_port()}"
+    devices = {"XLA_FLAGS": devices_flags(2), "PYTHONPATH": str(ROOT)}
+    started = []
+    for process in ("0", "1"):
+        fields = json.dumps(config.to_dict())
+        command = [sys.executable, "-c", WORKER, address, process, str(B), fields]
+        pipe = subprocess.PIPE
+        started.append(
+            subprocess.Popen(command, env=os.environ | devices, stdout=pipe, text=True, cwd=ROOT)
+        )
+    whole = [train_batch(windows, 3, B, step) for step in range(1000)]
+    found = [json.loads(process.communicate(timeout=300)[0]) for process in started]
+    assert [devices for devices, _, _ in found] == [4, 4]
+    assert sorted(found[0][1] + found[1][1]) == list(range(B))
+    assert len(found[0][1]) == B // 2
+    for _, rows, sums in found:
+        for step, batch in enumerate(whole):
+            arrays = b"".join(batch[name][rows].tobytes() for name in sorted(batch))
+            assert sums[step] == zlib.crc32(arrays), step
+
+
+def test_eight_processes_read_the_batches_of_one_for_1000_steps(open_windows):
+    windows = open_windows(position_range=64)
+    for step in range(1000):
+        whole = train_batch(windows, 3, B, step)
+        row = step % B  # the one row of one of eight; over the steps, of every one
+        for name, values in train_batch(windows, 3, B, step, [row]).items():
+            assert whole[name].dtype == (np.float32 if name == "weights" else np.int32)
+            assert whole[name].shape == (B, T)
+            np.testing.assert_array_equal(values[0], whole[name][row])
+
+
+def test_three_epochs_touch_every_window_three_times_in_another_order(open_windows, expected):
+    windows = open_windows()
+    count = windows.count
+    padded = expected + [0] * T
+    starts = range(0, len(expected) - 1, T)
+    window_of_tokens = {tuple(padded[start : start + T]): start // T for start in starts}
+    assert len(window_of_tokens) == len(starts) == count, "windows differ"
+    assert count % B, "a batch crosses the epochs"
+    seen = []
+    for step in range(-(-3 * count // B)):
+        tokens = train_batch(windows, 1, B, step)["tokens"].tolist()
+        seen += [window_of_tokens[tuple(row)] for row in tokens]
+    epochs = [seen[epoch * count : (epoch + 1) * count] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(count))
+    for one, other in itertools.combinations([*epochs, list(range(count))], 2):
+        in_common = np.sum(np.equal(one, other))
+        assert in_common < 10, "about one place, by chance"
+
+
+# --- Randomised positions ---------------------------------------------------------------------
+
+
+def test_randomised_positions_rise_through_the_range_and_change_nothing_else(open_windows):
+    plain = open_windows()
+    windows = open_windows(position_range=100)
+    seen = set()
+    for step in range(20):
+        ordinary = train_batch(plain, 1, B, step)
+        batch = train_batch(windows, 1, B, step)
+        positions = batch["positions"]
+        assert positions.dtype == np.int32
+        assert positions.shape == (B, T)
+        assert (np.diff(positions) > 0).all()
+        assert positions.min() >= 0
+        assert positions.max() < 100
+        assert (ordinary["positions"] == np.arange(T)).all()
+        assert_equal(batch, ordinary, ordinary.keys() - {"positions"})
+        seen |= {tuple(row) for row in positions.tolist()}
+    assert len(seen) == 20 * B, "a new draw in every row of every step"
+
+
+def test_randomised_positions_are_a_function_of_seed_step_and_row(open_windows):
+    def positions(*arguments):
+        return train_batch(open_windows(position_range=100), *arguments)["positions"]
+
+    whole = positions(1, B, 7)
+    np.testing.assert_array_equal(positions(1, B, 7), whole)
+    np.testing.assert_array_equal(positions(1, B, 7, [6, 2]), whole[[6, 2]])
+    next_epoch = 7 + open_windows().count
+    for other in ((2, B, 7), (1, B, 8), (1, B, next_epoch)):
+        assert not (positions(*other) == whole).all(axis=1).any()
+
+
+def test_every_choice_of_positions_is_equally_likely():
+    counts = collections.Counter()
+    for example in range(3000):
+        drawn = randomise_positions(np.arange(2), 4, 5, example)
+        counts[tuple(drawn.tolist())] += 1
+    assert set(counts) == set(itertools.combinations(range(4), 2))
+    stderr = np.sqrt(3000 * 1 / 6 * 5 / 6)
+    assert all(abs(count - 500) < 5 * stderr for count in counts.values()), counts
+    whole = randomise_positions(np.arange(T), T, 5, 0)
+    assert whole.dtype == np.int32
+    assert whole.tolist() == list(range(T))
+
+
+def test_randomised_positions_restart_with_every_masked_document(open_windows):
+    plain = open_windows(mask_documents=True)
+    windows = open_windows(mask_documents=True, position_range=50)
+    openings = []
+    falls = 0
+    for step in range(windows.count // B):
+        ordinary = train_batch(plain, 1, B, step)
+        batch = train_batch(windows, 1, B, step)
+        for row, positions in enumerate(batch["positions"]):
+            borders = np.flatnonzero(batch["tokens"][row] == BOS)
+            for document in np.split(positions, borders):
+                assert (np.diff(document) > 0).all()
+            assert (ordinary["positions"][row, borders] == 0).all()
+            openings += positions[borders].tolist()
+            falls += int((np.diff(positions) < 0).sum())
+        assert batch["positions"].min() >= 0
+        assert batch["positions"].max() < 50
+    assert len(set(openings)) > 5, "the first position of a document is drawn as well"
+    assert falls > len(openings) / 2, "and does not go on from the document before"
+
+
+def test_validation_keeps_ordinary_positions(open_windows):
+    windows = open_windows("validation", position_range=100)
+    assert (windows.read(range(windows.count))["positions"] == np.arange(T)).all()
+
+
+def test_the_range_is_checked_and_makes_another_run():
+    config = default_config()
+    for allowed in (config.data.seq_len, 2**31):
+        config.data.position_range = allowed
+        validate(config)
+    changed = [f"data.position_range: None, not {2**31}"]
+    assert differences(config, default_config()) == changed
+    for value in (config.data.seq_len - 1, 0, -1, 2**31 + 1):
+        config.data.position_range = value
+        problem = f"data.position_range={value}: must be from data.seq_len=256 to "
+        with pytest.raises(UsageError, match=problem):
+            validate(config)
+
+
+# --- Reading ahead ----------------------------------------------------------------------------
+
+
+def test_reading_ahead_is_concurrent_bounded_and_in_order():
+    both = threading.Barrier(2, timeout=10)
+    made = []
+
+    def function(step):
+        if step < 2:
+            both.wait()  # passes only if another thread gets here meanwhile
+        time.sleep(0.01 * (step % 3))
+        made.append(step)
+        return step
+
+    batches = prefetch(function, 0, 50, depth=4)
+    assert [next(batches) for _ in range(10)] == list(range(10))
+    time.sleep(0.2)
+    assert sorted(made) == list(range(14)), "four are ready, and no more"
+    assert list(batches) == list(range(10, 50))
+    assert sorted(made) == list(range(50))
+    for start, stop in ((3, 5), (3, 3)):  # fewer than the depth
+        assert list(prefetch(lambda step: step, start, stop)) == list(range(start, stop))
+
+
+def test_an_error_while_reading_ahead_arrives_at_its_step():
+    batches = prefetch(lambda step: 1 // (step - 5), 0, 50)
+    assert [next(batches) for _ in range(5)] == [-1] * 5
+    with pytest.raises(ZeroDivisionError):
+        next(batches)

@@ -1,0 +1,488 @@
+"""Evaluation against sums made token by token, and its errors against simulation and jackknife."""
+
+import json
+import math
+import shutil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from jax import extend
+from support.commands import flipped
+from support.models import ALL_SWITCHES, forward
+from support.runs import edit_run, evaluate_run, make_run
+from support.text import read_lines
+
+from prope.data.windows import Windows
+from prope.errors import UsageError
+from prope.inference import losses, paired, statistics
+from prope.runtime.files import append_jsonl
+from prope.workdir.run import open_run, read_config
+
+T = 64  # length in training
+BOS = 2
+
+
+class Tokens(NamedTuple):
+    """Every predicted token of some windows."""
+
+    loss: np.ndarray
+    document: np.ndarray  # counted along the stream of tokens
+    position: np.ndarray  # in the window
+
+
+def open_windows(workdir, T):
+    config = read_config(workdir)
+    config.data.seq_len = T
+    return Windows(config.data, config.model.vocab_size, "validation")
+
+
+def token_by_token(workdir, T, chosen=None, step=None) -> Tokens:
+    """The plain softmax in float64, a window at a time."""
+    run = open_run(workdir, step)
+    params = run.params()
+    windows = open_windows(workdir, T)
+    stream = windows.store.tokens("validation").read().result().astype(np.int32)
+    opened = np.cumsum(stream == BOS)
+    predicted = []
+    for window in range(windows.count) if chosen is None else chosen:
+        start = window * T
+        tokens = stream[start : start + T + 1]
+        inputs = jnp.asarray(tokens[None, :-1])
+        positions = jnp.arange(inputs.shape[1])[None]
+        logits = np.asarray(forward(run.config.model, params, inputs, positions)[0], np.float64)
+        for place, target in enumerate(tokens[1:]):
+            if target != BOS:
+                loss = np.logaddexp.reduce(logits[place]) - logits[place, target]
+                predicted.append((loss, opened[start + place + 1], place))
+    return Tokens(*map(np.array, zip(*predicted, strict=True)))
+
+
+def jackknife(values: np.ndarray, document: np.ndarray) -> float:
+    """The standard error of the mean of `values`, by leaving out one document at a time."""
+    names = np.unique(document)
+    left = np.array([values[document != name].mean() for name in names])
+    C = len(names)
+    return math.sqrt((C - 1) / C * ((left - left.mean()) ** 2).sum())
+
+
+# --- The numbers ------------------------------------------------------------------------------
+
+SLOW_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 1000)]
+CONTRACT = "step rope_percentage rotated_pairs dataset seq_len tokens loss perplexity bits_per_byte"
+
+
+@pytest.mark.slow
+def test_a_record_of_layers_of_all_kinds_and_of_its_intervention(runs, base):
+    """The frequencies that are stopped are 0 in each kind of layer."""
+    run = runs / "kinds"
+    make_run(run, 0.5, **ALL_SWITCHES)
+    edit_run(run, base)
+    (record,) = evaluate_run(run)
+    expected = token_by_token(run, T).loss.mean()
+    assert record["loss"] == pytest.approx(expected, rel=1e-6)
+    assert record["rotated_pairs"] == [24, 24, 6, 24, 24, 6]
+    (stopped,) = evaluate_run(run, intervene="stop:0-3")
+    assert stopped["rotated_pairs"] == [20, 20, 2, 20, 20, 2]
+    (beyond,) = evaluate_run(run, intervene="stop:12-31")  # of 12 in layers without a window
+    assert beyond["rotated_pairs"] == [12, 12, 6, 12, 12, 6]
+    older = {name: value for name, value in stopped.items() if name != "layers"} | {"loss": 0.5}
+    (run / "eval.jsonl").write_text(json.dumps(older) + "\n")
+    assert evaluate_run(run, intervene="stop:0-3") == [stopped], "of layers without windows alone"
+    stop = {"model.rope_scaling_type": "stop", "model.scaled_pairs": (0, 3)}
+    edit_run(run, base, **stop)
+    # The weights of step 9 before.
+    expected = token_by_token(run, T, step=7).loss.mean()
+    assert stopped["loss"] == pytest.approx(expected, rel=1e-6) != record["loss"]
+
+
+def test_the_record_names_the_checkpoint_that_was_read_where_the_newest_is_damaged(runs):
+    (older,) = evaluate_run(runs / "rope", step="7")
+    files = [file for file in (runs / "rope/checkpoints/9/params").rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    largest.write_bytes(flipped(largest.read_bytes()))
+    (record,) = evaluate_run(runs / "rope", again=True)
+    assert record["step"] == 7 and record["loss"] == older["loss"]
+    assert [folder.name for folder in (runs / "rope/eval").iterdir()] == ["7"]
+
+
+@pytest.mark.parametrize("fields", [{"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {}])
+def test_evaluations_of_other_weights_or_encodings_have_sums_of_their_own(fields):
+    record = {"step": 9, "encoding": "yarn", "factor": 4.0}
+    is_other = paired.sums_folder("run", record | fields) != paired.sums_folder("run", record)
+    assert is_other == bool(fields)
+
+
+@pytest.mark.parametrize("batch_size", [7, *SLOW_SIZES])
+def test_a_record_is_the_sum_over_its_tokens(runs, batch_size):
+    (record,) = evaluate_run(runs / "rope", batch_size=batch_size)
+    expected = token_by_token(runs / "rope", T)
+    assert record.keys() >= set(CONTRACT.split())
+    assert record["tokens"] == len(expected.loss)
+    assert record["loss"] == pytest.approx(expected.loss.mean(), rel=1e-6)
+    buckets = record["by_position"]
+    starts = [bucket["from"] for bucket in buckets]
+    assert starts == list(range(0, T, 8))
+    for bucket in buckets:
+        assert bucket["to"] == bucket["from"] + 8
+        there = expected.loss[expected.position // 8 == bucket["from"] // 8]
+        assert bucket["tokens"] == len(there)
+        assert bucket["loss"] == pytest.approx(there.mean(), rel=1e-6)
+
+
+def test_the_standard_error_is_that_over_documents(runs):
+    loss, document, _ = token_by_token(runs / "rope", T)
+    (record,) = evaluate_run(runs / "rope")
+    counts = np.bincount(document)
+    counts = counts[counts > 0]
+    assert len(counts) > 20
+    stderr = record["loss_stderr"]
+    assert stderr == pytest.approx(jackknife(loss, document), rel=1e-3)
+    assert stderr > 2 * loss.std() / math.sqrt(len(loss)), "tokens of a document are alike"
+    (file,) = (runs / "rope" / "eval" / "9").glob("*.npz")
+    with np.load(file) as sums:
+        # A document that goes on in the next window is one document.
+        assert sums["tokens"].sum(axis=1).tolist() == counts.tolist()
+
+
+def test_windows_apart_do_not_share_documents(runs):
+    (record,) = evaluate_run(runs / "rope", max_windows=9)
+    count = open_windows(runs / "rope", T).count
+    chosen = [place * count // 9 for place in range(9)]
+    loss, document, position = token_by_token(runs / "rope", T, chosen)
+    assert (record["windows"], record["tokens"]) == (9, len(loss))
+    window = np.cumsum(np.diff(position, prepend=0) < 0)
+    apart = document + 1000 * window
+    assert len(np.unique(apart)) > len(np.unique(document)), "some document is in two of them"
+    assert record["loss_stderr"] == pytest.approx(jackknife(loss, apart), rel=1e-3)
+
+
+def test_the_standard_error_is_the_spread_over_many_samples():
+    """Documents differ in length, and tokens, and length and loss, are correlated."""
+    rng = np.random.default_rng(0)
+    means = []
+    errors = []
+    naive = []
+    for _ in range(3000):
+        tokens = rng.geometric(1 / 50, 80)
+        level = 3 + 0.3 * rng.standard_normal(80) + tokens / 100
+        loss = tokens * level + rng.standard_normal(80) * np.sqrt(tokens)
+        mean, stderr = statistics.mean_and_stderr(loss, tokens)
+        means.append(mean)
+        errors.append(stderr)
+        naive.append(1 / math.sqrt(tokens.sum()))
+    spread = np.std(means)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(spread, rel=0.04)
+    assert np.mean(naive) < 0.5 * spread
+    assert statistics.mean_and_stderr(np.array([6.0, 0.0]), np.array([2, 0])) == (3.0, None)
+
+
+def test_saved_sums_are_added_up_in_float64():
+    """In float32, as they are saved, a document is less than the last digit of all together."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 100, 20_000).astype(np.int32)
+    level = rng.normal(3, 0.3, len(tokens))
+    loss = (tokens * level).astype(np.float32)
+    exact = loss.astype(np.float64)
+    weights = tokens.astype(np.float64)
+    expected = statistics.mean_and_stderr(exact, weights)
+    assert statistics.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
+    share = tokens / tokens.sum()
+    mean = share @ (loss / tokens.astype(np.float64))
+    deviations = share * (loss / tokens - mean)
+    linear = np.sqrt((deviations**2).sum())
+    assert expected == pytest.approx((mean, linear), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_two_runs_on_the_same_windows_are_compared_document_by_document(runs):
+    nope, rope = (runs / "nope", runs / "rope")
+    about = {"step": 7, "seq_len": 2 * T}
+    a, b = evaluate_run(runs, seq_len="2x", step="7")
+    evaluate_run(runs, seq_len="1x", step="7")  # newer, of another length
+    evaluate_run(rope, seq_len="2x", step="9")
+    evaluate_run(rope, seq_len="2x", step="7", max_windows=3)  # newer, of other windows
+    found = paired.paired_difference(nope, rope, about)
+    assert found.difference == pytest.approx(a["loss"] - b["loss"], rel=1e-4)
+    assert found.stderr < 0.7 * math.hypot(a["loss_stderr"], b["loss_stderr"])
+    ours = token_by_token(nope, 2 * T, step=7)
+    theirs = token_by_token(rope, 2 * T, step=7)
+    apart = ours.loss - theirs.loss
+    late = ours.position >= 96
+    for positions, chosen in ((None, late | True), ((96, 128), late)):
+        found = paired.paired_difference(nope, rope, about, positions)
+        assert found.difference == pytest.approx(apart[chosen].mean(), rel=1e-4)
+        stderr = jackknife(apart[chosen], ours.document[chosen])
+        assert found.stderr == pytest.approx(stderr, rel=1e-3)
+    with pytest.raises(UsageError, match=r"positions=\(0, 3\): must be two of 0, 8, 16"):
+        paired.paired_difference(nope, rope, about, (0, 3))
+    evaluate_run(nope, seq_len="100")
+    says = "rope: has no evaluation with .*'seq_len': 100.*prope.evaluate --workdir"
+    with pytest.raises(UsageError, match=says):
+        paired.paired_difference(nope, rope, {"seq_len": 100})
+
+
+def test_damaged_sums_are_answered_with_the_command_that_makes_them(tmp_path):
+    record = {"step": 7, "split": "validation", "fingerprint": "f", "seq_len": 8, "windows": 2}
+    append_jsonl(tmp_path / "eval.jsonl", record)
+    ones = np.ones((2, 1))
+    sums = paired.Sums(ones, ones, np.array([0, 8]), np.zeros(2, int), [1.0])
+    folder = epath.Path(tmp_path / "eval" / "7")
+    paired.write_sums(folder, record, sums)
+    assert paired.paired_difference(tmp_path, tmp_path).samples == 2
+    file = folder / "f-8-2.npz"
+    whole = file.read_bytes()
+    says = "f-8-2.npz: cannot be read; run python -m prope.evaluate .*--again"
+    for damaged in (b"", b"text", whole[:-99], whole[:60] + bytes(40) + whole[100:]):
+        file.write_bytes(damaged)
+        with pytest.raises(UsageError, match=says):
+            paired.paired_difference(tmp_path, tmp_path)
+    file.unlink()
+    with pytest.raises(UsageError, match=says):
+        paired.paired_difference(tmp_path, tmp_path)
+
+
+# --- Longer windows ---------------------------------------------------------------------------
+
+
+def every_shape(jaxpr):
+    """The shapes of all values that a jaxpr makes, those within its loops and calls too."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in equation.outvars)
+        for inner in extend.core.jaxprs_in_params(equation.params):
+            yield from every_shape(inner)
+
+
+@pytest.mark.parametrize("p", [pytest.param("nope", marks=pytest.mark.slow), "rope"])
+def test_long_windows_are_finite_and_their_scores_never_whole(runs, p, monkeypatch):
+    traced = []
+    score = losses.LossEvaluation._score
+
+    def spy(self, *arguments):
+        traced.append(jax.make_jaxpr(score, static_argnums=0)(self, *arguments))
+        return score(self, *arguments)
+
+    monkeypatch.setattr(losses.LossEvaluation, "_score", spy)
+    (record,) = evaluate_run(runs / p, seq_len="8x", max_windows=2)
+    assert record["seq_len"] == 8 * T
+    assert len(record["by_position"]) == 64
+    middle = open_windows(runs / p, 8 * T).count // 2
+    expected = token_by_token(runs / p, 8 * T, [0, middle])
+    assert record["loss"] == pytest.approx(expected.loss.mean(), rel=1e-5)
+    shapes = list(every_shape(traced[0].jaxpr))
+    assert any(8 * T in shape for shape in shapes)
+    of_all_heads = 2 * 4 * (8 * T) ** 2
+    assert max(map(math.prod, shapes)) < of_all_heads / 2, "scores of all queries with all keys"
+
+
+def test_windows_of_8192_tokens_are_told_apart_by_thousands(runs, monkeypatch):
+    def root(hidden, table, targets, cap):
+        positions = jnp.arange(1.0, targets.shape[1] + 1)
+        return jnp.broadcast_to(jnp.sqrt(positions), targets.shape)
+
+    monkeypatch.setattr(losses, "token_losses", root)
+    flags = {"seq_len": "8191,8192", "max_windows": 1, "split": "all"}
+    short, long = evaluate_run(runs / "rope", **flags)
+    stops = [bucket["to"] for bucket in short["by_position"]]
+    assert stops[:3] == [8, 16, 24]
+    starts = [bucket["from"] for bucket in long["by_position"]]
+    assert starts == list(range(0, long["tokens"], 1024))
+    expected = np.sqrt(np.arange(1024, 2048) + 1).mean()
+    second = long["by_position"][1]
+    assert second["loss"] == pytest.approx(expected, rel=1e-2), "some targets are <bos>"
+
+
+@pytest.mark.slow
+def test_training_with_randomised_positions_does_not_bound_evaluation(runs, base):
+    edit_run(runs / "rope", base, **{"data.position_range": 2 * T})
+    ordinary, other = evaluate_run(runs, seq_len="4x")
+    expected = token_by_token(runs / "rope", 4 * T)
+    assert other["loss"] == pytest.approx(expected.loss.mean(), rel=1e-6)
+    assert ordinary["loss"] != other["loss"]
+
+
+# --- Which runs, checkpoints and lengths ------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_all_runs_all_checkpoints_all_lengths_once_and_not_again(runs, base, monkeypatch):
+    compiled = []
+    check = losses.check_memory
+    monkeypatch.setattr(losses, "check_memory", lambda *given: compiled.append(check(*given)))
+    shutil.copytree(runs / "nope", runs / "below" / "seed=1")
+    edit_run(runs / "below" / "seed=1", base, seed=1)
+    # What is within a run is a part of it.
+    shutil.copytree(runs / "rope", runs / "nope" / "within")
+    (runs / "unfinished").mkdir()
+    shutil.copy(runs / "nope" / "config.json", runs / "unfinished")
+    records = evaluate_run(runs, step="all", seq_len="1x,32,0064,2x")
+    assert len(compiled) == 6, "once for each length and p"
+    expected = []
+    for name, p in (("below/seed=1", 0.0), ("nope", 0.0), ("rope", 1.0)):
+        for step in (7, 9):
+            expected += [(str(runs / name), p, step, length) for length in (64, 32, 128)]
+    fields = ("workdir", "rope_percentage", "step", "seq_len")
+    assert [tuple(record[name] for name in fields) for record in records] == expected
+    assert len({record["loss"] for record in records[6:]}) == 12
+    lines = read_lines(runs / "rope" / "eval.jsonl")
+    assert lines == records[12:]
+
+    assert evaluate_run(runs, step="all", seq_len="1x,32,64,2x") == records
+    (newest,) = evaluate_run(runs / "rope")
+    assert newest == records[15]
+    assert len(compiled) == 6
+    assert read_lines(runs / "rope" / "eval.jsonl") == lines
+    (again,) = evaluate_run(runs / "rope", again=True)
+    assert again == newest
+    assert len(compiled) == 7
+    assert len(read_lines(runs / "rope" / "eval.jsonl")) == 7
+
+
+@pytest.mark.slow
+def test_a_record_is_reused_for_the_same_evaluation_alone(runs, tmp_path, base):
+    rope = runs / "rope"
+    (first,) = evaluate_run(rope)
+    # Training's record has neither of these.
+    lacking = ("rope_percentage", "rotated_pairs", "init_hash", "workdir")
+    training = {name: value for name, value in first.items() if name not in lacking}
+    (rope / "eval.jsonl").write_text(json.dumps(training | {"loss": 0.5}) + "\n")
+    assert evaluate_run(rope) == [first | {"loss": 0.5}]
+    (whole,) = evaluate_run(rope, max_windows=10**6)
+    assert whole["loss"] == 0.5, "all windows, said in another way"
+    for other in ({"max_windows": 2}, {"step": "7"}, {"seq_len": "32"}):
+        assert evaluate_run(rope, **other)[0]["loss"] != 0.5
+    shutil.copytree(base / "text", tmp_path / "more")
+    (tmp_path / "more" / "b.jsonl").write_text('{"text": "another text"}\n' * 50)
+    (other,) = evaluate_run(rope, dataset="files", data_dir=str(tmp_path / "more"))
+    assert other["loss"] != 0.5
+    assert other["fingerprint"] != first["fingerprint"], "the same name, other documents"
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_last_and_all_in_short(runs, run_command):
+    flags = ("--seq_len=32,1x", "--max_windows=5")
+    outcome = run_command("prope.evaluate", f"--workdir={runs}", *flags)
+    assert outcome.code == 0, outcome.stderr
+    last = outcome.result
+    short = last.pop("evaluations")
+    assert short[-1].items() <= last.items()
+    header, *lines = outcome.stderr.splitlines()[-5:]
+    columns = header.split()[-8:]  # the log's first line begins with its time
+    assert columns == list(short[0])
+    expected = [("nope", 32), ("nope", 64), ("rope", 32), ("rope", 64)]
+    for record, line, (name, length) in zip(short, lines, expected, strict=True):
+        assert record["workdir"] == str(runs / name)
+        assert record["seq_len"] == length
+        cells = dict(zip(columns, line.split(), strict=True))
+        assert cells["workdir"] == name
+        assert cells["seq_len"] == str(length)
+        assert float(cells["loss"]) == pytest.approx(record["loss"], rel=1e-4)
+    one = run_command("prope.evaluate", f"--workdir={runs / 'rope'}", "--max_windows=5")
+    assert one.result == last
+    text_read, evaluated, told = one.stderr.splitlines()
+    assert text_read.endswith("1 files read, 0 left out")
+    assert evaluated.endswith("is in eval.jsonl")
+    assert f"loss {last['loss']:.4f} nats per token" in told
+
+
+YARN = {"original_seq_len": T, "logit_scale": "yarn"}
+RESCALED = [
+    ("yarn", 4.0, YARN | {"rope_scaling_factor": 4.0}),
+    pytest.param("yarn", None, YARN | {"rope_scaling_factor": 2.0}, marks=pytest.mark.slow),
+    pytest.param("ntk", 8.0, {"rope_scaling_factor": 8.0}, marks=pytest.mark.slow),
+    ("dynamic", None, {"original_seq_len": T}),
+]
+
+
+@pytest.mark.parametrize(("encoding", "factor", "fields"), RESCALED)
+def test_an_encoding_is_rescaled_for_the_evaluation_alone(runs, base, encoding, factor, fields):
+    """It equals the plain evaluation of a run whose config has these fields."""
+    rope = runs / "rope"
+    (plain,) = evaluate_run(rope, seq_len="2x")
+    flags = {"seq_len": "2x", "encoding": encoding, "factor": factor}
+    (record,) = evaluate_run(rope, **flags)
+    assert record["encoding"] == encoding
+    assert record["factor"] == fields.get("rope_scaling_factor", 1.0)
+    lines = read_lines(rope / "eval.jsonl")
+    assert evaluate_run(rope, **flags) == [record]
+    assert evaluate_run(rope, seq_len="2x") == [plain]
+    assert read_lines(rope / "eval.jsonl") == lines, "both were computed before"
+    fields = fields | {"rope_scaling_type": encoding}
+    edit_run(rope, base, **{f"model.{name}": value for name, value in fields.items()})
+    (expected,) = evaluate_run(rope, seq_len="2x", step="7")  # the weights of step 9 before
+    assert record["loss"] == expected["loss"] != plain["loss"]
+
+
+def test_documents_are_the_same_when_every_window_begins_with_bos(runs, base):
+    (plain,) = evaluate_run(runs / "rope")
+    edit_run(runs / "rope", base, **{"data.bos_every_window": True})
+    (record,) = evaluate_run(runs / "rope", step="7")  # the weights of step 9 before
+    for name in ("documents", "tokens"):
+        assert record[name] == plain[name]
+    assert record["documents"] < record["windows"]
+    assert record["loss"] != plain["loss"]
+
+
+def test_runs_that_cannot_be_rescaled_are_left_out(runs, base):
+    rope_id = {
+        "model.rope_percentage": 1.0,
+        "model.rope_type": "rope_id",
+        "model.original_seq_len": 128,
+    }
+    edit_run(runs / "nope", base, **rope_id)
+    (record,) = evaluate_run(runs, encoding="yarn", seq_len="2x")
+    assert record["workdir"] == str(runs / "rope")
+    says = "--encoding=yarn: rope_type=rope_id has no wavelength, which yarn needs"
+    with pytest.raises(UsageError, match=says):
+        evaluate_run(runs / "nope", encoding="yarn")
+    edit_run(runs / "rope", base, **rope_id)
+    says = "no run there has a finished checkpoint whose encoding yarn can change"
+    with pytest.raises(UsageError, match=says):
+        evaluate_run(runs, encoding="yarn")
+
+
+# --- Bad input --------------------------------------------------------------------------------
+
+NUMBERS = "neither a number of tokens nor a multiple .*; give a list such as 512 or 1x,2x"
+REFUSED = [
+    ({"factor": 4.0}, "--factor=4.0: .*; it goes with --encoding, such as yarn"),
+    ({"intervene": "stop", "factor": 2.0}, "--factor=2.0: .* --intervene=interpolate"),
+    ({"intervene": "stop", "encoding": "yarn"}, "--encoding=yarn: --intervene=stop .*give one"),
+    ({"max_windows": 3, "max_tokens": 9999}, "--max_windows=3: --max_tokens=9999 .*give one"),
+    (
+        {"window": ["64", "x"]},
+        "--window=64,x: 'x' is not a number of tokens from 1 on; give a list",
+    ),
+    ({"window": ["0"]}, "--window=0: '0' is not a number of tokens from 1 on"),
+    ({"window": ["8"], "sinks": ["-1"]}, "--sinks=-1: '-1' is not a number of tokens from 0 on"),
+    ({"sinks": ["4"]}, "--sinks=4: has no effect without --window"),
+    ({"seq_len": "2y"}, f"--seq_len=2y: '2y' is {NUMBERS}"),
+    ({"seq_len": "64,,2x"}, "--seq_len=64,,2x: '' is neither"),
+    ({"seq_len": "0x"}, "--seq_len=0x: '0x' is neither"),
+    ({"seq_len": "-5"}, "--seq_len=-5: '-5' is neither"),
+    ({"step": "last"}, "--step=last: must be the number of a checkpoint, or all"),
+    ({"step": "8"}, "--step=8: .*/nope has no such checkpoint; it has 7, 9"),
+    ({"workdir": "none"}, "--workdir=none: no run there"),
+    ({"seq_len": "1x,4x", "max_tokens": 100}, "max_tokens=100: must be .* a window, here of 256"),
+    ({"seq_len": "48,4x", "max_tokens": 9999}, "48,4x: 48 does not divide the longest, 256; .*"),
+    ({"seq_len": "100000000"}, "100000000: longer than split validation of files, [0-9,]+ tokens"),
+    ({"dataset": "synthetic/copy", "split": "all"}, "--split=all: synthetic/copy is generated"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), REFUSED)
+def test_what_cannot_be_evaluated(base, flags, says, monkeypatch):
+    monkeypatch.setattr(jax, "devices", None)  # which would initialise them
+    with pytest.raises(UsageError, match=says):
+        evaluate_run(**{"workdir": base / "runs"} | flags)
+
+
+def test_a_directory_of_unfinished_runs(runs):
+    for name in ("nope", "rope"):
+        shutil.rmtree(runs / name / "checkpoints")
+    for flags in ({}, {"intervene": "stop"}):
+        with pytest.raises(UsageError, match="no run there has a finished checkpoint; train one"):
+            evaluate_run(runs, **flags)

@@ -1,0 +1,578 @@
+"""Sampling with the KV cache, against the full forward without one and distributions in NumPy."""
+
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from ml_collections import FrozenConfigDict
+from oracles import decoder
+from support.compiled import array_shapes
+from support.models import (
+    ALL_SWITCHES,
+    DENSE4,
+    E4,
+    KINDS_OF_LAYERS,
+    SWITCHES,
+    draw_model,
+    forward,
+    same,
+    small,
+)
+from support.runs import make_run
+
+from prope import model
+from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
+from prope.errors import UsageError
+from prope.inference import generation
+from prope.inference.generation import Sampling, empty_cache
+from prope.stack.layers import FULL
+
+LENGTHS = (4, 9, 1, 6)
+NEVER = -1  # an eos that no token is
+
+
+def draw_prompts(params, lengths=LENGTHS, seed=3):
+    """Ragged prompts [B, T] with random tokens for padding: whoever sees them is told apart."""
+    rng = np.random.default_rng(seed)
+    vocab = len(model.embedding(params))
+    tokens = rng.integers(4, vocab, (len(lengths), max(lengths)))
+    return jnp.asarray(tokens, jnp.int32), jnp.array(lengths, jnp.int32)
+
+
+def lively(config):
+    """Parameters whose attention outweighs the token: it is seldom the likeliest to come again."""
+    params, *_ = draw_model(config)
+
+    def scale(path, leaf):
+        path = jax.tree_util.keystr(path, simple=True, separator="/")
+        return leaf * 5 if path.endswith(("attn_vec_einsum/w", "mlp/linear")) else leaf
+
+    return jax.tree_util.tree_map_with_path(scale, params)
+
+
+def full_forward(config, params, rows):
+    """The logits [B, T, V] of sequences without a cache; a row sees nothing after it."""
+    tokens, _ = generation.pad_prompts([*rows, [0] * 24])  # all of one shape, so compiled once
+    positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
+    return np.asarray(forward(config, params, tokens, positions))[:-1]
+
+
+def join(prompts, more, lengths=LENGTHS):
+    """The tokens of each prompt without padding, and those that follow."""
+    return [[*prompts[b, :n].tolist(), *more[b].tolist()] for b, n in enumerate(lengths)]
+
+
+def without_cache(config, sampling, params, prompts, lengths, keys):
+    """The continuations, every token by the full forward of all before it."""
+    rows = [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)]
+    for _ in range(sampling.length):
+        logits = full_forward(config, params, rows)
+        for row, scores, key in zip(rows, logits, keys, strict=True):
+            last = jnp.asarray(scores[len(row) - 1])
+            if sampling.temperature:
+                noise = jax.random.fold_in(key, len(row))
+                token = jax.random.categorical(noise, last / sampling.temperature)
+            else:
+                token = last.argmax()
+            row.append(int(token))
+    return [row[n:] for row, n in zip(rows, lengths, strict=True)]
+
+
+def generate(config, sampling, params, prompts, lengths, keys):
+    config = FrozenConfigDict(config)
+    first, cache = generation.prefill(config, sampling, params, prompts, lengths, keys)
+    tokens, _ = generation.decode(config, sampling, params, first, cache, lengths, keys)
+    return np.asarray(tokens)
+
+
+def make_config(p=0.75, **fields):
+    config = small(**fields)
+    with config.ignore_type():
+        config.rope_percentage = p
+    return config
+
+
+def assert_near(actual, expected, bound):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=bound * expected.std())
+
+
+VARIANTS = [
+    {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},
+    {"p": 0.5, **ALL_SWITCHES, "attention_scale": 0.1},
+]
+for fields in (
+    {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES, "attention_scale": 0.1},
+    {"p": 0.25, **DENSE4},
+    {"p": 0.25, **E4},
+    {"p": 0.0, "num_kv_heads": 1},
+    {"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"},
+    {"p": 0.75, "num_kv_heads": 2},
+    {"p": 1.0, "num_kv_heads": 4},
+    {"p": 0.0, "num_kv_heads": 4, "scan_layers": False},
+):
+    VARIANTS.append(pytest.param(fields, marks=pytest.mark.slow))
+
+
+# --- With the cache as without ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_logits_equal_those_of_the_full_forward(fields):
+    """Of prompts of different lengths and of what follows, token by token and several at once."""
+    config = make_config(**fields)
+    params = lively(config)
+    prompts, lengths = draw_prompts(params)
+    rng = np.random.default_rng(4)
+    more = rng.integers(0, config.vocab_size, (4, 7))
+    more = jnp.asarray(more, jnp.int32)
+    rows = join(prompts, more)
+    expected = full_forward(config, params, rows)
+    assert expected.std() > 1
+    decode = jax.jit(functools.partial(model.decode, config))
+    start = jnp.zeros(4, jnp.int32)
+    hidden, cache = decode(params, prompts, empty_cache(config, 4, 16), start)
+    read = np.asarray(model.logits(config, params, hidden))
+    layers = generation.split_layers(config, params)
+    written = []
+    place = 0
+    for size in (1, 1, 3, 1, 1):
+        tokens = more[:, place : place + size]
+        hidden, cache = decode(layers, tokens, cache, lengths + place)
+        written.append(model.logits(config, params, hidden))
+        place += size
+    written = np.concatenate(written, axis=1)
+    for b, n in enumerate(LENGTHS):
+        length = n + 7
+        (exact,) = decoder(config, params, [rows[b][:length]], np.arange(length)[None])
+        logits = np.concatenate([read[b, :n], written[b]])
+        # What the full forward rounds goes by the processor, so it is measured.
+        error = abs(expected[b, :length] - exact)
+        rounding = error.max() / exact.std()
+        assert rounding < 3e-5
+        assert_near(logits, exact, 1e-5 + rounding)
+
+
+@pytest.mark.parametrize(("most", "fields"), [(1, VARIANTS[0]), (4, VARIANTS[1]), (6, VARIANTS[0])])
+def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fields):
+    """Chunks of 1, 4 and 5 tokens; rows that end within one, with one, and in the first.
+
+    A prompt of 10 tokens is longer than the window of the layers that have one, 6.
+    """
+    config = make_config(**fields)
+    params = lively(config)
+    prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
+    expected = full_forward(config, params, prompts.tolist())
+    start = jnp.zeros(5, jnp.int32)
+    decode = jax.jit(functools.partial(model.decode, config))
+    _, whole = decode(params, prompts, empty_cache(config, 5, 10), start)
+    monkeypatch.setattr(generation, "_CHUNK", most)
+    fill = jax.jit(functools.partial(generation.fill_cache, config))
+    last, cache = fill(params, prompts, lengths)
+    logits = model.logits(config, params, last[:, 0])
+    assert_near(logits, expected[np.arange(5), np.asarray(lengths) - 1], 1e-5)
+    for kind, name, row in itertools.product(whole, ("key", "value"), range(5)):
+        seen = 10 if kind == FULL else config.sliding_window
+        ours = cache[kind][name]
+        places = np.arange(max(lengths[row] - seen, 0), lengths[row])
+        kept = ours[:, row, :, places % ours.shape[3]]
+        assert_near(kept, whole[kind][name][:, row, :, places], 1e-5)
+
+
+def test_more_tokens_at_once_than_a_chunk_find_what_their_window_has(monkeypatch):
+    config = make_config(**VARIANTS[1])
+    params = lively(config)
+    prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
+    more = prompts[::-1, :7]
+    expected = full_forward(config, params, join(prompts, more, lengths.tolist()))
+    monkeypatch.setattr(generation, "_CHUNK", 1)
+    fill = functools.partial(generation.fill_cache, config, more=7, at_once=7)
+    _, cache = jax.jit(fill)(params, prompts, lengths)
+    hidden, _ = jax.jit(functools.partial(model.decode, config))(params, more, cache, lengths)
+    logits = model.logits(config, params, hidden)
+    for row, length in enumerate(lengths):
+        assert_near(logits[row], expected[row, length : length + 7], 1e-5)
+
+
+def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_share():
+    config = small(**E4)
+    cache = jax.eval_shape(lambda: empty_cache(config, 2, 2048))
+    assert {kind: arrays["key"].shape for kind, arrays in cache.items()} == {
+        "sliding_attention": (2, 2, 1, 5 + 512 - 1, 16),
+        "full_attention": (1, 2, 1, 2048, 32),
+    }
+
+
+def lower_prefill(config, sampling, T):
+    """The lowered prefill of two prompts, by shapes alone."""
+    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    prompts = jax.ShapeDtypeStruct((2, T), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    keys = jax.eval_shape(lambda: generation.row_keys(0, 2))
+    return generation.prefill.lower(config, sampling, params, prompts, lengths, keys)
+
+
+def test_memory_of_a_prompt_grows_with_the_cache_alone():
+    config = FrozenConfigDict(small(hidden_dim=2048, num_heads=2, num_kv_heads=1))
+
+    def sizes(T):
+        memory = lower_prefill(config, Sampling(100), T).compile().memory_analysis()
+        # The cache is put out.
+        return np.array([memory.temp_size_in_bytes, memory.output_size_in_bytes])
+
+    temporary, cache = sizes(8192) - sizes(1024)
+    grown = 8192 - 1024
+    mlp = 4 * 2 * grown * config.hidden_dim
+    assert 0 < temporary < 2 * cache < mlp
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_tokens_equal_those_of_the_full_forward(fields, temperature, monkeypatch):
+    """Of prompts that are read three tokens at a time, and some longer than the window's slots."""
+    monkeypatch.setattr(generation, "_CHUNK", 4)
+    config = make_config(**fields)
+    params = lively(config)
+    sampling = Sampling(12, temperature, eos=NEVER)
+    inputs = (params, *draw_prompts(params), generation.row_keys(7, 4))
+    tokens = generate(config, sampling, *inputs)
+    assert tokens.shape == (4, 12)
+    assert len(np.unique(tokens)) > 6
+    assert tokens.tolist() == without_cache(config, sampling, *inputs)
+
+
+@pytest.mark.slow
+def test_a_row_depends_on_no_other_row():
+    config = small()
+    params = lively(config)
+    prompts, lengths = draw_prompts(params)
+    sampling = Sampling(15, 1.0, top_k=20, top_p=0.9, eos=NEVER)
+    keys = generation.row_keys(0, 4)
+    together = generate(config, sampling, params, prompts, lengths, keys)
+    for b in (0, 2):
+        row = slice(b, b + 1)
+        prompt = prompts[row, : LENGTHS[b]]
+        alone = generate(config, sampling, params, prompt, lengths[row], keys[row])
+        assert (alone == together[row]).all()
+    others, longer = draw_prompts(params, (4, 30, 22, 2), seed=5)
+    others = others.at[0, :4].set(prompts[0, :4])
+    beside = generate(config, sampling, params, others, longer, keys)
+    assert (beside[0] == together[0]).all()
+
+
+@pytest.mark.slow
+def test_a_row_that_has_ended_stays_as_it_is():
+    config = small()
+    params = lively(config)
+    prompts, lengths = draw_prompts(params)
+    keys = generation.row_keys(7, 4)
+    whole = generate(config, Sampling(12, 1.5, eos=NEVER), params, prompts, lengths, keys)
+    eos = whole[0, 4].item()
+    expected = whole.copy()
+    for row in expected:
+        ended = np.flatnonzero(row == eos)
+        if len(ended):
+            row[ended[0] + 1 :] = 0
+    assert (expected[:, -1] != 0).any(), "one row goes on"
+    for sampling in (Sampling(12, 1.5, eos=eos), Sampling(12, 1.5, eos=NEVER, stop_ids=(299, eos))):
+        cut = generate(config, sampling, params, prompts, lengths, keys)
+        np.testing.assert_array_equal(cut, expected)
+    at_once = Sampling(12, 1.5, eos=whole[1, 0].item())
+    row = slice(1, 2)
+    tokens = generate(config, at_once, params, prompts[row], lengths[row], keys[row])
+    assert tokens.tolist() == [[at_once.eos] + [0] * 11]
+
+
+def test_the_loop_stops_when_all_rows_have_ended():
+    config = FrozenConfigDict(small())
+    params = lively(config)
+    prompts, lengths = draw_prompts(params)
+    keys = generation.row_keys(0, 4)
+    sampling = Sampling(12, 0.0, eos=9)
+    _, cache = generation.prefill(config, sampling, params, prompts, lengths, keys)
+    before = jax.tree.map(np.array, cache)
+    ended = jnp.full(4, 9, jnp.int32)
+    tokens, cache = generation.decode(config, sampling, params, ended, cache, lengths, keys)
+    assert tokens.tolist() == [[9] + [0] * 11] * 4
+    assert same(cache, before), "no step was made"
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_near_its_full_forward():
+    config = small(dtype="bfloat16")
+    params = lively(config)
+    prompts, lengths = draw_prompts(params)
+    keys = generation.row_keys(0, 4)
+    sampling = Sampling(12, 0.0, eos=NEVER)
+    tokens = generate(config, sampling, params, prompts, lengths, keys)
+    cache = empty_cache(config, 4, 9)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(cache))
+    logits = full_forward(config, params, join(prompts, tokens))
+    for b, n in enumerate(LENGTHS):
+        scores = logits[b, n - 1 : n + 11]
+        behind = scores.max(axis=-1) - scores[np.arange(12), tokens[b]]
+        assert behind.max() < 0.1 * scores.std(), "the likeliest, or level with it"
+
+
+def lower_decode(config, sampling, T):
+    """The lowered loop for two prompts, by shapes alone."""
+    _, cache = lower_prefill(config, sampling, T).out_info
+    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    keys = jax.eval_shape(lambda: generation.row_keys(0, 2))
+    return generation.decode.lower(config, sampling, params, rows, cache, rows, keys)
+
+
+def dims_of(text):
+    """The shapes of the arrays in the text of a compiled module."""
+    return [dims for _, dims in array_shapes(text)]
+
+
+@pytest.mark.slow
+def test_a_step_copies_no_cache_and_holds_no_square_of_scores():
+    config = FrozenConfigDict(small(num_kv_heads=2, head_dim=64))
+    sampling = Sampling(301, 0.0)
+    size = math.prod((3, 2, 2, 1000, 64))  # elements of the keys
+    read = lower_prefill(config, sampling, 700).compile()
+    shapes = dims_of(read.as_text())
+    assert len(shapes) > 10
+    assert max(map(math.prod, shapes)) <= max(size, 2 * 4 * 700 * 700 // 4)
+    for dims in shapes:
+        assert dims.count(700) < 2
+        assert not {700, 1000} <= set(dims)
+    write = lower_decode(config, sampling, 700).compile()
+    shapes = dims_of(write.as_text())
+    assert max(map(math.prod, shapes)) == size
+    memory = write.memory_analysis()
+    whole = 2 * size * 4
+    assert memory.alias_size_in_bytes >= whole
+    assert memory.temp_size_in_bytes < whole / 2
+
+
+def test_no_token_copies_the_weights_of_an_mlp():
+    """What fusions in the loop write, as compiled for a CPU, is smaller than D x F."""
+    config = FrozenConfigDict(small(embed_dim=64, hidden_dim=256, num_layers=2))
+    text = lower_decode(config, Sampling(9, 0.0), 4).compile().as_text()
+    fusions = re.findall("^.* fusion\\(.*/while/body/.*$", text, re.MULTILINE)
+    assert len(fusions) > 20
+    shapes = dims_of("\n".join(fusions))
+    assert 0 < max(map(math.prod, shapes)) < 64 * 256
+
+
+# --- How a token is drawn ---------------------------------------------------------------------
+
+# No two alike.
+SHARES = [0.02, 0.3, 0.11, 0.05, 0.19, 0.01, 0.25, 0.07]
+SCORES = np.log(SHARES) + 3.0
+CASES = [
+    (1.0, None, 1.0),
+    (0.5, None, 1.0),
+    (2.0, None, 1.0),
+    (1.0, 1, 1.0),
+    (1.0, 3, 1.0),
+    (1.0, 50, 1.0),
+    (1.0, None, 0.9),
+    (1.0, None, 0.54),
+    (1.0, None, 0.56),
+    (1.0, None, 1e-6),
+    (0.3, None, 0.9),
+    (3.0, None, 0.9),
+    (1.0, 3, 0.7),
+    (2.0, 5, 0.8),
+    (0.7, 4, 0.95),
+]
+
+
+def probabilities(temperature, top_k, top_p):
+    """Of every token, by the definitions: temperature, then top_k, then top_p, renormalised."""
+    weights = np.exp(SCORES / temperature)
+    order = np.argsort(-weights)[:top_k]
+    total = weights[order].sum()
+    nucleus = []
+    reached = 0.0
+    for i in order:
+        nucleus.append(i)
+        reached += weights[i] / total
+        if reached >= top_p:
+            break
+    result = np.zeros(len(weights))
+    result[nucleus] = weights[nucleus] / weights[nucleus].sum()
+    return result
+
+
+def repeat_scores(count):
+    scores = jnp.asarray(SCORES, jnp.float32)
+    return jnp.broadcast_to(scores, (count, len(SCORES)))
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
+def test_tokens_are_drawn_from_the_distribution(temperature, top_k, top_p):
+    expected = probabilities(temperature, top_k, top_p)
+    count = 20_000
+    scores = repeat_scores(count)
+    sampling = Sampling(1, temperature, top_k, top_p)
+    draw = jax.jit(functools.partial(generation.sample_tokens, sampling))
+    tokens = draw(scores, generation.row_keys(3, count), jnp.zeros(count, jnp.int32))
+    counts = np.bincount(tokens, minlength=len(SCORES))
+    support = expected > 0
+    assert ((counts > 0) == support).all()
+    filtered = generation.filter_logits(sampling, scores[:1])
+    np.testing.assert_allclose(jax.nn.softmax(filtered)[0], expected, rtol=0, atol=1e-6)
+    if support.sum() > 1:
+        test = scipy.stats.chisquare(counts[support], count * expected[support])
+        assert test.pvalue > 1e-4
+
+
+def test_draws_of_positions_are_independent():
+    count = 20_000
+    scores = repeat_scores(count)
+    keys = jnp.broadcast_to(jax.random.key(5), (count,))
+    positions = jnp.arange(count, dtype=jnp.int32)
+    tokens = np.asarray(generation.sample_tokens(Sampling(1), scores, keys, positions))
+    pairs = np.zeros((8, 8))
+    followers = (tokens[:-1], tokens[1:])
+    np.add.at(pairs, followers, 1)
+    assert scipy.stats.chi2_contingency(pairs).pvalue > 1e-4
+
+
+def test_ties_do_not_widen_top_k_and_no_score_is_too_large():
+    two = Sampling(1, 1.0, top_k=2)
+    kept = generation.filter_logits(two, jnp.zeros((1, 5)))
+    assert (kept > -jnp.inf).sum() == 2
+    far = jnp.array([[-1e30, 1e30, 0.0]])
+    for top_p in (1.0, 0.5):
+        kept = generation.filter_logits(Sampling(1, 1e-30, None, top_p), far)
+        assert jax.nn.softmax(kept).tolist() == [[0, 1, 0]]
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("sample") / "run"
+    make_run(workdir)
+    return workdir
+
+
+@pytest.mark.slow
+def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("The rôle of\r\n\nx\n".encode())
+    flags = (f"--workdir={run}", "--length=20", "--temperature=0")
+    both = (*flags, "--prompt=Return the", f"--prompts={file}")
+    outcome = run_command("prope.sample", *both, "--seed=1")
+    result = outcome.result
+    assert result["prompts"] == ["Return the", "The rôle of", "x"]
+    assert (result["prompt"], result["text"]) == ("Return the", result["texts"][0])
+    assert len(set(result["texts"])) == 3
+    for name in ("tokens", "prefill_tokens", "decode_tokens"):
+        assert 0 < result[f"{name}_per_second"] < math.inf
+    assert result["compile_seconds"] > 0
+    assert re.search(r"^compiled in [\d.]+ s$", outcome.stderr, re.MULTILINE)
+    assert "longer" not in outcome.stderr
+    one = run_command("prope.sample", *flags, "--prompt=x", "--seed=2").result
+    assert one["texts"] == [one["text"]] == result["texts"][2:]
+    spread = run_command("prope.sample", *both, devices=4).result
+    assert spread["texts"] == result["texts"], "on four devices"
+
+
+def test_unknown_tokens_of_prompts_are_counted(run, monkeypatch, caplog):
+    monkeypatch.setattr(ByteTokenizer, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
+    generation.continue_prompts(str(run), None, ["bab", "aa"], Sampling(1), 0)
+    assert "3 tokens of the prompts are <unk>" in caplog.text
+    caplog.clear()
+    generation.continue_prompts(str(run), None, ["b", "c"], Sampling(1), 0)
+    assert "<unk>" not in caplog.text
+
+
+def test_a_text_ends_before_its_eos(run, monkeypatch):
+    """Position 1 + len(prompt) is the first that is sampled; longer prompts have ended by then."""
+    letters = np.frombuffer(b"__klm", np.uint8).astype(np.int32) + 4
+    drawn = jnp.asarray([*letters, GEMMA_IDS.eos, *letters])
+
+    def draw(sampling, logits, keys, positions):
+        return drawn[positions]
+
+    monkeypatch.setattr(generation, "sample_tokens", draw)
+    jax.clear_caches()  # compiled with the real function
+    prompts = ["a", "abc", "abcd"]
+    result = generation.continue_prompts(str(run), None, prompts, Sampling(4), 0)
+    jax.clear_caches()
+    assert result["texts"] == ["klm", "m", ""]
+    assert result["tokens"] == 4 + 2 + 1
+    opened = generation.open_run(str(run), None)
+    opened.config.data.stop_ids = (4 + ord("l"),)
+    monkeypatch.setattr(generation, "open_run", lambda *_: opened)
+    result = generation.continue_prompts(str(run), None, ["a", "abcd"], Sampling(4), 0)
+    jax.clear_caches()
+    assert result["texts"] == ["k", ""]
+
+
+@pytest.mark.slow
+def test_a_prompt_is_continued_by_chance_and_the_seed_repeats_it(run, run_command):
+    flags = (f"--workdir={run}", *2 * ["--prompt=Return the"], "--length=120", "--top_p=0.95")
+    outcomes = [run_command("prope.sample", *flags, f"--seed={seed}") for seed in (1, 1, 2)]
+    first, again, other = (outcome.result["texts"] for outcome in outcomes)
+    assert first == again != other
+    assert first[0] != first[1]
+    assert outcomes[0].result["tokens"] <= 240
+    assert "131 tokens is longer than the 128 that the run was trained on" in outcomes[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"top_p": 0.0}, r"top_p=0.0: must be a fraction in \(0, 1\]"),
+        ({"top_p": 1.1}, r"top_p=1.1: must be a fraction in \(0, 1\]"),
+        ({"top_p": math.nan}, r"top_p=nan: must be a fraction in \(0, 1\]"),
+        ({"top_k": 0}, "top_k=0: must be at least 1; leave it out"),
+        ({"temperature": -1.0}, "temperature=-1.0: must be 0, .* or a finite number above"),
+        ({"temperature": math.nan}, "temperature=nan: must be 0"),
+        ({"temperature": math.inf}, "temperature=inf: must be 0"),
+        ({"length": 0}, "length=0: must be at least 1 token"),
+    ],
+)
+def test_values_out_of_range_are_refused(values, says):
+    with pytest.raises(UsageError, match=f"^--{says}"):
+        Sampling(**{"length": 1} | values)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--prompt=x", "--top_p=0"], r"top_p=0.0: must be a fraction in \(0, 1\]"),
+        (["--prompt=x", "--seed=-1"], "seed=-1: -1 is not an integer in the range"),
+        (["--prompt=x", "--step=3"], "--step=3: .* has no such checkpoint; it has 7"),
+        ([], "there is no prompt; give --prompt=TEXT"),
+        (["--prompts=nowhere.txt"], "nowhere.txt: cannot be read: No such file.*one prompt per"),
+        (["--prompts=/dev/null"], "/dev/null: is a pipe or a device; put a file there"),
+    ],
+)
+def test_bad_input_gets_one_line_before_a_device_is_touched(run, run_command, flags, says):
+    outcome = run_command("prope.sample", f"--workdir={run}", *flags, JAX_PLATFORMS="none")
+    assert outcome.code == 2
+    assert re.search(says, outcome.error), outcome.error
+
+
+def test_prompts_that_are_not_utf_8_are_refused(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"good\n\xff\n")
+    says = "bad.txt: cannot be read: it is not UTF-8; give a text file"
+    with pytest.raises(UsageError, match=says):
+        generation.read_prompts([], str(tmp_path / "bad.txt"))
+    with pytest.raises(UsageError, match=r"--prompt='a\\udcff': is not UTF-8"):
+        generation.read_prompts(["a\udcff"], None)
+    assert generation.read_prompts([""], None) == [""], "<bos> alone is continued"
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
+    make_run(tmp_path / "run", vocab_size=200)
+    says = "tokenizer=byte: has 260 ids, and the model of .* 200; put back the tokenizer"
+    with pytest.raises(UsageError, match=says):
+        run = str(tmp_path / "run")
+        generation.continue_prompts(run, None, ["x"], Sampling(4), 0)

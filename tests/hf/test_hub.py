@@ -1,0 +1,196 @@
+"""Checkpoints by name, from a small server that answers as the Hugging Face Hub does."""
+
+import hashlib
+import http.server
+import json
+import logging
+import pathlib
+import re
+import shutil
+import threading
+
+import pytest
+from support.exchange import edit
+from support.runs import make_run
+
+from prope.errors import StorageFailed, UsageError
+from prope.hf import exporter, hub, importer
+from prope.runtime.files import as_path
+
+constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hf")
+
+NAME = "lab/tiny-gemma"
+COMMIT = "a" * 40
+# What models on the Hub hold beside a checkpoint.
+OTHERS = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "original/params.json")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The models in `folder`; a file's etag is its hash, as that of a large file there."""
+
+    protocol_version = "HTTP/1.1"
+    folder: pathlib.Path
+    asked: list[tuple[str, str]]
+    failing: dict[str, tuple[int, str]]  # by the path's beginning: (status, X-Error-Code)
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.asked.append((self.command, path))
+        for start, (status, error) in self.failing.items():
+            if path.startswith(start):
+                return self.answer(status, b"", **{"X-Error-Code": error})
+        model = f"/api/models/{NAME}"
+        if path == f"{model}/revision/main":
+            return self.answer(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}))
+        if path == f"{model}/tree/{COMMIT}":
+            files = [file for file in self.folder.rglob("*") if file.is_file()]
+            return self.answer(200, json.dumps([self.entry(file) for file in files]))
+        if path.startswith(f"/{NAME}/resolve/{COMMIT}/"):
+            data = (self.folder / path.partition(COMMIT)[2].strip("/")).read_bytes()
+            etag = hashlib.sha256(data).hexdigest()
+            return self.answer(200, data, **{"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+        return self.answer(404, b"", **{"X-Error-Code": "RepoNotFound"})
+
+    def entry(self, file):
+        data = file.read_bytes()
+        name = file.relative_to(self.folder).as_posix()
+        return {
+            "type": "file",
+            "path": name,
+            "size": len(data),
+            "oid": hashlib.sha1(data).hexdigest(),
+        }
+
+    def answer(self, status, data, **headers):
+        data = data.encode() if isinstance(data, str) else data
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An exported run, and beside it what the Hub's models hold besides."""
+    folder = tmp_path_factory.mktemp("hub")
+    make_run(folder / "run")
+    exporter.export(folder / "run", folder / "hf")
+    for name in OTHERS:
+        (folder / "hf" / name).parent.mkdir(exist_ok=True)
+        (folder / "hf" / name).write_bytes(b"not a checkpoint")
+    return folder / "hf"
+
+
+@pytest.fixture
+def server(exported, tmp_path, monkeypatch):
+    """The Hub's handler, which HF_ENDPOINT names; the cache is empty."""
+    handler = type("Served", (Hub,), {"folder": exported, "asked": [], "failing": {}})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
+        threading.Thread(target=served.serve_forever, args=[0.01], daemon=True).start()
+        endpoint = f"http://127.0.0.1:{served.server_port}"
+        urls = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.chdir(tmp_path)
+        yield handler
+        served.shutdown()
+
+
+def fetch(name=NAME):
+    return hub.find_checkpoint(as_path("--input", name))
+
+
+def test_a_model_is_fetched_by_its_name_once(server, exported, tmp_path):
+    by_name = importer.import_run(NAME, tmp_path / "by_name")
+    by_folder = importer.import_run(exported, tmp_path / "by_folder")
+    assert by_name["init_hash"] == by_folder["init_hash"]
+    fetched = {path.partition(f"{COMMIT}/")[2] for method, path in server.asked if method == "GET"}
+    assert fetched - {""} == {file.name for file in exported.iterdir()} - {*OTHERS, "original"}
+    told = (tmp_path / "by_name/checkpoints/0").rglob("*")
+    source = f"cache/models--lab--tiny-gemma/snapshots/{COMMIT}".encode()
+    assert any(source in file.read_bytes() for file in told if file.is_file())
+    server.asked.clear()
+    fetch()
+    assert set(server.asked) == {("GET", f"/api/models/{NAME}/revision/main")}
+
+
+def test_a_model_that_is_refused_is_not_fetched(server, exported, tmp_path):
+    server.folder = shutil.copytree(exported, tmp_path / "other")
+    edit(server.folder, model_type="mamba")
+    with pytest.raises(UsageError, match='model_type="mamba": only "gemma" or '):
+        importer.import_run(NAME, tmp_path / "run")
+    names = {path.rpartition("/")[2] for _, path in server.asked}
+    assert "config.json" in names and "model.safetensors" not in names
+
+
+def test_a_folder_of_that_name_is_taken_and_the_log_says_so(server, exported, tmp_path, caplog):
+    shutil.copytree(exported, tmp_path / NAME)
+    with caplog.at_level(logging.INFO, "prope"):
+        assert str(fetch()) == NAME
+    assert f"--input={NAME}: reading the folder of this name, not the Hub's model" in caplog.text
+    assert server.asked == []
+
+
+def test_a_model_in_the_cache_needs_no_network(server, monkeypatch):
+    place = fetch()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    server.asked.clear()
+    assert fetch() == place
+    (place / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="cannot be reached; .*/cache has no whole copy; .*"):
+        fetch()
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "expected"),
+    [
+        ("lab/none", {}, "has no such model, or only .*; correct the name, or: hf auth login$"),
+        ("lab/a--b", {}, "has no such model"),
+        (NAME, {"/api": (401, "GatedRepo")}, f"to those .*; accept them at .*/{NAME}, then: hf "),
+        (NAME, {f"/{NAME}": (403, "GatedRepo")}, f"accept them at .*/{NAME}, then: hf auth login$"),
+        (NAME, {"/api": (401, "")}, "does not take the token; hf auth login$"),
+        (NAME, {"/api": (503, "")}, f"cannot be reached; .*: hf download {NAME} --local-dir=DIR,"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_one_line(server, tmp_path, name, failing, expected):
+    server.failing |= failing
+    start = f"^--input={name}: no such directory, and the Hub at http://127.0.0.1:[0-9]+ "
+    with pytest.raises(UsageError, match=start + ".*" + expected) as error:
+        importer.import_run(name, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_download_that_stops_is_begun_again_by_the_same_command(server, tmp_path):
+    server.failing[f"/{NAME}/resolve/{COMMIT}/model"] = (404, "EntryNotFound")
+    with pytest.raises(StorageFailed, match=r"404.*; run the same command again") as error:
+        importer.import_run(NAME, tmp_path / "run")
+    assert "\n" not in str(error.value) and error.value.code == 76
+    server.failing.clear()
+    assert importer.import_run(NAME, tmp_path / "run")["step"] == 0
+
+
+@pytest.mark.parametrize("name", ["none", "a/b/c", "../none/", "./lab/tiny-gemma", "/lab/tiny"])
+def test_what_is_no_name_is_a_directory_that_is_missing(server, name):
+    with pytest.raises(UsageError, match=r"no such directory; a model on the Hub is named as "):
+        fetch(name)
+    assert server.asked == []
+
+
+def test_a_name_without_the_library(server, monkeypatch):
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=re.escape("pip install 'huggingface-hub>=2'")):
+        fetch()

@@ -1,0 +1,184 @@
+"""Gemma 3 270M and SmolLM2 135M beside transformers: losses, words, caches, tensors."""
+
+import os
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import FrozenConfigDict
+from support import real_models
+
+from prope import model
+from prope.data.tokenizer import load_tokenizer
+from prope.hf import exporter, importer
+from prope.inference import generation
+from prope.loss import token_losses
+from prope.workdir.run import open_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+WINDOWS = 8
+LENGTH = 1024  # twice Gemma 3's window
+PROMPT = 2000
+NEW_TOKENS = 24
+PROMPTS = (
+    "The capital of France is",
+    "In Python, a list comprehension",
+    "Water boils at a temperature of",
+    "Once upon a time, there was a",
+    "The three laws of motion are",
+)
+
+
+@pytest.fixture(scope="module", params=sorted(real_models.PACKAGES))
+def real(request, once):
+    """A model's checkpoint, its run, and transformers' model and tokenizer."""
+    name = request.param
+    if reason := real_models.missing(name):
+        pytest.skip(reason)
+    import torch
+    import transformers
+
+    cache = os.environ.get("PROPE_REAL_MODELS")
+
+    def make(directory):
+        folder = pathlib.Path(cache or directory) / name
+        real_models.make(name, folder)
+        importer.import_run(folder, directory / "run")
+        return str(folder)
+
+    directory, folder = once(f"real_{name}", make)
+    return SimpleNamespace(
+        folder=pathlib.Path(folder),
+        workdir=directory / "run",
+        run=open_run(directory / "run"),
+        params=open_run(directory / "run").params(),
+        theirs=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+
+
+@pytest.fixture(scope="module")
+def ids(real):
+    """The text's first tokens, without special ones."""
+    text = real_models.text()[: 8 * WINDOWS * LENGTH]
+    return real.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def windows(real, ids, count):
+    """Windows [count, LENGTH + 1] of the text, which begin as the family's texts do."""
+    start = real.tokenizer("").input_ids
+    size = LENGTH + 1 - len(start)
+    return np.array([start + ids[i * size : (i + 1) * size] for i in range(count)], np.int32)
+
+
+def our_loss(real, tokens, dtype):
+    config = real.run.config.model
+    config.dtype = dtype
+    config = FrozenConfigDict(config)
+
+    @jax.jit
+    def losses(params, window):
+        positions = jnp.arange(LENGTH)[None]
+        hidden = model.hidden_states(config, params, window[None, :-1], positions)
+        cap = config.final_softcap
+        return token_losses(hidden, model.head(params), window[None, 1:], cap).mean()
+
+    return np.mean([float(losses(real.params, window)) for window in tokens])
+
+
+def their_loss(theirs, tokens):
+    import torch
+
+    total = 0.0
+    with torch.no_grad():
+        for window in torch.tensor(tokens).long():
+            logits = theirs(window[None, :-1], use_cache=False).logits[0].float()
+            total += torch.nn.functional.cross_entropy(logits, window[1:]).item()
+    return total / len(tokens)
+
+
+def test_the_tokenizer_gives_the_same_ids(real, ids):
+    text = real_models.text()[: 8 * WINDOWS * LENGTH]
+    ours = load_tokenizer(real.run.config.data.tokenizer)
+    assert ours.encode(text.encode()).tolist() == ids
+    start = real.tokenizer("").input_ids
+    assert start == [ours.special.bos] * len(start)
+
+
+def test_the_loss_of_english_is_theirs(real, ids):
+    tokens = windows(real, ids, WINDOWS)
+    expected = their_loss(real.theirs, tokens)
+    assert 1 < expected < 4, "a model that knows English"
+    assert our_loss(real, tokens, "float32") == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_loss_in_bfloat16_is_theirs(real, ids):
+    import torch
+    import transformers
+
+    tokens = windows(real, ids, 2)
+    # Not real.theirs cast, whose frequencies would be rounded, too.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(real.folder, dtype=torch.bfloat16)
+    expected = their_loss(theirs, tokens)
+    assert our_loss(real, tokens, "bfloat16") == pytest.approx(expected, abs=2e-2)
+
+
+def test_the_likeliest_words_are_theirs(real):
+    import torch
+
+    config = real.run.config
+    config.model.dtype = "float32"
+    rows = [real.tokenizer(prompt).input_ids for prompt in PROMPTS]
+    ours = load_tokenizer(config.data.tokenizer).special
+    sampling = generation.Sampling(
+        NEW_TOKENS, temperature=0.0, eos=ours.eos, stop_ids=config.data.stop_ids
+    )
+    tokens, _ = generation.generate(config.model, sampling, real.params, rows, seed=0)
+    for row, continuation in zip(rows, tokens.tolist(), strict=True):
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        inputs = torch.tensor([row])
+        output = real.theirs.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+        expected = output[0, len(row) :].tolist()
+        assert continuation[: len(expected)] == expected, real.tokenizer.decode(row)
+
+
+def test_a_prompt_in_chunks_is_the_whole_pass_beyond_the_window(real, ids):
+    import torch
+
+    config = real.run.config.model
+    config.dtype = "float32"
+    config = FrozenConfigDict(config)
+    start = real.tokenizer("").input_ids
+    tokens = np.array([(start + ids)[:PROMPT]], np.int32)
+    lengths = jnp.array([PROMPT], jnp.int32)
+    fill = jax.jit(generation.fill_cache, static_argnums=0)
+    whole = jax.jit(model.hidden_states, static_argnums=0)
+    last, _ = fill(config, real.params, jnp.asarray(tokens), lengths)
+    hidden = whole(config, real.params, jnp.asarray(tokens), jnp.arange(PROMPT)[None])
+    chunked = np.asarray(model.logits(config, real.params, last[:, 0]))
+    expected = np.asarray(model.logits(config, real.params, hidden[:, -1]))
+    np.testing.assert_allclose(chunked, expected, rtol=0, atol=1e-3)
+    with torch.no_grad():
+        theirs = real.theirs(torch.tensor(tokens).long(), logits_to_keep=1).logits[:, -1]
+    np.testing.assert_allclose(expected, theirs.numpy(), rtol=0, atol=1e-3)
+
+
+def test_an_export_has_the_tensors_that_were_imported(real, tmp_path):
+    """Bit for bit; but norms near 0 lose bits, where 1 is taken off them: w - 1 is float32."""
+    from safetensors.numpy import load_file
+
+    exporter.export(real.workdir, tmp_path / "hf", dtype="bfloat16")
+    expected = load_file(real.folder / "model.safetensors")
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype
+        differs = tensor.view(np.uint16) != found[name].view(np.uint16)
+        if "norm" not in name:
+            assert not differs.any(), name
+        values = tensor[differs].astype(np.float64)
+        assert (np.abs(values) < 2**-16).all(), name  # below it, bfloat16 is finer than w - 1
+        np.testing.assert_allclose(found[name][differs].astype(np.float64), values, atol=2**-23)

@@ -1,0 +1,350 @@
+"""Sequences split over devices (config.mesh.context), and attention by pairs of blocks.
+
+That a step is the same on every mesh, with context parallelism too, is in test_sharded.
+"""
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from oracles import causal_mask
+from support.commands import CONFIG, ROOT, logged, losses, needs_cuda, needs_libtpu
+from support.models import check_attention, draw_segments, initial_params
+from support.models import draw_attention as draw
+from support.processes import on_eight_devices
+from support.text import read_lines
+
+from prope import attention, sharding
+from prope.config import default_config
+from prope.cost.flops import busiest_part
+from prope.data.store.arrays import Store
+from prope.data.tokenizer import GEMMA_IDS
+from prope.errors import UsageError
+from prope.inference.losses import LossEvaluation
+from prope.kernels import pairs
+from prope.kernels.choice import choose_implementation
+from prope.runtime.validate import validate, validate_devices
+
+
+@pytest.mark.parametrize("C", [1, 2, 4, 8])
+def test_ranks_hold_every_token_once_and_as_much_causal_work(C):
+    T = 1024
+    positions = sharding.rank_positions(C, T)
+    assert sorted(positions.ravel().tolist()) == list(range(T))
+    work = (positions + 1).sum(axis=1)
+    assert work.max() == work.min()
+    chunks = positions // (T // (2 * C))
+    for rank in range(C):  # as in Llama 3
+        assert set(chunks[rank].tolist()) == {rank, 2 * C - 1 - rank}
+
+
+@pytest.mark.parametrize("C", [1, 4])
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    [(None, 0), (1, 0), (100, 0), (128, 0), (129, 0), (700, 0), (100, 4), (100, 300), (700, 128)],
+)
+def test_pairs_are_those_in_which_a_query_sees_a_key(C, window, sinks):
+    T = 1024
+    by_rank = sharding.rank_positions(C, T)
+    block, pairs_by_rank = pairs.list_pairs(by_rank, window, sinks)
+    (seen,) = causal_mask(T, window=window, sinks=sinks)
+    counts = []
+    for positions, listed in zip(by_rank, pairs_by_rank, strict=True):
+        blocks = seen[positions].reshape(-1, block, T // block, block)
+        expected = np.argwhere(blocks.any(axis=(1, 3)))
+        filled = listed[listed[:, 1] < T // block]
+        np.testing.assert_array_equal(filled, expected)
+        counts.append(len(expected))
+    assert max(counts) == pairs_by_rank.shape[1]
+    if window is None:
+        assert max(counts) == min(counts)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("most_unrolled", [0, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("T", "heads", "kv_heads", "window"), [(384, 4, 1, None), (384, 4, 4, 100), (577, 6, 2, 300)]
+)
+def test_loops_over_pairs_and_their_gradients_equal_the_formula(
+    T, heads, kv_heads, window, masked, most_unrolled, monkeypatch
+):
+    monkeypatch.setattr(pairs, "_MOST_UNROLLED", most_unrolled)
+    arrays = draw(T, T, heads, kv_heads, H=8)
+    segments = draw_segments(2, T) if masked else None
+    check_attention(*arrays, segments, window=window, implementation="xla")
+
+
+def test_memory_of_attention_grows_as_the_length():
+    def total(query, key, value):
+        return attention.attention(query, key, value, implementation="xla").sum()
+
+    def temporary_bytes(T):
+        shapes = [jax.ShapeDtypeStruct((1, T, heads, 64), np.float32) for heads in (4, 1, 1)]
+        gradient = jax.jit(jax.grad(total, (0, 1, 2)))
+        compiled = gradient.lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    half = temporary_bytes(16_384)
+    assert half < 100 * 2**20
+    assert temporary_bytes(32_768) < 2.1 * half
+
+
+DEVICES = [SimpleNamespace(platform="cpu")] * 8
+NOT_IN_BLOCKS = "must be a multiple of 2 x 128 x mesh.con"
+NOT_OF_DEVICES = "must divide the number of devices, 8"
+
+
+def make_config(fields):
+    """The default config with other values of fields, by their paths."""
+    config = default_config()
+    config.update_from_flattened_dict(fields)
+    return config
+
+
+def test_sequences_and_meshes_that_divide_are_accepted():
+    validate(make_config({"mesh.context": 4, "data.seq_len": 1024}))
+    validate_devices(make_config({"mesh.context": 8, "batch_size": 1}), DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"mesh.context": 0}, "mesh.context=0: must be at least 1"),
+        ({"mesh.context": 2, "data.seq_len": 768}, f"data.seq_len=768: {NOT_IN_BLOCKS}"),
+        ({"mesh.context": 3, "data.seq_len": 1024}, f"data.seq_len=1024: {NOT_IN_BLOCKS}"),
+    ],
+)
+def test_a_sequence_must_divide_into_chunks_of_blocks(fields, error):
+    with pytest.raises(UsageError) as refused:
+        validate(make_config(fields))
+    message = str(refused.value)
+    assert message.startswith(f"config.{error}")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"mesh.context": 3}, f"mesh.context=3: {NOT_OF_DEVICES}"),
+        (
+            {"mesh.context": 8, "mesh.tensor": 2},
+            f"mesh.context=8: {NOT_OF_DEVICES} over mesh.tensor=2",
+        ),
+        (
+            {"mesh.context": 2, "mesh.tensor": 2, "mesh.data": 4},
+            f"mesh.data=4: {NOT_OF_DEVICES} over mesh.tensor=2 and mesh.context=2",
+        ),
+        (
+            {"mesh.context": 4, "batch_size": 3},
+            "batch_size=3: must be a multiple of 2 (accumulation=1 x 2 groups of",
+        ),
+    ],
+)
+def test_context_tensor_and_data_must_be_the_devices(fields, error):
+    with pytest.raises(UsageError) as refused:
+        validate_devices(make_config(fields), DEVICES)
+    assert str(refused.value).startswith(f"config.{error}")
+
+
+def test_cudnn_splits_heads_and_says_where_it_cannot():
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    workload = (gpu, 1024, 128, "bfloat16", False)
+    name, _ = choose_implementation("auto", *workload, True)
+    assert name == "cudnn"
+    name, reason = choose_implementation("auto", *workload, False)
+    assert name == "xla"
+    assert "mesh.context must divide a device's heads" in reason
+    with pytest.raises(ValueError, match="cudnn cannot be used: mesh.context must divide"):
+        choose_implementation("cudnn", *workload, False)
+
+
+def test_the_busiest_rank_has_its_share_of_the_work():
+    model = default_config().model
+    assert busiest_part(model, 131_072, 8) == pytest.approx(1, abs=1e-9)
+    model.layer_types = ("sliding_attention", "full_attention")
+    model.sliding_window = 4096
+    assert 1 < busiest_part(model, 131_072, 8) < 1.02
+
+
+LONGER = (
+    "--config.data.seq_len=1024",
+    "--config.batch_size=4",
+    "--config.log_every=1",
+    "--config.num_steps=12",
+    "--config.eval_every=3",
+    "--config.eval.max_windows=3",
+    "--config.model.embed_dim=256",
+)
+
+
+def train_in_two_processes(workdir, cache_dir, *arguments):
+    """Trains the tiny quickstart config on a pod of two processes of this machine."""
+    pod = ["bash", ROOT / "launch" / "local_pod.sh", "--processes=2", "--devices=1", "--"]
+    train = [sys.executable, "-m", "prope.train", CONFIG, f"--workdir={workdir}"]
+    done = subprocess.run(
+        [*pod, *train, *arguments],
+        env=os.environ | {"PROPE_CACHE": str(cache_dir)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def assert_same_evaluations(run, expected_run):
+    """Compares evaluations of two runs, which may differ as sums in another order do."""
+    records = read_lines(run / "eval.jsonl")
+    expected_records = read_lines(expected_run / "eval.jsonl")
+    for record, expected in zip(records, expected_records, strict=True):
+        for name in ("step", "tokens", "documents"):
+            assert record[name] == expected[name], name
+        np.testing.assert_allclose(record["loss"], expected["loss"], rtol=1e-5)
+        ranges = zip(record["by_position"], expected["by_position"], strict=True)
+        assert len(record["by_position"]) == 8
+        for range_, expected_range in ranges:
+            assert range_["tokens"] == expected_range["tokens"]
+            assert abs(range_["loss"] - expected_range["loss"]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_run_may_move_between_whole_and_split_sequences(train, tmp_path, cache_dir, masked):
+    arguments = (*LONGER, f"--config.data.mask_documents={masked}")
+    straight = tmp_path / "straight"
+    run = tmp_path / "run"
+    outcome = train(straight, *arguments)
+    assert outcome.code == 0, outcome.stderr
+    # Whole on four devices, split over four, split over two processes, whole on one device.
+    outcome = train(run, *arguments, "--stop_at_step=3", devices=4)
+    assert outcome.code == 0, outcome.stderr
+    split = ("--config.mesh.context=4", "--stop_at_step=6")
+    outcome = train(run, *arguments, *split, devices=4)
+    assert outcome.code == 0, outcome.stderr
+    assert "resumed from step 3" in outcome.stderr, outcome.stderr
+    split = ("--config.mesh.context=2", "--stop_at_step=9")
+    train_in_two_processes(run, cache_dir, *arguments, *split)
+    outcome = train(run, *arguments)
+    assert outcome.code == 0, outcome.stderr
+    assert "resumed from step 9" in outcome.stderr, outcome.stderr
+
+    assert logged(run, "batch_hash") == logged(straight, "batch_hash")
+    by_step = losses(run)
+    assert list(by_step) == list(range(1, 13))
+    expected = list(losses(straight).values())
+    np.testing.assert_allclose(list(by_step.values()), expected, rtol=1e-5)
+    assert_same_evaluations(run, straight)
+
+
+def check_unknown():
+    """Counts the <unk> of windows that are split over four devices."""
+    config = default_config()
+    config.model.update({"num_layers": 1, "embed_dim": 16, "head_dim": 8, "hidden_dim": 16})
+    config.data.seq_len = 1024
+    rng = np.random.default_rng(0)
+    weights = rng.integers(0, 2, (4, 1024)).astype(np.float32)
+    integers = {
+        name: rng.integers(0, 9, (4, 1024)).astype(np.int32)
+        for name in ("tokens", "targets", "positions", "segment_ids")
+    }
+    mesh = sharding.make_mesh(context=4)
+    batch = sharding.global_batch(mesh, integers | {"weights": weights}, 4)
+    windows = SimpleNamespace(store=Store("", "", {}))
+    evaluation = SimpleNamespace(config=config, windows=windows, _conversion=None)
+    with sharding.use(mesh):
+        params = initial_params(config.model)
+        score = functools.partial(LossEvaluation._score, evaluation)
+        scores = jax.jit(score)(params, None, batch)
+    is_unknown = (integers["targets"] == GEMMA_IDS.unk) & (weights > 0)
+    np.testing.assert_array_equal(scores["unknown_tokens"], is_unknown.sum(axis=1))
+
+
+def test_unknown_tokens_of_split_sequences_are_counted_by_window():
+    on_eight_devices(__file__, "check_unknown")
+
+
+COMPILE = """
+import json, sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+from prope.config import default_config
+from support.compiled import array_shapes
+from prope.cost import hlo, traffic
+from prope.cost.topology import find_devices
+from prope.step import prepare, trace_step
+config = default_config()
+model = {
+    "num_layers": 2,
+    "num_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 25_600,
+    "dtype": "bfloat16",
+    "remat": "full",
+}
+config.model.update(model)
+config.batch_size = 1
+config.mesh.context = 4
+config.data.seq_len = 131_072
+config, mesh, optimizer, state = prepare(config, find_devices(sys.argv[1], 1))
+text = trace_step(config, optimizer, mesh, state).lower().compile().as_text()
+module = hlo.parse(text)
+shapes = sorted(array_shapes(text, in_fusions=False))
+print(json.dumps([shapes, traffic.collectives(module), traffic.kernels(module)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("topology", "kernel", "exchange"),
+    [
+        pytest.param("v5e:2x2", "tpu_custom_call", None, marks=needs_libtpu),
+        pytest.param("h200:4", "__cudnn$fmhaSoftmax", "all-to-all", marks=needs_cuda),
+    ],
+)
+def test_at_131072_tokens_no_scores_logits_or_float32_keys_are_whole(topology, kernel, exchange):
+    environment = {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, topology],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    shapes, collectives, kernels = json.loads(done.stdout.splitlines()[-1])
+    C = 4
+    T = 131_072
+    H = 128
+    V = 25_600
+    assert kernel in kernels
+    if exchange:
+        assert collectives[exchange]["count"] > 0
+    # Keys and values in 2 layers, each computed twice with remat, two bytes an element.
+    gathered = collectives["all-gather of keys and values"]
+    assert gathered["bytes"] == 2 * 2 * 2 * T * H * 2
+    sizes = [(dtype, math.prod(dims)) for dtype, dims in shapes]
+    assert ("bf16", T * H) in sizes, "the keys of a sequence"
+    largest = max(size for _, size in sizes)
+    assert largest < T // C * V, "logits or scores of a rank"
+    for dtype, dims in shapes:
+        is_like_keys = math.prod(dims) == T * H and H in dims
+        assert dtype != "f32" or not is_like_keys, dims
+
+
+@pytest.mark.parametrize("name", ["splash", "cudnn"])
+def test_kernels_without_sinks_are_refused(name):
+    platform = {"splash": "tpu", "cudnn": "gpu"}[name]
+    device = type("Device", (), {"platform": platform, "compute_capability": "9.0"})
+    arguments = (device, 256, 128, "bfloat16", False)
+    assert choose_implementation("auto", *arguments)[0] == name
+    assert choose_implementation("auto", *arguments, sinks=4)[0] == "xla"
+    with pytest.raises(ValueError, match="no mask for sinks"):
+        choose_implementation(name, *arguments, sinks=4)

@@ -1,0 +1,503 @@
+"""Encodings beside p-RoPE: published numbers, other projects' functions, limits, the decoder."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from oracles import decoder
+from support.models import (
+    KINDS_OF_LAYERS,
+    draw_model,
+    forward,
+    initial_params,
+    layer_params,
+    same,
+    small,
+)
+
+from prope import encodings, model
+from prope.config import default_config, from_dict, set_layer_percentages
+from prope.encodings import layer_frequencies
+from prope.errors import UsageError
+from prope.inference.generation import empty_cache
+from prope.rope import frequencies
+from prope.runtime.validate import validate
+
+R16 = [1, 0.316227766, 0.1, 0.0316227766, 0.01, 0.00316227766, 0.001, 0.000316227766]
+SLOW = [0.0025, 0.000790569415, 0.00025, 7.90569415e-05]  # the last four of R16, / 4
+
+
+def close(actual, expected):
+    assert actual.dtype == np.float64
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-19)
+
+
+# --- Numbers of the papers' formulas, computed apart from this project, to ten digits -----------
+
+
+def test_types_have_the_numbers_of_their_formulas():
+    close(frequencies(16, 1e4), R16)
+    close(encodings.reversed_frequencies(16, 1e4, 0.75), [0, 0, *R16[2:]])
+    close(encodings.partial_frequencies(16, 1e4, 0.5), [1, 0.1, 0.01, 0.001, 0, 0, 0, 0])
+    close(encodings.partial_frequencies(16, 1e4, 0.25), [1, 0.01, 0, 0, 0, 0, 0, 0])
+    for cutoff, kept in ((1, 4), (0.5, 4), (0.25, 3), (4, 6)):
+        close(encodings.cutoff_frequencies(16, 1e4, 512, cutoff), R16[:kept] + [0] * (8 - kept))
+    close(encodings.hard_clip_frequencies(16, 1e4, 3), R16[:5] + [0] * 3)
+    close(encodings.clipped_frequencies(16, 1e4, 4), [*R16[:5], 0.002371708245, 0.00025, 0])
+    taper = encodings.clipped_frequencies(128, 1e7, 20)
+    pairs = [44, 45, 54, 62, 63]
+    expected = [1.539926526e-05, 1.188921691e-05, 5.692309663e-07, 1.128477418e-09, 0]
+    close(taper[pairs], expected)
+    for length, factor in ((512, 2), (4096, 4)):
+        close(
+            encodings.rope_id_frequencies(16, length),
+            [*(0.1963495408 / factor ** np.arange(4)), 0, 0, 0, 0],
+        )
+
+
+@pytest.mark.parametrize(
+    ("d", "wavelength", "length", "pairs"),
+    [
+        (16, 1e4, 512, 4),
+        (128, 5e5, 8192, 35),
+        (128, 1e4, 4096, 46),
+        (256, 1e4, 512, 62),
+        (256, 1e4, 8192, 100),
+    ],
+)
+def test_a_cutoff_keeps_the_pairs_that_complete_a_period(d, wavelength, length, pairs):
+    kept = encodings.cutoff_frequencies(d, wavelength, length)
+    assert np.count_nonzero(kept) == pairs
+    np.testing.assert_array_equal(
+        kept, encodings.hard_clip_frequencies(d, wavelength, d // 2 - pairs)
+    )
+
+
+def test_scalings_of_the_wavelength_have_the_numbers_of_their_formulas():
+    close(
+        frequencies(16, encodings.ntk_wavelength(16, 1e4, 4)),
+        [
+            1,
+            0.259412817,
+            0.06729500963,
+            0.01745718802,
+            0.004528618321,
+            0.001174781636,
+            0.0003047534136,
+            7.90569415e-05,
+        ],
+    )
+    for factor, expected, slowest in (
+        (1, 22081.79027, 0.000158113883),
+        (4, 62924.94753, 6.32455532e-05),
+    ):
+        wavelength = encodings.dynamic_wavelength(16, 1e4, factor, 512, 1024)
+        close(np.float64(wavelength), expected)
+        close(frequencies(16, wavelength)[-1], slowest)
+        close(frequencies(16, encodings.dynamic_wavelength(16, 1e4, factor, 512, 300)), R16)
+
+
+def test_scalings_by_pairs_have_the_numbers_of_their_formulas():
+    rope = frequencies(16, 1e4)
+    close(
+        encodings.yarn_frequencies(rope, 16, 1e4, 4, 512),
+        [1, 0.2569350599, 0.0625, 0.01383496476, *SLOW],
+    )
+    close(
+        encodings.yarn_frequencies(rope, 16, 1e4, 4, 2048),
+        [1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05],
+    )
+    # The ramp ends after the slowest pair.
+    close(
+        encodings.yarn_frequencies(rope, 16, 1e4, 4, 131_072), [*R16[:6], 8.125e-4, 1.976423538e-4]
+    )
+    close(encodings.llama3_frequencies(rope, 4, 512), [*R16[:3], 0.02037183272, *SLOW])
+    close(
+        encodings.llama3_frequencies(frequencies(16, 5e5), 8, 8192),
+        [
+            1,
+            0.1939227447,
+            0.03760603093,
+            0.007292664737,
+            0.000524846161,
+            3.428102196e-05,
+            6.647869871e-06,
+            1.289173172e-06,
+        ],
+    )
+    steep = encodings.llama3_frequencies(rope, 4, 512, 1, 1)  # as Llama 4: no ramp
+    close(steep, [*R16[:4], *SLOW])
+
+
+def test_the_least_wavelength_of_a_length():
+    for length, published in ((1024, 4.3e3), (2048, 1.16e4)):
+        assert encodings.least_wavelength(128, length) == pytest.approx(published, rel=0.003)
+    angles = np.arange(1708)[:, None] * frequencies(128, 1e4)
+    sums = np.cos(angles).sum(axis=1)  # the first that is negative: 1707
+    assert sums[:1707].min() > 0 > sums[1707]
+    assert sums[1707] == pytest.approx(-0.4989315299, abs=1e-9)
+    assert encodings.least_wavelength(128, 1707) <= 1e4 * 1.001
+
+
+def test_the_neutral_value_of_each_is_rope_bit_for_bit():
+    rope = frequencies(64, 1e4)
+    for neutral in (
+        encodings.partial_frequencies(64, 1e4, 1),
+        encodings.reversed_frequencies(64, 1e4, 1),
+        encodings.cutoff_frequencies(64, 1e4, 512, math.inf),
+        encodings.clipped_frequencies(64, 1e4, 0),
+        encodings.hard_clip_frequencies(64, 1e4, 0),
+        frequencies(64, encodings.ntk_wavelength(64, 1e4, 1)),
+        encodings.yarn_frequencies(rope, 64, 1e4, 1, 512),
+        encodings.llama3_frequencies(rope, 1, 512),
+        rope / 1.0,
+    ):
+        np.testing.assert_array_equal(neutral, rope)
+    for zero in (encodings.partial_frequencies, encodings.reversed_frequencies):
+        np.testing.assert_array_equal(zero(64, 1e4, 0), np.zeros(32))
+    np.testing.assert_array_equal(
+        encodings.clipped_frequencies(64, 1e4, 2), encodings.hard_clip_frequencies(64, 1e4, 1)
+    )
+    clamped = encodings.clipped_frequencies(64, 1e4, 99)
+    np.testing.assert_array_equal(clamped, encodings.clipped_frequencies(64, 1e4, 32))
+
+
+@pytest.mark.parametrize("d", [44, 64, 88, 104, 128, 224, 256])
+def test_every_type_gives_frequencies_that_fall_from_1(d):
+    fields = {
+        "max_wavelength": 1e4,
+        "rope_percentage": 0.5,
+        "original_seq_len": 512,
+        "rope_cutoff": 1.0,
+        "clip_low_n": 9,
+    }
+    for name, (function, needed) in encodings.TYPES.items():
+        freqs = function(d, *[fields[field] for field in needed])
+        assert freqs.shape == (d // 2,), name
+        assert freqs.dtype == np.float64, name
+        assert 0 <= freqs.min() <= freqs.max() <= 1, name
+        rotated = freqs[freqs > 0]
+        assert len(rotated) > 1, name
+        assert (np.diff(rotated) < 0).all(), name
+        if name != "reversed":
+            assert (np.diff(freqs) <= 0).all(), name
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("partial", {"rope_type": "default", "partial_rotary_factor": 0.25}),
+        ("linear", {"factor": 4.0}),
+        ("dynamic", {"factor": 2.0}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 512}),
+        ("llama3", LLAMA3 | {"factor": 8.0, "original_max_position_embeddings": 512}),
+    ],
+)
+def test_frequencies_are_those_of_transformers(d, kind, values):
+    pytest.importorskip("torch", reason="the hf extra is not installed")
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+
+    sizes = {
+        "hidden_size": 4 * d,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | values,
+    }
+    ours = small(head_dim=d, rope_percentage=1.0)
+    if kind == "partial":
+        config = transformers.GPTNeoXConfig(**sizes)
+        theirs, scale = GPTNeoXRotaryEmbedding.compute_default_rope_parameters(config, device=None)
+        ours.update({"rope_type": "partial", "rope_percentage": 0.25})
+    else:
+        config = transformers.LlamaConfig(**sizes)
+        theirs, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, seq_len=2048)
+        ours.update({"rope_scaling_type": kind, "rope_scaling_factor": values["factor"]})
+    if kind not in ("partial", "linear"):
+        ours.original_seq_len = 512
+    freqs = layer_frequencies(ours, 2048)[0]
+    number = len(theirs)
+    np.testing.assert_allclose(freqs[:number], theirs.numpy(), rtol=3e-6)  # theirs are in float32
+    assert (freqs[number:] == 0).all()
+    if kind == "yarn":  # theirs is on cos and sin, of queries and keys both
+        ours.logit_scale = "yarn"
+        assert encodings.logit_scale(ours) == pytest.approx(scale**2)
+
+
+# Of every rope_type: the fields that it needs.
+NEEDED = {
+    "proportional": {},
+    "partial": {},
+    "reversed": {},
+    "cutoff": {"rope_cutoff": 1.0, "original_seq_len": 512},
+    "hard_clip": {"clip_low_n": 4},
+    "cope": {"clip_low_n": 4},
+    "rope_id": {"original_seq_len": 512},
+}
+
+
+@pytest.mark.parametrize("scaling", encodings.SCALINGS)
+@pytest.mark.parametrize("rope_type", encodings.TYPES)
+def test_every_type_takes_every_scaling_but_rope_id_those_of_a_wavelength(rope_type, scaling):
+    config = default_config()
+    config.model = small(rope_type=rope_type, rope_scaling_type=scaling, rope_percentage=1.0)
+    config.model.update(NEEDED[rope_type])
+    if "original_seq_len" in encodings.SCALINGS[scaling]:
+        config.model.original_seq_len = 512
+    if scaling in encodings.INTERVENTIONS:
+        config.model.scaled_pairs = (1, 2)
+    if rope_type == "rope_id" and scaling in ("ntk", "dynamic", "yarn"):
+        assert not encodings.can_rescale(rope_type, scaling)
+        with pytest.raises(UsageError, match=f"{scaling}: needs a wavelength"):
+            validate(config)
+    else:
+        assert encodings.can_rescale(rope_type, scaling)
+        validate(config)
+
+
+def test_scalings_leave_layers_with_a_window_as_they_are():
+    scaling = {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0}
+    freqs = layer_frequencies(small(num_layers=6, rope_percentage=1.0, **scaling, **GEMMA))
+    for layer, expected in enumerate([R16, R16, np.array(R16) / 8] * 2):
+        close(freqs[layer], expected)
+
+
+def test_how_many_pairs_rotate_is_said_once_for_each_kind_of_layer():
+    model = small(**KINDS_OF_LAYERS, rope_percentage=0.25)
+    assert encodings.describe(model) == "p-RoPE rotates 2 or 6 of 8 pairs"
+    model = small(rope_percentage=0.25)
+    assert encodings.describe(model) == "p-RoPE rotates 2 of 8 pairs"
+
+
+def test_interventions_act_on_layers_with_a_window_too():
+    """Stopping makes their frequencies 0; removing is zeroing the weights of the queries."""
+    stop = {"rope_scaling_type": "stop", "scaled_pairs": (1, 2)}
+    own = oracles.layer_frequencies(small(**KINDS_OF_LAYERS))
+    in_band = np.isin(np.arange(8), (1, 2))
+    stopped = layer_frequencies(small(**KINDS_OF_LAYERS, **stop))
+    np.testing.assert_allclose(stopped, np.where(in_band, 0, own))
+    config = small(**KINDS_OF_LAYERS)
+    params, *inputs = draw_model(config)
+    removed = small(**KINDS_OF_LAYERS, **stop | {"rope_scaling_type": "remove"})
+    actual = forward(removed, params, *inputs)
+    query = params["layers"]["attn"]["q_einsum"]
+    query["w"] = jnp.where(np.tile(in_band, 2), 0, query["w"])
+    expected = forward(config, params, *inputs)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_logit_scales_have_the_numbers_of_their_formulas():
+    config = small(rope_scaling_factor=4.0, logit_scale="yarn")
+    assert encodings.logit_scale(config) == pytest.approx(1.296476993, rel=1e-9)
+    config.update({"logit_scale": "drope", "logit_scale_coefficient": 0.412})
+    assert encodings.logit_scale(config) == pytest.approx(1.571153277, rel=1e-9)
+    config.update({"rope_scaling_factor": 9.0, "logit_scale_factor": 4.0})
+    assert encodings.logit_scale(config) == pytest.approx(1.571153277, rel=1e-9)
+    assert encodings.logit_scale(small()) == 1
+
+
+# --- The decoder --------------------------------------------------------------------------------
+
+GEMMA = {
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+    "sliding_window": 3,
+}
+
+
+YARN_LOGITS = {
+    "use_qk_norm": True,
+    "logit_scale": "yarn",
+    "rope_scaling_type": "linear",
+    "rope_scaling_factor": 4.0,
+}
+LOCAL = GEMMA | {"local_rope_percentage": 1.0}
+
+
+# The fields, the frequencies and the windows of six layers.
+LAYERS = [
+    ({"rope_type": "reversed"}, [np.r_[0, 0, R16[2:]]] * 6, [None] * 6),
+    (
+        LOCAL | {"local_max_wavelength": 100.0, "rope_percentage": 0.25},
+        [100.0 ** (-np.arange(8) / 8)] * 2 + [np.r_[R16[:2], np.zeros(6)]],
+        [3, 3, None] * 2,
+    ),
+    (LOCAL | YARN_LOGITS | {"rope_percentage": 0.0}, [R16, R16, np.zeros(8)], [3, 3, None] * 2),
+    (YARN_LOGITS, [np.array(R16) / 4 * (np.arange(8) < 6)], [None] * 6),
+]
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("save_qkv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("scan_layers", "fields", "freqs", "windows"),
+    [
+        *((True, *case) for case in LAYERS),
+        (False, *LAYERS[2]),
+        *(pytest.param(False, *LAYERS[case], marks=pytest.mark.slow) for case in (0, 1, 3)),
+    ],
+)
+def test_layers_with_windows_and_encodings_equal_the_formula(
+    scan_layers, remat, fields, freqs, windows
+):
+    config = small(num_layers=6, scan_layers=scan_layers, remat=remat, **fields)
+    params, tokens, positions = draw_model(config)
+    scale = 1.296476993 if "logit_scale" in fields else 1.0
+    freqs = [freqs[layer % len(freqs)] for layer in range(6)]
+    expected = decoder(config, params, tokens, positions, freqs=freqs, windows=windows, scale=scale)
+    actual = forward(config, params, tokens, positions)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * expected.std())
+    plain = decoder(config, params, tokens, positions, freqs=freqs, windows=[None] * 6)
+    assert windows[0] is None or np.abs(plain - expected).max() > 1e-2 * expected.std()
+
+
+@pytest.mark.parametrize(
+    "fields", [GEMMA | {"local_max_wavelength": 100.0}, GEMMA | {"rope_percentage": 0.0}]
+)
+def test_a_cache_gives_what_the_whole_text_gives(fields):
+    config = small(num_layers=6, use_qk_norm=True, **fields)
+    params, tokens, positions = draw_model(config, T=11)
+    whole = jax.jit(functools.partial(model.hidden_states, config))(params, tokens, positions)
+    decode = jax.jit(functools.partial(model.decode, config))
+    cache = empty_cache(config, 2, 11)
+    hidden, cache = decode(params, tokens[:, :6], cache, jnp.zeros(2, jnp.int32))
+    np.testing.assert_allclose(hidden, whole[:, :6], rtol=0, atol=1e-5)
+    layers = [layer_params(params, number) for number in range(6)]
+    for t in range(6, 11):
+        first = jnp.full(2, t, jnp.int32)
+        hidden, cache = decode(params | {"layers": layers}, tokens[:, t : t + 1], cache, first)
+        np.testing.assert_allclose(hidden[:, 0], whole[:, t], rtol=0, atol=1e-5)
+
+
+def test_the_initial_weights_do_not_depend_on_the_encoding():
+    plain = initial_params(small(num_layers=6))
+    config = small(num_layers=6, rope_type="rope_id", original_seq_len=512, **GEMMA)
+    assert same(plain, initial_params(config))
+    normed = initial_params(small(num_layers=6, use_qk_norm=True))
+    added = normed["layers"]["attn"].keys() - plain["layers"]["attn"].keys()
+    assert added == {"query_norm", "key_norm"}
+
+
+def test_the_gradient_of_periods_is_that_of_single_layers():
+    """The same layers as one period of six, and as two of three."""
+    grads = []
+    for pattern in (GEMMA["layer_types"], GEMMA["layer_types"] * 2):
+        config = small(num_layers=6, remat="minimal", **(GEMMA | {"layer_types": pattern}))
+        params, tokens, positions = draw_model(config)
+        run = functools.partial(model.hidden_states, config, tokens=tokens, positions=positions)
+        grads.append(jax.jit(jax.grad(lambda params, run=run: run(params).std()))(params))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), *grads)
+
+
+# --- Bad input ----------------------------------------------------------------------------------
+
+
+CUTOFF = {"rope_type": "cutoff", "rope_cutoff": 1.0}
+COPE = {"rope_type": "cope", "clip_low_n": 4}
+ROPE_ID = {"rope_type": "rope_id", "original_seq_len": 512}
+WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rope_type": "cutof"}, r"rope_type=cutof: there is none \(did you mean cutoff\?\)"),
+        (CUTOFF, "original_seq_len=None: must have a value"),
+        ({"rope_cutoff": 1.0}, "rope_cutoff=1.0: has no effect with rope_type=proportional"),
+        ({"rope_type": "cope"}, "clip_low_n=None: must have a value"),
+        (COPE | {"clip_low_n": 1}, "clip_low_n=1: the taper needs two pairs"),
+        (COPE | {"clip_low_n": -1}, "clip_low_n=-1: must not be negative"),
+        (COPE | {"rope_percentage": 0.5}, "rope_percentage=0.5: has no effect with"),
+        (ROPE_ID | {"original_seq_len": 64}, "original_seq_len=64, .*rope_id needs > 64"),
+        (
+            {"rope_type": "partial", "rope_percentage": 0.2},
+            "0.2: partial rotates 3 of 16 lanes; must be even",
+        ),
+        (
+            CUTOFF | {"rope_cutoff": 0.01, "original_seq_len": 512},
+            "rope_cutoff=0.01: .* no pair rotates",
+        ),
+        (
+            {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0},
+            "original_seq_len=None: must have a value",
+        ),
+        (
+            {"rope_scaling_type": "linear", "rope_scaling_factor": 0.5},
+            "rope_scaling_factor=0.5: must be at least 1",
+        ),
+        (
+            {"rope_scaling_type": "yarm"},
+            r"rope_scaling_type=yarm: there is none \(did you mean yarn\?\)",
+        ),
+        ({"rope_scaling_factor": 2.0}, "rope_scaling_factor=2.0: has no effect"),
+        (ROPE_ID | {"rope_scaling_type": "yarn"}, "needs a wavelength"),
+        (
+            {"logit_scale": "drope", "rope_scaling_factor": 2.0},
+            "logit_scale_coefficient=None: must have a value",
+        ),
+        ({"layer_types": ("sliding_attention",)}, "sliding_window=None: must have a value"),
+        (WINDOWS | {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
+        ({"layer_types": ("full_attention",) * 9}, "layer_types=.*a pattern of at most"),
+        (
+            {"layer_types": ("full_atention",)},
+            r"there is no full_atention \(did you mean full_attention\?\)",
+        ),
+        ({"logit_scale_factor": 2.0}, "logit_scale_factor=2.0: has no effect"),
+        (
+            {"logit_scale": "yarn", "logit_scale_factor": 2.0, "rope_scaling_factor": 4.0},
+            "rope_scaling_factor=4.0: has no effect",
+        ),
+        (
+            {"logit_scale": "yarn", "logit_scale_factor": 0.5},
+            "logit_scale_factor=0.5: must be at least 1",
+        ),
+        ({"sliding_window": 8}, "sliding_window=8: has no effect"),
+        ({"test_window": 8}, "test_window=8: is for evaluation, which sets it; to train"),
+        ({"test_sinks": 8}, "test_sinks=8: is for evaluation, which sets it"),
+        *(
+            ({field: value}, f"{field}={value}: has no effect unless some layers have a window")
+            for field, value in {
+                "global_head_dim": 32,
+                "num_global_kv_heads": 1,
+                "global_key_is_value": True,
+                "global_attention": "xla",
+            }.items()
+        ),
+        ({"use_double_wide_mlp": True}, "use_double_wide_mlp=True: has no effect without"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6: is too many of .*=6: each layer"),
+        (
+            WINDOWS
+            | {"layer_types": ("sliding_attention", "full_attention"), "num_kv_shared_layers": 5},
+            "num_kv_shared_layers=5: is too many of .* needs an earlier one of its kind",
+        ),
+        (WINDOWS | {"local_rope_percentage": 1.5}, "local_rope_percentage=1.5: must be a fraction"),
+        (
+            WINDOWS | {"local_max_wavelength": 1.0},
+            "local_max_wavelength=1.0: must be greater than 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(fields, expected):
+    config = default_config()
+    config.model = small(num_layers=6, **({"rope_percentage": 1.0} | fields))
+    with pytest.raises(UsageError, match=expected) as refused:
+        validate(config)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("config.model.")
+
+
+def test_a_saved_config_keeps_its_encoding():
+    config = default_config()
+    config.model.update(
+        GEMMA | {"local_rope_percentage": 1.0, "num_layers": 6, "rope_scaling_type": "linear"}
+    )
+    set_layer_percentages(config, [0.5] * 6)
+    back = from_dict(config.to_dict())
+    assert back == config and encodings.rotated_pairs(back.model) == [32, 32, 16] * 2

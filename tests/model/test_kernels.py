@@ -1,0 +1,103 @@
+"""Splash attention's blocks: each chip's compile for it, and all compute the same."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.commands import ROOT, needs_libtpu
+from support.models import check_attention
+from support.models import draw_attention as draw
+
+from prope.kernels import splash
+from prope.runtime import xla_flags
+
+
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):
+    fused_bytes = 2**30 if fused else 0
+    blocks = splash.Blocks(256, 128, 128, 128, fused_bytes)
+    monkeypatch.setattr(splash, "choose_blocks", lambda *_: blocks)
+    check_attention(*draw(256, 256, 2, 1, H=128), implementation="splash")
+
+
+@pytest.mark.parametrize(
+    ("chip", "kind"), [("v5e", "TPU v5 lite"), ("v5p", "TPU v5"), ("v6e", "TPU v6 lite")]
+)
+def test_large_blocks_need_the_flags_that_give_them_memory(monkeypatch, chip, kind):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    assert splash.choose_blocks(kind, 256).queries == 1024
+    assert splash.choose_blocks("", 256).queries == 1024
+    flags = xla_flags.environment(chip)["LIBTPU_INIT_ARGS"]
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    assert splash.choose_blocks(kind, 256).queries == 2048
+    assert splash.choose_blocks(kind, 512).queries == 1024, "an H that nobody has tried"
+
+
+def test_a_plan_keeps_the_flags_that_its_user_sets():
+    limit = "xla_tpu_scoped_vmem_limit_kib"
+    flags = f"--{limit}=65536 --xla_another=1"
+    variable, options = xla_flags.with_users("v5p", flags)
+    defaults = xla_flags.environment("v5p")["LIBTPU_INIT_ARGS"]
+    assert variable == f"{defaults} {flags}"
+    expected = dict(xla_flags.TPU["v5p"])
+    del expected[limit]
+    assert options == expected
+
+
+COMPILE = """
+import sys
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from prope import sharding
+from prope.attention import attention
+from prope.cost.topology import find_devices
+from prope.runtime import xla_flags
+
+jax.config.update("jax_platforms", "cpu")
+chip, head_dim = sys.argv[1:]
+T = 2048
+topology = "v5p:1x1x1" if chip == "v5p" else f"{chip}:1x1"
+mesh = sharding.make_mesh(devices=find_devices(topology, 1))
+place = NamedSharding(mesh, PartitionSpec())
+arrays = [
+    jax.ShapeDtypeStruct((1, T, heads, int(head_dim)), "bfloat16", sharding=place)
+    for heads in (2, 1, 1)
+]
+
+def loss(*arrays):
+    return attention(*arrays, implementation="splash").astype("float32").sum()
+
+with sharding.use(mesh):
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
+text = traced.lower().compile(compiler_options=xla_flags.TPU[chip]).as_text()
+assert "splash_mqa_dq" in text or "splash_mqa_dkv" in text
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("chip", "head_dim"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v6e", 128)]
+)
+def test_every_chip_s_blocks_compile_for_it(chip, head_dim):
+    environment = os.environ | xla_flags.environment(chip)
+    environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, chip, str(head_dim)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_what_is_checked_on_a_gpu_holds_on_a_cpu():
+    command = [sys.executable, f"{ROOT}/tests/on_gpu.py", "128"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n") == 30

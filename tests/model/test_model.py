@@ -1,0 +1,420 @@
+"""The decoder against its formula in float64."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from support.bounds import assert_equal_but_rounding, measure_rounding
+from support.models import (
+    ALL_SWITCHES,
+    DENSE4,
+    E4,
+    SWITCHES,
+    SWITCHES_OF_KINDS,
+    assert_trees_close,
+    forward,
+    initial_params,
+    same,
+    small,
+)
+from support.models import draw_model as draw
+
+from prope import config as config_lib
+from prope import model
+from prope.config import default_config, set_layer_percentages
+from prope.loss import weighted_loss
+from prope.stack import parameters
+
+SEGMENTS = np.array(
+    [[1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2], [1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4]], np.int32
+)
+
+
+def assert_equals_formula(config, params, tokens, positions, segments=None):
+    """Compares the logits with the formula, relative to their deviation."""
+    expected = oracles.decoder(config, params, tokens, positions, segments)
+    scores = forward(config, params, tokens, positions, segments)
+    bound = 2e-5 * expected.std()
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=bound)
+
+
+VARIANTS = [pytest.param(p, heads, marks=pytest.mark.slow) for p in (0.0, 1.0) for heads in (2, 4)]
+VARIANTS += [pytest.param(p, 4, marks=pytest.mark.slow) for p in (0.25, 0.75)]
+
+
+@pytest.mark.parametrize(
+    ("p", "kv_heads"), [(0.0, 1), (0.25, 1), (0.75, 1), (1.0, 1), (0.25, 2), (0.75, 2), *VARIANTS]
+)
+def test_equals_the_formula(p, kv_heads):
+    config = small(rope_percentage=p, num_kv_heads=kv_heads)
+    assert_equals_formula(config, *draw(config))
+
+
+def test_every_switch_is_tested():
+    assert {*SWITCHES, *SWITCHES_OF_KINDS} == set(config_lib.SWITCHES)
+
+
+TWO_KINDS = {
+    "num_layers": 4,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "sliding_window": 5,
+}
+
+
+@pytest.mark.parametrize("switch", [*SWITCHES, *SWITCHES_OF_KINDS])
+def test_each_switch_equals_the_formula_and_changes_the_result(switch):
+    fields = TWO_KINDS if switch in SWITCHES_OF_KINDS else {}
+    if switch == "use_double_wide_mlp":
+        fields = fields | {"num_kv_shared_layers": 2}
+    plain = small(**fields)
+    config = small(**fields | {switch: ALL_SWITCHES[switch]})
+    params, tokens, positions = draw(config)
+    assert_equals_formula(config, params, tokens, positions)
+    plain_params, *_ = draw(plain)
+    expected = forward(plain, plain_params, tokens, positions)
+    if parameters.shapes(plain) == parameters.shapes(config):
+        assert same(plain_params, params)
+        scores = forward(config, params, tokens, positions)
+        assert np.abs(scores - expected).max() > 0.01 * np.std(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scan_layers", "remat"), [(True, "full"), (True, "none"), (True, "minimal"), (False, "full")]
+)
+def test_all_switches_and_a_pattern_that_ends_in_part(scan_layers, remat):
+    fields = ALL_SWITCHES | {"sliding_window": 3}
+    config = small(**fields, scan_layers=scan_layers, remat=remat)
+    params, tokens, positions = draw(config)
+    expected = oracles.decoder(config, params, tokens, positions)
+    scores = forward(config, params, tokens, positions)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=2e-5 * expected.std())
+
+    def norm(config, params):
+        hidden = model.hidden_states(config, params, tokens, positions)
+        return (hidden**2).sum()
+
+    gradients = jax.jit(jax.grad(functools.partial(norm, config)))(params)
+    plain = small(**fields, scan_layers=False)
+    theirs = jax.jit(jax.grad(functools.partial(norm, plain)))(params)
+    assert_trees_close(gradients, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [DENSE4, pytest.param(E4, marks=pytest.mark.slow)])
+def test_gemma_4_equals_the_formula(fields):
+    """E4 is compared with it, in the default tier too, by the gradient and by a cache."""
+    assert_equals_formula(small(**fields), *draw(small(**fields)), SEGMENTS)
+
+
+def test_far_positions_equal_the_formula():
+    config = small(rope_percentage=1.0)
+    params, tokens, positions = draw(config)
+    assert_equals_formula(config, params, tokens, positions * 80_000)
+
+
+def test_segments_equal_the_formula():
+    config = small()
+    assert_equals_formula(config, *draw(config), SEGMENTS)
+
+
+def test_two_copies_of_a_document_get_the_same_logits_when_masked():
+    T = 6
+    config = small()
+    params, tokens, positions = draw(config, B=1, T=T)
+    tokens = jnp.tile(tokens, 2)
+    positions = jnp.tile(positions, 2)
+    segments = jnp.repeat(jnp.array([[1, 2]]), T, axis=1)
+
+    def score_copies(segments):
+        scores = forward(config, params, tokens, positions, segments)
+        return np.split(np.asarray(scores), 2, axis=1)
+
+    first, second = score_copies(segments)
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-5)
+    first, second = score_copies(None)
+    assert np.abs(first - second).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", range(3))
+def test_p_reaches_every_layer(layer):
+    """A layer that ignores p would not notice it where the others' attention is cut off."""
+    outputs = []
+    for p in (0.0, 0.5, 1.0):
+        config = small(rope_percentage=p)
+        params, tokens, positions = draw(config, B=1)
+        weights = params["layers"]["attn"]["attn_vec_einsum"]
+        weights["w"] = jnp.zeros_like(weights["w"]).at[layer].set(weights["w"][layer])
+        outputs.append(np.asarray(forward(config, params, tokens, positions)))
+    none, half, every = outputs
+    for one, other in ((none, half), (half, every), (none, every)):
+        difference = np.abs(one - other).max(-1)[0]
+        assert difference[0] == 0, "position 0 rotates nothing"
+        assert np.all(difference[2:] > 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scan_layers", "percentages"),
+    [
+        (True, (1.0, 0.25, 0.0)),
+        pytest.param(False, (1.0, 0.25, 0.0), marks=pytest.mark.slow),
+        (True, (0.0, 0.25, 1.0)),
+    ],
+)
+def test_layers_may_each_have_their_p(scan_layers, percentages):
+    config = default_config()
+    config.model = small(scan_layers=scan_layers)
+    set_layer_percentages(config, percentages)
+    params, tokens, positions = draw(config.model)
+    assert_equals_formula(config.model, params, tokens, positions * 1000)
+    set_layer_percentages(config, (0.5, 0.5, 0.5))
+    scores = forward(config.model, params, tokens, positions)
+    config = small(rope_percentage=0.5, scan_layers=scan_layers)
+    expected = forward(config, params, tokens, positions)
+    np.testing.assert_array_equal(scores, expected)
+
+
+def test_rms_norm_of_bfloat16_is_the_formula_rounded_once():
+    x = np.random.default_rng(0).normal(3, 1, (2, 32, 512)).astype(jnp.bfloat16)
+    params = {"scale": np.linspace(-0.9, 2, 512, dtype=np.float32)}
+    expected = oracles.rms_norm(oracles.float64(x), params)
+    normed = model.final_norm(small(), params, jnp.asarray(x))
+    assert normed.dtype == jnp.bfloat16
+    magnitude = np.abs(expected)
+    half_ulp = 2.0 ** (np.floor(np.log2(magnitude)) - 8)
+    error = np.abs(oracles.float64(normed) - expected)
+    assert np.all(error <= half_ulp + 1e-5 * magnitude)
+
+
+def compile_gradient(config, params, tokens, positions) -> str:
+    """The compiled text of the gradient of the output's sum of squares."""
+
+    def loss(params, positions):
+        hidden = model.hidden_states(config, params, tokens, positions)
+        return (hidden**2).sum()
+
+    return jax.jit(jax.grad(loss)).lower(params, positions).compile().as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_table_is_made_once_however_many_layers_share_it(remat):
+    """Only the table shifts integers, in the gradient of an unrolled model of any depth."""
+
+    def count_shifts(num_layers):
+        config = small(num_layers=num_layers, scan_layers=False, remat=remat)
+        text = compile_gradient(config, *draw(config))
+        return text.count(" shift-right-logical(")
+
+    assert 0 < count_shifts(1) == count_shifts(4)
+
+
+def test_later_tokens_do_not_matter():
+    T = 12
+    config = small()
+    params, _, positions = draw(config, B=1, T=T)
+    embedding = params["embedder"]["input_embedding"]
+    tokens = jnp.arange(T)[None]  # every token once: row i of the table is read at position i
+
+    def output_at_6(rows):
+        table = embedding.at[:T].set(rows)
+        changed = params | {"embedder": {"input_embedding": table}}
+        return model.hidden_states(config, changed, tokens, positions)[0, 6].sum()
+
+    gradient = jax.jit(jax.grad(output_at_6))(embedding[:T])
+    largest = np.abs(np.asarray(gradient)).max(axis=-1)
+    assert np.all(largest[:7] > 0)
+    assert np.all(largest[7:] == 0)
+
+
+def loss_and_gradient(config, params, tokens, positions, segments=None):
+    """The summed loss of predicting the tokens in reverse order, and its gradient."""
+
+    def loss(params):
+        hidden = model.hidden_states(config, params, tokens, positions, segments)
+        weights = jnp.ones(tokens.shape, jnp.float32)
+        table = model.embedding(params)
+        return weighted_loss(hidden, table, tokens[:, ::-1], weights, config.final_softcap)
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def slope_along(function, leaves, number, direction):
+    """The slope of a function of arrays along a direction of one of them, by differences."""
+    values = []
+    for step in (1e-5, -1e-5):
+        moved = list(leaves)
+        moved[number] = leaves[number] + step * direction
+        values.append(function(moved))
+    return (values[0] - values[1]) / 2e-5
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("fields", "segments"),
+    [
+        ({"num_kv_heads": 1, "num_layers": 2}, None),
+        (E4, None),
+        pytest.param({"num_layers": 2}, SEGMENTS, marks=pytest.mark.slow),
+        pytest.param(DENSE4, SEGMENTS, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_equal_differences_of_the_formula(fields, segments):
+    config = small(**fields)
+    params, tokens, positions = draw(config)
+    targets = np.asarray(tokens)[:, ::-1, None]
+
+    def loss(leaves):
+        tree = jax.tree.unflatten(structure, leaves)
+        scores = oracles.decoder(config, tree, tokens, positions, segments)
+        target_scores = np.take_along_axis(scores, targets, axis=-1)
+        logsumexp = np.log(np.exp(scores).sum(-1))
+        return np.sum(logsumexp - target_scores[..., 0])
+
+    segment_ids = None if segments is None else jnp.asarray(segments)
+    value, gradient = loss_and_gradient(config, params, tokens, positions, segment_ids)
+    grads = jax.tree_util.tree_leaves_with_path(gradient)
+    leaves, structure = jax.tree.flatten(params)
+    leaves = [oracles.float64(leaf) for leaf in leaves]
+    np.testing.assert_allclose(value, loss(leaves), rtol=1e-5)
+    rng = np.random.default_rng(0)
+    for number, (path, grad) in enumerate(grads):
+        direction = rng.choice([-1.0, 1.0], grad.shape)
+        expected = slope_along(loss, leaves, number, direction)
+        error = np.sum(oracles.float64(grad) * direction) - expected
+        bound = 1e-5 * np.linalg.norm(grad) * np.sqrt(grad.size)
+        assert abs(error) < bound, jax.tree_util.keystr(path)
+
+
+MODELS = {"gemma": {}, "dense4": DENSE4, "e4": E4}
+SETTINGS = [*itertools.product(["gemma"], [True, False], ["none", "minimal", "save_qkv", "full"])]
+SETTINGS += [("dense4", True, "full"), ("e4", True, "minimal"), ("e4", True, "full")]
+
+
+@functools.cache
+def gradient_without_scan_or_remat(name):
+    """The arguments of `loss_and_gradient` after the config, its results, and their rounding.
+
+    The rounding of an array is how far the gradient moves with parameters that move by one ulp.
+    """
+    config = small(**MODELS[name], scan_layers=False)
+    params, tokens, positions = draw(config)
+    compute = functools.partial(loss_and_gradient, config)
+    (loss, gradient), (_, rounding) = measure_rounding(
+        lambda params: compute(params, tokens, positions), params
+    )
+    return (params, tokens, positions), (loss, gradient), rounding
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(("name", "scan_layers", "remat"), SETTINGS)
+def test_scan_and_remat_change_nothing(name, scan_layers, remat):
+    arguments, (expected_loss, expected), rounding = gradient_without_scan_or_remat(name)
+    config = small(**MODELS[name], scan_layers=scan_layers, remat=remat)
+    loss, gradient = loss_and_gradient(config, *arguments)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_equal_but_rounding(gradient, expected, rounding, multiple=4)
+
+
+@pytest.mark.slow
+def test_attention_is_run_again_only_where_nothing_is_kept():
+    """Only attention has exponentials: two forward, one in its gradient, two to run again."""
+
+    def count_exponentials(remat):
+        config = small(num_layers=1, scan_layers=False, remat=remat)
+        text = compile_gradient(config, *draw(config))
+        return text.count(" exponential(")
+
+    counts = {remat: count_exponentials(remat) for remat in ("none", "minimal", "save_qkv", "full")}
+    assert counts == {"none": 3, "minimal": 3, "save_qkv": 3, "full": 5}
+
+
+LONG = {"num_layers": 2, "head_dim": 128}
+
+
+@functools.cache
+def gradient_of_long_windows():
+    """The same for windows of 128 tokens, in one of which are several documents."""
+    params, tokens, positions = draw(small(**LONG), T=128)
+    segments = jnp.asarray(np.arange(128) // np.array([[50], [200]]), jnp.int32)
+    arguments = (params, tokens, positions, segments)
+    config = small(**LONG, attention="xla")
+    return arguments, loss_and_gradient(config, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("remat", "scan_layers"),
+    [("minimal", False), ("none", True), ("save_qkv", True), ("full", False)],
+)
+def test_the_kernel_of_tpus_changes_nothing(interpreted, remat, scan_layers):
+    arguments, (expected_loss, expected) = gradient_of_long_windows()
+    config = small(**LONG, attention="splash", remat=remat, scan_layers=scan_layers)
+    loss, gradient = loss_and_gradient(config, *arguments)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_trees_close(gradient, expected, 1e-5)
+
+
+def test_initial_weights_do_not_depend_on_scan_or_p():
+    expected = initial_params(small(), 3)
+    for fields in ({"scan_layers": False}, {"rope_percentage": 0.0}, {"remat": "full"}):
+        assert same(initial_params(small(**fields), 3), expected), fields
+
+
+def test_initial_weights_have_the_variance_of_their_fan_in():
+    sizes = {
+        "embed_dim": 128,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "hidden_dim": 512,
+        "vocab_size": 500,
+    }
+    params = initial_params(small(**sizes))
+    layers = params["layers"]
+    fan_in = [
+        (params["embedder"]["input_embedding"], 128),
+        (layers["attn"]["q_einsum"]["w"], 128),
+        (layers["attn"]["kv_einsum"]["w"], 128),
+        (layers["attn"]["attn_vec_einsum"]["w"], 4 * 64),
+        (layers["mlp"]["gating_einsum"], 128),
+        (layers["mlp"]["linear"], 512),
+    ]
+    for leaf, size in fan_in:
+        normed = np.asarray(leaf) * np.sqrt(size)
+        assert abs(normed.std() - 1) < 0.02
+        assert np.abs(normed).max() < 2 / 0.879, "cut at two standard deviations"
+        assert np.std(normed[0] - normed[1]) > 0, "layers start apart"
+    for norm in (layers["pre_attention_norm"], layers["pre_ffw_norm"], params["final_norm"]):
+        np.testing.assert_array_equal(norm["scale"], 0)
+
+
+@pytest.mark.parametrize(
+    ("D", "factor"), [(640, 25.25), (1152, 34.0), (2304, 48.0), (3072, 55.5), (5376, 73.5)]
+)
+def test_the_factor_of_embeddings_is_rounded_as_in_googles_code(D, factor):
+    config = small(embed_dim=D, dtype="bfloat16")
+    ones = jnp.ones((config.vocab_size, D))
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    assert set(np.ravel(model.embed(config, ones, tokens)).tolist()) == {factor}
+    config.dtype = "float32"
+    exact = np.float32(np.sqrt(D))
+    assert set(np.ravel(model.embed(config, ones, tokens)).tolist()) == {exact}
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_near_float32():
+    config = small(dtype="bfloat16")
+    params, tokens, positions = draw(config)
+    hidden_states = jax.jit(functools.partial(model.hidden_states, config))
+    hidden = hidden_states(params, tokens, positions)
+    assert hidden.dtype == jnp.bfloat16
+    scores = model.logits(config, params, hidden)
+    assert scores.dtype == jnp.float32
+    expected = oracles.decoder(config, params, tokens, positions)
+    assert np.abs(scores - expected).mean() < 0.03 * expected.std()

@@ -1,0 +1,145 @@
+"""The table of parameters against the tree that the model initialises."""
+
+import functools
+import runpy
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+from support.commands import ROOT
+from support.models import initial_params, leaves_by_path, small
+
+from prope import model, sharding
+from prope.cost.flops import num_parameters
+from prope.optimizer import has_weight_decay
+from prope.stack import parameters
+from prope.workdir.hashes import hash_arrays
+
+SIZES = {
+    "num_layers": 3,
+    "embed_dim": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "hidden_dim": 48,
+    "vocab_size": 50,
+    "use_qk_norm": True,
+    "qkv_bias": True,
+    "post_norms": True,
+    "tied": False,
+}
+FSDP = ("fsdp", "context")
+# In a model of these sizes: the shape, and the mesh axes that shard each axis where they divide it.
+EXPECTED = {
+    "embedder/input_embedding": ((50, 32), ("tensor", FSDP)),
+    "final_norm/scale": ((32,), (FSDP,)),
+    "head/w": ((50, 32), ("tensor", FSDP)),
+    "layers/attn/attn_vec_einsum/w": ((3, 4, 16, 32), (None, "tensor", None, FSDP)),
+    "layers/attn/key_norm/scale": ((3, 16), (None, FSDP)),
+    "layers/attn/kv_einsum/w": ((3, 2, 2, 32, 16), (None, None, "tensor", FSDP, None)),
+    "layers/attn/kv_einsum/b": ((3, 2, 2, 16), (None, None, "tensor", FSDP)),
+    "layers/attn/q_einsum/b": ((3, 4, 16), (None, "tensor", FSDP)),
+    "layers/attn/q_einsum/w": ((3, 4, 32, 16), (None, "tensor", FSDP, None)),
+    "layers/attn/query_norm/scale": ((3, 16), (None, FSDP)),
+    "layers/mlp/gating_einsum": ((3, 2, 32, 48), (None, None, FSDP, "tensor")),
+    "layers/mlp/linear": ((3, 48, 32), (None, "tensor", FSDP)),
+    "layers/post_attention_norm/scale": ((3, 32), (None, FSDP)),
+    "layers/post_ffw_norm/scale": ((3, 32), (None, FSDP)),
+    "layers/pre_attention_norm/scale": ((3, 32), (None, FSDP)),
+    "layers/pre_ffw_norm/scale": ((3, 32), (None, FSDP)),
+}
+
+
+def initial_shapes(config):
+    """What the model initialises, without computing it."""
+    return jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+
+
+def is_matrix(path: str) -> bool:
+    """Whether a parameter is neither a norm's scale nor a bias."""
+    return not path.endswith(("/scale", "/b"))
+
+
+def test_names_shapes_and_counts_are_those_of_the_model():
+    config = small(**SIZES, dtype="bfloat16")
+    tree = initial_shapes(config)
+    assert parameters.shapes(config) == tree
+    leaves = leaves_by_path(tree)
+    assert {path: leaf.shape for path, leaf in leaves.items()} == {
+        path: shape for path, (shape, _) in EXPECTED.items()
+    }
+    assert {leaf.dtype for leaf in leaves.values()} == {np.dtype(np.float32)}
+    assert parameters.count(config) == num_parameters(tree)
+    multiplied = {path: leaf for path, leaf in leaves.items() if is_matrix(path)}
+    del multiplied["embedder/input_embedding"]  # here the head is another matrix
+    assert parameters.count(config, matrices_only=True) == num_parameters(multiplied)
+    config.tied = True
+    assert parameters.count(config, matrices_only=True) == num_parameters(multiplied)
+
+
+def test_what_a_switch_adds_is_there_where_the_config_has_it():
+    added = {
+        ("use_qk_norm", True): {f"layers/attn/{name}_norm/scale" for name in ("query", "key")},
+        ("qkv_bias", True): {"layers/attn/q_einsum/b", "layers/attn/kv_einsum/b"},
+        ("post_norms", True): {f"layers/post_{name}_norm/scale" for name in ("attention", "ffw")},
+        ("tied", False): {"head/w"},
+    }
+    plain = EXPECTED.keys() - set().union(*added.values())
+    for (field, value), paths in added.items():
+        config = small(**{field: value})
+        assert parameters.parameters(config).keys() == plain | paths
+        assert leaves_by_path(initial_shapes(config)).keys() == plain | paths
+    assert leaves_by_path(initial_shapes(small())).keys() == plain
+
+
+def test_matrices_decay_and_scales_do_not():
+    decay = leaves_by_path(has_weight_decay(initial_shapes(small(**SIZES))))
+    assert decay == {path: is_matrix(path) for path in EXPECTED}
+
+
+def test_parameters_and_moments_are_sharded_by_their_axes(monkeypatch):
+    monkeypatch.setattr(sharding, "_MIN_SHARD_SIZE", 0)
+    mesh = AbstractMesh((1, 2, 2, 2), sharding._AXES)
+    config = small(**SIZES)
+    params = initial_shapes(config)
+    expected = {path: PartitionSpec(*spec) for path, (_, spec) in EXPECTED.items()}
+
+    def specs(tree):
+        shardings = sharding.state_shardings(tree, mesh)
+        return {path: leaf.spec for path, leaf in leaves_by_path(shardings).items()}
+
+    assert specs(params) == expected
+    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
+    assert specs(layer["layers"]["mlp"]) == {
+        "gating_einsum": PartitionSpec(None, FSDP, "tensor"),
+        "linear": PartitionSpec("tensor", FSDP),
+    }
+
+
+def read_config(name, *arguments):
+    """The config of a page in configs/."""
+    page = runpy.run_path(ROOT / "configs" / f"{name}.py")
+    return page["get_config"](*arguments)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("quickstart",), "9c55f44410ac4337"),
+        pytest.param(("gemma3_like", "tiny"), "2b571a5f05abfaaa", marks=pytest.mark.slow),
+        pytest.param(("gemma4_like", "tiny"), "43b14020b503f33e", marks=pytest.mark.slow),
+    ],
+)
+def test_initial_values_are_those_of_every_version(arguments, expected):
+    config = read_config(*arguments)
+    params = initial_params(config.model, config.seed)
+    assert hash_arrays(params) == expected
+
+
+def test_gemma_2b_has_gemma_s_parameters():
+    config = read_config("gemma_2b_wiki").model
+    config.vocab_size = 256_128
+    assert parameters.count(config) == 2_506_434_560
+    assert num_parameters(initial_shapes(config)) == 2_506_434_560

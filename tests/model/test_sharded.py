@@ -1,0 +1,560 @@
+"""The training step on meshes of eight devices, in a process that pretends to have them."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.sharding import AbstractMesh
+from support.compiled import array_shapes
+from support.models import DENSE4, E4, SWITCHES, assert_trees_close, leaves_by_path, same
+from support.processes import on_eight_devices
+
+from prope import loss, model, sharding
+from prope.config import default_config
+from prope.errors import UsageError
+from prope.optimizer import make_optimizer
+from prope.runtime.validate import validate, validate_devices
+from prope.stack import parameters
+from prope.step import compile_step, init_state, make_train_step
+from prope.workdir.hashes import hash_arrays
+
+
+def small(**fields):
+    """A config that compiles in a moment; fields are named as model__num_layers."""
+    config = default_config()
+    sizes = {
+        "batch_size": 16,
+        "data.seq_len": 12,
+        "model.num_layers": 2,
+        "model.embed_dim": 16,
+        "model.num_heads": 4,
+        "model.head_dim": 8,
+        "model.hidden_dim": 24,
+        "model.vocab_size": 48,
+        "model.rope_percentage": 0.75,
+        "model.attention": "xla",
+    }
+    config.update_from_flattened_dict(sizes)
+    fields = {name.replace("__", "."): value for name, value in fields.items()}
+    config.update_from_flattened_dict(fields)
+    validate(config)
+    return config
+
+
+def keep_gradient():
+    """An optimizer that changes nothing and whose state is the gradient."""
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+
+    def update(gradient, state, params):
+        return zeros(gradient), gradient
+
+    return optax.GradientTransformation(zeros, update)
+
+
+def draw(config):
+    """A batch of packed windows in NumPy, of which a part has weight zero, not equal in rows."""
+    rng = np.random.default_rng(0)
+    B = config.batch_size
+    T = config.data.seq_len
+    segments = 1 + np.sort(rng.integers(0, 3, (B, T)), axis=1)
+    positions = np.tile(np.arange(T), (B, 1))
+    if config.data.mask_documents:
+        is_first = np.diff(segments, axis=1, prepend=0) != 0
+        positions = positions - np.maximum.accumulate(positions * is_first, axis=1)
+    tokens, targets = rng.integers(0, config.model.vocab_size, (2, B, T))
+    counted = rng.integers(T // 3, T, (B, 1))
+    return {
+        "tokens": tokens.astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "positions": positions.astype(np.int32),
+        "segment_ids": segments.astype(np.int32),
+        "weights": (np.arange(T) < counted).astype(np.float32),
+    }
+
+
+def draw_params(config):
+    """Parameters in NumPy without zeros, so that every one matters."""
+    rng = np.random.default_rng(0)
+
+    def draw_leaf(path, leaf):
+        if path[-1].key == "skip_scale":
+            return rng.uniform(0.3, 0.9, leaf.shape).astype(np.float32)
+        scale = max(leaf.shape[-2:]) ** -0.5
+        return scale * rng.standard_normal(leaf.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw_leaf, parameters.shapes(config.model))
+
+
+def run(config, shape):
+    """The loss and the gradient of one training step on a mesh (data, fsdp, tensor)."""
+    C = config.mesh.context
+    replicas, fsdp, tensor = shape
+    devices = jax.devices()[: C * math.prod(shape)]
+    mesh = sharding.make_mesh(replicas, tensor, devices, C)
+    assert mesh.devices.shape == (replicas, fsdp, C, tensor)
+    shapes = jax.eval_shape(functools.partial(init_state, config, keep_gradient()))
+    state = sharding.with_shardings(shapes, mesh)
+    params = draw_params(config)
+    zeros = jax.tree.map(np.zeros_like, params)
+    placed = jax.device_put((params, zeros), sharding.state_shardings(shapes, mesh))
+    batch = sharding.global_batch(mesh, draw(config), config.batch_size)
+    step = compile_step(config, keep_gradient(), mesh, state)
+    _, gradient, metrics = step(*placed, batch)
+    batch_hash = sharding.hash_batch(draw(config))  # which no mesh shards
+    assert metrics["batch_hash"] == batch_hash
+    gradient = jax.tree.map(np.asarray, gradient)
+    squares = [np.sum(leaf.astype(np.float64) ** 2) for leaf in jax.tree.leaves(gradient)]
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
+    return float(metrics["loss"]), gradient
+
+
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_step_takes_the_mean_over_the_tokens_that_count(accumulation):
+    config = small(model__num_kv_heads=2, accumulation=accumulation)
+    params = draw_params(config)
+    batch = jax.tree.map(jnp.asarray, draw(config))
+    targets = batch["targets"][..., None]
+
+    def mean_loss(params):
+        hidden = model.hidden_states(config.model, params, batch["tokens"], batch["positions"])
+        log_probabilities = jax.nn.log_softmax(model.logits(config.model, params, hidden))
+        losses = -jnp.take_along_axis(log_probabilities, targets, axis=-1)[..., 0]
+        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+    expected_loss, expected = jax.jit(jax.value_and_grad(mean_loss))(params)
+    step = jax.jit(make_train_step(config, keep_gradient()))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updated, gradient, metrics = step(params, zeros, batch)
+    np.testing.assert_allclose(metrics["loss"], expected_loss, rtol=1e-6)
+    assert_trees_close(gradient, expected, 1e-5)
+    assert same(updated, params)
+
+    batch["weights"] = jnp.zeros_like(batch["weights"])
+    _, gradient, metrics = step(params, gradient, batch)
+    assert metrics["loss"] == metrics["grad_norm"] == 0  # and not nan
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+MQA = {"model__num_kv_heads": 1}
+GQA = {"model__num_kv_heads": 2}
+MHA = {"model__num_kv_heads": 4}
+MASKED = {"data__mask_documents": True}
+TWICE = {"accumulation": 2}
+ODD = {"model__embed_dim": 12}
+NARROW = {"model__dtype": "bfloat16"}
+SPLASH = {"model__attention": "splash"}
+CUDNN = {"model__attention": "cudnn"}
+# As the kernel of TPUs wants it.
+LONG = {"model__head_dim": 128, "data__seq_len": 128, "batch_size": 8}
+LONGER = {"data__seq_len": 1024, "batch_size": 4}
+WINDOWS = {
+    "model__layer_types": ("sliding_attention", "full_attention"),
+    "model__sliding_window": 100,
+}
+# More than a part of CONTEXT_4, 256, and less than a document, 341.
+WIDE_WINDOWS = WINDOWS | {"model__sliding_window": 300}
+SWITCHED = {f"model__{field}": value for field, value in SWITCHES.items()}
+# The pattern ends in part.
+SWITCHED |= {"model__num_layers": 3, "model__local_max_wavelength": 100.0}
+CONTEXT_2 = {"mesh__context": 2}
+CONTEXT_4 = {"mesh__context": 4}
+# Gemma 4: layers of two shapes, values that are keys; inputs of layers, shared keys and values.
+GEMMA_4 = {f"model__{field}": value for field, value in DENSE4.items()}
+GEMMA_4_SMALL = {f"model__{field}": value for field, value in E4.items()}
+# The model and its data, the mesh, remat, whether layers are scanned, and what changes nothing.
+CASES = [
+    (MQA, (1, 8, 1), "none", True, {}),
+    (GQA | MASKED, (1, 8, 1), "minimal", False, {}),
+    (GQA | MASKED, (1, 8, 1), "full", False, TWICE),
+    (MHA, (2, 4, 1), "none", False, {}),
+    (MQA, (2, 4, 1), "minimal", True, TWICE),
+    (GQA | MASKED, (4, 2, 1), "none", True, TWICE),
+    (MHA, (4, 2, 1), "save_qkv", False, {}),
+    (GQA | MASKED, (8, 1, 1), "minimal", True, {}),
+    (GQA | MASKED, (2, 2, 2), "minimal", True, TWICE),
+    (MHA, (1, 4, 2), "save_qkv", True, {}),
+    (MHA, (1, 2, 4), "none", True, {}),
+    (GQA | MASKED | ODD, (1, 8, 1), "none", True, {}),
+    (GQA | MASKED | NARROW, (2, 2, 2), "none", True, {}),
+    (MQA | LONG, (1, 8, 1), "minimal", True, SPLASH),
+    (GQA | LONG | MASKED, (2, 4, 1), "full", True, SPLASH),
+    (MQA | LONG, (2, 2, 2), "save_qkv", True, SPLASH),
+    (MQA | LONGER, (1, 1, 1), "none", True, CONTEXT_2),
+    (MHA | LONGER, (2, 1, 1), "save_qkv", False, CONTEXT_4),
+    (MHA | LONGER | MASKED, (1, 2, 2), "minimal", True, CONTEXT_2),
+    (MQA | LONGER | MASKED, (1, 2, 1), "full", True, TWICE | CONTEXT_2),
+    (GQA | LONGER | WINDOWS, (1, 2, 1), "minimal", True, CONTEXT_4),
+    (MQA | LONG | LONGER, (1, 2, 1), "minimal", True, CONTEXT_4 | SPLASH),
+    (MQA | LONG | LONGER | WIDE_WINDOWS | MASKED, (1, 2, 1), "full", True, CONTEXT_4 | SPLASH),
+    (MHA | LONGER | WIDE_WINDOWS, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
+    (GQA | LONG | LONGER | MASKED, (1, 2, 2), "full", True, CONTEXT_2 | SPLASH),
+    (MQA | LONG | LONGER | WINDOWS, (1, 2, 1), "full", True, CONTEXT_2 | SPLASH),
+    (MHA | LONGER, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
+    (MQA | LONGER | WINDOWS, (1, 2, 2), "minimal", True, TWICE | CONTEXT_2 | CUDNN),
+    (GQA | LONGER | WINDOWS | SWITCHED, (1, 2, 2), "minimal", True, CONTEXT_2),
+    (GQA | LONG | WINDOWS | SWITCHED, (2, 4, 1), "full", True, SPLASH),
+]
+CASES.sort(key=lambda case: str(case[0]))  # those of a model are beside one another: it runs once
+# In the default tier: several replicas, and parts of sequences with windows and documents.
+FEW_CASES = [
+    (GQA | MASKED, (4, 2, 1), "none", True, TWICE),
+    (GQA | LONGER | WIDE_WINDOWS | MASKED, (2, 1, 1), "minimal", True, CONTEXT_4),
+]
+
+
+GEMMA_4_CASES = [
+    (GEMMA_4 | MASKED, (1, 8, 1), "full", True, TWICE),
+    (GEMMA_4_SMALL | MASKED, (2, 2, 2), "minimal", True, TWICE),
+    (GEMMA_4_SMALL | LONGER, (1, 2, 2), "full", True, CONTEXT_2),
+]
+
+
+def run_kernels_on_cpu():
+    """Has splash attention interpreted, and what cuDNN is called for computed by XLA."""
+    make_splash_mqa = splash_attention_kernel.make_splash_mqa
+    splash_attention_kernel.make_splash_mqa = functools.partial(make_splash_mqa, interpret=True)
+    attend = jax.nn.dot_product_attention
+
+    def by_xla(*arrays, implementation, **options):
+        return attend(*arrays, **options)
+
+    jax.nn.dot_product_attention = by_xla
+
+
+def check_few_steps():
+    check_steps(FEW_CASES)
+    check_layer_embeddings()
+
+
+def check_gemma_4_steps():
+    check_steps(GEMMA_4_CASES)
+
+
+def check_first_steps():
+    check_steps(CASES[:10])
+
+
+def check_second_steps():
+    check_steps(CASES[10:20])
+
+
+def check_third_steps():
+    check_steps(CASES[20:])
+
+
+def check_steps(cases):
+    """Compares the loss and gradient of every case with those of one device."""
+    sharding._MIN_SHARD_SIZE = 0  # or nothing of a model this small would be sharded
+    loss._MAX_LOGITS_WHOLE = 1  # several chunks of the vocabulary
+    run_kernels_on_cpu()
+
+    @functools.cache
+    def run_alone(fields):
+        return run(small(**dict(fields), model__scan_layers=False), (1, 1, 1))
+
+    for number, case in enumerate(cases):
+        fields, shape, remat, scan, others = case
+        expected_loss, expected = run_alone(tuple(fields.items()))
+        config = small(**fields, **others, model__remat=remat, model__scan_layers=scan)
+        config.mesh.gather = ("layer", "head")[number % 2]
+        actual_loss, actual = run(config, shape)
+        rtol = 0.03 if "model__dtype" in fields else 1e-5
+        np.testing.assert_allclose(actual_loss, expected_loss, rtol=rtol, err_msg=str(case))
+        assert_trees_close(actual, expected, rtol, str(case))
+
+
+def check_layer_embeddings():
+    """Compiles a step: no device ever holds the table of the layers' inputs, or its gradient."""
+    config = small(model__per_layer_input_dim=16, model__vocab_size=1000)
+    size = 1000 * config.model.num_layers * 16
+    optimizer = make_optimizer(config)
+    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    for replicas, tensor in ((1, 1), (2, 2)):
+        mesh = sharding.make_mesh(replicas, tensor)
+        state = sharding.with_shardings(shapes, mesh)
+        text = compile_step(config, optimizer, mesh, state).as_text()
+        sizes = {math.prod(dims) for _, dims in array_shapes(text)}
+        assert size // (8 // replicas) in sizes and size not in sizes, (replicas, tensor)
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_with_replicas_and_split_sequences():
+    on_eight_devices(__file__, "check_few_steps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "function",
+    ["check_first_steps", "check_second_steps", "check_third_steps", "check_gemma_4_steps"],
+)
+def test_a_step_is_the_same_on_every_mesh(function):
+    on_eight_devices(__file__, function)
+
+
+# --- Where parameters and the optimizer's moments live ----------------------------------------
+
+
+def by_path(tree) -> dict:
+    """The leaves of a tree by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def shard_sizes(leaf) -> set[int]:
+    """The numbers of elements that the devices hold of an array."""
+    return {shard.data.size for shard in leaf.addressable_shards}
+
+
+def check_shards(params, opt_state, fsdp, tensor):
+    """Asserts that large leaves are sharded, and moments as their parameters."""
+    state = by_path(opt_state)
+    large = 0
+    for name, leaf in by_path(params).items():
+        num_shards = 1
+        if leaf.size >= sharding._MIN_SHARD_SIZE:
+            large += 1
+            # There is one key/value head.
+            num_shards = fsdp if "kv_einsum" in name else fsdp * tensor
+        for moment, dtype in ((".mu", "bfloat16"), (".nu", "float32")):
+            (array,) = (x for path, x in state.items() if path.endswith(moment + name))
+            assert array.dtype == dtype, name
+            assert array.sharding == leaf.sharding, name
+            assert shard_sizes(array) == {leaf.size // num_shards}, name
+        assert shard_sizes(leaf) == {leaf.size // num_shards}, name
+    assert large == 6, "all but the scales of the norms"
+
+
+def check_initial_state():
+    """Initialises on several meshes: the same values, of which nothing is made whole first."""
+    config = small(
+        model__embed_dim=256,
+        model__num_kv_heads=1,
+        model__head_dim=64,
+        model__hidden_dim=512,
+        model__vocab_size=512,
+        optimizer__mu_dtype="bfloat16",
+    )
+    init = functools.partial(init_state, config, make_optimizer(config))
+    expected, _ = jax.jit(init)()
+    for shape in ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)):
+        replicas, fsdp, tensor = shape
+        mesh = sharding.make_mesh(replicas, tensor)
+        shardings = sharding.state_shardings(jax.eval_shape(init), mesh)
+        sharded_init = jax.jit(init, out_shardings=shardings)
+        params, opt_state = sharded_init()
+        assert hash_arrays(params) == hash_arrays(expected), shape
+        check_shards(params, opt_state, fsdp, tensor)
+        text = sharded_init.lower().compile().as_text()
+        largest = max(math.prod(dims) for _, dims in array_shapes(text))
+        largest_shard = max(max(shard_sizes(leaf)) for leaf in jax.tree.leaves(params))
+        assert largest == largest_shard, "something is made whole first"
+
+
+@pytest.mark.slow
+def test_parameters_are_born_split_and_the_same_on_every_mesh():
+    on_eight_devices(__file__, "check_initial_state")
+
+
+def check_gradient_sharding():
+    """Compiles the gradient of a parameter that is all-gathered."""
+    mesh = sharding.make_mesh(1, 2)
+    stored = {"linear": jax.ShapeDtypeStruct((1024, 128), np.float32)}
+    place = sharding.state_shardings(stored, mesh)["linear"]
+    weights = jax.ShapeDtypeStruct((64, 128), np.float32)
+    x = jax.ShapeDtypeStruct((8, 64), np.float32)
+
+    def square(weights, x):
+        return jnp.sum((x @ sharding.all_gather_param(weights, "FD")) ** 2)
+
+    with sharding.use(mesh):
+        places = (place, sharding.batch_sharding(mesh))
+        gradient = jax.jit(jax.grad(square), in_shardings=places)
+        compiled = gradient.lower(weights, x).compile()
+    assert compiled.output_shardings.spec == place.spec, place.spec
+
+
+def test_the_gradient_of_a_gathered_parameter_is_sharded_as_it_is():
+    on_eight_devices(__file__, "check_gradient_sharding")
+
+
+def shard_shapes(mesh_shape, shapes) -> dict:
+    """The shape that a device holds of each leaf, by its path; no device is needed."""
+    replicas, fsdp, tensor = mesh_shape
+    mesh = AbstractMesh((replicas, fsdp, 1, tensor), sharding._AXES)
+    leaves = {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
+    shardings = sharding.state_shardings(parameters.nest(leaves), mesh)
+    places = leaves_by_path(shardings)
+    return {path: places[path].shard_shape(shape) for path, shape in shapes.items()}
+
+
+EMBEDDING = "embedder/input_embedding"
+QUERY = "layers/attn/q_einsum/w"
+KEY_VALUE = "layers/attn/kv_einsum/w"
+OUT = "layers/attn/attn_vec_einsum/w"
+GATES = "layers/mlp/gating_einsum"
+LINEAR = "layers/mlp/linear"
+GEMMA_2B = {
+    EMBEDDING: (256_128, 2048),
+    QUERY: (18, 8, 2048, 256),
+    KEY_VALUE: (18, 2, 1, 2048, 256),
+    OUT: (18, 8, 256, 2048),
+    GATES: (18, 2, 2048, 16_384),
+    LINEAR: (18, 16_384, 2048),
+    "layers/pre_ffw_norm/scale": (18, 2048),
+    "final_norm/scale": (2048,),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "sharded"),
+    [
+        (
+            (1, 256, 1),
+            {
+                # 256 does not divide 256128: the vocabulary stays whole and D is split.
+                EMBEDDING: (256_128, 8),
+                QUERY: (18, 8, 8, 256),
+                KEY_VALUE: (18, 2, 1, 8, 256),
+                OUT: (18, 8, 256, 8),
+                GATES: (18, 2, 8, 16_384),
+                LINEAR: (18, 16_384, 8),
+            },
+        ),
+        (
+            (4, 32, 2),
+            {
+                EMBEDDING: (128_064, 64),
+                QUERY: (18, 4, 64, 256),
+                KEY_VALUE: (18, 2, 1, 64, 256),
+                OUT: (18, 4, 256, 64),
+                GATES: (18, 2, 64, 8192),
+                LINEAR: (18, 8192, 64),
+            },
+        ),
+        ((256, 1, 1), {}),
+    ],
+)
+def test_gemma_2b_is_split_by_shape(mesh_shape, sharded):
+    assert shard_shapes(mesh_shape, GEMMA_2B) == GEMMA_2B | sharded
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "path", "shape", "expected"),
+    [
+        # D does not divide: the longest that does.
+        ((1, 8, 1), EMBEDDING, (50_000, 10), (6250, 10)),
+        ((1, 8, 1), QUERY, (2, 8, 10, 1024), (2, 8, 10, 128)),
+        # Never over layers.
+        ((1, 8, 1), KEY_VALUE, (8, 2, 3, 10, 1023), (8, 2, 3, 10, 1023)),
+        ((1, 8, 1), EMBEDDING, (65_537, 7), (65_537, 7)),
+        # Small, and just large enough.
+        ((1, 8, 1), EMBEDDING, (128, 511), (128, 511)),
+        ((1, 8, 1), EMBEDDING, (128, 512), (128, 64)),
+        ((1, 8, 1), LINEAR, (2, 64, 512), (2, 64, 64)),
+        ((1, 4, 2), LINEAR, (2, 512, 510), (2, 256, 510)),
+        ((1, 4, 2), KEY_VALUE, (4, 2, 1, 511, 128), (4, 2, 1, 511, 32)),
+        ((1, 8, 1), "something_else", (512, 512), (512, 512)),
+    ],
+)
+def test_what_does_not_divide_and_what_is_small(mesh_shape, path, shape, expected):
+    assert shard_shapes(mesh_shape, {path: shape}) == {path: expected}
+
+
+# --- The mesh ---------------------------------------------------------------------------------
+
+
+class Device:
+    """A stand-in for a TPU of several slices, or a GPU of several nodes."""
+
+    device_kind = "stand-in"
+    process_index = 0
+
+    def __init__(self, number, slices, platform="cpu"):
+        self.id = number
+        self.slice_index = number % slices  # the first devices are on different slices
+        self.platform = platform
+
+
+def make_devices(count, slices, platform="cpu") -> list[Device]:
+    """Devices that take turns in their slices or nodes."""
+    return [Device(number, slices, platform) for number in range(count)]
+
+
+def slices_of(devices) -> set[int]:
+    """The slices of an array of devices."""
+    return {device.slice_index for device in devices.ravel()}
+
+
+@pytest.mark.parametrize(
+    ("slices", "options", "shape"),
+    [
+        (1, {}, (1, 8, 1)),
+        (1, {"replicas": 2}, (2, 4, 1)),
+        (1, {"tensor": 2}, (1, 4, 2)),
+        (2, {}, (2, 4, 1)),
+        (2, {"tensor": 2}, (2, 2, 2)),
+        (2, {"replicas": 4}, (4, 2, 1)),
+        (4, {}, (4, 2, 1)),
+    ],
+)
+def test_only_replicas_are_on_different_slices(slices, options, shape):
+    devices = make_devices(8, slices)
+    assert sharding.num_slices(devices) == slices
+    mesh = sharding.make_mesh(devices=devices, **options)
+    assert mesh.axis_names == sharding._AXES
+    assert mesh.devices[:, :, 0].shape == shape
+    assert {device.id for device in mesh.devices.ravel()} == set(range(8))
+    by_replica = [slices_of(replica) for replica in mesh.devices]
+    assert all(len(found) == 1 for found in by_replica)
+    assert len(set.union(*by_replica)) == slices
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "nodes_of_replica"),
+    [
+        ({}, (4, 4, 1), 1),
+        ({"data": 1}, (1, 16, 1), 4),
+        ({"data": 2}, (2, 8, 1), 2),
+        ({"data": 8}, (8, 2, 1), 1),
+        ({"data": 1, "tensor": 4}, (1, 4, 4), 4),
+    ],
+)
+def test_fsdp_may_cross_nodes_of_gpus(options, shape, nodes_of_replica):
+    devices = make_devices(16, 4, "gpu")
+    config = default_config()
+    config.batch_size = 16
+    config.mesh.update(options)
+    validate_devices(config, devices)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices)
+    assert mesh.devices[:, :, 0].shape == shape
+    assert {device.id for device in mesh.devices.ravel()} == set(range(16))
+    for replica in mesh.devices:
+        assert len(slices_of(replica)) == nodes_of_replica
+    tensor_groups = mesh.devices.reshape(-1, shape[2])
+    for group in tensor_groups:
+        assert len(slices_of(group)) == 1
+
+
+def test_only_tpu_slices_are_a_border():
+    config = default_config()
+    config.batch_size = 16
+    config.mesh.data = 1
+    validate_devices(config, make_devices(16, 2, "gpu"))
+    message = "mesh.data=1: must be a multiple of the number of slices, 2"
+    with pytest.raises(UsageError, match=message):
+        validate_devices(config, make_devices(16, 2, "tpu"))
+
+
+def test_devices_without_a_slice_are_on_the_same_one():
+    assert sharding.num_slices(jax.devices()) == 1
+    assert dict(sharding.make_mesh().shape) == {
+        "data": 1,
+        "fsdp": len(jax.devices()),
+        "context": 1,
+        "tensor": 1,
+    }

@@ -1,0 +1,197 @@
+"""The measurements measure what they say; their figures are not judged here."""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from support.commands import CONFIG, ROOT, devices_flags
+from support.runs import make_run
+
+from prope.cost import bench
+from prope.errors import UsageError
+from prope.hf import peer
+
+
+@pytest.mark.parametrize("p", [0.0, 0.75, 1.0])
+def test_the_baseline_is_the_formula_in_float32(p):
+    positions = np.arange(50, dtype=np.int32)[None]
+    inputs = np.random.default_rng(0).standard_normal((1, 50, 2, 64)).astype(np.float32)
+    rotated = bench.paper_listing(jnp.asarray(inputs), jnp.asarray(positions), 64, 10_000, p)
+    expected = oracles.rotation(inputs, positions, 1e4, p)
+    np.testing.assert_allclose(rotated, expected, rtol=0, atol=1e-5)
+
+
+def test_programs_are_timed_alternately_after_two_rounds(monkeypatch):
+    calls = []
+    clock = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    def program(name, seconds):
+        calls.append(name)
+        clock[0] += 9.0 if len(calls) <= 4 else seconds
+
+    programs = {"a": lambda: program("a", 1.0), "b": lambda: program("b", 2.0)}
+    assert bench.medians(programs, rounds=1) == {"a": 1.0, "b": 2.0}
+    assert calls == list("ab") * 3
+
+
+def test_the_command_prints_multiples_of_a_copy(run_command):
+    result = run_command("prope.bench", "--rope", "--shape=1,64,2,64").result
+    kinds = {"forward", "forward_backward", "output_and_gradient"}
+    for name in ("prope", "paper"):
+        assert result[name].keys() == kinds
+        assert min(result[name].values()) > 0
+
+
+def test_a_sweep_of_attention_ranks_the_blocks_that_compile(monkeypatch):
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v5")
+    monkeypatch.setattr(bench.jax, "devices", lambda: [device])
+    timed = []
+
+    def medians(programs, rounds, *arrays):
+        ((blocks, program),) = programs.items()
+        timed.append(blocks)
+        if len(timed) == 1:
+            gradients = jax.eval_shape(program, *arrays)
+            assert [x.shape[-2:] for x in gradients] == [(256, 128)] * 3
+        if len(timed) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")
+        return {blocks: 100.0 - len(timed)}
+
+    monkeypatch.setattr(bench, "medians", medians)
+    result = bench.bench_attention((1, 256, 2, 128))
+    table = result["blocks"]
+    seconds = [row["seconds"] for row in table]
+    assert seconds == sorted(seconds)
+    assert result["best"] == table[0]
+    assert len(table) == len(timed) - 1 > 20
+    assert all(row["keys_at_once"] <= row["keys"] for row in table)
+
+
+def test_one_result_of_the_matmuls_is_alive():
+    """Of 64 results of 8192 x 8192, 17 GB would count as the step's peak, or not fit."""
+
+    def count_alive():
+        return sum(array.shape == (67, 67) for array in jax.live_arrays())
+
+    square = jnp.eye(67)
+    program = bench.repeat_matmul(square, repeats=5)
+    program()
+    before = count_alive()
+    result = program()
+    assert count_alive() - before <= 1
+    np.testing.assert_array_equal(result, square)
+
+
+@pytest.mark.slow
+def test_the_command_measures_the_training_step(run_command, tmp_path):
+    """Without the libraries that only data, other formats and buckets need."""
+    names = "grain tensorflow_datasets array_record sentencepiece zarr gcsfs torch transformers"
+    hide = f"import sys\nsys.modules.update(dict.fromkeys({names.split()}))\n"
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "XLA_FLAGS": devices_flags(2)}
+    result = run_command("prope.bench", CONFIG, "--steps=2", **environment).result
+    assert result["device"] == "cpu"
+    assert result["devices"] == 2
+    assert result["mfu"] is None, "nobody publishes the peak of a CPU"
+    # N is 2, K 1, H 32, D 64, F 128.
+    query_and_output = 2 * 64 * 2 * 32
+    key_and_value = 2 * 64 * 32
+    mlp = 3 * 64 * 128
+    layers = 2 * (query_and_output + key_and_value + mlp)
+    attention = 2 * 2 * 32 * 64
+    model_flops = 6 * (layers + 260 * 64 + attention)
+    assert result["model_flops_per_token"] == model_flops
+    speed = result["tokens_per_second"]
+    assert speed == pytest.approx(8 * 64 / result["step_seconds"])
+    rate = model_flops * speed
+    assert result["model_flops_per_second"] == pytest.approx(rate)
+    matmul_rate = result["matmul_flops_per_second"]
+    assert result["matmul_fraction"] == pytest.approx(rate / 2 / matmul_rate)
+    # float32: the parameters and AdamW's two moments, on two devices.
+    state = 3 * 4 * result["parameters"]
+    assert result["peak_bytes"] >= result["temporary_bytes"] + state / 2
+    assert result["compile_seconds"] > 0
+    assert "XLA_FLAGS" in result["xla_flags"]
+    assert result["compiler_options"] == {}, "options are for TPUs"
+
+
+def test_a_peak_is_counted_by_the_device_where_it_counts():
+    memory = SimpleNamespace(
+        argument_size_in_bytes=10,
+        output_size_in_bytes=7,
+        alias_size_in_bytes=6,
+        temp_size_in_bytes=100,
+    )
+    gpu = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 5})
+    cpu = SimpleNamespace(memory_stats=lambda: None)
+    assert bench.peak_bytes(gpu, memory) == 5
+    assert bench.peak_bytes(cpu, memory) == 111
+
+
+def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, tmp_path):
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    # What a CPU, or AdamW's peer, cannot do.
+    fields = {"attention": "splash", "remat": "full"}
+    make_run(tmp_path / "run", **fields)
+    arguments = (f"--workdir={tmp_path / 'run'}", "--peer=transformers", "--steps=1")
+    result = run_command("prope.bench", *arguments, "--seq_len=40", "--sequences=2").result
+    assert result["seq_len"] == 40
+    assert result["sequences"] == 2
+    losses = result["losses"]
+    assert losses["prope"] == pytest.approx(losses["transformers"], abs=1e-5)
+    parts = ["loss", "training step", "prefill", "prefill and 64 tokens"]
+    assert list(result["seconds"]) == parts
+    for seconds in result["seconds"].values():
+        assert min(seconds["prope"], seconds["transformers"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "error"),
+    [
+        ("tpu", "compares on CPUs and GPUs, and JAX has a tpu; set JAX_PLATFORMS=cpu"),
+        ("gpu", "torch sees no GPU, and JAX has one; set JAX_PLATFORMS=cpu"),
+    ],
+)
+def test_a_peer_is_timed_on_a_device_that_torch_has(monkeypatch, platform, error):
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(peer, "check_installed", lambda: None)
+    monkeypatch.setattr(peer.jax, "devices", lambda: [SimpleNamespace(platform=platform)])
+    with pytest.raises(UsageError, match=error):
+        peer.bench_peer("W", None, 1, 1)
+
+
+def test_without_transformers_its_extra_is_named(monkeypatch):
+    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="torch, transformers is not installed; source launch/"):
+        peer.bench_peer("W", None, 1, 1)
+
+
+STEP = "needs --config=FILE to measure its training step, or --rope, --attention or --peer"
+SHAPE = "must be four numbers B,T,N,H from 1 on, the last one even"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], STEP),
+        (["--peer=transformers"], "--peer=transformers needs --workdir=W, a run to time"),
+        (["--rope", "--peer=transformers"], "--rope and --peer measure different things"),
+        (["--rope", "--seq_len=64"], "--seq_len is of --peer=transformers; add that"),
+        (["--attention"], "--attention sweeps blocks of the TPU's splash attention"),
+        (["--rope", "--shape=1,2"], f"--shape=1,2: {SHAPE}"),
+        (["--rope", "--shape=1,64,2,63"], f"--shape=1,64,2,63: {SHAPE}"),
+        (["--rope", "--shape=1,64,0,64"], f"--shape=1,64,0,64: {SHAPE}"),
+        (["--rope", "--shape=-1,64,2,64"], f"--shape=-1,64,2,64: {SHAPE}"),
+        (["--rope", "--shape=1,64,2,x"], f"--shape=1,64,2,x: {SHAPE}"),
+        ([CONFIG, "--config.model.attention=splash"], "it is a TPU kernel, and this is a cpu"),
+        ([CONFIG, "--config.batch_size=6"], "config.batch_size=6: must be a multiple of 4"),
+    ],
+)
+def test_invalid_input_is_refused_in_one_line(run_command, arguments, error):
+    assert error in run_command("prope.bench", *arguments, devices=4).error

@@ -1,0 +1,257 @@
+"""What a sweep varies, and what its runs' files prove: without a process."""
+
+import dataclasses
+import pathlib
+import statistics
+
+import pytest
+from support.commands import ROOT
+
+from prope.config import default_config
+from prope.errors import RunFailed, UsageError
+from prope.sweep.grid import plan, read_grids
+from prope.sweep.runs import Run, check_equal, reference, table, table_text
+
+
+def grid_of(*texts, percentages=None, file=""):
+    return read_grids(list(texts), percentages, file, default_config(), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "percentages", "says"),
+    [
+        (
+            "model.rope_percent=0",
+            None,
+            r"no such config field \(did you mean model.rope_percentage",
+        ),
+        ("seed", None, "--grid=seed: has no values; write a field and its values, such as seed=0"),
+        ("seed=", None, "--grid seed=: names no values"),
+        (None, "", "--grid model.rope_percentage=: names no values"),
+        (None, "0.5,0.50", "model.rope_percentage=0.5: is given twice; remove one"),
+        ("seed=1,2,01", None, "--grid seed=1: is given twice; remove one"),
+        ("seed=1.5", None, r"--grid seed=1.5: not a value \(its type is int\)"),
+        ("model.rope_percentage=half", None, "model.rope_percentage=half: not a value"),
+        ("model.scan_layers=2", None, "model.scan_layers=2: not a value"),
+        ("data.mixture=1", None, "only numbers, texts and booleans can be swept"),
+        ("model.rope_percentage=0", "1", "model.rope_percentage is given twice"),
+    ],
+)
+def test_a_grid_that_cannot_be_used_is_named(text, percentages, says):
+    texts = [] if text is None else [text]
+    with pytest.raises(UsageError, match=says) as raised:
+        grid_of(*texts, percentages=percentages)
+    assert "\n" not in str(raised.value)
+
+
+def names_of(*grids, file="") -> list[str]:
+    return [run.name for run in plan(list(grids), file, default_config(), {})]
+
+
+@pytest.mark.parametrize(
+    ("grid", "names"),
+    [
+        ({"model.rope_percentage": [0.25, 1.0]}, ["rope_percentage=0.25", "rope_percentage=1"]),
+        (
+            {"seed": [0, 1], "model.rope_percentage": [0.25, 1.0]},
+            [f"rope_percentage={p},seed={seed}" for seed in (0, 1) for p in ("0.25", "1")],
+        ),
+        ({"batch_size": [8], "eval.batch_size": [4]}, ["batch_size=8,eval.batch_size=4"]),
+        (
+            {"optimizer.learning_rate": [1e-5 * 100, 1e-4]},
+            ["learning_rate=0.001", "learning_rate=0.0001"],
+        ),
+        ({"model.scan_layers": [True, False]}, ["scan_layers=true", "scan_layers=false"]),
+    ],
+)
+def test_a_name_is_made_of_the_values_alone(grid, names):
+    assert names_of(grid) == names
+    reversed_grid = {name: grid[name] for name in reversed(grid)}
+    assert sorted(names_of(reversed_grid)) == sorted(names)
+
+
+def test_all_runs_begin_from_another():
+    runs = plan([{"seed": [0, 1]}], "file.py", default_config(), {}, "gs://bucket/run")
+    assert [run.arguments[-1] for run in runs] == ["--init_from=gs://bucket/run"] * 2
+
+
+def test_the_quick_sweep_has_five_values():
+    five = grid_of(file=str(ROOT / "configs" / "quick_sweep.py"))
+    assert five == [{"model.rope_percentage": [0.0, 0.25, 0.5, 0.75, 1.0]}]
+
+
+def test_the_sweep_of_table_2_has_fourteen_runs():
+    file = str(ROOT / "configs" / "table2.py")
+    runs = plan(grid_of(file=file), file, default_config(), {"num_steps": 700})
+    names = [run.name for run in runs]
+    assert len(set(names)) == 14
+    assert names[0] == "config=gemma_2b_wiki,rope_percentage=0"
+    assert [name.partition(",")[2] for name in names[8:]] == [
+        *["max_wavelength=500000,rope_percentage=1"] * 2,
+        *["rope_percentage=0.75,rope_type=reversed", "rope_percentage=0.75,rope_type=partial"] * 2,
+    ]
+    assert {run.config.data.dataset for run in runs} == {"wikipedia/20230601.en", "mixture"}
+    assert {run.config.num_steps for run in runs} == {700}
+    for run, p in zip(runs, [0, 0.25, 0.75, 1] * 2, strict=False):
+        model = run.config.model
+        assert model.rope_percentage == p
+        assert (model.rope_type, model.max_wavelength) == ("proportional", 1e4)
+    last = runs[13].config
+    assert (last.model.rope_type, last.data.dataset) == ("partial", "mixture")
+    assert runs[7].arguments == [
+        f"--config={ROOT}/configs/gemma_2b_flan.py",
+        "--config.num_steps=700",
+        "--config.model.rope_percentage=1",
+    ]
+    tiny = names_of(*grid_of(file=f"{file}:tiny"), file=file)
+    assert tiny[0] == "config=gemma_2b_wiki_tiny,rope_percentage=0"
+
+
+def test_a_method_is_named_by_itself():
+    """A sweep of encodings_wiki.py:tiny, and of two pages with the same argument."""
+    file = f"{ROOT}/configs/encodings_wiki.py:tiny"
+    runs = plan(grid_of(file=file), file, default_config(), {"num_steps": 7})
+    assert len(runs) == 17
+    names = [f"config={method}-tiny,seed=0" for method in ("rope", "nope", "p_rope_0.25")]
+    assert [run.name for run in runs[:3]] == names
+    assert {run.config.num_steps for run in runs} == {7}
+    assert runs[10].config.model.rope_type == "cope"
+    assert runs[10].arguments[0].endswith("encodings_wiki.py:cope-tiny")
+    files = [f"{ROOT}/configs/encodings_{page}.py:cope" for page in ("wiki", "synthetic")]
+    with pytest.raises(UsageError, match="two runs would be called config=cope"):
+        names_of({"config": files})
+
+
+GROUPS = [
+    "p = 1",
+    "batch_size = 8, p = 1",
+    "p = 1, max_wavelength = 100",
+    "rope",
+    "rope-tiny",
+    "gemma_2b_wiki, p = 1",
+]
+
+
+@pytest.mark.parametrize(
+    ("run", "rope"),
+    [
+        ("rope_percentage=0.25,seed=1", "p = 1"),
+        ("rope_percentage=1", None),
+        ("rope_percentage=1,max_wavelength=500000", "p = 1"),
+        ("rope_percentage=0.75,rope_type=partial", "p = 1"),
+        ("batch_size=8,rope_percentage=0.25", "batch_size = 8, p = 1"),
+        ("batch_size=9,rope_percentage=0.25", None),
+        ("rope_percentage=0.25,max_wavelength=100", "p = 1, max_wavelength = 100"),
+        ("config=cope,seed=0", "rope"),
+        ("config=cope-tiny,seed=0", "rope-tiny"),
+        ("config=cope-rates,learning_rate=0.1", None),
+        ("config=rope", None),
+        ("config=gemma_2b_wiki,rope_percentage=0.25", "gemma_2b_wiki, p = 1"),
+        ("seed=1", None),
+    ],
+)
+def test_a_group_is_compared_with_its_rope(run, rope):
+    values = {}
+    for field in run.split(","):
+        name, value = field.split("=")
+        values[name] = value if name in ("config", "rope_type") else float(value)
+    assert reference(values, GROUPS) == rope
+
+
+def test_a_table_has_the_fields_of_all_grids():
+    plain = make_run("a", "")
+    other = make_run("b", "")
+    other.values["rope_type"] = "partial"
+    rows = table([plain, other])
+    assert [row["rope_type"] for row in rows] == [None, "partial"]
+    head, first, second = [line.split()[:2] for line in table_text(rows).splitlines()]
+    assert head == ["rope_percentage", "rope_type"]
+    assert (first, second) == (["1.0", "-"], ["1.0", "partial"])
+
+
+def make_run(name, hashes, init="aa", loss=1.0, **fields):
+    config = default_config()
+    config.num_steps = 2
+    named = {field.replace("__", "."): value for field, value in fields.items()}
+    config.update_from_flattened_dict(named)
+    evaluation = {
+        "step": 2,
+        "loss": loss,
+        "perplexity": 2 * loss,
+        "bits_per_byte": 3 * loss,
+        "dataset": config.data.dataset,
+        "seq_len": config.data.seq_len,
+        "max_windows": None,
+    }
+    return Run(
+        name,
+        pathlib.Path(name),
+        {"rope_percentage": config.model.rope_percentage, "seed": config.seed},
+        config,
+        started=True,
+        step=2,
+        init_hash=init,
+        metrics=[
+            {"step": step, "loss": loss, "batch_hash": hashed}
+            for step, hashed in enumerate(hashes, 1)
+        ],
+        evaluations=[evaluation],
+        answers=[],
+    )
+
+
+A = make_run("a", "12", model__rope_percentage=0.0)
+B = make_run("b", "123", model__rope_percentage=0.5, model__dtype="bfloat16")
+
+
+def test_equal_runs_are_counted():
+    assert check_equal([A, B]) == {"init": 2, "batches": 2, "steps": 2}
+    assert check_equal([A]) == {"init": 0, "batches": 0, "steps": 0}
+    silent = dataclasses.replace(A, name="old", metrics=[{"step": 1, "loss": 1.0}])
+    assert check_equal([silent, A])["batches"] == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            make_run("c", "1", init="bb", model__rope_percentage=1.0),
+            "a and c did not start equal at step 0: init_hash aa and bb",
+        ),
+        (make_run("c", "124"), "b and c saw other batches at step 3: batch_hash 3 and 4"),
+    ],
+)
+def test_equality_is_read_from_the_hashes(other, says):
+    with pytest.raises(RunFailed, match=says):
+        check_equal([A, B, other])
+
+
+@pytest.mark.parametrize(
+    ("fields", "hashes", "init", "equal"),
+    [
+        ({"seed": 1}, "56", "bb", {"init": 0, "batches": 0}),
+        ({"model__embed_dim": 128}, "12", "bb", {"init": 0, "batches": 2}),
+        ({"batch_size": 8}, "56", "aa", {"init": 2, "batches": 0}),
+        ({"data__seq_len": 64}, "56", "aa", {"init": 2, "batches": 0}),
+    ],
+)
+def test_runs_that_need_not_be_equal_are_not_compared(fields, hashes, init, equal):
+    other = make_run("c", hashes, init, **fields)
+    assert check_equal([A, other]).items() >= equal.items()
+
+
+def test_a_row_is_the_mean_and_the_spread_over_seeds():
+    losses = [1.0, 1.5, 3.5]
+    runs = []
+    for seed, loss in enumerate(losses):
+        runs.append(make_run(str(seed), "", loss=loss, seed=seed))
+    cut = dataclasses.replace(runs[0], name="cut", step=1)
+    (row,) = table([*runs, cut])
+    assert row["runs"] == 3
+    assert row["rotated_pairs"] == 32
+    mean = statistics.mean(losses)
+    deviation = statistics.stdev(losses)
+    for name, factor in (("eval_loss", 1), ("perplexity", 2), ("bits_per_byte", 3)):
+        assert row[name] == pytest.approx(factor * mean)
+        assert row[f"{name}_sd"] == pytest.approx(factor * deviation)
+    assert "2.0000 ± 1.3229" in table_text([row])

@@ -1,0 +1,1193 @@
+"""The page of a sweep: its numbers are those of the runs' files, and it asks for nothing."""
+
+import base64
+import dataclasses
+import html
+import io
+import json
+import math
+import pathlib
+import re
+import runpy
+import shlex
+import shutil
+import statistics
+from types import SimpleNamespace
+
+import matplotlib.figure
+import matplotlib.image
+import numpy as np
+import pytest
+import scipy.stats
+from support.commands import ROOT
+from support.sweeps import SWEEP_PERCENTAGES as PERCENTAGES
+from support.sweeps import SWEEP_SEEDS as SEEDS
+from support.sweeps import SWEEP_STEPS as STEPS
+from support.sweeps import Page, draw_picture
+from support.text import read_lines, write_lines
+
+from prope.config import default_config
+from prope.errors import RunFailed, UsageError
+from prope.html import drawing
+from prope.inference import paired
+from prope.inference import statistics as statistics_of_losses
+from prope.inference.statistics import average_seeds
+from prope.sweep import comparisons, context, interventions, omitted, pictures, run_page, runs
+from prope.sweep import page as sweep_page
+from prope.sweep.run_page import report_run
+
+
+@pytest.fixture
+def sweep(template, tmp_path):
+    """A copy of the sweep, which a test may change."""
+    return shutil.copytree(template, tmp_path / "sweep")
+
+
+def run_folder(sweep, p, seed=0):
+    return sweep / f"rope_percentage={p:g},seed={seed}"
+
+
+def final(sweep, p, seed, seq_len=256) -> dict:
+    """A run's evaluation of the last step."""
+    for record in read_lines(run_folder(sweep, p, seed) / "eval.jsonl"):
+        if record["step"] == 10 and record["seq_len"] == seq_len:
+            return record
+    raise AssertionError("no evaluation")
+
+
+def finals(sweep, p, name="loss", seq_len=256) -> np.ndarray:
+    """A measure of the last step, by seed."""
+    records = [final(sweep, p, seed, seq_len) for seed in SEEDS]
+    return np.array([record[name] for record in records])
+
+
+def means_by_p(sweep, name="perplexity") -> list[float]:
+    """Means over seeds of a measure of the last step."""
+    return [finals(sweep, p, name).mean() for p in PERCENTAGES]
+
+
+def interval(sweep, p) -> tuple[float, float]:
+    """The 95 % interval of the loss minus RoPE's: Dunnett's, of residuals from p and seed.
+
+    Two comparisons with 2 degrees of freedom have the critical value 5.417853.
+    """
+    losses = np.array([finals(sweep, value) for value in PERCENTAGES])
+    of_seeds = losses.mean(axis=0)
+    of_p = losses.mean(axis=1, keepdims=True)
+    residuals = losses - of_seeds - of_p + losses.mean()
+    stderr = math.sqrt(2 * (residuals**2).sum() / 2 / len(SEEDS))
+    difference = np.mean(finals(sweep, p) - finals(sweep, 1.0))
+    return difference - 5.417853 * stderr, difference + 5.417853 * stderr
+
+
+def column(rows, number) -> list[str]:
+    return [row[number] for row in rows]
+
+
+def table_with(page, name) -> list[list[str]]:
+    """The rows below the head of the table that has this column."""
+    (table,) = [table for table in page.tables if name in table[0]]
+    return table[1:]
+
+
+def edit_values(sweep, change) -> None:
+    """Changes the swept values of every run in sweep.json."""
+    path = sweep / "sweep.json"
+    entries = json.loads(path.read_text())
+    for entry in entries["runs"]:
+        if entry["values"]:
+            change(entry["values"])
+    path.write_text(json.dumps(entries))
+
+
+def pictures_by_name(sweep) -> dict[str, drawing.Picture]:
+    read = runs.read_sweep(sweep)
+    rows = sweep_page.result_rows(read, comparisons.compare_with_rope(read))
+    return {picture.name: picture for picture in pictures.pictures(read, rows)}
+
+
+def lines_of(picture) -> list[list[tuple[list, list]]]:
+    """x and y of the lines of a picture, by panel."""
+
+    panels = []
+    for axes in draw_picture(picture).axes:
+        lines = [line.get_data() for line in axes.lines]
+        panels.append([(list(x), list(y)) for x, y in lines])
+    return panels
+
+
+def write_page(sweep) -> Page:
+    """Writes the page without its pictures, which take time; all of them are drawn once."""
+    for picture in pictures_by_name(sweep).values():
+        draw_picture(picture)
+    read = runs.read_sweep(sweep)
+    families = comparisons.compare_with_rope(read)
+    rows = sweep_page.result_rows(read, families)
+    can_tell = comparisons.detectable(families)
+    return Page(sweep_page.write(sweep, read, rows, [], can_tell=can_tell))
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def with_error(values) -> str:
+    """Mean and standard deviation of two values, with two digits of the latter."""
+    spread = abs(values[0] - values[1]) / math.sqrt(2)
+    digits = min(4, 1 - math.floor(math.log10(spread)))
+    return f"{sum(values) / 2:.{digits}f} ± {spread:.{digits}f}"
+
+
+def test_the_result_is_that_of_the_files(sweep):
+    page = write_page(sweep)
+    best = int(np.argmin(means_by_p(sweep)))
+    head, *rows = page.tables[0]
+    assert head[:3] == ["p", "rotated pairs", "runs"]
+    assert "paper" not in page.text, "other data, another model"
+    for p, row in zip(PERCENTAGES, rows, strict=True):
+        expected = [f"{p:g}", f"{int(32 * p)} of 32", "2"]
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            expected.append(with_error(finals(sweep, p, name)))
+        if p == 1:
+            expected.append("–")
+        else:
+            low, high = interval(sweep, p)
+            difference = f"{(low + high) / 2:+.4f} ({low:+.4f} to {high:+.4f})"
+            if low < 0 < high:
+                difference += " not distinguishable"
+            expected.append(difference.replace("-", "−"))
+        if p == PERCENTAGES[best]:
+            expected[0] += " selected best"
+        assert row == expected
+    assert f"p = {PERCENTAGES[best]:g} has the lowest validation perplexity" in page.text
+    table_rows = [attributes for tag, attributes in page.tags if tag == "tr"]
+    highlighted = [i for i, attributes in enumerate(table_rows) if attributes]
+    assert highlighted == [1 + best]
+
+
+def test_the_tables_of_runs_and_machines_are_those_of_the_files(sweep):
+    page = write_page(sweep)
+    row, *_ = table_with(page, "state")
+    record = final(sweep, 0, 0)
+    last = read_lines(run_folder(sweep, 0) / "metrics.jsonl")[-1]
+    texts = [f"{last['loss']:.4f}"]
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        texts.append(f"{record[name]:.4f}")
+    assert row == ["rope_percentage=0,seed=0", "finished", "10", *texts, "0" * 16]
+    first, second, *_ = table_with(page, "devices")
+    code = "0123456789+changes"
+    pace = ["4,096", "0:00:10"]
+    assert first[1:] == ["8 × TPU v5p", "–", "0.10.2", code, "2", *pace]
+    assert second[1:] == ["–"] * 5 + pace
+    assert page.text.count("equal. Those of 6 of 6 runs") == 2
+    assert "up to 10." in page.text
+
+
+def test_a_page_of_methods_compares_them_with_rope(sweep):
+    """The same runs, had they been swept by config: of p = 0, 0.25 and 1."""
+    by_p = write_page(sweep).tables[0]
+    methods = {0.0: "nope", 0.25: "cope", 1.0: "rope"}
+
+    def name_config(values) -> None:
+        values["config"] = methods[values.pop("rope_percentage")]
+
+    edit_values(sweep, name_config)
+    head, *rows = write_page(sweep).tables[0]
+    assert head[0] == "run"
+    names = [name.removesuffix(" selected best") for name in column(rows, 0)]
+    assert names == list(methods.values())
+    assert [row[1:] for row in rows] == [row[1:] for row in by_p[1:]]
+    perplexities, differences = lines_of(pictures_by_name(sweep)["perplexity"])
+    assert_line(perplexities[0], methods.values(), means_by_p(sweep))
+    losses = means_by_p(sweep, "loss")
+    assert_line(differences[0], ["nope", "cope"], np.subtract(losses[:2], losses[2]))
+
+
+def test_runs_of_a_grid_without_p_have_their_place(sweep):
+    """As of a get_sweep() with two grids, one of p and one of another field."""
+
+    def change(values) -> None:
+        if values["rope_percentage"] == 0.25:
+            del values["rope_percentage"]
+            values["rope_type"] = "partial"
+
+    edit_values(sweep, change)
+    names = ["p = 0", "rope_type = partial", "p = 1"]
+    head, *rows = write_page(sweep).tables[0]
+    assert head[0] == "run"
+    assert [row[0].removesuffix(" selected best") for row in rows] == names
+    alt = pictures_by_name(sweep)["perplexity"].alt
+    assert re.findall("|".join(names), alt) == names
+
+
+def test_lines_of_perplexity_are_the_swept_fields_beside_p(sweep):
+    def change(values) -> None:
+        values["rope_type"] = "partial" if values.pop("seed") else "proportional"
+
+    edit_values(sweep, change)
+    axes, _ = draw_picture(pictures_by_name(sweep)["perplexity"]).axes
+    lines = axes.containers
+    names = [line.get_label() for line in lines]
+    assert names == ["rope_type = proportional", "rope_type = partial"]
+    for seed, line in enumerate(lines):
+        x, y = line.lines[0].get_data()
+        assert list(x) == list(PERCENTAGES)
+        expected = [final(sweep, p, seed)["perplexity"] for p in PERCENTAGES]
+        assert list(y) == pytest.approx(expected)
+
+
+def write_evaluation(folder, rng, fingerprint, windows, max_windows) -> dict:
+    """Writes the sums of an evaluation whose losses are drawn; returns its record."""
+    losses = rng.uniform(100, 200, (30, 2))
+    tokens = np.full((30, 2), 64)
+    loss = float(losses.sum() / tokens.sum())
+    record = {
+        "fingerprint": fingerprint,
+        "windows": windows,
+        "max_windows": max_windows,
+        "step": 10,
+        "dataset": "python_docs",
+        "split": "validation",
+        "seq_len": 256,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": loss,
+        "by_position": [{"from": 0, "to": 256, "loss": loss}],
+    }
+    edges = np.array([0, 128, 256])
+    sums = paired.Sums(losses, tokens, edges, np.zeros(30, int), [1.0])
+    paired.write_sums(folder / "eval" / "10", record, sums)
+    return record
+
+
+def test_the_page_shows_the_fullest_evaluation_everywhere(sweep):
+    """After evaluations on a few windows, on other documents, and on more of one run only."""
+    rng = np.random.default_rng(1)
+    entries = []
+    full = {}
+    for p in PERCENTAGES:
+        folder = run_folder(sweep, p)
+        entries.append({"name": folder.name, "values": {"rope_percentage": p}})
+        records = [
+            write_evaluation(folder, rng, "a", 100, None),
+            write_evaluation(folder, rng, "a", 48, 48),
+            write_evaluation(folder, rng, "b", 200, None),
+        ]
+        full[p] = records[0]["loss"]
+        if p == 0:
+            records.append(write_evaluation(folder, rng, "a", 500, 500))
+        write_lines(folder / "eval.jsonl", records)
+    (sweep / "sweep.json").write_text(json.dumps({"runs": entries}))
+    _, *rows = write_page(sweep).tables[0]
+    expected = list(full.values())
+    assert column(rows, 3) == [f"{loss:.4f}" for loss in expected]
+    for row, loss in zip(rows[:2], expected, strict=False):
+        difference = f"{loss - full[1.0]:+.4f} ("
+        assert row[6].startswith(difference.replace("-", "−"))
+    for run, loss in zip(runs.read_sweep(sweep), expected, strict=True):
+        assert run.record()["eval_loss"] == loss
+    losses, _ = lines_of(pictures_by_name(sweep)["position"])
+    for line, loss in zip(losses, expected, strict=True):
+        assert_line(line, [128], [loss])
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    write_lines(path, read_lines(path)[1:2])
+    state = runs.read_sweep(sweep)[0].state
+    assert state == "unfinished", "training's own evaluation is missing"
+
+
+def parse_command(command) -> dict[str, str]:
+    """The values of the flags of a command of prope.evaluate."""
+    *program, module = shlex.split(command)[:3]
+    assert (program, module) == (["python", "-m"], "prope.evaluate")
+    values = {}
+    for argument in shlex.split(command)[3:]:
+        name, _, value = argument.removeprefix("--").partition("=")
+        values[name] = value
+    for name in values.keys() & {"seq_len", "window", "sinks", "max_windows", "max_tokens"}:
+        values[name] = [int(number) for number in values[name].split(",")]
+    return values
+
+
+def test_what_the_page_leaves_out_is_said_with_the_command_that_adds_it(sweep, caplog):
+    """A band that is shown on the tokens of a plain evaluation is not left out."""
+    sweep = sweep.rename(sweep.with_name("two words"))
+    before = omitted.omissions(runs.read_sweep(sweep))
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0)
+    factor = {"factor": 1.0}
+    alone = {"windows": 3, "max_windows": 3}
+    changed = [
+        {"encoding": "stop:0-3"} | factor,
+        {"encoding": "stop:0-3"} | factor | alone,
+        {"encoding": "stop:4-7"} | factor | alone,
+        {"encoding": "stop:0-3+9-9"} | factor,
+        {"encoding": "yarn", "factor": 2.0, "step": 5},
+        {"window": 8, "sinks": 0},
+        {"seq_len": 999, "dataset": "other"},
+        {"split": "train", "fingerprint": "of train"},
+        {"seq_len": 999},
+        {"windows": 999, "max_windows": 999},
+    ]
+    write_lines(path, read_lines(path) + [plain | change for change in changed])
+    asked = {"step": plain["step"], "task": "niah", "control": "removed"}
+    write_lines(run_folder(sweep, 0) / "longcontext.jsonl", [asked])
+    read = runs.read_sweep(sweep)
+    page_of_run = "shown on the page of the run"
+    expected = {
+        "Bands stopped: 1 left out: no plain evaluation of the same windows; run:": {
+            "seq_len": [256],
+            "max_windows": [3],
+        },
+        f"Bands stopped: 1 left out: of several bands at once; {page_of_run}": None,
+        "Encodings rescaled: 1 left out: not of the last step, 10": None,
+        "Gain from context: 1 left out: not all seeds have it and a plain one of the same windows; "
+        "run:": {"seq_len": [256], "window": [8], "sinks": [0]},
+        f"Losses by length: 1 left out: not of python_docs; {page_of_run}": None,
+        f"Losses by length: 1 left out: of split train; {page_of_run}": None,
+        "Losses by length: 1 left out: not all seeds have several lengths of one text; run:": {
+            "seq_len": [256, 999]
+        },
+        "Result: 1 left out: on windows that another run lacks; run:": {
+            "seq_len": [256],
+            "max_windows": [999],
+        },
+        "Tasks: 1 left out: control prompts and rescaled encodings are shown by prope.ask only": (
+            None
+        ),
+    }
+    found = dict(pair for pair in omitted.omissions(read) if pair not in before)
+    assert list(found) == list(expected)
+    caplog.set_level("INFO", "prope")
+    page = write_page(sweep)
+    source = html.unescape((sweep / "report" / "index.html").read_text())
+    for sentence, values in expected.items():
+        command = found[sentence]
+        assert sentence in page.text
+        assert f"{sentence} {command}".strip() in caplog.messages
+        if values is None:
+            assert command == ""
+        else:
+            assert parse_command(command) == values | {"workdir": str(sweep)}
+            assert f"<code>{command}</code>" in source
+
+
+def test_older_records_without_some_fields_have_a_page(sweep):
+    """Those of a band without its factor, of a window without sinks, of a text without a name."""
+    before = omitted.omissions(runs.read_sweep(sweep))
+    plain = final(sweep, 0, 0)
+    nameless = plain | {"seq_len": 999}
+    del nameless["dataset"]
+    for seed in SEEDS:
+        path = run_folder(sweep, 0, seed) / "eval.jsonl"
+        own = final(sweep, 0, seed)
+        records = [
+            own | {"encoding": "stop:0-3", "loss": own["loss"] + 0.5},
+            own | {"window": 8, "loss": own["loss"] + 0.25},
+            nameless,
+        ]
+        write_lines(path, read_lines(path) + records)
+    read = runs.read_sweep(sweep)
+    (change,) = interventions.changes(read)
+    assert change.factor == 1.0
+    assert change.difference.difference == pytest.approx(0.5)
+    (row,) = [row for row in context.rows(read) if row.best]
+    assert row.best.sinks == 0
+    assert row.best.gain.difference == pytest.approx(0.25)
+    (sentence,) = [pair for pair in omitted.omissions(read) if pair not in before]
+    assert sentence[0].startswith("Losses by length: 2 left out: not of python_docs")
+    assert write_page(sweep).text
+
+
+def test_losses_by_length_are_not_of_documents_trained_on(sweep):
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    train = final(sweep, 0, 0) | {"split": "train", "fingerprint": "of train"}
+    lengths = [
+        train | {"seq_len": 256},
+        train | {"seq_len": 512},
+        train | {"seq_len": 1024},
+        train | {"seq_len": 2048},
+    ]
+    before = pictures.by_length(runs.read_sweep(sweep)[0])
+    write_lines(path, read_lines(path) + lengths)
+    assert pictures.by_length(runs.read_sweep(sweep)[0]) == before
+
+
+def test_a_run_whose_evaluations_are_all_on_other_windows_has_one(sweep):
+    """It is not said to lack an evaluation of the last step."""
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    records = [record | {"windows": 7} for record in read_lines(path)]
+    write_lines(path, records)
+    read = runs.read_sweep(sweep)
+    assert read[0].evaluation is None
+    sentences = [sentence for sentence, _ in omitted.omissions(read)]
+    assert not [sentence for sentence in sentences if "not evaluated" in sentence]
+    assert len([one for one in sentences if one.startswith("Result: ")]) > 0
+
+
+def test_a_run_with_windows_of_another_length_takes_nothing_from_the_others(sweep):
+    """Of the same documents it has another number of windows."""
+    run, *others = runs.read_sweep(sweep)
+    config = run.config.copy_and_resolve_references()
+    config.data.seq_len *= 2
+    twice = {"seq_len": config.data.seq_len, "windows": 4}
+    finished = [record for record in run.evaluations if record["step"] == config.num_steps]
+    longer = dataclasses.replace(
+        run, config=config, evaluations=[record | twice for record in finished]
+    )
+    alike = []
+    for other in others:
+        records = [record | {"windows": 8} for record in other.evaluations]
+        alike.append(dataclasses.replace(other, evaluations=records))
+    read = runs.on_common_windows([longer, *alike])
+    assert [one.state for one in read] == [one.state for one in (longer, *alike)]
+    assert longer.state == "finished"
+
+
+def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
+    """An evaluation of more windows after training is no point of it."""
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0)
+    fuller = plain | {"windows": 999, "max_windows": 999, "loss": 9.0}
+    write_lines(path, [*read_lines(path), fuller])
+    run, *_ = runs.read_sweep(sweep)
+    alone = dataclasses.replace(run, evaluations=[*run.evaluations, *run.dropped])
+    (axes,) = draw_picture(pictures.loss_picture(alone)).axes
+    assert len(alone.evaluations) > len(run.evaluations)
+    assert axes.lines[1].get_ydata()[-1] == plain["loss"]
+    last = read_lines(run_folder(sweep, 0) / "metrics.jsonl")[-1]
+    losses = f"{last['loss']:.4f} at step {last['step']}, {plain['loss']:.4f} at step 10."
+    assert losses in pictures.loss_picture(alone).alt
+    unlike = [record | {"max_windows": 999} for record in run.evaluations]
+    picture = pictures.loss_picture(dataclasses.replace(run, evaluations=unlike))
+    assert len(draw_picture(picture).axes[0].lines) == 1, "none of the windows of training"
+
+
+def test_bands_are_compared_with_evaluations_that_other_runs_lack(sweep):
+    """Those of one run that more windows have than any other run's."""
+    before = omitted.omissions(runs.read_sweep(sweep))
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    plain = final(sweep, 0, 0) | {"windows": 999, "max_windows": 999}
+    stopped = plain | {"encoding": "stop:0-3", "factor": 1.0, "loss": plain["loss"] + 0.5}
+    write_lines(path, [*read_lines(path), plain, stopped])
+    (change,) = interventions.changes(runs.read_sweep(sweep))
+    assert change.difference.difference == pytest.approx(0.5)
+    assert omitted.omissions(runs.read_sweep(sweep)) == before
+
+
+def test_what_is_missing_is_left_out(sweep):
+    for path in sweep.glob("rope_percentage=1,*/eval.jsonl"):
+        path.unlink()
+    (run_folder(sweep, 0, 1) / "metrics.jsonl").unlink()
+    rows = write_page(sweep).tables[0][1:]
+    assert column(rows, 2) == ["2", "2", "0"]
+    assert rows[2][3:7] == ["–"] * 4
+    assert rows[0][6] == "–"
+    step = "Result: rope_percentage=1,seed=0: not evaluated at step 10"
+    assert (step, "") in omitted.omissions(runs.read_sweep(sweep))
+    states = [run.state for run in runs.read_sweep(sweep)]
+    assert states.count("unfinished") == 2
+    for path in sweep.glob("*/*.jsonl"):
+        path.unlink()
+    page = write_page(sweep)
+    assert "No run has finished yet." in page.text
+    assert pictures_by_name(sweep) == {}
+    assert "Initial weights: equal" in page.text
+    assert "Batches: not proven" in page.text
+
+
+UNPREDICTED = dict.fromkeys(("loss", "loss_stderr", "perplexity", *runs.METRICS[1:]))
+
+
+@pytest.mark.parametrize("folders", ["rope_percentage=0,seed=1", "*"])
+def test_evaluations_without_a_predicted_token_are_left_out(sweep, folders):
+    """Of one run, or of all; the others have bits per byte or, with too many <unk>, none."""
+    for path in sweep.glob("*/eval.jsonl"):
+        records = [record | {"bits_per_byte": None} for record in read_lines(path)]
+        write_lines(path, records)
+    for path in sweep.glob(f"{folders}/eval.jsonl"):
+        records = [record | UNPREDICTED | {"by_position": []} for record in read_lines(path)]
+        write_lines(path, records)
+    result = table_with(write_page(sweep), "rotated pairs")
+    assert len(result) == len(PERCENTAGES)
+    if folders == "*":
+        assert {row[4] for row in result} == {"–"}
+    else:
+        assert result[0][4] == f"{final(sweep, 0, 0)['perplexity']:.4f}", "without an error"
+    for seed in SEEDS:
+        page = report_run(run_folder(sweep, 0, seed))
+        assert "<td>–</td>" in pathlib.Path(page["output"]).read_text()
+
+
+def test_the_page_of_a_run_has_all_of_its_evaluations(sweep):
+    """The numbers are those of eval.jsonl, of equal records the last."""
+    folder = run_folder(sweep, 0.25)
+    plain = read_lines(folder / "eval.jsonl")[0] | {"step": 10, "seq_len": 2048}
+    changes = [
+        {"loss": 3.5},
+        {"loss": 2.25},
+        {"loss": 7.25, "encoding": "stop:0-3", "factor": 1.0},
+        {"loss": 8.0, "encoding": "yarn", "factor": 8.0},
+        {"loss": 6.5, "window": 64, "sinks": 4},
+        {"loss": 1.5, "split": "train"},
+        {"loss": 1024.0, "window": 1024, "sinks": 0},
+        {"loss": 128.0, "window": 128, "sinks": 0},
+    ]
+    write_lines(folder / "eval.jsonl", [plain | change for change in changes])
+    page = Page(pathlib.Path(report_run(folder)["output"]))
+    rows = table_with(page, "predicted tokens")
+    assert {row[3]: row[5] for row in rows} == {
+        "–": "2.2500",
+        "stop:0-3": "7.2500",
+        "yarn by 8": "8.0000",
+        "last 64 keys and the first 4": "6.5000",
+        "split train": "1.5000",
+        "last 128 keys": "128.0000",
+        "last 1,024 keys": "1024.0000",
+    }
+    assert [row[3] for row in rows if row[3].startswith("last")] == [
+        "last 64 keys and the first 4",
+        "last 128 keys",
+        "last 1,024 keys",
+    ]
+    assert {(row[0], row[2]) for row in rows} == {("10", "2,048")}
+    assert "p-RoPE rotates 8 of 32 pairs" in page.text
+    for title in ("Encoding", "Loss", "All evaluations", "Settings"):
+        assert f">{title}</a>" in (folder / "report/index.html").read_text(), "in the contents"
+    write_page(sweep)
+    link = '<a href="../rope_percentage=0.25,seed=0/report/index.html">'
+    assert (sweep / "report/index.html").read_text().count(link) == 1
+
+
+@pytest.mark.parametrize("p", [1 / 3, "by layer"])
+def test_a_run_of_any_p_has_a_page(sweep, p):
+    folder = run_folder(sweep, 0.25)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if p == "by layer":
+        p = [1.0] + [0.5] * (config["model"]["num_layers"] - 1)
+    config["model"]["rope_percentage"] = p
+    path.write_text(json.dumps(config))
+    shutil.rmtree(folder / "checkpoints")  # which have the config, too
+    assert Page(pathlib.Path(report_run(folder)["output"])).text
+
+
+def test_the_page_of_a_sweep_needs_no_checkpoints(sweep):
+    """A run whose checkpoints were removed is finished; one that was never evaluated is not."""
+    before = write_page(sweep).tables
+    for folder in sweep.glob("*/checkpoints"):
+        shutil.rmtree(folder)
+    after = write_page(sweep).tables
+    assert after[0] == before[0] and len(after[0]) > 2
+    unfinished = run_folder(sweep, 0.25, SEEDS[0])
+    (unfinished / "eval.jsonl").unlink()
+    states = {row[0]: row[1] for row in table_with(write_page(sweep), "state")}
+    assert states.pop(unfinished.name) == "unfinished"
+    assert set(states.values()) == {"finished"}
+
+
+def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
+    """Frequencies by the formula wavelength^(-2 k / head_dim); what does not rotate has none."""
+    config = default_config()
+    model = {"num_layers": 3, "head_dim": 16, "max_wavelength": 10_000.0, "rope_percentage": 0.5}
+    windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
+    config.model.update(model | windows | {"local_rope_percentage": 1.0})
+    picture = run_page.encoding_picture(SimpleNamespace(config=config))
+    axes = draw_picture(picture).axes[0]
+    *curves, once = axes.lines
+    labels = [curve.get_label() for curve in curves]
+    assert labels == ["2 layers, window 8, 8 pairs rotate", "1 layer, no window, 4 pairs rotate"]
+    freqs = 10_000.0 ** (-2 * np.arange(8) / 16)
+    np.testing.assert_allclose(curves[0].get_ydata(), freqs, rtol=1e-6)
+    np.testing.assert_allclose(curves[1].get_ydata()[:4], freqs[:4], rtol=1e-6)
+    assert np.isnan(curves[1].get_ydata()[4:]).all()
+    assert once.get_ydata()[0] == pytest.approx(2 * math.pi / config.data.seq_len)
+
+
+def test_a_field_that_differs_though_it_is_not_swept_is_named(sweep):
+    assert "all fields are equal but those swept." in write_page(sweep).text
+    path = run_folder(sweep, 0) / "config.json"
+    path.write_text(path.read_text().replace('"log_every": 10', '"log_every": 7'))
+    text = write_page(sweep).text
+    assert "all fields are equal but those swept and log_every." in text
+
+
+def test_runs_that_may_not_be_compared_are_said_to_be_so(sweep):
+    path = run_folder(sweep, 0.25, 1) / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"batch_hash": "15"', '"batch_hash": "99"'))
+    names = "rope_percentage=0,seed=1 and rope_percentage=0.25,seed=1"
+    error = f"{names} saw other batches at step 5: batch_hash 15 and 99"
+    assert f"No: {error}" in write_page(sweep).text
+    with pytest.raises(RunFailed, match=error):
+        runs.check_equal(runs.read_sweep(sweep))
+
+
+@pytest.fixture(scope="module")
+def reported(template, tmp_path_factory):
+    """A sweep with its page, and what the command prints."""
+    folder = tmp_path_factory.mktemp("reported") / "sweep"
+    shutil.copytree(template, folder)
+    return folder, sweep_page.report_sweep(folder)
+
+
+def test_the_command_prints_runs_table_and_differences(reported):
+    sweep, result = reported
+    assert result["output"] == str(sweep / "report" / "index.html")
+    assert len(result["runs"]) == 6
+    nope, _, rope = result["table"]
+    difference = nope["minus_rope"]
+    assert difference["interval"] == pytest.approx(interval(sweep, 0))
+    assert difference["comparisons"] == 2
+    assert difference["interval_over_documents"] is None, "the runs have kept no sums"
+    best = int(np.argmin(means_by_p(sweep)))
+    assert [row["selected_best"] for row in result["table"]] == [i == best for i in range(3)]
+    assert difference["over"] == "2 seeds"
+    assert rope["minus_rope"] is None
+
+
+ACTIVE_TAGS = {"script", "iframe", "object", "embed", "video", "audio", "form", "base"}
+ADDRESSES = {"src", "srcset", "href", "xlink:href", "data", "action", "poster"}
+
+
+def test_the_page_asks_for_nothing(reported):
+    sweep, _ = reported
+    path = sweep / "report" / "index.html"
+    tags = Page(path).tags
+    assert not ACTIVE_TAGS & {tag for tag, _ in tags}
+    for tag, attributes in tags:
+        for name in ADDRESSES & attributes.keys():
+            assert attributes[name].startswith(("data:", "#")), (tag, name)
+        assert not any(name.startswith("on") for name in attributes)
+        assert not any("http" in (value or "") for value in attributes.values())
+    source = path.read_text()
+    assert "url(" not in source
+    assert "@import" not in source
+    assert "default-src 'none'" in source
+    assert "'<b>.model'" not in source
+    assert "&lt;b&gt;.model" in source
+
+
+def test_the_page_can_be_read_aloud_and_its_pictures_lie_beside_it(reported):
+    sweep, _ = reported
+    folder = sweep / "report"
+    page = Page(folder / "index.html")
+    texts = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
+    assert len(texts) == 7
+    assert min(map(len, texts)) > 40
+    scopes = {attributes["scope"] for tag, attributes in page.tags if tag == "th"}
+    assert scopes == {"row", "col"}
+    assert ("html", {"lang": "en"}) in page.tags
+    assert [tag for tag, _ in page.tags].count("h1") == 1
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"index.html", *(f"{name}.png" for name in pictures_by_name(sweep))}
+    png = (folder / "loss.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    source = (folder / "index.html").read_text()
+    assert source.count(base64.b64encode(png).decode()) == 1
+
+
+# Markup, quotes, formulas that are none, control characters, a bidirectional mark, a surrogate.
+HOSTILE = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ {x} \0\x1b[31m\u202e\ud800"
+SHOWN = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ {x} \\x00\\x1b[31m\\u202e\\ud800"
+
+
+def name_hostile(sweep) -> None:
+    """Gives a hostile name to everything that the page and its pictures name."""
+    edit_values(sweep, lambda values: values.update(note=HOSTILE))
+    for path in sweep.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        config["data"] |= {"dataset": HOSTILE, "tokenizer": HOSTILE, "template": HOSTILE}
+        path.write_text(json.dumps(config))
+        shutil.rmtree(path.parent / "checkpoints")
+    for path in sweep.glob("*/eval.jsonl"):
+        records = []
+        for record in read_lines(path):
+            for entry in record.get("accuracy_by_distance", []):
+                entry["task"] = f"../{HOSTILE}"
+            records.append(record | {"dataset": HOSTILE})
+        write_lines(path, records)
+
+
+def assert_shown(page) -> None:
+    """All that is hostile in a page is text, and its bytes are UTF-8 without control characters."""
+    source = page.read_bytes().decode()
+    assert "alert(1)" in source
+    assert "<script>alert" not in source
+    assert all(character.isprintable() or character == "\n" for character in source)
+    assert SHOWN in html.unescape(source)
+
+
+def test_hostile_names_are_text_in_pages_and_pictures(sweep, monkeypatch):
+    monkeypatch.setitem(drawing.STYLE, "savefig.dpi", 20)  # which saves time
+    name_hostile(sweep)
+    result = sweep_page.report_sweep(sweep)
+    assert_shown(sweep / "report" / "index.html")
+    assert len(result["table"]) == len(PERCENTAGES)
+    assert_shown(pathlib.Path(report_run(run_folder(sweep, 0))["output"]))
+    tasks = [path.name for path in (sweep / "report").glob("accuracy-*")]
+    assert len(tasks) == 1 and tasks[0].startswith("accuracy-.._")
+    assert not list(sweep.glob("*.png"))
+
+
+def test_a_directory_that_is_no_sweep_gets_one_line(run_command, sweep, tmp_path):
+    missing = run_command("prope.report", f"--sweep={tmp_path}/none")
+    assert missing.code == 2
+    assert "no sweep there (no sweep.json)" in missing.error
+    assert "sweep" in run_command("prope.report").error
+    error = run_command("prope.report", f"--workdir={sweep}").error
+    assert f"--workdir={sweep}: holds a sweep, not a run; give --sweep={sweep}" in error
+    for path in sweep.glob("*/config.json"):
+        path.unlink()
+    with pytest.raises(UsageError, match="none of its 7 runs has started"):
+        runs.read_sweep(sweep)
+    (sweep / "sweep.json").write_text("{")
+    with pytest.raises(UsageError, match=re.escape("sweep.json: not readable as JSON")):
+        runs.read_sweep(sweep)
+
+
+# --- The paper's numbers, and the headline --------------------------------------------------------
+
+T0 = {"weight": 1.0, "dataset": "files", "data_dir": "data/flan_v2/t0"}
+SLIDING = {"model.layer_types": ("sliding_attention",), "model.sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("wiki", {}, ("Wikipedia", 4.4414)),
+        ("wiki", {"model.rope_percentage": 1.0}, ("Wikipedia", 4.4627)),
+        ("wiki", {"model.rope_percentage": 0.5}, None),  # not in the paper's table
+        ("wiki", {"data.seq_len": 4096}, None),
+        ("wiki", {"model.num_layers": 6}, None),
+        ("wiki", {"model.hidden_dim": 8192}, None),
+        ("wiki", {"model.max_wavelength": 1e6}, None),
+        (
+            "wiki",
+            {"model.rope_percentage": 1.0, "model.max_wavelength": 5e5},
+            ("Wikipedia", 4.4485),
+        ),
+        ("wiki", {"model.rope_type": "partial"}, ("Wikipedia", 4.4537)),
+        ("wiki", {"model.rope_type": "reversed"}, ("Wikipedia", 4.4592)),
+        ("wiki", {"model.use_qk_norm": True}, None),
+        ("wiki", SLIDING, None),
+        ("wiki", {"data.tokenizer": "byte"}, None),
+        ("wiki", {"data.dataset": "wikipedia/20230601.simple"}, None),
+        ("flan", {}, ("FlanV2", 6.4422)),
+        ("flan", {"model.rope_type": "reversed"}, ("FlanV2", 6.4683)),
+        ("flan", {"data.mixture": (T0,)}, None),
+        ("wiki", {"data.dataset": "mixture"}, None),
+    ],
+)
+def test_the_papers_numbers_stand_beside_its_own_runs_only(name, changes, expected):
+    config = runpy.run_path(f"{ROOT}/configs/gemma_2b_{name}.py")["get_config"]()
+    config.update_from_flattened_dict(changes)
+    assert sweep_page.paper_result(config) == expected
+
+
+def test_the_papers_perplexities_are_those_of_its_table_2():
+    table = {  # NoPE, RoPE, 0.25-RoPE, 0.75-RoPE, RoPE 5e5, 0.75-reversed, 0.75-partial
+        ("proportional", 1e4, 0.0): (4.8594, 6.6429),
+        ("proportional", 1e4, 1.0): (4.4627, 6.4429),
+        ("proportional", 1e4, 0.25): (4.5302, 6.5111),
+        ("proportional", 1e4, 0.75): (4.4414, 6.4422),
+        ("proportional", 5e5, 1.0): (4.4485, 6.4593),
+        ("reversed", 1e4, 0.75): (4.4592, 6.4683),
+        ("partial", 1e4, 0.75): (4.4537, 6.4562),
+    }
+    assert table == sweep_page.PAPER
+
+
+CLOSE = "p = 1 has the lowest validation perplexity, 5.0000. Not distinguishable"
+
+
+@pytest.mark.parametrize(
+    ("differences", "text"),
+    [
+        (
+            [-0.006, -0.007, -0.008],
+            "0.0070 nats per token below RoPE’s (95 % interval over 3 seeds:",
+        ),
+        ([-0.001, -0.010, -0.001], "but is not distinguishable from RoPE: the 95 % interval of"),
+        ([-0.007], "One run of each cannot tell whether that is more than chance."),
+        ([+0.001, +0.010, +0.001], CLOSE),
+        ([+0.006, +0.007, +0.008], "p = 1 has the lowest validation perplexity, 5.0000."),
+    ],
+)
+def test_the_headline_claims_no_more_than_the_interval(differences, text):
+    """The mean of −0.001, −0.010, −0.001 is 1.33 standard errors below 0; 4.3 are needed."""
+    difference = average_seeds(differences)
+    better = difference.difference < 0
+    row = {
+        "group": "p = 0.75",
+        "reference": "p = 1",
+        "difference": difference,
+        "over": "3 seeds",
+        "documents": None,
+        "comparisons": 1,
+        "perplexity": 4.9 if better else 5.1,
+        "best": better,
+    }
+    rope = {
+        "group": "p = 1",
+        "reference": None,
+        "difference": None,
+        "over": "",
+        "perplexity": 5.0,
+        "best": not better,
+    }
+    lead = sweep_page.lead([row, rope])
+    assert text in lead
+    assert "selected as the best of 2 after the results were seen" in lead
+    assert ("Not distinguishable" in lead) == (text == CLOSE)
+
+
+# --- What may be concluded ------------------------------------------------------------------------
+
+
+def test_a_page_says_what_its_seeds_can_tell(sweep):
+    (family,) = comparisons.compare_with_rope(runs.read_sweep(sweep))
+    (can_tell,) = comparisons.detectable([family])
+    deviation = family.pooled.deviation
+    assert can_tell.difference == statistics_of_losses.detectable_difference(deviation, 3, 2)
+    (stricter,) = comparisons.detectable([family._replace(level=0.975)])
+    assert stricter.difference > can_tell.difference
+    expected = statistics_of_losses.seeds_needed(stricter.smaller, deviation, 3, 0.975)
+    assert stricter.seeds_needed == expected
+    smaller = can_tell.smaller
+    assert can_tell.seeds_needed == statistics_of_losses.seeds_needed(smaller, deviation, 3)
+    text = write_page(sweep).text
+    assert "in all methods: by method it is" in text
+    read = runs.read_sweep(sweep)
+    rows = sweep_page.result_rows(read, [family])
+    two = Page(sweep_page.write(sweep, read, rows, [], can_tell=[can_tell._replace(methods=2)]))
+    assert "in all methods." in two.text, "the residuals of two are each other's"
+    seen = f"a true difference from p = 1 of {can_tell.difference:.2g} nats per token is seen"
+    assert f"With 2 seeds and 3 methods, {seen} in 80 %" in text
+    assert f"For {smaller:g} take {can_tell.seeds_needed} seeds." in text
+    for path in sweep.glob("*,seed=1"):
+        shutil.rmtree(path)
+    text = write_page(sweep).text
+    assert "With one seed this page cannot tell any two methods apart" in text
+    assert "With 2 seeds" not in text
+
+
+def test_intervals_over_seeds_and_documents_stand_beside_those_over_seeds(sweep):
+    rng = np.random.default_rng(5)
+    for p in PERCENTAGES:
+        for seed in SEEDS:
+            folder = run_folder(sweep, p, seed)
+            record = write_evaluation(folder, rng, "a", 100, None)
+            write_lines(folder / "eval.jsonl", [record])
+    (family,) = comparisons.compare_with_rope(runs.read_sweep(sweep))
+    page = write_page(sweep)
+    head, *rows = page.tables[0]
+    assert head[7] == "over seeds and documents"
+    for comparison, row in zip(family.comparisons, rows, strict=False):
+        assert comparison.documents.stderr >= comparison.difference.stderr
+        low, high = comparison.documents.interval()
+        assert row[7] == f"{low:+.4f} to {high:+.4f}".replace("-", "−")
+    assert rows[2][7] == "–"
+
+
+CONTRASTS = {
+    "p=0.25,rope": ["p = 0.25", "p = 1"],
+    "p = 0, p = 0.25": ["p = 0", "p = 0.25"],
+    "nope,p=1": ["p = 0", "p = 1"],
+    "p=0.75,rope": None,
+    "rope": None,
+    "rope,p=1": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("text", CONTRASTS)
+def test_contrasts_are_declared_by_the_names_of_groups(sweep, text):
+    if CONTRASTS[text] is None:
+        names = "p=0, nope, p=0.25, p=1, rope, allruns"
+        refused = re.escape(f"--contrast={text}: ") + f".*write two of {names} with a comma"
+        with pytest.raises(UsageError, match=refused):
+            comparisons.declare(sweep, sweep, ["p=0,p=1", text])
+        assert not (sweep / "contrasts.jsonl").exists()
+        return
+    comparisons.declare(sweep, sweep, [text])
+    expected = [{"groups": CONTRASTS[text], "evaluated": 6}]
+    assert read_lines(sweep / "contrasts.jsonl") == expected
+    first, second = text.split(",")
+    comparisons.declare(sweep, sweep, [f"{second},{first}"])
+    assert read_lines(sweep / "contrasts.jsonl") == expected, "the same, the other way round"
+
+
+def test_groups_of_several_fields_can_be_contrasted(sweep):
+    edit_values(sweep, lambda values: values.update(rope_type="partial"))
+    comparisons.declare(sweep, sweep, ["p=0.25,rope_type=partial,rope,rope_type=partial"])
+    (record,) = read_lines(sweep / "contrasts.jsonl")
+    assert record["groups"] == ["p = 0.25, rope_type = partial", "p = 1, rope_type = partial"]
+
+
+def test_contrasts_are_declared_before_results_are_read(sweep, monkeypatch):
+    def stop(directory):
+        assert read_lines(directory / "contrasts.jsonl")[0]["evaluated"] == 0
+        raise InterruptedError
+
+    for path in sweep.glob("*/eval.jsonl"):
+        path.write_text("")  # as it is from the start of a run
+    monkeypatch.setattr(sweep_page, "read_sweep", stop)
+    with pytest.raises(InterruptedError):
+        sweep_page.report_sweep(sweep, contrasts=["p=0.25,rope"])
+
+
+def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
+    """By Holm; the variance is that of all methods."""
+    monkeypatch.setattr(sweep_page, "pictures", lambda *_: [])
+    sweep_page.report_sweep(sweep, contrasts=["p=0.25,rope"])
+    result = sweep_page.report_sweep(sweep, contrasts=["p=0,p=0.25"])
+    losses = {p: finals(sweep, p) for p in PERCENTAGES}
+    low, high = interval(sweep, 0)
+    stderr = (high - low) / 2 / 5.417853
+    p_values = []
+    contrasts = [(0.25, 1.0), (0.0, 0.25)]
+    for (first, second), contrast in zip(contrasts, result["contrasts"], strict=True):
+        difference = np.mean(losses[first] - losses[second])
+        assert contrast["difference"] == pytest.approx(difference)
+        reach = scipy.stats.t.ppf(1 - 0.05 / 4, 2) * stderr
+        assert contrast["interval"] == pytest.approx((difference - reach, difference + reach))
+        p_values.append(2 * scipy.stats.t.sf(abs(difference) / stderr, 2))
+    expected = [min(1, max(2 * min(p_values), p)) for p in p_values]
+    assert [one["p_value"] for one in result["contrasts"]] == pytest.approx(expected)
+    page = Page(sweep / "report" / "index.html")
+    rows = table_with(page, "contrast")
+    assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
+    assert column(rows, 4) == [f"{p:.2g}" for p in expected]
+    assert column(rows, 5) == ["when 6 runs had a result"] * 2
+
+
+def test_a_run_of_its_own_has_no_contrasts(run_command, sweep):
+    error = run_command("prope.report", f"--workdir={run_folder(sweep, 0)}", "--contrast=a,b").error
+    assert "--contrast=a,b: compares runs of a sweep; give --sweep, not --workdir" in error
+
+
+# --- Pictures -------------------------------------------------------------------------------------
+
+
+def logged(sweep, p) -> np.ndarray:
+    """Training losses [seed, logged step]."""
+    losses = []
+    for seed in SEEDS:
+        records = read_lines(run_folder(sweep, p, seed) / "metrics.jsonl")
+        losses.append([record["loss"] for record in records])
+    return np.array(losses)
+
+
+def assert_line(line, x, y) -> None:
+    drawn_x, drawn_y = line
+    assert drawn_x == list(x)
+    np.testing.assert_allclose(drawn_y, y)
+
+
+def bucket_means(sweep, name, measure, p, seq_len) -> np.ndarray:
+    """Means over seeds of a measure of every bucket."""
+    rows = []
+    for buckets in finals(sweep, p, name, seq_len):
+        rows.append([bucket[measure] for bucket in buckets])
+    return np.mean(rows, axis=0)
+
+
+def test_the_pictures_show_what_the_files_say(sweep):
+    drawn = pictures_by_name(sweep)
+    assert list(drawn) == [
+        "perplexity",
+        "loss",
+        "position",
+        "length",
+        "far",
+        "accuracy-copy",
+        "accuracy-recall",
+    ]
+    losses, differences = lines_of(drawn["loss"])
+    for i, p in enumerate(PERCENTAGES):
+        assert_line(losses[i], STEPS, logged(sweep, p).mean(axis=0))
+        if p < 1:
+            apart = logged(sweep, p) - logged(sweep, 1.0)
+            assert_line(differences[i], STEPS, apart.mean(axis=0))
+
+    positions, _ = lines_of(drawn["position"])
+    expected = bucket_means(sweep, "by_position", "loss", 0.25, 256)
+    assert_line(positions[1], [32, 96], expected)
+    lengths, _ = lines_of(drawn["length"])
+    short = finals(sweep, 0).mean()
+    long = finals(sweep, 0, "loss", 512).mean()
+    assert_line(lengths[0], [256, 512], [short, long])
+    far, _ = lines_of(drawn["far"])
+    expected = bucket_means(sweep, "by_position", "loss", 0, 512)
+    assert_line(far[0], [32, 96], expected)
+    accuracy = bucket_means(sweep, "accuracy_by_distance", "accuracy", 0, 512)
+    copy, _ = lines_of(drawn["accuracy-copy"])
+    assert_line(copy[0], [12, 24], accuracy[:2])
+    recall, _ = lines_of(drawn["accuracy-recall"])
+    assert_line(recall[0], [12, 24], accuracy[2:])
+    means = means_by_p(sweep)
+    perplexities, _ = lines_of(drawn["perplexity"])
+    assert_line(perplexities[0], PERCENTAGES, means)
+    for p, mean in zip(PERCENTAGES, means, strict=True):
+        assert f"p = {p:g}: {mean:.4f}" in drawn["perplexity"].alt
+
+
+def test_errors_of_perplexity_are_deviations_and_those_of_differences_intervals(sweep):
+    perplexity, difference = draw_picture(pictures_by_name(sweep)["perplexity"]).axes
+    for p, (low, high) in zip(PERCENTAGES, error_bars(perplexity), strict=True):
+        values = finals(sweep, p, "perplexity")
+        assert (low + high) / 2 == pytest.approx(values.mean())
+        assert (high - low) / 2 == pytest.approx(statistics.stdev(values))
+    for p, ends in zip((0, 0.25), error_bars(difference), strict=True):
+        assert ends == pytest.approx(interval(sweep, p))
+
+
+def error_bars(axes) -> list[tuple[float, float]]:
+    """The ends of all error bars."""
+    (bars,) = axes.containers
+    (collection,) = bars.lines[2]
+    return [tuple(segment[:, 1]) for segment in collection.get_segments()]
+
+
+def test_positions_in_long_windows_are_put_together_by_octaves():
+    config = default_config()
+    config.num_steps = 10
+    config.data.seq_len = 256
+    record = {"step": 10, "dataset": "python_docs"}
+    buckets = []
+    for k in range(8):
+        start = 1024 * k
+        bucket = {"from": start, "to": start + 1024}
+        buckets.append(bucket | {"loss": float(start), "tokens": 1 + k})
+    longest = record | {"seq_len": 8192, "by_position": buckets}
+    shorter = record | {"seq_len": 512, "by_position": buckets[1:2]}
+    others = [record | {"seq_len": 16_384}, record | {"seq_len": 256, "by_position": buckets[:1]}]
+    evaluations = [shorter, longest, *others]
+    run = SimpleNamespace(config=config, evaluations=evaluations, metrics=[1], last_step=10)
+    expected = {
+        512: 0,
+        1536: 1024,
+        3072: (3 * 2048 + 4 * 3072) / 7,
+        6144: (5 * 4096 + 6 * 5120 + 7 * 6144 + 8 * 7168) / 26,
+    }
+    assert pictures.by_octave(run) == pytest.approx(expected)
+    run.evaluations = others
+    assert pictures.by_octave(run) == {}
+
+
+def test_lengths_are_compared_on_the_fullest_text_that_has_several():
+    config = default_config()
+    config.num_steps = 10
+    record = {"step": 10, "dataset": "python_docs"}
+    evaluations = []
+    for fingerprint, max_windows, lengths in (
+        ("only one", None, [4096]),
+        ("full", None, [256, 512]),
+        ("few", 48, [256, 512, 1024]),
+    ):
+        text = record | {"fingerprint": fingerprint, "max_windows": max_windows}
+        for seq_len in lengths:
+            loss = f"{fingerprint}, {seq_len}"
+            evaluations.append(text | {"seq_len": seq_len, "loss": loss})
+    run = SimpleNamespace(config=config, evaluations=evaluations, metrics=[1], last_step=10)
+    by_length = {256: "full, 256", 512: "full, 512"}
+    assert pictures.by_length(run) == by_length
+    elsewhere = [one | {"step": 0, "dataset": "files"} for one in evaluations]
+    imported = SimpleNamespace(config=config, evaluations=elsewhere, metrics=[], last_step=0)
+    assert pictures.by_length(imported) == by_length, "an import has no data of its own"
+    run.evaluations = evaluations[:1]
+    assert pictures.by_length(run) == {}
+
+
+def test_runs_that_share_one_logged_step_are_drawn(sweep):
+    for path in sweep.glob("rope_percentage=0,*"):
+        shutil.rmtree(path)
+    for path in sweep.glob("*/metrics.jsonl"):
+        write_lines(path, read_lines(path)[:1])
+    losses, difference = lines_of(pictures_by_name(sweep)["loss"])
+    assert [x for x, _ in losses] == [[1]] * 2
+    assert difference[0][0] == [1]
+
+
+def test_one_bad_run_does_not_flatten_the_others(sweep):
+    """NoPE's loss is far above the others': all axes are linear, the last panel leaves it out."""
+
+    for path in sweep.glob("rope_percentage=0,*/eval.jsonl"):
+        records = [record for record in read_lines(path) if "perplexity" in record]
+        for record in records:
+            record["perplexity"] *= 30
+            record["loss"] += 3.4
+        write_lines(path, records)
+    picture = pictures_by_name(sweep)["perplexity"]
+    axes = draw_picture(picture).axes
+    assert [panel.get_yscale() for panel in axes] == ["linear"] * 2
+    x, y = axes[1].lines[0].get_data()
+    assert list(x) == [0.0, 0.25]
+    apart = finals(sweep, 0.25) - finals(sweep, 1.0)
+    assert y[1] == pytest.approx(apart.mean())
+
+
+def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
+    far = [(0.86, 0.01), (-0.0002, 0.002), (-0.0062, None), (-0.0064, 0.001)]
+    margin = 0.08 * (0.0018 + 0.0074)  # of the others with their errors
+    limits = pytest.approx((-0.0074 - margin, 0.0018 + margin))
+    assert drawing.close_up(far) == limits
+    assert drawing.close_up([(1.0, None), (2.0, None), (4.0, None)]) is None
+    assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
+    three = [(1.0, None), (1.1, None), (9.0, None)]
+    assert drawing.close_up(three) is None, "two are no panel"
+    rows = {count: drawing.arrange(count) for count in (1, 5, 6, 7, 11)}
+    assert rows == {1: (1, 1), 5: (5, 1), 6: (3, 2), 7: (4, 2), 11: (4, 3)}
+    assert drawing.close_up([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
+    shown = {"a": {0: {1: 9.0, 2: 1.0, 3: 1.01, 4: 1.02}}}
+    plot = pictures.Plot("loss", "Loss", "step", "nats", None)
+    picture = pictures.curves_picture(plot, shown, {"a": None})
+    whole, enlarged = draw_picture(picture).axes
+    assert [axes.get_title() for axes in (whole, enlarged)] == ["Loss", "Loss, enlarged"]
+    assert whole.get_ylim()[1] > 9 and enlarged.get_ylim()[1] < 1.1
+    assert "Last panel: the same enlarged" in picture.caption
+
+
+@pytest.mark.parametrize(("width", "columns"), [(9.6, 4), (5, 2)])
+def test_a_legend_stands_below_the_panels_in_as_many_columns_as_have_room(width, columns):
+    names = [f"p = 0.{i}, a field" for i in range(6)]
+    figure = matplotlib.figure.Figure(figsize=(width, 4), layout="constrained")
+    axes = figure.subplots()
+    for name in names:
+        axes.plot([0, 1], label=name)
+    drawing.legend(axes)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    texts = legend.get_texts()
+    assert [text.get_text() for text in texts] == names
+    assert len({text.get_window_extent().x0 for text in texts}) == columns
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+
+
+def test_labels_in_cells_can_be_read_on_their_colours():
+    axes = matplotlib.figure.Figure().subplots()
+    values = np.array([[0.1, 0.9, np.nan]])
+    drawing.label_cells(axes, values, "{:.1f} of it".format, lambda value: value > 0.5)
+    labels = [(text.get_text(), text.get_color()) for text in axes.texts]
+    assert labels == [("0.1 of it", "white"), ("0.9 of it", "black")], "nan has no label"
+
+
+def test_a_cell_of_a_map_is_where_the_page_is_told():
+    """The colour of the picture in the middle of every cell is that of its value."""
+    values = np.linspace(0, 1, 12).reshape(3, 4)
+
+    def draw(figure) -> None:
+        _, axes, square = figure.subplots(1, 3)
+        drawing.heat(axes, values, "", "row", "abc", rotated=None)
+        drawing.show_image(square, values)
+
+    png, maps = drawing.Picture("map", "", "", "", draw).render()
+    image = matplotlib.image.imread(io.BytesIO(png))
+    height, width, _ = image.shape
+    assert len(maps) == 2
+    viridis = matplotlib.colormaps["viridis"]
+    for cells in maps:
+        left, bottom, box_width, box_height = cells["box"]
+        for (row, column), value in np.ndenumerate(values):
+            x = left + (column + 0.5) / 4 * box_width
+            y = bottom + (3 - row - 0.5) / 3 * box_height
+            pixel = image[int((1 - y) * height), int(x * width)]
+            np.testing.assert_allclose(pixel, viridis(value), atol=0.01)

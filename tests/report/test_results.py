@@ -1,0 +1,525 @@
+"""Tables of configs/results are those of the records beside them, which redraw the sweep's page."""
+
+import functools
+import json
+import pathlib
+import re
+import tarfile
+
+import numpy as np
+import pytest
+from etils import epath
+from support.commands import ROOT
+from support.text import read_lines
+
+from prope.inference.paired import paired_difference
+from prope.inference.statistics import (
+    bonferroni_critical,
+    dunnett_critical,
+    pool_variance,
+    pooled_difference,
+)
+from prope.sweep.page import report_sweep
+
+RESULTS = ROOT / "configs/results"
+
+
+def signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.4f}"
+
+
+def interval(values) -> str:
+    return f"{signed(values[0])} to {signed(values[1])}" if values else ""
+
+
+def table_row(cells) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def loss_rows(report: dict) -> list[str]:
+    """After training, at the length of training."""
+    rows = []
+    for row in report["table"]:
+        difference = row["minus_rope"] or {"loss": None, "interval": None}
+        cells = (
+            row["config"],
+            str(row["runs"]),
+            f"{row['eval_loss']:.4f}",
+            f"{row['eval_loss_sd']:.4f}",
+            signed(difference["loss"]),
+            interval(difference["interval"]),
+        )
+        rows.append(table_row(cells))
+    return rows
+
+
+def length_rows(report: dict) -> list[str]:
+    """By length; at the longest, beside the best truncated window of the same checkpoints."""
+    groups: dict[str, list[dict]] = {}
+    for row in report["lengths"]:
+        groups.setdefault(row["group"], []).append(row)
+    rows = []
+    for name, lengths in groups.items():
+        longest = lengths[-1]
+        cells = [name, *(f"{row['loss']:.4f}" for row in lengths)]
+        if "window" in longest:
+            sinks = f" + {longest['sinks']} first" if longest["sinks"] else ""
+            cells += [f"{longest['window']}{sinks}", f"{longest['window_loss']:.4f}"]
+            cells += [signed(longest["gain"]), interval(longest["interval"])]
+        else:
+            cells += ["every layer has one", "", "", ""]
+        rows.append(table_row(cells))
+    return rows
+
+
+def contrast_rows(report: dict) -> list[str]:
+    """The contrasts that were declared, by Holm."""
+    rows = []
+    for contrast in report["contrasts"]:
+        cells = (
+            f"{contrast['group']} - {contrast['other']}",
+            signed(contrast["difference"]),
+            interval(contrast["interval"]),
+            f"{contrast['p_value']:.3g}",
+        )
+        rows.append(table_row(cells))
+    return rows
+
+
+def paired_cells(by_seed: list[float], comparisons: int) -> list[str]:
+    """The mean of differences by seed, and its 95 % interval: Student's t, by Bonferroni."""
+    stderr = np.std(by_seed, ddof=1) / len(by_seed) ** 0.5
+    margin = bonferroni_critical(comparisons, len(by_seed) - 1) * stderr
+    mean = np.mean(by_seed)
+    low = mean - margin
+    high = mean + margin
+    return [signed(mean), interval((low, high))]
+
+
+def recovery_rows(report: dict) -> list[str]:
+    """What stopping pairs costs before and after training, minus the control of the same seed."""
+    by_p: dict[str, list[dict]] = {}
+    for recovery in report["recovery"]:
+        p = re.search(r"rope_percentage=([\d.]+)", recovery["run"])[1]
+        by_p.setdefault(p, []).append(recovery)
+    contrasts = {contrast["group"]: contrast for contrast in report["contrasts"]}
+    rows = []
+    for p, found in by_p.items():
+        curves = np.array([recovery["gaps"] for recovery in found])
+        stopped, *_, trained = curves[:, :, 1].T
+        contrast = contrasts[f"p = {p}"]
+        assert round(contrast["difference"] - np.mean(trained), 6) == 0
+        back = [recovery["tokens"] for recovery in found if recovery["tokens"] is not None]
+        cells = (
+            p,
+            str(len(found)),
+            signed(np.mean(stopped)),
+            *paired_cells(trained, len(by_p)),
+            f"{len(back)} of {len(found)}",
+            f"{np.median(back):,.0f}" if back else "",
+        )
+        rows.append(table_row(cells))
+    return rows
+
+
+def method_rows(folder: pathlib.Path) -> list[str]:
+    """Ways to convert to p = 0.25: the loss after training, and minus that of stopping at once."""
+    losses: dict[tuple[str, str], dict[str, float]] = {}
+    for workdir in sorted(folder.glob("distill_weight=*")):
+        name = r"distill_weight=([\d.]+),schedule_steps=(\d+),seed=(\d+)"
+        weight, steps, seed = re.fullmatch(name, workdir.name).groups()
+        record = read_lines(workdir / "eval.jsonl")[-1]
+        assert record["step"] == 200
+        assert record["seq_len"] == 512
+        assert record["max_windows"] == 128
+        losses.setdefault((steps, weight), {})[seed] = record["loss"]
+    at_once = losses["0", "0"]
+    rows = []
+    for (steps, weight), by_seed in sorted(losses.items()):
+        mean = np.mean(list(by_seed.values()))
+        minus_at_once = ["", ""]
+        if by_seed is not at_once:
+            differences = [loss - at_once[seed] for seed, loss in by_seed.items()]
+            minus_at_once = paired_cells(differences, len(losses) - 1)
+        cells = [steps, weight, f"{mean:.4f}", *minus_at_once]
+        rows.append(table_row(cells))
+    return rows
+
+
+def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
+    """The loss of a run's evaluation on 131,072 tokens, in windows of this length."""
+    records = read_lines(workdir / "eval.jsonl")
+    (loss,) = [
+        record["loss"]
+        for record in records
+        if record["seq_len"] == seq_len
+        and record.get("max_tokens") == 131_072
+        and record.get("window") is None
+    ]
+    return loss
+
+
+def learning_rate_columns(folder: pathlib.Path) -> dict[str, list[str]]:
+    """By method, the final loss at each learning rate, from the lowest."""
+    columns: dict[str, dict[float, str]] = {}
+    for workdir in folder.glob("config=*"):
+        name = r"config=(.+)-rates,learning_rate=([\d.]+),seed=101"
+        method, rate = re.fullmatch(name, workdir.name).groups()
+        record = read_lines(workdir / "eval.jsonl")[-1]
+        assert record["step"] == 300
+        columns.setdefault(method, {})[float(rate)] = f"{record['loss']:.3f}"
+    return {
+        method: [by_rate[rate] for rate in sorted(by_rate)] for method, by_rate in columns.items()
+    }
+
+
+def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
+    """Of each wavelength and length: losses at it and at 8 times it, and the latter minus RoPE's.
+
+    The intervals of all rows hold together: Dunnett's within a wavelength and length, with the
+    variance pooled over its methods, and each of these has its share of the 5 %.
+    """
+    settings: dict[tuple[str, str], dict[str, dict[str, pathlib.Path]]] = {}
+    for workdir in sorted(folder.glob("config=*,seed=*")):
+        name, seed = re.fullmatch(r"config=(.+),seed=(\d+)", workdir.name).groups()
+        method, wavelength, length = name.split("-")
+        setting = settings.setdefault((wavelength, length), {})
+        setting.setdefault(method, {})[seed] = workdir
+    level = 1 - 0.05 / len(settings)
+    rows = []
+    for (wavelength, length), methods in settings.items():
+        rows += setting_rows(wavelength, length, methods, level)
+    return rows
+
+
+def setting_rows(wavelength: str, length: str, methods: dict, level: float) -> list[str]:
+    """The rows of a wavelength and length; `methods` has the folders of runs by seed."""
+    T = int(length)
+    far = {}
+    runs = []
+    for method, by_seed in methods.items():
+        far[method] = {}
+        for seed, workdir in by_seed.items():
+            loss = read_loss(workdir, 8 * T)
+            far[method][seed] = loss
+            runs.append((loss, method, seed))
+    pooled = pool_variance(*zip(*runs, strict=True))
+    critical = functools.partial(dunnett_critical, len(methods) - 1, level=level)
+    rows = []
+    for method, by_seed in methods.items():
+        near = [read_loss(workdir, T) for workdir in by_seed.values()]
+        cells = [wavelength, length, method, str(len(by_seed))]
+        cells += [f"{np.mean(near):.3f}", f"{np.mean(list(far[method].values())):.3f}"]
+        minus_rope = ["", ""]
+        if method != "rope":
+            differences = [far[method][seed] - far["rope"][seed] for seed in by_seed]
+            difference = pooled_difference(differences, pooled, critical)
+            low, high = difference.interval()
+            minus_rope = [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
+        cells += minus_rope
+        rows.append(table_row(cells))
+    return rows
+
+
+def converted_length_rows(folder: pathlib.Path, report: dict) -> list[str]:
+    """Of converted models: `length_rows`, then the loss at the longest minus that of p = 1."""
+    losses: dict[str, dict[str, float]] = {}
+    for workdir in sorted(folder.glob("rope_percentage=*")):
+        p, seed = re.fullmatch(r"rope_percentage=([\d.]+),seed=(\d+)", workdir.name).groups()
+        losses.setdefault(f"p = {p}", {})[seed] = read_loss(workdir, 4096)
+    control = losses.pop("p = 1")
+    rows = []
+    for row in length_rows(report):
+        group = row.split(" | ")[0].strip("| ")
+        cells = ["", ""]
+        if group in losses:
+            differences = [loss - control[seed] for seed, loss in losses[group].items()]
+            cells = paired_cells(differences, len(losses))
+        rows.append(f"{row} {' | '.join(cells)} |")
+    return rows
+
+
+def converted_smollm2_rows(folder: pathlib.Path) -> list[str]:
+    """By p: the loss at each length on the same tokens, and that at 8192 minus the control's."""
+    losses: dict[str, dict[str, dict[int, float]]] = {}
+    for workdir in sorted(folder.glob("rope_percentage=*")):
+        name = r"rope_percentage=([\d.]+),seed=(\d+)"
+        p, seed = re.fullmatch(name, workdir.name).groups()
+        records = read_lines(workdir / "eval.jsonl")
+        (longest,) = [record for record in records if record["seq_len"] == 16_384]
+        by_length = {
+            record["seq_len"]: record["loss"]
+            for record in records
+            if record["fingerprint"] == longest["fingerprint"] and not record.get("window")
+        }
+        losses.setdefault(p, {})[seed] = by_length
+    rows = []
+    for p, by_seed in sorted(losses.items(), reverse=True):
+        means = {}
+        for T in sorted(by_seed["0"]):
+            of_seeds = [found[T] for found in by_seed.values()]
+            means[T] = np.mean(of_seeds)
+        minus_control = ["", ""]
+        if p != "1":
+            differences = []
+            for seed, found in by_seed.items():
+                control = losses["1"][seed]
+                differences.append(found[8192] - control[8192])
+            minus_control = paired_cells(differences, len(losses) - 1)
+        at_lengths = [f"{mean:.4f}" for mean in means.values()]
+        cells = [p, *at_lengths, *minus_control]
+        rows.append(table_row(cells))
+    return rows
+
+
+def cut_smollm2_rows(folder: pathlib.Path, max_tokens: int, sinks: int) -> list[str]:
+    """By p: the loss in windows of 8192 with all keys, and with attention cut to the last ones."""
+    losses: dict[str, dict[int, list[float]]] = {}
+    for workdir in sorted(folder.glob("rope_percentage=*")):
+        p = re.match(r"rope_percentage=([\d.]+)", workdir.name)[1]
+        by_cut = losses.setdefault(p, {})
+        records = read_lines(workdir / "eval.jsonl")
+        (text,) = {record["fingerprint"] for record in records if record.get("window")}
+        for record in records:
+            if record["fingerprint"] != text:
+                continue
+            assert record["max_tokens"] == max_tokens
+            cut = record.get("window", 8192)
+            assert record.get("sinks", sinks) == sinks
+            of_seeds = by_cut.setdefault(cut, [])
+            of_seeds.append(record["loss"])
+    rows = []
+    for p, by_cut in sorted(losses.items(), reverse=True):
+        cells = [p]
+        for cut in sorted(by_cut, reverse=True):
+            mean = np.mean(by_cut[cut])
+            cells.append(f"{mean:.4f}")
+        rows.append(table_row(cells))
+    return rows
+
+
+def largest_difference(folder: pathlib.Path, other: pathlib.Path) -> float:
+    """Of the losses that two runs have in common, on the windows that they saw while training."""
+    pair = []
+    for workdir in (folder, other):
+        records = read_lines(workdir / "eval.jsonl")
+        while_training = [
+            (record["step"], record["loss"])
+            for record in records
+            if record.get("max_windows") == 16
+        ]
+        pair.append(while_training)
+    ours, theirs = np.array(pair)
+    assert len(ours) >= 9
+    difference = np.abs(ours - theirs)
+    steps, losses = difference.T
+    assert not steps.any()
+    return losses.max()
+
+
+def usage_rows(analysis: dict) -> list[str]:
+    """Of each kind of layers: norms of the slow quarter of the pairs over the fast, and heads."""
+    heads = analysis["heads"]
+    rows = []
+    for kind in analysis["kinds"]:
+        layers = [analysis["layers"][layer] for layer in kind["layers"]]
+        of_kind = [head for head in heads if head["layer"] in kind["layers"]]
+        positional = sum(head["kind"] in ("diagonal", "previous_token") for head in of_kind)
+        sinks = sum(head["kind"] == "first_token" for head in of_kind)
+        queries, keys, values = (
+            np.mean([np.mean(layer[norms], 0) for layer in layers], 0)
+            for norms in ("query_norms", "key_norms", "value_norms")
+        )
+        cells = (
+            pathlib.PurePath(analysis["workdir"]).name,
+            "full" if kind["sliding_window"] is None else "sliding",
+            *(f"{slow_over_fast(norms):.2f}" for norms in (queries, keys, values)),
+            describe_longest(analysis, kind, queries),
+            describe_longest(analysis, kind, keys),
+            f"{positional} of {len(of_kind)}",
+            str(sinks),
+            f"{np.mean([head['first_token'] for head in of_kind]):.2f}",
+        )
+        rows.append(table_row(cells))
+    return rows
+
+
+def describe_longest(analysis: dict, kind: dict, norms: np.ndarray) -> str:
+    """The pair with the largest norm, and how far it turns over the window or the context."""
+    pair = int(np.argmax(norms))
+    frequency = analysis["frequencies"][kind["layers"][0]][pair]
+    length = kind["sliding_window"] or analysis["trained_on"]
+    return f"{pair}: {frequency * length:.2f}"
+
+
+def slow_over_fast(norms: np.ndarray) -> float:
+    """The mean norm of the slowest quarter of the pairs over that of the fastest."""
+    quarters = norms.reshape(4, -1).mean(axis=1)
+    return quarters[3] / quarters[0]
+
+
+def channel_rows(analysis: dict) -> list[str]:
+    """The strongest pairs of single heads, and the loss without their rotation and without them."""
+    rows = []
+    for channel in analysis["channels"]:
+        stopped = channel["stopped"]
+        removed = channel["removed"]
+        cells = (
+            pathlib.PurePath(analysis["workdir"]).name,
+            f"{channel['layer']}.{channel['head']}.{channel['pair']}",
+            f"{channel['largest_rotation']:.2f}",
+            f"{channel['to_first']:+.1f}",
+            f"{channel['to_others']:+.1f}",
+            f"{stopped['difference']:+.4f} ± {stopped['stderr']:.4f}",
+            f"{removed['difference']:+.4f} ± {removed['stderr']:.4f}",
+        )
+        rows.append(table_row(cells))
+    return rows
+
+
+def band_rows(workdir: epath.Path) -> list[str]:
+    """A model with bands of pairs stopped, beside the model as it is on the same tokens."""
+    records = read_lines(workdir / "eval.jsonl")
+    whole = {record["seq_len"]: record for record in records if not record.get("encoding")}
+    rows = []
+    for record in records:
+        encoding = record.get("encoding")
+        if not encoding:
+            continue
+        names = ("step", "seq_len", "fingerprint", "windows", "dataset", "split")
+        about = {name: record[name] for name in names}
+        about |= {"encoding": encoding, "factor": record["factor"]}
+        plain = {"encoding": None, "factor": None}
+        paired = paired_difference(workdir, workdir, about, second_fields=plain)
+        cells = (
+            workdir.name,
+            str(record["seq_len"]),
+            encoding,
+            f"{whole[record['seq_len']]['loss']:.4f}",
+            signed(paired.difference),
+            interval(paired.interval()),
+        )
+        rows.append(table_row(cells))
+    return rows
+
+
+def search_row(folder: epath.Path) -> str:
+    """A small set of pairs that must rotate, and what stopping the others adds."""
+    found = json.loads((folder / "search.json").read_text())
+    records = read_lines(folder / "search_evaluations.jsonl")
+    losses = {record.get("encoding"): record["loss"] for record in records}
+    assert len(records) == found["evaluations"]
+    (of_kind,) = found["rotating"]
+    of_p_rope = found["p_rope"]
+    as_it_is = losses[None]
+    loss = losses[found["encoding"]]
+    loss_of_p_rope = losses[of_p_rope["encoding"]]
+    cells = (
+        folder.name,
+        of_kind["layers"],
+        f"{of_kind['rotating']} of {of_kind['of']}",
+        of_kind["pairs"],
+        f"{as_it_is:.4f}",
+        signed(loss - as_it_is),
+        interval(found["minus_unchanged"]["interval"]),
+        signed(loss_of_p_rope - as_it_is),
+        signed(loss_of_p_rope - loss),
+        interval(of_p_rope["minus_found"]["interval"]),
+        str(len(records)),
+    )
+    return table_row(cells)
+
+
+def unpack(name: str, folder: epath.Path, page: str | None = None) -> list[str]:
+    """Unpacks records and returns the lines of their page, by default that of the same name."""
+    with tarfile.open(RESULTS / f"{name}.tar.xz") as records:
+        records.extractall(folder, filter="data")
+    return (RESULTS / f"{page or name}.md").read_text().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["encodings_controlled", "encodings_python", "slow_pairs"])
+def test_a_sweep_is_redrawn_from_its_records(name, tmp_path):
+    lines = unpack(name, tmp_path)
+    report = report_sweep(epath.Path(tmp_path))
+    assert (tmp_path / "report/index.html").exists()
+    assert {run["state"] for run in report["runs"]} == {"finished"}
+    rows = loss_rows(report) + contrast_rows(report)
+    rows += slow_pairs_rows(tmp_path) if name == "slow_pairs" else length_rows(report)
+    assert [row for row in rows if row not in lines] == []
+
+
+@pytest.mark.parametrize("model", ["gemma-3-270m", "SmolLM2-135M-Instruct"])
+def test_what_real_models_do_with_their_pairs_is_in_their_records(model, tmp_path):
+    lines = unpack("real_models", tmp_path)
+    folder = epath.Path(tmp_path) / model
+    bands = band_rows(folder)
+    assert len(bands) >= 6
+    analysis = json.loads((folder / "analysis/analysis.json").read_text())
+    rows = bands + usage_rows(analysis) + channel_rows(analysis) + [search_row(folder)]
+    assert [row for row in rows if row not in lines] == []
+
+
+def test_learning_rates_are_in_their_records(tmp_path):
+    """The second seed of each method: the second number of a cell."""
+    lines = unpack("learning_rates", tmp_path, "encodings_controlled")
+    columns = learning_rate_columns(tmp_path)
+    table = lines[lines.index("| method | 3e-3 | 6e-3 | 1.2e-2 |") + 2 :]
+    assert len(columns) == 8
+    for row in table[:8]:
+        method, *cells = row.strip("| ").split(" | ")
+        assert [cell.split(", ")[1] for cell in cells] == columns[method]
+
+
+@pytest.mark.slow
+def test_conversions_of_small_models_are_redrawn_from_their_records(tmp_path):
+    lines = unpack("conversion_1m", tmp_path, "real_models")
+    report = report_sweep(epath.Path(tmp_path))
+    rows = recovery_rows(report) + converted_length_rows(tmp_path, report)
+    assert len(rows) == 7
+    assert [row for row in rows if row not in lines] == []
+
+
+def test_conversions_of_smollm2_are_redrawn_from_their_records(tmp_path):
+    lines = unpack("conversion_smollm2", tmp_path, "real_models")
+    report = report_sweep(epath.Path(tmp_path))
+    rows = recovery_rows(report) + converted_smollm2_rows(tmp_path)
+    rows += cut_smollm2_rows(tmp_path, 131_072, sinks=0)
+    rows += cut_smollm2_rows(tmp_path / "cpu", 65_536, sinks=4)
+    assert len(rows) == 15
+    assert [row for row in rows if row not in lines] == []
+
+
+def test_a_conversion_on_a_cpu_has_the_losses_of_that_on_a_gpu(tmp_path):
+    unpack("conversion_smollm2", tmp_path, "real_models")
+    on_cpu = list((tmp_path / "cpu").iterdir())
+    assert len(on_cpu) == 4
+    for workdir in on_cpu:
+        on_gpu = tmp_path / workdir.name
+        assert largest_difference(on_gpu, workdir) < 0.0011
+
+
+def test_ways_to_convert_are_in_their_records(tmp_path):
+    lines = unpack("conversion_1m_methods", tmp_path, "real_models")
+    rows = method_rows(tmp_path)
+    assert len(rows) == 4
+    assert [row for row in rows if row not in lines] == []
+
+
+def source_windows_row(workdir: pathlib.Path) -> str:
+    """The losses of a model trained on windows of 2048 bytes: cut to fewer keys, whole, at 512."""
+    losses = {}
+    for record in read_lines(workdir / "eval.jsonl"):
+        if "max_tokens" in record:
+            losses[record["seq_len"], record.get("window")] = f"{record['loss']:.4f}"
+    keys = [(2048, 128), (2048, 256), (2048, 512), (2048, None), (512, None)]
+    seed = workdir.name.partition("seed=")[2]
+    of_keys = [losses[key] for key in keys]
+    return table_row([seed, *of_keys])
+
+
+def test_training_on_longer_windows_is_in_its_records(tmp_path):
+    lines = unpack("source_windows", tmp_path, "encodings_python")
+    rows = [source_windows_row(workdir) for workdir in sorted(tmp_path.glob("config=*"))]
+    assert len(rows) == 2
+    assert [row for row in rows if row not in lines] == []

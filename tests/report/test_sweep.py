@@ -1,0 +1,572 @@
+"""A sweep as a user runs it: what it leaves, what it proves, and that kills change nothing."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from etils import epath
+from support.commands import CONFIG, ROOT, logged, losses
+from support.text import read_lines
+
+from prope.config import default_config, from_dict
+from prope.errors import UsageError
+from prope.sweep import execute
+from prope.sweep.grid import plan
+from prope.sweep.runs import read_run
+
+PERCENTAGES = ("0", "0.5", "1")
+EVERY_STEP = ("--config.log_every=1", "--config.checkpoint_every=5")
+THREE = (CONFIG, "--rope_percentage=0,0.5,1", *EVERY_STEP)
+
+
+@pytest.fixture(scope="session")
+def start(cache_dir):
+    """Starts launch/sweep.py in a process group of its own."""
+
+    def run(*arguments, cwd=ROOT, **environment) -> subprocess.Popen:
+        ours = {"PROPE_CACHE": str(cache_dir), "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "launch" / "sweep.py"), *map(str, arguments)],
+            cwd=cwd,
+            env=os.environ | ours | environment,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finish(start):
+    """Runs it to its end: (exit code, last line of stdout or None, stderr)."""
+
+    def run(*arguments, **options) -> tuple[int, dict | None, str]:
+        process = start(*arguments, **options)
+        out, err = process.communicate(timeout=600)
+        return process.returncode, json.loads(out.splitlines()[-1]) if out else None, err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(once, finish):
+    """A sweep over three values of p that nobody disturbed: (directory, last line)."""
+
+    def make(directory):
+        code, result, err = finish(*THREE, f"--workdir={directory}/sweep")
+        assert code == 0, err
+        return result
+
+    directory, result = once("sweep", make)
+    return directory / "sweep", result
+
+
+def run_of(directory, p: str) -> pathlib.Path:
+    return directory / f"rope_percentage={p}"
+
+
+def error_of(err: str) -> str:
+    lines = [line for line in err.splitlines() if line.startswith(("error:", "stopped:"))]
+    assert "Traceback" not in err and lines and err.splitlines()[-1] == lines[-1], err
+    return lines[-1]
+
+
+@pytest.mark.slow
+def test_runs_of_a_sweep_differ_in_p_and_in_nothing_else(whole):
+    directory, result = whole
+    hashes = logged(run_of(directory, "0"), "batch_hash")
+    configs = []
+    for p, record in zip(PERCENTAGES, result["runs"], strict=True):
+        run = run_of(directory, p)
+        assert record["workdir"] == str(run)
+        assert record["values"] == {"rope_percentage": float(p)}
+        assert (record["state"], record["step"]) == ("finished", 20)
+        assert record["init_hash"] and record["init_hash"] == result["runs"][0]["init_hash"]
+        assert logged(run, "batch_hash") == hashes and len(hashes) == 20
+        configs.append(json.loads((run / "config.json").read_text()))
+        assert configs[-1]["model"].pop("rope_percentage") == float(p)
+    assert all(config == configs[0] for config in configs)
+    assert result["equal"] == {"init": 3, "batches": 3, "steps": 20}
+
+
+@pytest.mark.slow
+def test_the_table_has_the_last_evaluation_of_every_run(whole):
+    directory, result = whole
+    for p, record, row in zip(PERCENTAGES, result["runs"], result["table"], strict=True):
+        run = run_of(directory, p)
+        last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
+        assert (record["eval_loss"], record["perplexity"]) == (last["loss"], last["perplexity"])
+        assert (row["eval_loss"], row["bits_per_byte"]) == (last["loss"], last["bits_per_byte"])
+        assert record["loss"] == losses(run)[20]
+        assert (row["runs"], row["eval_loss_sd"]) == (1, None)
+    assert [row["rotated_pairs"] for row in result["table"]] == [0, 8, 16]
+
+
+def wait_until(there, process) -> None:
+    """Waits for a file or folder that a process makes."""
+    deadline = time.monotonic() + 300
+    while not there.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, tmp_path):
+    directory, result = whole
+    for p in ("0", "0.5"):
+        process = start(*THREE, f"--workdir={tmp_path}")
+        run = run_of(tmp_path, p)
+        wait_until(run / "checkpoints" / "5", process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        # What no kill can be timed to do: a line that was cut short.
+        with (run / "metrics.jsonl").open("a") as lines:
+            lines.write('{"step": 19, "loss": 0.0, "batch_hash": "')
+    code, again, err = finish(*THREE, f"--workdir={tmp_path}")
+    assert code == 0, err
+    assert re.search(r"rope_percentage=0: finished\n.*=0.5: resumes at step (5|10|15)\n", err)
+    assert err.count(": starts\n") == 2 and err.count("resumed from step") == 1
+    assert (again["table"], again["equal"]) == (result["table"], result["equal"])
+    for p in PERCENTAGES:
+        assert losses(run_of(tmp_path, p)) == losses(run_of(directory, p))
+
+
+@pytest.mark.slow
+def test_a_sweep_in_a_bucket_is_the_one_on_disk(whole, finish, run_command, bucket):
+    directory, result = whole
+    workdir = epath.Path(bucket) / "sweep"
+    two = (CONFIG, "--rope_percentage=0,1", *EVERY_STEP, f"--workdir={workdir}")
+    code, remote, err = finish(*two)
+    assert code == 0, err
+    assert remote["table"] == [result["table"][0], result["table"][2]]
+    assert remote["equal"] == {"init": 2, "batches": 2, "steps": 20}
+    for p, record in zip("01", remote["runs"], strict=True):
+        assert record["workdir"] == str(run_of(workdir, p))
+        lines = (run_of(workdir, p) / "metrics.jsonl").read_text().splitlines()
+        for name in ("loss", "batch_hash"):
+            values = {metric["step"]: metric[name] for metric in map(json.loads, lines)}
+            assert values == logged(run_of(directory, p), name)
+    code, again, err = finish(*two)
+    assert (code, again) == (0, remote) and "starts" not in err
+    report = run_command("prope.report", f"--sweep={workdir}")
+    assert report.code == 0, report.stderr
+    assert report.result["output"] == f"{workdir}/report/index.html"
+    assert "</html>" in epath.Path(report.result["output"]).read_text()
+
+
+@pytest.mark.slow
+def test_a_finished_sweep_is_not_made_again_and_may_grow(whole, finish):
+    directory, result = whole
+    code, again, err = finish(*THREE, f"--workdir={directory}")
+    assert (code, again) == (0, result) and "starts" not in err
+    six = (CONFIG, "--rope_percentage=0,0.1,0.25,0.5,0.75,1", *EVERY_STEP)
+    code, grown, err = finish(*six, f"--workdir={directory}", "--dry-run")
+    assert code == 0 and "rope_percentage=0.1: new" in err
+    assert [run["state"] for run in grown["runs"]].count("finished") == 3
+
+
+@pytest.mark.slow
+def test_a_directory_of_another_sweep_is_refused(whole):
+    directory, _ = whole
+    three = [{"model.rope_percentage": [0.0, 0.5, 1.0]}]
+    two = [{"model.rope_percentage": [0.0, 1.0]}]
+    base = from_dict(json.loads((directory / "sweep.json").read_text())["config"])
+    other = base.copy_and_resolve_references()
+    other.batch_size = 16
+
+    def check(grids, config):
+        execute.check_same_sweep(directory, plan(grids, "", config, {}), grids, config)
+
+    check(three, base)
+    with pytest.raises(UsageError, match="also the run rope_percentage=0.5; name its values too"):
+        check(two, base)
+    with pytest.raises(UsageError, match="also the run rope_percentage=0; name its values too"):
+        check([{"seed": [0, 1]}], base)
+    differing = r"of another config \(batch_size: 8, not 16\)"
+    with pytest.raises(UsageError, match=f"holds a sweep {differing}"):
+        check(three, other)
+    with pytest.raises(UsageError, match="holds a run, not a sweep"):
+        execute.check_same_sweep(run_of(directory, "0"), [], three, base)
+    planned = plan(three, "", base, {})
+    with pytest.raises(UsageError, match="--init_from=W: the runs of .* were begun from scratch"):
+        execute.check_same_sweep(directory, planned, three, base, "W")
+    run = plan(three, "", other, {})[0]
+    with pytest.raises(UsageError, match=f"rope_percentage=0: holds a run {differing}"):
+        read_run(directory / run.name, run.values, run.config)
+
+
+def test_every_run_begins_from_that_of_its_own_seed():
+    base = default_config()
+    grids = [{"seed": [0, 1], "model.rope_percentage": [0.5, 1.0]}]
+    runs = plan(grids, "", base, {}, "gs://b/S/seed={seed}/x{y}")
+    places = [run.arguments[-1] for run in runs]
+    assert places == [f"--init_from=gs://b/S/seed={seed}/x{{y}}" for seed in (0, 0, 1, 1)]
+
+
+# In the place of prope.train: it says that it has started, then ends as the test says.
+FAKE = """
+import json, os, pathlib, signal, sys, time
+workdir = [a for a in sys.argv if a.startswith("--workdir=")][0].partition("=")[2]
+name = pathlib.Path(workdir).name
+with open("started", "a") as log:
+    print(name, file=log)
+acts = json.loads(pathlib.Path("acts.json").read_text())
+act = acts.get(name, [1])
+act = act[min(open("started").read().split().count(name), len(act)) - 1]
+if act == "wait":
+    def stop(number, frame):
+        print("told", signal.Signals(number).name, file=sys.stderr, flush=True)
+        time.sleep(0.3)
+        print("saved", file=sys.stderr, flush=True)
+        sys.exit({signal.SIGTERM: 75, signal.SIGINT: 130}[number])
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    open("waiting", "w").close()
+    time.sleep(60)
+elif act < 0:
+    os.kill(os.getpid(), -act)
+else:
+    print("stopped: because", file=sys.stderr)
+sys.exit(act)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A folder in which prope.train is that program; it is given the acts of every seed."""
+    (tmp_path / "prope").mkdir()
+    (tmp_path / "prope" / "__init__.py").touch()
+    (tmp_path / "prope" / "train.py").write_text(FAKE)
+
+    def write(acts: dict) -> pathlib.Path:
+        by_name = {f"seed={seed}": act for seed, act in acts.items()}
+        (tmp_path / "acts.json").write_text(json.dumps(by_name))
+        return tmp_path
+
+    return write
+
+
+SEEDS = (CONFIG, "--grid=seed=0,1,2", "--workdir=W")
+
+
+def started(folder) -> list[str]:
+    return (folder / "started").read_text().split()
+
+
+def test_a_failed_run_does_not_stop_the_others(fake, finish):
+    folder = fake({0: [1], 1: [0], 2: [2]})
+    code, result, err = finish(*SEEDS, cwd=folder)
+    assert code == 1 and started(folder) == ["seed=0", "seed=1", "seed=2"]
+    error = error_of(err)
+    assert "3 of 3 runs failed: seed=0 (exit code 1, stopped: because); seed=1 (ended" in error
+    assert "seed=1 (ended without an evaluation of step 20); seed=2 (exit code 2" in error
+    assert {run["state"] for run in result["runs"]} == {"failed"}
+
+
+def test_the_error_names_the_first_of_many_failed_runs(finish, tmp_path):
+    seeds = f"--grid=seed={','.join(map(str, range(40)))}"
+    code, result, err = finish(CONFIG, seeds, f"--workdir={tmp_path}/W", "--launcher=false")
+    assert code == 1 and len(result["runs"]) == 40
+    error = error_of(err)
+    assert "40 of 40 runs failed: seed=0 (exit code 1); seed=1" in error
+    assert "seed=4 (exit code 1); and 35 more; the same command tries these again" in error
+
+
+@pytest.mark.slow
+def test_a_lost_run_is_started_again_and_not_for_ever(fake, finish):
+    folder = fake({0: [76, -9, 1], 1: [-15] * 9, 2: [1]})
+    code, _, err = finish(*SEEDS, cwd=folder)
+    assert code == 1 and started(folder) == ["seed=0"] * 3 + ["seed=1"] * 4 + ["seed=2"]
+    assert "seed=1 (signal SIGTERM)" in error_of(err) and "seed=0 (exit code 1" in error_of(err)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_asked_to_stop_ends_the_sweep(fake, finish):
+    for code in (75, 130):
+        folder = fake({0: [1], 1: [code]})
+        assert finish(*SEEDS, cwd=folder)[0] == code
+        assert started(folder)[-2:] == ["seed=0", "seed=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code):
+    folder = fake({0: ["wait"]})
+    process = start(*SEEDS, cwd=folder)
+    wait_until(folder / "waiting", process)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"told {number.name}\nsaved\n" in err and err.count("told") == 1
+    assert started(folder) == ["seed=0"] and "the same command goes on" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "expected"),
+    [
+        (signal.SIGTERM, 0, 75),
+        (signal.SIGINT, 0, 130),  # the run had just ended: what a stopped one would say
+        (signal.SIGTERM, 75, 75),
+        (signal.SIGINT, 130, 130),
+        (signal.SIGTERM, 1, 1),
+        (signal.SIGTERM, -9, 137),
+    ],
+)
+def test_a_stopped_sweep_says_that_it_was_stopped(monkeypatch, number, code, expected):
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    children = execute.ChildProcesses()
+    handlers[number](number, None)
+    assert children.exit_code(code) == expected
+
+
+@pytest.mark.slow
+def test_a_run_that_outlives_its_sweep_keeps_others_away(fake, start, finish):
+    folder = fake({0: ["wait"]})
+    process = start(*SEEDS, cwd=folder)
+    wait_until(folder / "waiting", process)
+    os.kill(process.pid, signal.SIGKILL)  # the sweep alone
+    process.wait()
+    code, _, err = finish(*SEEDS, cwd=folder)
+    assert code == 2 and "a sweep, or a run of one, is at work there" in error_of(err)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_dry_run_prints_the_commands_and_leaves_nothing(start, tmp_path):
+    values = ("--config.optimizer.learning_rate=1e-4", "--config.data.tokenizer=my model")
+    grids = ("--grid=seed=0,1", "--rope_percentage=0,0.50")
+    process = start(CONFIG, f"--workdir={tmp_path}/W", *grids, *values, "--dry-run")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    *lines, last = out.splitlines()
+    assert len(lines) == 4 and not (tmp_path / "W").exists()
+    assert lines[1] == (
+        f"{sys.executable} -m prope.train {CONFIG} --config.optimizer.learning_rate=0.0001 "
+        f"'--config.data.tokenizer=my model' --config.model.rope_percentage=0 --config.seed=1 "
+        f"--workdir={tmp_path}/W/rope_percentage=0,seed=1"
+    )
+    values = json.loads(last)["runs"][3]["values"]
+    assert values == {"rope_percentage": 0.5, "seed": 1}
+
+
+def test_a_sweep_of_a_saved_config_hands_on_its_path(start, trained, tmp_path):
+    file = trained[0] / "config.json"
+    process = start(f"--config={file}", f"--workdir={tmp_path}/W", "--grid=seed=0", "--dry-run")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    arguments = shlex.split(out.splitlines()[0])
+    assert f"--config={file}" in arguments
+
+
+def test_a_saved_config_has_no_grid_and_may_be_a_value_of_one(start, trained, tmp_path):
+    file = trained[0] / "config.json"
+    process = start(f"--config={file}", f"--workdir={tmp_path}/W", "--dry-run")
+    _, err = process.communicate()
+    assert f"error: --config={file}: has no get_sweep()" in err
+    process = start(CONFIG, f"--workdir={tmp_path}/W", f"--grid=config={file}", "--dry-run")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    arguments = shlex.split(out.splitlines()[0])
+    assert f"--config={file}" in arguments
+    assert arguments[-1].endswith(f"/W/config={trained[0].name}")
+
+
+# A program that launches: it writes down its arguments and ends with LAUNCHER_CODE.
+QUEUE = """#!/usr/bin/env python3
+import json, os, sys
+with open("queue.jsonl", "a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+sys.exit(int(os.environ.get("LAUNCHER_CODE", 0)))
+"""
+VALUES = ('--config.data.tokenizer=it\'s "my" $HOME {name}', "--config.profile=10,12")
+
+
+@pytest.fixture
+def queue(tmp_path):
+    """Puts the program into a folder: (the folder, a function that returns what it was handed)."""
+    (tmp_path / "queue").write_text(QUEUE)
+    (tmp_path / "queue").chmod(0o755)
+
+    def read() -> list[list[str]]:
+        return [json.loads(line) for line in (tmp_path / "queue.jsonl").read_text().splitlines()]
+
+    return tmp_path, read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    ["./queue '--for={name} of us' --", "bash -c './queue \"--for={name} of us\" -- {command}'"],
+    ids=["words that follow", "a text within a word"],
+)
+def test_a_launcher_gets_every_run_once(launcher, queue, finish):
+    folder, handed_out = queue
+    arguments = (*SEEDS, *VALUES, f"--launcher={launcher}")
+    code, result, err = finish(*arguments, cwd=folder)
+    assert code == 0, err
+    assert [run["state"] for run in result["runs"]] == ["submitted"] * 3
+    assert len({words[0] for words in handed_out()}) == 3
+    for seed, words in enumerate(handed_out()):
+        assert re.fullmatch(rf"--for=w-seed-{seed}-[0-9a-f]{{8}} of us", words[0])
+        assert words[1:] == [
+            "--",
+            "python",
+            "-m",
+            "prope.train",
+            CONFIG,
+            VALUES[0],
+            "--config.profile=(10, 12)",
+            f"--config.seed={seed}",
+            f"--workdir=W/seed={seed}",
+        ]
+    record = folder / "W/launched/seed=1"
+    code, again, err = finish(*arguments, cwd=folder)
+    assert (code, again) == (0, result) and len(handed_out()) == 3
+    assert re.search(
+        rf"seed=1: was handed to a launcher at {record.read_text().strip()}, and is not started "
+        "twice; to start it again, see that it has ended, then remove W/launched/seed=1",
+        err,
+    )
+    record.unlink()
+    assert finish(*arguments, cwd=folder)[:2] == (0, result)
+    assert len(handed_out()) == 4 and handed_out()[3] == handed_out()[1]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_fails_is_asked_again(queue, finish, bucket):
+    folder, handed_out = queue
+    arguments = (CONFIG, "--grid=seed=0", f"--workdir={bucket}/W", "--launcher=./queue")
+    # Each start with the launcher's exit code, the run's state then, and how often it was asked.
+    for code, state, asked in (("3", "failed", 1), ("0", "submitted", 2), ("0", "submitted", 2)):
+        _, result, err = finish(*arguments, cwd=folder, LAUNCHER_CODE=code)
+        assert result["runs"][0]["state"] == state and len(handed_out()) == asked
+        assert state == "submitted" or "seed=0 (exit code 3)" in error_of(err)
+
+
+class ListedCodes:
+    """Stands for child processes, which end with the codes of a list; a str is a signal to us."""
+
+    def __init__(self, codes):
+        self.codes = list(codes)
+        self.commands = []
+        self.stop_signal = None
+
+    def run(self, command, lock):
+        self.commands.append(command)
+        code = self.codes.pop(0)
+        if isinstance(code, str):
+            self.stop_signal = signal.SIGTERM
+            code = int(code)
+        return code, ""
+
+    exit_code = execute.ChildProcesses.exit_code
+
+
+@pytest.mark.parametrize(
+    ("codes", "state", "recorded"),
+    [
+        ([0], "submitted", True),
+        ([1], "failed", False),
+        ([2], "failed", False),
+        ([76, 0], "submitted", True),
+        ([76, 1], "failed", False),
+        ([76, 76, 76, 76], "failed", False),
+        ([-9], "failed", True),  # what it launched may go on
+        ([75], None, False),
+        ([130], None, False),
+        (["-15"], None, True),
+        (["1"], None, True),
+        (["0"], None, True),
+    ],
+)
+def test_what_a_launcher_that_ends_has_done(codes, state, recorded, tmp_path):
+    (run,) = plan([{"seed": [0]}], "file.py", default_config(), {})
+    sweep = execute.Sweep(epath.Path(tmp_path), [run], ["queue"])
+    processes = ListedCodes(codes)
+    if state is None:
+        with pytest.raises(SystemExit):
+            sweep.execute(processes, 0)
+    else:
+        sweep.execute(processes, 0)
+        assert sweep.result()["runs"][0]["state"] == state
+    assert not processes.codes and len(processes.commands) == len(codes)
+    assert (tmp_path / "launched/seed=0").exists() == recorded
+
+
+@pytest.mark.parametrize(
+    ("launcher", "says"),
+    [
+        ("", "--launcher=: names no command; give one"),
+        ("  ", "names no command"),
+        ("sbatch 'x", "--launcher=sbatch 'x: cannot be split into words: No closing quotation"),
+        ("no-such-program x", "--launcher=no-such-program: there is no such program; install it"),
+    ],
+)
+def test_a_launcher_that_cannot_be_used_is_refused_first(launcher, says, tmp_path):
+    grids = [{"seed": [0]}]
+    with pytest.raises(UsageError, match=re.escape(says)):
+        execute.run_sweep(f"{tmp_path}/W", "", default_config(), {}, grids, launcher)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_has_a_short_name_of_its_own():
+    assert execute.job_name("W-rope_percentage=0.25") == "w-rope-percentage-0-25-56980f49"
+    names = {execute.job_name(text) for text in ("x" * 98, "x" * 99, "2026-W", "ü", "-" * 40 + "x")}
+    assert len(names) == 5
+    assert all(re.fullmatch("[a-z][-a-z0-9]{0,38}[a-z0-9]", name) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rope_percentage=0,0.5,1.5"], "model.rope_percentage=1.5: must be a fraction"),
+        ([], "has no get_sweep(); say what to sweep: --rope_percentage=0"),
+        (["--rope_percentage=0", "--config.model.rope_percentage=1"], "=1.0: is swept; give it"),
+    ],
+)
+def test_what_a_config_refuses_is_found_before_the_first_run(arguments, says, finish, tmp_path):
+    code, _, err = finish(CONFIG, *arguments, f"--workdir={tmp_path}/W")
+    assert code == 2 and says in error_of(err)
+    assert not (tmp_path / "W").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_of_conversions_tells_when_they_are_back(finish, trained, run_command, tmp_path):
+    """The run that keeps p = 0.75 is the control of the one that goes to 0.25."""
+    begin = f"--init_from={trained[0]}"
+    config = f"--config={trained[0]}/config.json"
+    flags = (config, "--rope_percentage=0.25,0.75", "--config.num_steps=8", *EVERY_STEP)
+    code, _, err = finish(*flags, begin, f"--workdir={tmp_path}/sweep", "--config.eval_every=4")
+    assert code == 0, err
+    outcome = run_command("prope.report", f"--sweep={tmp_path}/sweep")
+    (recovery,) = outcome.result["recovery"]
+    assert recovery["run"] == "rope_percentage=0.25"
+    assert recovery["control"] == "rope_percentage=0.75"
+    page = pathlib.Path(outcome.result["output"]).read_text()
+    assert "Recovery after conversion</h2>" in page
+    cells = re.sub(r"<[^>]*>", " ", page.partition("tokens until back")[2]).split()
+    assert cells[4:6] == ["rope_percentage=0.25", "rope_percentage=0.75"]
+    back = "not yet" if recovery["tokens"] is None else f"{recovery['tokens']:,}"
+    assert cells[6] == back.split()[0]
+    losses = {"0.25": [], "0.75": []}
+    before = []
+    for p, own in losses.items():
+        for record in read_lines(run_of(tmp_path / "sweep", p) / "eval.jsonl"):
+            (before if record.get("encoding") == "init_from" else own).append(record["loss"])
+    assert before == losses["0.75"][:1], "the model as it was, in the run that converts it"
+    gaps = np.subtract(*losses.values())
+    step = 8 * 64
+    np.testing.assert_allclose(recovery["gaps"], np.stack([[0, 4 * step, 8 * step], gaps], axis=1))

@@ -1,0 +1,130 @@
+"""Text, datasets on disk and what a store holds."""
+
+import hashlib
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from prope.config import default_config
+from prope.errors import UsageError
+
+WIKIPEDIA = "wikipedia/20230601.en"
+
+
+def articles(number=200):
+    """Texts of very different lengths, some with more bytes than characters."""
+    rng = np.random.default_rng(0)
+    words = ["rope", "turn", "Zürich", "数学", "pair", "\n", "frequency", "é"]
+    return [" ".join(rng.choice(words, rng.integers(1, 200))) + f" {i}" for i in range(number)]
+
+
+def write_tfds(root, file_format, texts, name=WIKIPEDIA):
+    """A dataset in TFDS's layout, two shards, written without TensorFlow."""
+    import tensorflow_datasets as tfds
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    from prope.workdir.metrics import _tensorboard
+
+    _tensorboard()  # without torch, which tensorboardX would import
+    from tensorboardX.record_writer import RecordWriter
+
+    folder = root / name / "1.0.0"
+    folder.mkdir(parents=True)
+    names = ("title", "text")
+    features = tfds.features.FeaturesDict({name: tfds.features.Text() for name in names})
+    features.save_config(str(folder))
+    cut = len(texts) // 3
+    shards = [texts[:cut], texts[cut:]]
+    size = 0
+    for number, shard in enumerate(shards):
+        path = str(folder / f"wikipedia-train.{file_format}-{number:05d}-of-00002")
+        if file_format == "array_record":
+            writer = ArrayRecordWriter(path, "group_size:1")
+        else:
+            writer = RecordWriter(path)
+        for text in shard:
+            example = features.encode_example({"title": "t", "text": text})
+            record = features.serialize_example(example)
+            writer.write(record)
+            size += len(record)
+        writer.close()
+    split = {
+        "name": "train",
+        "numBytes": str(size),
+        "shardLengths": [str(len(shard)) for shard in shards],
+        "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+    }
+    info = {
+        "name": "wikipedia",
+        "configName": "20230601.en",
+        "version": "1.0.0",
+        "fileFormat": file_format,
+        "moduleName": "tensorflow_datasets.text.wikipedia",
+        "splits": [split],
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+def write_text(root, texts):
+    """Three files whose order by path is that of the texts, written in another order."""
+    (root / "deeper").mkdir(parents=True)
+    (root / "deeper" / "c.txt").write_text(texts[-1])
+    lines = [json.dumps({"text": text, "id": 1}) + "\n\n" for text in texts[1:-1]]
+    (root / "b.jsonl").write_text("".join(lines))
+    (root / "a.txt").write_text(texts[0])
+    return root
+
+
+def data_config(tmp_path, dataset="python_docs", data_dir="", **fields):
+    """config.data of a dataset, with a cache below tmp_path."""
+    config = default_config().data
+    places = {"data_dir": str(data_dir), "cache_dir": str(tmp_path / "cache")}
+    config.update({"dataset": dataset} | places | fields)
+    return config
+
+
+def read_tokens(store, split):
+    """All tokens of a split of a store."""
+    return np.asarray(store.tokens(split).read().result())
+
+
+def documents_of(store, split):
+    """The documents of a split, from its tokens alone."""
+    from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
+
+    tokens = read_tokens(store, split)
+    assert tokens[0] == GEMMA_IDS.bos and tokens[-1] == GEMMA_IDS.eos
+    documents = np.split(tokens, np.flatnonzero(tokens == GEMMA_IDS.bos))[1:]
+    assert all(document[-1] == GEMMA_IDS.eos for document in documents)
+    return [ByteTokenizer().decode(document) for document in documents]
+
+
+def data_refused(config, says, vocab_size=260):
+    """Asserts that a store of a config.data is refused in one line, which a pattern finds."""
+    from prope.data.store.build import open_store
+
+    with pytest.raises(UsageError, match=says) as caught:
+        open_store(config, vocab_size)
+    assert "\n" not in str(caught.value)
+
+
+def hash_files(folder):
+    """A hash of the names and the bytes of all files below a folder."""
+    folder = pathlib.Path(folder)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert len(files) >= 5  # two arrays, each with a shard, and the index
+    listing = [(str(path.relative_to(folder)), path.read_bytes()) for path in files]
+    return hashlib.sha256(repr(listing).encode()).hexdigest()
+
+
+def write_lines(path, records):
+    """Writes a file of JSON lines."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_lines(path):
+    """Reads a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,592 @@
+"""Prompts and windows of the long-context tasks: solved by programs, and without leaks."""
+
+import collections
+import functools
+import hashlib
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from prope.config import GENERATED, default_config
+from prope.data.mixture import open_text, open_windows
+from prope.data.store.build import prepare
+from prope.data.tasks.draws import LETTERS, Draw
+from prope.data.tasks.retrieval import DEPTHS
+from prope.data.tasks.tasks import TASKS, VARIANTS, make_prompt, split_name
+from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
+from prope.data.windows import train_batch
+from prope.errors import UsageError
+from prope.inference.trials import guess
+from prope.runtime.validate import validate
+
+UNITS = 60
+OTHERS = [name for name in VARIANTS if name not in TASKS]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+ALL = [*TASKS, *SLOW]
+every_task = pytest.mark.parametrize("task", ALL)
+both_forms = pytest.mark.parametrize("prose", [False, True])
+decode = ByteTokenizer().decode
+
+
+def test_the_config_names_the_tasks_that_are_made():
+    assert GENERATED["longcontext"] == ("mix", *VARIANTS)
+    assert {split_name(task)[0] for task in VARIANTS} == set(TASKS)
+    for name, task in TASKS.items():
+        assert name in VARIANTS, "its default"
+        assert f"{name}-{task.option}" not in VARIANTS, "one name for each"
+    for task in VARIANTS:
+        assert len(windows(task).window(0).task) == 256
+
+
+@functools.cache
+def draw_prompt(task, prose=False, row=None, seed=0, n=UNITS, removed=False):
+    name, option = split_name(task)
+    draw = Draw(seed, (7,), option, prose, removed)
+    if row is None:
+        rows = TASKS[name].rows
+        row = rows[seed % len(rows)]
+    return TASKS[name].prompt(draw, n, row)
+
+
+def draw_prompts(task, count, prose=False, **fields):
+    return [draw_prompt(task, prose, seed=seed, **fields) for seed in range(count)]
+
+
+def count_bytes(text):
+    return 1 + len(text)
+
+
+def fit(task, prose=False, length=1000, size=count_bytes, row=0.5, trial=0, seed=0):
+    removed = False
+    return make_prompt(task, prose, length, row, trial, seed, removed, size)
+
+
+# --- Programs that answer: they know the rules of README.md, and read the text ----------------
+
+
+def follow(links, name):
+    while name in links:
+        name = links[name]
+    return name
+
+
+def solve_compact(name: str, text: str) -> str:
+    """The answer to the question with which a text in compact form ends."""
+    if name == "passkey":
+        return re.search(r"#(\d{5}\.)", text)[1]
+    if name == "niah":
+        return re.search(f"={text[-1]}(.)", text)[1]
+    if name == "lookup":
+        lines = re.findall(r"(?<!/)([A-Za-z]{2})(\d)", text[:-3])
+        return dict(lines)[text[-2:]]
+    if name == "chain":
+        links = re.findall(r"([A-Z]):([A-Z0-7])", text)
+        return follow(dict(links), text[-1])
+    if name == "offset":
+        distance = 2 ** int(text[-1])
+        return text[:-2][-distance]
+    if name == "index":
+        mark = text.index("@")
+        return text[mark + int(text[-1])]
+    if name == "flipflop":
+        return re.findall(r"\+(\d)", text)[-1]
+    string, copy = text.rpartition("(")[2].split(")")
+    return string[len(copy)]
+
+
+def solve_prose(name: str, text: str) -> str:
+    *lines, question = text.split("\n")
+    words = question.split()
+    if name == "passkey":
+        return re.search(r"The pass key is( \d+\n)", text)[1]
+    if name == "niah":
+        return re.search(rf"^{question}( \d+\n)", text, re.MULTILINE)[1]
+    if name == "lookup":
+        return re.search(rf"^{question}( \d+\n)", text, re.MULTILINE)[1]
+    if name == "chain":
+        links = re.findall(r"Set (\w+) to (\w+)", text)
+        value = follow(dict(links), words[3])
+    if name == "offset":
+        distance = int(words[1])
+        value = lines[-1].split()[-distance]
+    if name == "index":
+        line = re.search(f"^{words[3]} (.*)", text, re.MULTILINE)
+        value = line[1].split()[int(words[1]) - 1]
+    if name == "flipflop":
+        value = re.findall(r"Write (\d)", text)[-1]
+    if name == "duplicate":
+        string, copy = text.removeprefix("Words:").split("\nAgain:")
+        return " " + string.split()[len(copy.split())]
+    return f" {value}\n"
+
+
+@both_forms
+@every_task
+def test_a_program_answers_a_thousand_prompts(task, prose):
+    name, _ = split_name(task)
+    solve = solve_prose if prose else solve_compact
+    prompts = draw_prompts(task, 1000, prose)
+    for prompt in prompts:
+        assert solve(name, prompt.text) == prompt.answer, prompt
+    # Nearly all differ; a passkey in prose has its code and its place only.
+    assert len({prompt.text for prompt in prompts}) > 980
+
+
+# --- Answers stand where the evidence is, and nowhere else -------------------------------------
+
+
+@both_forms
+@every_task
+def test_the_answer_is_in_the_evidence_only(task, prose):
+    name, _ = split_name(task)
+    for seed in range(200):
+        prompt = draw_prompt(task, prose, seed=seed)
+        answer = prompt.answer.strip(" .\n")
+        text = prompt.text
+        if name == "passkey" or (prose and name in ("niah", "lookup", "chain")):
+            assert text.count(answer) == 1
+            assert text.find(answer) > prompt.source
+            removed = draw_prompt(task, prose, seed=seed, removed=True)
+            assert answer not in removed.text
+        elif name in ("niah", "chain") and task != "niah-16":
+            assert text.count(answer) == 1
+        if name == "index":
+            mark = text.split()[-2] if prose else "@"
+            before = text.rpartition(mark)[0] if prose else text
+            assert before.count(mark) == 1
+
+
+def candidates(prompt) -> list[str]:
+    answers = [prompt.answer]
+    for texts in prompt.foils.values():
+        answers += texts
+    return list(dict.fromkeys(answers))[:8]
+
+
+def guesses(text, answers):
+    """The first, the last and the commonest answer in a text, and any."""
+    in_text = [answer for answer in answers if answer in text] or answers
+    return [
+        min(in_text, key=text.find),
+        max(answers, key=text.rfind),
+        max(answers, key=text.count),
+        answers[len(text) % len(answers)],
+    ]
+
+
+@every_task
+def test_without_the_evidence_guessing_is_at_chance(task):
+    prompts = draw_prompts(task, 1000, removed=True)
+    right = np.zeros(4, int)
+    for prompt in prompts:
+        assert "+" not in prompt.text, "no write is left"
+        guessed = guesses(prompt.text, sorted(candidates(prompt)))
+        right += [guess == prompt.answer for guess in guessed]
+    chance = 1 / 2 if task.startswith("flipflop") else 1 / 8
+    for hits in right.tolist():
+        test = stats.binomtest(hits, 1000, chance, alternative="greater")
+        assert test.pvalue > 1e-4, right
+
+
+@every_task
+def test_answers_are_uniform(task):
+    name, _ = split_name(task)
+    first = [prompt.answer[0] for prompt in draw_prompts(task, 1600)]
+    counts = list(collections.Counter(first).values())
+    values = {"passkey": 9, "offset": 16, "index": 16, "flipflop": 2}
+    assert len(counts) == values.get(name, 8)
+    assert stats.chisquare(counts).pvalue > 1e-3, counts
+
+
+@both_forms
+@every_task
+def test_foils_are_other_answers_of_the_same_form(task, prose):
+    name, _ = split_name(task)
+    for prompt in draw_prompts(task, 50, prose):
+        answers = candidates(prompt)
+        assert len(answers) == (2 if name == "flipflop" else 8)
+        assert {len(text) for text in answers} == {len(prompt.answer)}
+        if name in ("niah", "chain", "lookup"):
+            values = dict.fromkeys(prompt.foils["value"])
+            assert all(value.strip() in prompt.text for value in values)
+            values.pop(prompt.answer, None)
+            first = list(values)[:7]
+            assert first or task == "niah-1"
+            assert answers[1 : 1 + len(first)] == first
+        if name == "offset" and not prose:
+            letters = prompt.text[:-2]
+            place = len(letters) - 2 ** int(prompt.text[-1])
+            start = max(place - 4, 0)
+            near = letters[start:place] + letters[place + 1 : place + 5]
+            assert prompt.foils["neighbour"] == list(near)
+
+
+# --- Guesses that read the prompt and match nothing ---------------------------------------------
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@both_forms
+@every_task
+def test_guesses_are_of_the_answers_that_a_reader_meets(task, prose, removed):
+    unit = r"\S+" if prose else r"\d{5}\.|."
+    for prompt in draw_prompts(task, 50, prose, removed=removed):
+        answers = candidates(prompt)
+        values = [answer.strip() for answer in answers]
+        met = [word for word in re.findall(unit, prompt.text) if word in values]
+        right = values[0]
+        chance = 1 / len(values)
+        expected = {"chance": chance, "uniform": chance, "first": chance, "last": chance}
+        if met:
+            expected["uniform"] = 0
+            if right in met:
+                expected["uniform"] = 1 / len({*met})
+            expected["first"] = met[0] == right
+            expected["last"] = met[-1] == right
+        assert guess(prompt.text, answers) == expected, prompt
+
+
+@pytest.mark.parametrize(
+    ("task", "prose", "values"),
+    [
+        ("passkey", False, 1),
+        ("passkey", True, 1),
+        ("niah", False, 4),
+        ("niah", True, 4),
+        ("niah-1", True, 1),
+        ("lookup", True, 8),
+        ("chain", False, 2),
+        ("chain-4", True, 2),
+        ("index", True, 4),
+    ],
+)
+def test_a_uniform_guess_is_among_the_values_of_the_prompt(task, prose, values):
+    for prompt in draw_prompts(task, 50, prose):
+        assert guess(prompt.text, candidates(prompt))["uniform"] == 1 / values
+
+
+@pytest.mark.parametrize(("task", "others"), [("niah", 3), ("chain", 1)])
+@pytest.mark.parametrize("depth", [0, 0.25, 0.75, 1])
+def test_the_first_and_the_last_value_are_right_as_the_others_fall_beside(task, others, depth):
+    """All `others`, at uniform depths, stand before the evidence with probability depth^others."""
+    probabilities = {"first": (1 - depth) ** others, "last": depth**others}
+    hits = dict.fromkeys(probabilities, 0)
+    for prompt in draw_prompts(task, 300, row=depth):
+        chances = guess(prompt.text, candidates(prompt))
+        for rule in hits:
+            hits[rule] += int(chances[rule])
+    for rule, probability in probabilities.items():
+        test = stats.binomtest(hits[rule], 300, probability)
+        assert test.pvalue > 1e-3, rule
+
+
+# --- Places and lengths -----------------------------------------------------------------------
+
+OF_DEPTH = [task for task in (*TASKS, "chain-1") if task != "offset"]
+
+
+@pytest.mark.parametrize("depth", [*DEPTHS, 0.3])
+@pytest.mark.parametrize("task", OF_DEPTH)
+def test_evidence_is_exactly_at_its_depth(task, depth):
+    """Before unit floor(depth * n): of lines, instructions, symbols of a string, or letters."""
+    name, _ = split_name(task)
+    k = int(depth * UNITS)
+    last = min(k, UNITS - 1)
+    for seed in range(20):
+        prompt = draw_prompt(task, row=depth, seed=seed)
+        text = prompt.text
+        source = prompt.source
+        before = text[:source]
+        if name == "lookup":
+            assert len(before) == 3 * k
+        elif name == "flipflop":
+            assert len(before) == 2 * last
+            writes = re.findall(r"\+(\d)", text)
+            assert writes[-2:] != 2 * writes[-1:]
+        elif name == "duplicate":
+            assert len(before) == 1 + last
+            assert text.endswith(f"){before[1:]}")
+        else:
+            assert sum(letter in LETTERS for letter in before) == k
+        marks = {"passkey": "#", "niah": f"={text[-1]}", "index": "@", "flipflop": "+"}
+        assert text[source:].startswith(marks.get(name, ""))
+
+
+def test_links_of_a_chain_stand_evenly_from_the_root_to_the_end():
+    text = draw_prompt("chain-4", row=0.5, seed=1, n=80).text
+    name = text[-1]
+    places = []
+    while name.isalpha():
+        start = text.index(f"{name}:")
+        places.append(sum(letter in LETTERS for letter in text[:start]))
+        name = text[start + 2]
+    assert places == [70, 60, 50, 40]
+
+
+def test_windows_ask_for_the_powers_of_two_up_to_the_largest_offset_of_prompts():
+    asked = set()
+    for row in range(20):
+        asked.update(re.findall(r"<(\d)", decode(windows("offset").window(row).stream)))
+    assert {2 ** int(c) for c in asked} == {1, 2, 4, 8, 16, 32}
+    assert max(TASKS["offset"].rows) == 32
+
+
+@pytest.mark.parametrize("k", TASKS["offset"].rows)
+def test_the_offset_is_the_row(k):
+    text = draw_prompt("offset", row=k).text
+    assert text[-2:] == f"<{int(np.log2(k))}"
+    assert len(text) == UNITS + 2
+
+
+@both_forms
+@every_task
+def test_prompts_are_as_long_as_fits_and_never_longer(task, prose):
+    name, _ = split_name(task)
+    row = TASKS[name].rows[-2]
+    sizes = {"lookup": 3, "flipflop": 2, "duplicate": 2}
+    unit = 50 if prose else sizes.get(name, 1)
+    for length in (900, 1000, 1500) if prose else (160, 200, 333):
+        prompt = fit(task, prose, length, row=row, trial=3)
+        used = count_bytes(prompt.text + prompt.answer + prompt.rest)
+        assert length - unit < used <= length
+    says = f"seq_len=6: {task} needs at least \\d+ tokens"
+    with pytest.raises(UsageError, match=says):
+        fit(task, prose, 6, row=row)
+
+
+def test_lookup_ends_where_its_keys_do():
+    assert len(fit("lookup", length=8000).text) > 7990
+    says = "facts need different names, of 2,704 that there are: take a shorter"
+    with pytest.raises(UsageError, match=says):
+        fit("lookup", length=9000)
+
+
+def test_draws_depend_on_what_names_the_prompt_and_on_nothing_else():
+    first = fit("niah", True)
+    fit("index", True)  # no state is left behind
+    assert fit("niah", True) == first
+    others = [
+        fit("niah-16", True),
+        fit("niah", True, length=1001),
+        fit("niah", True, row=0.25),
+        fit("niah", True, trial=1),
+        fit("niah", True, seed=1),
+    ]
+    answers = {prompt.answer for prompt in others}
+    assert len(answers | {first.answer}) == 6
+
+
+def test_with_another_tokenizer_more_units_fit_of_the_same_draws():
+    first = fit("niah", True)
+    longer = fit("niah", True, size=lambda text: len(text) // 3)
+    assert longer.answer == first.answer
+    assert longer.foils == first.foils
+    *lines, question = first.text.split("\n")
+    assert longer.text.endswith(question)
+    assert longer.text.count("\n") > len(lines)
+
+
+def test_prompts_stay_what_they_are():
+    """Changed rules make another FORMAT."""
+    texts = []
+    for task in VARIANTS:
+        for prose in (False, True):
+            texts.append(draw_prompt(task, prose, seed=3, n=80))
+    digest = hashlib.sha256(repr(texts).encode()).hexdigest()
+    assert digest.startswith("3103a60a57540d75")
+
+
+def test_filler_has_no_sentence_twice_and_no_word_of_a_question():
+    lines = Draw(0, (1,), prose=True).filler(3000)
+    assert len({*lines}) == 3000
+    assert {len(line.split()) for line in lines} == {6}
+    words = set("".join(lines).lower().split())
+    assert len(words) == 65
+    asked = "code pass key set value word write read ignore list symbol of"
+    assert words.isdisjoint(asked.split())
+    assert not re.search(r"\d", "".join(words))
+
+
+# --- Training windows -------------------------------------------------------------------------
+
+
+def data_of(task, T=256, **fields):
+    config = default_config()
+    config.data.update({"dataset": f"longcontext/{task}", "seq_len": T} | fields)
+    validate(config)
+    return config.data
+
+
+def windows(task, T=256, split="train", **fields):
+    return open_windows(data_of(task, T, **fields), 260, split)
+
+
+@pytest.mark.parametrize("T", [64, 400])
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("task", [*ALL, "mix"])
+def test_a_program_solves_every_window(task, split, T):
+    generated = windows(task, T, split)
+    batch = generated.read(range(30))
+    tokens = batch["tokens"]
+    assert (tokens[:, 0] == GEMMA_IDS.bos).all()
+    assert (batch["targets"][:, :-1] == tokens[:, 1:]).all()
+    names = set()
+    for row in range(30):
+        window = generated.window(row)
+        is_answer = batch["weights"][row] > 0
+        assert (is_answer == (window.task >= 0)).all()
+        text = decode(window.stream)
+        assert len(text) == T
+        # The character of an index in the text is the target of the token there.
+        for place in np.flatnonzero(is_answer):
+            name = list(TASKS)[window.task[place]]
+            names.add(name)
+            asked = place
+            if name == "passkey":
+                asked = text.rindex("#", 0, place) + 1
+            answer = solve_compact(name, text[:asked])
+            assert text[place] == answer[place - asked], (row, place)
+    drawn = TASKS if task == "mix" else [split_name(task)[0]]
+    assert names == set(drawn)
+    assert T == 64 or batch["weights"].sum() > 30
+
+
+@pytest.mark.parametrize("task", ["niah", "chain-1", "lookup"])
+def test_distances_are_log_uniform_and_keys_are_asked_once(task):
+    generated = windows(task, 512)
+    distances = []
+    numbers = []
+    for row in range(200):
+        window = generated.window(row)
+        questions = re.findall(r"\?[A-Z]|&[A-Z]|/[A-Za-z]{2}", decode(window.stream))
+        assert len({*questions}) == len(questions)
+        numbers.append(len(questions))
+        distances += window.distance[window.task >= 0].tolist()
+    octaves = np.bincount(np.log2(distances).astype(int))[3:8]
+    assert octaves.min() > 0.5 * octaves.max(), "each octave has about as many"
+    if task == "lookup":
+        assert min(numbers) > 10
+    else:  # and each octave of numbers of facts about as many windows
+        assert min(numbers) == 1
+        assert max(numbers) > 20
+        few = [number for number in numbers if number < 3]
+        assert 20 < len(few) < 100
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_distances_are_those_of_the_text(task):
+    window = windows(task).window(5)
+    text = decode(window.stream)
+    for place in np.flatnonzero(window.task >= 0):
+        question = place - 1  # its last token
+        evidence = text[question - window.distance[place] : place]
+        symbol = text[question]
+        patterns = {
+            "passkey": ".(.).*",
+            "niah": f"={symbol}(.).*",
+            "lookup": f"{text[place - 2 : place]}(.).*",
+            "chain": "[A-Z]:(.).*",
+            "index": f"@(.)(.)(.)(.).*>{symbol}",
+            "flipflop": r"\+(.)[^+]*",
+        }
+        match = re.fullmatch(patterns.get(task, "(.).*"), evidence, re.DOTALL)
+        assert match, evidence
+        number = int(symbol) if task == "index" else 1
+        assert match[number] == text[place]
+
+
+def test_splits_share_no_window_and_seeds_differ():
+    train = windows("mix")
+    validation = windows("mix", split="validation")
+    seen = []
+    for i in range(100):
+        seen.append(train.window(train.window_index(i, seed=0)))
+        seen.append(train.window(train.window_index(i, seed=1)))
+        seen.append(validation.window(i))
+    assert len({window.stream.tobytes() for window in seen}) == 300
+    assert train.store.fingerprint != windows("niah").store.fingerprint
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """The data of a mixture of text with two tasks."""
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        text = f"{i} the rain falls on the hills. " * 20
+        (tmp_path / "text" / f"{i}.txt").write_text(text)
+    sources = (
+        {"weight": 0.5, "dataset": "files", "data_dir": str(tmp_path / "text")},
+        {"weight": 0.25, "dataset": "longcontext/niah"},
+        {"weight": 0.25, "dataset": "longcontext/chain"},
+    )
+    cache = str(tmp_path / "cache")
+    return data_of("", 128, dataset="mixture", mixture=sources, cache_dir=cache)
+
+
+def test_generated_windows_beside_text(mixture):
+    """Each generated source has the windows that it has alone, whatever the seed."""
+    mixed = open_windows(mixture, 260, "train")
+    alone = [windows(task, 128) for task in ("niah", "chain")]
+    for seed in (0, 3):
+        batch = train_batch(mixed, seed, 8, 0)
+        rows = [row.tobytes() for row in batch["tokens"]]
+        for generated in alone:
+            for i in range(2):
+                window = generated.window(generated.window_index(i, seed))
+                row = rows.index(window.stream[:-1].tobytes())
+                is_answer = batch["weights"][row] > 0
+                assert (is_answer == (window.task >= 0)).all()
+        texts = map(decode, batch["tokens"])
+        assert sum("rain" in text for text in texts) == 4
+
+
+def test_shares_beside_text_are_those_of_the_loss(mixture):
+    mixed = open_windows(mixture, 260, "train")
+    shares = [0.5]
+    for task in ("niah", "chain"):
+        weights = windows(task, 128).read(range(100))["weights"]
+        shares.append(0.25 * weights.mean())
+    np.testing.assert_allclose(mixed.shares, shares / np.sum(shares), rtol=0.2)
+    config = default_config()
+    config.data = mixture
+    assert prepare(config)["fingerprint"] == mixed.store.fingerprint
+    held_out = open_windows(mixture, 260, "validation")
+    assert held_out.count == 1024 + held_out.sources[0].count
+    last = held_out.read([held_out.count - 1])
+    assert last["weights"].any()
+    says = "--split=train: mixture is generated, without end: only validation"
+    with pytest.raises(UsageError, match=says):
+        open_text(mixture, 260, "train", mixture, {})
+
+
+NIAH = {"weight": 1, "dataset": "longcontext/niah"}
+REFUSED = [
+    (
+        {"dataset": "longcontext/nia"},
+        r"longcontext/nia: there is no such task \(did you mean longcontext/niah\?\); ",
+    ),
+    (
+        {"dataset": "longcontext/niah-5"},
+        "there is no such task.*there are longcontext/mix, longcontext/passkey",
+    ),
+    ({"tokenizer": "a.model"}, "data.tokenizer=a.model: has no effect with longcontext data"),
+    (
+        {"tokenizer": "a.model", "dataset": "mixture", "mixture": (NIAH,)},
+        "data.tokenizer=a.model: must be byte, of which longcontext/niah is made",
+    ),
+    ({"data_dir": "x"}, "data.data_dir=x: has no effect with data.dataset=longcontext/niah"),
+    ({"seq_len": 63}, "seq_len=63: windows of longcontext/niah need at least 64"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), REFUSED)
+def test_what_a_config_cannot_say(fields, says):
+    with pytest.raises(UsageError, match=says):
+        windows("niah", **fields)
+
+
+def test_a_vocabulary_that_is_too_small():
+    says = "vocab_size=259: longcontext data has 260 ids; set .* to 260 or more"
+    with pytest.raises(UsageError, match=says):
+        open_windows(data_of("niah"), 259, "train")

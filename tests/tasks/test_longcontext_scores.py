@@ -1,0 +1,485 @@
+"""Scores of the long-context tasks: against the plain forward pass and greedy decoding; records."""
+
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import FrozenConfigDict
+from support.models import ALL_SWITCHES, draw_model, forward
+from support.runs import make_run
+from support.text import write_lines
+
+from prope import sharding
+from prope.data.tasks.draws import Prompt
+from prope.data.tasks.tasks import TASKS, make_prompt
+from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer, load_tokenizer
+from prope.errors import UsageError
+from prope.inference import asking, generation, trials
+from prope.inference.asking import AskOptions
+from prope.inference.options import last_line
+from prope.workdir.run import open_run
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    base = tmp_path_factory.mktemp("longcontext")
+    make_run(base / "a", 0.75)
+    return base
+
+
+@pytest.fixture
+def run(tmp_path):
+    make_run(tmp_path / "run", 0.75)
+    return tmp_path / "run"
+
+
+def ask(workdir, **flags) -> list[dict]:
+    """The records of prope.ask with these flags."""
+    flags = {"workdir": str(workdir), "tasks": "niah", "trials": 2, "depths": "0,0.5"} | flags
+    return list(asking.answers(AskOptions(**flags)))
+
+
+def read_records(workdir) -> list[dict]:
+    lines = (workdir / "longcontext.jsonl").read_text().splitlines()
+    return list(map(json.loads, lines))
+
+
+def make_trials(task, count, T=128, prose=False, tokenizer=None) -> list[trials.Trial]:
+    tokenizer = tokenizer or ByteTokenizer()
+
+    def size(text):
+        return 1 + len(tokenizer.encode(text.encode()))
+
+    rows = TASKS[task].rows
+    made = []
+    for i in range(count):
+        prompt = make_prompt(task, prose, T, rows[i % len(rows)], i, 0, False, size)
+        made.append(trials.encode(tokenizer, task, prompt))
+    return made
+
+
+def score(config, params, T, tried):
+    ids = ByteTokenizer.vocab_size
+    return trials.score_trials(config, params, T, tried, sharding.make_mesh(), ids)
+
+
+def lively(base):
+    """A run's config and parameters, whose attention outweighs the token itself."""
+    run = open_run(base / "a")
+    params = run.params()
+    params["layers"]["attn"]["attn_vec_einsum"]["w"] *= 5
+    params["layers"]["mlp"]["linear"] *= 5
+    run.config.model.attention = "xla"
+    return run.config, params
+
+
+# --- Scores -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "prose", "T", "fields"),
+    [
+        ("passkey", False, 128, {}),
+        ("niah", False, 96, {}),
+        pytest.param("flipflop", True, 160, {}, marks=pytest.mark.slow),
+        pytest.param("passkey", False, 128, ALL_SWITCHES, marks=pytest.mark.slow),
+    ],
+)
+def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T, fields):
+    config, params = lively(base)
+    if fields:
+        config.model.update(fields)
+        params, *_ = draw_model(config.model)
+    tried = make_trials(task, 5, T, prose)
+    positions = jnp.arange(T + 8)[None]
+    expected = []
+    greedy = []
+    for tokens, candidates, *_ in tried:
+        sums = []
+        for candidate in candidates:
+            row, _ = generation.pad_prompts([[*tokens, *candidate], [0] * (T + 8)])
+            logits = forward(config.model, params, row[:1], positions)[0]
+            logits = np.asarray(logits, np.float64)[len(tokens) - 1 :][: len(candidate)]
+            logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            sums.append(logprobs[np.arange(len(candidate)), candidate].sum())
+            if len(sums) == 1:
+                sampled = logits[:, : ByteTokenizer.vocab_size]
+                greedy.append((sampled.argmax(axis=1) == candidate).all())
+        expected.append(sums)
+    for batch_size in (2, 100):
+        config.eval.batch_size = batch_size
+        logprobs, exact = score(config, params, T, tried)
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2e-4)
+        assert exact.tolist() == greedy
+
+
+OTHERS = [task for task in TASKS if task != "passkey"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "prose", "length"),
+    [
+        (["index"], True, 6),
+        (["passkey"], False, 6),
+        pytest.param(OTHERS, False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_exact_is_what_greedy_decoding_says(base, tasks, prose, length):
+    """What prope.sample says at temperature 0 is exact; with one other token it is not.
+
+    It says no ids that the tokenizer lacks.
+    """
+    config, params = lively(base)
+    tried = []
+    for task in tasks:
+        tried += make_trials(task, 20, 300 if prose else 96, prose)
+    keys = generation.row_keys(0, len(tried))
+    ids = ByteTokenizer.vocab_size
+    sampling = generation.Sampling(length, 0.0, eos=-1, vocab_size=ids)
+    static = (FrozenConfigDict(config.model), sampling)
+    prompts, lengths = generation.pad_prompts([trial.tokens for trial in tried])
+    first, cache = generation.prefill(*static, params, prompts, lengths, keys)
+    said, _ = generation.decode(*static, params, first, cache, lengths, keys)
+    for place in (None, 0, length - 1):
+        changed = np.array(said)
+        if place is not None:
+            changed[:, place] = 4 + changed[:, place] % 200
+        asked = []
+        for answer, trial in zip(changed, tried, strict=True):
+            candidates = np.stack([answer, trial.candidates[1]])
+            asked.append(trial._replace(candidates=candidates))
+        _, exact = score(config, params, 320, asked)
+        assert (exact == (place is None)).all()
+
+
+def test_answers_of_several_lengths_are_scored_together(base):
+    config, params = lively(base)
+    niah = make_trials("niah", 2, 96)
+    passkey = make_trials("passkey", 2, 96)
+    # The right answer to one prompt is what the model says.
+    tokens = jnp.asarray(niah[0].tokens)[None]
+    positions = jnp.arange(tokens.shape[1])[None]
+    logits = forward(config.model, params, tokens, positions)
+    niah[0].candidates[0] = logits[0, -1, : ByteTokenizer.vocab_size].argmax()
+    logprobs, exact = score(config, params, 96, niah + passkey)
+    assert exact.tolist() == [True, False, False, False]
+    first, _ = score(config, params, 96, niah)
+    second, _ = score(config, params, 96, passkey)
+    np.testing.assert_allclose(logprobs, [*first, *second], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_prompt_has_one_bos_and_fits(task):
+    for tokens, candidates, _, distance, _ in make_trials(task, 9, 96):
+        assert np.flatnonzero(tokens == GEMMA_IDS.bos).tolist() == [0]
+        assert len(tokens) + candidates.shape[1] <= 96
+        assert 0 < distance < len(tokens)
+        distinct = np.unique(candidates, axis=0)
+        assert len(distinct) == (2 if task == "flipflop" else 8)
+
+
+def test_distances_are_tokens_from_the_answer_to_the_evidence():
+    for tokens, candidates, _, distance, _ in make_trials("niah", 9):
+        evidence = tokens[-distance:][:3] - 4
+        key = tokens[-1] - 4
+        value = candidates[0, 0] - 4
+        assert evidence.tolist() == [ord("="), key, value]
+    for k, trial in zip(TASKS["offset"].rows, make_trials("offset", 6), strict=True):
+        assert trial.distance == 2 + k
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prose_is_asked_of_any_tokenizer(sentencepiece_model, task):
+    tokenizer = load_tokenizer(sentencepiece_model)
+    for tokens, candidates, *_ in make_trials(task, 3, 1200, True, tokenizer):
+        text = tokenizer.decode(tokens)
+        used = len(tokens) + candidates.shape[1]
+        assert used <= 1200
+        assert used > 1100 or task == "duplicate"
+        answers = set()
+        for candidate in candidates:
+            whole = tokenizer.decode([*tokens, *candidate])
+            answers.add(whole.removeprefix(text))
+        assert len(answers) == len(candidates)
+        assert len({len(answer) for answer in answers}) == 1
+
+
+# --- Records ----------------------------------------------------------------------------------
+
+
+def plant_scores(monkeypatch, logprobs, exact=None):
+    """Makes the model score so: logprobs [R, C]."""
+    logprobs = np.array(logprobs, np.float64)
+    exact = np.zeros(len(logprobs), bool) if exact is None else np.array(exact)
+    monkeypatch.setattr(asking, "score_trials", lambda *_: (logprobs, exact))
+
+
+def test_ranks_count_likelier_foils_and_half_of_equal_ones(run, monkeypatch):
+    rows = [[-1.0, *[-2.0] * 7], [-2.0, *[-2.0] * 7], [-3.0, -1.0, *[-4.0] * 6], [math.nan] * 8]
+    plant_scores(monkeypatch, rows, [True, False, False, False])
+    (record,) = ask(run)
+    assert record["accuracy"] == record["exact"] == 0.25
+    assert record["rank"] == (1 + 4.5 + 2 + 8) / 4
+    assert record["chance"] == 1 / 8
+    assert sum(record["wrong"].values()) == 3
+    first, second = record["cells"]
+    assert (first["row"], second["row"]) == (0, 0.5)
+    assert (first["rank"], second["rank"]) == (2.75, 5)
+    assert first["exact"] == 0.5
+    assert first["distance"] > second["distance"] > 60
+
+
+def test_records_have_the_best_guess_of_all_their_prompts(run, monkeypatch):
+    """At depth 0 the first value is right and at 1 the last; in both no rule is always right."""
+    plant_scores(monkeypatch, np.zeros((4, 8)))
+
+    def guesses(**flags):
+        (record,) = ask(run, depths="0,1", **flags)
+        found = []
+        for part in (*record["cells"], record):
+            found.append((part["guess"], part["guess_rule"]))
+        return found
+
+    assert guesses() == [(1, "first"), (1, "last"), (0.5, "first")]
+    removed = guesses(control="removed")
+    assert removed == 3 * [(1 / 8, "chance")]
+    passkey = guesses(tasks="passkey")
+    assert passkey == 3 * [(1, "uniform")]
+
+
+def test_a_guess_is_made_among_the_answers_that_are_scored():
+    """Foils of another number of tokens are none, though they stand in the prompt."""
+    prompt = Prompt("=A4=B5=C1=D2?C", "1", {"value": [*"4523abcde"]}, source=6)
+    trial = trials.encode(Uneven(), "niah", prompt)
+    assert trial.guesses == {"chance": 1 / 8, "uniform": 1 / 2, "first": 1, "last": 0}
+
+
+def test_older_records_have_no_guess(run, monkeypatch):
+    plant_scores(monkeypatch, np.zeros((4, 8)))
+    records = ask(run, tasks="niah,passkey")
+    for record in records:
+        del record["guess"]
+    write_lines(run / "longcontext.jsonl", records)
+    reused = ask(run, tasks="niah,passkey")
+    for short in last_line(reused, ("workdir", "task", "guess"))["evaluations"]:
+        assert short["guess"] is None
+
+
+def test_intervals_are_wilsons(run, monkeypatch):
+    right = [-1.0, *[-2.0] * 7]
+    wrong = [-3.0, *[-2.0] * 7]
+    plant_scores(monkeypatch, [right, right, right, wrong])
+    (record,) = ask(run)
+    z = 1.959964
+    q = 0.75
+    n = 4
+    reach = z * math.sqrt(q * (1 - q) / n + (z / 2 / n) ** 2)
+    middle = q + z * z / 2 / n
+    ends = np.array([middle - reach, middle + reach]) / (1 + z * z / n)
+    np.testing.assert_allclose(record["accuracy_interval"], ends, rtol=1e-6)
+    assert record["cells"][0]["accuracy_interval"][1] == 1
+    assert record["exact_interval"][0] == 0
+
+
+def test_records_are_reused(run, monkeypatch):
+    asked = ask(run, tasks="niah,offset", seq_len="0.5x,96")
+    niah, longer, offset, _ = asked = json.loads(json.dumps(asked))
+    assert [record["task"] for record in asked] == ["niah", "niah", "offset", "offset"]
+    assert (niah["seq_len"], longer["seq_len"]) == (64, 96)
+    assert read_records(run) == asked
+    assert niah["windows"] == 4
+    assert offset["windows"] == 12
+    assert offset["rows"] == [1, 2, 4, 8, 16, 32]
+    monkeypatch.setattr(asking, "score_trials", None)
+    assert ask(run, seq_len="64") == [niah]
+    for others in (
+        {"depths": "1"},
+        {"trials": 3},
+        {"seed": 1},
+        {"control": "removed"},
+        {"again": True},
+        {"form": "prose", "seq_len": "600"},
+    ):
+        with pytest.raises(TypeError, match="not callable"):
+            ask(run, **{"seq_len": "64"} | others)
+
+
+def open_prompts(base, task="niah", T=600, **flags):
+    config = open_run(base / "a").config
+    return asking.Prompts(task, T, config, AskOptions(str(base / "a"), **flags))
+
+
+def test_controls(base):
+    for control in (None, "removed"):
+        prompts = open_prompts(base, T=128, control=control)
+        for number, row in enumerate(prompts.about["rows"]):
+            trial = prompts.trial(row, number)
+            text = ByteTokenizer().decode(trial.tokens)
+            assert (f"={text[-1]}" in text) == (control is None)
+            assert len(trial.tokens) + trial.candidates.shape[1] == 128
+    near = open_prompts(base, T=1000, control="near")
+    (row,) = near.about["rows"]
+    assert row == 1 - 32 / 1000
+    assert 25 < near.trial(row, 0).distance < 45
+
+
+def test_what_changes_prompts_changes_their_fingerprint(base, monkeypatch):
+    def fingerprint(**fields):
+        return open_prompts(base, **fields).selection.fingerprint
+
+    deep = fingerprint(depths="1")
+    different = [
+        deep,
+        fingerprint(),
+        fingerprint(form="prose"),
+        fingerprint(trials=3),
+        fingerprint(seed=1),
+        fingerprint(control="removed"),
+        fingerprint(control="near"),
+        fingerprint(task="niah-1"),
+        fingerprint(T=601),
+    ]
+    assert fingerprint(depths="1,1.0") == deep, "prompts are not counted twice"
+    for module, name in ((asking, "FORMAT"), (ByteTokenizer, "fingerprint")):
+        monkeypatch.setattr(module, name, "another")
+        different.append(fingerprint())
+    assert len(set(different)) == len(different)
+
+
+def test_a_trial_does_not_depend_on_what_else_is_asked(run, monkeypatch):
+    asked = []
+
+    def score(config, params, T, tried, mesh, num_ids):
+        asked.append([trial.tokens.tobytes() for trial in tried])
+        return np.zeros((len(tried), 8)), np.zeros(len(tried), bool)
+
+    monkeypatch.setattr(asking, "score_trials", score)
+    for flags in ({}, {"depths": "0.5"}, {"trials": 3}, {"seed": 1}):
+        ask(run, **flags)
+    both, deep, more, seeded = asked
+    assert both[2:] == deep
+    assert both == more[:2] + more[3:5]
+    assert len({*more, *seeded}) == 6 + 4
+
+
+def test_runs_are_compared_on_the_same_trials(tmp_path, monkeypatch):
+    """McNemar: 3 trials that only the first answers, 1 that only the second does, of 8."""
+    a = tmp_path / "a"
+    b = tmp_path / "b"
+    for workdir, right in ((a, "11111000"), (b, "11000100")):
+        make_run(workdir)
+        scores = [[-1.0 if hit == "1" else -3.0, *[-2.0] * 7] for hit in right]
+        plant_scores(monkeypatch, scores, [hit == "1" for hit in reversed(right)])
+        ask(workdir, trials=4)
+    difference = asking.paired_answers(a, b, task="niah", seq_len=128)
+    assert difference.samples == 8
+    assert difference.difference == pytest.approx(2 / 8)
+    variance = 3 + 1 - (3 - 1) ** 2 / 8
+    of_sample = math.sqrt(8 / 7)
+    assert difference.stderr == pytest.approx(math.sqrt(variance) / 8 * of_sample)
+    exact = asking.paired_answers(b, a, exact=True)
+    assert exact.difference == pytest.approx(-2 / 8)
+    with pytest.raises(UsageError, match="has no evaluation with .*'task': 'index'"):
+        asking.paired_answers(a, b, task="index")
+
+
+@pytest.mark.slow
+def test_the_number_of_devices_changes_nothing(whole, run_command, tmp_path):
+    """27 prompts in batches of 12, for eight devices 16: the last batch is not full."""
+    tasks = ["passkey", "niah", "duplicate"]
+    flags = (f"--tasks={','.join(tasks)}", "--trials=3", "--batch_size=12")
+    by_devices = []
+    for devices in (1, 8):
+        run = shutil.copytree(whole[0], tmp_path / str(devices))
+        outcome = run_command("prope.ask", f"--workdir={run}", *flags, devices=devices)
+        assert outcome.code == 0, outcome.stderr
+        assert "27 windows of 64 tokens of longcontext/niah, split prompts; " in outcome.stderr
+        short = outcome.result["evaluations"]
+        assert [record["task"] for record in short] == tasks
+        assert short[-1].items() <= outcome.result.items()
+        by_devices.append(run)
+    one, eight = by_devices
+    for a, b in zip(read_records(one), read_records(eight), strict=True):
+        assert a["fingerprint"] == b["fingerprint"]
+        assert a["wrong"] == b["wrong"]
+        file = f"eval/20/{a['fingerprint']}-64-27.npz"
+        with np.load(one / file) as ours, np.load(eight / file) as theirs:
+            np.testing.assert_array_equal(ours["loss"], theirs["loss"], "which are right")
+            np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], rtol=1e-5)
+
+
+# --- Bad input --------------------------------------------------------------------------------
+
+REFUSED = [
+    ({"tasks": "passkye"}, r"tasks=passkye: there is no task .*\(did you mean passkey\?\); there"),
+    ({"tasks": "niah,chain-3"}, r"tasks=niah,chain-3: there is no task chain-3 \(did you mean"),
+    ({"tasks": ""}, "--tasks=: there is no task ; there are passkey"),
+    ({"seq_len": "8"}, "--seq_len=8: niah needs at least 18 tokens; take longer ones"),
+    ({"seq_len": "0.01x"}, "--seq_len=1: niah needs at least"),
+    ({"seq_len": "0.001x"}, "--seq_len=0.001x: '0.001x' is neither"),
+    ({"depths": "0,1.5"}, r"--depths=0,1.5: must be fractions of the prompt in \[0, 1\], such as"),
+    ({"depths": "-0.5"}, "--depths=-0.5: must be fractions"),
+    ({"depths": "x"}, "--depths=x: must be fractions"),
+    ({"tasks": "lookup", "seq_len": "9000"}, "facts need different names, of 2,704"),
+    ({"control": "near"}, "--depths=0,0.5: has no effect with --control=near"),
+    ({"encoding": "dynamic"}, "rope_scaling_type=dynamic would rotate anew"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), REFUSED)
+def test_what_cannot_be_asked(base, monkeypatch, flags, says):
+    monkeypatch.setattr(jax, "devices", None)  # which would initialise them
+    with pytest.raises(UsageError, match=says):
+        ask(base / "a", **flags)
+
+
+def test_a_model_that_cannot_say_the_answers(tmp_path):
+    make_run(tmp_path / "run", vocab_size=168)
+    says = "config.data.tokenizer=byte: has 260 ids, and the model of .* 168; put back"
+    with pytest.raises(UsageError, match=says):
+        ask(tmp_path / "run")
+
+
+class Joining(ByteTokenizer):
+    """Four bytes a token, from the start."""
+
+    def encode(self, text):
+        sums = []
+        for start in range(0, len(text), 4):
+            sums.append(4 + sum(text[start : start + 4]) % 250)
+        return np.array(sums, np.int32)
+
+
+@pytest.mark.parametrize("task", ["niah", "passkey"])
+def test_a_tokenizer_that_joins_prompt_and_answer(task):
+    """An answer that adds no token, and one that adds some and changes the prompt's last one."""
+    says = f"--tasks={task}: the tokenizer joins the prompt's end, '.*', and '"
+    with pytest.raises(UsageError, match=says):
+        make_trials(task, 9, 128, tokenizer=Joining())
+
+
+class Uneven(ByteTokenizer):
+    """A token for each of 0 to 3 and a to l, two for each other digit and small letter."""
+
+    def encode(self, text):
+        doubled = b"".join(bytes([c]) * (1 + (c in b"4567mnopqrstuvwxyz")) for c in text)
+        return super().encode(doubled)
+
+
+def test_a_tokenizer_whose_answers_are_of_several_lengths():
+    says = r"--tasks=niah: 3 of 7 wrong answers have as many tokens as '\d'; take another --form"
+    with pytest.raises(UsageError, match=says):
+        make_trials("niah", 1, 128, tokenizer=Uneven())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prose_has_foils_of_as_many_tokens(task):
+    """Words of two syllables have from four to eight tokens here: enough spare ones are drawn."""
+    T = 1024
+    for trial in make_trials(task, 7, T, prose=True, tokenizer=Uneven()):
+        foils = len(trial.candidates) - 1
+        assert foils == (1 if task.startswith("flipflop") else 7)

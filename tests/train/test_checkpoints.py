@@ -1,0 +1,326 @@
+"""A run's first checkpoint is read back, its origin is recorded, and storage is asked little."""
+
+import errno
+import functools
+import json
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+from gcsfs.retry import HttpError
+from support.commands import ROOT, finish, losses
+from support.models import same
+from support.runs import NO_WINDOWS, make_run, restore_training, save_checkpoints
+
+from configs.quickstart import get_config
+from prope import sharding
+from prope import step as step_lib
+from prope import train as train_lib
+from prope.errors import RunFailed, UsageError
+from prope.hf import exporter
+from prope.optimizer import make_optimizer
+from prope.stack import parameters
+from prope.stack.parameters import TABLE
+from prope.step import init_state, prepare
+from prope.workdir import checkpoints as checkpoints_lib
+from prope.workdir.checkpoints import Checkpoints, save_imported
+from prope.workdir.hashes import hash_arrays
+from prope.workdir.reader import CheckpointReader, Damaged
+from prope.workdir.run import open_run, read_config
+from prope.workdir.source import INIT_FROM
+
+
+def lose_array(folder, hashes):
+    """Has an array's files be lost before a checkpoint is finished."""
+    shutil.rmtree(folder / "opt_state")
+    write_hashes(folder, hashes)
+
+
+write_hashes = checkpoints_lib.write_hashes
+LOSSES = {
+    "hashes.json is missing": lambda folder, hashes: None,
+    "opt_state: .*cannot be read": lose_array,
+}
+
+
+@pytest.mark.parametrize("reason", LOSSES)
+def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reason):
+    config, params = make_run(tmp_path / "whole")
+    monkeypatch.setattr(checkpoints_lib, "write_hashes", LOSSES[reason])
+    says = f"run/checkpoints/1: was written, and cannot be read back .{reason}"
+    with pytest.raises(RunFailed, match=says):
+        save_checkpoints(tmp_path / "run", config, {1: params})
+    # Later ones are not waited for.
+    save_checkpoints(tmp_path / "whole", config, {8: params})
+
+
+# What saving meets, and the exit code: 76 where launchers may start again.
+SAVING = [
+    (OSError(errno.EIO, "Input/output error"), 76),
+    (ValueError("UNAVAILABLE: 503 from the bucket"), 76),
+    (ValueError("Bad Request [http_response_code='400']"), 76),
+    (ValueError("FAILED_PRECONDITION: Failed to write [os_error_code='107']"), 76),
+    (HttpError({"code": 403, "message": "says the bucket"}), 76),
+    (ValueError("UNKNOWN: Failed to write: No space left on device [os_error_code='28']"), 1),
+    (ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"), 1),
+    (PermissionError(errno.EACCES, "Permission denied"), 1),
+    (OSError(errno.EROFS, "Read-only file system"), 1),
+    (TypeError("an error of the program"), None),
+    (KeyError("an error of the program"), None),
+    (ValueError("an error of the program"), None),
+    (jax.errors.JaxRuntimeError("INTERNAL: an error of the device"), None),
+    (MemoryError("Unable to allocate 7.45 GiB"), None),
+]
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """The config and the parameters of a run."""
+    return make_run(tmp_path_factory.mktemp("small") / "run")
+
+
+@pytest.mark.parametrize(("error", "code"), SAVING, ids=lambda value: str(value)[:40])
+def test_only_what_may_pass_is_tried_again_when_a_save_fails(
+    small_run, tmp_path, monkeypatch, error, code
+):
+    config, params = small_run
+    monkeypatch.setattr(checkpoints_lib, "write_hashes", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises((type(error), RunFailed)) as raised:
+        save_checkpoints(tmp_path / "run", config, {1: params})
+    if code is None:
+        assert raised.value is error
+    else:
+        assert "checkpoint 1 could not be written" in str(raised.value)
+        assert raised.value.code == code
+
+
+def test_a_save_that_begins_while_another_is_written_has_hashes_of_its_own(
+    small_run, tmp_path, monkeypatch
+):
+    config, params = small_run
+    finish_save = Checkpoints._finish
+
+    def finish_late(checkpoints):
+        time.sleep(0.3)
+        finish_save(checkpoints)
+
+    monkeypatch.setattr(Checkpoints, "_finish", finish_late)
+    scale = params["final_norm"]["scale"]
+    by_step = {step: params | {"final_norm": {"scale": step * scale}} for step in (1, 2, 3)}
+    save_checkpoints(tmp_path, config, by_step)
+    for step in by_step:
+        reader = CheckpointReader(epath.Path(tmp_path) / f"checkpoints/{step}")
+        assert same(reader.read(("final_norm", "scale")), step * scale)
+
+
+def test_an_imported_checkpoint_is_read_back(tmp_path, monkeypatch):
+    config, params = make_run(tmp_path / "whole")
+    monkeypatch.setattr(checkpoints_lib, "write_hashes", lambda folder, hashes: None)
+    with pytest.raises(RunFailed, match="run/checkpoints/0: was written, and cannot be read back"):
+        save_imported(epath.Path(tmp_path / "run"), params, config.to_dict(), {})
+
+
+@pytest.fixture
+def origin(tmp_path):
+    """A run whose parameters others start from: (its config, its folder)."""
+    make_run(tmp_path / "origin")
+    return read_config(epath.Path(tmp_path / "origin")), tmp_path / "origin"
+
+
+def test_a_run_that_was_begun_from_another_one_goes_on_from_it(origin, tmp_path):
+    config, folder = origin
+    expected = restore_training(config, tmp_path / "new", folder)
+    assert expected != restore_training(config, tmp_path / "new")
+    (tmp_path / "new" / INIT_FROM).write_text(str(folder))
+    assert restore_training(config, tmp_path / "new") == expected
+    assert restore_training(config, tmp_path / "new", folder / "../origin") == expected
+    other = f"--init_from={tmp_path}/other: this run was begun from {folder}; leave the flag out"
+    with pytest.raises(UsageError, match=other):
+        restore_training(config, tmp_path / "new", tmp_path / "other")
+    shutil.move(folder, tmp_path / "moved")
+    with pytest.raises(UsageError, match=f"--workdir={folder}: no run there"):
+        restore_training(config, tmp_path / "new")
+
+
+def test_no_weights_are_drawn_for_a_run_that_starts_from_another_one(origin, tmp_path, monkeypatch):
+    config, folder = origin
+    monkeypatch.setattr(train_lib, "init_state", lambda *_: pytest.fail("draws weights"))
+    assert restore_training(config, tmp_path / "new", folder)[0] == 0
+
+
+NAMES = ("adamw", "lion", "adafactor", "muon")
+
+
+def save_training(config, folder):
+    """Saves the state that training starts from, as step 10."""
+    prepared = prepare(config, jax.devices())
+    params, opt_state = jax.jit(functools.partial(init_state, config, prepared.optimizer))()
+    with Checkpoints(folder) as checkpoints:
+        data = train_lib.data_state(config, NO_WINDOWS, 10)
+        identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+        checkpoints.save(10, params, opt_state, identity, data)
+    return hash_arrays(params), hash_arrays(opt_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_each_optimizer_is_restored_and_of_no_other(tmp_path, monkeypatch, name):
+    """Where the config says the same, as when code is changed, the names and shapes tell."""
+    config = get_config("tiny")
+    config.optimizer.name = name
+    saved = save_training(config, tmp_path)
+    assert restore_training(config, tmp_path) == (10, *saved)
+    for other in NAMES:
+        if other == name:
+            continue
+        changed = config.copy_and_resolve_references()
+        changed.optimizer.name = other
+        with pytest.raises(UsageError, match=f"optimizer.name: {name}, not {other}"):
+            restore_training(changed, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(step_lib, "make_optimizer", lambda _, c=changed: make_optimizer(c))
+            says = r"opt_state is of other code or another optimizer: \[.* in the checkpoint and "
+            with pytest.raises(UsageError, match=says) as raised:
+                restore_training(config, tmp_path)
+        assert "damaged" not in str(raised.value) and "\n" not in str(raised.value)
+        assert str(raised.value).endswith("or start in a new --workdir with --init_from")
+
+
+def test_a_run_of_before_there_was_a_choice_is_adamws(tmp_path):
+    values = get_config("tiny").to_dict()
+    del values["optimizer"]["name"]
+    (tmp_path / "config.json").write_text(json.dumps({"format": 3} | values))
+    assert read_config(epath.Path(tmp_path)).optimizer.name == "adamw"
+
+
+# What other code might make: the path of a row of parameters and its change.
+OTHER_CODE = {
+    "one more": {"layers/extra_norm/scale": TABLE["layers/pre_ffw_norm/scale"]},
+    "another shape": {"final_norm/scale": TABLE["final_norm/scale"]._replace(axes="F")},
+    "another name": {
+        "earlier_norm/scale": TABLE["final_norm/scale"],
+        "final_norm/scale": TABLE["final_norm/scale"]._replace(
+            exists_where=(("use_qk_norm", True),)
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("rows", OTHER_CODE.values(), ids=OTHER_CODE)
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "reads"])
+def test_parameters_of_other_code_are_refused_by_all_that_read_them(
+    tmp_path, monkeypatch, rows, saves
+):
+    """Code that makes other parameters has saved the checkpoint, or reads it."""
+    with monkeypatch.context() as patch:
+        if saves:
+            patch.setattr(parameters, "TABLE", TABLE | rows)
+        make_run(tmp_path / "run")
+    if not saves:
+        monkeypatch.setattr(parameters, "TABLE", TABLE | rows)
+    path = ".*".join(next(iter(rows)).split("/"))
+    says = rf"checkpoints/7: params is of other code .*{path}.* in the checkpoint and "
+    readers = {
+        "evaluate, sample, analyze": lambda: open_run(tmp_path / "run"),
+        "init_from": lambda: restore_training(
+            read_config(epath.Path(tmp_path / "run")), tmp_path / "new", tmp_path / "run"
+        ),
+        "export": lambda: exporter.export(tmp_path / "run", tmp_path / "hf"),
+    }
+    for read in readers.values():
+        with pytest.raises(UsageError, match=f"{says}.*; use the code that saved it$"):
+            read()
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["with shapes", "without"])
+def test_another_dtype_is_not_damage(tmp_path, older):
+    """As where JAX_ENABLE_X64 makes parameters of float64: the line names both."""
+    _, params = make_run(tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/7"
+    if older:
+        items = json.loads((folder / "hashes.json").read_text())["items"]
+        del items["shapes"]
+        write_hashes(epath.Path(folder), items)
+    wide = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
+    abstract = sharding.with_shardings(wide, sharding.make_mesh())
+    with pytest.raises(UsageError, match="is float32.*bfloat16") as raised:
+        CheckpointReader(folder).restore(params=abstract)
+    assert not isinstance(raised.value, Damaged)
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("extra_layernorm",), ("input_layernorm",)], ids=["none", "unknown", "taken"]
+)
+def test_a_parameter_that_transformers_does_not_read_is_not_exported(tmp_path, monkeypatch, names):
+    row = TABLE["layers/pre_ffw_norm/scale"]._replace(hf_names=names)
+    monkeypatch.setattr(parameters, "TABLE", TABLE | {"layers/extra_norm/scale": row})
+    make_run(tmp_path / "run")
+    with pytest.raises(UsageError, match="has no tensor for layers/extra_norm/scale; an export"):
+        exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+KILLED = """
+import os
+from prope.workdir.checkpoints import Checkpoints
+Checkpoints.save = lambda *_: os._exit(9)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_save_starts_from_the_same_parameters(
+    whole, train, start_command, tmp_path
+):
+    flag = f"--init_from={whole[0]}"
+    straight = train(tmp_path / "straight", flag, "--config.seed=3")
+    workdir = f"--workdir={tmp_path / 'run'}"
+    again = (train_lib.__name__, "--config=configs/quickstart.py:tiny", workdir, "--config.seed=3")
+    killed = finish(start_command(*again, flag, patch=KILLED))
+    assert killed.code == 9 and not list((tmp_path / "run/checkpoints").iterdir())
+    rerun = finish(start_command(*again))
+    assert rerun.code == 0, rerun.stderr
+    for name in ("loss", "eval_loss", "init_hash"):
+        assert rerun.result[name] == straight.result[name]
+
+
+@pytest.mark.slow
+def test_requests_of_a_save_do_not_grow_with_the_checkpoints_that_are_kept(
+    bucket, storage, tmp_path
+):
+    config, params = make_run(tmp_path / "run")
+    counts = []
+    for kept in (1, 21):
+        url = epath.Path(bucket) / str(kept)
+        save_checkpoints(url, config, {100: params})
+        for step in range(1, kept):
+            (url / f"checkpoints/{step}/hashes.json").write_text("{}")
+        with Checkpoints(url) as checkpoints:
+            storage.requests()
+            identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+            checkpoints.save(101, params, {"count": jnp.zeros(())}, identity, {})
+            checkpoints._manager.wait_until_finished()
+            counts.append(len(storage.requests()))
+    assert counts[1] <= counts[0] + 5
+
+
+@pytest.mark.slow
+def test_a_run_whose_layers_are_in_stacks_goes_on_bit_for_bit(run_command, tmp_path):
+    """Gemma 4 E2B, tiny: each layer is also read alone, and verified."""
+    config = f"--config={ROOT}/configs/gemma4_e2b.py:tiny"
+    flags = (config, "--config.num_steps=4", "--config.log_every=1")
+    whole = run_command("prope.train", *flags, f"--workdir={tmp_path / 'whole'}")
+    cut = (*flags, f"--workdir={tmp_path / 'cut'}")
+    run_command("prope.train", *cut, "--stop_at_step=2")
+    resumed = run_command("prope.train", *cut)
+    assert "resumed from step 2" in resumed.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert resumed.result["init_hash"] == whole.result["init_hash"]
+    run = open_run(tmp_path / "cut")
+    params = run.params()
+    assert same(params, open_run(tmp_path / "whole").params())
+    for stack, expected in params["layers"].items():
+        row = run.checkpoint.read(("layers", stack), 0)
+        assert same(row, jax.tree.map(lambda leaf: leaf[0], expected)), stack

@@ -1,0 +1,235 @@
+"""Records that cannot be written never end a run, and are written when they can be."""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import types
+
+import numpy as np
+import pytest
+from etils import epath
+from support.text import read_lines
+
+from prope.config import default_config
+from prope.inference import losses
+from prope.runtime import files
+from prope.runtime.files import append_jsonl
+from prope.train import Training
+from prope.workdir import metrics
+from prope.workdir.metrics import _RecordFiles
+
+
+@pytest.fixture(params=["local", "url"])
+def place(request, tmp_path):
+    return epath.Path(tmp_path if request.param == "local" else request.getfixturevalue("bucket"))
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scalars(folder) -> dict[tuple[str, int], float]:
+    """The numbers in all event files of a folder, by tag and step."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if "tfevents" not in path.name:
+            continue
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = metrics._tensorboard().Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            for value in event.summary.value:
+                found[value.tag, event.step] = value.simple_value
+    return found
+
+
+def test_records_and_events_are_written(place):
+    with _RecordFiles(place, 0, 9, None) as records:
+        for step in (1, 2):
+            records.write("metrics.jsonl", "train", {"step": step, "loss": float(step), "x": "y"})
+    assert [record["loss"] for record in lines(place / "metrics.jsonl")] == [1.0, 2.0]
+    assert scalars(place) == {("train/loss", 1): 1.0, ("train/loss", 2): 2.0}
+
+
+ERRORS = [
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+    TimeoutError("the bucket does not answer"),
+    ValueError("UNAVAILABLE: the bucket refuses"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("what", ["records", "events"])
+def test_a_failure_to_write_is_told_once_and_made_up_for(place, error, what, monkeypatch, caplog):
+    fails = [True]
+    append = metrics.append_jsonl
+    flush = metrics.EventFiles.flush
+
+    def broken(*arguments):
+        if fails[0]:
+            raise error
+        return (append if what == "records" else flush)(*arguments)
+
+    owner, name = (metrics, "append_jsonl") if what == "records" else (metrics.EventFiles, "flush")
+    monkeypatch.setattr(owner, name, broken)
+    with _RecordFiles(place, 0, 9, None) as records:
+        for step in (1, 2, 3):
+            records.write("metrics.jsonl", "train", {"step": step, "loss": 0.5})
+            records.flush(10.0)
+        fails[0] = False
+        records.write("eval.jsonl", "eval", {"step": 3, "loss": 0.25})
+    assert caplog.text.count("records cannot be written") == 1
+    assert [record["step"] for record in lines(place / "metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in lines(place / "eval.jsonl")] == [3]
+    assert len(scalars(place)) == 4
+
+
+def test_an_evaluation_after_the_last_step_is_written(place):
+    with _RecordFiles(place, 9, 9, None) as records:
+        records.write("eval.jsonl", "eval", {"step": 9, "loss": 0.5})
+    assert lines(place / "eval.jsonl") == [{"step": 9, "loss": 0.5}]
+
+
+def test_records_that_are_lost_in_the_end_are_counted(place, monkeypatch, caplog):
+    def broken(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(metrics, "append_jsonl", broken)
+    with _RecordFiles(place, 0, 9, None) as records:
+        records.write("metrics.jsonl", "train", {"step": 1})
+        records.write("metrics.jsonl", "train", {"step": 2})
+    assert "2 records could not be written and are lost" in caplog.text
+
+
+@pytest.fixture
+def evaluated(tmp_path, monkeypatch):
+    """A run and its evaluation, of one window, whose loss comes from nowhere."""
+    batch = {name: np.ones((1, 8)) for name in ("losses", "weights")}
+    batch["segment_ids"] = np.ones((1, 8), int)
+    batch |= {"ends_document": np.array([True]), "unknown_tokens": np.array([0])}
+    monkeypatch.setattr(losses, "run_batches", lambda *_: [dict(batch)])
+    evaluation = types.SimpleNamespace(
+        config=default_config(),
+        selection=losses.Selection([0], "f"),
+        windows=types.SimpleNamespace(sources=[types.SimpleNamespace(count=1)], shares=[1.0]),
+        seq_len=8,
+        _read=None,
+        _run=lambda: None,
+        _source_of_windows=lambda: [0],
+        _record=lambda sums, unknown: {"fingerprint": "f", "seq_len": 8, "windows": 1},
+    )
+    evaluation.evaluate = functools.partial(losses.LossEvaluation.evaluate, evaluation)
+    written = []
+    writer = types.SimpleNamespace(
+        pause=contextlib.nullcontext, evaluation=lambda *record: written.append(record)
+    )
+    return types.SimpleNamespace(
+        path=epath.Path(tmp_path),
+        evaluation=evaluation,
+        config=evaluation.config,
+        phases=lambda step: None,
+        prepared=types.SimpleNamespace(mesh=None),
+        session=types.SimpleNamespace(poll=lambda _: True),
+        writer=writer,
+        written=written,
+    )
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_sums_that_cannot_be_written_end_an_evaluation_and_no_training(
+    evaluated, error, monkeypatch, caplog
+):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(losses.paired, "write_atomic", fail)
+    Training.evaluate(evaluated, 9, None)
+    assert [step for step, _ in evaluated.written] == [9]
+    assert len(caplog.records) == 1 and "eval/9: not written: " in caplog.text
+    with pytest.raises(type(error)):
+        evaluated.evaluation.evaluate(None, None, evaluated.path / "eval")
+
+
+def test_a_mistake_while_sums_are_written_is_not_hidden(evaluated, monkeypatch):
+    monkeypatch.setattr(losses.paired, "write_atomic", lambda *_: {}["x"])
+    with pytest.raises(KeyError):
+        Training.evaluate(evaluated, 9, None)
+
+
+def test_a_mistake_of_the_program_is_not_hidden(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "append_jsonl", lambda *_: {}["x"])
+    with pytest.raises(KeyError), _RecordFiles(epath.Path(tmp_path), 0, 9, None) as records:
+        records.write("metrics.jsonl", "train", {"step": 1})
+
+
+def test_a_line_of_which_the_disk_takes_a_part_is_taken_back(tmp_path, monkeypatch):
+    path = epath.Path(tmp_path) / "metrics.jsonl"
+    append_jsonl(path, {"step": 1})
+    open_file = open
+
+    open_file = open
+
+    class Full:
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._file.close()
+
+        def write(self, data):
+            return self._file.write(data[:5])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "open", lambda *a, **k: Full(open_file(*a, **k)), raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            append_jsonl(path, {"step": 2})
+    assert read_lines(path) == [{"step": 1}]
+
+
+def test_a_large_event_file_of_a_bucket_is_followed_by_another(bucket, monkeypatch):
+    monkeypatch.setattr(metrics, "_SMALL_BYTES", 300)
+    uploaded = []
+    upload = metrics.upload
+
+    def count(folder, target):
+        uploaded.append(sum(path.stat().length for path in folder.iterdir()))
+        upload(folder, target)
+
+    monkeypatch.setattr(metrics, "upload", count)
+    place = epath.Path(bucket)
+    with _RecordFiles(place, 0, 99, None) as records:
+        for step in range(1, 31):
+            records.write("metrics.jsonl", "train", {"step": step, "loss": float(step)})
+            records.flush(10.0)
+    assert scalars(place) == {("train/loss", step): float(step) for step in range(1, 31)}
+    assert len([path for path in place.iterdir() if "tfevents" in path.name]) > 3
+    assert max(uploaded) < 500, "no file is uploaded whole again and again"
+
+
+def test_the_larger_the_files_the_more_seldom_they_are_written(bucket, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    written = []
+    append = metrics.append_jsonl
+    monkeypatch.setattr(
+        metrics, "append_jsonl", lambda path, *new: (written.append(clock[0]), append(path, *new))
+    )
+    with _RecordFiles(epath.Path(bucket), 0, 99, None) as records:
+        for size in (0, 10 * 2**20):
+            records._num_bytes = size
+            for _ in range(20):
+                clock[0] += 31
+                records.write("metrics.jsonl", "train", {"step": 1})
+                records._upload and records._upload.result()
+    assert len([at for at in written if at <= 20 * 31]) >= 19
+    assert len([at for at in written if at > 20 * 31]) <= 4

@@ -1,0 +1,231 @@
+"""The update rule against the formulas of AdamW and of the schedule."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import adafactor, adamw, lion
+from oracles import learning_rate as expected_rate
+from support.models import ALL_SWITCHES, DENSE4, E4, initial_params, leaves_by_path, small
+
+from prope.config import default_config
+from prope.optimizer import keep_unless, learning_rate, make_optimizer, warmup_steps
+from prope.stack import parameters
+
+
+def make_config(**fields):
+    """A config of 100 updates; keyword arguments are fields of its optimizer."""
+    config = default_config()
+    config.num_steps = 100
+    defaults = {"warmup_steps": 10, "learning_rate": 1e-2, "final_learning_rate": 1e-3}
+    config.optimizer.update(defaults | fields)
+    return config
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_the_rate_rises_to_the_peak_and_ends_where_it_should(warmup):
+    rate = learning_rate(make_config(warmup_steps=warmup))
+    for update in (1, 2, 9, 10, 11, 50, 99, 100, 1100):
+        expected = expected_rate(update, num_updates=100, warmup=warmup, peak=1e-2, final=1e-3)
+        np.testing.assert_allclose(rate(update - 1), expected, rtol=1e-5)
+    assert rate(0) > 0
+    assert math.isclose(rate(99), 1e-3, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [100, 2000])
+def test_a_run_that_is_no_longer_than_its_warmup_takes_a_tenth(warmup):
+    config = make_config(warmup_steps=warmup)
+    assert warmup_steps(config) == 10
+    rate = learning_rate(config)
+    for update in (1, 10, 50, 100):
+        expected = expected_rate(update, num_updates=100, warmup=10, peak=1e-2, final=1e-3)
+        np.testing.assert_allclose(rate(update - 1), expected, rtol=1e-5)
+    config.num_steps = 9
+    assert math.isclose(learning_rate(config)(0), 1e-2, rel_tol=0.1), "no warmup, and a decay"
+
+
+NAMES = ("adamw", "lion", "adafactor", "muon")
+FORMULAS = {"adamw": adamw, "lion": lion, "adafactor": adafactor}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matrices_decay_and_scales_do_not(name):
+    config = make_config(warmup_steps=0, weight_decay=0.1, name=name)
+    optimizer = make_optimizer(config)
+    layers = {
+        "pre_ffw_norm": {"scale": jnp.full((2, 3), 0.5)},
+        "mlp": {"linear": jnp.full((2, 3, 3), 0.5)},
+    }
+    params = {"layers": layers}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    rate = learning_rate(config)(0)
+    np.testing.assert_array_equal(updates["layers"]["pre_ffw_norm"]["scale"], 0)
+    np.testing.assert_allclose(updates["layers"]["mlp"]["linear"], -rate * 0.1 * 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("fields", [DENSE4, E4, ALL_SWITCHES])
+def test_matrices_of_all_stacks_decay_and_scales_and_biases_do_not(name, fields):
+    config = make_config(warmup_steps=0, weight_decay=0.1, name=name)
+    shapes = parameters.shapes(small(**fields))
+    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    optimizer = make_optimizer(config)
+
+    @jax.jit
+    def update(params):
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        return updates
+
+    decayed = -learning_rate(config)(0) * 0.1 * 0.5
+    for path, leaf in leaves_by_path(update(params)).items():
+        is_matrix = not path.endswith(("/scale", "/b", "/skip_scale"))
+        np.testing.assert_allclose(leaf, decayed * is_matrix, rtol=1e-5, err_msg=path)
+
+
+def compare_updates(config, weights, gradients, rtol, atol):
+    """Compares each update of weights with the formula; returns the optimizer's last state."""
+    optimizer = make_optimizer(config)
+    params = {"linear": jnp.asarray(weights, jnp.float32)}
+    state = optimizer.init(params)
+    rate = learning_rate(config)
+    formula = FORMULAS[config.optimizer.name](
+        weights,
+        gradients,
+        rates=[float(rate(count)) for count in range(len(gradients))],
+        clip_norm=config.optimizer.clip_norm,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    for gradient, expected in zip(gradients, formula, strict=True):
+        gradient = {"linear": jnp.asarray(gradient, jnp.float32)}
+        updates, state = optimizer.update(gradient, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        np.testing.assert_allclose(params["linear"], expected, rtol=rtol, atol=atol)
+    return state, expected
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_updates_equal_the_formula(name, decay):
+    config = make_config(warmup_steps=0, weight_decay=decay, clip_norm=1.0, name=name)
+    gradients = np.array([[3.0, -4, 1, 0.5], [0.1, 0.2, 0.3, -0.4], [2, 2, -2, 2]])
+    compare_updates(config, np.array([0.5, -1, 2, 1]), gradients, rtol=1e-4, atol=1e-8)
+
+
+def test_two_updates_equal_the_formula():
+    config = make_config(warmup_steps=0, weight_decay=0.0, clip_norm=1.0)
+    gradients = np.array([[3.0, -4, 0, 0], [0.1, 0.2, 0.3, 0.4]])
+    compare_updates(config, np.zeros(4), gradients, rtol=1e-4, atol=1e-8)
+
+
+def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
+    rate = 6e-4
+    config = make_config(mu_dtype="bfloat16", learning_rate=rate, final_learning_rate=rate)
+    gradients = np.random.default_rng(0).normal(0.1, 1, (100, 50))
+    bound = 4e-4
+    state, expected = compare_updates(config, np.ones(50), gradients, rtol=0, atol=bound)
+    largest = np.abs(expected - 1).max()
+    # A change in steps so small that bfloat16 weights would lose each of them.
+    assert 50 * bound < largest < 0.1
+    (adam,) = (node for node in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(node))
+    assert adam.mu["linear"].dtype == jnp.bfloat16
+    assert adam.nu["linear"].dtype == jnp.float32
+
+
+def is_adam(node) -> bool:
+    """Whether a node of an optimizer's state holds the moments."""
+    return hasattr(node, "mu")
+
+
+def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest():
+    """Layers, and the two matrices in one array, are matrices of their own."""
+    params = initial_params(small(embed_dim=64, head_dim=8))
+    updates, rate = muon_updates(draw_gradients(params), params)
+    attention = updates["layers"]["attn"]
+    mlp = updates["layers"]["mlp"]
+    matrices = [layer.reshape(-1, 64) for layer in attention["attn_vec_einsum"]["w"]]
+    matrices += list(mlp["linear"])
+    for layer in range(len(attention["q_einsum"]["w"])):
+        matrices.append(rows_of(attention["q_einsum"]["w"][layer]))
+        for half in (0, 1):
+            matrices.append(mlp["gating_einsum"][layer, half])
+            matrices.append(rows_of(attention["kv_einsum"]["w"][layer, half]))
+    assert_orthogonal(matrices, rate)
+    for adam in (updates["embedder"]["input_embedding"], updates["final_norm"]["scale"]):
+        # Its first update, by Nesterov's momentum.
+        np.testing.assert_allclose(np.abs(adam), rate * (1 + 0.9 / 1.9), rtol=1e-3)
+
+
+def muon_updates(gradients, params):
+    """What Muon's first step adds to parameters, and its learning rate."""
+    config = make_config(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
+    optimizer = make_optimizer(config)
+    state = optimizer.init(params)
+    updates, _ = jax.jit(optimizer.update)(gradients, state, params)
+    return updates, learning_rate(config)(0)
+
+
+def draw_gradients(shapes):
+    """Random gradients for arrays of these shapes."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), shapes)
+
+
+def rows_of(w):
+    """Makes a matrix [64, K H] of weights [K, 64, H]."""
+    return np.moveaxis(w, 1, 0).reshape(64, -1)
+
+
+def assert_orthogonal(matrices, rate):
+    """Asserts that updates have singular values about as one another, and AdamW's size."""
+    for matrix in matrices:
+        singular = np.linalg.svd(np.asarray(matrix), compute_uv=False)
+        expected = 0.2 * rate * math.sqrt(max(matrix.shape))
+        assert 0.6 * expected < singular.min() and singular.max() < 1.3 * expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [DENSE4, E4 | {"per_layer_input_dim": 16}],  # of 6 layers: more than embed_dim
+    ids=["dense4", "e4"],
+)
+def test_muon_takes_the_matrices_of_every_stack(fields):
+    sizes = {"embed_dim": 64, "head_dim": 8, "global_head_dim": 12}
+    shapes = parameters.shapes(small(**fields | sizes))
+    gradients = draw_gradients(shapes)
+    updates, rate = muon_updates(gradients, gradients)
+    matrices = []
+    for layer in updates["layers"].values():
+        matrices += [half for row in layer["mlp"]["gating_einsum"] for half in row]
+        matrices += [rows_of(w) for w in layer["attn"]["q_einsum"]["w"]]
+        if "k_einsum" in layer["attn"]:
+            matrices += [rows_of(w) for w in layer["attn"]["k_einsum"]["w"]]
+        if "per_layer_input_gate" in layer:
+            matrices += list(layer["per_layer_input_gate"]["w"])
+            matrices += list(layer["per_layer_projection"]["w"])
+    if "per_layer_model_projection" in updates["embedder"]:
+        projection = updates["embedder"]["per_layer_model_projection"]["w"]  # [D, M, Q]
+        by_layer = np.moveaxis(projection, 1, 0)
+        matrices += list(by_layer)
+    assert_orthogonal(matrices, rate)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_is_skipped_changes_no_state_but_the_schedule(name):
+    config = make_config(warmup_steps=0, name=name)
+    optimizer = make_optimizer(config)
+    params = {"linear": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+    _, new = jax.jit(optimizer.update)(params, state, params)
+    kept = keep_unless(jnp.array(False), new, state)
+    changed = [
+        path
+        for (path, old), value in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(kept), strict=True
+        )
+        if not np.array_equal(old, value)
+    ]
+    assert len(changed) == 1 and changed[0][-1].name == "count"

@@ -1,0 +1,230 @@
+"""How a process learns of the others: the environment, lost peers, memory, aborts, GPUs."""
+
+import errno
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from gcsfs.retry import HttpError
+from support.commands import ROOT
+from support.runs import make_run
+
+from prope import command, sharding
+from prope.config import default_config
+from prope.errors import Stopped, StorageFailed, UsageError
+from prope.runtime import files, processes
+from prope.workdir import run
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.reader import CheckpointReader
+
+
+@pytest.mark.parametrize("value", ["two", "2", "0/2", "2/2@a:1", "0/2@a", "0@a:1", "-1/2@a:1"])
+def test_processes_that_cannot_be_joined(value):
+    refusal = f"PROPE_PROCESSES={value}: must be 1, auto, or I/N@HOST:PORT with I from 0 to N - 1"
+    with pytest.raises(UsageError, match=re.escape(refusal)):
+        processes.start({"PROPE_PROCESSES": value})
+
+
+def test_jax_finds_no_cluster(monkeypatch):
+    def initialize(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(processes.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(processes, "_set_abort_message", lambda line: None)
+    refusal = "PROPE_PROCESSES=auto: JAX finds no cluster here .* give PROPE_PROCESSES=I/N@HOST"
+    with pytest.raises(UsageError, match=refusal):
+        processes.start({"PROPE_PROCESSES": "auto"})
+
+
+def test_the_number_of_processes_is_compared_with_that_of_jax(monkeypatch):
+    processes.check_count()
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 4)
+    refusal = "PROPE_PROCESSES is 1, and JAX runs in 4 processes, of which this is number 0"
+    with pytest.raises(UsageError, match=refusal):
+        processes.check_count()
+
+
+def test_a_checkpoint_that_only_other_hosts_see_is_not_damaged(tmp_path, monkeypatch):
+    _, params = make_run(tmp_path / "run")
+    reader = CheckpointReader(
+        tmp_path / "run/checkpoints/7"
+    )  # the first process reads JSON for all
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    unseen = "checkpoints/7/params: cannot be read: this host does not see it"
+    with pytest.raises(StorageFailed, match=unseen):
+        reader.restore(params=sharding.with_shardings(params, sharding.make_mesh()))
+
+
+GLOO = (
+    "UNKNOWN: Gloo AllGather failed: [tcp/pair.cc:538] Read error [127.0.0.1]:20904: "
+    "Connection reset by peer"
+)
+PEER_LOST = [
+    "UNAVAILABLE: Socket closed",
+    "DEADLINE_EXCEEDED: Barrier timed out",
+    "ABORTED: Shutdown barrier has failed",
+    GLOO,
+    "UNKNOWN: Gloo AllReduce failed: Timed out waiting 30000ms for recv operation to complete",
+    "INTERNAL: The following tasks are unhealthy (stopped sending heartbeats)",
+    "INTERNAL: NCCL operation failed: remote process exited or there was a network error",
+]
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 40000000000000 bytes."
+OTHER = "INVALID_ARGUMENT: Executable expected shape f32[2], and got f32[3]"
+
+
+@pytest.mark.parametrize("message", [*PEER_LOST, OUT_OF_MEMORY, OTHER, "INTERNAL: a bug"])
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
+def test_only_the_errors_of_a_lost_peer_are_restarted(monkeypatch, message, kind):
+    with pytest.raises(kind), processes.peer_loss_as_stopped():
+        raise kind(message)  # alone, there is no peer
+    monkeypatch.setattr(processes, "_count", 2)
+    expected = Stopped if message in PEER_LOST else kind
+    with pytest.raises(expected) as raised, processes.peer_loss_as_stopped():
+        raise kind(message)
+    if message in PEER_LOST:
+        assert raised.value.code == 76
+        assert f"({message})" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"), [(GLOO, Stopped), ("INTERNAL: no bucket", StorageFailed)]
+)
+def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
+    monkeypatch, tmp_path, message, expected
+):
+    checkpoints = Checkpoints(tmp_path)
+    monkeypatch.setattr(processes, "_count", 2)
+    with (
+        pytest.raises(expected),
+        processes.peer_loss_as_stopped(),
+        checkpoints._as_storage_failed(),
+    ):
+        raise ValueError(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (jax.errors.JaxRuntimeError(OUT_OF_MEMORY), "40000000000000 bytes"),
+        (MemoryError("Unable to allocate 7.45 GiB for an array"), "7.45 GiB"),
+        (jax.errors.JaxRuntimeError(OTHER), None),
+    ],
+    ids=["device", "host", "other"],
+)
+def test_out_of_memory_is_final_and_says_what_to_lower(monkeypatch, capsys, error, cause):
+    def main():
+        with processes.peer_loss_as_stopped():
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["prope.train"])
+    monkeypatch.setattr(processes, "_count", 2)
+    codes = []
+    command.run(main, lambda: None, codes.append)
+    assert codes == [1]
+    message = capsys.readouterr().err
+    if cause is None:
+        assert "Traceback" in message
+        assert "INVALID_ARGUMENT" in message
+        return
+    line = rf"stopped: out of memory \(.*{cause}.*\): lower the batch size .*\n"
+    assert re.fullmatch(line, message)
+    for remedy in ("config.accumulation", "config.model.remat=full", "prope.plan"):
+        assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EIO, "Input/output error"), 76),
+        (OSError(errno.ESTALE, "Stale file handle"), 76),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), 76),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), 76),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), 76),
+        (HttpError({"code": 503, "message": "Service Unavailable"}), 76),
+        (ValueError("UNAVAILABLE: Error reading gs://bucket/x: Service Unavailable"), 76),
+        (ValueError("ABORTED: Error writing: All 32 retry attempts failed"), 76),
+        (StorageFailed("a read was repeated for 4 minutes"), 76),
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 1),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), 1),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_launchers_restart_what_failing_storage_ended(monkeypatch, capsys, error, code):
+    monkeypatch.setattr(sys, "argv", ["prope.train"])
+    codes = []
+    monkeypatch.setattr(command.os, "_exit", codes.append)  # as with a full disk
+    command.run(lambda: (_ for _ in ()).throw(error), lambda: None, codes.append)
+    assert codes == [code]
+    assert re.fullmatch("stopped: .*\n", capsys.readouterr().err)
+
+
+# JAX's runtime aborts in a thread that Python did not start.
+ABORT = """
+import ctypes, time
+from prope.runtime import processes
+{}
+libc = ctypes.CDLL(None)
+thread = ctypes.c_void_p()
+libc.pthread_create(ctypes.byref(thread), None, libc.abort, None)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "line"),
+    [
+        ("", 76, "\nstopped: a peer is lost\n"),
+        ("processes._exit_code = 2  # set by leave(2)", 2, ""),
+    ],
+    ids=["running", "leaving"],
+)
+def test_a_process_that_the_runtime_aborts_has_lost_a_peer(state, code, line):
+    script = ABORT.format(f"processes._set_abort_message('a peer is lost')\n{state}")
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (code, line)
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("2", 1)])
+def test_gpus_that_nobody_uses(monkeypatch, visible, count):
+    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    device = type("Device", (), {"platform": "gpu"})
+    monkeypatch.setattr(processes.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(processes.jax, "local_device_count", lambda: count)
+    processes._check_gpus(environ)  # raises nothing
+    monkeypatch.setattr(processes.jax, "local_device_count", lambda: count - 1)
+    idle = rf"{count} GPUs are visible .* 1 processes use {count - 1}: start one process for each"
+    with pytest.raises(UsageError, match=idle):
+        processes._check_gpus(environ)
+    # Where there are none, what is visible does not matter.
+    monkeypatch.setattr(device, "platform", "cpu")
+    processes._check_gpus(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}, "auto"),
+        ({"SLURM_NTASKS": "8"}, "1"),  # a shell inside an allocation
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "auto"),
+        ({}, "1"),
+    ],
+)
+def test_several_tasks_of_slurm_are_not_mistaken_for_one(environ, expected):
+    assert processes._default_processes(environ) == expected
+
+
+def test_only_the_first_process_tries_whether_a_directory_can_be_written(tmp_path, monkeypatch):
+    """In a bucket the others would remove the object that it writes to try it."""
+    tried = []
+    monkeypatch.setattr(run, "check_writable", lambda flag, path: tried.append(path))
+    for index in (0, 1, 2):
+        monkeypatch.setattr(processes, "_index", index)
+        with run.open_workdir(tmp_path, default_config()):
+            pass
+    assert tried == [tmp_path]

@@ -1,0 +1,310 @@
+"""Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
+
+import ast
+import contextlib
+import ctypes
+import importlib
+import json
+import math
+import os
+import pathlib
+import queue
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from support.commands import ROOT
+from support.heads import make_walk
+from support.runs import evaluate_run, make_run
+from support.text import write_lines
+
+from prope.config import default_config
+from prope.errors import UsageError
+from prope.hf import exporter
+from prope.runtime import interrupts, memory, processes, startup, watchdog
+from prope.runtime.session import Session
+from prope.workdir import metrics
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that the clocks of `time` show, as a list of one number."""
+    now = [1000.0]
+    for module in (interrupts, watchdog, metrics):
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_save_is_due_after_the_minutes_and_again_after_as_many(clock):
+    timer = interrupts.Interrupts(1.0)
+    never = interrupts.Interrupts(0)
+    for seconds, request in ((59, "NONE"), (2, "SAVE"), (1, "SAVE")):
+        clock[0] += seconds
+        assert timer.poll().name == request
+    timer.saved()
+    for seconds, request in ((59, "NONE"), (2, "SAVE")):
+        clock[0] += seconds
+        assert timer.poll().name == request
+    assert timer.request == interrupts.Request.SAVE
+    clock[0] += 1e9
+    assert never.poll() == interrupts.Request.NONE
+
+
+@pytest.mark.parametrize("second", ["NONE", "SAVE", "STOP"])
+def test_several_processes_save_once_when_the_minutes_have_passed(clock, monkeypatch, second):
+    """A vote is answered one poll later; what another process asks for meanwhile still counts."""
+    monkeypatch.setattr(processes, "_count", 2)
+    timer = interrupts.Interrupts(1.0)
+    votes = []
+
+    def vote(request):
+        votes.append(request)
+        other = interrupts.Request[second] if len(votes) == 4 else interrupts.Request.NONE
+        return max(request, other)
+
+    monkeypatch.setattr(timer, "_vote", vote)
+    seen = []
+    for seconds in (1, 61, 1, 1, 1, 1):
+        clock[0] += seconds
+        seen.append(timer.poll().name)
+        if timer.request:
+            timer.saved()
+    assert seen == ["NONE", "NONE", "SAVE", "NONE", second, "NONE"]
+
+
+def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
+    ended = queue.Queue()
+    monkeypatch.setattr(watchdog.os, "_exit", ended.put)
+    with watchdog.Watchdog(0.001) as dog:
+        with dog.paused(), pytest.raises(queue.Empty):
+            ended.get(timeout=0.2)
+        dog.alive("step 3")
+        assert ended.get(timeout=20) == 76
+    line = "nothing has happened for 0.001 minutes after step 3; the stacks"
+    assert line in capfd.readouterr().err
+
+
+def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_join(monkeypatch):
+    with watchdog.Watchdog(60) as dog:
+        alive_at = []
+        monkeypatch.setattr(processes, "_join", lambda wanted: alive_at.append(dog._alive_at))
+        monkeypatch.setattr(processes, "_check_gpus", lambda environ: None)
+        processes.start({"PROPE_PROCESSES": "auto"})
+        assert alive_at == [math.inf] and dog._alive_at < math.inf
+        watchdog.alive("a part of it")
+        assert dog._progress == "a part of it"
+    watchdog.alive("nothing")  # to which nobody listens
+    assert dog._progress == "a part of it"
+
+
+@pytest.mark.parametrize("module", ["evaluate", "analyze", "export_hf", "ask"])
+def test_commands_that_compute_for_long_are_watched(module):
+    tree = ast.parse((ROOT / f"prope/{module}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (run,) = [call for call in calls if ast.unparse(call.func) == "command.run"]
+    assert "watches=True" in ast.unparse(run)
+
+
+def test_what_commands_do_for_long_reports_progress(tmp_path, monkeypatch):
+    progress = []
+    monkeypatch.setattr(watchdog, "alive", progress.append)
+    make_run(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert progress[-1] == "the tensors before model.norm.weight"
+    evaluate_run(tmp_path / "run", dataset="synthetic/copy", max_windows=20, batch_size=8)
+    assert progress[-3:] == [f"sequence {start} of 20" for start in (0, 8, 16)]
+    make_walk(tmp_path / "run").enter()
+    assert progress[-1] == "a part of the analysis"
+
+
+SIGTERM_AS_PROCESS_1 = """
+import os, signal
+if os.getpid() != 1:  # namespaces are not permitted here
+    os.getpid = lambda: 1
+from prope import command
+command.prepare(lambda: None, "")
+signal.raise_signal(signal.SIGTERM)
+raise SystemExit("the signal was ignored")
+"""
+
+
+def test_sigterm_ends_a_command_that_is_the_first_process_of_a_container():
+    """The kernel ignores a signal to process 1 that has no handler."""
+    command = [sys.executable, "-c", SIGTERM_AS_PROCESS_1]
+    namespace = ["unshare", "--pid", "--fork"]
+    if shutil.which("unshare") and subprocess.run([*namespace, "true"]).returncode == 0:
+        command = namespace + command
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM\n")
+
+
+# Counts the page faults of a program, x @ x.T of 81 MB; at times a small block takes a piece of
+# the free 81 MB, so the last runs count by their median.
+FAULTS = """
+import resource, statistics, jax, jax.numpy as jnp
+from prope.runtime import memory
+memory.reuse_memory()
+run = jax.jit(lambda x: jnp.sin(x @ x.T).sum())
+x = jnp.ones((4500, 4))
+faults = []
+for _ in range(12):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run(x).block_until_ready()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(int(statistics.median(faults[4:])))
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"),
+    reason="reuse_memory sets options of glibc's malloc; this system has another",
+)
+def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
+
+
+@pytest.mark.parametrize("fails", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("this", [0, 1])
+def test_an_error_of_one_process_counts(monkeypatch, fails, this):
+    errors = [f"bad input {process}" if fails[process] else "" for process in (0, 1)]
+
+    def allgather(error):
+        assert error.tobytes().decode().strip() == errors[this]
+        rows = [text.encode().ljust(len(error)) for text in errors]
+        return np.array([np.frombuffer(row, np.uint8) for row in rows])
+
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "wait", lambda: None)
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", allgather)
+    expected = contextlib.nullcontext()
+    if any(fails):
+        line = errors[this] or f"process {1 - this}: {errors[1 - this]}"
+        expected = pytest.raises(UsageError, match=f"^{line}$")
+    with expected, processes.raise_on_all():
+        if fails[this]:
+            raise UsageError(errors[this])
+
+
+def test_speed_leaves_out_pauses(clock, tmp_path):
+    """Steps of 10 s, with an evaluation of 1000 s after the second one."""
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    config.log_every = 1
+    tokens = config.batch_size * config.data.seq_len
+    values = {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
+    evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": 1.0}
+    for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte"):
+        evaluation[name] = 1.0
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+        for step in (1, 2, 3, 4):
+            clock[0] += 8
+            writer.step(step, dict(values))
+            clock[0] += 2
+            if step in (2, 4):  # a pause reports the step before it
+                with writer.pause():
+                    clock[0] += 1000
+                    writer.evaluation(step, evaluation)
+        summary = writer.summary("0" * 16)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    seconds = [tokens / json.loads(line)["tokens_per_second"] for line in lines]
+    # A step is reported when the next one was dispatched, or before a pause.
+    assert seconds == pytest.approx([18, 2, 18, 2])
+    assert summary["tokens_per_second"] == pytest.approx(tokens / 10)
+
+
+@pytest.mark.parametrize("request_", interrupts.Request)
+def test_only_a_stop_ends_what_can_wait(monkeypatch, request_):
+    """Where a save is due, as where nothing is, an evaluation goes on; any request saves."""
+    session = Session(default_config())
+    monkeypatch.setattr(session.interrupts, "poll", lambda: request_)
+    monkeypatch.setattr(session.interrupts, "request", request_)
+    assert session.poll("step 1") == (request_.name in ("NONE", "SAVE"))
+    assert session.wants_save == (request_.name != "NONE")
+
+
+def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog):
+    caplog.set_level("INFO", "prope")
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": None}
+    names = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+        writer.evaluation(2, evaluation | dict.fromkeys(names) | {"loss": 2.0})
+        writer.evaluation(4, evaluation | dict.fromkeys(names))
+        summary = writer.summary("0" * 16)
+    assert [summary[name] for name in ("eval_loss", *names)] == 4 * [None]
+    assert "step 2: validation loss 2.0000\n" in caplog.text
+    assert "step 4: validation without a predicted token" in caplog.text
+
+
+def test_records_that_tell_all_processes_the_same_are_read_by_the_first(tmp_path, monkeypatch):
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "_index", 1)
+    monkeypatch.setattr(processes, "_wait_for_value", lambda key: '{"value": 3}')
+    monkeypatch.setattr(metrics, "read_jsonl", lambda path: pytest.fail("read by another host"))
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+        assert writer._skips_in_a_row == 3
+
+
+@pytest.mark.parametrize(("step", "in_a_row"), [(4, 0), (5, 3), (6, 0)])
+def test_skips_in_a_row_end_with_the_step_that_a_run_resumes_from(tmp_path, step, in_a_row):
+    write_lines(tmp_path / "skips.jsonl", [{"step": 5, "in_a_row": 3}])
+    assert metrics._skips_before(epath.Path(tmp_path), step) == in_a_row
+
+
+def test_a_summary_without_an_evaluation_has_nulls(tmp_path):
+    config = importlib.import_module("configs.quickstart").get_config("tiny")
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+        summary = writer.summary("0" * 16)
+    names = ("eval_loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "loss")
+    assert [summary[name] for name in names] == 5 * [None]
+
+
+def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
+    """Field 22 of /proc/self/stat is the start, in ticks after boot; here each holds its number."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = " ".join(["7", "(a (b) c)", "S", *(str(field * ticks) for field in range(4, 53))])
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda path: stat)
+    monkeypatch.setattr(startup.time, "clock_gettime", lambda clock: 100.0)
+    assert startup._process_age() == 100 - 22
+
+
+def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
+    monkeypatch.delenv("PROPE_COMMIT", raising=False)
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    commit = startup.find_commit()
+    if done.returncode == 0:
+        assert commit.removesuffix("+changes") == done.stdout.strip()
+    else:
+        assert commit is None
+    monkeypatch.setenv("PATH", "/nowhere")  # without git
+    assert startup.find_commit() is None
+    monkeypatch.setenv("PROPE_COMMIT", "abc")
+    assert startup.find_commit() == "abc"
+
+
+@pytest.mark.parametrize(("stats", "expected"), [({"bytes_limit": 7}, 7), ({}, None), (None, None)])
+def test_an_accelerators_memory_is_what_it_says(stats, expected):
+    """It is not the host's, where the driver does not say."""
+    device = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+    assert memory.device_bytes(device) == expected
+
+
+def test_a_cpus_memory_is_its_share_of_the_hosts():
+    _, total_kib, *_ = pathlib.Path("/proc/meminfo").read_text().split()
+    host = int(total_kib) * 1024
+    container = pathlib.Path("/sys/fs/cgroup/memory.max")
+    text = container.read_text().strip() if container.exists() else "max"
+    if text != "max":
+        host = min(host, int(text))
+    share = host / jax.local_device_count()
+    assert memory.device_bytes(jax.devices()[0]) == pytest.approx(share, rel=0.01)

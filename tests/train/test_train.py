@@ -1,0 +1,560 @@
+"""The commands as a user runs them: files, exit codes, one line for bad input."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support.commands import CONFIG, ROOT, logged, losses
+from support.models import same
+from support.runs import restore_training as start
+from support.text import WIKIPEDIA as NAME
+from support.text import articles, read_lines, write_lines, write_tfds
+
+from prope import command, sharding
+from prope.data.windows import Windows
+from prope.errors import UsageError
+from prope.inference.losses import LossEvaluation
+from prope.workdir.checkpoints import Checkpoints
+from prope.workdir.hashes import hash_arrays
+from prope.workdir.reader import CheckpointReader
+from prope.workdir.run import check_disk, open_run
+
+EVERY_STEP = "--config.log_every=1"
+
+
+def text_files(tmp_path, prefix):
+    """Writes documents; returns the flags that name them, which begin with `prefix`."""
+    (tmp_path / "text").mkdir()
+    write_lines(tmp_path / "text" / "a.jsonl", [{"text": text} for text in articles()])
+    return f"{prefix}dataset=files", f"{prefix}data_dir={tmp_path / 'text'}"
+
+
+CONTRACT = {"step", "loss", "perplexity", "bits_per_byte", "rope_percentage"}
+TRAINED = CONTRACT | {"eval_loss", "init_hash", "tokens_per_second", "workdir"}
+EVALUATED = CONTRACT | {"rotated_pairs", "dataset", "seq_len", "tokens"}
+LOGGED = {"loss", "learning_rate", "grad_norm", "batch_hash", "tokens_per_second", "data_wait_ms"}
+
+
+def test_a_run_leaves_what_it_should(trained):
+    workdir, result = trained
+    assert result.keys() >= TRAINED
+    fields = ("step", "rope_percentage", "workdir")
+    assert [result[field] for field in fields] == [20, 0.75, str(workdir)]
+    assert np.isclose(result["perplexity"], np.exp(result["eval_loss"]))
+    assert json.loads((workdir / "config.json").read_text())["model"]["rope_percentage"] == 0.75
+    steps = read_lines(workdir / "metrics.jsonl")
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    assert steps[0].keys() >= LOGGED
+    assert len({record["batch_hash"] for record in steps}) == 20
+    assert steps[0]["loss"] > steps[-1]["loss"]
+    evaluations = read_lines(workdir / "eval.jsonl")
+    assert [record["step"] for record in evaluations][:2] == [10, 20]
+    assert len(list(workdir.glob("events.out.tfevents.*"))) == 1
+    assert Checkpoints(workdir).steps() == [10, 20]
+    run = open_run(workdir, 10)
+    assert (run.step, run.init_hash) == (10, result["init_hash"])
+    assert open_run(workdir).step == 20
+
+
+def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path):
+    workdir, result = whole
+    stopped = train(tmp_path / "run", EVERY_STEP, "--stop_at_step=7")
+    assert stopped.result["step"] == 7
+    resumed = train(tmp_path / "run", EVERY_STEP)
+    assert "resumed from step 7" in resumed.stderr
+    assert losses(tmp_path / "run") == losses(workdir)
+    for key in ("loss", "eval_loss", "init_hash"):
+        assert resumed.result[key] == result[key]
+    assert same(open_run(tmp_path / "run").params(), open_run(workdir).params())
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_trained_again(trained, train, run_command, tmp_path):
+    """It is evaluated where no record of all windows is left."""
+    result = trained[1]
+    shutil.copytree(trained[0], tmp_path / "run")
+    part = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=1")
+    assert part.result["loss"] != result["eval_loss"]
+    again = train(tmp_path / "run", EVERY_STEP)
+    assert again.result["eval_loss"] == result["eval_loss"] and "step 20/20" not in again.stderr
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    bare = train(tmp_path / "run", EVERY_STEP)
+    assert (bare.result["eval_loss"], bare.result["loss"]) == (result["eval_loss"], None)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
+    """The next step takes over the memory of the state that is being saved."""
+    assert train(tmp_path / "run", EVERY_STEP, "--stop_at_step=10").result["step"] == 10
+    assert same(open_run(tmp_path / "run", 10).params(), open_run(whole[0], 10).params())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0, 0.25, 1])
+def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p):
+    workdir, result = whole
+    other = train(tmp_path / "run", EVERY_STEP, f"--config.model.rope_percentage={p}")
+    assert other.result["rope_percentage"] == p
+    assert other.result["init_hash"] == result["init_hash"]
+    ours, theirs = losses(tmp_path / "run"), losses(workdir)
+    assert all(ours[step] != theirs[step] for step in theirs)
+    assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
+    data = [CheckpointReader(w / "checkpoints" / "20").data for w in (tmp_path / "run", workdir)]
+    assert data[0] == data[1]
+
+
+@pytest.mark.slow
+def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_dir, monkeypatch):
+    workdir, _ = whole
+    monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
+    flags = (f"--workdir={workdir}", "--batch_size=3", "--max_windows=10")
+    outcome = run_command("prope.evaluate", *flags)
+    assert outcome.result.keys() >= EVALUATED
+    assert (outcome.result["step"], outcome.result["rotated_pairs"]) == (20, 12)
+    run = open_run(workdir)
+    windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
+    params = run.params()
+    found = []
+    for size in (1, 3, 8):
+        run.config.eval.update({"batch_size": size, "max_windows": 10})
+        evaluation = LossEvaluation(run.config, windows)
+        found.append(evaluation.evaluate(params, sharding.make_mesh()))
+    assert {record["tokens"] for record in found} == {outcome.result["tokens"]}
+    losses = [record["loss"] for record in found]
+    np.testing.assert_allclose(losses, outcome.result["loss"], rtol=1e-6)
+
+
+def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache_dir, monkeypatch):
+    """A zero embedding makes all tokens equally likely: the loss is log V, whatever is padded."""
+    monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
+    run = open_run(whole[0])
+    params = run.params()
+    params["embedder"]["input_embedding"] *= 0
+    windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
+    run.config.eval.update({"batch_size": 512, "max_windows": None})
+    found = LossEvaluation(run.config, windows).evaluate(params, sharding.make_mesh())
+    assert found["tokens"] == windows.store.targets("validation")
+    np.testing.assert_allclose(found["loss"], np.log(260), rtol=1e-6)
+    size = windows.store.index["validation"]["bytes"]
+    bits = np.log2(260) * found["tokens"]
+    np.testing.assert_allclose(found["bits_per_byte"], bits / size, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_path):
+    flags = (f"--workdir={whole[0]}", "--seq_len=128", *text_files(tmp_path, "--"))
+    outcome = run_command("prope.evaluate", *flags)
+    assert (outcome.result["seq_len"], outcome.result["dataset"]) == (128, "files")
+
+
+@pytest.mark.slow
+def test_wikipedia_in_both_formats_trains_alike_without_tensorflow_or_a_socket(tmp_path):
+    """A TensorFlow that can be imported ends the process; every use of a socket fails."""
+    (tmp_path / "fake" / "tensorflow").mkdir(parents=True)
+    (tmp_path / "fake" / "tensorflow" / "__init__.py").write_text(
+        "raise SystemExit('TensorFlow was imported')"
+    )
+    watch = (
+        "import runpy, sys\n"
+        "def refuse(event, arguments):\n"
+        "    names = ('connect', 'bind', 'getaddrinfo', 'sendto')\n"
+        "    if event in [f'socket.{name}' for name in names]:\n"
+        "        raise RuntimeError(f'{event} {arguments}')\n"
+        "sys.addaudithook(refuse)\n"
+        "runpy.run_module('prope.train', run_name='__main__', alter_sys=True)\n"
+    )
+    found = []
+    for kind in ("array_record", "tfrecord"):
+        write_tfds(tmp_path / kind, kind, articles(300))
+        workdir = tmp_path / f"run-{kind}"
+        arguments = [
+            sys.executable,
+            "-c",
+            watch,
+            CONFIG,
+            f"--workdir={workdir}",
+            f"--config.data.dataset={NAME}",
+            f"--config.data.data_dir={tmp_path / kind}",
+            f"--config.data.cache_dir={tmp_path / kind / 'cache'}",
+            EVERY_STEP,
+        ]
+        env = os.environ | {"PYTHONPATH": str(tmp_path / "fake")}
+        done = subprocess.run(
+            arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(losses(workdir))
+    assert found[0] == found[1] and len(found[0]) == 20
+
+
+@pytest.mark.slow
+def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path):
+    workdir, result = whole
+    spread = train(
+        tmp_path / "run", EVERY_STEP, "--config.mesh.data=2", "--stop_at_step=10", devices=8
+    )
+    assert spread.code == 0, spread.stderr
+    assert spread.result["init_hash"] == result["init_hash"]
+    evaluated = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=8")
+    np.testing.assert_allclose(evaluated.result["loss"], spread.result["eval_loss"], rtol=1e-5)
+    train(tmp_path / "run", EVERY_STEP, "--config.accumulation=2")
+    assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
+    ours, theirs = losses(tmp_path / "run"), losses(workdir)
+    np.testing.assert_allclose([ours[s] for s in theirs], list(theirs.values()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
+    workdir, result = whole
+    started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
+    assert (
+        started.result["init_hash"]
+        == hash_arrays(open_run(workdir).params())
+        != result["init_hash"]
+    )
+    refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.hidden_dim=64")
+    assert not (tmp_path / "other").exists()
+    assert "is another model (model.hidden_dim: 128, not 64)" in refused.error
+
+
+@pytest.mark.slow
+def test_a_trained_model_goes_on_with_another_encoding(whole, train, tmp_path):
+    """DroPE, 2512.12167: the weights are those of the first run, and what differs is logged."""
+    workdir, _ = whole
+    dropped = train(
+        tmp_path / "run",
+        f"--init_from={workdir}",
+        "--config.model.rope_percentage=0",
+        "--stop_at_step=1",
+    )
+    assert dropped.result["init_hash"] == hash_arrays(open_run(workdir).params())
+    assert f"other than in {workdir}: model.rope_percentage: 0.75 -> 0.0\n" in dropped.stderr
+    yarn = (
+        "rope_scaling_type=yarn",
+        "rope_scaling_factor=4",
+        "original_seq_len=64",
+        "logit_scale=yarn",
+    )
+    flags = [f"--config.model.{flag}" for flag in yarn]
+    longer = train(
+        tmp_path / "longer",
+        f"--init_from={workdir}",
+        "--config.data.seq_len=128",
+        *flags,
+        "--stop_at_step=1",
+    )
+    assert longer.code == 0 and longer.result["init_hash"] == dropped.result["init_hash"]
+    assert "model.rope_scaling_type: none -> yarn" in longer.stderr
+
+
+STAGE = {
+    "data.seq_len": 128,
+    "data.position_range": 256,
+    "model.rope_percentage": 0.5,
+    "model.max_wavelength": 500_000.0,
+    "model.layer_types": ("sliding_attention", "full_attention"),
+    "model.sliding_window": 16,
+    "model.local_max_wavelength": 100.0,
+    "model.remat": "full",
+}
+
+
+def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, caplog):
+    """What differs in model and data is logged; the parameters are those of the earlier stage."""
+    with caplog.at_level(logging.INFO, "prope"):
+        config = open_run(trained[0]).config
+        config.update_from_flattened_dict(STAGE | {"num_steps": 30, "batch_size": 4, "seed": 9})
+        step, params, _ = start(config, tmp_path / "a", trained[0])
+    assert (step, params) == (0, hash_arrays(open_run(trained[0]).params()))
+    before = {"data.seq_len": 64, "model.rope_percentage": 0.75, "model.max_wavelength": 10_000.0}
+    before |= {"model.layer_types": (), "model.remat": "none"}
+    (line,) = [line for line in caplog.messages if line.startswith(f"other than in {trained[0]}: ")]
+    found = line.partition(": ")[2].split("; ")
+    assert sorted(found) == sorted(
+        f"{name}: {before.get(name)} -> {value}" for name, value in STAGE.items()
+    )
+    for name, value in (
+        ("num_heads", 4),
+        ("dtype", "bfloat16"),
+        ("use_qk_norm", True),
+        ("vocab_size", 300),
+    ):
+        config = open_run(trained[0]).config
+        config.model.max_wavelength = 500_000.0
+        theirs, config.model[name] = config.model[name], value
+        with pytest.raises(
+            UsageError, match=rf"=\S+: is another model \(model.{name}: {theirs}, not {value}\)$"
+        ):
+            start(config, tmp_path / "b", trained[0])
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train, tmp_path):
+    outcome = train(
+        tmp_path / "run",
+        "--config.optimizer.learning_rate=1e30",
+        "--config.checkpoint_every=1",
+        "--config.optimizer.warmup_steps=0",
+        "--config.eval.max_windows=1",
+    )
+    assert outcome.code == 1
+    assert re.search(
+        r"stopped: step \d+ has loss .* (nan|inf).*learning_rate \(now 1e\+30\)", outcome.error
+    )
+    kept = Checkpoints(tmp_path / "run").steps()
+    assert kept and all(
+        np.isfinite(leaf).all()
+        for leaf in jax.tree.leaves(open_run(tmp_path / "run", kept[-1]).params())
+    )
+
+
+@pytest.mark.slow
+def test_an_evaluation_without_a_predicted_token_does_not_end_a_run(train, tmp_path):
+    """Of long questions with short answers, the window that is evaluated holds no answer."""
+    (tmp_path / "text").mkdir()
+    records = [{"q": f"{i} {'why ' * 1000}", "a": "so"} for i in range(60)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "text/a.jsonl").write_text(lines)
+    fields = {
+        "data.dataset": "files",
+        "data.data_dir": tmp_path / "text",
+        "data.template": "{q} {a}",
+        "data.loss_on": "targets",
+        "data.validation_fraction": 0.3,
+        "eval.max_windows": 1,
+        "num_steps": 4,
+        "eval_every": 2,
+        "checkpoint_every": 2,
+    }
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    stopped = train(tmp_path / "run", *flags, "--stop_at_step=2")
+    assert stopped.code == 0, stopped.stderr
+    outcome = train(tmp_path / "run", *flags)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.result["step"] == 4 and outcome.result["eval_loss"] is None
+    assert "step 4: validation without a predicted token" in outcome.stderr
+
+
+def test_tensorboard_is_written_without_torch(tmp_path):
+    """tensorboardX imports what it finds of torch and cloud libraries: seconds of every start."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    write = (
+        "import sys, threading\n"
+        "from prope.workdir.metrics import EventFiles\n"
+        "with EventFiles(sys.argv[1] + '/run', 1) as events:\n"
+        "    events.add('train', {'loss': 1.0, 'step': 1})\n"
+        "    events.flush(threading.Lock())\n"
+        "assert 'torch' not in sys.modules, 'it can be imported later'\n"
+    )
+    (tmp_path / "run").mkdir()
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    subprocess.run([sys.executable, "-c", write, tmp_path], env=env, check=True, timeout=300)
+    (path,) = (tmp_path / "run").glob("events.out.tfevents.*")
+    assert b"train/loss" in path.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
+    outcome = run_command("prope.report", f"--workdir={whole[0]}")
+    report = whole[0] / "report"
+    assert (report / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert outcome.result == {"output": str(report / "index.html"), "runs": [str(whole[0])]}
+    assert "no run there" in run_command("prope.report", f"--workdir={tmp_path}").error
+
+
+# --- Bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        (
+            "--config.model.rope_percentag=0.5",
+            "config.model.rope_percentag: .*did you mean model.rope_percentage",
+        ),
+        ("--config.modle.head_dim=64", "config.modle.head_dim: .*did you mean model.head_dim"),
+        (
+            "--config.num_steps=many",
+            "config.num_steps=many: invalid literal for int.*; optimizer steps of the whole run",
+        ),
+        (
+            "--config.num_steps=1.5",
+            "config.num_steps=1.5: invalid literal for int.*; optimizer steps of the whole run",
+        ),
+        (
+            "--config.model.rope_percentage=1.5",
+            r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]",
+        ),
+        (
+            "--config.model.rope_percentage=-0.1",
+            r"model.rope_percentage=-0.1: must be a fraction in \[0, 1\]",
+        ),
+        (
+            "--config.model.rope_percentage=nan",
+            r"model.rope_percentage=nan: must be a fraction in \[0, 1\]",
+        ),
+        ("--config.model.head_dim=33", "model.head_dim=33: must be even"),
+        (
+            "--config.model.num_kv_heads=3",
+            "model.num_heads=2: must be a multiple of model.num_kv_heads=3",
+        ),
+        ("--config.accumulation=3", "batch_size=8: must be a multiple of accumulation=3"),
+        ("--config.model.vocab_size=100", "vocab_size=100: the tokenizer byte has 260 ids"),
+        ("--config.data.tokenizer=none.model", "tokenizer=none.model: cannot be read"),
+        (
+            "--config.data.dataset=wikipedia/20230601.en",
+            "data.dataset=wikipedia/20230601.en needs the folder",
+        ),
+        ("--stop_at_step=0", "flag --stop_at_step=0: 0 is not a positive integer"),
+        (
+            "--workdir=http://host/run",
+            "workdir=http://host/run: must be a local path, or a URL of gs or s3",
+        ),
+        (
+            "--config.checkpoint.keep_every=0",
+            "keep_every=0: must be at least 1, or None for none of them",
+        ),
+        ("--config.watchdog_minutes=-1", "watchdog_minutes=-1.0: must not be negative"),
+        ("--cnofig=x", r"--cnofig: there is no such flag \(did you mean --config\?\)"),
+        ("stray", "unexpected argument 'stray'"),
+    ],
+)
+def test_bad_input_gets_one_line_before_a_device_is_touched(train, tmp_path, argument, says):
+    # A platform that does not exist: touching a device would be another error.
+    outcome = train(tmp_path / "run", argument, JAX_PLATFORMS="none")
+    assert outcome.code == 2
+    assert re.search(says, outcome.error), outcome.error
+    assert not (tmp_path / "run").exists()
+
+
+IMPORTS = "from prope.config import default_config, set_layer_percentages\n"
+BAD_CONFIG_FILES = [
+    ("def get_config(): return 1 +", "invalid syntax"),
+    ("c.model.rope_percentag = 1.0", "rope_percentag.*did you mean rope_percentage"),
+    ("c.num_steps = 'many'", r"file\.py line 4: TypeError: .*num_steps.*many is of original"),
+    (
+        "c.model.rope_percentage = None",
+        r"config\.model\.rope_percentage=None: must have a value, such as 1\.0$",
+    ),
+    (
+        "set_layer_percentages(c, [None, 1])",
+        r"config\.model\.rope_percentage=\[None, 1\]: must be fractions in \[0, 1\]",
+    ),
+]
+
+
+def test_bad_config_files_get_one_line(run_command, tmp_path):
+    for text, says in BAD_CONFIG_FILES:
+        if "def" not in text:
+            lines = ("def get_config():", "c = default_config()", text, "return c")
+            text = IMPORTS + "\n    ".join(lines)
+        (tmp_path / "file.py").write_text(text)
+        flags = (f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run")
+        outcome = run_command("prope.train", *flags)
+        assert outcome.code == 2 and re.search(says, outcome.error), outcome.error
+    huge = run_command(
+        "prope.train", f"--config={ROOT}/configs/quickstart.py:huge", f"--workdir={tmp_path}"
+    )
+    assert "the size of a config is full or tiny; got huge" in huge.error
+    missing = run_command(
+        "prope.train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run"
+    )
+    assert "none.py" in missing.error
+    assert "--workdir" in run_command("prope.train", CONFIG).error
+
+
+def test_a_batch_that_the_devices_cannot_divide(train, tmp_path):
+    outcome = train(tmp_path / "runs" / "a", "--config.batch_size=12", devices=8)
+    assert "batch_size=12: must be a multiple of 8 (accumulation=1 x 8 devices)" in outcome.error
+    assert not list(tmp_path.iterdir()), "no empty folder is left"
+    (tmp_path / "own").mkdir()
+    assert train(tmp_path / "own", "--config.batch_size=12", devices=8).code == 2
+    assert (tmp_path / "own").is_dir(), "it was there before"
+
+
+def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
+    workdir, _ = whole
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    arguments = ("--config.model.rope_percentage=0.5", "--config.seed=1", "--config.log_every=3")
+    outcome = train(workdir, *arguments)
+    assert (
+        "model.rope_percentage: 0.75, not 0.5" in outcome.error
+        and "seed: 0, not 1" in outcome.error
+    )
+    assert "log_every" not in outcome.error and "init_from" not in outcome.error
+    longer = train(workdir, "--config.num_steps=40")
+    assert (
+        "num_steps: 20, not 40" in longer.error
+        and f"--init_from={workdir} in another --workdir" in longer.error
+    )
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_other_data_under_a_run_is_refused(train, tmp_path):
+    arguments = text_files(tmp_path, "--config.data.")
+    assert train(tmp_path / "run", *arguments, "--stop_at_step=2").code == 0
+    (tmp_path / "text" / "b.txt").write_text("one more document")
+    outcome = train(tmp_path / "run", *arguments)
+    assert "checkpoint 2 was trained on other data" in outcome.error
+
+
+def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
+    workdir, _ = whole
+    assert "no run there" in run_command("prope.evaluate", f"--workdir={tmp_path}/none").error
+    (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
+    assert (
+        "a run without a finished checkpoint"
+        in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    )
+    (tmp_path / "checkpoints").mkdir()
+    assert (
+        "a run without a finished checkpoint"
+        in run_command("prope.evaluate", f"--workdir={tmp_path}").error
+    )
+    missing = run_command("prope.evaluate", f"--workdir={workdir}", "--step=11")
+    assert "--step=11" in missing.error and "it has 10, 20" in missing.error
+    values = json.loads((workdir / "config.json").read_text())
+    values["model"]["rope_percentage"] = 1.0
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
+    disagree = run_command("prope.evaluate", f"--workdir={tmp_path}")
+    assert (
+        "config.json and checkpoint 20 disagree (model.rope_percentage: 0.75, not 1.0)"
+        in disagree.error
+    )
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+    usage = type("Usage", (), {"free": 5_000_000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        UsageError, match="the disk is full: a checkpoint needs 9 MB and 5 MB are free"
+    ):
+        check_disk(tmp_path, 9_000_000)
+
+    def main():
+        try:
+            with open("/dev/full", "w") as full:
+                full.write("x")
+        except OSError as error:
+            raise RuntimeError("saving failed") from error
+
+    monkeypatch.setattr(sys, "argv", ["prope.train"])
+    monkeypatch.setattr(command.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as stopped:
+        command.run(main, lambda: None)
+    assert stopped.value.code == 1
+    assert re.fullmatch(
+        r"stopped: no space left on the device \(.*\); .*run the same command again\n",
+        capsys.readouterr().err,
+    )
