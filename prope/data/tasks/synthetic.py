@@ -16,7 +16,7 @@ uniformly on a logarithmic scale, as far as free slots allow.
 import numpy as np
 
 from prope.config import GENERATED
-from prope.data.tasks.draws import Key, Window, make_rng, window_without_answers
+from prope.data.tasks.draws import Key, Window, log_uniform, make_rng, window_without_answers
 from prope.data.tokenizer import GEMMA_IDS
 
 NAMES = GENERATED["synthetic"]
@@ -38,10 +38,43 @@ _SHORTEST_GAP = 4
 _LONGEST_GAP = 8
 
 
+def copy(rng, stream, slots):
+    """Enters questions for a letter before; returns their places and distances."""
+    number = rng.integers(0, len(OFFSETS), len(slots))
+    distances = np.array(OFFSETS)[number]
+    stream[slots] = _COPY + number
+    stream[slots + 1] = stream[slots - distances]
+    return slots, distances
+
+
+def recall(rng, stream, slots):
+    """Enters facts and questions for their values; returns places and distances of questions."""
+    free = np.sort(slots)
+    queries = []
+    distances = []
+    for key in rng.permutation(KEYS)[: len(slots) // 2]:
+        distance = log_uniform(rng, _SHORTEST_GAP + 2, len(stream) - 1)
+        later = free[1:]
+        far = later[later >= free[0] + distance]
+        query = rng.choice(far if len(far) else later)
+        earlier = free[free < query]
+        fact = earlier[np.abs(query - earlier - distance).argmin()]
+        value = rng.integers(VALUES)
+        stream[fact] = _FACT + key * VALUES + value
+        stream[query] = _QUERY + key
+        stream[query + 1] = _VALUE + value
+        queries.append(query)
+        distances.append(query - fact)
+        free = free[(free != fact) & (free != query)]
+    return queries, distances
+
+
+TASKS = {"copy": copy, "recall": recall}
+
+
 def draw_window(task: str, T: int, index: int, key: Key) -> Window:
     """Draws a window of T tokens, a function of the arguments."""
-    number = NAMES.index(task)
-    rng = make_rng(index, (2, number, *key))
+    rng = make_rng(index, (2, NAMES.index(task), *key))
     stream = rng.integers(_LETTER, _VALUE, T + 1, dtype=np.int32)
     stream[0] = GEMMA_IDS.bos
     window = window_without_answers(stream)
@@ -49,53 +82,15 @@ def draw_window(task: str, T: int, index: int, key: Key) -> Window:
     # The first token of each; <bos> and a gap come before.
     slots = np.cumsum(gaps + 2) - 1
     slots = rng.permutation(slots[slots < T])
-    shares = {"copy": 1, "recall": 0, "mix": 0.5}
-    copies = int(shares[task] * len(slots))
-    _enter_copies(rng, window, slots[:copies])
-    others = np.sort(slots[copies:])
-    _enter_recalls(rng, window, others)
+    if task == "mix":
+        parts = zip(TASKS, np.split(slots, [len(slots) // 2]), strict=True)
+    else:
+        parts = [(task, slots)]
+    for name, part in parts:
+        places, distances = TASKS[name](rng, stream, part)
+        window.task[places] = NAMES.index(name)
+        window.distance[places] = distances
     return window
-
-
-def _enter_copies(rng, window: Window, slots) -> None:
-    stream = window.stream
-    number = rng.integers(0, len(OFFSETS), len(slots))
-    offset = np.array(OFFSETS)[number]
-    stream[slots] = _COPY + number
-    stream[slots + 1] = stream[slots - offset]
-    window.task[slots] = NAMES.index("copy")
-    window.distance[slots] = offset
-
-
-def _choose_slots(rng, free, distance: float):
-    """Chooses the free slots of a fact and its question, about as far apart as `distance`."""
-    later = free[1:]
-    candidates = later[later >= free[0] + distance]
-    if not len(candidates):
-        candidates = later
-    query = rng.choice(candidates)
-    earlier = free[free < query]
-    misses = np.abs(query - earlier - distance)
-    return earlier[misses.argmin()], query
-
-
-def _enter_recalls(rng, window: Window, slots) -> None:
-    shortest = np.log(_SHORTEST_GAP + 2)
-    longest = np.log(len(window.task))
-    keys = rng.permutation(KEYS)
-    count = len(slots) // 2
-    free = slots
-    for key in keys[:count]:
-        distance = np.exp(rng.uniform(shortest, longest))
-        fact, query = _choose_slots(rng, free, distance)
-        value = rng.integers(VALUES)
-        window.stream[fact] = _FACT + key * VALUES + value
-        window.stream[query] = _QUERY + key
-        window.stream[query + 1] = _VALUE + value
-        window.task[query] = NAMES.index("recall")
-        window.distance[query] = query - fact
-        unused = (free != fact) & (free != query)
-        free = free[unused]
 
 
 def text_of(ids) -> str:
