@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import pathlib
 import random
@@ -16,6 +17,7 @@ import time
 
 import numpy as np
 import pytest
+import sentencepiece
 from support.commands import ROOT
 from support.text import WIKIPEDIA as NAME
 from support.text import articles, data_config, documents_of, write_text, write_tfds
@@ -26,6 +28,8 @@ from support.text import read_tokens as stream
 from prope.data.sources import files
 from prope.data.sources import tfds as tfds_files
 from prope.data.store import arrays, build, pack, workers
+from prope.data.store.build import open_store
+from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
 from prope.errors import RunFailed
 
 KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
@@ -64,6 +68,169 @@ def log_lines():
     yield lines
     logger.setLevel(level)
     logger.removeHandler(handler)
+
+
+# --- What is in a store -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
+def test_every_document_arrives_once_and_whole(tmp_path, kind):
+    texts = articles()
+    folder = tmp_path / "data"
+    if kind == "files":
+        write_text(folder, texts)
+    else:
+        write_tfds(folder, kind, texts)
+    dataset = "files" if kind == "files" else NAME
+    store = open_store(data_config(tmp_path, dataset, folder, validation_fraction=0.3), 260)
+    expected = {"train": [], "validation": []}
+    for document in texts:
+        held_out = pack.is_validation(document.encode(), 0.3)
+        expected["validation" if held_out else "train"].append(document)
+    for split, documents in expected.items():
+        assert documents_of(store, split) == documents
+        size = sum(len(document.encode()) for document in documents)
+        assert store.index[split] == {
+            "tokens": size + 2 * len(documents),
+            "documents": len(documents),
+            "bytes": size,
+            "prompt_tokens": 0,
+            "unk_tokens": 0,
+        }
+        assert store.targets(split) == size + len(documents)
+
+
+def test_stores_of_older_versions_are_the_same_data(tmp_path):
+    """So their runs can be resumed; only .txt files are read in another way since."""
+    write_tfds(tmp_path / "data", "tfrecord", articles())
+    tfds = data_config(tmp_path, NAME, tmp_path / "data")
+    lines = data_config(tmp_path, "files", tmp_path / "lines")
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "a.jsonl").write_text('{"text": "abc"}\n{"text": "d"}\n')
+    store = open_store(tfds, 260)
+    assert (store.fingerprint, open_store(lines, 260).fingerprint) == (
+        "d8adaa55946c72fc",
+        "f1e02052f662114c",
+    )
+    (tmp_path / "lines" / "a.txt").write_text("abc")
+    assert open_store(lines, 260).fingerprint != "8ff8113e6df24c81"
+    index = json.loads(pathlib.Path(store.path, "index.json").read_text())
+    for split in ("train", "validation"):
+        del index[split]["unk_tokens"]
+    pathlib.Path(store.path, "index.json").write_text(json.dumps(index))
+    assert open_store(tfds, 260).count("unk_tokens", "all") == 0
+
+
+def test_shards_of_the_store_are_cut_anywhere(tmp_path, config, text, monkeypatch):
+    whole = stream(open_store(config, 260), "train")
+    monkeypatch.setattr(arrays, "_READ_TOKENS", 128)
+    monkeypatch.setattr(arrays, "SHARD", 1024)
+    cut = open_store(data_config(tmp_path / "cut", "files", text), 260)
+    paths = list(pathlib.Path(cut.path, "train").rglob("*"))
+    assert len(paths) > 5
+    np.testing.assert_array_equal(stream(cut, "train"), whole)
+
+
+def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path, config, text):
+    store = open_store(config, 260)
+    index = pathlib.Path(store.path, "index.json")
+    before = index.stat().st_mtime_ns
+    assert open_store(config, 260).path == store.path
+    assert index.stat().st_mtime_ns == before
+    other = data_config(tmp_path, "files", text, validation_fraction=0.1)
+    assert open_store(other, 260).fingerprint != store.fingerprint
+    (text / "a.txt").write_text("another text")
+    assert open_store(config, 260).fingerprint != store.fingerprint
+
+
+def test_a_damaged_store_is_an_error_and_not_other_text(config):
+    store = open_store(config, 260)
+    (shard,) = pathlib.Path(store.path, "train", "c").rglob("*")
+    damaged = bytearray(shard.read_bytes())
+    damaged[100] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(ValueError, match="DATA_LOSS"):
+        stream(store, "train")
+
+
+def test_the_baseline_is_the_cross_entropy_of_token_frequencies(config):
+    store = open_store(config, 260)
+    train = stream(store, "train")
+    train = train[train != GEMMA_IDS.bos]
+    for split, name in (("validation", "unigram_loss"), ("train", "train_unigram_loss")):
+        predicted = stream(store, split)
+        predicted = predicted[predicted != GEMMA_IDS.bos]
+        total = 0.0
+        for token in range(260):
+            share = (np.sum(train == token) + 1) / (len(train) + 260)
+            total -= np.sum(predicted == token) * math.log(share)
+        assert math.isclose(store.index[name], total / len(predicted), rel_tol=1e-9)
+
+
+def test_sentencepiece_makes_a_store(config, sentencepiece_model):
+    config.tokenizer = sentencepiece_model
+    store = open_store(config, 300)
+    texts = articles()
+    tokens = np.concatenate([stream(store, split) for split in arrays.SPLITS])
+    assert np.sum(tokens == 2) == np.sum(tokens == 1) == len(texts)
+    size = sum(len(document.encode()) for document in texts)
+    assert store.count("bytes", "all") == size
+    train = stream(store, "train")
+    first = train[1 : np.flatnonzero(train == 1)[0]]
+    predicted = [t for t in texts if not pack.is_validation(t.encode(), 0.05)]
+    expected = predicted[0]
+    assert load_tokenizer(sentencepiece_model).decode(first) == expected
+
+
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_tokens_for_unknown_text_are_counted_and_told(tmp_path, caplog, byte_fallback):
+    learnt = ["rope turn pair frequency 0123456789"] * 50
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(learnt),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=300 if byte_fallback else 40,
+        model_type="char",
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        byte_fallback=byte_fallback,
+        minloglevel=2,
+    )
+    folder = write_text(tmp_path / "text", articles())
+    config = data_config(tmp_path, "files", folder, validation_fraction=0.3)
+    config.tokenizer = str(tmp_path / "m.model")
+    store = open_store(config, 300)
+    model = sentencepiece.SentencePieceProcessor(model_file=config.tokenizer)
+    expected = {"train": 0, "validation": 0}
+    for text in articles():
+        split = "validation" if pack.is_validation(text.encode(), 0.3) else "train"
+        expected[split] += model.encode(text).count(3)
+    assert all(expected.values()) != byte_fallback
+    for split, count in expected.items():
+        assert store.index[split]["unk_tokens"] == count
+    share = sum(expected.values()) / store.count("tokens", "all")
+    told = [line for line in caplog.messages if "<unk>" in line]
+    assert len(told) == (not byte_fallback)
+    assert all(f"{share:.2%}" in line for line in told)
+
+
+def test_documents_without_text_are_left_out_and_counted(tmp_path, log_lines):
+    texts = articles(50)
+    stores = []
+    for name, written in (("a", [*texts[:20], "", *texts[20:], " \n"]), ("b", texts)):
+        write_tfds(tmp_path / name, "tfrecord", written)
+        config = data_config(tmp_path / name, NAME, tmp_path / name, validation_fraction=0.2)
+        stores.append(build.open_store(config, 260))
+    with_empty, without = stores
+    for split in arrays.SPLITS:
+        np.testing.assert_array_equal(stream(with_empty, split), stream(without, split))
+    assert with_empty.index["empty"] == 2
+    assert without.index["empty"] == 0
+    (line,) = [line for line in log_lines if "left out" in line]
+    count = "data: 2 documents without text were left out"
+    assert line.startswith(f"{count}, the first in wikipedia-train.tfrecord-00001")
 
 
 # --- The same store, however it was made ------------------------------------------------------
@@ -263,34 +430,6 @@ def test_a_second_preparation_waits_for_the_first(config, log_lines, monkeypatch
 # --- What cannot be used ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_record_that_is_not_utf8(tmp_path, number):
-    texts = articles()
-    texts[150] = b"fine so far \xff\xfe"
-    write_tfds(tmp_path / "data", "array_record", texts)
-    config = data_config(tmp_path, NAME, tmp_path / "data", num_workers=number)
-    place = "wikipedia-train.array_record-00001-of-00002 record 85"
-    refused(config, rf"{place}: not UTF-8 text \(byte 12\); convert or")
-    assert not list((tmp_path / "cache").rglob("index.json"))
-
-
-def test_documents_without_text_are_left_out_and_counted(tmp_path, log_lines):
-    texts = articles(50)
-    stores = []
-    for name, written in (("a", [*texts[:20], "", *texts[20:], " \n"]), ("b", texts)):
-        write_tfds(tmp_path / name, "tfrecord", written)
-        config = data_config(tmp_path / name, NAME, tmp_path / name, validation_fraction=0.2)
-        stores.append(build.open_store(config, 260))
-    with_empty, without = stores
-    for split in arrays.SPLITS:
-        np.testing.assert_array_equal(stream(with_empty, split), stream(without, split))
-    assert with_empty.index["empty"] == 2
-    assert without.index["empty"] == 0
-    (line,) = [line for line in log_lines if "left out" in line]
-    count = "data: 2 documents without text were left out"
-    assert line.startswith(f"{count}, the first in wikipedia-train.tfrecord-00001")
-
-
 def test_a_store_that_is_not_what_its_name_says(tmp_path):
     folder = write_text(tmp_path / "text", articles())
     config = data_config(tmp_path, "files", folder)
@@ -384,6 +523,7 @@ def test_a_cache_that_cannot_be_written(config, bucket, tmp_path, monkeypatch):
 
 
 # --- Alone ------------------------------------------------------------------------------------
+
 
 ALONE = """
 import socket

@@ -14,7 +14,7 @@ from support.text import data_config as settings
 from prope import command
 from prope.data.sources import tfds
 from prope.data.sources.find import find_source
-from prope.errors import RunFailed, UsageError
+from prope.errors import RunFailed
 from prope.runtime import files
 
 Path = type(epath.Path())
@@ -123,30 +123,6 @@ def test_a_tfrecord_file_is_read_once_by_its_parts(tmp_path, monkeypatch):
     before = read()
     assert sum(1 for _ in source.documents()) == 20_000
     assert read() - before < 2 * size
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (
-            "wikipedia/20230601.de",
-            r"prepared copy: mkdir -p .*/wikipedia/20230601.de && .*/1.0.0 .*20230601.de/$",
-        ),
-        (
-            "wikipedia/20220620.simple:1.0.0",
-            r"gcloud storage cp -r gs://tfds-data/datasets/wikipedia/20220620.simple/1.0.0 ",
-        ),
-        (
-            "wikipedia/20230601.simpel",
-            r"there is no wikipedia/20230601.simpel \(did you mean 20230601.simple\?\)",
-        ),
-        ("wikipedia", r"284 MB.*20230601.simple/1.0.0 .*21 GB.*20230601.en/1.0.0"),
-        ("wikipedia_toxicity_subtypes", "tfds build wikipedia_toxicity_subtypes "),
-    ],
-)
-def test_what_is_not_there_comes_with_its_command(tmp_path, name, says):
-    with pytest.raises(UsageError, match=says):
-        find_source(settings(tmp_path, name, tmp_path / "none"))
 
 
 def test_a_missing_package_is_one_line_with_the_command(monkeypatch, capsys):

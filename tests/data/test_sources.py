@@ -1,4 +1,4 @@
-"""Kinds of text, instructions, and mixtures."""
+"""Kinds of text, instructions, and mixtures: that nothing is lost or doubled on the way."""
 
 import ast
 import contextlib
@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import platform
-import re
+import shutil
 import socket
 import sysconfig
 
@@ -27,24 +27,23 @@ from support.text import (
     write_text,
     write_tfds,
 )
-from support.text import data_refused as refused
 
-from prope.config import EMBEDDED, default_config, differences, from_dict
+from prope.config import default_config, differences, from_dict
 from prope.data.mixture import interleave_sources, open_windows
-from prope.data.sources import base, files
+from prope.data.sources import base, files, tfds
 from prope.data.sources.find import find_source
 from prope.data.store import arrays
 from prope.data.store.build import open_store
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS
 from prope.data.windows import train_batch
-from prope.errors import UsageError
-from prope.runtime.files import hash_file, read_text
+from prope.runtime.files import hash_file
 from prope.runtime.validate import validate
 
 assert_equal = np.testing.assert_array_equal
 BOS = GEMMA_IDS.bos
 EOS = GEMMA_IDS.eos
+
 
 # --- Folders ----------------------------------------------------------------------------------
 
@@ -81,29 +80,6 @@ def test_a_folder_is_the_same_documents_however_it_is_cut(tmp_path, folder, monk
         ratio = {".txt": 1, ".jsonl": 1, ".gz": 3}  # gzip is taken to shrink text to a third
         num_bytes += ratio.get(path.suffix, 0) * path.stat().st_size
     assert source.num_bytes == num_bytes
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'{"text": "a"', "not a JSON value"),
-        (b'{"text": "\xff"}', r"not UTF-8 text \(byte 10\)"),
-        (b'{"text": "\\ud800"}', "holds half a character"),
-        (b'{"text": 3}', "no text under 'text'; name the key"),
-        (b'{"content": "a", "id": 1}', "no text under 'text'; .*: it has 'content', 'id'"),
-        (b"3", "no text under 'text'; .*: it has none"),
-        (b"[1]", "a JSON array, not an object; write one object a line, as jq"),
-        (b' [{"text": "a"},', "a JSON array, not an object"),
-        (b"{", "not a JSON value .*; write one object a line"),
-    ],
-)
-def test_a_line_that_is_no_document(tmp_path, folder, monkeypatch, line, problem):
-    monkeypatch.setattr(files, "chunk_bytes", lambda total: 300)
-    file = folder / "a.jsonl"
-    whole = file.read_bytes()
-    file.write_bytes(whole + b"\n" + line + b"\n")
-    number = whole.count(b"\n") + 2
-    refused(data_config(tmp_path, "files", folder), f"a.jsonl line {number}: {problem}")
 
 
 @pytest.fixture
@@ -172,13 +148,6 @@ def test_links_are_followed_once(tmp_path, data_lines):
     assert data_lines() == [f"data: {folder}: 4 files read, 6 left out (6 linked twice)"]
 
 
-def test_nothing_to_read_says_what_is_there(tmp_path):
-    write(tmp_path / "text", "a.parquet", b"PAR1")
-    write(tmp_path / "text", ".cache/a.txt", "a")
-    problem = r"in it or below it; 2 left out \(1 hidden, 1 ending in .parquet\)"
-    refused(data_config(tmp_path, "files", tmp_path / "text"), problem)
-
-
 def test_what_a_bucket_holds_beside_text(tmp_path, bucket, data_lines):
     for name in ("a.txt", "x/B.TXT", "._a.txt", ".ipynb_checkpoints/a.txt", "c.md"):
         (epath.Path(bucket) / name).write_text(f"{name}.")
@@ -231,22 +200,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, name, few):
     assert list(source.documents()) == [text.encode(), b""]
 
 
-def test_a_byte_order_mark_is_no_prompt(tmp_path):
-    write(tmp_path, "prompts", "\ufeffdef f\n\ufeffg".encode())
-    assert read_text("prompts", str(tmp_path / "prompts"), "") == "def f\n\ufeffg"
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("few", [True, False])
-def test_text_in_another_encoding_is_refused(tmp_path, monkeypatch, encoding, name, few):
-    if not few:
-        monkeypatch.setattr(files, "_FEW_TEXTS", 0)
-    write(tmp_path / "text", name, '{"text": "ein Stück"}\n'.encode(encoding))
-    problem = f"{name}( line 1)?: (not UTF-8 text|holds NUL bytes|not a JSON value)"
-    refused(data_config(tmp_path, "files", tmp_path / "text"), problem)
-
-
 def test_records_whose_text_is_null_are_left_out_and_counted(tmp_path, data_lines):
     records = [{"text": "a", "q": "1"}, {"text": None, "q": "2"}, {"q": None, "text": "b"}]
     folder = tmp_path / "text"
@@ -295,14 +248,67 @@ def test_many_texts_are_whole_documents(tmp_path):
     assert [text.decode() for text in source.documents()] == texts
 
 
-def test_a_document_that_is_too_long(tmp_path, folder, monkeypatch):
-    for module in (files, base):
-        monkeypatch.setattr(module, "MAX_DOCUMENT", 100)
-    problem = "a document of more than 100 bytes; cut it into several"
-    refused(data_config(tmp_path, "files", folder), problem)
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
+def test_a_folder_whose_name_is_a_pattern(tmp_path, kind):
+    folder = tmp_path / "a[b]*?"
+    if kind == "files":
+        write_text(folder / kind, articles())
+    else:
+        write_tfds(folder / kind, kind, articles())
+    dataset = "files" if kind == "files" else NAME
+    store = open_store(data_config(tmp_path, dataset, folder / kind), 260)
+    assert sorted(documents_of(store, "train") + documents_of(store, "validation")) == sorted(
+        articles()
+    )
+    moved = shutil.copytree(store.path, folder / "store")
+    again = open_store(data_config(tmp_path, dataset, store=str(moved)), 260)
+    assert_equal(read_tokens(again, "all"), read_tokens(store, "all"))
+
+
+# --- Datasets of TFDS -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1000, 10**9])
+def test_chunks_have_their_share_of_a_datasets_bytes(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(tfds, "chunk_bytes", lambda total: size)
+    folder = write_tfds(tmp_path, "array_record", articles())
+    info = json.loads((folder / "dataset_info.json").read_text())
+    total = int(info["splits"][0]["numBytes"])
+    source = find_source(data_config(tmp_path, NAME, tmp_path))
+    assert total - len(source.chunks) <= source.num_bytes <= total  # each is rounded down
+    assert max(chunk.num_bytes for chunk in source.chunks) <= size
+    assert len(source.chunks) >= 2
+
+
+def test_splits_that_are_not_read_are_told(tmp_path, caplog):
+    caplog.set_level("INFO", "prope")
+    folder = write_tfds(tmp_path, "tfrecord", articles())
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["splits"] += [info["splits"][0] | {"name": name} for name in ("validation", "test")]
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    for _ in range(2):
+        find_source(data_config(tmp_path, NAME, tmp_path))
+    told = f"data: {folder}: split train read, 2 left out ['test', 'validation']"
+    assert caplog.messages == [told]
+
+
+def test_another_version_of_a_dataset_is_other_data(tmp_path):
+    """Of several the greatest by number is read, unless its name is given."""
+    for version in ("1.0.0", "1.9.0", "1.10.0"):
+        folder = write_tfds(tmp_path / version, "tfrecord", articles())
+        info = json.loads((folder / "dataset_info.json").read_text())
+        (folder / "dataset_info.json").write_text(json.dumps(info | {"version": version}))
+        (tmp_path / "data" / NAME).mkdir(parents=True, exist_ok=True)
+        folder.rename(tmp_path / "data" / NAME / version)
+    sources = {}
+    for name in (NAME, f"{NAME}:1.10.0", f"{NAME}/1.9.0"):
+        identity = find_source(data_config(tmp_path, name, tmp_path / "data")).identity
+        sources[name] = identity["version"]
+    assert list(sources.values()) == ["1.10.0", "1.10.0", "1.9.0"]
 
 
 # --- The library of Python --------------------------------------------------------------------
+
 
 OTHERS = {
     "site-packages",
@@ -315,8 +321,14 @@ OTHERS = {
     "turtledemo",
     "ensurepip",
 }
+
+
 TAKEN = {"a.py": 50_000, "b/b.py": 199_999, "b.py": 200_000}
+
+
 LEFT_OUT = {"short.py": 49_999, "long.py": 200_001, "_sysconfigdata__linux.py": 60_000}
+
+
 NOT_LISTED = {"a.txt": 60_000} | {
     f"{folder}/{name}/a.py": 60_000 for folder in ("a", "b/c") for name in OTHERS
 }
@@ -415,13 +427,12 @@ def test_source_files_are_split_by_their_paths(tmp_path):
     assert len(texts["train"]) >= 25 and len(texts["validation"]) >= 8, "enough for a mean"
 
 
-@pytest.mark.parametrize("dataset", EMBEDDED)
-@pytest.mark.parametrize("sizes", [{}, {"python3.zip": 60_000, "test/a.py": 60_000}])
-def test_a_library_without_source_files(tmp_path, monkeypatch, dataset, sizes):
-    library = write_library(tmp_path / "library", sizes, monkeypatch)
-    problem = f"Python {platform.python_version()} has no .py files for it in {library}; use a "
-    says = re.escape(f"config.data.dataset={dataset}: {problem}")
-    refused(data_config(tmp_path, dataset), f"^{says}")
+@pytest.mark.slow
+def test_python_documentation_is_there(tmp_path):
+    store = open_store(data_config(tmp_path), 260)
+    assert store.count("bytes", "all") > 1_000_000
+    documents = documents_of(store, "train") + documents_of(store, "validation")
+    assert any("The Python Debugger" in document for document in documents)
 
 
 # --- Instructions -----------------------------------------------------------------------------
@@ -509,48 +520,7 @@ def test_the_mark_of_prompts_leaves_every_id_as_it_is(vocab_size, has_prompts, d
         assert is_prompt.tolist() == [False, True, False, True]
 
 
-def test_templates_that_do_not_fit_the_text(tmp_path):
-    write_tfds(tmp_path / "data", "tfrecord", articles(60))
-    wrong = data_config(tmp_path, NAME, tmp_path / "data", template="{titel} {text}")
-    refused(wrong, r"no text feature 'titel' \(did you mean title\?\).*set config.data.template")
-    folder = write_text(tmp_path / "text", articles(60))
-    wrong = data_config(tmp_path, "files", folder, template="{a}{text}")
-    refused(wrong, "a.txt: has no fields for config.data.template")
-
-
 FILES = {"weight": 1, "dataset": "files", "data_dir": "a"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"template": "{a"}, "template={a: expected '}'"),
-        ({"template": "{a.b}"}, "must name features in braces"),
-        ({"template": "a"}, "must name features in braces"),
-        ({"template": "{}"}, "must name features in braces"),
-        ({"loss_on": "targets"}, "loss_on=targets: needs a template"),
-        ({"loss_on": "x"}, "one of all, targets"),
-        ({"dataset": "python_source"}, "data_dir=x: has no effect with data.dataset=python_source"),
-        ({"loss_on": "targets", "template": "{a}."}, "must end with the feature to predict"),
-        ({"mixture": ()}, "mixture=(): must have sources if, and only if, data.dataset=mixture"),
-        (
-            {"mixture": (FILES | {"data_dir": ""},)},
-            "mixture[0].data_dir=: data.mixture[0].dataset=files needs the folder",
-        ),
-        ({"mixture": (FILES | {"weight": 0},)}, "needs a weight above 0"),
-        ({"mixture": ({"weight": 1},)}, "needs a weight above 0 and a dataset"),
-        ({"mixture": (FILES | {"data_dri": "a"},)}, "no field data_dri (did you mean data_dir?)"),
-    ],
-)
-def test_fields_that_do_not_fit(fields, problem):
-    config = default_config()
-    if "mixture" in fields:
-        config.data.update({"dataset": "mixture"} | fields)
-    else:
-        config.data.update({"dataset": "files", "data_dir": "x"} | fields)
-    with pytest.raises(UsageError) as caught:
-        validate(config)
-    assert problem in str(caught.value)
 
 
 # --- Mixtures ---------------------------------------------------------------------------------

@@ -1,31 +1,55 @@
-"""Tokenizers: what is learnt and from what, and that every text comes back byte for byte."""
+"""Tokenizers: learnt, of SentencePiece and of tokenizer.json, as five families have them."""
 
-import io
-import itertools
 import json
-import os
-import re
-import subprocess
-import sys
+import shutil
 import time
 import tracemalloc
+import types
+import unicodedata
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
-from support.commands import ROOT
-from support.text import write_lines
+from etils import epath
+from support.exchange import edit
+from support.heads import analysis_options
+from support.runs import evaluate_run, make_run
+from support.text import articles, data_config, read_lines, read_tokens, refusal, write_lines
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from prope.config import default_config
+from prope.analysis.sequences import read_sequences
+from prope.config import default_config, differences
 from prope.data import view
+from prope.data.mixture import open_windows
 from prope.data.sources.find import find_source
+from prope.data.store.build import open_store
 from prope.data.store.pack import is_validation
-from prope.data.tokenizer import ByteTokenizer, load_tokenizer
+from prope.data.tokenizer import (
+    ByteTokenizer,
+    SpecialIds,
+    _special_ids_of,
+    load_tokenizer,
+    token_name,
+)
 from prope.data.vocabulary import sample, split_lines, train_tokenizer
-from prope.data.windows import Windows, train_batch
-from prope.errors import UsageError
+from prope.hf import exporter, importer
+from prope.hf.tokenizers import write_tokenizer
+from prope.inference import generation
+from prope.inference.generation import Sampling
+from prope.workdir.run import open_run, read_config, write_config
 
 SECRET = "xylophonistically"
+
 ODD = [
     "",
     " ",
@@ -40,7 +64,22 @@ ODD = [
     "\u2047 \u2585",
     "1234567890 " * 3,
 ]
+
 SPECIAL_IDS = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+
+TEXTS = ["", "a b", "  two  spaces\r\n\n", "naïve é🙂 数学", "Z\u0301e\u0301", "x▁y", "\0 1234567"]
+
+SPELLED = "<bos><s></s><eos><pad><unk><|endoftext|><|im_start|><|begin_of_text|><|im_end|>"
+
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+
+# As older versions of transformers write a token.
+PAD = {"__type": "AddedToken", "content": "<|endoftext|>", "normalized": False}
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+# --- Learnt from text -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -192,252 +231,558 @@ def test_the_sample_is_bounded_and_depends_on_the_text_alone():
     assert len(set(numbers)) > 0.7 * len(numbers)
 
 
-def refused(problem, function, *arguments):
-    with pytest.raises(UsageError, match=problem) as caught:
-        function(*arguments)
-    assert "\n" not in str(caught.value)
+# --- tokenizer.json of five families ----------------------------------------------------------
 
 
-def test_models_that_cannot_be_used(config, tmp_path):
-    trained = io.BytesIO()
-    texts = [text.decode() for text in find_source(config.data).documents()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=trained,
-        vocab_size=60,
-        model_type="bpe",
-        minloglevel=2,
+def train(tokenizer, special, alphabet, size):
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    other = trained.getvalue()
-    no_model = "cannot be read: it is not a SentencePiece model"
-    cases = [
-        ("text.model", b"not a model", no_model),
-        ("cut.model", other[:500], no_model),
-        ("empty.model", b"", no_model),
+    tokenizer.train_from_iterator(articles(30), trainer)
+    return tokenizer
+
+
+def byte_level(special, normalizer=None):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return train(tokenizer, special, ALPHABET, 300)
+
+
+def with_bytes(special, normalizer, decoder):
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoder
+    return train(tokenizer, [*special, *BYTES], [], 330)
+
+
+def begin_with(tokenizer, name):
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A", special_tokens=[(name, tokenizer.token_to_id(name))]
+    )
+    return tokenizer
+
+
+def smollm():
+    """One token has every role in its files, and no text begins with it."""
+    tokenizer = byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.post_processor = processors.ByteLevel()
+    roles = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    return tokenizer, {"tokenizer_config.json": roles}
+
+
+def qwen():
+    """Special tokens come last; config.json names a <bos> that no text has."""
+    tokenizer = byte_level([], normalizers.NFC())
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    roles = {"eos_token": "<|im_end|>", "pad_token": PAD}
+    ids = {"bos_token_id": 300, "eos_token_id": 302}
+    return tokenizer, {"tokenizer_config.json": roles, "config.json": ids}
+
+
+def llama():
+    """Ids of config.json alone, in a list."""
+    tokenizer = byte_level(["<|x|>", "<|begin_of_text|>", "<|eot|>"])
+    ids = {"eos_token_id": [2, 0], "bos_token_id": 1}
+    return begin_with(tokenizer, "<|begin_of_text|>"), {"config.json": ids}
+
+
+def mistral():
+    """Nothing beside it; a space before every text."""
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    tokenizer = with_bytes(["<unk>", "<s>", "</s>"], normalizer, decoder)
+    return begin_with(tokenizer, "<s>"), {}
+
+
+def gemma():
+    """<bos> that no file asks for, and a token for images behind all others."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    tokenizer = with_bytes(special, normalizers.Replace(" ", "▁"), decoders.Sequence(steps))
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+    tokenizer.add_special_tokens(["<image>"])
+    return tokenizer, {"special_tokens_map.json": {"eos_token": "<eos>"}}
+
+
+FAMILIES = {
+    # maker, special ids (pad, eos, bos, unk), what a text comes back as
+    "smollm": (smollm, SpecialIds(0, 0, None, None), str),
+    "qwen": (
+        qwen,
+        SpecialIds(300, 302, None, None, 300),
+        lambda text: unicodedata.normalize("NFC", text),
+    ),
+    "llama": (llama, SpecialIds(2, 2, 1, None), str),
+    "mistral": (mistral, SpecialIds(2, 2, 1, 0), lambda text: text.replace("▁", " ")),
+    "gemma": (gemma, SpecialIds(0, 1, 2, 3), lambda text: text.replace("▁", " ")),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """(folder, the library's tokenizer, special ids, what a text comes back as)."""
+    make, *expected = FAMILIES[request.param]
+    return write(make, tmp_path_factory.mktemp(request.param)), *expected
+
+
+def write(make, folder):
+    tokenizer, beside = make()
+    values = json.loads(tokenizer.to_str())
+    values["added_tokens"] = [
+        token for token in values["added_tokens"] if token["content"] not in BYTES
     ]
-    for name, content, problem in cases:
-        path = tmp_path / name
-        path.write_bytes(content)
-        refused(f"config.data.tokenizer={path}: {problem}", load_tokenizer, str(path))
-    refused("none.model: cannot be read: No such file", load_tokenizer, "none.model")
-    neither = "holds neither tokenizer.json nor tokenizer.model; give byte"
-    refused(neither, load_tokenizer, str(tmp_path))
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    for name, values in beside.items():
+        (folder / name).write_text(json.dumps(values))
+    return folder
+
+
+def reference(folder):
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_the_special_ids_are_the_familys(family):
+    folder, special, _ = family
+    for place in (folder, folder / "tokenizer.json"):
+        tokenizer = load_tokenizer(str(place))
+        assert tokenizer.special == special
+    ids = reference(folder).get_vocab()
+    assert tokenizer.vocab_size == max(ids.values()) + 1
+    assert tokenizer.text_size == tokenizer.vocab_size - ("<image>" in ids)
+
+
+def test_ids_are_the_librarys_and_texts_come_back(family):
+    folder, special, comes_back = family
+    ours = load_tokenizer(str(folder))
+    theirs = reference(folder)
+    for text in [*TEXTS, *articles(40)[30:]]:
+        ids = ours.encode(text.encode())
+        assert ids.dtype == np.int32
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == comes_back(text)
+        padded = [special.start, *ids, special.eos, special.pad, 10**6, -1]
+        assert ours.decode(padded) == comes_back(text)
+
+
+def test_text_that_spells_special_tokens_stays_text(family):
+    folder, *_ = family
+    ours = load_tokenizer(str(folder))
+    ids = ours.encode(SPELLED.encode())
+    added = {token.content: i for i, token in reference(folder).get_added_tokens_decoder().items()}
+    assert not {added[name] for name in added if name in SPELLED} & set(ids.tolist())
+    assert ours.decode(ids) == SPELLED
+
+
+def test_an_end_token_that_is_an_ordinary_one_is_not_text(tmp_path):
+    folder = write(smollm, tmp_path)
+    file = folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["added_tokens"][0]["special"] = False
+    file.write_text(json.dumps(values))
+    assert 0 not in load_tokenizer(str(folder)).encode(b"a<|endoftext|>b")
+
+
+def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path):
+    folder = write(llama, tmp_path)
+    file = folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+
+    def fingerprint(**changes):
+        file.write_text(json.dumps(values | changes, indent=1))
+        return load_tokenizer(str(folder)).fingerprint
+
+    first = fingerprint()
+    cut = {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    assert fingerprint(truncation=cut) == first
+    assert len(load_tokenizer(str(folder)).encode(b"a longer text")) > 2
+    assert fingerprint(decoder=None) == first
+    assert fingerprint(normalizer={"type": "NFC"}) != first
+    edit(folder, eos_token_id=0)
+    assert fingerprint() != first
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("roles", "start"),
     [
-        ({"vocab_size": 260}, "--vocab_size=260: must be more than 260"),
-        (
-            {"vocab_size": 270},
-            "vocab_size=270: .*smaller than required_chars.*Increase vocab_size$",
-        ),
-        ({"vocab_size": 90_000}, "--vocab_size=90000: .*too high .*value <= "),
-        ({"vocab_size": 90_000, "model_type": "bpe"}, "--vocab_size=90000: .*too high .*value <= "),
-        ({"sample_bytes": 1}, "cannot learn it from 0 lines: it finds no text in them"),
-        ({"output": "none/m.model"}, "--output=.*/none/m.model: there is no folder"),
+        ({"bos_token": "<|im_end|>", "add_bos_token": True}, 0),
+        ({"bos_token": "<|im_start|>", "add_bos_token": True}, 1),
+        ({"bos_token": "<|im_start|>"}, 0),
+        ({"bos_token": "<|im_start|>", "add_bos_token": False}, 0),
     ],
 )
-def test_models_that_cannot_be_trained(config, tmp_path, flags, problem):
-    defaults = {
-        "output": "m.model",
-        "vocab_size": 330,
-        "model_type": "unigram",
-        "sample_bytes": 10**6,
-    }
-    output, *others = (defaults | flags).values()
-    refused(problem, train_tokenizer, config, str(tmp_path / output), *others)
-    assert not list(tmp_path.iterdir())
+def test_documents_of_a_model_for_chats_begin_as_its_family_has_it(tmp_path, roles, start):
+    """Not with the token that ends a turn, even if that is called <bos> too."""
+    folder = write(smollm, tmp_path)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({"eos_token": "<|im_end|>"} | roles))
+    tokenizer = load_tokenizer(str(folder))
+    bos = start or None
+    assert tokenizer.special == SpecialIds(2, 2, bos, None, None if bos else 0)
+    assert tokenizer.special.start == start
+    assert token_name(tokenizer, start) == ("<bos>" if bos else "<separator>")
 
 
-# --- What the model will see ------------------------------------------------------------------
+def test_a_sentencepiece_model_whose_bos_is_its_eos_has_no_bos():
+    ids = {"pad_id": -1, "eos_id": 2, "bos_id": 2, "unk_id": 0}
+    processor = types.SimpleNamespace(**{name: lambda i=i: i for name, i in ids.items()})
+    assert _special_ids_of("a.model", processor) == SpecialIds(2, 2, None, 0)
 
-REFUSES_SOCKETS = """
-import runpy, socket, sys
-def refuse(*arguments, **options):
-    raise SystemExit('a socket was opened')
-socket.socket.__init__ = socket.create_connection = socket.getaddrinfo = refuse
-runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)
-"""
+
+# --- Windows ----------------------------------------------------------------------------------
+
+
+def documents(tmp_path):
+    texts = [f"{i} {text[: 40 + 9 * i]}" for i, text in enumerate(articles(30))]
+    (tmp_path / "text").mkdir()
+    write_lines(tmp_path / "text" / "a.jsonl", [{"text": text} for text in texts])
+    return [text for text in texts if not is_validation(text.encode(), 0.2)]
+
+
+def windows_of(tmp_path, folder, **fields):
+    fields = {"tokenizer": str(folder), "validation_fraction": 0.2, "seq_len": 32} | fields
+    data = data_config(tmp_path, "files", tmp_path / "text", **fields)
+    return open_windows(data, 400, "train")
+
+
+def stream_of(folder, special, texts):
+    """The tokens by the definition, <bos> text <eos> or end token and text; and their documents."""
+    theirs = reference(folder)
+    stream = []
+    numbers = []
+    for number, text in enumerate(texts):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        document = [special.start, *ids]
+        if special.bos is not None:
+            document.append(special.eos)
+        stream += document
+        numbers += [number] * len(document)
+    return np.array(stream), np.array(numbers)
+
+
+def test_windows_of_every_family(tmp_path, family):
+    folder, special, _ = family
+    stream, numbers = stream_of(folder, special, documents(tmp_path))
+    windows = windows_of(tmp_path, folder, mask_documents=True)
+    np.testing.assert_array_equal(read_tokens(windows.store, "train"), stream)
+    batch = windows.read(range(windows.count))
+    flat = {name: values.ravel() for name, values in batch.items()}
+    predicted = len(stream) - 1
+    np.testing.assert_array_equal(flat["tokens"][:predicted], stream[:-1])
+    np.testing.assert_array_equal(flat["targets"][:predicted], stream[1:])
+    weights = np.ones(predicted) if special.bos is None else stream[1:] != special.bos
+    np.testing.assert_array_equal(flat["weights"][:predicted], weights)
+    assert flat["weights"].sum() == weights.sum() == windows.store.targets("train")
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    for place in range(predicted):
+        window = place - place % 32
+        first = max(starts[numbers[place]], window)
+        assert flat["positions"][place] == place - first
+        assert flat["segment_ids"][place] == 1 + numbers[place] - numbers[window]
+
+
+def test_beginnings_of_documents(tmp_path, family):
+    folder, special, _ = family
+    _, numbers = stream_of(folder, special, documents(tmp_path))
+    windows = windows_of(tmp_path, folder, bos_every_window=True)
+    assert (windows.read(range(3))["tokens"][:, 0] == special.start).all()
+    assert all(tokens[0] == special.start for tokens in windows.document_starts(3))
+    lengths = view.document_lengths(windows.store)
+    np.testing.assert_array_equal(lengths, np.bincount(numbers))
+
+
+def test_weights_do_not_depend_on_the_value_of_padding(tmp_path):
+    documents(tmp_path)
+    batches = []
+    for name, pad in (("a", None), ("b", "<|im_start|>")):
+        folder = tmp_path / name
+        folder.mkdir()
+        write(smollm, folder)
+        if pad:
+            config = folder / "tokenizer_config.json"
+            values = json.loads(config.read_text())
+            config.write_text(json.dumps(values | {"pad_token": pad}))
+        windows = windows_of(tmp_path, folder, mask_documents=True)
+        batches.append(windows.read([windows.count - 1]))
+    assert batches[0]["tokens"][0, -1] == 0 and batches[1]["tokens"][0, -1] == 1
+    for name in ("weights", "positions", "segment_ids"):
+        np.testing.assert_array_equal(batches[0][name], batches[1][name])
+
+
+# --- Runs and checkpoints ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "ends"), [(smollm, -1), (llama, 0)])
+def test_a_run_is_evaluated_by_documents(tmp_path, make, ends):
+    """The last document of a family without <bos> has no end token."""
+    folder = write(make, tmp_path)
+    theirs = reference(folder)
+    documents(tmp_path)
+    make_run(tmp_path / "run", tokenizer=folder, vocab_size=400)
+    (record,) = evaluate_run(tmp_path / "run", dataset="files", data_dir=str(tmp_path / "text"))
+    texts = [line["text"] for line in read_lines(tmp_path / "text" / "a.jsonl")]
+    assert record["documents"] == len(texts)
+    ids = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    assert record["tokens"] == sum(map(len, ids)) + len(texts) + ends
+    assert record["unknown_tokens"] == 0
+    assert record["bits_per_byte"] > 0
+    (tmp_path / "a.txt").write_text("a text")
+    options = analysis_options(text=str(tmp_path / "a.txt"))
+    _, (names,), _ = read_sequences(open_run(tmp_path / "run"), options)
+    assert names[0] == ("<eos>" if ends else "<bos>")
+
+
+def test_no_id_is_sampled_that_the_tokenizer_lacks():
+    logits = jnp.zeros((2, 400)).at[:, 303:].set(1000.0)
+    keys = generation.row_keys(0, 2)
+    for temperature, top_k, top_p in ((0.0, None, 1.0), (1.0, None, 1.0), (1.0, 3, 0.9)):
+        sampling = Sampling(8, temperature, top_k, top_p, vocab_size=303)
+        for position in range(9):
+            tokens = generation.sample_tokens(sampling, logits, keys, jnp.full(2, position))
+            assert tokens.max() < 303
+
+
+@pytest.mark.parametrize(
+    ("make", "special"), [(qwen, FAMILIES["qwen"][1]), (mistral, FAMILIES["mistral"][1])]
+)
+def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch, make, special):
+    folder = write(make, tmp_path)
+    make_run(tmp_path / "run", tokenizer=folder, vocab_size=400)
+    prompt, whole = (
+        reference(folder).encode(text, add_special_tokens=False).ids for text in ("a", "a b")
+    )
+    assert whole[: len(prompt)] == prompt
+    continuation = [*whole[len(prompt) :], special.eos]
+
+    def generate(config, sampling, params, rows, seed):
+        assert rows == [[special.start, *prompt]]
+        ends = {special.eos} if special.bos is not None else {special.eos, special.start}
+        assert sampling.eos == special.eos and set(sampling.stop_ids) == ends
+        assert sampling.pad == special.pad
+        assert sampling.vocab_size == reference(folder).get_vocab_size()
+        seconds = dict.fromkeys(("prefill", "decode", "compile"), 1.0)
+        return np.array([[*continuation, 0, special.pad]]), seconds
+
+    monkeypatch.setattr(generation, "generate", generate)
+    run = str(tmp_path / "run")
+    result = generation.continue_prompts(run, None, ["a"], Sampling(6), 0)
+    assert result["texts"] == [" b"]
+    assert result["tokens"] == len(continuation)
+
+
+@pytest.mark.slow
+def test_a_run_trains_with_a_folder(tmp_path, run_command):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write(qwen, folder)
+    documents(tmp_path)
+    flags = [
+        "--config=configs/quickstart.py:tiny",
+        "--config.data.dataset=files",
+        f"--config.data.data_dir={tmp_path}/text",
+        f"--config.data.cache_dir={tmp_path}/cache",
+        f"--config.data.tokenizer={folder}",
+        "--config.data.seq_len=32",
+        "--config.data.num_workers=2",
+        "--config.model.vocab_size=400",
+        "--config.num_steps=4",
+        "--config.optimizer.warmup_steps=1",
+    ]
+    shown = run_command("prope.data.inspect", *flags)
+    assert shown.result["documents_in_rows"] > 1, shown.stderr
+    run = f"--workdir={tmp_path}/run"
+    trained = run_command("prope.train", *flags, run)
+    assert np.isfinite(trained.result["eval_loss"]), trained.stderr
+    said = run_command("prope.sample", run, "--prompt=The", "--length=5")
+    assert said.result["tokens"] >= 1, said.stderr
 
 
 @pytest.fixture
-def run_alone(config, tmp_path):
-    """Runs a command where TensorFlow would end the process, and every socket is refused."""
-    tensorflow = tmp_path / "fake" / "tensorflow"
-    tensorflow.mkdir(parents=True)
-    fails = "raise SystemExit('TensorFlow was imported')"
-    (tensorflow / "__init__.py").write_text(fails)
-    paths = os.pathsep.join([str(tensorflow.parent), str(ROOT)])
-    flags = [f"--config={ROOT}/configs/quickstart.py"]
-    for name in ("dataset", "data_dir", "cache_dir", "validation_fraction", "seq_len"):
-        flags.append(f"--config.data.{name}={config.data[name]}")
-
-    def run(module, *arguments):
-        done = subprocess.run(
-            [sys.executable, "-c", REFUSES_SOCKETS, f"prope.data.{module}", *flags, *arguments],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        *text, result = done.stdout.splitlines()
-        return "\n".join(text), json.loads(result)
-
-    return run
+def checkpoint(tmp_path, family):
+    """The exported folder of a run with a family's tokenizer."""
+    folder, _, _ = family
+    make_run(tmp_path / "run", tokenizer=folder, vocab_size=400)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    return tmp_path / "hf"
 
 
-def test_the_commands_work_without_a_socket_and_without_tensorflow(config, tmp_path, run_alone):
-    path = tmp_path / "m.model"
-    learnt = ("--vocab_size=320", "--sample_bytes=50000")
-    text, trained = run_alone("train_tokenizer", f"--output={path}", *learnt)
-    assert trained["model"] == str(path)
-    assert trained["vocab_size"] == 320
-    assert not text
-    plot = tmp_path / "plot.png"
-    model = (f"--config.data.tokenizer={path}", "--config.model.vocab_size=320")
-    text, result = run_alone("inspect", *model, "--step=12", "--rows=3", f"--plot={plot}")
-    expected = {"step": 12, "rows": 3, "seq_len": 64, "plot": str(plot)}
-    assert {name: result[name] for name in expected} == expected
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    data = config.data.copy_and_resolve_references()
-    data.tokenizer = str(path)
-    windows = Windows(data, 320, "train")
-    batch = train_batch(windows, 0, 8, 12, range(3))  # quickstart.py's seed and batch size
-    numbers = re.findall(r"row \d of 8: window ([\d,]+) of", text)
-    numbers = [int(number.replace(",", "")) for number in numbers]
-    np.testing.assert_array_equal(windows.read(numbers)["tokens"], batch["tokens"])
-    other_lines = r"(?m)^(---|===| +place| +\d+ +\d+ +\d+ |  \.\.\.).*"
-    documents = " ".join(re.sub(other_lines, "", text).split())
-    for tokens in batch["tokens"].tolist():
-        assert " ".join(processor(path).decode(tokens).split()) in documents
+def test_a_tokenizer_goes_along_and_a_moved_run_finds_it(tmp_path, family, checkpoint):
+    folder, special, _ = family
+    fields = json.loads((checkpoint / "config.json").read_text())
+    expected = {"eos_token_id": special.eos, "bos_token_id": special.bos}
+    expected["pad_token_id"] = None if special.pad == special.eos else special.pad
+    assert {name: fields[name] for name in expected} == expected
+    result = importer.import_run(checkpoint, tmp_path / "back")
+    assert result["tokenizer"] == str(tmp_path / "back" / "tokenizer")
+    (tmp_path / "back").rename(tmp_path / "moved")
+    config = open_run(tmp_path / "moved").config
+    assert config.data.tokenizer == str(tmp_path / "moved" / "tokenizer")
+    assert config.data.stop_ids == ()
+    original = load_tokenizer(str(folder))
+    exporter.export(tmp_path / "moved", tmp_path / "again")
+    for place in (config.data.tokenizer, tmp_path / "again"):
+        ours = load_tokenizer(str(place))
+        assert (ours.special, ours.fingerprint) == (special, original.fingerprint)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
 
 
-def row(tokens, targets, weights, positions, segments):
-    integers = {
-        "tokens": tokens,
-        "targets": targets,
-        "positions": positions,
-        "segment_ids": segments,
-    }
-    arrays = {name: np.array(values, np.int32) for name, values in integers.items()}
-    return arrays | {"weights": np.array(weights, np.float32)}
+@pytest.mark.slow
+def test_transformers_gives_the_same_ids(family, checkpoint):
+    transformers = pytest.importorskip("transformers")
+    folder, special, _ = family
+    theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    ours = load_tokenizer(str(checkpoint))
+    for text in [*TEXTS[1:], *articles(3)]:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == ours.encode(text.encode()).tolist()
+        assert theirs.decode(ids) == ours.decode(ids)
+        assert theirs(text)["input_ids"] == reference(folder).encode(text).ids
+    assert theirs.eos_token_id == special.eos
 
 
-def test_a_row_is_described_with_its_borders_positions_and_weights():
-    a, b, q = (ord(character) + 4 for character in "abQ")
-    tokens = [a, b, b, b, b, b, b, b, b, 1, 2, q, q, a, a, 1, 0, 0, 0]
-    weights = [1] * 9 + [0, 0, 0, 1, 1, 1, 0, 0, 0]
-    positions = [*range(10), 3, 7, 8, 20, 30, 31, 32, 33]
-    segments = [1] * 10 + [2] * 6 + [0] * 2
-    window = row(tokens[:-1], tokens[1:], weights, positions, segments)
-    lines = list(view.describe(window, load_tokenizer("byte")))
-    assert lines[:6] == [
-        "--- document 1, which began in the window before: tokens 0..9 at positions 0..9",
-        "    abbbbbbbb",
-        "--- document 2: tokens 10..15 at positions 3, 7, 8, 20 .. 31",
-        "    prompt, no loss | QQ",
-        "    aa",
-        "--- padding: tokens 16..17",
-    ]
-    table = [line.split() for line in lines[7:]]
-    gap = table.index(["..."])
-    assert table[gap + 4] == ["10", "3", "2", "2", "<bos>", str(q), "'Q'", "0"]
-    assert table[-3] == ["15", "31", "2", "1", "<eos>", "0", "<pad>", "0"]
-    del table[gap]
-    places = [int(entry[0]) for entry in table]
-    assert places == [0, 1, 2, *range(7, 18)]
+def test_a_mistral_model_of_sentencepiece(tmp_path, caplog):
+    """The default ids of SentencePiece: unk 0, bos 1, eos 2, no pad; and a space before texts."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(articles(50)),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    file = str(tmp_path / "tokenizer.model")
+    ours = load_tokenizer(str(tmp_path))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=file)
+    assert ours.special == SpecialIds(2, 2, 1, 0)
+    assert ours.fingerprint == load_tokenizer(file).fingerprint
+    for text in TEXTS:
+        ids = ours.encode(text.encode())
+        assert ids.tolist() == theirs.encode(text)
+        assert ours.decode(ids) == text.replace("▁", " ")
+    text = documents(tmp_path)[0]
+    stream = read_tokens(windows_of(tmp_path, file).store, "train")
+    first = [1, *theirs.encode(text), 2]
+    assert stream[: len(first)].tolist() == first
+    (tmp_path / "out").mkdir()
+    write_tokenizer(file, ours, epath.Path(tmp_path / "out"))
+    assert "AutoTokenizer leaves out the space" in caplog.text
+    assert load_tokenizer(str(tmp_path / "out")).special == ours.special
 
 
-def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
-    mixture = []
-    for name, words, weight in (("long", 60, 3), ("short", 4, 1)):
-        folder = tmp_path / name
-        folder.mkdir()
-        texts = [f"{name} {i}" + " word" * words for i in range(100)]
-        write_lines(folder / "a.jsonl", [{"inputs": text, "targets": "yes"} for text in texts])
-        mixture.append({"weight": weight, "dataset": "files", "data_dir": str(folder)})
-    mixed = config.copy_and_resolve_references()
-    mixed.data.update({"dataset": "mixture", "data_dir": "", "mixture": tuple(mixture)})
-    mixed.data.update({"template": "{inputs}? {targets}", "loss_on": "targets"})
-    result = view.show_batch(mixed, 2, 4, str(tmp_path / "plot.png"))
-    text = capsys.readouterr().out
-    long, short = result["sources"]
-    assert (long["dataset"], long["weight"]) == (f"files {tmp_path}/long", 0.75)
-    assert (short["dataset"], short["weight"]) == (f"files {tmp_path}/short", 0.25)
-    # <bos>, the name and a space, the number of one or two digits, the words, "? yes", <eos>
-    assert long["document_tokens"]["longest"] == 1 + 7 + 300 + 5 + 1
-    assert short["document_tokens"]["longest"] == 1 + 8 + 20 + 5 + 1
-    steps = result["windows"] / mixed.batch_size
-    assert result["steps_per_epoch"] == pytest.approx(steps, abs=0.005)
-    assert result["weight_share"] < 0.3
-    assert text.count("=== step 2, row ") == 4
-    assert "    prompt, no loss | " in text
-    assert re.search(r"^    yes$", text, re.M)
+@pytest.mark.parametrize("name", ["words", "words/", "checkpoints", "words/tokenizer.json"])
+def test_what_lies_in_a_run_is_its_tokenizer_if_it_is_one(tmp_path, name):
+    """And another folder of that name is not."""
+    original = tmp_path / "elsewhere" / name
+    config = default_config()
+    config.data.tokenizer = f"{original}/" if name.endswith("/") else str(original)
+    write_config(tmp_path, config)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "words").mkdir()
+    write(smollm, tmp_path / "words")
+    found = read_config(tmp_path).data.tokenizer
+    if name.startswith("words") and not name.endswith("json"):
+        assert found == str(tmp_path / "words")
+        assert load_tokenizer(f"file://{found}/").fingerprint == load_tokenizer(found).fingerprint
+        config.data.tokenizer = found
+        assert not differences(config, read_config(tmp_path))
+    else:
+        assert found == str(original)
 
 
-def test_a_mixture_of_generated_windows_has_no_lengths(config):
-    mixed = config.copy_and_resolve_references()
-    tasks = ("passkey", "niah")
-    mixture = tuple({"weight": 1, "dataset": f"longcontext/{task}"} for task in tasks)
-    mixed.data.update({"dataset": "mixture", "data_dir": "", "mixture": mixture})
-    assert view.show_batch(mixed, 0, 1, None)["sources"] == []
-    problem = "--plot=a.png: mixture has no documents whose lengths could be drawn; remove"
-    refused(problem, view.show_batch, mixed, 0, 1, "a.png")
+# --- What cannot be used ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("last", "goes_on"), [(1, False), (101, True)], ids=["eos", "a"])
-def test_the_last_document_of_a_window_ends_or_goes_on(last, goes_on):
-    ids = [2, 101, last]
-    window = row(ids, ids, [1] * 3, range(3), [1] * 3)
-    heading, *_ = view.describe(window, load_tokenizer("byte"))
-    assert ("goes on in the next window" in heading) == goes_on
+NO_END = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+NO_TOKENS = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
+NEW = {"model": {"type": "New"}}
 
 
-def test_control_characters_do_not_reach_the_terminal():
-    ids = [byte + 4 for byte in b"red \x1b[31m bell \a tab \t end"]
-    window = row(ids, ids, [0] * len(ids), range(len(ids)), [1] * len(ids))
-    lines = list(view.describe(window, load_tokenizer("byte")))
-    assert all(line.isprintable() for line in lines)
-    assert "[31m" in lines[1]
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("tokenizer.json", content) for content in ("{", "[]", '{"model": null}', "[" * 100_000)),
+        *(("tokenizer.json", json.dumps(values)) for values in (NEW, NO_TOKENS, NO_END)),
+        ("tokenizer.model", "not a model"),
+        ("tokenizer.model", ""),
+        ("tokenizer.txt", "a folder with neither"),
+        (".", None),
+    ],
+)
+def test_files_that_are_no_tokenizer(tmp_path, name, content):
+    folder = tmp_path / "none" if content is None else tmp_path
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    says = refusal(load_tokenizer, str(folder))
+    assert says.startswith(f"config.data.tokenizer={folder}: ")
+    data = data_config(tmp_path, tokenizer=str(folder))
+    assert refusal(open_store, data, 400) == says
+    if name == "tokenizer.json":
+        assert refusal(load_tokenizer, f"{folder}/{name}").startswith("config.data.tokenizer=")
 
 
-@pytest.mark.parametrize("num_scans", [2, 1000])
-def test_lengths_of_documents(config, monkeypatch, num_scans):
-    store = Windows(config.data, 260, "train").store
-    tokens = np.asarray(store.tokens("train").read().result())
-    borders = [*np.flatnonzero(tokens == 2), len(tokens)]
-    documents = list(itertools.pairwise(borders))
-    if num_scans == 2:
-        middle = len(tokens) // 2
-        scanned = [*range(300), *range(middle, middle + 300)]
-        documents = [(start, stop) for start, stop in documents if start in scanned]
-    lengths = [stop - start for start, stop in documents]
-    assert max(lengths) > 300, "some do not fit into a scan"
-    monkeypatch.setattr(view, "_SCAN_TOKENS", 300)
-    monkeypatch.setattr(view, "_SCANS", num_scans)
-    assert view.document_lengths(store).tolist() == lengths
+def test_a_model_that_is_cut_short(model):
+    path, _ = model
+    cut = path.with_name("cut.model")
+    cut.write_bytes(path.read_bytes()[:500])
+    assert f"config.data.tokenizer={cut}" in refusal(load_tokenizer, str(cut))
 
 
-def test_the_same_lengths_give_the_same_picture(tmp_path):
-    def draw(name, lengths):
-        path = tmp_path / name
-        view.draw_lengths(lengths, 64, str(path))
-        return path.read_bytes()
+@pytest.mark.parametrize(
+    ("flags", "mentions"),
+    [
+        ({"vocab_size": 260}, "--vocab_size=260: "),
+        ({"vocab_size": 270}, "--vocab_size=270: "),
+        ({"vocab_size": 90_000}, "--vocab_size=90000: "),
+        ({"vocab_size": 90_000, "model_type": "bpe"}, "--vocab_size=90000: "),
+        ({"sample_bytes": 1}, "0 lines"),
+        ({"output": "none/m.model"}, "/none/m.model: "),
+    ],
+)
+def test_models_that_cannot_be_trained(config, tmp_path, flags, mentions):
+    defaults = {"output": "m.model", "vocab_size": 330, "model_type": "unigram"}
+    output, *others = (defaults | {"sample_bytes": 10**6} | flags).values()
+    assert mentions in refusal(train_tokenizer, config, str(tmp_path / output), *others)
+    assert not list(tmp_path.iterdir())
 
-    lengths = np.random.default_rng(0).integers(1, 5000, 300)
-    picture = draw("a.png", {"a": lengths})
-    assert len(picture) > 10_000
-    assert draw("b.png", {"a": lengths}) == picture
-    assert draw("c.png", {"a": lengths[:200]}) != picture
-    draw("two.png", {"a": np.array([7]), "b": lengths})
-    for wrong in ("none/a.png", "a.nothing"):
-        refused(f"--plot={tmp_path}/{wrong}: cannot be written: ", draw, wrong, {"a": lengths})
+
+@pytest.mark.parametrize(
+    ("make", "vocab_size", "fields", "mentions"),
+    [
+        (llama, 290, {}, "vocab_size=290"),
+        (qwen, 301, {}, "vocab_size=301"),
+        (llama, 400, {"eos_token_id": 5}, "eos_token_id=5"),
+        (llama, 400, {"bos_token_id": 5}, "bos_token_id=5"),
+        (smollm, 400, {"eos_token_id": [0, 400]}, "eos_token_id=[0, 400]"),
+    ],
+)
+def test_checkpoints_whose_tokenizer_does_not_fit(tmp_path, make, vocab_size, fields, mentions):
+    make_run(tmp_path / "run", vocab_size=vocab_size)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    files = tmp_path / "files"
+    files.mkdir()
+    write(make, files)
+    (files / "config.json").unlink(missing_ok=True)
+    if make is llama:
+        roles = {"eos_token": "<|eot|>", "bos_token": "<|begin_of_text|>"}
+        (files / "tokenizer_config.json").write_text(json.dumps(roles))
+    shutil.copytree(files, tmp_path / "hf", dirs_exist_ok=True)
+    ids = load_tokenizer(str(files)).special
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    edit(tmp_path / "hf", **{"eos_token_id": ids.eos, "bos_token_id": ids.bos} | fields)
+    assert mentions in refusal(importer.import_run, tmp_path / "hf", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
-def test_dollars_and_control_characters_in_names_are_drawn(tmp_path):
-    lengths = {"files $\\frac$ \0\ud800": np.arange(2, 60), "files $b": np.arange(9, 99)}
-    view.draw_lengths(lengths, 32, str(tmp_path / "a.png"))
-    assert (tmp_path / "a.png").stat().st_size > 1000
+def test_a_token_for_images_may_lie_beyond_the_model(tmp_path):
+    """Gemma 3 270M has V = 262144, and its tokenizer the id 262144."""
+    folder = write(gemma, tmp_path)
+    text_size = load_tokenizer(str(folder)).text_size
+    make_run(tmp_path / "run", tokenizer=folder, vocab_size=text_size)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert importer.import_run(tmp_path / "hf", tmp_path / "back")["tokenizer"] != "byte"

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import FrozenConfigDict
+from scipy import stats
+from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.models import ALL_SWITCHES, draw_model, forward
 from support.runs import make_run
-from support.text import write_lines
+from support.text import refusal, write_lines
 
 from prope import sharding
 from prope.data.tasks.draws import Prompt
 from prope.data.tasks.tasks import TASKS, make_prompt
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer, load_tokenizer
-from prope.errors import UsageError
 from prope.inference import asking, generation, trials
 from prope.inference.asking import AskOptions
 from prope.inference.options import last_line
@@ -95,26 +96,29 @@ def test_scores_are_those_of_the_plain_forward_pass(base, task, prose, T, fields
         config.model.update(fields)
         params, *_ = draw_model(config.model)
     tried = make_trials(task, 5, T, prose)
-    positions = jnp.arange(T + 8)[None]
-    expected = []
-    greedy = []
-    for tokens, candidates, *_ in tried:
+    greedy = {}
+
+    def read_whole(params) -> np.ndarray:
+        """The log-probabilities [R, C] of the answers, from prompts that are read with them."""
         sums = []
-        for candidate in candidates:
-            row, _ = generation.pad_prompts([[*tokens, *candidate], [0] * (T + 8)])
-            logits = forward(config.model, params, row[:1], positions)[0]
-            logits = np.asarray(logits, np.float64)[len(tokens) - 1 :][: len(candidate)]
-            logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-            sums.append(logprobs[np.arange(len(candidate)), candidate].sum())
-            if len(sums) == 1:
-                sampled = logits[:, : ByteTokenizer.vocab_size]
-                greedy.append((sampled.argmax(axis=1) == candidate).all())
-        expected.append(sums)
+        for number, (tokens, candidates, *_) in enumerate(tried):
+            rows = [np.pad([*tokens, *answer], (0, T))[: T + 8] for answer in candidates]
+            positions = jnp.tile(jnp.arange(T + 8), (len(rows), 1))
+            logits = forward(config.model, params, jnp.asarray(rows), positions)
+            logits = np.asarray(logits, np.float64)[:, len(tokens) - 1 :][:, : candidates.shape[1]]
+            logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+            said = np.take_along_axis(logprobs, candidates[..., None], axis=-1)[..., 0]
+            sums.append(said.sum(axis=1))
+            sampled = logits[0, :, : ByteTokenizer.vocab_size].argmax(axis=-1)
+            greedy.setdefault(number, (sampled == candidates[0]).all())
+        return np.array(sums)
+
+    expected, movement = measure_rounding(read_whole, params)
     for batch_size in (2, 100):
         config.eval.batch_size = batch_size
         logprobs, exact = score(config, params, T, tried)
-        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2e-4)
-        assert exact.tolist() == greedy
+        assert_equal_but_rounding(logprobs, expected, movement)
+        assert exact.tolist() == list(greedy.values())
 
 
 OTHERS = [task for task in TASKS if task != "passkey"]
@@ -167,9 +171,11 @@ def test_answers_of_several_lengths_are_scored_together(base):
     niah[0].candidates[0] = logits[0, -1, : ByteTokenizer.vocab_size].argmax()
     logprobs, exact = score(config, params, 96, niah + passkey)
     assert exact.tolist() == [True, False, False, False]
-    first, _ = score(config, params, 96, niah)
-    second, _ = score(config, params, 96, passkey)
-    np.testing.assert_allclose(logprobs, [*first, *second], rtol=0, atol=1e-4)
+    for tried, together in ((niah, logprobs[:2]), (passkey, logprobs[2:])):
+        alone, movement = measure_rounding(
+            lambda p, tried=tried: score(config, p, 96, tried)[0], params
+        )
+        assert_equal_but_rounding(together, alone, movement)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -274,12 +280,7 @@ def test_intervals_are_wilsons(run, monkeypatch):
     wrong = [-3.0, *[-2.0] * 7]
     plant_scores(monkeypatch, [right, right, right, wrong])
     (record,) = ask(run)
-    z = 1.959964
-    q = 0.75
-    n = 4
-    reach = z * math.sqrt(q * (1 - q) / n + (z / 2 / n) ** 2)
-    middle = q + z * z / 2 / n
-    ends = np.array([middle - reach, middle + reach]) / (1 + z * z / n)
+    ends = stats.binomtest(3, 4).proportion_ci(method="wilson")
     np.testing.assert_allclose(record["accuracy_interval"], ends, rtol=1e-6)
     assert record["cells"][0]["accuracy_interval"][1] == 1
     assert record["exact_interval"][0] == 0
@@ -383,8 +384,7 @@ def test_runs_are_compared_on_the_same_trials(tmp_path, monkeypatch):
     assert difference.stderr == pytest.approx(math.sqrt(variance) / 8 * of_sample)
     exact = asking.paired_answers(b, a, exact=True)
     assert exact.difference == pytest.approx(-2 / 8)
-    with pytest.raises(UsageError, match="has no evaluation with .*'task': 'index'"):
-        asking.paired_answers(a, b, task="index")
+    assert "index" in refusal(asking.paired_answers, a, b, task="index")
 
 
 @pytest.mark.slow
@@ -414,34 +414,32 @@ def test_the_number_of_devices_changes_nothing(whole, run_command, tmp_path):
 
 # --- Bad input --------------------------------------------------------------------------------
 
+# Flags, and what the line that refuses them mentions.
 REFUSED = [
-    ({"tasks": "passkye"}, r"tasks=passkye: there is no task .*\(did you mean passkey\?\); there"),
-    ({"tasks": "niah,chain-3"}, r"tasks=niah,chain-3: there is no task chain-3 \(did you mean"),
-    ({"tasks": ""}, "--tasks=: there is no task ; there are passkey"),
-    ({"seq_len": "8"}, "--seq_len=8: niah needs at least 18 tokens; take longer ones"),
-    ({"seq_len": "0.01x"}, "--seq_len=1: niah needs at least"),
-    ({"seq_len": "0.001x"}, "--seq_len=0.001x: '0.001x' is neither"),
-    ({"depths": "0,1.5"}, r"--depths=0,1.5: must be fractions of the prompt in \[0, 1\], such as"),
-    ({"depths": "-0.5"}, "--depths=-0.5: must be fractions"),
-    ({"depths": "x"}, "--depths=x: must be fractions"),
-    ({"tasks": "lookup", "seq_len": "9000"}, "facts need different names, of 2,704"),
-    ({"control": "near"}, "--depths=0,0.5: has no effect with --control=near"),
-    ({"encoding": "dynamic"}, "rope_scaling_type=dynamic would rotate anew"),
+    ({"tasks": "passkye"}, "did you mean passkey"),
+    ({"tasks": "niah,chain-3"}, "--tasks=niah,chain-3"),
+    ({"tasks": ""}, "--tasks="),
+    ({"seq_len": "8"}, "--seq_len=8"),
+    ({"seq_len": "0.01x"}, "--seq_len=1"),
+    ({"seq_len": "0.001x"}, "--seq_len=0.001x"),
+    ({"depths": "0,1.5"}, "--depths=0,1.5"),
+    ({"depths": "-0.5"}, "--depths=-0.5"),
+    ({"depths": "x"}, "--depths=x"),
+    ({"tasks": "lookup", "seq_len": "9000"}, "seq_len"),
+    ({"control": "near"}, "--depths=0,0.5"),
+    ({"encoding": "dynamic"}, "dynamic"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "says"), REFUSED)
-def test_what_cannot_be_asked(base, monkeypatch, flags, says):
+@pytest.mark.parametrize(("flags", "mentions"), REFUSED)
+def test_flags_that_are_refused(base, monkeypatch, flags, mentions):
     monkeypatch.setattr(jax, "devices", None)  # which would initialise them
-    with pytest.raises(UsageError, match=says):
-        ask(base / "a", **flags)
+    assert mentions in refusal(ask, base / "a", **flags)
 
 
 def test_a_model_that_cannot_say_the_answers(tmp_path):
     make_run(tmp_path / "run", vocab_size=168)
-    says = "config.data.tokenizer=byte: has 260 ids, and the model of .* 168; put back"
-    with pytest.raises(UsageError, match=says):
-        ask(tmp_path / "run")
+    assert "config.data.tokenizer=byte" in refusal(ask, tmp_path / "run")
 
 
 class Joining(ByteTokenizer):
@@ -457,9 +455,7 @@ class Joining(ByteTokenizer):
 @pytest.mark.parametrize("task", ["niah", "passkey"])
 def test_a_tokenizer_that_joins_prompt_and_answer(task):
     """An answer that adds no token, and one that adds some and changes the prompt's last one."""
-    says = f"--tasks={task}: the tokenizer joins the prompt's end, '.*', and '"
-    with pytest.raises(UsageError, match=says):
-        make_trials(task, 9, 128, tokenizer=Joining())
+    assert f"--tasks={task}" in refusal(make_trials, task, 9, 128, tokenizer=Joining())
 
 
 class Uneven(ByteTokenizer):
@@ -471,9 +467,7 @@ class Uneven(ByteTokenizer):
 
 
 def test_a_tokenizer_whose_answers_are_of_several_lengths():
-    says = r"--tasks=niah: 3 of 7 wrong answers have as many tokens as '\d'; take another --form"
-    with pytest.raises(UsageError, match=says):
-        make_trials("niah", 1, 128, tokenizer=Uneven())
+    assert "--tasks=niah: 3 of 7" in refusal(make_trials, "niah", 1, 128, tokenizer=Uneven())
 
 
 @pytest.mark.parametrize("task", TASKS)

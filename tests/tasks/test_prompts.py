@@ -1,4 +1,4 @@
-"""Prompts and windows of the long-context tasks: solved by programs, and without leaks."""
+"""Prompts of the long-context tasks: solved by programs, and without leaks."""
 
 import collections
 import functools
@@ -8,26 +8,19 @@ import re
 import numpy as np
 import pytest
 from scipy import stats
+from support.solvers import solve_compact, solve_prose
+from support.text import refusal
 
-from prope.config import GENERATED, default_config
-from prope.data.mixture import open_text, open_windows
-from prope.data.store.build import prepare
+from prope.config import GENERATED
 from prope.data.tasks.draws import LETTERS, Draw
 from prope.data.tasks.retrieval import DEPTHS
 from prope.data.tasks.tasks import TASKS, VARIANTS, make_prompt, split_name
-from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
-from prope.data.windows import train_batch
-from prope.errors import UsageError
 from prope.inference.trials import guess
-from prope.runtime.validate import validate
 
 UNITS = 60
-OTHERS = [name for name in VARIANTS if name not in TASKS]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
-ALL = [*TASKS, *SLOW]
-every_task = pytest.mark.parametrize("task", ALL)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in TASKS]
+every_task = pytest.mark.parametrize("task", [*TASKS, *SLOW])
 both_forms = pytest.mark.parametrize("prose", [False, True])
-decode = ByteTokenizer().decode
 
 
 def test_the_config_names_the_tasks_that_are_made():
@@ -36,8 +29,6 @@ def test_the_config_names_the_tasks_that_are_made():
     for name, task in TASKS.items():
         assert name in VARIANTS, "its default"
         assert f"{name}-{task.option}" not in VARIANTS, "one name for each"
-    for task in VARIANTS:
-        assert len(windows(task).window(0).task) == 256
 
 
 @functools.cache
@@ -63,75 +54,16 @@ def fit(task, prose=False, length=1000, size=count_bytes, row=0.5, trial=0, seed
     return make_prompt(task, prose, length, row, trial, seed, removed, size)
 
 
-# --- Programs that answer: they know the rules of README.md, and read the text ----------------
-
-
-def follow(links, name):
-    while name in links:
-        name = links[name]
-    return name
-
-
-def solve_compact(name: str, text: str) -> str:
-    """The answer to the question with which a text in compact form ends."""
-    if name == "passkey":
-        return re.search(r"#(\d{5}\.)", text)[1]
-    if name == "niah":
-        return re.search(f"={text[-1]}(.)", text)[1]
-    if name == "lookup":
-        lines = re.findall(r"(?<!/)([A-Za-z]{2})(\d)", text[:-3])
-        return dict(lines)[text[-2:]]
-    if name == "chain":
-        links = re.findall(r"([A-Z]):([A-Z0-7])", text)
-        return follow(dict(links), text[-1])
-    if name == "offset":
-        distance = 2 ** int(text[-1])
-        return text[:-2][-distance]
-    if name == "index":
-        mark = text.index("@")
-        return text[mark + int(text[-1])]
-    if name == "flipflop":
-        return re.findall(r"\+(\d)", text)[-1]
-    string, copy = text.rpartition("(")[2].split(")")
-    return string[len(copy)]
-
-
-def solve_prose(name: str, text: str) -> str:
-    *lines, question = text.split("\n")
-    words = question.split()
-    if name == "passkey":
-        return re.search(r"The pass key is( \d+\n)", text)[1]
-    if name == "niah":
-        return re.search(rf"^{question}( \d+\n)", text, re.MULTILINE)[1]
-    if name == "lookup":
-        return re.search(rf"^{question}( \d+\n)", text, re.MULTILINE)[1]
-    if name == "chain":
-        links = re.findall(r"Set (\w+) to (\w+)", text)
-        value = follow(dict(links), words[3])
-    if name == "offset":
-        distance = int(words[1])
-        value = lines[-1].split()[-distance]
-    if name == "index":
-        line = re.search(f"^{words[3]} (.*)", text, re.MULTILINE)
-        value = line[1].split()[int(words[1]) - 1]
-    if name == "flipflop":
-        value = re.findall(r"Write (\d)", text)[-1]
-    if name == "duplicate":
-        string, copy = text.removeprefix("Words:").split("\nAgain:")
-        return " " + string.split()[len(copy.split())]
-    return f" {value}\n"
-
-
 @both_forms
 @every_task
-def test_a_program_answers_a_thousand_prompts(task, prose):
+def test_a_program_answers_every_prompt(task, prose):
     name, _ = split_name(task)
     solve = solve_prose if prose else solve_compact
-    prompts = draw_prompts(task, 1000, prose)
+    prompts = draw_prompts(task, 200, prose)
     for prompt in prompts:
         assert solve(name, prompt.text) == prompt.answer, prompt
     # Nearly all differ; a passkey in prose has its code and its place only.
-    assert len({prompt.text for prompt in prompts}) > 980
+    assert len({prompt.text for prompt in prompts}) >= 196
 
 
 # --- Answers stand where the evidence is, and nowhere else -------------------------------------
@@ -324,14 +256,6 @@ def test_links_of_a_chain_stand_evenly_from_the_root_to_the_end():
     assert places == [70, 60, 50, 40]
 
 
-def test_windows_ask_for_the_powers_of_two_up_to_the_largest_offset_of_prompts():
-    asked = set()
-    for row in range(20):
-        asked.update(re.findall(r"<(\d)", decode(windows("offset").window(row).stream)))
-    assert {2 ** int(c) for c in asked} == {1, 2, 4, 8, 16, 32}
-    assert max(TASKS["offset"].rows) == 32
-
-
 @pytest.mark.parametrize("k", TASKS["offset"].rows)
 def test_the_offset_is_the_row(k):
     text = draw_prompt("offset", row=k).text
@@ -350,16 +274,12 @@ def test_prompts_are_as_long_as_fits_and_never_longer(task, prose):
         prompt = fit(task, prose, length, row=row, trial=3)
         used = count_bytes(prompt.text + prompt.answer + prompt.rest)
         assert length - unit < used <= length
-    says = f"seq_len=6: {task} needs at least \\d+ tokens"
-    with pytest.raises(UsageError, match=says):
-        fit(task, prose, 6, row=row)
+    assert "seq_len=6" in refusal(fit, task, prose, 6, row=row)
 
 
 def test_lookup_ends_where_its_keys_do():
     assert len(fit("lookup", length=8000).text) > 7990
-    says = "facts need different names, of 2,704 that there are: take a shorter"
-    with pytest.raises(UsageError, match=says):
-        fit("lookup", length=9000)
+    assert "seq_len" in refusal(fit, "lookup", length=9000)
 
 
 def test_draws_depend_on_what_names_the_prompt_and_on_nothing_else():
@@ -406,187 +326,3 @@ def test_filler_has_no_sentence_twice_and_no_word_of_a_question():
     asked = "code pass key set value word write read ignore list symbol of"
     assert words.isdisjoint(asked.split())
     assert not re.search(r"\d", "".join(words))
-
-
-# --- Training windows -------------------------------------------------------------------------
-
-
-def data_of(task, T=256, **fields):
-    config = default_config()
-    config.data.update({"dataset": f"longcontext/{task}", "seq_len": T} | fields)
-    validate(config)
-    return config.data
-
-
-def windows(task, T=256, split="train", **fields):
-    return open_windows(data_of(task, T, **fields), 260, split)
-
-
-@pytest.mark.parametrize("T", [64, 400])
-@pytest.mark.parametrize("split", ["train", "validation"])
-@pytest.mark.parametrize("task", [*ALL, "mix"])
-def test_a_program_solves_every_window(task, split, T):
-    generated = windows(task, T, split)
-    batch = generated.read(range(30))
-    tokens = batch["tokens"]
-    assert (tokens[:, 0] == GEMMA_IDS.bos).all()
-    assert (batch["targets"][:, :-1] == tokens[:, 1:]).all()
-    names = set()
-    for row in range(30):
-        window = generated.window(row)
-        is_answer = batch["weights"][row] > 0
-        assert (is_answer == (window.task >= 0)).all()
-        text = decode(window.stream)
-        assert len(text) == T
-        # The character of an index in the text is the target of the token there.
-        for place in np.flatnonzero(is_answer):
-            name = list(TASKS)[window.task[place]]
-            names.add(name)
-            asked = place
-            if name == "passkey":
-                asked = text.rindex("#", 0, place) + 1
-            answer = solve_compact(name, text[:asked])
-            assert text[place] == answer[place - asked], (row, place)
-    drawn = TASKS if task == "mix" else [split_name(task)[0]]
-    assert names == set(drawn)
-    assert T == 64 or batch["weights"].sum() > 30
-
-
-@pytest.mark.parametrize("task", ["niah", "chain-1", "lookup"])
-def test_distances_are_log_uniform_and_keys_are_asked_once(task):
-    generated = windows(task, 512)
-    distances = []
-    numbers = []
-    for row in range(200):
-        window = generated.window(row)
-        questions = re.findall(r"\?[A-Z]|&[A-Z]|/[A-Za-z]{2}", decode(window.stream))
-        assert len({*questions}) == len(questions)
-        numbers.append(len(questions))
-        distances += window.distance[window.task >= 0].tolist()
-    octaves = np.bincount(np.log2(distances).astype(int))[3:8]
-    assert octaves.min() > 0.5 * octaves.max(), "each octave has about as many"
-    if task == "lookup":
-        assert min(numbers) > 10
-    else:  # and each octave of numbers of facts about as many windows
-        assert min(numbers) == 1
-        assert max(numbers) > 20
-        few = [number for number in numbers if number < 3]
-        assert 20 < len(few) < 100
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_distances_are_those_of_the_text(task):
-    window = windows(task).window(5)
-    text = decode(window.stream)
-    for place in np.flatnonzero(window.task >= 0):
-        question = place - 1  # its last token
-        evidence = text[question - window.distance[place] : place]
-        symbol = text[question]
-        patterns = {
-            "passkey": ".(.).*",
-            "niah": f"={symbol}(.).*",
-            "lookup": f"{text[place - 2 : place]}(.).*",
-            "chain": "[A-Z]:(.).*",
-            "index": f"@(.)(.)(.)(.).*>{symbol}",
-            "flipflop": r"\+(.)[^+]*",
-        }
-        match = re.fullmatch(patterns.get(task, "(.).*"), evidence, re.DOTALL)
-        assert match, evidence
-        number = int(symbol) if task == "index" else 1
-        assert match[number] == text[place]
-
-
-def test_splits_share_no_window_and_seeds_differ():
-    train = windows("mix")
-    validation = windows("mix", split="validation")
-    seen = []
-    for i in range(100):
-        seen.append(train.window(train.window_index(i, seed=0)))
-        seen.append(train.window(train.window_index(i, seed=1)))
-        seen.append(validation.window(i))
-    assert len({window.stream.tobytes() for window in seen}) == 300
-    assert train.store.fingerprint != windows("niah").store.fingerprint
-
-
-@pytest.fixture
-def mixture(tmp_path):
-    """The data of a mixture of text with two tasks."""
-    (tmp_path / "text").mkdir()
-    for i in range(40):
-        text = f"{i} the rain falls on the hills. " * 20
-        (tmp_path / "text" / f"{i}.txt").write_text(text)
-    sources = (
-        {"weight": 0.5, "dataset": "files", "data_dir": str(tmp_path / "text")},
-        {"weight": 0.25, "dataset": "longcontext/niah"},
-        {"weight": 0.25, "dataset": "longcontext/chain"},
-    )
-    cache = str(tmp_path / "cache")
-    return data_of("", 128, dataset="mixture", mixture=sources, cache_dir=cache)
-
-
-def test_generated_windows_beside_text(mixture):
-    """Each generated source has the windows that it has alone, whatever the seed."""
-    mixed = open_windows(mixture, 260, "train")
-    alone = [windows(task, 128) for task in ("niah", "chain")]
-    for seed in (0, 3):
-        batch = train_batch(mixed, seed, 8, 0)
-        rows = [row.tobytes() for row in batch["tokens"]]
-        for generated in alone:
-            for i in range(2):
-                window = generated.window(generated.window_index(i, seed))
-                row = rows.index(window.stream[:-1].tobytes())
-                is_answer = batch["weights"][row] > 0
-                assert (is_answer == (window.task >= 0)).all()
-        texts = map(decode, batch["tokens"])
-        assert sum("rain" in text for text in texts) == 4
-
-
-def test_shares_beside_text_are_those_of_the_loss(mixture):
-    mixed = open_windows(mixture, 260, "train")
-    shares = [0.5]
-    for task in ("niah", "chain"):
-        weights = windows(task, 128).read(range(100))["weights"]
-        shares.append(0.25 * weights.mean())
-    np.testing.assert_allclose(mixed.shares, shares / np.sum(shares), rtol=0.2)
-    config = default_config()
-    config.data = mixture
-    assert prepare(config)["fingerprint"] == mixed.store.fingerprint
-    held_out = open_windows(mixture, 260, "validation")
-    assert held_out.count == 1024 + held_out.sources[0].count
-    last = held_out.read([held_out.count - 1])
-    assert last["weights"].any()
-    says = "--split=train: mixture is generated, without end: only validation"
-    with pytest.raises(UsageError, match=says):
-        open_text(mixture, 260, "train", mixture, {})
-
-
-NIAH = {"weight": 1, "dataset": "longcontext/niah"}
-REFUSED = [
-    (
-        {"dataset": "longcontext/nia"},
-        r"longcontext/nia: there is no such task \(did you mean longcontext/niah\?\); ",
-    ),
-    (
-        {"dataset": "longcontext/niah-5"},
-        "there is no such task.*there are longcontext/mix, longcontext/passkey",
-    ),
-    ({"tokenizer": "a.model"}, "data.tokenizer=a.model: has no effect with longcontext data"),
-    (
-        {"tokenizer": "a.model", "dataset": "mixture", "mixture": (NIAH,)},
-        "data.tokenizer=a.model: must be byte, of which longcontext/niah is made",
-    ),
-    ({"data_dir": "x"}, "data.data_dir=x: has no effect with data.dataset=longcontext/niah"),
-    ({"seq_len": 63}, "seq_len=63: windows of longcontext/niah need at least 64"),
-]
-
-
-@pytest.mark.parametrize(("fields", "says"), REFUSED)
-def test_what_a_config_cannot_say(fields, says):
-    with pytest.raises(UsageError, match=says):
-        windows("niah", **fields)
-
-
-def test_a_vocabulary_that_is_too_small():
-    says = "vocab_size=259: longcontext data has 260 ids; set .* to 260 or more"
-    with pytest.raises(UsageError, match=says):
-        open_windows(data_of("niah"), 259, "train")

@@ -8,6 +8,7 @@ import re
 import matplotlib.figure
 import numpy as np
 import pytest
+from scipy import stats
 from support.models import draw_model
 from support.runs import save_checkpoints
 from support.sweeps import draw_picture
@@ -190,10 +191,7 @@ def test_an_effective_length_is_unknown_where_the_training_length_was_not_asked(
 
 def wilson(share, prompts) -> np.ndarray:
     """Wilson's 95 % interval of a share."""
-    z = 1.959963984540054
-    centre = share + z * z / 2 / prompts
-    reach = z * np.sqrt(share * (1 - share) / prompts + (z / 2 / prompts) ** 2)
-    return np.array([centre - reach, centre + reach]) / (1 + z * z / prompts)
+    return np.array(stats.binomtest(round(share * prompts), prompts).proportion_ci(method="wilson"))
 
 
 def test_accuracy_by_distance_is_in_octaves_with_intervals_over_prompts(picture):

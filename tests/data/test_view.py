@@ -1,0 +1,262 @@
+"""What prope.data.inspect shows: rows of a batch, and how long documents are."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+from etils import epath
+from support.commands import CONFIG, ROOT
+from support.text import articles, data_config, refusal, write_lines
+
+from prope.config import default_config
+from prope.data import view
+from prope.data.tokenizer import SpecialIds, load_tokenizer
+from prope.data.windows import Windows, train_batch
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run's config with 200 texts, which are to be read in windows of 64 tokens."""
+    (tmp_path / "text").mkdir()
+    write_lines(tmp_path / "text" / "all.jsonl", [{"text": text} for text in articles()])
+    config = default_config()
+    fields = {"validation_fraction": 0.2, "seq_len": 64}
+    config.data = data_config(tmp_path, "files", tmp_path / "text", **fields)
+    return config
+
+
+REFUSES_SOCKETS = """
+import runpy, socket, sys
+def refuse(*arguments, **options):
+    raise SystemExit('a socket was opened')
+socket.socket.__init__ = socket.create_connection = socket.getaddrinfo = refuse
+runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)
+"""
+
+
+@pytest.fixture
+def run_alone(config, tmp_path):
+    """Runs a command where TensorFlow would end the process, and every socket is refused."""
+    tensorflow = tmp_path / "fake" / "tensorflow"
+    tensorflow.mkdir(parents=True)
+    fails = "raise SystemExit('TensorFlow was imported')"
+    (tensorflow / "__init__.py").write_text(fails)
+    paths = os.pathsep.join([str(tensorflow.parent), str(ROOT)])
+    flags = [f"--config={ROOT}/configs/quickstart.py"]
+    for name in ("dataset", "data_dir", "cache_dir", "validation_fraction", "seq_len"):
+        flags.append(f"--config.data.{name}={config.data[name]}")
+
+    def run(module, *arguments):
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSES_SOCKETS, f"prope.data.{module}", *flags, *arguments],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        *text, result = done.stdout.splitlines()
+        return "\n".join(text), json.loads(result)
+
+    return run
+
+
+def test_the_commands_work_without_a_socket_and_without_tensorflow(config, tmp_path, run_alone):
+    path = tmp_path / "m.model"
+    learnt = ("--vocab_size=280", "--sample_bytes=50000")
+    text, trained = run_alone("train_tokenizer", f"--output={path}", *learnt)
+    assert trained["model"] == str(path)
+    assert trained["vocab_size"] == 280
+    assert not text
+    plot = tmp_path / "plot.png"
+    model = (f"--config.data.tokenizer={path}", "--config.model.vocab_size=280")
+    text, result = run_alone("inspect", *model, "--step=12", "--rows=3", f"--plot={plot}")
+    expected = {"step": 12, "rows": 3, "seq_len": 64, "plot": str(plot)}
+    assert {name: result[name] for name in expected} == expected
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    data = config.data.copy_and_resolve_references()
+    data.tokenizer = str(path)
+    windows = Windows(data, 280, "train")
+    batch = train_batch(windows, 0, 8, 12, range(3))  # quickstart.py's seed and batch size
+    numbers = re.findall(r"row \d of 8: window ([\d,]+) of", text)
+    numbers = [int(number.replace(",", "")) for number in numbers]
+    np.testing.assert_array_equal(windows.read(numbers)["tokens"], batch["tokens"])
+    other_lines = r"(?m)^(---|===| +place| +\d+ +\d+ +\d+ |  \.\.\.).*"
+    documents = " ".join(re.sub(other_lines, "", text).split())
+    for tokens in batch["tokens"]:
+        assert " ".join(load_tokenizer(str(path)).decode(tokens).split()) in documents
+
+
+def row(tokens, targets, weights, positions, segments):
+    integers = {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": positions,
+        "segment_ids": segments,
+    }
+    arrays = {name: np.array(values, np.int32) for name, values in integers.items()}
+    return arrays | {"weights": np.array(weights, np.float32)}
+
+
+def test_a_row_is_described_with_its_borders_positions_and_weights():
+    a, b, q = (ord(character) + 4 for character in "abQ")
+    tokens = [a, b, b, b, b, b, b, b, b, 1, 2, q, q, a, a, 1, 0, 0, 0]
+    weights = [1] * 9 + [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    positions = [*range(10), 3, 7, 8, 20, 30, 31, 32, 33]
+    segments = [1] * 10 + [2] * 6 + [0] * 2
+    window = row(tokens[:-1], tokens[1:], weights, positions, segments)
+    lines = list(view.describe(window, load_tokenizer("byte")))
+    assert lines[:6] == [
+        "--- document 1, which began in the window before: tokens 0..9 at positions 0..9",
+        "    abbbbbbbb",
+        "--- document 2: tokens 10..15 at positions 3, 7, 8, 20 .. 31",
+        "    prompt, no loss | QQ",
+        "    aa",
+        "--- padding: tokens 16..17",
+    ]
+    table = [line.split() for line in lines[7:]]
+    gap = table.index(["..."])
+    assert table[gap + 4] == ["10", "3", "2", "2", "<bos>", str(q), "'Q'", "0"]
+    assert table[-3] == ["15", "31", "2", "1", "<eos>", "0", "<pad>", "0"]
+    del table[gap]
+    places = [int(entry[0]) for entry in table]
+    assert places == [0, 1, 2, *range(7, 18)]
+
+
+def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
+    mixture = []
+    for name, words, weight in (("long", 60, 3), ("short", 4, 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        texts = [f"{name} {i}" + " word" * words for i in range(100)]
+        write_lines(folder / "a.jsonl", [{"inputs": text, "targets": "yes"} for text in texts])
+        mixture.append({"weight": weight, "dataset": "files", "data_dir": str(folder)})
+    mixed = config.copy_and_resolve_references()
+    mixed.data.update({"dataset": "mixture", "data_dir": "", "mixture": tuple(mixture)})
+    mixed.data.update({"template": "{inputs}? {targets}", "loss_on": "targets"})
+    result = view.show_batch(mixed, 2, 4, str(tmp_path / "plot.png"))
+    text = capsys.readouterr().out
+    long, short = result["sources"]
+    assert (long["dataset"], long["weight"]) == (f"files {tmp_path}/long", 0.75)
+    assert (short["dataset"], short["weight"]) == (f"files {tmp_path}/short", 0.25)
+    # <bos>, the name and a space, the number of one or two digits, the words, "? yes", <eos>
+    assert long["document_tokens"]["longest"] == 1 + 7 + 300 + 5 + 1
+    assert short["document_tokens"]["longest"] == 1 + 8 + 20 + 5 + 1
+    steps = result["windows"] / mixed.batch_size
+    assert result["steps_per_epoch"] == pytest.approx(steps, abs=0.005)
+    assert result["weight_share"] < 0.3
+    assert text.count("=== step 2, row ") == 4
+    assert "    prompt, no loss | " in text
+    assert re.search(r"^    yes$", text, re.M)
+
+
+def test_a_mixture_of_generated_windows_has_no_lengths(config):
+    mixed = config.copy_and_resolve_references()
+    tasks = ("passkey", "niah")
+    mixture = tuple({"weight": 1, "dataset": f"longcontext/{task}"} for task in tasks)
+    mixed.data.update({"dataset": "mixture", "data_dir": "", "mixture": mixture})
+    assert view.show_batch(mixed, 0, 1, None)["sources"] == []
+    assert "--plot=a.png" in refusal(view.show_batch, mixed, 0, 1, "a.png")
+
+
+@pytest.mark.parametrize(("last", "goes_on"), [(1, False), (101, True)], ids=["eos", "a"])
+def test_the_last_document_of_a_window_ends_or_goes_on(last, goes_on):
+    ids = [2, 101, last]
+    window = row(ids, ids, [1] * 3, range(3), [1] * 3)
+    heading, *_ = view.describe(window, load_tokenizer("byte"))
+    assert ("goes on in the next window" in heading) == goes_on
+
+
+def test_a_document_without_bos_begins_with_the_separator():
+    """Its end is told by the target: that of the next one begins with the separator."""
+    tokenizer = types.SimpleNamespace(
+        special=SpecialIds(pad=0, eos=0, bos=None, unk=None), decode=lambda ids: "x" * len(ids)
+    )
+
+    def headings(tokens, target):
+        stream = np.array([*tokens, target])
+        segments = np.cumsum(stream == 0) + (tokens[0] != 0)
+        window = row(stream[:-1], stream[1:], [1] * 3, range(3), segments[:-1])
+        lines = list(view.describe(window, tokenizer))
+        return [line for line in lines if line.startswith("---")]
+
+    first, second = headings([7, 0, 8], 0)
+    assert first.startswith("--- document 1, which began in the window before: ")
+    assert second.startswith("--- document 2: "), "the target says that it ends"
+    *_, second = headings([7, 0, 8], 8)
+    assert second.startswith("--- document 2, goes on in the next window: ")
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    ids = [byte + 4 for byte in b"red \x1b[31m bell \a tab \t end"]
+    window = row(ids, ids, [0] * len(ids), range(len(ids)), [1] * len(ids))
+    lines = list(view.describe(window, load_tokenizer("byte")))
+    assert all(line.isprintable() for line in lines)
+    assert "[31m" in lines[1]
+
+
+@pytest.mark.parametrize("num_scans", [2, 1000])
+def test_lengths_of_documents(config, monkeypatch, num_scans):
+    store = Windows(config.data, 260, "train").store
+    tokens = np.asarray(store.tokens("train").read().result())
+    borders = [*np.flatnonzero(tokens == 2), len(tokens)]
+    documents = list(itertools.pairwise(borders))
+    if num_scans == 2:
+        middle = len(tokens) // 2
+        scanned = [*range(300), *range(middle, middle + 300)]
+        documents = [(start, stop) for start, stop in documents if start in scanned]
+    lengths = [stop - start for start, stop in documents]
+    assert max(lengths) > 300, "some do not fit into a scan"
+    monkeypatch.setattr(view, "_SCAN_TOKENS", 300)
+    monkeypatch.setattr(view, "_SCANS", num_scans)
+    assert view.document_lengths(store).tolist() == lengths
+
+
+def test_the_same_lengths_give_the_same_picture(tmp_path):
+    def draw(name, lengths):
+        path = tmp_path / name
+        view.draw_lengths(lengths, 64, str(path))
+        return path.read_bytes()
+
+    lengths = np.random.default_rng(0).integers(1, 5000, 300)
+    picture = draw("a.png", {"a": lengths})
+    assert len(picture) > 10_000
+    assert draw("b.png", {"a": lengths}) == picture
+    assert draw("c.png", {"a": lengths[:200]}) != picture
+    names = ("files $\\frac$ \0\ud800", "files $b")  # neither formulas nor drawn as they are
+    assert draw("two.png", {names[0]: np.array([7]), names[1]: lengths})
+    for wrong in ("none/a.png", "a.nothing"):
+        assert f"--plot={tmp_path}/{wrong}" in refusal(draw, wrong, {"a": lengths})
+
+
+def test_a_plot_that_cannot_be_written_to_a_bucket(bucket, storage):
+    lengths = {"a": np.arange(1, 300)}
+    view.draw_lengths(lengths, 64, f"{bucket}/a.png")
+    assert epath.Path(f"{bucket}/a.png").read_bytes().startswith(b"\x89PNG")
+    for path, code in (("gs://other/a.png", None), (f"{bucket}/a.png", 403)):
+        with storage.failing(code) if code else contextlib.nullcontext():
+            assert f"--plot={path}" in refusal(view.draw_lengths, lengths, 64, path)
+
+
+@pytest.mark.slow
+def test_tokenizers_and_plots_are_written_to_a_bucket(bucket, storage, run_command):
+    def run(module, *flags):
+        outcome = run_command(f"prope.data.{module}", CONFIG, *flags, **storage.environment)
+        assert outcome.code == 0, outcome.stderr
+        return outcome.result
+
+    run("inspect", f"--plot={bucket}/lengths.png")
+    plot = epath.Path(f"{bucket}/lengths.png").read_bytes()
+    assert plot.startswith(b"\x89PNG")
+    model = f"{bucket}/docs.model"
+    flags = ["--vocab_size=400", "--sample_bytes=100000", f"--output={model}"]
+    assert run("train_tokenizer", *flags)["model"] == model
+    run("inspect", "--config.model.vocab_size=400", f"--config.data.tokenizer={model}")
