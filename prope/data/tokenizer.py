@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -95,8 +95,9 @@ class ByteTokenizer:
 
     def decode(self, ids) -> str:
         """Decodes ids; those without text are left out, broken UTF-8 becomes U+FFFD."""
-        text = bytes(int(i) - 4 for i in ids if 4 <= i < self.vocab_size)
-        return text.decode(errors="replace")
+        ids = np.asarray(ids, np.int64)
+        text = (ids[(ids >= 4) & (ids < self.vocab_size)] - 4).astype(np.uint8)
+        return text.tobytes().decode(errors="replace")
 
 
 class SentencePieceTokenizer:
@@ -141,8 +142,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str, content: bytes, beside: str):
-        values = _parse_tokenizer(path, content)
-        self.tokenizer = _load_json(path, content)
+        self.tokenizer, values = _load_json(path, content)
         self.special = _special_ids_beside(
             path, self.tokenizer, values["model"], json.loads(beside)
         )
@@ -218,36 +218,24 @@ def _without_end(path: str):
     return usage_error(_FIELD, path, problem, remedy)
 
 
-def _parse_tokenizer(path: str, content: bytes) -> dict:
-    try:
-        values = parse_json(content)
-    except ValueError as error:
-        problem = f"not readable as JSON ({error})"
-        raise usage_error(_FIELD, path, problem, "download it again") from None
-    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
-        problem = "tokenizer.json has no model"
-        remedy = "load it with AutoTokenizer of transformers, and call save_pretrained"
-        raise usage_error(_FIELD, path, problem, remedy)
-    return values
-
-
-def _load_json(path: str, content: bytes):
-    """Returns the Tokenizer of a tokenizer.json; raises UsageError where it is none."""
+def _load_json(path: str, content: bytes) -> tuple[Any, dict]:
+    """Returns the Tokenizer of a tokenizer.json, and its JSON; raises UsageError if it is none."""
     # One text at a time is encoded here, in processes of our own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import tokenizers
 
     try:
+        values = parse_json(content)
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        if not tokenizer.get_vocab():
+            raise ValueError("its model has no tokens")
     except Exception as error:  # the library has no other kind
         problem = f"tokenizer.json cannot be used: {first_line(error)}"
-        raise usage_error(_FIELD, path, problem, "download it again") from None
-    if not tokenizer.get_vocab():
-        problem = "the model in tokenizer.json has no tokens"
-        raise usage_error(_FIELD, path, problem, "download it again")
+        remedy = "download it again, or load it with AutoTokenizer and call save_pretrained"
+        raise usage_error(_FIELD, path, problem, remedy) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return tokenizer, values
 
 
 def read_beside(file: epath.Path, name: str) -> dict:

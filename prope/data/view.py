@@ -195,12 +195,8 @@ def document_lengths(store: Store) -> np.ndarray:
     for start in starts:
         borders = find_borders(start)
         # A document counts where it begins, so long ones are not missed.
-        end = total
-        for later_start in range(start + _SCAN_TOKENS, total, _SCAN_TOKENS):
-            later_borders = find_borders(later_start)
-            if len(later_borders):
-                end = later_borders[0]
-                break
+        later = map(find_borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS))
+        end = next((found[0] for found in later if len(found)), total)
         lengths.append(np.diff(borders, append=end))
     return np.concatenate(lengths)
 

@@ -29,7 +29,7 @@ from prope.data.sources import files
 from prope.data.sources import tfds as tfds_files
 from prope.data.store import arrays, build, pack, workers
 from prope.data.store.build import open_store
-from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
+from prope.data.tokenizer import GEMMA_IDS
 from prope.errors import RunFailed
 
 KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
@@ -121,25 +121,25 @@ def test_stores_of_older_versions_are_the_same_data(tmp_path):
     assert open_store(tfds, 260).count("unk_tokens", "all") == 0
 
 
-def test_shards_of_the_store_are_cut_anywhere(tmp_path, config, text, monkeypatch):
+def test_shards_of_the_store_are_cut_anywhere(tmp_path, config, monkeypatch):
     whole = stream(open_store(config, 260), "train")
     monkeypatch.setattr(arrays, "_READ_TOKENS", 128)
     monkeypatch.setattr(arrays, "SHARD", 1024)
-    cut = open_store(data_config(tmp_path / "cut", "files", text), 260)
+    cut = open_store(data_config(tmp_path / "cut", "files", config.data_dir), 260)
     paths = list(pathlib.Path(cut.path, "train").rglob("*"))
     assert len(paths) > 5
     np.testing.assert_array_equal(stream(cut, "train"), whole)
 
 
-def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path, config, text):
+def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path, config):
     store = open_store(config, 260)
     index = pathlib.Path(store.path, "index.json")
     before = index.stat().st_mtime_ns
     assert open_store(config, 260).path == store.path
     assert index.stat().st_mtime_ns == before
-    other = data_config(tmp_path, "files", text, validation_fraction=0.1)
+    other = data_config(tmp_path, "files", config.data_dir, validation_fraction=0.1)
     assert open_store(other, 260).fingerprint != store.fingerprint
-    (text / "a.txt").write_text("another text")
+    pathlib.Path(config.data_dir, "a.txt").write_text("another text")
     assert open_store(config, 260).fingerprint != store.fingerprint
 
 
@@ -165,21 +165,6 @@ def test_the_baseline_is_the_cross_entropy_of_token_frequencies(config):
             share = (np.sum(train == token) + 1) / (len(train) + 260)
             total -= np.sum(predicted == token) * math.log(share)
         assert math.isclose(store.index[name], total / len(predicted), rel_tol=1e-9)
-
-
-def test_sentencepiece_makes_a_store(config, sentencepiece_model):
-    config.tokenizer = sentencepiece_model
-    store = open_store(config, 300)
-    texts = articles()
-    tokens = np.concatenate([stream(store, split) for split in arrays.SPLITS])
-    assert np.sum(tokens == 2) == np.sum(tokens == 1) == len(texts)
-    size = sum(len(document.encode()) for document in texts)
-    assert store.count("bytes", "all") == size
-    train = stream(store, "train")
-    first = train[1 : np.flatnonzero(train == 1)[0]]
-    predicted = [t for t in texts if not pack.is_validation(t.encode(), 0.05)]
-    expected = predicted[0]
-    assert load_tokenizer(sentencepiece_model).decode(first) == expected
 
 
 @pytest.mark.parametrize("byte_fallback", [False, True])
@@ -569,3 +554,9 @@ def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind, number):
         shown = run_command("prope.data.inspect", *arguments, "--step=3", **alone)
         assert shown.code == 0, shown.stderr
         assert shown.result["step"] == 3
+        path = tmp_path / "m.model"
+        flags = ("--vocab_size=280", "--sample_bytes=50000", f"--output={path}")
+        learnt = run_command("prope.data.train_tokenizer", *arguments, *flags, **alone)
+        assert learnt.code == 0, learnt.stderr
+        assert learnt.result["model"] == str(path)
+        assert learnt.result["vocab_size"] == 280

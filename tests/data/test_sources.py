@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import platform
+import runpy
 import shutil
 import socket
 import sysconfig
@@ -33,7 +34,7 @@ from prope.data.mixture import interleave_sources, open_windows
 from prope.data.sources import base, files, tfds
 from prope.data.sources.find import find_source
 from prope.data.store import arrays
-from prope.data.store.build import open_store
+from prope.data.store.build import open_store, prepare
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS
 from prope.data.windows import train_batch
@@ -624,12 +625,13 @@ def get_config():
 """
 
 
-def test_a_mixture_in_a_config_file(tmp_path, run_command):
-    config, _ = mixture(tmp_path)
-    (tmp_path / "mixed.py").write_text(PAGE.format(mixture=tuple(map(dict, config.mixture))))
-    flags = [f"--config={tmp_path}/mixed.py", f"--config.data.cache_dir={tmp_path}/c"]
-    prepared = run_command("prope.data.prepare", *flags)
-    assert prepared.code == 0, prepared.stderr
-    assert prepared.result["documents"] == 140
-    assert [source["documents"] for source in prepared.result["sources"]] == [100, 40]
-    assert len(prepared.result["store"]) == 2
+def test_a_mixture_in_a_config_file(tmp_path):
+    data, _ = mixture(tmp_path)
+    (tmp_path / "mixed.py").write_text(PAGE.format(mixture=tuple(map(dict, data.mixture))))
+    config = runpy.run_path(str(tmp_path / "mixed.py"))["get_config"]()
+    config.data.cache_dir = data.cache_dir
+    validate(config)
+    prepared = prepare(config)
+    assert prepared["documents"] == 140
+    assert [source["documents"] for source in prepared["sources"]] == [100, 40]
+    assert prepared["store"] == [source["store"] for source in prepared["sources"]]

@@ -2,17 +2,13 @@
 
 import contextlib
 import itertools
-import json
-import os
 import re
-import subprocess
-import sys
 import types
 
 import numpy as np
 import pytest
 from etils import epath
-from support.commands import CONFIG, ROOT
+from support.commands import CONFIG
 from support.text import articles, data_config, refusal, write_lines
 
 from prope.config import default_config
@@ -32,67 +28,19 @@ def config(tmp_path):
     return config
 
 
-REFUSES_SOCKETS = """
-import runpy, socket, sys
-def refuse(*arguments, **options):
-    raise SystemExit('a socket was opened')
-socket.socket.__init__ = socket.create_connection = socket.getaddrinfo = refuse
-runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)
-"""
-
-
-@pytest.fixture
-def run_alone(config, tmp_path):
-    """Runs a command where TensorFlow would end the process, and every socket is refused."""
-    tensorflow = tmp_path / "fake" / "tensorflow"
-    tensorflow.mkdir(parents=True)
-    fails = "raise SystemExit('TensorFlow was imported')"
-    (tensorflow / "__init__.py").write_text(fails)
-    paths = os.pathsep.join([str(tensorflow.parent), str(ROOT)])
-    flags = [f"--config={ROOT}/configs/quickstart.py"]
-    for name in ("dataset", "data_dir", "cache_dir", "validation_fraction", "seq_len"):
-        flags.append(f"--config.data.{name}={config.data[name]}")
-
-    def run(module, *arguments):
-        done = subprocess.run(
-            [sys.executable, "-c", REFUSES_SOCKETS, f"prope.data.{module}", *flags, *arguments],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        *text, result = done.stdout.splitlines()
-        return "\n".join(text), json.loads(result)
-
-    return run
-
-
-def test_the_commands_work_without_a_socket_and_without_tensorflow(config, tmp_path, run_alone):
-    path = tmp_path / "m.model"
-    learnt = ("--vocab_size=280", "--sample_bytes=50000")
-    text, trained = run_alone("train_tokenizer", f"--output={path}", *learnt)
-    assert trained["model"] == str(path)
-    assert trained["vocab_size"] == 280
-    assert not text
-    plot = tmp_path / "plot.png"
-    model = (f"--config.data.tokenizer={path}", "--config.model.vocab_size=280")
-    text, result = run_alone("inspect", *model, "--step=12", "--rows=3", f"--plot={plot}")
-    expected = {"step": 12, "rows": 3, "seq_len": 64, "plot": str(plot)}
-    assert {name: result[name] for name in expected} == expected
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    data = config.data.copy_and_resolve_references()
-    data.tokenizer = str(path)
-    windows = Windows(data, 280, "train")
-    batch = train_batch(windows, 0, 8, 12, range(3))  # quickstart.py's seed and batch size
-    numbers = re.findall(r"row \d of 8: window ([\d,]+) of", text)
+def test_the_rows_of_a_batch_are_shown(config, capsys):
+    result = view.show_batch(config, 12, 3, None)
+    text = capsys.readouterr().out
+    assert (result["step"], result["rows"], result["seq_len"]) == (12, 3, 64)
+    windows = Windows(config.data, 260, "train")
+    batch = train_batch(windows, config.seed, config.batch_size, 12, range(3))
+    numbers = re.findall(rf"row \d of {config.batch_size}: window ([\d,]+) of", text)
     numbers = [int(number.replace(",", "")) for number in numbers]
     np.testing.assert_array_equal(windows.read(numbers)["tokens"], batch["tokens"])
     other_lines = r"(?m)^(---|===| +place| +\d+ +\d+ +\d+ |  \.\.\.).*"
     documents = " ".join(re.sub(other_lines, "", text).split())
     for tokens in batch["tokens"]:
-        assert " ".join(load_tokenizer(str(path)).decode(tokens).split()) in documents
+        assert " ".join(load_tokenizer("byte").decode(tokens).split()) in documents
 
 
 def row(tokens, targets, weights, positions, segments):

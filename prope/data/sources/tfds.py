@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import filelock
 import fsspec
@@ -82,24 +83,22 @@ def _read_info(folder: epath.Path, fail: Callable[[str], UsageError]):
         raise fail(f"its dataset_info.json or features.json cannot be read ({error})") from None
 
 
-@contextlib.contextmanager
-def _known_features(folder: epath.Path) -> Iterator[None]:
-    """Has TFDS create its own features only: it would import whatever features.json names."""
+def _known_features(folder: epath.Path) -> contextlib.AbstractContextManager:
+    """Has TFDS create its own features only: it would import whatever features.json names.
+
+    TFDS has no setting for it, and names stand in several forms, also in JSON within JSON.
+    """
     from tensorflow_datasets.core.features.feature import FeatureConnector
 
-    original = vars(FeatureConnector)["cls_from_name"]
+    find_any = FeatureConnector.cls_from_name
 
     def find_class(name: str):
         if not name.startswith(_FEATURES):
             problem = f"must begin with {_FEATURES}: another one would run code"
             raise usage_error(f"{folder}/features.json: pythonClassName", name, problem)
-        return original.__get__(None, FeatureConnector)(name)
+        return find_any(name)
 
-    FeatureConnector.cls_from_name = staticmethod(find_class)
-    try:
-        yield
-    finally:
-        FeatureConnector.cls_from_name = original
+    return mock.patch.object(FeatureConnector, "cls_from_name", find_class)
 
 
 def _check_content(folder: epath.Path, info, rule: TextRule) -> None:

@@ -283,16 +283,9 @@ def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
     for split in SPLITS:
         check_split(store, data, split)
     seconds = time.perf_counter() - start
-    result = {"store": store.path}
-    for name in _SIZES:
-        result[name] = store.count(name, "all")
-    result |= {
-        "fingerprint": store.fingerprint,
-        "prepared": bool(stats),
-        "seconds": round(seconds, 3),
-        "tokens_per_second": None,
-        "workers": 0,
-    }
+    result = {"store": store.path, **{name: store.count(name, "all") for name in _SIZES}}
+    result |= {"fingerprint": store.fingerprint, "prepared": bool(stats)}
+    result |= {"seconds": round(seconds, 3), "tokens_per_second": None, "workers": 0}
     tokens = stats.get("tokens")
     if tokens:
         result["tokens_per_second"] = round(tokens / seconds)
