@@ -165,12 +165,8 @@ def _predicted_share(data: ConfigDict, vocab_size: int, store: Store) -> float:
 
 def interleave_sources(shares: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Orders sum(shares) examples: the source of each, and its rank among that source's."""
-    order = []
-    for source, share in enumerate(shares):
-        for rank in range(share):
-            middle = (rank + 0.5) / share
-            order.append((middle, source, rank))
-    order.sort()
-    sources = np.array([source for _, source, _ in order])
-    ranks = np.array([rank for _, _, rank in order])
-    return sources, ranks
+    sources = np.repeat(np.arange(len(shares)), shares)
+    ranks = np.concatenate([np.arange(share) for share in shares])
+    middles = (ranks + 0.5) / np.repeat(shares, shares)
+    order = np.lexsort((sources, middles))
+    return sources[order], ranks[order]
