@@ -58,9 +58,7 @@ def open_text(
     windows = open_windows(data, vocab_size, split or "validation")
     is_same = _place(data) == _place(run_data)
     if is_same and "fingerprint" in state and processes.is_first():
-        is_mixture = data.dataset == "mixture"
-        name = "mixture" if is_mixture else windows.sources[0].name
-        _warn_if_changed(name, windows.store.fingerprint, state["fingerprint"])
+        _warn_if_changed(windows.name, windows.store.fingerprint, state["fingerprint"])
     return windows
 
 
@@ -77,8 +75,7 @@ def _is_text_of_run(data: ConfigDict, run_data: ConfigDict, state: dict) -> bool
     """Tells whether a run's config.data names this dataset."""
     if "imported_from" in state:
         return False
-    texts = [source for _, source in weighted_sources(run_data)]
-    texts.append(run_data)
+    texts = [run_data, *(source for _, source in weighted_sources(run_data))]
     return _place(data) in map(_place, texts)
 
 
@@ -98,6 +95,7 @@ class Mixture:
 
     def __init__(self, data: ConfigDict, vocab_size: int, split: str):
         self.weights, sources = zip(*weighted_sources(data), strict=True)
+        self.name = data.dataset
         self.split = split
         self.seq_len = data.seq_len
         self.position_range = data.position_range

@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
         self.processor = _load_model(path, model)
         self.vocab_size = self.processor.vocab_size()
         self.text_size = self.vocab_size
-        self.special = _special_ids_of(path, self.processor)
+        self.special = special_ids_of(path, self.processor)
         self.fingerprint = hashlib.sha256(model).hexdigest()
         space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
         first_piece = self.processor.id_to_piece(self.processor.encode("a")[0])
@@ -197,7 +197,7 @@ def _load_model(path: str, model: bytes):
     return processor
 
 
-def _special_ids_of(path: str, processor) -> SpecialIds:
+def special_ids_of(path: str, processor) -> SpecialIds:
     """Returns the special ids of a SentencePiece model, where -1 stands for none."""
     eos = processor.eos_id()
     if eos < 0:

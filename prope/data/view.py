@@ -23,8 +23,8 @@ from prope.runtime.validate import validate
 
 _LINE_WIDTH = 110  # columns of text
 _CONTEXT = 3  # tokens shown on either side of a border
-_SCAN_TOKENS = 2**20  # tokens searched at a time for documents
-_SCANS = 64  # such intervals of a long store
+SCAN_TOKENS = 2**20  # tokens searched at a time for documents
+SCANS = 64  # such intervals of a long store
 _QUANTILES = {
     "shortest": 0,
     "p10": 0.1,
@@ -184,18 +184,18 @@ def document_lengths(store: Store) -> np.ndarray:
     total = tokens.shape[0]
 
     def find_borders(start: int) -> np.ndarray:
-        span = tokens[start : min(start + _SCAN_TOKENS, total)]
+        span = tokens[start : min(start + SCAN_TOKENS, total)]
         elements = retry_tokens(store.path, lambda: span.read().result())
         return np.flatnonzero(elements == store.special.start) + start
 
-    starts = range(0, total, _SCAN_TOKENS)
-    if len(starts) > _SCANS:
-        starts = [number * total // _SCANS for number in range(_SCANS)]
+    starts = range(0, total, SCAN_TOKENS)
+    if len(starts) > SCANS:
+        starts = [number * total // SCANS for number in range(SCANS)]
     lengths = []
     for start in starts:
         borders = find_borders(start)
         # A document counts where it begins, so long ones are not missed.
-        later = map(find_borders, range(start + _SCAN_TOKENS, total, _SCAN_TOKENS))
+        later = map(find_borders, range(start + SCAN_TOKENS, total, SCAN_TOKENS))
         end = next((found[0] for found in later if len(found)), total)
         lengths.append(np.diff(borders, append=end))
     return np.concatenate(lengths)
@@ -218,21 +218,16 @@ def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> Non
     axes = figure.subplots()
     axes.set_prop_cycle(color=_COLOURS)
 
-    def draw(label: str, values: np.ndarray, weights: np.ndarray | None = None) -> None:
-        counts, _ = np.histogram(values, edges, weights=weights)
-        axes.stairs(counts / counts.sum(), edges, label=drawn(label), lw=1.4)
-
     if len(lengths) == 1:
-        draw("share of the documents", pooled)
-        draw("share of the tokens", pooled, pooled)
+        curves = [("share of the documents", pooled, np.ones(len(pooled)))]
+        curves.append(("share of the tokens", pooled, pooled))
     else:
-        for name, values in lengths.items():
-            draw(name, values)
+        curves = [(drawn(name), values, np.ones(len(values))) for name, values in lengths.items()]
+    for label, values, weights in curves:
+        shares = weights / weights.sum()
+        axes.hist(values, edges, weights=shares, label=label, histtype="step", lw=1.4)
     axes.axvline(seq_len, color="#777777", lw=1, ls="--", label=f"a window, {seq_len:,}")
-    axes.set_xscale("log")
-    axes.set_xlabel("length of a document (tokens)")
-    axes.set_ylabel("share in a bin")
-    axes.set_ylim(0, None)
+    axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share in a bin")
     title = f"{', '.join(lengths)}: {len(pooled):,} training documents"
     axes.set_title(drawn(title[:100]), fontsize=11, wrap=True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -123,7 +123,7 @@ def test_stores_of_older_versions_are_the_same_data(tmp_path):
 
 def test_shards_of_the_store_are_cut_anywhere(tmp_path, config, monkeypatch):
     whole = stream(open_store(config, 260), "train")
-    monkeypatch.setattr(arrays, "_READ_TOKENS", 128)
+    monkeypatch.setattr(arrays, "READ_TOKENS", 128)
     monkeypatch.setattr(arrays, "SHARD", 1024)
     cut = open_store(data_config(tmp_path / "cut", "files", config.data_dir), 260)
     paths = list(pathlib.Path(cut.path, "train").rglob("*"))
@@ -353,9 +353,9 @@ def test_long_documents_are_tokenised_in_segments_and_lose_nothing(tmp_path, mon
     folder = write_text(tmp_path / "text", texts)
     digests = set()
     for size in (2**22, 7, 64, 1000):
-        monkeypatch.setattr(pack, "_SEGMENT_BYTES", size)
+        monkeypatch.setattr(pack, "SEGMENT_BYTES", size)
         for text in texts:
-            segments = list(pack._segments(text.encode()))
+            segments = list(pack.segments(text.encode()))
             assert max(map(len, segments)) <= size
             assert "".join(segment.decode() for segment in segments) == text
         config = data_config(tmp_path / str(size), "files", folder)
@@ -379,7 +379,7 @@ def test_two_processes_make_one_store(tmp_path, corpus, start_command):
 
 
 def test_a_second_preparation_waits_for_the_first(config, log_lines, monkeypatch):
-    monkeypatch.setattr(build, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(build, "POLL_SECONDS", 0.02)
     write = build._write_store
     begins = threading.Event()
     goes_on = threading.Event()

@@ -62,7 +62,7 @@ def test_a_line_that_is_no_document(tmp_path, monkeypatch, line, mentions):
 @pytest.mark.parametrize("few", [True, False])
 def test_text_in_another_encoding(tmp_path, monkeypatch, name, few):
     if not few:
-        monkeypatch.setattr(files, "_FEW_TEXTS", 0)
+        monkeypatch.setattr(files, "FEW_TEXTS", 0)
     for encoding in ENCODINGS:
         folder = tmp_path / encoding
         folder.mkdir()
@@ -93,7 +93,7 @@ def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
     content = (json.dumps({"text": "a" * 101}) if "jsonl" in name else "a" * 101).encode()
     content = gzip.compress(content) if name.endswith("gz") else content
     for few in (16, 0):
-        monkeypatch.setattr(files, "_FEW_TEXTS", few)
+        monkeypatch.setattr(files, "FEW_TEXTS", few)
         folder = tmp_path / str(few)
         folder.mkdir()
         (folder / name).write_bytes(content)

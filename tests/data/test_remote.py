@@ -511,7 +511,7 @@ def test_a_run_that_is_killed_while_its_store_is_written_makes_it_again(
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_shards_that_are_missing_or_cut_short(request, config, place, monkeypatch):
     """A missing shard would read as padding."""
-    monkeypatch.setattr(arrays, "_READ_TOKENS", 128)
+    monkeypatch.setattr(arrays, "READ_TOKENS", 128)
     monkeypatch.setattr(arrays, "SHARD", 1024)
     if place == "bucket":
         config = request.getfixturevalue("in_bucket")

@@ -190,7 +190,7 @@ def _hashes(config):
 @pytest.mark.parametrize("few", [True, False])
 def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, name, few):
     if not few:
-        monkeypatch.setattr(files, "_FEW_TEXTS", 0)
+        monkeypatch.setattr(files, "FEW_TEXTS", 0)
     text = "One line.\n\ufeffTwo.\n"
     content = json_line(text) if "jsonl" in name else text
     content = content.encode("utf-8-sig")

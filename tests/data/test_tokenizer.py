@@ -37,8 +37,8 @@ from prope.data.store.pack import is_validation
 from prope.data.tokenizer import (
     ByteTokenizer,
     SpecialIds,
-    _special_ids_of,
     load_tokenizer,
+    special_ids_of,
     token_name,
 )
 from prope.data.vocabulary import sample, split_lines, train_tokenizer
@@ -429,7 +429,7 @@ def test_documents_of_a_model_for_chats_begin_as_its_family_has_it(tmp_path, rol
 def test_a_sentencepiece_model_whose_bos_is_its_eos_has_no_bos():
     ids = {"pad_id": -1, "eos_id": 2, "bos_id": 2, "unk_id": 0}
     processor = types.SimpleNamespace(**{name: lambda i=i: i for name, i in ids.items()})
-    assert _special_ids_of("a.model", processor) == SpecialIds(2, 2, None, 0)
+    assert special_ids_of("a.model", processor) == SpecialIds(2, 2, None, 0)
 
 
 # --- Windows ----------------------------------------------------------------------------------

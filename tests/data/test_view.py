@@ -163,8 +163,8 @@ def test_lengths_of_documents(config, monkeypatch, num_scans):
         documents = [(start, stop) for start, stop in documents if start in scanned]
     lengths = [stop - start for start, stop in documents]
     assert max(lengths) > 300, "some do not fit into a scan"
-    monkeypatch.setattr(view, "_SCAN_TOKENS", 300)
-    monkeypatch.setattr(view, "_SCANS", num_scans)
+    monkeypatch.setattr(view, "SCAN_TOKENS", 300)
+    monkeypatch.setattr(view, "SCANS", num_scans)
     assert view.document_lengths(store).tolist() == lengths
 
 

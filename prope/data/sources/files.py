@@ -50,7 +50,7 @@ _SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
 _GZIP_RATIO = 3  # about how much gzip shrinks text
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which some editors begin UTF-8
 _RULE = 2  # version of the rule that reads .txt files; in the fingerprint
-_FEW_TEXTS = 16  # so many documents can hardly be split into training and validation
+FEW_TEXTS = 16  # so many documents can hardly be split into training and validation
 _PIECES = 256  # into which they are cut, by a rule that makes each at least of ..
 _LEAST_PIECE = 256  # bytes
 _SHOWN_REASONS = 5
@@ -83,7 +83,7 @@ def files(folder: epath.Path, rule: TextRule, cache: str) -> Source:
         path: found[path].size * (_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
         for path in paths
     }
-    if texts == paths and len(texts) <= _FEW_TEXTS:
+    if texts == paths and len(texts) <= FEW_TEXTS:
         piece = max(sum(sizes.values()) // _PIECES, _LEAST_PIECE)
         piece = min(piece, MAX_DOCUMENT)
         read = functools.partial(_read_pieces, tuple(paths), piece)

@@ -118,7 +118,7 @@ def _check_content(folder: epath.Path, info, rule: TextRule) -> None:
             problem = f"no text feature {feature!r}{nearest(feature, texts)}"
             raise UsageError(f"{folder}: {problem}; {content}; set {rule.option}")
     file_format = info.file_format.value
-    if file_format not in _READERS:
+    if file_format not in READERS:
         readable = "array_record and tfrecord can be read"
         raise UsageError(f"{folder}: is in {file_format} format; {readable}")
 
@@ -175,7 +175,7 @@ def _read(
         except FileNotFoundError:
             raise fail(f"{shard.name} is missing") from None
         try:
-            for record in _READERS[file_format](path, position, read_to):
+            for record in READERS[file_format](path, position, read_to):
                 if position < stop:
                     example = features.deserialize_example_np(record)
                     yield rule.document(example, f"{shard} record {position + 1}")
@@ -246,7 +246,7 @@ def _checked(data: bytes) -> bytes:
     return content
 
 
-_READERS = {"array_record": array_record, "tfrecord": tfrecord}
+READERS = {"array_record": array_record, "tfrecord": tfrecord}
 
 
 def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:

@@ -43,7 +43,7 @@ COUNTS = ("tokens", "documents", "bytes", "prompt_tokens", "unk_tokens")
 FORMAT = 3  # version of the store; in its fingerprint
 SHARD = 2**24  # tokens in a file
 _ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
-_READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
+READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 _DAMAGED = re.compile("NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:")  # of TensorStore's errors
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
 
@@ -292,7 +292,7 @@ def _spec(path: str, split: str) -> dict:
 def _metadata(dtype: np.dtype, size: int) -> dict:
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs = [little_endian, {"name": "crc32c"}]  # a damaged file is an error, not other text
-    sharding = {"chunk_shape": [_READ_TOKENS], "codecs": codecs, "index_codecs": codecs}
+    sharding = {"chunk_shape": [READ_TOKENS], "codecs": codecs, "index_codecs": codecs}
     return {
         "shape": [size],
         "data_type": dtype.name,

@@ -52,7 +52,7 @@ from prope.runtime.files import (
 # Fields of config.data that a store is made with.
 _SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
 _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
-_POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
+POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
 
 def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> Store:
@@ -161,7 +161,7 @@ def _lock_preparation(cache: str, name: str) -> Iterator[pathlib.Path]:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         log.info("data: another process is preparing %s; waiting for it", name)
-        lock.acquire(poll_interval=_POLL_SECONDS)
+        lock.acquire(poll_interval=POLL_SECONDS)
     except OSError as error:
         raise usage_error(setting, folder, f"cannot be written: {error.strerror}") from error
     try:

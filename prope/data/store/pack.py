@@ -24,7 +24,7 @@ from prope.data.tokenizer import load_tokenizer
 from prope.errors import RunFailed
 from prope.runtime.files import write_atomic
 
-_SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound the memory
+SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound the memory
 
 
 def start_worker(
@@ -126,10 +126,10 @@ def _tokenise(document: Document) -> tuple[np.ndarray, int, int]:
 
 
 def _encode(text: bytes) -> list[np.ndarray]:
-    return [_tokenizer.encode(segment) for segment in _segments(text)]
+    return [_tokenizer.encode(segment) for segment in segments(text)]
 
 
-def _segments(text: bytes) -> Iterator[bytes]:
+def segments(text: bytes) -> Iterator[bytes]:
     """Yields segments of a long text that end after a line or a space."""
 
     def find_cut(start: int, stop: int) -> int:
@@ -137,4 +137,4 @@ def _segments(text: bytes) -> Iterator[bytes]:
         last_space = text.rfind(b" ", start, stop)
         return max(last_line_end, last_space) + 1
 
-    return cut_text(text, _SEGMENT_BYTES, find_cut)
+    return cut_text(text, SEGMENT_BYTES, find_cut)
