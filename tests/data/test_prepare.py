@@ -25,6 +25,7 @@ from support.text import data_refused as refused
 from support.text import hash_files as digest
 from support.text import read_tokens as stream
 
+from prope.config import default_config
 from prope.data.sources import files
 from prope.data.sources import tfds as tfds_files
 from prope.data.store import arrays, build, pack, workers
@@ -524,39 +525,47 @@ PathFinder.find_spec = find_other
 """
 
 
+WITHIN = """
+import json, socket, sys
+for needs in (lambda: __import__("tensorflow"), socket.socket):
+    try:
+        needs()
+    except (ModuleNotFoundError, RuntimeError) as error:
+        print(error)
+from prope.config import from_dict
+from prope.data.store.build import prepare
+from prope.data.view import show_batch
+from prope.data.vocabulary import train_tokenizer
+config = from_dict(json.loads(sys.argv[1]))
+prepared = prepare(config)
+shown = show_batch(config, 3, 2, None)
+learnt = train_tokenizer(config, sys.argv[2], 288, "unigram", 50_000)
+print(json.dumps([prepared, shown, learnt]))
+"""
+
+
 @pytest.mark.parametrize(
-    "kind, number", [pytest.param("array_record", 2, marks=pytest.mark.slow), ("tfrecord", 1)]
+    ("kind", "number"), [pytest.param("array_record", 2, marks=pytest.mark.slow), ("tfrecord", 1)]
 )
-def test_no_socket_and_no_tensorflow(tmp_path, run_command, kind, number):
+def test_no_socket_and_no_tensorflow(tmp_path, kind, number):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(ALONE)  # for the workers too
-    alone = {"PYTHONPATH": str(tmp_path / "site")}
-    for code, error in (
-        ("import tensorflow", "No module named 'tensorflow'"),
-        ("import socket; socket.socket()", "opened"),
-    ):
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True)
-        assert error in done.stderr
+    paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
     write_tfds(tmp_path / "data", kind, articles(400))
-    arguments = [
-        f"--config={ROOT}/configs/quickstart.py:tiny",
-        f"--config.data.dataset={NAME}",
-        f"--config.data.data_dir={tmp_path}/data",
-        f"--config.data.cache_dir={tmp_path}/cache",
-        f"--config.data.num_workers={number}",
-    ]
-    prepared = run_command("prope.data.prepare", *arguments, **alone)
-    assert prepared.code == 0, prepared.stderr
-    assert prepared.result["workers"] == number
-    assert prepared.result["documents"] == 400
-    if kind == "tfrecord":
-        shown = run_command("prope.data.inspect", *arguments, "--step=3", **alone)
-        assert shown.code == 0, shown.stderr
-        assert shown.result["step"] == 3
-        path = tmp_path / "m.model"
-        flags = ("--vocab_size=280", "--sample_bytes=50000", f"--output={path}")
-        learnt = run_command("prope.data.train_tokenizer", *arguments, *flags, **alone)
-        assert learnt.code == 0, learnt.stderr
-        assert learnt.result["model"] == str(path)
-        assert learnt.result["vocab_size"] == 280
+    config = default_config()
+    config.data = data_config(tmp_path, NAME, tmp_path / "data", num_workers=number)
+    model = str(tmp_path / "m.model")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHIN, json.dumps(config.to_dict()), model],
+        env=os.environ | {"PYTHONPATH": paths},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    tensorflow, opened, *_, results = done.stdout.splitlines()
+    assert "tensorflow" in tensorflow and "opened" in opened, "both are refused there"
+    prepared, shown, learnt = json.loads(results)
+    assert (prepared["workers"], prepared["documents"]) == (number, 400)
+    assert shown["step"] == 3
+    assert (learnt["model"], learnt["vocab_size"]) == (model, 288)
