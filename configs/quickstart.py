@@ -6,7 +6,8 @@ Command    python -m prope.train --config=configs/quickstart.py --workdir=W
 Hardware   Two CPU cores and 2 GB of memory.
 Hours      0.03: 100 seconds of training at 14,000 tokens/s.
 Expected   Validation loss 1.45 nats per byte, 2.09 bits per byte (token frequencies alone: 4.73).
-           Python's versions differ in their documentation, so a second digit differs between them.
+           On an x86 CPU with AVX-512: other processors round elsewhere, and Python's versions
+           differ in their documentation, so a second digit differs between them.
            configs/results/quickstart.md has the loss by position out to 131,072 bytes.
 """
 

@@ -201,15 +201,18 @@ def whole(trained, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run_and_export(tmp_path_factory):
-    from support.runs import make_run
+def run_and_export(once):
+    """A run with random weights and its export, which no test may change."""
 
-    from prope.hf import exporter as export_hf
+    def make(folder):
+        from support.runs import make_run
 
-    base = tmp_path_factory.mktemp("exchange")
-    make_run(base / "run")
-    export_hf.export(base / "run", base / "hf")
-    return base
+        from prope.hf import exporter
+
+        make_run(folder / "run")
+        exporter.export(folder / "run", folder / "hf")
+
+    return once("exchange", make)[0]
 
 
 @pytest.fixture
@@ -220,43 +223,46 @@ def exported(run_and_export, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def sentencepiece_model(tmp_path_factory):
-    import sentencepiece
-    from support.text import articles
+def sentencepiece_model(once) -> str:
+    def make(folder):
+        import sentencepiece
+        from support.text import articles
 
-    prefix = str(tmp_path_factory.mktemp("sp") / "model")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(articles(200)),
-        model_prefix=prefix,
-        vocab_size=300,
-        model_type="bpe",
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        byte_fallback=True,
-        minloglevel=2,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-    )
-    return f"{prefix}.model"
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(articles(200)),
+            model_prefix=str(folder / "model"),
+            vocab_size=300,
+            model_type="bpe",
+            pad_id=0,
+            eos_id=1,
+            bos_id=2,
+            unk_id=3,
+            byte_fallback=True,
+            minloglevel=2,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+        )
+
+    return str(once("sentencepiece", make)[0] / "model.model")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
+@pytest.fixture(scope="session")
+def base(once):
     """Two runs with the same weights, p = 0 and p = 1, and the documents they read."""
-    from support.runs import edit_run, letter_documents, make_run
-    from support.text import write_lines
 
-    base = tmp_path_factory.mktemp("evaluate")
-    (base / "text").mkdir()
-    write_lines(base / "text" / "a.jsonl", [{"text": text} for text in letter_documents()])
-    (base / "runs").mkdir()
-    for name, p in (("nope", 0.0), ("rope", 1.0)):
-        make_run(base / "runs" / name, p)
-        edit_run(base / "runs" / name, base)
-    return base
+    def make(base):
+        from support.runs import edit_run, letter_documents, make_run
+        from support.text import write_lines
+
+        (base / "text").mkdir()
+        write_lines(base / "text" / "a.jsonl", [{"text": text} for text in letter_documents()])
+        (base / "runs").mkdir()
+        for name, p in (("nope", 0.0), ("rope", 1.0)):
+            make_run(base / "runs" / name, p)
+            edit_run(base / "runs" / name, base)
+
+    return once("base", make)[0]
 
 
 @pytest.fixture

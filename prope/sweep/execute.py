@@ -155,19 +155,6 @@ def split_launcher(text: str | None) -> list[str]:
     return words
 
 
-def fill_in(launcher: list[str], name: str, command: list[str]) -> list[str]:
-    """Puts the name and the command of a run into a launcher's words.
-
-    {name} becomes the name, {command} the command as one text for a shell. Where no word has
-    {command}, the command's words follow the launcher's.
-    """
-    text = shlex.join(command)
-    words = [word.replace("{name}", name).replace("{command}", text) for word in launcher]
-    if any("{command}" in word for word in launcher):
-        return words
-    return [*words, *command]
-
-
 def job_name(text: str) -> str:
     """Makes a unique name of at most 40 small letters, digits and hyphens, a letter first."""
     plain = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
@@ -190,13 +177,19 @@ class Sweep:
         self.failed: dict[str, str] = {}  # reasons, by run
 
     def command(self, run: Planned) -> list[str]:
-        """Returns the command that carries out a run."""
+        """Returns the command that carries out a run.
+
+        In a launcher's words {name} becomes a name of the run, {command} the command as one text
+        for a shell. Where no word has {command}, the command's words follow the launcher's.
+        """
         python = "python" if self.launcher else sys.executable
         workdir = f"--workdir={self.directory / run.name}"
         train = [python, "-m", "prope.train", *run.arguments, workdir]
-        if not self.launcher:
-            return train
-        return fill_in(self.launcher, job_name(f"{self.directory.name}-{run.name}"), train)
+        name = job_name(f"{self.directory.name}-{run.name}")
+        text = shlex.join(train)
+        words = [word.replace("{name}", name).replace("{command}", text) for word in self.launcher]
+        is_filled_in = any("{command}" in word for word in self.launcher)
+        return words if is_filled_in else [*words, *train]
 
     def read(self, planned: Planned) -> Run:
         """Reads a run from its files."""
@@ -254,8 +247,7 @@ class Sweep:
                 log.info("%s: starts again", run.name)
             code = self._start(run, processes, lock)
             was_killed = code < 0 and not self.launcher
-            is_lost = code == LOST or was_killed
-            if not is_lost or self.read(run).state == "finished":
+            if not (code == LOST or was_killed) or self.read(run).state == "finished":
                 return
 
     def _start(self, run: Planned, processes: ChildProcesses, lock: int) -> int:
@@ -273,22 +265,16 @@ class Sweep:
                 self._log_submitted(run.name)
             sys.exit(processes.exit_code(code))
         self.failed.pop(run.name, None)
-        reason = self._failure(run, code, error)
-        if reason:
-            self.failed[run.name] = reason
-            log.info("%s: %s", run.name, reason)
+        if code:
+            ending = f", {error}" if error else ""
+            name = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+            self.failed[run.name] = f"{name}{ending}"
+        elif not self.launcher and self.read(run).state != "finished":
+            steps = run.config.num_steps
+            self.failed[run.name] = f"ended without an evaluation of step {steps}"
+        if run.name in self.failed:
+            log.info("%s: %s", run.name, self.failed[run.name])
         return code
-
-    def _failure(self, run: Planned, code: int, error: str) -> str:
-        """Says why a run has failed that ended with `code`; "" where it has not."""
-        ending = f", {error}" if error else ""
-        if code > 0:
-            return f"exit code {code}{ending}"
-        if code < 0:
-            return f"signal {signal.Signals(-code).name}{ending}"
-        if not self.launcher and self.read(run).state != "finished":
-            return f"ended without an evaluation of step {run.config.num_steps}"
-        return ""
 
     def result(self) -> dict:
         """Returns the command's JSON object."""
@@ -350,14 +336,10 @@ def run_sweep(
     log.info("%s", table_text(result["table"]))
     if sweep.failed:
         print(json.dumps(result), flush=True)
-        problem = f"{len(sweep.failed)} of {len(runs)} runs failed: {_first_reasons(sweep.failed)}"
-        raise RunFailed(f"{problem}; the same command tries these again")
+        reasons = [f"{name} ({reason})" for name, reason in sweep.failed.items()]
+        problem = f"{len(reasons)} of {len(runs)} runs failed"
+        if len(reasons) > MAX_REASONS:
+            reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more"]
+        text = "; ".join([*reasons, "the same command tries these again"])
+        raise RunFailed(f"{problem}: {text}")
     return result
-
-
-def _first_reasons(failed: dict[str, str]) -> str:
-    """Names the first failed runs, each with its reason, and counts the others."""
-    reasons = [f"{name} ({reason})" for name, reason in failed.items()]
-    if len(reasons) > MAX_REASONS:
-        reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more"]
-    return "; ".join(reasons)

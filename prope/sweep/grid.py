@@ -35,7 +35,7 @@ def read_grids(
     """
     where = "--grid"
     grids = [_read_flags(texts, percentages)]
-    if not grids[0]:
+    if grids == [{}]:
         where = f"get_sweep() of {as_given(file).partition(':')[0]}:"
         swept = _call(file, "get_sweep")
         if swept is None:
@@ -79,25 +79,29 @@ def _convert_all(field: str, name: str, values, base: ConfigDict) -> list:
     """Converts the values of a swept field, which must be different, to its type."""
     if not values:
         raise usage_error(field, "", "names no values", "write FIELD=VALUE,VALUE")
-    converted = [value if name == CONFIG else _convert(name, value, base) for value in values]
-    for value in converted:
-        if converted.count(value) > 1:
+    converted = []
+    for value in values:
+        value = value if name == CONFIG else _convert(field, name, value, base)
+        if value in converted:
             raise usage_error(field, text_of(value), "is given twice", "remove one")
+        converted.append(value)
     return converted
 
 
-def _convert(name: str, value, base: ConfigDict):
+PARSERS = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
+
+
+def _convert(field: str, name: str, value, base: ConfigDict):
     """Converts a text or a number to the type of a field."""
-    *groups, last = name.split(".")
-    group = base[groups[0]] if groups else base
-    kind = group.get_type(last)
-    parsers = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
-    allowed = "not a value" if kind in parsers else "only numbers, texts and booleans can be swept"
+    group, _, last = name.rpartition(".")
+    kind = (base[group] if group else base).get_type(last)
     try:
-        return parsers[kind](str(value))
-    except (KeyError, ValueError):
-        problem = f"{allowed} (its type is {kind.__name__})"
-        raise usage_error(f"--grid {name}", value, problem) from None
+        return PARSERS[kind](str(value))
+    except KeyError:
+        problem = f"its type is {kind.__name__}: only numbers, texts and booleans can be swept"
+    except ValueError:
+        problem = f"not a value (its type is {kind.__name__})"
+    raise usage_error(field, value, problem)
 
 
 def text_of(value) -> str:

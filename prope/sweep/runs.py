@@ -218,16 +218,16 @@ def check_equal(runs: list[Run]) -> dict:
 def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
     """Yields (kind, step, the fields that the hash depends on, hash) of all logged hashes."""
     config = run.config
-    model = []
-    data = []
-    for name, value in flat(config).items():
-        if name.startswith("model.") and name not in NOT_OF_INIT:
-            model.append((name, value))
-        if name.startswith("data.") and name not in NOT_OF_BATCHES:
-            data.append((name, value))
+
+    def fields(group: str, without: set[str]) -> list:
+        kept = flat(config).items()
+        return [
+            (name, value) for name, value in kept if name.startswith(group) and name not in without
+        ]
+
     if run.init_hash is not None:
-        yield "init", 0, repr([config.seed, model]), run.init_hash
-    batches = repr([config.seed, config.batch_size, data])
+        yield "init", 0, repr([config.seed, fields("model.", NOT_OF_INIT)]), run.init_hash
+    batches = repr([config.seed, config.batch_size, fields("data.", NOT_OF_BATCHES)])
     for record in run.metrics:
         if record.get("batch_hash") is not None:
             yield "batch", record["step"], batches, record["batch_hash"]
@@ -382,17 +382,13 @@ def table(runs: Iterable[Run]) -> list[dict]:
 def table_text(rows: list[dict]) -> str:
     """Formats the table for a terminal: mean ± standard deviation."""
     columns = [name for name in rows[0] if not name.endswith("_sd")]
-    lines = [columns]
-    for row in rows:
-        lines.append([_cell(row, name) for name in columns])
-    return text_table(lines)
 
+    def cell(row: dict, name: str) -> str:
+        value = row[name]
+        deviation = row.get(f"{name}_sd")
+        if value is None:
+            return "-"
+        text = f"{value:.4f}" if name in METRICS else str(value)
+        return text if deviation is None else f"{text} ± {deviation:.4f}"
 
-def _cell(row: dict, name: str) -> str:
-    """Formats an entry of the table."""
-    value = row[name]
-    deviation = row.get(f"{name}_sd")
-    if value is None:
-        return "-"
-    text = f"{value:.4f}" if name in METRICS else str(value)
-    return text if deviation is None else f"{text} ± {deviation:.4f}"
+    return text_table([columns, *([cell(row, name) for name in columns] for row in rows)])

@@ -64,12 +64,5 @@ def test_the_citation_names_the_paper_and_this_version():
     assert citation["version"] == PROJECT["project"]["version"]
     assert citation["license"] == PROJECT["project"]["license"]
     paper = citation["preferred-citation"]
-    assert [author["family-names"] for author in paper["authors"]] == [
-        "Barbero",
-        "Vitvitskyi",
-        "Perivolaropoulos",
-        "Pascanu",
-        "Veličković",
-    ]
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     assert paper["title"] in readme and paper["url"] in readme and paper["year"] == 2025

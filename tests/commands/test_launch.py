@@ -1,18 +1,51 @@
-"""The scripts of launch/ on this machine: what they print and refuse, and what they start."""
+"""The scripts of launch/, beside programs that stand for gcloud and Slurm; SkyPilot and xpk.
 
+PROPE_LAUNCHERS=1 installs the last two, and has the pages sky.md and gke.md read by them.
+"""
+
+import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
+import yaml
+from etils import epath
 from support.commands import ROOT
-from support.launchers import HANDLE, TOOLS, clean_environment, launch, refused, start, wait_for
+from support.launchers import (
+    HANDLE,
+    NEXT,
+    RECORD,
+    TOOLS,
+    calls,
+    clean_environment,
+    commit,
+    launch,
+    make_clone,
+    own_environment,
+    put_programs,
+    refused,
+    start,
+    wait_for,
+)
+
+from prope.config import default_config
+from prope.sweep.execute import Sweep, job_name, split_launcher
+from prope.sweep.grid import plan
 
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
-NEW = ("local_pod.sh", "tpu_vm.sh", "slurm.sbatch")
+TASK = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
+SKYPILOT_VERSION = "0.14.1"
+XPK_VERSION = "1.16.0"
+by_hand = pytest.mark.skipif(
+    "PROPE_LAUNCHERS" not in os.environ, reason="installs a launcher: PROPE_LAUNCHERS=1 does"
+)
 
 
 def test_shellcheck_finds_nothing():
@@ -22,73 +55,106 @@ def test_shellcheck_finds_nothing():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_bash_reads_every_script(script):
-    assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
+# --- setup.sh ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", NEW)
-def test_help_is_the_head_of_the_script(script):
-    done = launch(script, "--help")
-    assert done.returncode == 0 and not done.stderr
-    assert f"launch/{script}" in done.stdout
-    for line in done.stdout.splitlines():
-        assert not line.startswith("#"), line
+def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = re.search(r"\^\(([a-z|-]*)\)\$", (ROOT / "launch/setup.sh").read_text())[1].split("|")
+    assert sorted(filter(None, allowed)) == sorted(project["optional-dependencies"])
+    command = ["bash", ROOT / "launch/setup.sh"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert str(tmp_path) in refused(done) and not list(tmp_path.iterdir())
 
 
-def test_every_new_script_is_tested():
-    older = {"common.sh", "quickstart.sh", "run", "run.sh", "setup.sh", "test.sh"}
-    assert {path.name for path in SCRIPTS} - older == set(NEW)
+def set_up(folder, *calls_of_it: str, **environment) -> subprocess.CompletedProcess:
+    """Sources setup.sh in a folder that has the files it reads."""
+    for name in ("launch/setup.sh", "launch/constraints.txt", "pyproject.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    script = "; ".join(f"source launch/setup.sh {call}" for call in calls_of_it)
+    return subprocess.run(
+        ["bash", "-c", f'{script}; echo "$? ${{activated:-no}}"'],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
-def test_every_flag_is_in_its_help():
-    for script in NEW:
-        code = (ROOT / "launch" / script).read_text()
-        flags = set(
-            re.findall(r"(--[a-z_-]+)=\*", code)
-            + re.findall(r"^    (--[a-z_-]+)\)", code, re.MULTILINE)
-        )
-        text = launch(script, "--help").stdout
-        assert not {flag for flag in flags if not re.search(rf"{flag}\b", text)}, script
+def put_program(file, code: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(code)
+    file.chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--processes=0", "--", "true"], "--processes=0"),
-        (["--processes=two", "--", "true"], "--processes=two"),
-        (["--devices=-1", "--", "true"], "--devices=-1"),
-        (["--procesess=2", "--", "true"], "--procesess=2"),
-        (["--processes=2"], "no command"),
-        (["--"], "no command"),
-    ],
-)
-def test_local_pod_refuses(arguments, named):
-    assert named in refused(launch("local_pod.sh", *arguments))
+@pytest.mark.parametrize("works", [True, False], ids=["installed", "failed"])
+def test_setup_remembers_only_an_install_that_worked(works, tmp_path):
+    code = f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {0 if works else 1}\n'
+    put_program(tmp_path / ".venv/bin/python", code)
+    (tmp_path / ".venv/bin/activate").write_text("activated=yes\n")
+    assert set_up(tmp_path, "gpu", "gpu").stdout == ("0 yes\n" if works else "1 no\n")
+    ours = [line for line in (tmp_path / "calls").read_text().splitlines() if ".[gpu]" in line]
+    assert len(ours) == (1 if works else 2)  # by uv; by pip at each call, where uv has failed
+    for line in ours:
+        assert line.endswith("--constraint launch/constraints.txt --editable .[gpu]")
+        assert line.startswith("-m uv pip install" if works else "-m pip install")
+
+
+OLD = """#!/bin/sh
+case "$*" in
+  -c*) exit 1 ;;
+  *"python find 3.11") echo {0}/new ;;
+  *) echo "$@" >>{0}/calls ;;
+esac
+"""
+NEW = """#!/bin/sh
+mkdir -p .venv/bin
+cp {0}/new .venv/bin/python
+touch .venv/bin/activate
+echo new $@ >>{0}/calls
+"""
+
+
+@pytest.mark.parametrize(("extra", "works"), [("tpu", True), ("gcs", True), ("", False)])
+def test_setup_brings_a_newer_python_where_a_machine_in_a_cloud_has_none(extra, works, tmp_path):
+    for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        put_program(tmp_path / name, OLD.format(tmp_path))
+    put_program(tmp_path / "new", NEW.format(tmp_path))
+    done = set_up(tmp_path, extra, PATH=f"{tmp_path}:/usr/bin:/bin", PYTHON="")
+    assert done.stdout == ("0 no\n" if works else "1 no\n"), done.stderr
+    if not works:
+        assert "Python >= 3.11" in done.stderr and not (tmp_path / "calls").exists()
+        return
+    _, uv, venv, _, editable = (tmp_path / "calls").read_text().splitlines()
+    assert uv == "-m uv python install --quiet 3.11"
+    assert venv == "new -m venv .venv" and editable.endswith(f"--editable .[{extra}]")
+
+
+# --- local_pod.sh -----------------------------------------------------------------------------
+
+NAMES = ["JAX_PLATFORMS", "XLA_FLAGS", "PROPE_PROCESSES", "PROPE_COMMIT"]
+PRINT = f"import os, sys; print(*sys.argv[1:], *(os.environ[name] for name in {NAMES}), sep='|')"
 
 
 def test_local_pod_prints_what_it_would_run():
     flags = ["--processes=3", "--devices=4", "--dry-run"]
     command = [sys.executable, "-c", PRINT, "a  'b"]
-    done = launch(
-        "local_pod.sh", *flags, "--", *command, XLA_FLAGS="--xla_one=1", PROPE_COMMIT="abc"
-    )
+    given = {"XLA_FLAGS": "--xla_one=1", "PROPE_COMMIT": "abc"}
+    done = launch("local_pod.sh", *flags, "--", *command, **given)
     assert done.returncode == 0 and not done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3
-    for process, line in enumerate(lines):  # a shell that reads the line back starts the process
+    ports = set()
+    for process, line in enumerate(done.stdout.splitlines()):
+        # A shell that reads the line back starts the process.
         said = subprocess.run(
             ["bash", "-c", line], capture_output=True, text=True, env=clean_environment()
         ).stdout
-        port = re.search(r"127\.0\.0\.1:(\d+)", said)[1]
-        assert 10_000 <= int(port) < 32_768
         flags = "--xla_one=1 --xla_force_host_platform_device_count=4"
-        assert said == f"a  'b|cpu|{flags}|{process}/3@127.0.0.1:{port}|abc\n"
-    assert len(set(re.findall(r":(\d+) ", done.stdout))) == 1
-
-
-NAMES = ["JAX_PLATFORMS", "XLA_FLAGS", "PROPE_PROCESSES", "PROPE_COMMIT"]
-PRINT = f"import os, sys; print(*sys.argv[1:], *(os.environ[name] for name in {NAMES}), sep='|')"
+        head, port, end = re.fullmatch(r"(.*@127\.0\.0\.1:)(\d+)(.*)\n", said).groups()
+        assert head + end == f"a  'b|cpu|{flags}|{process}/3@127.0.0.1:|abc"
+        ports.add(port)
+    assert process == 2 and len(ports) == 1 and 10_000 <= int(port) < 32_768
 
 
 def test_local_pod_keeps_the_last_line_for_process_0_and_prefixes_the_rest():
@@ -100,46 +166,13 @@ sys.stderr.write(f"two {i} {sys.stdin.read()!r}")
 """
     done = launch("local_pod.sh", "--processes=3", "--", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
-    pids = {
-        int(i): pid
-        for i, pid in re.findall(r"^process (\d): pid (\d+)$", done.stderr, re.MULTILINE)
-    }
-    assert (
-        done.stdout == f"out 0 {pids[0]} True\n"
-    )  # the pid is the command's own, as is its process group
-    assert [line for line in said if line.startswith("[0]")] == ["[0] one 0", "[0] two 0 ''"]
-    for i in (1, 2):
-        assert sorted(line for line in said if line.startswith(f"[{i}]")) == [
-            f"[{i}] one {i}",
-            f"[{i}] out {i} {pids[i]} True",
-            f"[{i}] two {i} ''",
-        ]
-    assert len(said) == 3 + 2 + 3 + 3
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [
-        ("0 0 0", 0),
-        ("1 2 75", 2),
-        ("76 75 1", 1),
-        ("75 130 76", 130),
-        ("76 75 0", 75),
-        ("0 0 76", 76),
-        ("3 0 0", 3),
-        ("76 134 0", 76),
-        ("0 kill 0", 137),
-    ],
-)
-def test_local_pod_exits_with_the_code_that_counts(codes, expected):
-    script = (
-        f'set -- {codes}; shift "${{PROPE_PROCESSES%%/*}}"; '
-        '[[ $1 != kill ]] || kill -KILL $$; exit "$1"'
-    )
-    assert (
-        launch("local_pod.sh", "--processes=3", "--", "bash", "-c", script).returncode == expected
-    )
+    pids = dict(re.findall(r"^process (\d): pid (\d+)$", done.stderr, re.MULTILINE))
+    assert done.stdout == f"out 0 {pids['0']} True\n"  # the command's own pid and process group
+    expected = []
+    for i, pid in pids.items():
+        expected += [f"process {i}: pid {pid}", f"[{i}] one {i}", f"[{i}] two {i} ''"]
+        expected += [f"[{i}] out {i} {pid} True"] if i != "0" else []
+    assert sorted(done.stderr.splitlines()) == sorted(expected)
 
 
 def test_local_pod_waits_for_all_and_ends_none():
@@ -152,9 +185,8 @@ def test_local_pod_waits_for_all_and_ends_none():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_local_pod_passes_signals_on_to_every_process(number, code, tmp_path):
-    pod = start(
-        "local_pod.sh", "--processes=3", "--", sys.executable, "-c", HANDLE, tmp_path / "ready"
-    )
+    command = [sys.executable, "-c", HANDLE, tmp_path / "ready"]
+    pod = start("local_pod.sh", "--processes=3", "--", *command)
     wait_for(tmp_path / "ready", 3)
     pod.send_signal(number)
     _, said = pod.communicate(timeout=30)
@@ -193,28 +225,600 @@ def test_local_pod_waits_for_a_process_that_is_stopped_for_a_while():
 
 
 def test_pods_at_the_same_time_have_ports_of_their_own():
-    pods = [
-        start("local_pod.sh", "--", "bash", "-c", 'echo "$PROPE_PROCESSES"; sleep 1')
-        for _ in range(4)
-    ]
+    command = ["bash", "-c", 'echo "$PROPE_PROCESSES"; sleep 1']
+    pods = [start("local_pod.sh", "--", *command) for _ in range(4)]
     assert len({pod.communicate(timeout=60)[0] for pod in pods}) == 4
 
 
-def test_local_pod_takes_no_port_that_is_taken(tmp_path):
+def test_local_pod_takes_no_port_that_is_taken():
     # The script is given its pid by exec, so that the port it would take first can be taken before.
     code = """import os, socket, sys
 taken = socket.create_server(("127.0.0.1", 10_000 + os.getpid() % 20_000))
 taken.set_inheritable(True)
 os.execvp("bash", ["bash", *sys.argv[1:]])
 """
-    pod = ["launch/local_pod.sh", "--dry-run", "--", "true"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *pod],
-        cwd=ROOT,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    said, _ = process.communicate(timeout=30)
+    command = [sys.executable, "-c", code, "launch/local_pod.sh", "--dry-run", "--", "true"]
+    pipe = subprocess.PIPE
+    pod = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=pipe, text=True)
+    said, _ = pod.communicate(timeout=30)
     port = int(re.search(r"127\.0\.0\.1:(\d+)", said)[1])
-    assert process.returncode == 0 and port != 10_000 + process.pid % 20_000
+    assert pod.returncode == 0 and port != 10_000 + pod.pid % 20_000
+
+
+# --- Exit codes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    """The stand-ins; the variables with which they are found first."""
+    programs = put_programs(tmp_path)
+    # The script's is of 30 s, xpk's of 5 s.
+    put_program(tmp_path / "programs/sleep", "#!/bin/sh\nexec /bin/sleep 0.2\n")
+    return programs
+
+
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "2",
+    "SLURM_CPUS_ON_NODE": "9",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+}
+# What SkyPilot sets on a host. Source: its documentation, "Environment variables".
+HOST = {
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+}
+SETUP = "mkdir -p .venv/bin && echo export ACTIVATED=$1 >.venv/bin/activate\n"
+
+
+@pytest.fixture
+def host(tmp_path):
+    """Runs SkyPilot's job as on a host, in a folder that stands for the clone there."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    (tmp_path / "prope").symlink_to(ROOT / "prope")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    path = f'export PATH="{os.path.dirname(sys.executable)}:$PATH"'
+    (tmp_path / ".venv/bin/activate").write_text(path)
+
+    def run(platform: str, given: str) -> subprocess.CompletedProcess:
+        environment = clean_environment(PLATFORM=platform, COMMAND=given, **HOST)
+        command = ["bash", "-c", TASK["run"]]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    return run
+
+
+@pytest.fixture
+def installed(fakes, tmp_path):
+    """A clone that was installed on two workers: (the clone, its commit, variables to run it)."""
+    clone = make_clone(tmp_path)
+    (clone / "launch/setup.sh").write_text(SETUP)
+    commit(clone)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=clone, text=True)
+    for worker in "01":
+        (tmp_path / worker / "prope").mkdir(parents=True)
+        (tmp_path / worker / "prope/old.py").write_text("")
+    variables = fakes | {"PROPE_TPU": "a", "TMPDIR": str(tmp_path)}
+    done = launch("tpu_vm.sh", "install", root=clone, **variables)
+    assert done.returncode == 0, done.stderr
+    return clone, head.strip(), variables
+
+
+# Ends with the code of the process's number, which a variable or a file has.
+END = '[[ $1 != kill ]] || kill -KILL $$; exit "$1"'
+# Codes of the processes; the launcher's own; whether the run is started again.
+CODES = [
+    ("0 0", 0, False),
+    ("1 76", 1, False),
+    ("76 2", 2, False),
+    ("130 130", 130, False),
+    ("1 kill", 1, False),
+    ("75 75", 75, True),
+    ("76 75", 75, True),
+    ("0 76", 76, True),
+    ("76 134", 76, True),
+    ("0 139", 139, True),
+    ("143 143", 143, True),
+    ("kill 0", 137, True),
+]
+
+
+@pytest.mark.parametrize(("codes", "code", "restarted"), CODES)
+def test_local_pod_exits_with_the_code_that_counts(codes, code, restarted):
+    script = f'set -- {codes}; shift "${{PROPE_PROCESSES%%/*}}"; {END}'
+    assert launch("local_pod.sh", "--", "bash", "-c", script).returncode == code
+
+
+def test_ctrl_c_of_one_process_counts_before_a_stop():
+    script = 'set -- 75 130; shift "${PROPE_PROCESSES%%/*}"; exit "$1"'
+    assert launch("local_pod.sh", "--", "bash", "-c", script).returncode == 130
+
+
+@pytest.mark.parametrize(("codes", "code", "restarted"), CODES)
+def test_slurm_queues_again_what_is_not_final(codes, code, restarted, fakes, tmp_path):
+    script = f'set -- {codes} {codes}; shift "$SLURM_PROCID"; {END}'
+    done = launch("slurm.sbatch", "--", "bash", "-c", script, **JOB, **fakes)
+    assert done.returncode == code, done.stderr
+    requeued = [call for call in calls(tmp_path) if call[0] == "scontrol"]
+    assert requeued == [["scontrol", "requeue", "7"]] * restarted
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [("134", 76), ("kill", 76), ("0", 0), ("1", 1), ("2", 2)]
+)
+def test_a_host_of_skypilot_ends_with_a_code_that_its_job_knows(code, expected, host):
+    done = host("cpu", f"bash -c '{END.replace('$1', code)}'")
+    assert done.returncode == expected
+    for stopped in (75, 76):
+        assert host("cpu", f"bash -c 'exit {stopped}'").returncode == stopped
+    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76]
+
+
+# Each worker's codes; with each start its environment is written down.
+SAY = """
+echo "$ACTIVATED $PROPE_PROCESSES $PROPE_COMMIT $LIBTPU_INIT_ARGS $2" >>"$HOME/seen"
+set -- "$HOME/codes"
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [("0 0", 0), ("76 1", 1), ("75 76", 75), ("0 137", 137)]
+)
+def test_tpu_vm_runs_on_every_worker_and_exits_with_the_code_that_counts(
+    codes, expected, installed, tmp_path
+):
+    clone, head, variables = installed
+    for worker, code in zip("01", codes.split(), strict=True):
+        (tmp_path / worker / "codes").write_text(code)
+    program = ["bash", "-c", SAY + NEXT.replace("$0", "$1"), "x", "y", "a  'b"]
+    command = ["bash", "launch/run.sh", "v5p", *program]
+    done = launch("tpu_vm.sh", "run", "--", *command, root=clone, **variables)
+    assert done.returncode == expected, done.stderr
+    first = codes.split()[0]
+    assert sorted(done.stdout.splitlines()) == [f"log {first}", f"said {first}"]  # of process 0
+    for worker in "01":
+        (seen,) = (tmp_path / worker / "seen").read_text().splitlines()
+        assert seen.startswith(f"tpu auto {head} --xla_tpu") and seen.endswith(" a  'b")
+        assert "xla_tpu_enable_ag_backward_pipelining" in seen  # a flag of v5p alone
+
+
+# --- slurm.sbatch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "flags"),
+    [
+        ("gpu", "", "--ntasks=4 --ntasks-per-node=2 --gpu-bind=none --cpus-per-task=4"),
+        (
+            "node",
+            " JAX_LOCAL_DEVICE_IDS=0,1",
+            "--ntasks=2 --ntasks-per-node=1 --gpu-bind=none --cpus-per-task=9",
+        ),
+    ],
+)
+def test_slurm_prints_the_step(mode, devices, flags, fakes, tmp_path):
+    arguments = ["--dry-run", f"--processes_per_node={mode}", "--", "python", "-m", "x", "a b"]
+    words = shlex.split(launch("slurm.sbatch", *arguments, **JOB, **fakes).stdout)
+    begin = words.index("-c") + 1
+    srun = f"srun --nodes=2 {flags} --kill-on-bad-exit=0 bash -c"
+    assert words[:begin] == f"env PROPE_PROCESSES=auto{devices} {srun}".split()
+    assert words[begin + 1 :] == [
+        *["task", "bash", "launch/run.sh", "gpu", "python", "-m", "x"],
+        "a b",
+    ]
+    assert not calls(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"SLURM_JOB_ID": ""}, "Slurm job"),
+        ({"SLURM_GPUS_ON_NODE": ""}, "GPUs"),
+        ({"SLURM_GPUS_PER_TASK": "1"}, "--gpus-per-task"),
+        ({"SLURM_CPUS_ON_NODE": "1"}, "1 CPUs"),
+        ({"SLURM_SUBMIT_DIR": "/"}, "/: "),
+    ],
+)
+def test_slurm_refuses_before_srun(changed, named, fakes, tmp_path):
+    assert named in refused(launch("slurm.sbatch", "--", "x", **JOB | changed, **fakes))
+    assert "command" in refused(launch("slurm.sbatch", **JOB, **fakes))
+    assert not calls(tmp_path)
+
+
+def test_slurm_stops_queueing(fakes, tmp_path):
+    stop = ["--max_restarts=3", "--", "bash", "-c", "exit 76"]
+    done = launch("slurm.sbatch", *stop, SLURM_RESTART_COUNT="3", **JOB, **fakes)
+    assert done.returncode == 76 and "3 restarts" in done.stderr
+    assert [call[0] for call in calls(tmp_path)] == ["srun"]
+    done = launch("slurm.sbatch", *stop, SLURM_RESTART_COUNT="2", REQUEUE_CODE="1", **JOB, **fakes)
+    assert done.returncode == 76 and "stopped: " in done.stderr
+
+
+def test_slurm_task_waits_for_a_command_that_saves(tmp_path):
+    # Slurm signals every process of a task; here both of them are.
+    (tmp_path / "handle.py").write_text(HANDLE)
+    given = ["--dry-run", "--", sys.executable, tmp_path / "handle.py", tmp_path / "ready"]
+    words = shlex.split(launch("slurm.sbatch", *given, **JOB).stdout)
+    command = [*words[words.index("bash") :][:4], *words[words.index("gpu") + 1 :]]
+    task = subprocess.Popen(command, start_new_session=True)
+    wait_for(tmp_path / "ready", 1)
+    os.killpg(task.pid, signal.SIGTERM)
+    assert task.wait(timeout=30) == 255 - 75  # greater than that of a 76
+
+
+def test_slurm_asks_to_stop_before_the_limit():
+    said = re.findall(r"^#SBATCH (\S+)$", (ROOT / "launch/slurm.sbatch").read_text(), re.MULTILINE)
+    assert {"--requeue", "--signal=TERM@120", "--open-mode=append"} <= set(said)
+
+
+# --- tpu_vm.sh, with a gcloud that has two workers, each a folder on this machine ----------------
+
+
+def test_tpu_vm_prints_what_it_would_run(fakes, tmp_path):
+    arguments = ["--name=a", "--dry-run", "--", "x", "a  'b"]
+    done = launch("tpu_vm.sh", "run", *arguments, **fakes)
+    assert done.returncode == 0 and not done.stderr and not calls(tmp_path)
+    program = RECORD.format(python=sys.executable, here=tmp_path)
+    (tmp_path / "programs/gcloud").write_text(program)
+    subprocess.run(["bash", "-c", done.stdout], env=clean_environment(**fakes), check=True)
+    logs, run = sorted(calls(tmp_path))
+    gcloud = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "a"]
+    assert logs[:7] == [*gcloud, "--worker=0"] and "tail " in logs[7]
+    assert run[:7] == [*gcloud, "--worker=all"] and "run x a\\ \\ \\'b " in run[7]
+
+
+def test_tpu_vm_installs_what_is_committed(installed, tmp_path):
+    clone, head, variables = installed
+    for worker in "01":
+        home = tmp_path / worker / "prope"
+        assert (home / "COMMIT").read_text() == f"{head}\n"
+        assert (home / "launch/run.sh").read_bytes() == (clone / "launch/run.sh").read_bytes()
+        assert not (home / "old.py").exists()
+    before = len(calls(tmp_path))
+    with open(clone / "launch/run.sh", "a") as file:
+        file.write("# changed\n")
+    assert "commit" in refused(launch("tpu_vm.sh", "install", root=clone, **variables))
+    assert len(calls(tmp_path)) == before
+
+
+def start_run(installed, tmp_path) -> subprocess.Popen:
+    """Starts a run that waits for SIGTERM on both workers."""
+    clone, _, variables = installed
+    command = [sys.executable, "-c", HANDLE, tmp_path / "ready"]
+    run = start("tpu_vm.sh", "run", "--", *command, root=clone, **variables)
+    wait_for(tmp_path / "ready", 2)
+    return run
+
+
+def test_tpu_vm_stops_a_run_and_starts_none_beside_another(installed, tmp_path):
+    clone, _, variables = installed
+    run = start_run(installed, tmp_path)
+    second = launch("tpu_vm.sh", "run", "--", "true", root=clone, **variables)
+    assert second.returncode == 2 and "stop" in second.stderr
+    assert launch("tpu_vm.sh", "stop", root=clone, **variables).returncode == 0
+    run.communicate(timeout=60)
+    assert run.returncode == 75
+    logs = launch("tpu_vm.sh", "logs", root=clone, **variables)
+    assert logs.returncode == 75 and "got 15" in logs.stdout
+    assert launch("tpu_vm.sh", "stop", root=clone, **variables).returncode == 0  # there is none
+
+
+def test_tpu_vm_goes_on_without_its_connection(installed, tmp_path):
+    """With the script killed, the run goes on, and logs follows it to its end."""
+    clone, _, variables = installed
+    run = start_run(installed, tmp_path)
+    run.kill()
+    logs = start("tpu_vm.sh", "logs", root=clone, **variables)
+    assert launch("tpu_vm.sh", "stop", root=clone, **variables).returncode == 0
+    stdout, _ = logs.communicate(timeout=60)
+    run.communicate(timeout=60)
+    assert logs.returncode == 75 and "got 15" in stdout
+
+
+def test_tpu_vm_tells_a_run_that_was_killed(installed, tmp_path):
+    run = start_run(installed, tmp_path)
+    for worker in "01":
+        pid = int((tmp_path / worker / "prope_run/pid").read_text())
+        os.killpg(pid, signal.SIGKILL)
+    run.communicate(timeout=60)
+    assert run.returncode == 137
+
+
+def test_tpu_vm_gives_up_on_workers_that_do_not_answer(installed, tmp_path):
+    clone, _, variables = installed
+    (tmp_path / "programs/gcloud").write_text("#!/bin/sh\necho called >&2\nexit 255\n")
+    done = launch("tpu_vm.sh", "logs", root=clone, **variables)
+    assert done.returncode == 1 and "stopped: a is lost" in done.stderr
+    assert done.stderr.count("called") == 1 + 5  # its log, then its state
+
+
+# --- sky.yaml ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [("v5p", "auto|False"), ("gpu", "1/2@10.0.0.4:8476|True"), ("cpu", "1/2@10.0.0.4:8476|False")],
+)
+def test_a_host_joins_the_others(platform, expected, host, tmp_path):
+    code = 'print(*sys.argv[1:], os.environ["PROPE_PROCESSES"], "XLA_FLAGS" in os.environ, sep="|")'
+    (tmp_path / "say.py").write_text(f"import os, sys\n{code}\n")
+    done = host(platform, "python say.py 'a  b' --c=d")
+    assert done.stdout == f"a  b|--c=d|{expected}\n", done.stderr
+
+
+def test_every_platform_installs_its_extras(tmp_path):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/setup.sh").write_text('echo "$1"; [[ $1 != "$FAILS" ]]')
+
+    def setup(platform: str, fails: str = "") -> tuple[list[str], int]:
+        environment = os.environ | {"PLATFORM": platform, "FAILS": fails}
+        command = ["bash", "-c", TASK["setup"]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=-1, text=True)
+        return done.stdout.split(), done.returncode
+
+    assert setup("v5e") == (["tpu", "gcs"], 0) and setup("cpu") == (["gcs"], 0)
+    assert setup("gpu") == (["gpu", "gcs"], 0)
+    assert setup("gpu", "gpu") == (["gpu"], 1) and setup("cpu", "gcs") == (["gcs"], 1)
+
+
+@pytest.fixture(scope="module")
+def ask_skypilot(tmp_path_factory):
+    """Runs code where SkyPilot is installed."""
+    folder = own_environment("skypilot", SKYPILOT_VERSION)
+    home = tmp_path_factory.mktemp("home")
+    catalogs = home / ".sky/catalogs/v8/common"  # which SkyPilot would download
+    catalogs.mkdir(parents=True)
+    (catalogs / "accelerators.csv").write_text("AcceleratorName,Clouds\nH100,['GCP']\n")
+    (catalogs / "metadata.csv").write_text("GPU,MemoryGB,Manufacturer\nH100,80,NVIDIA\n")
+
+    def ask(code: str):
+        """Returns the object that the code calls `answer`."""
+        file = f"file = {str(ROOT / 'launch/sky.yaml')!r}"
+        code = "\n".join(["import json, sky", file, code, "print(json.dumps(answer))"])
+        environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
+        command = [folder / "bin/python", "-c", code]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ask
+
+
+READ = """
+import shlex
+from sky.client.cli import command
+def read(line):  # as the program sky does
+    given = command.jobs_launch.make_context("launch", shlex.split(line)[3:]).params
+    flags = {name: given[name] for name in ("name", "gpus", "cpus", "num_nodes", "use_spot", "env")}
+    task = command._make_task_or_dag_from_entrypoint_with_overrides(given["entrypoint"], **flags)
+    task.validate(skip_workdir=True)
+    (resources,) = task.resources
+    return [task.name, resources.accelerators, resources.use_spot, task.num_nodes, task.envs]
+"""
+
+
+def commands_of_the_page() -> list[str]:
+    """The lines of sky.md that launch a job, then what its sweep's launcher makes of a run."""
+    page = (ROOT / "launch/sky.md").read_text().replace("\\\n", " ")
+    page = page.replace("$(git rev-parse HEAD)", "abc")
+    (launcher,) = re.findall(r'--launcher="(sky .*?)"', page)
+    values = {"data.tokenizer": 'it\'s "my" model', "profile": (10, 12)}
+    (run,) = plan([{"seed": [0]}], "file.py", default_config(), values)
+    sweep = Sweep(epath.Path("gs://B/W"), [run], split_launcher(launcher))
+    of_the_sweep = shlex.join(sweep.command(run))
+    return [*re.findall(r"^sky jobs launch .*$", page, re.MULTILINE), of_the_sweep]
+
+
+@by_hand
+def test_skypilot_reads_the_job_by_every_command_of_its_page(ask_skypilot):
+    answers = ask_skypilot(f"{READ}answer = [read(line) for line in {commands_of_the_page()}]")
+    slice = {"tpu-v5p-128": 1}
+    assert [answer[:4] for answer in answers] == [
+        ["prepare", None, True, 1],
+        ["p075", slice, True, 1],
+        ["evaluate", slice, True, 1],
+        ["p075", {"H100": 8}, True, 8],
+        [job_name("W-seed=0"), slice, True, 1],
+    ]
+    environments = [answer[4] for answer in answers]
+    assert [env["PLATFORM"] for env in environments] == ["cpu", "v5p", "v5p", "gpu", "v5p"]
+    assert [env["PROPE_COMMIT"] for env in environments] == ["", "abc", "", "", "abc"]
+    for env in environments:
+        assert re.match(r"python -m prope\.(train|evaluate|data\.prepare) ", env["COMMAND"])
+    assert shlex.split(environments[-1]["COMMAND"])[3:] == [
+        "--config=file.py",
+        '--config.data.tokenizer=it\'s "my" model',
+        "--config.profile=(10, 12)",
+        "--config.seed=0",
+        "--workdir=gs://B/W/seed=0",
+    ]
+
+
+@by_hand
+def test_skypilot_restarts_what_is_not_final(ask_skypilot):
+    # Codes of all hosts; 137 stands for those that SkyPilot killed because another had failed.
+    codes = [[75], [76], [76, 137, 137], [137, 75], [1], [2], [130], [1, 137], [137, 2, 137]]
+    restarted = ask_skypilot(f"""
+from sky.jobs.recovery_strategy import StrategyExecutor
+config = sky.utils.yaml_utils.read_yaml(file)
+task = sky.Task.from_yaml_config(config, env_overrides={{"COMMAND": "x"}})
+def restarts(codes):
+    again = sky.Task.from_yaml_config(task.to_yaml_config())
+    backend = sky.backends.CloudVmRayBackend()
+    executor = StrategyExecutor.make("c", backend, again, 1, 0, None, set(), None, None)
+    return executor.should_restart_on_failure(codes)
+answer = [restarts(each) for each in {codes}]
+""")
+    assert restarted == [True] * 4 + [False] * 5
+
+
+# --- gke.md: the JobSets that xpk makes, as a pod runs them -----------------------------------
+
+# In xpk's place: xpk itself, which writes what it would do into a file for each call.
+XPK = """#!/bin/sh
+export TELEMETRY_ENABLED=false HOME={folder}
+exec {xpk} "$@" --dry-run >{folder}/calls/$(ls {folder}/calls | wc -l)
+"""
+VALUES = """"--config.data.tokenizer=it's \\"my\\" \\$HOME" --config.profile=10,12"""
+
+
+@pytest.fixture(scope="module")
+def answers(once) -> list[str]:
+    """What xpk answers to every command of the page, those that the sweep hands out too."""
+    return once("gke", run_page)[1]
+
+
+def run_page(folder) -> list[str]:
+    page = (ROOT / "launch/gke.md").read_text()
+    (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    script = script.replace("\\\n", " ").replace("$(git rev-parse HEAD)", "abc")
+    script = script.replace("gs://my-bucket", "bucket")
+    script = script.replace("sweep.py $RUN", f"sweep.py $RUN {VALUES}")
+    ours = r"^(?:export|mkdir|[A-Z]+=|\$JOB|xpk|python launch/sweep).*$"
+    for name in ("configs", "launch"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "calls").mkdir()
+    xpk = own_environment("xpk", XPK_VERSION) / "bin/xpk"
+    put_program(folder / "bin/xpk", XPK.format(folder=folder, xpk=xpk))
+    path = f"{folder}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(re.findall(ours, script, re.MULTILINE))],
+        cwd=folder,
+        env=clean_environment(PATH=path, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.count('"state": "submitted"') == 5, done.stderr
+    count = len(list((folder / "calls").iterdir()))
+    return [(folder / "calls" / str(call)).read_text() for call in range(count)]
+
+
+@pytest.fixture(scope="module")
+def jobsets(answers) -> list[dict]:
+    """The JobSets that xpk would create."""
+    texts = re.findall(r"^apiVersion: jobset.*?(?=^\[XPK\])", "".join(answers), re.M | re.DOTALL)
+    return [yaml.safe_load(text) for text in texts]
+
+
+@by_hand
+def test_xpk_takes_every_command_of_the_page(answers):
+    tasks = [re.search(r"Starting (cluster|[Ww]orkload) (\w+)", answer)[2] for answer in answers]
+    assert tasks == ["create", *["create"] * 7, "list", "delete"]
+    nodes = re.search(r"node-pools create .*", answers[0])[0]
+    flags = ("--machine-type=ct5p-hightpu-4t", "--tpu-topology=4x4x4", "--num-nodes=16", "--spot")
+    assert all(flag in nodes for flag in flags)
+    assert all("crane mutate python:3.11 " in answer for answer in answers[1:8])
+    endings = [answer.splitlines()[-1] for answer in answers]
+    # Without a cluster there is nothing to wait for.
+    assert endings.pop(8) == "[XPK] XPK failed, error code 1"
+    assert set(endings) == {"[XPK] Exiting XPK cleanly"}
+
+
+def job_of(jobset: dict) -> dict:
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+@by_hand
+def test_a_jobset_is_a_slice_that_saves_and_restarts(jobsets):
+    swept = [job_name(f"sweep-rope_percentage={p}") for p in ("0", "0.25", "0.5", "0.75", "1")]
+    assert [jobset["metadata"]["name"] for jobset in jobsets] == ["p075", *swept, "evaluate"]
+    for jobset in jobsets:
+        assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 50
+        job = job_of(jobset)
+        pod = job["template"]["spec"]
+        assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (16, 16, 0)
+        assert pod["terminationGracePeriodSeconds"] == 600
+        assert pod["nodeSelector"] == {
+            "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+            "cloud.google.com/gke-tpu-topology": "4x4x4",
+        }
+        (container,) = pod["containers"]
+        assert container["resources"] == {"limits": {"google.com/tpu": 4}}
+        variables = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert variables == {"PROPE_PROCESSES": "auto", "PROPE_COMMIT": "abc"}
+
+
+PYTHON = """#!/bin/sh
+case "$2" in prope.runtime.*) exec {python} "$@" ;; esac
+exec {python} program.py "$@"
+"""
+PROGRAM = f"""import json, os, pathlib, sys
+record = [pathlib.Path("installed").read_text(), os.environ["LIBTPU_INIT_ARGS"], sys.argv[1:]]
+pathlib.Path("record").write_text(json.dumps(record))
+if os.environ["CODE"] == "kill":
+    os.kill(os.getpid(), 9)
+if os.environ["CODE"] == "wait":
+    sys.argv = ["program.py", "ready"]
+    exec({HANDLE!r})
+sys.exit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.fixture
+def start_pod(fakes, tmp_path):
+    """Starts what a JobSet's container runs, in a folder that stands for /app there."""
+    (tmp_path / "launch").mkdir()
+    for name in ("common.sh", "run.sh"):
+        shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
+    (tmp_path / "launch/setup.sh").write_text('echo -n "$1" >installed')
+    (tmp_path / "program.py").write_text(PROGRAM)
+    put_program(tmp_path / "programs/python", PYTHON.format(python=sys.executable))
+
+    def start(jobset: dict, code: str) -> subprocess.Popen:
+        (container,) = job_of(jobset)["template"]["spec"]["containers"]
+        environment = clean_environment(**fakes, PYTHONPATH=str(ROOT), CODE=code)
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        return subprocess.Popen(
+            container["command"], cwd=tmp_path, env=environment, **pipes, text=True
+        )
+
+    return start
+
+
+@by_hand
+def test_a_pod_installs_and_runs_the_words_of_the_run(jobsets, start_pod, tmp_path):
+    _, stderr = start_pod(jobsets[2], "0").communicate(timeout=60)
+    assert stderr == ""
+    extra, flags, words = json.loads((tmp_path / "record").read_text())
+    assert extra == "tpu" and "xla_tpu_enable_ag_backward_pipelining" in flags  # v5p alone has it
+    assert words[:3] == ["-m", "prope.train", "--config=configs/gemma_2b_wiki.py"]
+    assert {
+        "--config.data.data_dir=gs://tfds-data/datasets",
+        '--config.data.tokenizer=it\'s "my" $HOME',
+        "--config.profile=(10, 12)",
+        "--config.model.rope_percentage=0.25",
+        "--workdir=bucket/sweep/rope_percentage=0.25",
+    } <= set(words)
+
+
+@by_hand
+def test_a_jobset_restarts_what_is_not_final(jobsets):
+    (rule,) = job_of(jobsets[0])["podFailurePolicy"]["rules"]
+    codes = rule["onExitCodes"]
+    assert (rule["action"], codes["operator"]) == ("FailJob", "NotIn")
+    # xpk restarts all codes from 127 on; nothing sends Ctrl-C, which ends with 130, to a pod.
+    restarted = set(codes["values"])
+    assert {75, 76, 130, 134, 137, 139} <= restarted and not {0, 1, 2} & restarted
+    assert jobsets[0]["spec"]["failurePolicy"]["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+
+
+@by_hand
+def test_a_pod_ends_with_the_code_of_the_run_which_sigterm_reaches(jobsets, start_pod, tmp_path):
+    for code, expected in (("76", 76), ("kill", 137)):
+        pod = start_pod(jobsets[0], code)
+        pod.communicate(timeout=60)
+        assert pod.returncode == expected
+    pod = start_pod(jobsets[0], "wait")
+    wait_for(tmp_path / "ready", 1)
+    pod.send_signal(signal.SIGTERM)  # to the first process alone, as Kubernetes does
+    _, stderr = pod.communicate(timeout=60)
+    assert pod.returncode == 75 and "got 15\n" in stderr

@@ -6,6 +6,7 @@ not find here. What must not run is in a ```text block. A quick test checks that
 that a README names exists.
 """
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -125,52 +126,39 @@ def programs(words: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-INTERPRETERS = {"sh": ["bash"], "sbatch": ["bash"], "py": [sys.executable]}
-
-
 @pytest.fixture(scope="module")
-def usage():
+def usage(start_command):
     """What a program says of itself, once for each."""
-    known: dict[str, str] = {}
 
-    def get(program: str) -> str:
-        if program not in known:
-            by_module = [sys.executable, "-m"]
-            interpreter = INTERPRETERS.get(program.split(".")[-1], by_module)
+    @functools.cache
+    def run(program: str) -> str:
+        if program.startswith("prope."):
+            code, text, _ = start_command(program, "--help").wait()
+        else:
+            interpreter = sys.executable if program.endswith(".py") else "bash"
+            command = [interpreter, program, "--help"]
             done = subprocess.run(
-                [*interpreter, program, "--help"],
-                cwd=ROOT,
-                env=environment(),
-                capture_output=True,
-                text=True,
+                command, cwd=ROOT, env=environment(), capture_output=True, text=True
             )
-            assert done.returncode == 0, f"{program} --help: {done.stderr}"
-            known[program] = done.stdout
-        return known[program]
+            code, text = done.returncode, done.stdout
+        assert code == 0, program
+        return text
 
-    return get
+    return run
 
 
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def unknown_flags(words: list[str], usage) -> list[str]:
-    """The flags and config fields on a line that do not exist."""
-    fields = {f"--config.{name}" for name in flat(default_config())}
-    unknown = []
-    for program, flags in programs(words):
-        for flag in flags:
-            described = rf"--(\[no\])?{re.escape(flag[2:])}\b"
-            if flag not in fields and not re.search(described, usage(program)):
-                unknown.append(f"{program} {flag}")
-    return unknown
-
-
 @pytest.mark.parametrize("readme", READMES)
 def test_every_flag_that_is_named_exists(readme, usage):
+    fields = {f"--config.{name}" for name in flat(default_config())}
     for words in commands(readme):
-        assert unknown_flags(words, usage) == []
+        for program, flags in programs(words):
+            for flag in set(flags) - fields:
+                described = rf"--(\[no\])?{re.escape(flag[2:])}\b"
+                assert re.search(described, usage(program)), f"{program} {flag}"
         files = r"\b(?:configs|launch)/[\w.]+\.(?:py|sh|sbatch|yaml)\b"
         for path in re.findall(files, " ".join(words)):
             assert (ROOT / path).exists(), path
@@ -275,35 +263,3 @@ def test_every_command_of_a_page_is_one_that_its_programs_take(page, tmp_path):
 def test_every_python_block_runs(readme):
     for block in blocks(readme, "python"):
         exec(compile(block, readme, "exec"), {})
-
-
-# These tests notice what they are for.
-
-
-def test_what_does_not_exist_is_found(usage):
-    line = (
-        "python -m prope.train --workdir=W --cofnig=F --config.model.rope_percentage=1 "
-        "--config.modle.head_dim=2 -- bash launch/local_pod.sh --processes=2 --procesess=2 "
-        "-- other --flag"
-    )
-    assert unknown_flags(shlex.split(line), usage) == [
-        "prope.train --cofnig",
-        "prope.train --config.modle.head_dim",
-        "launch/local_pod.sh --procesess",
-    ]
-    assert anchors("# A b: c's `d`\n\ntext\n## p-RoPE\n") == {"a-b-cs-d", "p-rope"}
-
-
-@pytest.mark.parametrize(
-    ("line", "rewritten"),
-    [
-        (
-            "a --config=configs/x.py \\\n    --seq_len=9",
-            "a --config=configs/x.py:tiny --seq_len=64",
-        ),
-        ("--seq_len=1x,2x", "--seq_len=1x,2x"),
-        ("bash launch/tpu_vm.sh stop --name=a", "bash launch/tpu_vm.sh stop --dry-run --name=a"),
-    ],
-)
-def test_what_is_made_tiny(line, rewritten):
-    assert rewrite(line, [*DRY, *SMALL]) == rewritten

@@ -5,10 +5,10 @@ import pathlib
 import statistics
 
 import pytest
-from support.commands import ROOT
+from support.commands import ROOT, refusal
 
 from prope.config import default_config
-from prope.errors import RunFailed, UsageError
+from prope.errors import RunFailed
 from prope.sweep.grid import plan, read_grids
 from prope.sweep.runs import Run, check_equal, reference, table, table_text
 
@@ -18,30 +18,23 @@ def grid_of(*texts, percentages=None, file=""):
 
 
 @pytest.mark.parametrize(
-    ("text", "percentages", "says"),
+    ("texts", "percentages", "named"),
     [
-        (
-            "model.rope_percent=0",
-            None,
-            r"no such config field \(did you mean model.rope_percentage",
-        ),
-        ("seed", None, "--grid=seed: has no values; write a field and its values, such as seed=0"),
-        ("seed=", None, "--grid seed=: names no values"),
-        (None, "", "--grid model.rope_percentage=: names no values"),
-        (None, "0.5,0.50", "model.rope_percentage=0.5: is given twice; remove one"),
-        ("seed=1,2,01", None, "--grid seed=1: is given twice; remove one"),
-        ("seed=1.5", None, r"--grid seed=1.5: not a value \(its type is int\)"),
-        ("model.rope_percentage=half", None, "model.rope_percentage=half: not a value"),
-        ("model.scan_layers=2", None, "model.scan_layers=2: not a value"),
-        ("data.mixture=1", None, "only numbers, texts and booleans can be swept"),
-        ("model.rope_percentage=0", "1", "model.rope_percentage is given twice"),
+        (["model.rope_percent=0"], None, "model.rope_percentage"),
+        (["seed"], None, "seed"),
+        (["seed="], None, "seed="),
+        ([], "", "model.rope_percentage="),
+        ([], "0.5,0.50", "model.rope_percentage=0.5"),
+        (["seed=1,2,01"], None, "seed=1"),
+        (["seed=1.5"], None, "seed=1.5"),
+        (["model.rope_percentage=half"], None, "model.rope_percentage=half"),
+        (["model.scan_layers=2"], None, "model.scan_layers=2"),
+        (["data.mixture=1"], None, "data.mixture=1"),
+        (["model.rope_percentage=0"], "1", "model.rope_percentage"),
     ],
 )
-def test_a_grid_that_cannot_be_used_is_named(text, percentages, says):
-    texts = [] if text is None else [text]
-    with pytest.raises(UsageError, match=says) as raised:
-        grid_of(*texts, percentages=percentages)
-    assert "\n" not in str(raised.value)
+def test_a_grid_that_cannot_be_used_is_named(texts, percentages, named):
+    assert named in refusal(lambda: grid_of(*texts, percentages=percentages))
 
 
 def names_of(*grids, file="") -> list[str]:
@@ -70,14 +63,11 @@ def test_a_name_is_made_of_the_values_alone(grid, names):
     assert sorted(names_of(reversed_grid)) == sorted(names)
 
 
-def test_all_runs_begin_from_another():
-    runs = plan([{"seed": [0, 1]}], "file.py", default_config(), {}, "gs://bucket/run")
-    assert [run.arguments[-1] for run in runs] == ["--init_from=gs://bucket/run"] * 2
-
-
-def test_the_quick_sweep_has_five_values():
-    five = grid_of(file=str(ROOT / "configs" / "quick_sweep.py"))
-    assert five == [{"model.rope_percentage": [0.0, 0.25, 0.5, 0.75, 1.0]}]
+@pytest.mark.parametrize("place", ["gs://b/run", "gs://b/S/seed={seed}/x{y}"])
+def test_every_run_begins_from_another_or_from_that_of_its_own_seed(place):
+    runs = plan([{"seed": [0, 1]}], "file.py", default_config(), {}, place)
+    expected = [f"--init_from={place.replace('{seed}', seed)}" for seed in "01"]
+    assert [run.arguments[-1] for run in runs] == expected
 
 
 def test_the_sweep_of_table_2_has_fourteen_runs():
@@ -118,8 +108,7 @@ def test_a_method_is_named_by_itself():
     assert runs[10].config.model.rope_type == "cope"
     assert runs[10].arguments[0].endswith("encodings_wiki.py:cope-tiny")
     files = [f"{ROOT}/configs/encodings_{page}.py:cope" for page in ("wiki", "synthetic")]
-    with pytest.raises(UsageError, match="two runs would be called config=cope"):
-        names_of({"config": files})
+    assert "config=cope" in refusal(lambda: names_of({"config": files}))
 
 
 GROUPS = [
@@ -214,11 +203,8 @@ def test_equal_runs_are_counted():
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (
-            make_run("c", "1", init="bb", model__rope_percentage=1.0),
-            "a and c did not start equal at step 0: init_hash aa and bb",
-        ),
-        (make_run("c", "124"), "b and c saw other batches at step 3: batch_hash 3 and 4"),
+        (make_run("c", "1", init="bb", model__rope_percentage=1.0), "a and c .* 0: .* aa and bb"),
+        (make_run("c", "124"), "b and c .* 3: .* 3 and 4"),
     ],
 )
 def test_equality_is_read_from_the_hashes(other, says):

@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 
+from prope.errors import UsageError
 from support.forks import Command
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,6 +59,15 @@ def finish(command: Command) -> Outcome:
 def outcome(code: int, stdout: str, stderr: str) -> Outcome:
     last = (stdout.splitlines() or [""])[-1]
     return Outcome(code, json.loads(last) if code == 0 and last.startswith("{") else None, stderr)
+
+
+def refusal(call) -> str:
+    """The one line with which a call refuses what it is given."""
+    with pytest.raises(UsageError) as caught:
+        call()
+    line = str(caught.value)
+    assert line and "\n" not in line, line
+    return line
 
 
 def flipped(data: bytes) -> bytes:

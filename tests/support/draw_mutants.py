@@ -22,7 +22,7 @@ from cosmic_ray.mutating import mutate_and_test
 ROOT = pathlib.Path(__file__).parents[2]
 # By the path in prope/, the longest that fits; names of test files without "test_".
 TESTS = {
-    "": "house help train nonfinite faults",
+    "": "house help refusals train nonfinite faults",
     "rope.py": "rope rope_transforms model",
     "encodings.py": "encodings model exchange_encodings",
     "attention.py": "attention context model sharded",
@@ -32,7 +32,7 @@ TESTS = {
     "optimizer.py": "optimizer nonfinite parity",
     "step.py": "sharded nonfinite optimizer precision train",
     "sharding.py": "sharded context rope_sharded pod",
-    "config.py": "config train",
+    "config.py": "config refusals train",
     "sample.py": "sample",
     "evaluate.py": "evaluate",
     "ask.py": "scores",
@@ -54,9 +54,9 @@ TESTS = {
     "data/sources": "sources refusals reading prepare remote",
     "workdir/hashes.py": "parameters damage train",
     "workdir": "records metrics lease checkpoints nonfinite train damage faults",
-    "runtime": "processes runtime one_line config nonfinite train faults pod",
-    "runtime/validate.py": "config train",
-    "runtime/files.py": "damage reading places one_line faults",
+    "runtime": "processes runtime refusals config nonfinite train faults pod",
+    "runtime/validate.py": "refusals config train",
+    "runtime/files.py": "damage reading places refusals faults",
     "runtime/environment.py": "environment",
     "runtime/memory.py": "runtime evaluate_text",
     "runtime/xla_flags.py": "plan runtime",
