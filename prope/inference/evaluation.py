@@ -33,8 +33,6 @@ class LossOptions(Options):
     split: str | None = None
     window: list[str] | None = None
     sinks: list[str] | None = None
-    search_rotation: list[str] | None = None
-    tolerance: float | None = None
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -64,12 +62,6 @@ class LossOptions(Options):
                 ",".join(self.sinks),
                 "has no effect without --window, outside of which they stay visible",
             )
-        for name in ("encoding", "intervene", "window"):
-            if self.search_rotation and getattr(self, name):
-                searched = ",".join(self.search_rotation)
-                raise usage_error("--search_rotation", searched, f"--{name} is given, too")
-        if self.tolerance is not None and not self.search_rotation:
-            raise usage_error("--tolerance", self.tolerance, "goes with --search_rotation")
         if self.max_windows and self.max_tokens:
             other = f"--max_tokens={self.max_tokens}"
             raise usage_error(

@@ -63,7 +63,6 @@ TESTS = {
     "runtime/profiler.py": "profile",
     "inference": "evaluate evaluate_text damage intervene layer_bands read_only sample",
     "inference/generation.py": "sample",
-    "inference/search.py": "search_rotation",
     "inference/asking.py": "longcontext_scores",
     "inference/trials.py": "longcontext_scores",
     "hf": "exchange exchange_encodings exchange_refusals",
