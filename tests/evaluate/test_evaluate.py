@@ -108,11 +108,14 @@ def test_the_record_names_the_checkpoint_that_was_read_where_the_newest_is_damag
     assert [folder.name for folder in (runs / "rope/eval").iterdir()] == ["7"]
 
 
-@pytest.mark.parametrize("fields", [{"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {}])
-def test_evaluations_of_other_weights_or_encodings_have_sums_of_their_own(fields):
+def test_sums_of_other_weights_or_encodings_have_folders_that_file_systems_take(tmp_path):
+    many = "+".join(f"{pair}-{pair}@sliding" for pair in range(0, 128, 2))
+    changes = [{}, {"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {"encoding": f"stop:{many}"}]
     record = {"step": 9, "encoding": "yarn", "factor": 4.0}
-    is_other = paired.sums_folder("run", record | fields) != paired.sums_folder("run", record)
-    assert is_other == bool(fields)
+    folders = [paired.sums_folder(tmp_path, record | change) for change in changes]
+    assert len(set(folders)) == len(folders)
+    for folder in folders:
+        folder.mkdir(parents=True)
 
 
 def test_a_record_is_the_sum_over_its_tokens(runs):
@@ -188,11 +191,6 @@ def test_saved_sums_are_added_up_in_float64():
     weights = tokens.astype(np.float64)
     expected = statistics.mean_and_stderr(exact, weights)
     assert statistics.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
-    share = tokens / tokens.sum()
-    mean = share @ (loss / tokens.astype(np.float64))
-    deviations = share * (loss / tokens - mean)
-    linear = np.sqrt((deviations**2).sum())
-    assert expected == pytest.approx((mean, linear), rel=1e-3)
 
 
 @pytest.mark.slow

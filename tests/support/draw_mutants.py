@@ -61,7 +61,7 @@ TESTS = {
     "runtime/memory.py": "runtime evaluate_text",
     "runtime/xla_flags.py": "plan runtime",
     "runtime/profiler.py": "profile",
-    "inference": "evaluate evaluate_text damage intervene layer_bands read_only sample",
+    "inference": "evaluate evaluate_text damage intervene read_only sample",
     "inference/generation.py": "sample",
     "inference/asking.py": "longcontext_scores",
     "inference/trials.py": "longcontext_scores",
