@@ -12,8 +12,6 @@ are also shown as a table; the JSON object is the last one, and holds all in sho
 --window tells whether a model uses a length: it is evaluated as it is, then with layers that see so
 many keys where they had no window; with --sinks the first tokens of each text, too (Xiao et al.,
 ICLR 2024). The loss with the best window minus that without is the gain from context.
---search_rotation=all stops bands of pairs, the least needed first, as long as the loss stays within
---tolerance of what it was: which pairs must rotate, beside p-RoPE with as many.
 
 Started on every host of a pod as training is, it uses all their devices. Above 1 % of <unk> there
 are no bits per byte, and without a predicted token no numbers at all: they are null.
@@ -42,10 +40,6 @@ def define_flags() -> None:
     flags.DEFINE_list("window", None, windows)
     kept = "with --window: first tokens that stay visible, a list; 0 by default"
     flags.DEFINE_list("sinks", None, kept)
-    searched = "layers whose pairs to stop: full,sliding or 0-5,6-11; all: by kind"
-    flags.DEFINE_list("search_rotation", None, searched)
-    tolerance = "nats per token that --search_rotation may add to the loss; 0.01 by default"
-    flags.DEFINE_float("tolerance", None, tolerance, lower_bound=0.0)
     split = "documents to read; by default validation, and all of a text that was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
 
@@ -55,10 +49,6 @@ def main() -> dict:
     from prope.inference.evaluation import LossOptions, evaluations
 
     loss_options = options.from_flags(LossOptions)
-    if loss_options.search_rotation:
-        from prope.inference.search import search_rotation
-
-        return search_rotation(loss_options)
     records = list(evaluations(loss_options))
     if len(records) == 1:
         _log_result(records[0])

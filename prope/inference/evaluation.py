@@ -33,43 +33,30 @@ class LossOptions(Options):
     split: str | None = None
     window: list[str] | None = None
     sinks: list[str] | None = None
-    search_rotation: list[str] | None = None
-    tolerance: float | None = None
-
-    @property
-    def limits(self) -> dict[str, int | None]:
-        """How much text is evaluated, as a record has it."""
-        return {"max_windows": self.max_windows, "max_tokens": self.max_tokens}
 
     def cuts(self, model: ConfigDict, T: int) -> list[tuple[int | None, int]]:
         """Returns windows of the layers that have none, each with sinks; first (None, 0), uncut."""
         cuts = [(None, 0)]
-        if self.window is None or FULL not in layer_kinds(model):
-            return cuts
-        windows = _parse_counts("--window", self.window, least=1)
-        sinks = _parse_counts("--sinks", self.sinks or ["0"], least=0)
-        for window in windows:
-            for kept in sinks:
-                if window + kept < T:  # else the last query, too, sees all T keys
-                    cuts.append((window, kept))
+        if FULL in layer_kinds(model):
+            windows, sinks = self._windows_and_sinks()
+            # Where they hold T keys, the last query, too, sees all.
+            cuts += [(w, s) for w in windows for s in sinks if w + s < T]
         return cuts
+
+    def _windows_and_sinks(self) -> tuple[list[int], list[int]]:
+        windows = _parse_counts("--window", self.window or [], least=1)
+        sinks = _parse_counts("--sinks", self.sinks or ["0"], least=0)
+        return windows, sinks
 
     def __post_init__(self):
         super().__post_init__()
-        _parse_counts("--window", self.window or [], least=1)
-        _parse_counts("--sinks", self.sinks or [], least=0)
+        self._windows_and_sinks()
         if self.sinks and not self.window:
             raise usage_error(
                 "--sinks",
                 ",".join(self.sinks),
                 "has no effect without --window, outside of which they stay visible",
             )
-        for name in ("encoding", "intervene", "window"):
-            if self.search_rotation and getattr(self, name):
-                searched = ",".join(self.search_rotation)
-                raise usage_error("--search_rotation", searched, f"--{name} is given, too")
-        if self.tolerance is not None and not self.search_rotation:
-            raise usage_error("--tolerance", self.tolerance, "goes with --search_rotation")
         if self.max_windows and self.max_tokens:
             other = f"--max_tokens={self.max_tokens}"
             raise usage_error(
@@ -95,11 +82,12 @@ def evaluations(options: LossOptions) -> Iterator[dict]:
         remedy = "--max_tokens reads the same text at every length"
         log.warning("--max_windows: longer windows hold more text; %s", remedy)
     opened = {}  # evaluations that several runs share
-    open_all = functools.partial(open_lengths, options, opened)
-    return records(options, open_all, RECORDS, **options.limits)
+    open_all = functools.partial(_open_lengths, options, opened)
+    limits = {"max_windows": options.max_windows, "max_tokens": options.max_tokens}
+    return records(options, open_all, RECORDS, **limits)
 
 
-def open_lengths(
+def _open_lengths(
     options: LossOptions, opened: dict[tuple, LossEvaluation], run: Run, encoding: str | None
 ) -> list[LossEvaluation]:
     """Opens the evaluation of each length; runs that differ by seed share one, in `opened`."""
@@ -116,41 +104,32 @@ def open_lengths(
     override_dataset(config.data, options.dataset, options.data_dir)
     configs = configs_by_length(config, options, encoding)
     longest = max(configs)
-    _check_flags(options, config.data)
     if options.max_tokens:
-        _check_max_tokens(options, configs)
+        _check_max_tokens(options, configs, config.data)
     if options.window and FULL not in layer_kinds(config.model):
         log.info("%s: as it is, for no layer is without a window", run.workdir)
-    cut_configs = []
-    for T, config in configs.items():
-        for window, sinks in options.cuts(config.model, T):
-            cut = config.copy_and_resolve_references()
+    evaluations = []
+    for T, config_T in configs.items():
+        for window, sinks in options.cuts(config_T.model, T):
+            cut = config_T.copy_and_resolve_references()
             cut.model.test_window = window
             cut.model.test_sinks = sinks
-            cut_configs.append((T, cut))
-    evaluations = []
-    for T, config in cut_configs:
-        # All that the program and its windows depend on; `open_text` reads the run's data, too.
-        fields = [config.model, config.data, config.eval, run.config.data]
-        key = (T, state.get("fingerprint"), *map(str, fields))
-        if key not in opened:
-            windows = _open_windows(run, options, config, T)
-            selection = select(windows, options.max_windows, options.max_tokens, longest)
-            opened[key] = LossEvaluation(config, windows, selection)
-        evaluations.append(opened[key])
+            # All that the program and its windows depend on; `open_text` reads the run's data, too.
+            fields = [cut.model, cut.data, cut.eval, run.config.data]
+            key = (T, state.get("fingerprint"), *map(str, fields))
+            if key not in opened:
+                windows = _open_windows(run, options, cut, T)
+                selection = select(windows, options.max_windows, options.max_tokens, longest)
+                opened[key] = LossEvaluation(cut, windows, selection)
+            evaluations.append(opened[key])
     return evaluations
 
 
-def _check_flags(options: LossOptions, data: ConfigDict) -> None:
-    """Raises UsageError for flags that this data would ignore."""
-    datasets = [source.dataset for _, source in weighted_sources(data)]
-    if options.max_tokens and any(map(is_generated, datasets)):
+def _check_max_tokens(options: LossOptions, lengths: Iterable[int], data: ConfigDict) -> None:
+    """Raises UsageError where the same tokens cannot be read at every length."""
+    if any(is_generated(source.dataset) for _, source in weighted_sources(data)):
         problem = f"{data.dataset} has generated windows, which are others at every length"
         raise usage_error("--max_tokens", options.max_tokens, problem, "give --max_windows")
-
-
-def _check_max_tokens(options: LossOptions, lengths: Iterable[int]) -> None:
-    """Raises UsageError where the same tokens cannot be read at every length."""
     longest = max(lengths)
     if options.max_tokens < longest:
         allowed = f"must be at least a window, here of {longest} tokens"

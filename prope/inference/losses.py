@@ -359,10 +359,7 @@ def per_byte(windows: Windows, sums: paired.Sums, unknown: np.ndarray) -> dict:
       sums: their sums; sources without tokens do not count.
       unknown: [S] how many predicted tokens of each source are <unk>.
     """
-    tokens = np.zeros(len(unknown))
-    for source in range(len(tokens)):
-        is_of_source = sums.source == source
-        tokens[source] = sums.tokens[is_of_source].sum()
+    tokens = np.bincount(sums.source, sums.tokens.sum(axis=1), len(unknown))
     record = dict.fromkeys(("perplexity", "bits_per_byte", "unigram_bits_per_byte"))
     record["unknown_tokens"] = int(unknown.sum())
     if not tokens.any():

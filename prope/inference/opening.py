@@ -4,10 +4,9 @@ A model is a run at a checkpoint, with its encoding or a changed one, at a lengt
 computes losses of them, asking.py asks them tasks.
 """
 
-import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from etils import epath
@@ -17,7 +16,6 @@ from prope import sharding
 from prope.encodings import (
     INTERVENTIONS,
     SCALINGS,
-    Band,
     can_rescale,
     describe,
     layer_frequencies,
@@ -132,25 +130,16 @@ def parse_interventions(text: str, model: ConfigDict) -> list[str]:
             if colon:
                 joined = "+".join(str(parse_band(model, band)) for band in bands.split("+"))
                 encodings.append(f"{kind}:{joined}")
-            else:
-                bands = eighths(model, place if at else None)
-                encodings += [f"{kind}:{band}" for band in bands]
+                continue
+            P = parse_band(model, f"0{at}{place}").num_pairs
+            width = -(-P // _BANDS)
+            for first in range(0, P, width):
+                last = min(first + width, P) - 1
+                encodings.append(f"{kind}:{parse_band(model, f'{first}-{last}{at}{place}')}")
         except ValueError as error:
             remedy = "give a list such as stop:0-1,stop:2-3@full,remove@sliding,remove:0@3"
             raise usage_error("--intervene", text, f"{entry!r}: {error}", remedy) from None
     return list(dict.fromkeys(encodings))
-
-
-def eighths(model: ConfigDict, place: str | None) -> list[Band]:
-    """Divides the pairs of the layers at a place, None: of all, into eight bands."""
-    at = "" if place is None else f"@{place}"
-    P = parse_band(model, f"0{at}").num_pairs
-    width = -(-P // _BANDS)
-    bands = []
-    for first in range(0, P, width):
-        last = min(first + width, P) - 1
-        bands.append(parse_band(model, f"{first}-{last}{at}"))
-    return bands
 
 
 def changes_rotation(config: ConfigDict, encoding: str) -> bool:
@@ -281,12 +270,6 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
     return key
 
 
-def _find_record(files: Iterable[epath.Path], cache_key: dict) -> dict | None:
-    """Returns the newest of the fullest records with these values in some files, if any."""
-    known = [record for file in files for record in read_jsonl(file)]
-    return find_evaluation(known, **cache_key)
-
-
 def records(
     options: Options, open_evaluations: Callable[[Run, str | None], list], file: str, **fields
 ) -> Iterator[dict]:
@@ -301,35 +284,21 @@ def records(
     """
     plan = []
     for run, encodings in open_runs(options):
-        cases = []
         with processes.raise_on_all():
-            for encoding in encodings:
-                for evaluation in open_evaluations(run, encoding):
-                    cases.append((encoding, evaluation))
+            cases = [(name, one) for name in encodings for one in open_evaluations(run, name)]
         plan.append((run, cases))
     for run, cases in plan:
-        recorder = Recorder(run, options, file, **fields)
-        for case in cases:
-            yield recorder.record(*case)
+        yield from _records_of_run(run, cases, options, file, fields)
 
 
-class Recorder:
-    """Evaluates a run, and keeps the records; the arguments are those of `records`.
-
-    Parameters are read once, when the first evaluation needs them.
-    """
-
-    def __init__(self, run: Run, options: Options, file: str, **fields):
-        self.folder = results_folder(run.workdir, options.workdir, options.output)
-        self._run = run
-        self._options = options
-        self._file = file
-        self._fields = fields
-        self._params = None
-
-    def record(self, encoding: str | None, evaluation) -> dict:
-        """Returns the record of an evaluation, computed where the run's file does not have it."""
-        run = self._run
+def _records_of_run(
+    run: Run, cases: list, options: Options, file: str, fields: dict
+) -> Iterator[dict]:
+    """Yields the records of a run, whose parameters are read when the first is not there yet."""
+    folder = results_folder(run.workdir, options.workdir, options.output)
+    files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
+    params = None
+    for encoding, evaluation in cases:
         model = evaluation.config.model
         cache_key = _cache_key(run.step, encoding, evaluation)
         record = cache_key | {
@@ -340,22 +309,24 @@ class Recorder:
         run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
         windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
         description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
-        # Often the same one.
-        files = dict.fromkeys((run.workdir / self._file, self.folder / self._file))
-        find = functools.partial(_find_record, files, cache_key)
-        cached = None if self._options.again else processes.call_on_first(find)
+
+        def find(cache_key=cache_key) -> dict | None:
+            known = [record for path in files for record in read_jsonl(path)]
+            return find_evaluation(known, **cache_key)
+
+        cached = None if options.again else processes.call_on_first(find)
         if cached:
-            log.info("%s is in %s", description, self._file)
-            return record | cached | run_identity
+            log.info("%s is in %s", description, file)
+            yield record | cached | run_identity
+            continue
         log.info("evaluating %s; %s", description, describe(model))
-        if self._params is None:
-            check_folder(self.folder, self._options.output)
+        if params is None:
+            check_folder(folder, options.output)
             # Without --step, those of the newest undamaged checkpoint.
-            self._run, self._params = run.first_undamaged(Run.params)
-            record["step"] = self._run.step
-        sums = sums_folder(self.folder, record)
-        result = evaluation.evaluate(self._params, sharding.make_mesh(), sums)
-        record |= self._fields | result | run_identity
+            run, params = run.first_undamaged(Run.params)
+            record["step"] = run.step
+        result = evaluation.evaluate(params, sharding.make_mesh(), sums_folder(folder, record))
+        record |= fields | result | run_identity
         if processes.is_first():
-            append_jsonl(self.folder / self._file, record)
-        return record
+            append_jsonl(folder / file, record)
+        yield record

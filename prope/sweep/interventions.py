@@ -49,7 +49,7 @@ def changes(runs: list[Run]) -> list[Change]:
     """Computes the changes of the last step's loss, by kind, group, band, factor and length.
 
     Of several factors at one length, the names of pairs have them. Records of several bands at
-    once, such as those of a search, are left out.
+    once are left out.
     """
     computed = []
     for kind in WORDS:

@@ -19,14 +19,7 @@ from prope.inference.statistics import Difference
 from prope.runtime.files import absolute, is_url
 from prope.stack import parameters
 from prope.sweep import context, interventions
-from prope.sweep.comparisons import (
-    Comparison,
-    Family,
-    compare_declared,
-    compare_with_rope,
-    declare,
-    detectable,
-)
+from prope.sweep.comparisons import Comparison, compare_declared, compare_with_rope, declare
 from prope.sweep.maps import effective_lengths
 from prope.sweep.omitted import omissions
 from prope.sweep.pictures import pictures
@@ -59,7 +52,7 @@ PAPER_FIELDS = {
     "data.seq_len": 8192,
 }
 # Of the page, beside that of results; those that are not given are empty.
-_TABLES = ("can_tell", "contrasts", "changes", "lengths", "recoveries")
+_TABLES = ("contrasts", "changes", "lengths", "recoveries")
 # The sources of FlanV2, as configs/gemma_2b_flan.py names folders.
 FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}
 
@@ -78,12 +71,9 @@ def report_sweep(
     if contrasts:
         declare(directory, folder, contrasts)
     runs = read_sweep(directory)
-    families = compare_with_rope(runs)
-    declared = compare_declared(runs, families, folder)
-    can_tell = detectable(families)
-    rows = result_rows(runs, families)
+    declared = compare_declared(runs, folder)
+    rows = result_rows(runs, compare_with_rope(runs))
     found = {
-        "can_tell": can_tell,
         "contrasts": declared,
         "changes": interventions.changes(runs),
         "lengths": context.rows(runs),
@@ -99,15 +89,10 @@ def report_sweep(
             documents = result["documents"]
             row["minus_rope"] = describe(result["difference"], "loss") | {
                 "over": result["over"],
-                "comparisons": result["comparisons"],
+                "comparisons": result["difference"].comparisons,
                 "interval_over_documents": documents and documents.interval(),
             }
-    record = {
-        "output": str(page_path),
-        "runs": [run.record() for run in runs],
-        "table": means,
-        "detectable": [one._asdict() | {"pooled": one.pooled._asdict()} for one in can_tell],
-    }
+    record = {"output": str(page_path), "runs": [run.record() for run in runs], "table": means}
     printed = {
         "lengths": list(map(_describe_length, found["lengths"])),
         "recovery": [recovery._asdict() for recovery in found["recoveries"]],
@@ -219,19 +204,16 @@ def paper_result(config: ConfigDict) -> tuple[str, float] | None:
     return None
 
 
-def result_rows(runs: list[Run], families: Sequence[Family]) -> list[dict]:
+def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict]:
     """Extends the rows of `table` by what the page and its pictures show."""
     rows = table(runs)
-    comparisons = {}
-    for family in families:
-        for comparison in family.comparisons:
-            comparisons[comparison.group] = comparison, len(family.comparisons)
+    by_group = {comparison.group: comparison for comparison in comparisons}
     by_name = groups(runs)
     perplexities = [row["perplexity"] for row in rows if row["perplexity"] is not None]
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
         model = group[0].config.model
         rope = reference(group[0].values, by_name)
-        comparison, count = comparisons.get(name, (Comparison(name, rope), 0))
+        comparison = by_group.get(name, Comparison(name, rope))
         row.update(
             group=name,
             values=group[0].values,
@@ -240,7 +222,6 @@ def result_rows(runs: list[Run], families: Sequence[Family]) -> list[dict]:
             difference=comparison.difference,
             over=comparison.over,
             documents=comparison.documents,
-            comparisons=count,
             paper=paper_result(group[0].config),
             best=bool(perplexities) and row["perplexity"] == min(perplexities),
         )
@@ -264,7 +245,7 @@ def lead(rows: list[dict]) -> str:
     if difference.stderr is None or best["over"] == "documents":
         certainty = "One run of each cannot tell whether that is more than chance."
         return f"{text}; {loss}. {certainty}{selected}"
-    shown = f"{_ends(difference)}, corrected for {best['comparisons']} comparisons"
+    shown = f"{_ends(difference)}, corrected for {difference.comparisons} comparisons"
     if best["documents"]:
         shown += f"; over seeds and documents {_ends(best['documents'])}"
     over = f"over {best['over']}"

@@ -12,6 +12,7 @@ import pytest
 import scipy.stats
 from ml_collections import FrozenConfigDict
 from oracles import decoder
+from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.compiled import array_shapes
 from support.models import (
     ALL_SWITCHES,
@@ -28,7 +29,6 @@ from support.runs import make_run
 
 from prope import model
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
-from prope.errors import UsageError
 from prope.inference import generation
 from prope.inference.generation import Sampling, empty_cache
 from prope.stack.layers import FULL
@@ -98,10 +98,6 @@ def make_config(p=0.75, **fields):
     return config
 
 
-def assert_near(actual, expected, bound):
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=bound * expected.std())
-
-
 VARIANTS = [
     {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},
     {"p": 0.5, **ALL_SWITCHES, "attention_scale": 0.1},
@@ -110,11 +106,7 @@ for fields in (
     {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES, "attention_scale": 0.1},
     {"p": 0.25, **DENSE4},
     {"p": 0.25, **E4},
-    {"p": 0.0, "num_kv_heads": 1},
     {"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"},
-    {"p": 0.75, "num_kv_heads": 2},
-    {"p": 1.0, "num_kv_heads": 4},
-    {"p": 0.0, "num_kv_heads": 4, "scan_layers": False},
 ):
     VARIANTS.append(pytest.param(fields, marks=pytest.mark.slow))
 
@@ -132,8 +124,13 @@ def test_logits_equal_those_of_the_full_forward(fields):
     more = rng.integers(0, config.vocab_size, (4, 7))
     more = jnp.asarray(more, jnp.int32)
     rows = join(prompts, more)
-    expected = full_forward(config, params, rows)
-    assert expected.std() > 1
+
+    def without_cache(params):
+        logits = full_forward(config, params, rows)
+        return [logits[b, : n + 7] for b, n in enumerate(LENGTHS)]
+
+    expected, movement = measure_rounding(without_cache, params)
+    assert expected[0].std() > 1
     decode = jax.jit(functools.partial(model.decode, config))
     start = jnp.zeros(4, jnp.int32)
     hidden, cache = decode(params, prompts, empty_cache(config, 4, 16), start)
@@ -148,14 +145,10 @@ def test_logits_equal_those_of_the_full_forward(fields):
         place += size
     written = np.concatenate(written, axis=1)
     for b, n in enumerate(LENGTHS):
-        length = n + 7
-        (exact,) = decoder(config, params, [rows[b][:length]], np.arange(length)[None])
+        (exact,) = decoder(config, params, [rows[b][: n + 7]], np.arange(n + 7)[None])
         logits = np.concatenate([read[b, :n], written[b]])
-        # What the full forward rounds goes by the processor, so it is measured.
-        error = abs(expected[b, :length] - exact)
-        rounding = error.max() / exact.std()
-        assert rounding < 3e-5
-        assert_near(logits, exact, 1e-5 + rounding)
+        assert_equal_but_rounding(logits, exact, movement[b])
+        assert_equal_but_rounding(logits, expected[b], movement[b])
 
 
 @pytest.mark.parametrize(("most", "fields"), [(1, VARIANTS[0]), (4, VARIANTS[1]), (6, VARIANTS[0])])
@@ -167,21 +160,26 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fiel
     config = make_config(**fields)
     params = lively(config)
     prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
-    expected = full_forward(config, params, prompts.tolist())
-    start = jnp.zeros(5, jnp.int32)
     decode = jax.jit(functools.partial(model.decode, config))
-    _, whole = decode(params, prompts, empty_cache(config, 5, 10), start)
+
+    def in_one_pass(params):
+        logits = full_forward(config, params, prompts.tolist())
+        cache = empty_cache(config, 5, 10)
+        _, cache = decode(params, prompts, cache, jnp.zeros(5, jnp.int32))
+        return logits[np.arange(5), np.asarray(lengths) - 1], cache
+
+    (expected, whole), (movement, of_cache) = measure_rounding(in_one_pass, params)
     monkeypatch.setattr(generation, "_CHUNK", most)
     fill = jax.jit(functools.partial(generation.fill_cache, config))
     last, cache = fill(params, prompts, lengths)
-    logits = model.logits(config, params, last[:, 0])
-    assert_near(logits, expected[np.arange(5), np.asarray(lengths) - 1], 1e-5)
+    assert_equal_but_rounding(model.logits(config, params, last[:, 0]), expected, movement)
     for kind, name, row in itertools.product(whole, ("key", "value"), range(5)):
         seen = 10 if kind == FULL else config.sliding_window
         ours = cache[kind][name]
         places = np.arange(max(lengths[row] - seen, 0), lengths[row])
         kept = ours[:, row, :, places % ours.shape[3]]
-        assert_near(kept, whole[kind][name][:, row, :, places], 1e-5)
+        expected = whole[kind][name][:, row, :, places]
+        assert_equal_but_rounding(kept, expected, of_cache[kind][name])
 
 
 def test_more_tokens_at_once_than_a_chunk_find_what_their_window_has(monkeypatch):
@@ -189,14 +187,18 @@ def test_more_tokens_at_once_than_a_chunk_find_what_their_window_has(monkeypatch
     params = lively(config)
     prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
     more = prompts[::-1, :7]
-    expected = full_forward(config, params, join(prompts, more, lengths.tolist()))
+    rows = join(prompts, more, lengths.tolist())
+    places = np.asarray(lengths)[:, None] + np.arange(7)
+
+    def without_cache(params):
+        return full_forward(config, params, rows)[np.arange(5)[:, None], places]
+
     monkeypatch.setattr(generation, "_CHUNK", 1)
     fill = functools.partial(generation.fill_cache, config, more=7, at_once=7)
     _, cache = jax.jit(fill)(params, prompts, lengths)
     hidden, _ = jax.jit(functools.partial(model.decode, config))(params, more, cache, lengths)
     logits = model.logits(config, params, hidden)
-    for row, length in enumerate(lengths):
-        assert_near(logits[row], expected[row, length : length + 7], 1e-5)
+    assert_equal_but_rounding(logits, *measure_rounding(without_cache, params))
 
 
 def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_share():
@@ -372,19 +374,15 @@ SCORES = np.log(SHARES) + 3.0
 CASES = [
     (1.0, None, 1.0),
     (0.5, None, 1.0),
-    (2.0, None, 1.0),
     (1.0, 1, 1.0),
     (1.0, 3, 1.0),
     (1.0, 50, 1.0),
-    (1.0, None, 0.9),
     (1.0, None, 0.54),
     (1.0, None, 0.56),
     (1.0, None, 1e-6),
     (0.3, None, 0.9),
-    (3.0, None, 0.9),
     (1.0, 3, 0.7),
     (2.0, 5, 0.8),
-    (0.7, 4, 0.95),
 ]
 
 
@@ -466,16 +464,13 @@ def test_prompts_are_continued_as_each_would_be_alone(run, run_command, tmp_path
     file.write_bytes("The rôle of\r\n\nx\n".encode())
     flags = (f"--workdir={run}", "--length=20", "--temperature=0")
     both = (*flags, "--prompt=Return the", f"--prompts={file}")
-    outcome = run_command("prope.sample", *both, "--seed=1")
-    result = outcome.result
+    result = run_command("prope.sample", *both, "--seed=1").result
     assert result["prompts"] == ["Return the", "The rôle of", "x"]
     assert (result["prompt"], result["text"]) == ("Return the", result["texts"][0])
     assert len(set(result["texts"])) == 3
     for name in ("tokens", "prefill_tokens", "decode_tokens"):
         assert 0 < result[f"{name}_per_second"] < math.inf
     assert result["compile_seconds"] > 0
-    assert re.search(r"^compiled in [\d.]+ s$", outcome.stderr, re.MULTILINE)
-    assert "longer" not in outcome.stderr
     one = run_command("prope.sample", *flags, "--prompt=x", "--seed=2").result
     assert one["texts"] == [one["text"]] == result["texts"][2:]
     spread = run_command("prope.sample", *both, devices=4).result
@@ -525,54 +520,5 @@ def test_a_prompt_is_continued_by_chance_and_the_seed_repeats_it(run, run_comman
     assert "131 tokens is longer than the 128 that the run was trained on" in outcomes[0].stderr
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"top_p": 0.0}, r"top_p=0.0: must be a fraction in \(0, 1\]"),
-        ({"top_p": 1.1}, r"top_p=1.1: must be a fraction in \(0, 1\]"),
-        ({"top_p": math.nan}, r"top_p=nan: must be a fraction in \(0, 1\]"),
-        ({"top_k": 0}, "top_k=0: must be at least 1; leave it out"),
-        ({"temperature": -1.0}, "temperature=-1.0: must be 0, .* or a finite number above"),
-        ({"temperature": math.nan}, "temperature=nan: must be 0"),
-        ({"temperature": math.inf}, "temperature=inf: must be 0"),
-        ({"length": 0}, "length=0: must be at least 1 token"),
-    ],
-)
-def test_values_out_of_range_are_refused(values, says):
-    with pytest.raises(UsageError, match=f"^--{says}"):
-        Sampling(**{"length": 1} | values)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--prompt=x", "--top_p=0"], r"top_p=0.0: must be a fraction in \(0, 1\]"),
-        (["--prompt=x", "--seed=-1"], "seed=-1: -1 is not an integer in the range"),
-        (["--prompt=x", "--step=3"], "--step=3: .* has no such checkpoint; it has 7"),
-        ([], "there is no prompt; give --prompt=TEXT"),
-        (["--prompts=nowhere.txt"], "nowhere.txt: cannot be read: No such file.*one prompt per"),
-        (["--prompts=/dev/null"], "/dev/null: is a pipe or a device; put a file there"),
-    ],
-)
-def test_bad_input_gets_one_line_before_a_device_is_touched(run, run_command, flags, says):
-    outcome = run_command("prope.sample", f"--workdir={run}", *flags, JAX_PLATFORMS="none")
-    assert outcome.code == 2
-    assert re.search(says, outcome.error), outcome.error
-
-
-def test_prompts_that_are_not_utf_8_are_refused(tmp_path):
-    (tmp_path / "bad.txt").write_bytes(b"good\n\xff\n")
-    says = "bad.txt: cannot be read: it is not UTF-8; give a text file"
-    with pytest.raises(UsageError, match=says):
-        generation.read_prompts([], str(tmp_path / "bad.txt"))
-    with pytest.raises(UsageError, match=r"--prompt='a\\udcff': is not UTF-8"):
-        generation.read_prompts(["a\udcff"], None)
-    assert generation.read_prompts([""], None) == [""], "<bos> alone is continued"
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
-    make_run(tmp_path / "run", vocab_size=200)
-    says = "tokenizer=byte: has 260 ids, and the model of .* 200; put back the tokenizer"
-    with pytest.raises(UsageError, match=says):
-        run = str(tmp_path / "run")
-        generation.continue_prompts(run, None, ["x"], Sampling(4), 0)
+def test_an_empty_prompt_is_bos_alone():
+    assert generation.read_prompts([""], None) == [""]

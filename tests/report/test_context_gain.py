@@ -94,8 +94,7 @@ def test_one_length_alone_and_a_run_that_is_not_finished(sweep):
 
 def test_the_page_shows_them(sweep):
     read = runs.read_sweep(sweep)
-    families = comparisons.compare_with_rope(read)
-    rows = sweep_page.result_rows(read, families)
+    rows = sweep_page.result_rows(read, comparisons.compare_with_rope(read))
     page = Page(sweep_page.write(sweep, read, rows, [], lengths=context.rows(read)))
     (table,) = [table for table in page.tables if "gain from context" in table[0]]
     (best,) = [line for line in table[1:] if "128 and the first 4" in line]

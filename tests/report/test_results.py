@@ -1,6 +1,5 @@
 """Tables of configs/results are those of the records beside them, which redraw the sweep's page."""
 
-import functools
 import json
 import pathlib
 import re
@@ -13,12 +12,7 @@ from support.commands import ROOT
 from support.text import read_lines
 
 from prope.inference.paired import paired_difference
-from prope.inference.statistics import (
-    bonferroni_critical,
-    dunnett_critical,
-    pool_variance,
-    pooled_difference,
-)
+from prope.inference.statistics import average_seeds
 from prope.sweep.page import report_sweep
 
 RESULTS = ROOT / "configs/results"
@@ -86,14 +80,11 @@ def contrast_rows(report: dict) -> list[str]:
     return rows
 
 
-def paired_cells(by_seed: list[float], comparisons: int) -> list[str]:
+def paired_cells(by_seed: list[float], comparisons: int, digits: int = 4) -> list[str]:
     """The mean of differences by seed, and its 95 % interval: Student's t, by Bonferroni."""
-    stderr = np.std(by_seed, ddof=1) / len(by_seed) ** 0.5
-    margin = bonferroni_critical(comparisons, len(by_seed) - 1) * stderr
-    mean = np.mean(by_seed)
-    low = mean - margin
-    high = mean + margin
-    return [signed(mean), interval((low, high))]
+    difference = average_seeds(list(by_seed))._replace(comparisons=comparisons)
+    low, high = (f"{end:+.{digits}f}" for end in difference.interval())
+    return [f"{difference.difference:+.{digits}f}", f"{low} to {high}"]
 
 
 def recovery_rows(report: dict) -> list[str]:
@@ -176,8 +167,7 @@ def learning_rate_columns(folder: pathlib.Path) -> dict[str, list[str]]:
 def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
     """Of each wavelength and length: losses at it and at 8 times it, and the latter minus RoPE's.
 
-    The intervals of all rows hold together: Dunnett's within a wavelength and length, with the
-    variance pooled over its methods, and each of these has its share of the 5 %.
+    The intervals of a wavelength and length hold together.
     """
     settings: dict[tuple[str, str], dict[str, dict[str, pathlib.Path]]] = {}
     for workdir in sorted(folder.glob("config=*,seed=*")):
@@ -185,39 +175,20 @@ def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
         method, wavelength, length = name.split("-")
         setting = settings.setdefault((wavelength, length), {})
         setting.setdefault(method, {})[seed] = workdir
-    level = 1 - 0.05 / len(settings)
     rows = []
     for (wavelength, length), methods in settings.items():
-        rows += setting_rows(wavelength, length, methods, level)
-    return rows
-
-
-def setting_rows(wavelength: str, length: str, methods: dict, level: float) -> list[str]:
-    """The rows of a wavelength and length; `methods` has the folders of runs by seed."""
-    T = int(length)
-    far = {}
-    runs = []
-    for method, by_seed in methods.items():
-        far[method] = {}
-        for seed, workdir in by_seed.items():
-            loss = read_loss(workdir, 8 * T)
-            far[method][seed] = loss
-            runs.append((loss, method, seed))
-    pooled = pool_variance(*zip(*runs, strict=True))
-    critical = functools.partial(dunnett_critical, len(methods) - 1, level=level)
-    rows = []
-    for method, by_seed in methods.items():
-        near = [read_loss(workdir, T) for workdir in by_seed.values()]
-        cells = [wavelength, length, method, str(len(by_seed))]
-        cells += [f"{np.mean(near):.3f}", f"{np.mean(list(far[method].values())):.3f}"]
-        minus_rope = ["", ""]
-        if method != "rope":
-            differences = [far[method][seed] - far["rope"][seed] for seed in by_seed]
-            difference = pooled_difference(differences, pooled, critical)
-            low, high = difference.interval()
-            minus_rope = [f"{difference.difference:+.3f}", f"{low:+.3f} to {high:+.3f}"]
-        cells += minus_rope
-        rows.append(table_row(cells))
+        T = int(length)
+        rope = {seed: read_loss(workdir, 8 * T) for seed, workdir in methods["rope"].items()}
+        for method, by_seed in methods.items():
+            near = np.mean([read_loss(workdir, T) for workdir in by_seed.values()])
+            far = {seed: read_loss(workdir, 8 * T) for seed, workdir in by_seed.items()}
+            minus_rope = ["", ""]
+            if method != "rope":
+                differences = [loss - rope[seed] for seed, loss in far.items()]
+                minus_rope = paired_cells(differences, len(methods) - 1, digits=3)
+            means = [f"{near:.3f}", f"{np.mean(list(far.values())):.3f}"]
+            cells = [wavelength, length, method, str(len(by_seed)), *means, *minus_rope]
+            rows.append(table_row(cells))
     return rows
 
 

@@ -1,0 +1,134 @@
+"""What prope.evaluate and prope.sample refuse: one line that names the flag, before any device."""
+
+import jax
+import pytest
+from support.models import DENSE4, small
+from support.runs import evaluate_run, make_run
+
+from prope.errors import UsageError
+from prope.inference.generation import Sampling, continue_prompts, read_prompts
+from prope.inference.opening import parse_interventions
+
+
+def check(error: UsageError, named: str) -> None:
+    """The law of form; how it is worded is left to the code."""
+    assert "\n" not in str(error)
+    assert named in str(error)
+
+
+# What is given, and what the line must name: flag and value, or what else is wrong.
+EVALUATE = [
+    ({"factor": 4.0}, "--factor=4.0: "),
+    ({"intervene": "stop", "factor": 2.0}, "--factor=2.0: "),
+    ({"intervene": "stop", "encoding": "yarn"}, "--encoding=yarn: --intervene=stop"),
+    ({"max_windows": 3, "max_tokens": 9999}, "--max_windows=3: --max_tokens=9999"),
+    ({"window": ["64", "x"]}, "--window=64,x: 'x'"),
+    ({"window": ["0"]}, "--window=0: '0'"),
+    ({"window": ["8"], "sinks": ["-1"]}, "--sinks=-1: '-1'"),
+    ({"sinks": ["4"]}, "--sinks=4: has no effect without --window"),
+    ({"seq_len": "2y"}, "--seq_len=2y: '2y'"),
+    ({"seq_len": "64,,2x"}, "--seq_len=64,,2x: ''"),
+    ({"seq_len": "0x"}, "--seq_len=0x: '0x'"),
+    ({"seq_len": "-5"}, "--seq_len=-5: '-5'"),
+    ({"step": "last"}, "--step=last: "),
+    ({"step": "8"}, "it has 7, 9"),
+    ({"workdir": "none"}, "--workdir=none: "),
+    ({"seq_len": "1x,4x", "max_tokens": 100}, "--max_tokens=100: "),
+    ({"seq_len": "48,4x", "max_tokens": 9999}, "--seq_len=48,4x: 48 does not divide"),
+    ({"seq_len": "100000000"}, "--seq_len=100000000: "),
+    ({"dataset": "synthetic/copy", "split": "all"}, "--split=all: "),
+    ({"dataset": "synthetic/copy", "max_tokens": 640}, "--max_tokens=640: "),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), EVALUATE)
+def test_what_cannot_be_evaluated(base, flags, named, monkeypatch):
+    monkeypatch.setattr(jax, "devices", None)  # which would initialise them
+    with pytest.raises(UsageError) as caught:
+        evaluate_run(**{"workdir": base / "runs"} | flags)
+    check(caught.value, named)
+
+
+# Of layers 0 to 5, sliding but for 2 and 5; these have 16 pairs, the others 8.
+INTERVENE = [
+    "halt:1-2",
+    "",
+    "stop,",
+    "stop:20-18",
+    "stop:15-16",
+    "stop:",
+    "stop:-1",
+    "stop:8@sliding",
+    "stop:0-16@full",
+    "stop:0@6",
+    "stop:0@0-6",
+    "stop:0@3-2",
+    "remove@local",
+    "stop@",
+    "stop:1@",
+    "stop:1@full_attention",
+    "stop@full:1",
+    "stop:1@full+",
+    "halt@full",
+]
+
+
+@pytest.mark.parametrize("text", INTERVENE)
+def test_bands_that_no_layer_has(text):
+    with pytest.raises(UsageError) as caught:
+        parse_interventions(text, small(**DENSE4))
+    check(caught.value, f"--intervene={text}: ")
+
+
+SAMPLED = ("length", "temperature", "top_k", "top_p")
+SAMPLE = [
+    ({"top_p": 0.0}, "--top_p=0.0: "),
+    ({"top_p": 1.1}, "--top_p=1.1: "),
+    ({"top_p": float("nan")}, "--top_p=nan: "),
+    ({"top_k": 0}, "--top_k=0: "),
+    ({"temperature": -1.0}, "--temperature=-1.0: "),
+    ({"temperature": float("nan")}, "--temperature=nan: "),
+    ({"temperature": float("inf")}, "--temperature=inf: "),
+    ({"length": 0}, "--length=0: "),
+    ({"step": 3}, "--step=3: "),
+    ({"prompt": []}, "--prompt=TEXT"),
+    ({"prompt": ["a\udcff"]}, r"--prompt='a\udcff': "),
+    ({"prompts": "nowhere.txt"}, "nowhere.txt: cannot be read"),
+    ({"prompts": "/dev/null"}, "/dev/null: "),
+    ({"prompts": "not_utf_8.txt"}, "not_utf_8.txt: cannot be read"),
+    ({"workdir": "small"}, "config.data.tokenizer=byte: has 260 ids"),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Runs, one with fewer ids than its tokenizer, and a file of bytes that are no text."""
+    folder = tmp_path_factory.mktemp("places")
+    make_run(folder / "run")
+    make_run(folder / "small", vocab_size=200)
+    (folder / "not_utf_8.txt").write_bytes(b"good\n\xff\n")
+    return folder
+
+
+@pytest.mark.parametrize(("flags", "named"), SAMPLE)
+def test_what_cannot_be_sampled(places, flags, named, monkeypatch):
+    monkeypatch.chdir(places)
+    monkeypatch.setattr(jax, "devices", None)
+    flags = {"workdir": "run", "step": None, "prompt": ["x"], "prompts": None} | flags
+    values = {name: flags[name] for name in SAMPLED if name in flags}
+    with pytest.raises(UsageError) as caught:
+        sampling = Sampling(**{"length": 4} | values)
+        texts = read_prompts(flags["prompt"], flags["prompts"])
+        continue_prompts(flags["workdir"], flags["step"], texts, sampling, seed=0)
+    check(caught.value, named)
+
+
+def test_a_refusal_ends_the_command_with_2_before_a_device_is_touched(places, run_command):
+    run = f"--workdir={places / 'run'}"
+    for command in (
+        ("prope.evaluate", run, "--seq_len=2y"),
+        ("prope.sample", run, "--prompt=x", "--top_p=0"),
+    ):
+        outcome = run_command(*command, JAX_PLATFORMS="none")
+        assert outcome.code == 2
+        assert command[-1].split("=")[0] in outcome.error
