@@ -19,11 +19,10 @@ import sys
 import threading
 import time
 
+from buckets import FAILING, REQUESTS
 from gcp_storage_emulator import server
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
-
-from support.buckets import FAILING, REQUESTS
 
 MOVE = (
     r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.*[^/]+)"
