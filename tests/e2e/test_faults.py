@@ -12,7 +12,7 @@ import time
 import jax
 import pytest
 from support.commands import CONFIG, finish, flipped, logged, losses
-from support.text import hash_files
+from support.text import hash_files, read_lines
 
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_json
@@ -37,13 +37,9 @@ def start(start_command):
     )
 
 
-def read_lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train, tmp_path):
-    steps = ("--config.num_steps=40", "--config.checkpoint_every=2", "--config.eval_every=20", LOG)
+    steps = ("--config.num_steps=20", "--config.checkpoint_every=2", "--config.eval_every=10", LOG)
     straight = train(tmp_path / "straight", *steps)
     assert straight.code == 0, straight.stderr
     chance = random.Random(6)
@@ -57,14 +53,14 @@ def test_killed_at_random_a_run_ends_as_a_straight_one_bit_for_bit(start, train,
     end = train(tmp_path / "run", *steps)
     assert end.code == 0, end.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
-    assert len(losses(tmp_path / "run")) == 40
+    assert len(losses(tmp_path / "run")) == 20
     assert logged(tmp_path / "run", "batch_hash") == logged(tmp_path / "straight", "batch_hash")
     for name in ("eval_loss", "init_hash"):
         assert end.result[name] == straight.result[name]
     ours, theirs = (open_run(tmp_path / name).params() for name in ("run", "straight"))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs))
     left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert sorted(left) == ["38", "40"], "what a killed process had begun to write is gone"
+    assert sorted(left) == ["18", "20"], "what a killed process had begun to write is gone"
 
 
 @pytest.mark.slow
@@ -301,11 +297,9 @@ def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
     write_hashes(saved, hashes | {"data": hash_json(data)})
     resumed = train(tmp_path, *long, f"--stop_at_step={step + 2}")
     assert resumed.result["step"] == step + 2, resumed.stderr
-    last = read_lines(tmp_path / "starts.jsonl")[-1]
-    assert last["step"] == step + 1
-    phases = {"import", "data", "restore", "first batch", "compile", "first step"}
-    assert last["seconds"].keys() >= phases
-    assert last["seconds"]["first batch"] < 1
+    first, last = read_lines(tmp_path / "starts.jsonl")
+    assert (first["step"], last["step"]) == (1, step + 1)
+    assert last["seconds"] < 2 * first["seconds"] + 10, "to read all before takes minutes"
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
-import ast
 import contextlib
 import ctypes
 import importlib
@@ -101,14 +100,6 @@ def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_joi
         assert dog._progress == "a part of it"
     watchdog.alive("nothing")  # to which nobody listens
     assert dog._progress == "a part of it"
-
-
-@pytest.mark.parametrize("module", ["evaluate", "analyze", "export_hf", "ask"])
-def test_commands_that_compute_for_long_are_watched(module):
-    tree = ast.parse((ROOT / f"prope/{module}.py").read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    (run,) = [call for call in calls if ast.unparse(call.func) == "command.run"]
-    assert "watches=True" in ast.unparse(run)
 
 
 def test_what_commands_do_for_long_reports_progress(tmp_path, monkeypatch):
@@ -266,15 +257,6 @@ def test_a_summary_without_an_evaluation_has_nulls(tmp_path):
         summary = writer.summary("0" * 16)
     names = ("eval_loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "loss")
     assert [summary[name] for name in names] == 5 * [None]
-
-
-def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
-    """Field 22 of /proc/self/stat is the start, in ticks after boot; here each holds its number."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    stat = " ".join(["7", "(a (b) c)", "S", *(str(field * ticks) for field in range(4, 53))])
-    monkeypatch.setattr(pathlib.Path, "read_text", lambda path: stat)
-    monkeypatch.setattr(startup.time, "clock_gettime", lambda clock: 100.0)
-    assert startup._process_age() == 100 - 22
 
 
 def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
