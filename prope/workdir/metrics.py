@@ -61,8 +61,6 @@ class RecordFiles(contextlib.ExitStack):
         self._events = self.enter_context(EventFiles(workdir, start + 1))
         self.callback(self._finish)  # after the thread has ended
         self._pool = self.enter_context(futures.ThreadPoolExecutor(1))
-        # It imports torch where that is installed, which takes seconds: beside a compilation.
-        self._pool.submit(importlib.import_module, "tensorboardX")
 
     def write(self, name: str, tag: str, record: dict) -> None:
         """Adds a record to the file `name`, and its numbers to TensorBoard below `tag`."""
@@ -138,6 +136,11 @@ class EventFiles(contextlib.AbstractContextManager):
         self._unwritten: list[tuple[float, int, str, float]] = []  # time, step, tag, value
         self._file = None
         self._number = 0
+        # It imports torch where that is installed, which takes seconds: beside a compilation.
+        self._import = threading.Thread(
+            target=importlib.import_module, args=["tensorboardX.event_file_writer"]
+        )
+        self._import.start()
 
     def add(self, tag: str, record: dict) -> None:
         """Adds the numbers of a record."""
@@ -147,12 +150,13 @@ class EventFiles(contextlib.AbstractContextManager):
 
     def flush(self) -> None:
         """Writes what was added."""
+        if not self._unwritten:
+            return
+        self._import.join()
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar
 
-        if not self._unwritten:
-            return
         if self._file is None:
             self._file = EventsWriter(str(self._folder / "events"), f".{self._number}")
             if self._number == 0:
