@@ -129,49 +129,31 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
     assert "Ctrl-C twice; the same command goes on from the last checkpoint" in stopped.error
 
 
-DAMAGES = {
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "emptied": lambda path: path.write_bytes(b""),
-    "missing": lambda path: path.unlink(),
-    "one byte changed": lambda path: path.write_bytes(flipped(path.read_bytes())),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "kind"), [*((damage, "params") for damage in DAMAGES), ("missing", "hashes.json")]
-)
-def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage, kind):
+@pytest.mark.parametrize("damage", ["a byte changed", "no hashes"])
+def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage):
     whole_workdir, whole_result = whole
     folder = copy / "checkpoints" / "20"
-    files = [folder / kind, *(folder / kind).rglob("*")]
-    DAMAGES[damage](max(files, key=lambda path: path.stat().st_size * path.is_file()))
+    if damage == "no hashes":
+        (folder / "hashes.json").unlink()
+    else:
+        files = [path for path in (folder / "params").rglob("*") if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        largest.write_bytes(flipped(largest.read_bytes()))
     evaluated = run_command("prope.evaluate", f"--workdir={copy}", "--max_windows=2")
     assert evaluated.result["step"] == 10
     assert "checkpoint 20 is damaged" in evaluated.stderr
     named = run_command("prope.evaluate", f"--workdir={copy}", "--step=20")
-    assert "checkpoint 20" in named.error
-    assert "is damaged" in named.error
+    assert "checkpoint 20 is damaged" in named.error
     resumed = train(copy, LOG)
     assert resumed.code == 0, resumed.stderr
-    assert re.search(r"checkpoint 20 is damaged \(.+\): passed over", resumed.stderr)
+    assert "checkpoint 20 is damaged" in resumed.stderr
     assert "resumed from step 10" in resumed.stderr
     assert losses(copy) == losses(whole_workdir)
     assert resumed.result["eval_loss"] == whole_result["eval_loss"]
     assert Checkpoints(copy).steps() == [10, 20]
     assert open_run(copy).step == 20
     assert (copy / "checkpoints" / "20.damaged").is_dir(), "what is damaged is renamed, not deleted"
-
-
-@pytest.mark.parametrize("item", ["opt_state", "data"])
-@pytest.mark.slow
-def test_any_damaged_item_counts(copy, train, item):
-    for path in (copy / "checkpoints" / "20" / item).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"")
-    resumed = train(copy, "--stop_at_step=11")
-    assert resumed.code == 0, resumed.stderr
-    assert "resumed from step 10" in resumed.stderr
 
 
 def test_where_nothing_is_whole_nothing_is_done(copy, train, run_command):
