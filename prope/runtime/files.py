@@ -67,7 +67,7 @@ for _scheme in ("gcs", *_SCHEMES):
 
 
 def is_url(place: epath.PathLike) -> bool:
-    """Tells whether a place is a URL; otherwise it is a local path."""
+    """Returns whether a place is a URL; otherwise it is a local path."""
     return "://" in str(place)
 
 
@@ -196,7 +196,7 @@ def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None =
 
 
 def _is_refused(error: Exception) -> bool:
-    """Tells whether the storage refuses what was tried, so that a retry hardly helps."""
+    """Returns whether the storage refuses what was tried, so that a retry hardly helps."""
     if isinstance(error, PermissionError):
         return True
     # Errors of gcsfs, which has no kind for these.
@@ -334,7 +334,7 @@ def tokenizer_file(path: epath.Path) -> epath.Path:
 
 
 def is_special(path: epath.PathLike) -> bool:
-    """Tells whether a local path leads to a pipe, a socket or a device; etils says to a file."""
+    """Returns whether a local path leads to a pipe, a socket or a device; etils says to a file."""
     if is_url(path) or not os.path.exists(path):
         return False
     mode = os.stat(path).st_mode

@@ -118,7 +118,7 @@ class Lease:
 
 
 def _machine() -> str:
-    """Names what numbers this process: of one machine, containers and restarts are told apart."""
+    """Names what numbers this process: of one machine, containers and restarts have names of their own."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
