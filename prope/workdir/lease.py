@@ -118,7 +118,7 @@ class Lease:
 
 
 def _machine() -> str:
-    """Names what numbers this process: of one machine, containers and restarts have names of their own."""
+    """Names what numbers this process: each container, and each start of a machine, by itself."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
