@@ -1,23 +1,17 @@
 """Records that cannot be written never end a run, and are written when they can be."""
 
-import contextlib
 import errno
-import functools
 import json
 import os
-import types
 
-import numpy as np
 import pytest
 from etils import epath
 from support.text import read_lines
 from tensorboardX.proto.event_pb2 import Event
 
-from prope.config import default_config
-from prope.inference import losses
+from prope.errors import warn_if_unwritten
 from prope.runtime import files
 from prope.runtime.files import append_jsonl
-from prope.train import Training
 from prope.workdir import metrics
 from prope.workdir.metrics import RecordFiles
 
@@ -106,59 +100,13 @@ def test_records_that_are_lost_in_the_end_are_counted(place, monkeypatch, caplog
     assert "2 records could not be written and are lost" in caplog.text
 
 
-@pytest.fixture
-def evaluated(tmp_path, monkeypatch):
-    """A run and its evaluation, of one window, whose loss comes from nowhere."""
-    batch = {name: np.ones((1, 8)) for name in ("losses", "weights")}
-    batch["segment_ids"] = np.ones((1, 8), int)
-    batch |= {"ends_document": np.array([True]), "unknown_tokens": np.array([0])}
-    monkeypatch.setattr(losses, "run_batches", lambda *_: [dict(batch)])
-    evaluation = types.SimpleNamespace(
-        config=default_config(),
-        selection=losses.Selection([0], "f"),
-        windows=types.SimpleNamespace(sources=[types.SimpleNamespace(count=1)], shares=[1.0]),
-        seq_len=8,
-        _read=None,
-        _run=lambda: None,
-        _source_of_windows=lambda: [0],
-        _record=lambda sums, unknown: {"fingerprint": "f", "seq_len": 8, "windows": 1},
-    )
-    evaluation.evaluate = functools.partial(losses.LossEvaluation.evaluate, evaluation)
-    written = []
-    writer = types.SimpleNamespace(
-        pause=contextlib.nullcontext, evaluation=lambda *record: written.append(record)
-    )
-    return types.SimpleNamespace(
-        path=epath.Path(tmp_path),
-        evaluation=evaluation,
-        config=evaluation.config,
-        phases=lambda step: None,
-        prepared=types.SimpleNamespace(mesh=None),
-        session=types.SimpleNamespace(poll=lambda _: True),
-        writer=writer,
-        written=written,
-    )
-
-
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_sums_that_cannot_be_written_end_an_evaluation_and_no_training(
-    evaluated, error, monkeypatch, caplog
-):
-    def fail(*_):
+def test_a_file_that_training_can_do_without_ends_no_run(tmp_path, error, caplog):
+    with warn_if_unwritten(tmp_path / "eval/9"):
         raise error
-
-    monkeypatch.setattr(losses.paired, "write_atomic", fail)
-    Training.evaluate(evaluated, 9, None)
-    assert [step for step, _ in evaluated.written] == [9]
     assert len(caplog.records) == 1 and "eval/9: not written: " in caplog.text
-    with pytest.raises(type(error)):
-        evaluated.evaluation.evaluate(None, None, evaluated.path / "eval")
-
-
-def test_a_mistake_while_sums_are_written_is_not_hidden(evaluated, monkeypatch):
-    monkeypatch.setattr(losses.paired, "write_atomic", lambda *_: {}["x"])
-    with pytest.raises(KeyError):
-        Training.evaluate(evaluated, 9, None)
+    with pytest.raises(KeyError), warn_if_unwritten(tmp_path):
+        raise KeyError("a mistake of the program")
 
 
 def test_a_mistake_of_the_program_is_not_hidden(tmp_path, monkeypatch):
