@@ -55,7 +55,7 @@ def main() -> dict:
     import jax
 
     from prope.cost.plan import plan, search
-    from prope.cost.topology import answering_for, find_devices
+    from prope.cost.topology import find_devices
     from prope.runtime.validate import validate
 
     config = FLAGS.config
@@ -80,8 +80,7 @@ def main() -> dict:
         options = xla_flags.GPU
         jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
     compute = search if FLAGS.search else plan
-    with answering_for(devices):
-        return compute(config, FLAGS.topology, devices, options)
+    return compute(config, FLAGS.topology, devices, options)
 
 
 if __name__ == "__main__":

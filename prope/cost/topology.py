@@ -1,13 +1,10 @@
 """Describes devices that are not here, for which XLA compiles: TPU slices and nodes of GPUs."""
 
-import contextlib
 import importlib.util
 import os
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterator
-from unittest import mock
 
 # JAX asks the attached GPU two questions by these modules, which have no public name.
 from jax._src import xla_bridge
@@ -33,10 +30,7 @@ _OF_LIBTPU = {
 
 
 def find_devices(topology: str, slices: int) -> list:
-    """Describes the devices of TPU slices, or of nodes of GPUs.
-
-    `answering_for` them is open while a step is traced and compiled.
-    """
+    """Describes the devices of TPU slices, or of nodes of GPUs."""
     name, _, shape = topology.partition(":")
     sizes = shape.split("x") if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else []
     if name in GPUS and len(sizes) in (1, 2):
@@ -93,33 +87,27 @@ def _find_gpus(name: str, sizes: list[str], slices: int) -> list:
     description = topologies.get_topology_desc(
         name, "cuda", topology=partitions_nodes_gpus, target_config=_text_proto(target)
     )
-    return list(description.devices)
+    devices = list(description.devices)
+    _answer_for_gpu(devices[0].compute_capability)
+    return devices
 
 
-@contextlib.contextmanager
-def answering_for(devices: list) -> Iterator[None]:
-    """Answers what JAX (0.10 to 0.11) asks the attached GPU, where devices are GPUs not attached.
-
-    That is what "gpu" is, and what its cuDNN can; there is no option for either.
-    """
-    if devices[0].platform not in ("gpu", "cuda"):
-        yield
-        return
-    capability = devices[0].compute_capability
+def _answer_for_gpu(capability: str) -> None:
+    """Answers what JAX (0.10 to 0.11) asks the attached GPU: what "gpu" is, what its cuDNN can."""
     canonicalize = xla_bridge.canonicalize_platform
 
     def canonicalize_platform(platform: str) -> str:
         return "cuda" if platform == "gpu" else canonicalize(platform)
 
-    with (
-        mock.patch.object(xla_bridge, "canonicalize_platform", canonicalize_platform),
-        mock.patch.multiple(
-            cudnn,
-            check_compute_capability=lambda least: float(capability) >= float(least),
-            is_cuda_compute_capability_equal=lambda other: capability == other,
-        ),
-    ):
-        yield
+    def check_compute_capability(least: str) -> bool:
+        return float(capability) >= float(least)
+
+    def is_compute_capability(other: str) -> bool:
+        return capability == other
+
+    xla_bridge.canonicalize_platform = canonicalize_platform
+    cudnn.check_compute_capability = check_compute_capability
+    cudnn.is_cuda_compute_capability_equal = is_compute_capability
 
 
 def _text_proto(message: dict) -> str:
