@@ -109,7 +109,7 @@ def run_both(run_command, run_pod, twice):
 
 
 def assert_same(one, two, where="") -> None:
-    """Equal as between meshes, to 1e-5, but for what SPEED names."""
+    """Equal but for rounding, 1e-6, and for what SPEED names."""
     if isinstance(one, dict):
         assert one.keys() == two.keys(), where
         for name in one:
@@ -120,7 +120,7 @@ def assert_same(one, two, where="") -> None:
         for number, pair in enumerate(zip(one, two, strict=True)):
             assert_same(*pair, f"{where}[{number}]")
     elif isinstance(one, float):
-        assert two == pytest.approx(one, rel=1e-5, abs=1e-6), where
+        assert two == pytest.approx(one, rel=1e-6, abs=1e-6), where
     else:
         assert one == two, where
 
