@@ -94,7 +94,7 @@ def vmem_error(message: str) -> UsageError | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Tells whether an exception, or one in its chain, reports a full disk or quota."""
+    """Returns whether an exception, or one in its chain, reports a full disk or quota."""
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return True
     # TensorStore wraps the operating system's text.
@@ -105,12 +105,12 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_denied(error: BaseException) -> bool:
-    """Tells whether a file system does not permit something: no later start may do it either."""
+    """Returns whether a file system does not permit something: no later start may do it either."""
     return getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Tells whether a file system or a bucket has failed, rather than the program."""
+    """Returns whether a file system or a bucket has failed, rather than the program."""
     libraries = ("fsspec.", "s3fs.", "gcsfs.", "aiohttp.", "google.", "boto", "urllib3.", "http.")
     if isinstance(error, OSError) or type(error).__module__.startswith(libraries):
         return True
@@ -165,7 +165,7 @@ def _file_error(error: Exception) -> RunFailed:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Tells whether storage or a network has failed in a way that may pass."""
+    """Returns whether storage or a network has failed in a way that may pass."""
     if isinstance(error, TimeoutError | ConnectionError) and not isinstance(error, BrokenPipeError):
         return True
     if isinstance(error, OSError):

@@ -164,7 +164,7 @@ class Training:
         self.source = open_source(config, path, init_from)
         with session.raise_on_all():
             conversion = open_conversion(config, self.source)
-        with session.phase("data"):  # processes wait for one another here
+        with session.raise_on_all():  # processes wait for one another here
             vocab_size = config.model.vocab_size
             self.windows = open_windows(config.data, vocab_size, "train")
             validation = open_windows(config.data, vocab_size, "validation")
@@ -179,7 +179,7 @@ class Training:
         self.evaluation = LossEvaluation(local_config, validation, conversion=self.conversion)
         self.teacher = None
         session.attach(path, self.prepared.mesh)
-        with session.phase("devices"):
+        with session.raise_on_all():
             self.check_disk()
             log_run(config, self.windows)
 
@@ -194,13 +194,12 @@ class Training:
         self.start, params, opt_state, self.init_hash = start_or_resume(
             config, self.checkpoints, self.source, self.prepared, self.windows
         )
-        with session.phase("restore" if self.start else "weights"):
+        with session.raise_on_all():
             if is_first():
                 if self.source and self.start == 0:
                     record_source(self.path, self.source)
                 write_config(self.path, config)
         _log_warmup(config)
-        self.saved = self.start
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
         flops = model_flops_per_token(config.model, config.data.seq_len)
         peak = peak_flops(jax.devices()[0].device_kind)
@@ -212,7 +211,6 @@ class Training:
             log.info("init_hash %s", self.init_hash)
         if (self.start or self.source) and self.is_due(self.start, config.eval_every):
             self.evaluate_start(params)
-        session.startup.mark("evaluation")
         if config.convert.distill_weight:
             self.teacher = read_teacher(self.source, self.prepared.state[0], self.init_hash)
         return params, opt_state
@@ -269,7 +267,6 @@ class Training:
 
     def compile(self) -> Callable:
         """Compiles the training step; from then on a signal saves before it stops the run."""
-        self.session.startup.mark("first batch")
         local_config, mesh, optimizer, state = self.prepared
         with self.writer.pause():
             step = compile_step(local_config, optimizer, mesh, state, self.conversion)
@@ -312,9 +309,6 @@ class Training:
                 self.check_disk()  # again: disks fill up while runs go on
             call_on_first(lambda: self.lease.check())  # which only the first one has
             self.checkpoints.save(step, params, opt_state, identity, data)
-            if self.lease:  # the save before this one is complete, and the first one is waited for
-                self.lease.saved = self.saved or step
-            self.saved = step
             self.session.interrupts.saved()
 
     def check_disk(self) -> None:

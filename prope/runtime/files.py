@@ -7,7 +7,6 @@ without a mount.
 import contextlib
 import errno
 import functools
-import glob
 import hashlib
 import importlib.util
 import io
@@ -44,7 +43,7 @@ _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # Seconds before a failed read is tried again: an outage of 4 minutes is outlasted.
 _PAUSES = (1, 2, 4, 8, 16, *[32] * 7)
 _OUTAGE_SECONDS = 300  # after which nothing is tried again: a library may have repeated, too
-_REFUSED_PAUSES = (1, 2, 4)  # where a login or a permission may be missing for a moment
+_MAX_REFUSALS = 3  # tries again where a login or a permission may be missing for a moment
 
 # How TensorStore's errors begin that may tell of what is stored, unless a code of the operating
 # system or of HTTP says otherwise; it leaves INVALID_ARGUMENT out. All others tell of the storage.
@@ -59,24 +58,16 @@ CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
 _SCHEMES = ("gs", "s3")
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # which read and write their URLs
+# Flags and fields whose places are written.
+_WRITTEN = ("workdir", "output", "plot", "sweep", "cache_dir", "store")
 _URL_NAMES = re.compile(r"\w[\w.~/=,+@!()-]*", re.ASCII)
 # Other hosts write to a bucket, too: what it lists is asked for every time.
 for _scheme in ("gcs", *_SCHEMES):
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
 
 
-@functools.cache
-def _outlast_outages() -> None:
-    """Has gcsfs repeat a request as long as `retry_reads` does: by itself it waits 31 s."""
-    from gcsfs import core, retry
-
-    request = core.GCSFileSystem._request.__wrapped__
-    repeated = retry.retry_request(retries=len(_PAUSES) + 1)
-    core.GCSFileSystem._request = repeated(request)
-
-
 def is_url(place: epath.PathLike) -> bool:
-    """Tells whether a place is a URL; otherwise it is a local path."""
+    """Returns whether a place is a URL; otherwise it is a local path."""
     return "://" in str(place)
 
 
@@ -84,7 +75,8 @@ def as_path(field: str, place: epath.PathLike) -> epath.Path:
     """Returns the place that a flag, a config field or a variable names as a path.
 
     `~` is expanded, and file:///folder is /folder. Raises UsageError for what is empty, another
-    kind of URL, or a URL that libraries would read as a pattern or cut.
+    kind of URL, a URL that libraries would read as a pattern or cut, or a path to write to with
+    [ ] * or ? in it.
     """
     text = os.fspath(place)
     if text.startswith("file:/"):
@@ -109,23 +101,15 @@ def as_path(field: str, place: epath.PathLike) -> epath.Path:
         package = _PACKAGES[text[:2]]
         if not importlib.util.find_spec(package):
             raise usage_error(field, text, f"needs a package: pip install {package}")
-        if package == "gcsfs":
-            _outlast_outages()
     elif is_url(epath.Path(os.path.abspath(text))):
         problem = "is read as a URL by etils.epath"
         raise usage_error(field, text, problem, "mount that folder elsewhere")
+    written = field.rpartition(".")[2].lstrip("-") in _WRITTEN
+    if written and not is_url(text) and re.search(r"[][*?]", os.path.abspath(text)):
+        problem = "has one of [ ] * ?, which libraries that write there read as a pattern"
+        raise usage_error(field, os.path.abspath(text), problem, "choose a path without them")
     path = epath.Path(text)
     return path.resolve() if text.startswith("./") else path  # which keeps ./~NAME apart
-
-
-def _glob(folder: epath.Path, pattern: str) -> Iterator[epath.Path]:
-    """Finds files in a folder; etils would read the folder's name as a part of the pattern."""
-    return _etils_glob(epath.Path(glob.escape(str(folder))), pattern)
-
-
-# Orbax finds what each process has saved by it.
-_etils_glob = epath.gpath.PosixGPath.glob
-epath.gpath.PosixGPath.glob = _glob
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
@@ -187,8 +171,7 @@ def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None =
       StorageFailed: the storage failed every time.
     """
     end = time.monotonic() + _OUTAGE_SECONDS
-    pauses = iter(_PAUSES)
-    refused_pauses = iter(_REFUSED_PAUSES)
+    failures = 0
     while True:
         try:
             return read()
@@ -200,18 +183,20 @@ def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None =
             if not is_storage_error(error):
                 raise
             problem = f"{path}: cannot be read: {_reason(error)}"
-            pause = next(refused_pauses if _is_refused(error) else pauses, None)
             is_final = is_denied(error) and not is_url(path)
-            if pause is None or is_final or time.monotonic() > end:
+            is_refused = _is_refused(error) and failures >= _MAX_REFUSALS
+            is_last = failures >= len(_PAUSES) or time.monotonic() > end
+            if is_final or is_refused or is_last:
                 remedy = f"{_remedy(path)}, then run the same command again"
                 kind = RunFailed if is_final else StorageFailed
                 raise kind(f"{problem}; nothing was changed: {remedy}") from error
-        log.warning("%s; trying again in %d s", problem, pause)
-        time.sleep(pause)
+        log.warning("%s; trying again in %d s", problem, _PAUSES[failures])
+        time.sleep(_PAUSES[failures])
+        failures += 1
 
 
 def _is_refused(error: Exception) -> bool:
-    """Tells whether the storage refuses what was tried, so that a retry hardly helps."""
+    """Returns whether the storage refuses what was tried, so that a retry hardly helps."""
     if isinstance(error, PermissionError):
         return True
     # Errors of gcsfs, which has no kind for these.
@@ -349,7 +334,7 @@ def tokenizer_file(path: epath.Path) -> epath.Path:
 
 
 def is_special(path: epath.PathLike) -> bool:
-    """Tells whether a local path leads to a pipe, a socket or a device; etils says to a file."""
+    """Returns whether a local path leads to a pipe, a socket or a device; etils says to a file."""
     if is_url(path) or not os.path.exists(path):
         return False
     mode = os.stat(path).st_mode

@@ -248,7 +248,7 @@ def check_shared(directory: epath.Path) -> None:
 
 
 def is_peer_loss(error: Exception) -> bool:
-    """Tells whether the error of a collective says that another process is gone."""
+    """Returns whether the error of a collective says that another process is gone."""
     if _count == 1:
         return False
     # Gloo's errors may be ValueErrors.

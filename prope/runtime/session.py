@@ -1,10 +1,9 @@
-"""Surrounds the training loop: joins processes, hears signals, watches for hangs, times the start.
+"""Surrounds the training loop: joins processes, hears signals, watches for hangs.
 
 `train` opens one session and asks it, between steps, whether to save and whether to stop.
 """
 
 import contextlib
-from collections.abc import Iterator
 
 import jax
 from etils import epath
@@ -38,19 +37,11 @@ class Session(contextlib.ExitStack):
         self.enter_context(self.interrupts)
         self.enter_context(self.watchdog)
         self.enter_context(processes.joined())
-        self.startup.mark("processes")
         return self
 
     def raise_on_all(self) -> contextlib.AbstractContextManager:
         """Re-raises a UsageError of any process on every process."""
         return processes.raise_on_all()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Names a phase of the start; a UsageError of any process is raised on every process."""
-        with processes.raise_on_all():
-            yield
-        self.startup.mark(name)
 
     def attach(self, workdir: epath.Path, mesh: Mesh) -> None:
         """Checks that all see `workdir`, caches compiled programs, polls over `mesh`."""
@@ -60,8 +51,7 @@ class Session(contextlib.ExitStack):
         self._starts = workdir / "starts.jsonl"
 
     def compiled(self) -> None:
-        """Ends the phase of compilation; from now on a signal has the loop save before it stops."""
-        self.startup.mark("compile")
+        """Ends the compilation; from now on a signal has the loop save before it stops."""
         self.interrupts.training = True
 
     def first_step(self, step: int, metrics) -> None:

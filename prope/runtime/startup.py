@@ -1,6 +1,7 @@
-"""Measures the phases from the start of a process to its first step, and compilation cache hits.
+"""Records every start of a run, and opens the cache of compiled programs.
 
-Every start becomes a line of W/starts.jsonl: time, step, commit, devices, seconds of each phase.
+A start becomes a line of W/starts.jsonl: time, step, commit, devices, environment variables, and
+the seconds from when the run was opened to the end of its first step.
 """
 
 import datetime
@@ -16,22 +17,16 @@ import jax
 
 from prope.errors import UsageError, log
 from prope.runtime import processes
+from prope.runtime.environment import recorded_variables
 from prope.runtime.files import user_cache
 
 
 class Startup:
-    """Measures the phases of one start."""
+    """Tells of one start: how long it took, and whether programs came from the cache."""
 
     def __init__(self):
-        self._seconds = {"import": _process_age()}
-        self._marked_at = time.perf_counter()
         self._cache = "miss"
-
-    def mark(self, phase: str) -> None:
-        """Ends a phase: it took the time since the last call."""
-        now = time.perf_counter()
-        self._seconds[phase] = now - self._marked_at
-        self._marked_at = now
+        self._began = time.perf_counter()
 
     def use_cache(self) -> None:
         """Keeps compiled programs in the user's cache, unless JAX_COMPILATION_CACHE_DIR is set.
@@ -54,12 +49,9 @@ class Startup:
         jax.monitoring.register_event_listener(listen)
 
     def record(self, step: int) -> dict:
-        """Ends the last phase, the first step; logs all and returns the line of W/starts.jsonl."""
-        self.mark("first step")
-        seconds = {phase: round(value, 3) for phase, value in self._seconds.items()}
-        total = sum(seconds.values())
-        phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
-        log.info("first step after %.1f s: %s (compilation cache: %s)", total, phases, self._cache)
+        """Logs that the first step is done; returns the line of W/starts.jsonl."""
+        seconds = round(time.perf_counter() - self._began, 3)
+        log.info("first step after %.1f s (compilation cache: %s)", seconds, self._cache)
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
@@ -70,19 +62,10 @@ class Startup:
             "machine": _machine(),
             "jax": jax.__version__,
             "python": platform.python_version(),
+            "environment": recorded_variables(),
             "seconds": seconds,
             "compilation_cache": self._cache,
         }
-
-
-def _process_age() -> float:
-    """Returns the seconds since this process was started; 0 where /proc does not tell."""
-    try:
-        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = float(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
-    except (OSError, AttributeError):
-        return 0.0
 
 
 def _programs_folder() -> pathlib.Path:

@@ -110,7 +110,7 @@ def _compute_capabilities() -> list[str]:
 
 
 def _is_one_process() -> bool:
-    """Tells whether the run is this process alone, as far as PROPE_PROCESSES says."""
+    """Returns whether the run is this process alone, as far as PROPE_PROCESSES says."""
     processes = os.environ.get("PROPE_PROCESSES") or "1"
     return processes == "1" or processes.startswith("0/1@")
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from ml_collections import ConfigDict
@@ -39,16 +40,6 @@ from prope.workdir.reader import HASHES, CheckpointReader, Damaged, write_hashes
 _CHUNK_BYTES = 2**24  # bytes of an array that are compressed, and read, together
 _FILE_BYTES = 2**26  # that an import collects before it writes them
 _ORBAX_MARK = "commit_success.txt"  # by which Orbax knows a finished checkpoint at a URL
-
-_arrays = ocp.type_handlers.get_type_handler(jax.Array)
-# Processes that hold the same array save it together, in parts of this size at least: each host
-# would read as many small parts of every norm as there were hosts. Orbax has no option for it here.
-assert hasattr(_arrays, "_min_slice_bytes_for_replica_parallel")
-_arrays._min_slice_bytes_for_replica_parallel = _CHUNK_BYTES
-# No array_metadatas/: it repeats Zarr's metadata, and the first process would read a file of every
-# other one.
-assert hasattr(_arrays, "_array_metadata_store")
-_arrays._array_metadata_store = None
 
 
 def list_steps(workdir: epath.PathLike) -> list[int]:
@@ -112,7 +103,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             cleanup_tmp_directories=True,  # which a killed process left
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finish),
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._manager = _open_manager(self.directory, options)
 
     def steps(self) -> list[int]:
         """Lists the steps that were finished when this was opened, and those saved since."""
@@ -141,8 +132,8 @@ class Checkpoints(contextlib.AbstractContextManager):
             return
         hashes = _hash_items(config, data, {"params": params, "opt_state": opt_state})
         items = ocp.args.Composite(
-            params=ocp.args.StandardSave(params, save_args=_chunks(params)),
-            opt_state=ocp.args.StandardSave(opt_state),
+            params=ocp.args.PyTreeSave(params, save_args=_chunks(params)),
+            opt_state=ocp.args.PyTreeSave(opt_state),
             config=ocp.args.JsonSave(config),
             data=ocp.args.JsonSave(data),
         )
@@ -203,6 +194,28 @@ class Checkpoints(contextlib.AbstractContextManager):
                 write_hashes(folder, self._hashes)
 
 
+def _open_manager(directory: epath.Path, options) -> ocp.CheckpointManager:
+    """Opens Orbax's manager with handlers of our own for arrays.
+
+    Processes that hold the same array save it together, in parts of _CHUNK_BYTES at least: each
+    host would read as many small parts of every norm as there were hosts. There is no
+    array_metadatas/: it repeats Zarr's, and the first process would read a file of every other one.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_CHUNK_BYTES, array_metadata_store=None
+    )
+    types = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
+    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for item in ("params", "opt_state"):
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=types)
+        handlers.add(item, ocp.args.PyTreeSave, handler)
+    for item in ("config", "data"):
+        handlers.add(item, ocp.args.JsonSave)
+    return ocp.CheckpointManager(directory, options=options, handler_registry=handlers)
+
+
 def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None:
     """Saves parameters on the host as the checkpoint of step 0, without a second copy of them.
 
@@ -219,7 +232,7 @@ def save_imported(workdir: epath.Path, params, config: dict, data: dict) -> None
     )
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     directory = absolute(workdir) / "checkpoints"
-    with ocp.CheckpointManager(directory, options=options) as manager:
+    with _open_manager(directory, options) as manager:
         manager.save(0, args=items)
     write_hashes(directory / "0", _hash_items(config, data, {"params": arrays}))
     _read_back(directory / "0", {"params": arrays})

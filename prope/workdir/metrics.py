@@ -1,8 +1,7 @@
 """Writes metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal."""
 
-import collections
 import contextlib
-import functools
+import importlib
 import json
 import math
 import pathlib
@@ -10,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from concurrent import futures
 
 import jax
@@ -34,25 +32,24 @@ _MAX_SKIPS = 10  # steps in a row that are not finite, with config.on_nonfinite=
 _EVALUATION = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")  # printed beside the loss
 
 
-class _RecordFiles(contextlib.ExitStack):
+class RecordFiles(contextlib.ExitStack):
     """Appends records to the files of a run; only the first process does, others ignore them.
 
     What cannot be written never ends a run: it is kept and tried again, with a warning. At a URL a
     thread writes. Every file is then written anew, the more seldom the larger they are.
     """
 
-    def __init__(self, workdir: epath.Path, start: int, stop: int, lease: Lease | None):
+    def __init__(self, workdir: epath.Path, start: int, lease: Lease | None):
         """Drops the records of the steps after `start`, which a resumed run repeats."""
         super().__init__()
         self._workdir = workdir
         self._lease = lease
         self._writes = processes.is_first()
-        self._unwritten: dict[str, list[dict]] = collections.defaultdict(list)  # by file
-        self._lock = threading.Lock()  # of the records that are not written
+        self._unwritten: list[tuple[str, str, dict]] = []  # file, tag for TensorBoard, record
+        self._lock = threading.Lock()  # of `_unwritten`
         self._num_failures = 0
         self._num_bytes = 0  # of the files
         self._written_at = time.monotonic()
-        self._events = None
         self._upload: futures.Future | None = None
         if not self._writes:
             return
@@ -61,8 +58,7 @@ class _RecordFiles(contextlib.ExitStack):
             content = "".join(json.dumps(record) + "\n" for record in kept)
             self._num_bytes += len(content)
             write_atomic(workdir / name, content)
-        if start < stop:
-            self._events = self.enter_context(EventFiles(workdir, start + 1))
+        self._events = self.enter_context(EventFiles(workdir, start + 1))
         self.callback(self._finish)  # after the thread has ended
         self._pool = self.enter_context(futures.ThreadPoolExecutor(1))
 
@@ -71,9 +67,7 @@ class _RecordFiles(contextlib.ExitStack):
         if not self._writes:
             return
         with self._lock:
-            self._unwritten[name].append(record)
-            if self._events:
-                self._events.add(tag, record)
+            self._unwritten.append((name, tag, record))
         pause = _URL_SECONDS * max(1.0, self._num_bytes / _SMALL_BYTES)
         if not is_url(self._workdir) or time.monotonic() - self._written_at > pause:
             self.flush()
@@ -92,23 +86,29 @@ class _RecordFiles(contextlib.ExitStack):
 
     def _finish(self) -> None:
         self._write_all()
-        left = sum(map(len, self._unwritten.values()))
-        if left:
+        if self._unwritten:
+            left = len(self._unwritten)
             log.warning("%s: %d records could not be written and are lost", self._workdir, left)
 
     def _write_all(self) -> None:
         """Writes what there is, and warns once where that fails."""
         with self._lock:
-            unwritten = dict(self._unwritten)
-            self._unwritten.clear()
+            unwritten = self._unwritten
+            self._unwritten = []
         try:
             if self._lease and not self._lease.is_held():
                 return
-            for name in list(unwritten):
-                append_jsonl(self._workdir / name, *unwritten[name])
-                self._num_bytes += sum(map(len, map(json.dumps, unwritten.pop(name))))
-            if self._events:
-                self._events.flush(self._lock)
+            for name in _FILES:
+                entries = [entry for entry in unwritten if entry[0] == name]
+                if not entries:
+                    continue
+                records = [record for _, _, record in entries]
+                append_jsonl(self._workdir / name, *records)
+                self._num_bytes += len(json.dumps(records))
+                unwritten = [entry for entry in unwritten if entry[0] != name]
+                for _, tag, record in entries:
+                    self._events.add(tag, record)
+            self._events.flush()
         except Exception as error:
             if to_user_error(error) is None:
                 raise
@@ -117,49 +117,59 @@ class _RecordFiles(contextlib.ExitStack):
                 line = "%s: records cannot be written (%s); training goes on, and tries it again"
                 log.warning(line, self._workdir, first_line(error))
         with self._lock:
-            for name, records in unwritten.items():
-                self._unwritten[name][:0] = records
+            self._unwritten[:0] = unwritten
 
 
 class EventFiles(contextlib.AbstractContextManager):
     """Writes numbers for TensorBoard, in files that are complete after some size.
 
-    At a URL they are written on the local disk first. Nothing is raised by `add`.
+    At a URL they are written on the local disk first. tensorboardX's own SummaryWriter writes in a
+    thread that a full disk ends, and then waits for it for ever.
     """
 
     def __init__(self, workdir: epath.Path, first_step: int):
-        """Opens a file that replaces earlier ones from `first_step` on."""
+        """Opens files that replace earlier ones from `first_step` on."""
         self._target = workdir
         self._scratch = tempfile.TemporaryDirectory() if is_url(workdir) else None
         self._folder = pathlib.Path(self._scratch.name if self._scratch else workdir)
-        self._events = [_purge_event(first_step)]  # not yet written
+        self._first_step = first_step
+        self._unwritten: list[tuple[float, int, str, float]] = []  # time, step, tag, value
         self._file = None
         self._number = 0
+        # It imports torch where that is installed, which takes seconds: beside a compilation.
+        self._import = threading.Thread(
+            target=importlib.import_module, args=["tensorboardX.event_file_writer"]
+        )
+        self._import.start()
 
     def add(self, tag: str, record: dict) -> None:
         """Adds the numbers of a record."""
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
-                self._events.append(_scalar_event(f"{tag}/{key}", value, record["step"]))
+                self._unwritten.append((time.time(), record["step"], f"{tag}/{key}", value))
 
-    def flush(self, lock: threading.Lock) -> None:
-        """Writes what was added; `lock` is held while `add` may be called."""
-        with lock:
-            events = self._events
-            self._events = []
-        try:
-            if self._file is None:
-                self._number += 1
-                self._file = _tensorboard().EventsWriter(
-                    str(self._folder / "events"), f".{self._number}"
-                )
-            while events:
-                self._file.write_event(events[0])
-                events.pop(0)
-            self._file.flush()
-        finally:
-            with lock:
-                self._events[:0] = events
+    def flush(self) -> None:
+        """Writes what was added."""
+        if not self._unwritten:
+            return
+        self._import.join()
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        if self._file is None:
+            self._file = EventsWriter(str(self._folder / "events"), f".{self._number}")
+            if self._number == 0:
+                start = SessionLog(status=SessionLog.START)
+                event = Event(wall_time=time.time(), step=self._first_step, session_log=start)
+                self._file.write_event(event)
+            self._number += 1
+        while self._unwritten:
+            wall_time, step, tag, value = self._unwritten[0]
+            event = Event(wall_time=wall_time, step=step, summary=scalar(tag, value))
+            self._file.write_event(event)
+            self._unwritten.pop(0)
+        self._file.flush()
         if self._scratch is None:
             return
         upload(epath.Path(self._folder), self._target)
@@ -205,7 +215,7 @@ class MetricWriter(contextlib.ExitStack):
         self._step_tokens = config.batch_size * config.data.seq_len
         self._step_flops = model_flops_per_token * self._step_tokens
         self._peak_flops = peak_flops
-        self._files = self.enter_context(_RecordFiles(workdir, start, stop, lease))
+        self._files = self.enter_context(RecordFiles(workdir, start, lease))
         self._skips_in_a_row = processes.call_on_first(lambda: _skips_before(workdir, start))
         show_bar = processes.is_first() and sys.stderr.isatty()
         bar = tqdm(total=stop, initial=start, unit="step", disable=not show_bar)
@@ -371,37 +381,3 @@ def _skips_before(workdir: epath.Path, step: int) -> int:
     """Counts the skipped steps in a row that end with `step`."""
     skips = read_jsonl(workdir / "skips.jsonl")
     return skips[-1]["in_a_row"] if skips and skips[-1]["step"] == step else 0
-
-
-@functools.cache
-def _tensorboard() -> types.SimpleNamespace:
-    """Imports what writes events, without what tensorboardX imports where it is installed.
-
-    That takes seconds: scalars in a local folder need none of it.
-    """
-    packages = ("torch", "boto3", "google.cloud.storage")
-    hidden = {name: None for name in packages if name not in sys.modules}
-    sys.modules.update(hidden)
-    try:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-    return types.SimpleNamespace(
-        Event=Event, SessionLog=SessionLog, EventsWriter=EventsWriter, scalar=scalar
-    )
-
-
-def _purge_event(step: int):
-    """Makes the event that replaces those of earlier files from `step` on."""
-    tensorboard = _tensorboard()
-    session = tensorboard.SessionLog(status=tensorboard.SessionLog.START)
-    return tensorboard.Event(wall_time=time.time(), step=step, session_log=session)
-
-
-def _scalar_event(tag: str, value: float, step: int):
-    tensorboard = _tensorboard()
-    summary = tensorboard.scalar(tag, value)
-    return tensorboard.Event(wall_time=time.time(), step=step, summary=summary)

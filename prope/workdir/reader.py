@@ -130,16 +130,13 @@ class CheckpointReader:
         """Raises UsageError where whole items are not of the names, shapes and dtypes saved."""
         for item, tree in abstract.items():
             ours = array_shapes(tree)
-            # Older checkpoints have names only.
-            saved = self._hashes.get("shapes", {}).get(item)
-            if saved is None:
-                saved = {path: ours.get(path) for path in self._hashes[item]}
+            saved = self._hashes["shapes"][item]
             differing = sorted(
                 path for path in ours.keys() | saved.keys() if ours.get(path) != saved.get(path)
             )
             if differing:
                 path = differing[0]
-                theirs = saved.get(path, "absent") or "there"
+                theirs = saved.get(path, "absent")
                 what = f"{path} is {theirs} in the checkpoint and {ours.get(path, 'absent')} here"
                 more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
                 problem = f"{item} is of other code or another optimizer: {what}{more}"
@@ -209,12 +206,7 @@ class CheckpointReader:
             }
             spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
             store = ts.open(spec, open=True, read=True, context=self._context).result()
-            dtype = store.dtype.numpy_dtype
-            is_checked = "shapes" in self._hashes
-            if store.shape != leaf.shape or (is_checked and dtype != leaf.dtype):
+            if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
-            if dtype != leaf.dtype:  # of an older checkpoint
-                remedy = "use the settings of JAX that saved it"
-                raise UsageError(f"{self._folder}: {item} is {dtype}, not {leaf.dtype}; {remedy}")
             self._stores[item, path] = store
         return self._stores[item, path]

@@ -13,8 +13,7 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import sharding
-from prope.encodings import INTERVENTIONS
-from prope.errors import Stopped, UsageError, log, usage_error
+from prope.errors import UsageError, log, usage_error
 from prope.runtime import processes
 from prope.runtime.files import (
     as_path,
@@ -24,14 +23,13 @@ from prope.runtime.files import (
     tokenizer_file,
     write_atomic,
 )
-from prope.stack.parameters import embedding_factor
 from prope.workdir.checkpoints import finished_steps, list_steps, newest_undamaged
 from prope.workdir.lease import Lease
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import read_jsonl
 
 FORMAT = 3  # version of a run's directory; raise it where older ones cannot be read
-_FORMAT_BEFORE = 2  # read where it is computed as before
+_LAST_COMMIT = "dfe6f76"  # that reads format 2
 
 _REMEDY = "give the --workdir that prope.train had"
 
@@ -140,12 +138,8 @@ def open_workdir(
         if lease:
             # Another training may have begun and ended while this one waited.
             is_new = is_new and not (path / "config.json").exists()
-            _check_records(path, _read_same(path, config), lease)
+            _check_records(path, _read_same(path, config))
         yield lease
-        _note_saved(path, lease)
-    except Stopped:
-        _note_saved(path, lease)
-        raise
     except UsageError:
         if lease and is_new and not read_jsonl(path / "metrics.jsonl"):
             lease.stop()
@@ -171,32 +165,23 @@ def _read_same(path: epath.Path, config: ConfigDict) -> ConfigDict | None:
     return existing
 
 
-def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) -> None:
+def _check_records(path: epath.Path, config: ConfigDict | None) -> None:
     """Raises UsageError where training would start anew over records that no checkpoint explains.
 
     Those of a run that was killed before its first checkpoint are computed again. Where some
     checkpoints are left, training goes on from the newest, and computes the later records again.
     """
     folder = path / "checkpoints"
-    steps = finished_steps(folder)
-    if steps:
-        lease.saved = steps[-1]
+    if finished_steps(folder):
         return
     records = read_jsonl(path / "metrics.jsonl") + read_jsonl(path / "eval.jsonl")
-    # Training makes the folder before it writes records; a bucket has none, but has the lease.
-    had_folder = lease.saved is not None if is_url(path) else folder.exists()
-    if records and (config is None or lease.saved or not had_folder):
-        last = max(record["step"] for record in records)
+    last = max((record["step"] for record in records), default=0)
+    # Training makes the folder before it writes records, and waits for its first checkpoint.
+    is_young = config is not None and last <= config.checkpoint_every
+    if records and not (is_young and (is_url(path) or folder.exists())):
         problem = f"has records up to step {last}, and no checkpoint"
         remedy = "bring its checkpoints/ back from a copy; to train anew, move it away"
         raise usage_error("--workdir", path, problem, remedy)
-    lease.saved = 0  # it starts anew
-
-
-def _note_saved(path: epath.Path, lease: Lease | None) -> None:
-    """Tells the next training of the newest checkpoint, once all are complete."""
-    if lease:
-        lease.saved = max(finished_steps(path / "checkpoints"), default=lease.saved)
 
 
 def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
@@ -238,25 +223,11 @@ def read_config_file(path: epath.Path) -> ConfigDict | None:
     if values is None:
         return None
     saved_format = values.pop("format", "none")
-    if saved_format in (FORMAT, _FORMAT_BEFORE):
-        config = config_lib.from_dict(values)
-        if saved_format == FORMAT or _is_computed_as_before(config.model):
-            return config
-    problem = f"is the run of another version of prope: this one reads format {FORMAT}"
-    remedy = "use that version, or train again in a new --workdir"
-    raise usage_error(f"{path}: format", saved_format, problem, remedy)
-
-
-def _is_computed_as_before(model: ConfigDict) -> bool:
-    """Tells whether a run of format 2 is computed as it was then.
-
-    Its factor of embeddings was not rounded to bfloat16, and interventions left layers with a
-    window as they are.
-    """
-    if model.layer_types and model.rope_scaling_type in INTERVENTIONS:
-        return False
-    exact = model.embed_dim**0.5 if model.scale_embedding else 1.0
-    return model.dtype == "float32" or embedding_factor(model) == exact
+    if saved_format != FORMAT:
+        problem = f"this version of prope reads format {FORMAT}"
+        remedy = f"use commit {_LAST_COMMIT}, or train again in a new --workdir"
+        raise usage_error(f"{path}: format", saved_format, problem, remedy)
+    return config_lib.from_dict(values)
 
 
 def write_config(workdir: epath.Path, config: ConfigDict) -> None:

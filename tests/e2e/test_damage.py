@@ -206,6 +206,24 @@ def test_without_step_an_older_checkpoint_is_read(run, read, caplog):
             assert re.search("checkpoint 20 is damaged .*passed over", caplog.messages[-1])
 
 
+DAMAGES = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("item", ["params", "opt_state", "data"])
+def test_a_file_that_is_cut_short_or_gone_is_damage(run, tmp_path, damage, item):
+    copy = shutil.copytree(run, tmp_path / "run")
+    files = [path for path in (copy / SAVED / item).rglob("*") if path.is_file()]
+    files = [path for path in files if path.name != "commit_success.txt"]  # which nothing reads
+    DAMAGES[damage](max(files, key=lambda path: path.stat().st_size))
+    assert restore_training(read_config(copy), copy)[0] == 10
+    assert (copy / f"{SAVED}.damaged").is_dir()
+
+
 @pytest.mark.slow
 def test_what_nothing_reads_changes_nothing(run):
     """Parameters need no file of the optimizer's state; nothing needs the unread ones."""
@@ -293,25 +311,18 @@ def http(code):
 
 # What reading says where nothing is wrong with the checkpoint: (what is read, the error).
 NO_DAMAGE = [
-    *[("small file", http_error(code)) for code in (400, 401, 403, 429, 500, 503)],
+    *[("small file", http_error(code)) for code in (400, 403, 429, 503)],
     ("small file", OSError("Forbidden: b/o\nno access for a moment")),
     ("small file", ValueError("Bad Request: b/o\nthe token is invalid")),
     ("small file", aiohttp.ClientPayloadError("Response payload is not completed")),
     ("small file", ssl.SSLError("certificate verify failed")),
-    ("small file", ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")),
     ("small file", OSError(errno.EMFILE, "Too many open files")),
-    ("list", http_error(503)),
     ("list", OSError(errno.ESTALE, "Stale file handle")),
     ("array", array_error("", "Bad Request", http(400))),
-    ("array", array_error("PERMISSION_DENIED", "Unauthorized", http(401))),
     ("array", array_error("PERMISSION_DENIED", "Forbidden", http(403))),
     ("array", array_error("FAILED_PRECONDITION", "Payload Too Large", http(413))),
     ("array", array_error("ABORTED", "All 32 retry attempts failed: Too Many Requests")),
-    ("array", array_error("UNAUTHENTICATED", "token expired")),
     ("array", array_error("UNKNOWN", "CURL error SSL peer certificate was not OK")),
-    ("array", array_error("INTERNAL", "CURL error Out of memory")),
-    ("array", array_error("CANCELLED", "Future was cancelled")),
-    ("array", array_error("RESOURCE_EXHAUSTED", "quota")),
     ("array", array_error("FAILED_PRECONDITION", "open", " [os_error_code='24']")),
     ("array", array_error("DATA_LOSS", "read", " [os_error_code='5']")),
 ]
@@ -489,14 +500,17 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("command", [evaluate, export, slow(sample), slow(analyze)])
-@pytest.mark.parametrize("kind", [ARRAYS, *map(slow, [*PARAMS[:-1], *JSON, "config.json"])])
-def test_commands_refuse_a_flipped_byte_and_write_nothing(run, tmp_path, command, kind):
+@pytest.mark.parametrize(
+    "kinds", [[ARRAYS], slow([*PARAMS[:-1], *JSON, "config.json"])], ids=["arrays", "others"]
+)
+def test_commands_refuse_a_flipped_byte_and_write_nothing(run, tmp_path, command, kinds):
     copy = shutil.copytree(run, tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
-    results = read_despite(copy, kind, lambda: command(copy, tmp_path, 20))
-    assert results or sorted(tmp_path.rglob("*")) == before
-    for result in results:
-        assert result == command(copy, tmp_path, 20)
+    for kind in kinds:
+        results = read_despite(copy, kind, lambda: command(copy, tmp_path, 20))
+        assert results or sorted(tmp_path.rglob("*")) == before
+        for result in results:
+            assert result == command(copy, tmp_path, 20)
 
 
 @pytest.mark.slow
@@ -509,8 +523,12 @@ def test_commands_pass_over_a_damaged_newest_checkpoint(run, tmp_path, command):
         assert command(copy, tmp_path, None) == expected
 
 
-@pytest.mark.parametrize("kind", [OPT_STATE[-1], *map(slow, [*OPT_STATE[:-1], *PARAMS, *JSON])])
-def test_training_neither_resumes_nor_starts_from_a_flipped_byte(run, tmp_path, kind):
+@pytest.mark.parametrize(
+    "kinds",
+    [OPT_STATE[-1:], slow([*OPT_STATE[:-1], *PARAMS, *JSON])],
+    ids=["optimizer state", "others"],
+)
+def test_training_neither_resumes_nor_starts_from_a_flipped_byte(run, tmp_path, kinds):
     copy = shutil.copytree(run, tmp_path / "run")
     new = tmp_path / "new"
     shutil.rmtree(copy / "checkpoints" / "10")
@@ -519,10 +537,10 @@ def test_training_neither_resumes_nor_starts_from_a_flipped_byte(run, tmp_path, 
     started = restore_training(config, new, copy)
     assert (resumed[0], started[0]) == (20, 0) and resumed[1] == started[1]
     refused = "nothing whole to go on from: checkpoint 20 is damaged"
-    for restored in read_despite(copy, kind, lambda: restore_training(config, copy), refused):
-        assert restored == resumed
-    if kind not in OPT_STATE:  # which a new run does not read
-        restore = functools.partial(restore_training, config, new, copy)
-        for restored in read_despite(copy, kind, restore, refused):
-            assert restored == started
+    resume = functools.partial(restore_training, config, copy)
+    start = functools.partial(restore_training, config, new, copy)
+    for kind in kinds:
+        assert all(restored == resumed for restored in read_despite(copy, kind, resume, refused))
+        if kind not in OPT_STATE:  # which a new run does not read
+            assert all(restored == started for restored in read_despite(copy, kind, start, refused))
     assert list((new / "checkpoints").iterdir()) == []

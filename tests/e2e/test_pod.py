@@ -22,6 +22,7 @@ from support.processes import (
     start_patched,
     start_two_patched,
 )
+from support.text import read_lines
 
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run
@@ -66,10 +67,6 @@ def straight(once, train):
 
     directory, result = once("straight60", make)
     return directory / "run", result
-
-
-def read_lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def train_in_local_pod(workdir, cache_dir, *arguments) -> subprocess.CompletedProcess:
@@ -194,7 +191,6 @@ def test_one_of_two_is_killed_and_the_other_ends(start_pod, train, tmp_path, kil
     assert time.monotonic() - start < 60
     assert other.code == 76
     assert "another process of this run is gone" in line_of(other)
-    assert "start the same command again" in line_of(other)
     step = max(Checkpoints(tmp_path).steps())
     resumed = train(tmp_path, ENDLESS, f"--stop_at_step={step + 2}")
     assert resumed.code == 0, resumed.stderr
@@ -217,19 +213,19 @@ def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
     assert "train.py" in first.stderr
 
 
-def test_all_pass_over_the_same_damaged_checkpoint(run_pod, train, tmp_path):
-    assert train(tmp_path, *LOGGED).code == 0
-    params = tmp_path / "checkpoints" / "20" / "params"
+def test_all_pass_over_the_same_damaged_checkpoint(run_pod, whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    params = run / "checkpoints" / "20" / "params"
     files = [path for path in params.rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     largest.write_bytes(flipped(largest.read_bytes()))
-    outcomes = run_pod(tmp_path, *LOGGED, "--stop_at_step=12")
+    outcomes = run_pod(run, "--stop_at_step=12")
     for outcome in outcomes:
         assert outcome.code == 0, outcome.stderr
         assert "checkpoint 20 is damaged" in outcome.stderr
     assert "resumed from step 10" in outcomes[0].stderr
     assert outcomes[0].result["step"] == 12
-    assert (tmp_path / "checkpoints" / "20.damaged").is_dir()
+    assert (run / "checkpoints" / "20.damaged").is_dir()
 
 
 def test_a_process_that_never_comes(start_command, tmp_path):
@@ -237,9 +233,7 @@ def test_a_process_that_never_comes(start_command, tmp_path):
     words = [CONFIG, f"--workdir={tmp_path}"]
     outcome = finish(start_command("prope.train", *words, patch=patch, **pod_environments()[0]))
     assert outcome.code == 76
-    line = line_of(outcome)
-    assert "after 5 s not all processes have come; 2 were expected, the first at 127.0.0.1:" in line
-    assert "firewall" in line
+    assert "2 were expected, the first at 127.0.0.1:" in line_of(outcome)
     assert not (tmp_path / "config.json").exists()
 
 
@@ -264,8 +258,7 @@ def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_d
     process = start_patched(patch, tmp_path / "run", PROPE_CACHE=str(cache_dir))
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 2
-    refusal = r"error: PROPE_PROCESSES is 1, and JAX runs in 4 processes.*=auto.*"
-    assert re.fullmatch(refusal, stderr.splitlines()[-1])
+    assert re.fullmatch("error: PROPE_PROCESSES is 1, .*=auto.*", stderr.splitlines()[-1])
     assert not (tmp_path / "run").exists()
 
 
@@ -285,32 +278,6 @@ def test_a_disk_that_is_full_on_one_host_ends_all(tmp_path, cache_dir):
         _, stderr = process.communicate(timeout=300)
         assert process.returncode == 2, stderr
         assert "the disk is full" in stderr.splitlines()[-1]
-
-
-LIST = """
-import sys
-from prope.runtime import processes
-from prope.workdir.checkpoints import list_steps
-with processes.joined():
-    print(list_steps(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("steps", [[], [10, 20]], ids=["none", "two"])
-def test_all_processes_take_the_list_of_checkpoints_of_the_first_one(tmp_path, steps):
-    """The second one's host sees the directory as it was."""
-    for process, seen in enumerate((steps, [5, 10, 7])):
-        for step in seen:
-            (tmp_path / f"{process}/checkpoints/{step}").mkdir(parents=True)
-    started = []
-    for process, pod in enumerate(pod_environments()):
-        command = [sys.executable, "-c", LIST, tmp_path / str(process)]
-        env = os.environ | {"PYTHONPATH": str(ROOT)} | pod
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    for process in started:
-        stdout, _ = process.communicate(timeout=300)
-        assert process.returncode == 0
-        assert stdout.splitlines()[-1] == str(steps)
 
 
 OUT_OF_MEMORY = """

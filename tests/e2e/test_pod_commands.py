@@ -14,6 +14,7 @@ from etils import epath
 from support.commands import CONFIG, ROOT, finish
 from support.heads import compare_analyses
 from support.processes import QUICK, WIDE, line_of, pod_environments
+from support.text import read_lines
 
 from prope.runtime.files import upload
 
@@ -125,7 +126,7 @@ def assert_same(one, two, where="") -> None:
 
 
 def read_records(workdir) -> list[dict]:
-    return [json.loads(line) for line in (workdir / "eval.jsonl").read_text().splitlines()]
+    return read_lines(workdir / "eval.jsonl")
 
 
 def test_evaluate(run_both, run_pod, twice):
@@ -238,21 +239,55 @@ def test_bench(run_pod):
     assert first.result["prope"]
 
 
-WAIT = """
-import time
+AGREE = """
+import json, os, time
 from prope.runtime import processes
+from prope.workdir.checkpoints import list_steps
+from prope.workdir.reader import Damaged
+
+process = os.environ["PROPE_PROCESSES"][0]
 def wait():
     time.sleep(35)
     return processes.count(), processes.is_first()
 with processes.joined():
-    print(processes.call_on_first(wait))
+    said = {name: list_steps(f"{folder}/{name}/{process}") for name in ("none", "two")}
+    try:
+        with processes.raise_on_all(Damaged):
+            if process == "1":
+                raise Damaged("of one")
+    except Damaged as error:
+        said["damaged"] = str(error)
+    said["waited"] = processes.call_on_first(wait)
+print(json.dumps(said))
 """
+STEPS = {"none/0": [], "none/1": [5, 10, 7], "two/0": [10, 20], "two/1": [5, 10, 7]}
 
 
-def test_waiting_for_the_first_process_outlasts_the_collectives_of_a_cpu():
+@pytest.fixture(scope="module")
+def agreed(tmp_path_factory):
+    """What two processes say of a few things that they agree on."""
+    folder = tmp_path_factory.mktemp("agreed")
+    for host, steps in STEPS.items():  # the second one's sees the directories as they were
+        for step in steps:
+            (folder / host / "checkpoints" / str(step)).mkdir(parents=True)
+    outcomes = run_script(f"folder = {str(folder)!r}\n{AGREE}")
+    return [json.loads(lines[-1]) for _, lines in outcomes]
+
+
+def test_waiting_for_the_first_process_outlasts_the_collectives_of_a_cpu(agreed):
     """Collectives fail after 30 s; an export or an analysis takes longer."""
-    last_lines = [lines[-1] for _, lines in run_script(WAIT)]
-    assert last_lines == [b"[1, True]"] * 2, "the function believed to be alone"
+    for said in agreed:
+        assert said["waited"] == [1, True], "the function believed to be alone"
+
+
+def test_all_processes_take_the_list_of_checkpoints_of_the_first_one(agreed):
+    for said in agreed:
+        assert (said["none"], said["two"]) == ([], [10, 20])
+
+
+def test_a_checkpoint_that_one_process_cannot_read_is_damaged_for_all(agreed):
+    """So that all take an older one."""
+    assert [said["damaged"] for said in agreed] == ["process 1: of one", "of one"]
 
 
 # The first runs in all processes, the second in the first one.
@@ -272,25 +307,6 @@ def test_a_host_that_does_not_see_the_run(refused_by_pod, wide, tmp_path):
     workdirs = [f"--workdir={wide}", f"--workdir={tmp_path}"]
     for line in refused_by_pod("prope.sample", workdirs, "--prompt=a"):
         assert f"--workdir={tmp_path}: no run there" in line
-
-
-RAISE = """
-import os
-from prope.runtime import processes
-from prope.workdir.reader import Damaged
-with processes.joined():
-    try:
-        with processes.raise_on_all(Damaged):
-            if os.environ["PROPE_PROCESSES"].startswith("1"):
-                raise Damaged("of one")
-    except Damaged as error:
-        print(error)
-"""
-
-
-def test_a_checkpoint_that_one_process_cannot_read_is_damaged_for_all():
-    """So that all take an older one."""
-    assert [lines[-1] for _, lines in run_script(RAISE)] == [b"process 1: of one", b"of one"]
 
 
 # Every process checks the files of params that hold its shards; the first reads data for all.

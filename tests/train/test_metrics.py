@@ -1,24 +1,19 @@
 """Records that cannot be written never end a run, and are written when they can be."""
 
-import contextlib
 import errno
-import functools
 import json
 import os
-import types
 
-import numpy as np
 import pytest
 from etils import epath
 from support.text import read_lines
+from tensorboardX.proto.event_pb2 import Event
 
-from prope.config import default_config
-from prope.inference import losses
+from prope.errors import warn_if_unwritten
 from prope.runtime import files
 from prope.runtime.files import append_jsonl
-from prope.train import Training
 from prope.workdir import metrics
-from prope.workdir.metrics import _RecordFiles
+from prope.workdir.metrics import RecordFiles
 
 
 @pytest.fixture(params=["local", "url"])
@@ -39,7 +34,7 @@ def scalars(folder) -> dict[tuple[str, int], float]:
         data = path.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")
-            event = metrics._tensorboard().Event.FromString(data[12 : 12 + size])
+            event = Event.FromString(data[12 : 12 + size])
             data = data[16 + size :]
             for value in event.summary.value:
                 found[value.tag, event.step] = value.simple_value
@@ -47,7 +42,7 @@ def scalars(folder) -> dict[tuple[str, int], float]:
 
 
 def test_records_and_events_are_written(place):
-    with _RecordFiles(place, 0, 9, None) as records:
+    with RecordFiles(place, 0, None) as records:
         for step in (1, 2):
             records.write("metrics.jsonl", "train", {"step": step, "loss": float(step), "x": "y"})
     assert [record["loss"] for record in lines(place / "metrics.jsonl")] == [1.0, 2.0]
@@ -76,7 +71,7 @@ def test_a_failure_to_write_is_told_once_and_made_up_for(place, error, what, mon
 
     owner, name = (metrics, "append_jsonl") if what == "records" else (metrics.EventFiles, "flush")
     monkeypatch.setattr(owner, name, broken)
-    with _RecordFiles(place, 0, 9, None) as records:
+    with RecordFiles(place, 0, None) as records:
         for step in (1, 2, 3):
             records.write("metrics.jsonl", "train", {"step": step, "loss": 0.5})
             records.flush(10.0)
@@ -89,7 +84,7 @@ def test_a_failure_to_write_is_told_once_and_made_up_for(place, error, what, mon
 
 
 def test_an_evaluation_after_the_last_step_is_written(place):
-    with _RecordFiles(place, 9, 9, None) as records:
+    with RecordFiles(place, 9, None) as records:
         records.write("eval.jsonl", "eval", {"step": 9, "loss": 0.5})
     assert lines(place / "eval.jsonl") == [{"step": 9, "loss": 0.5}]
 
@@ -99,78 +94,30 @@ def test_records_that_are_lost_in_the_end_are_counted(place, monkeypatch, caplog
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(metrics, "append_jsonl", broken)
-    with _RecordFiles(place, 0, 9, None) as records:
+    with RecordFiles(place, 0, None) as records:
         records.write("metrics.jsonl", "train", {"step": 1})
         records.write("metrics.jsonl", "train", {"step": 2})
     assert "2 records could not be written and are lost" in caplog.text
 
 
-@pytest.fixture
-def evaluated(tmp_path, monkeypatch):
-    """A run and its evaluation, of one window, whose loss comes from nowhere."""
-    batch = {name: np.ones((1, 8)) for name in ("losses", "weights")}
-    batch["segment_ids"] = np.ones((1, 8), int)
-    batch |= {"ends_document": np.array([True]), "unknown_tokens": np.array([0])}
-    monkeypatch.setattr(losses, "run_batches", lambda *_: [dict(batch)])
-    evaluation = types.SimpleNamespace(
-        config=default_config(),
-        selection=losses.Selection([0], "f"),
-        windows=types.SimpleNamespace(sources=[types.SimpleNamespace(count=1)], shares=[1.0]),
-        seq_len=8,
-        _read=None,
-        _run=lambda: None,
-        _source_of_windows=lambda: [0],
-        _record=lambda sums, unknown: {"fingerprint": "f", "seq_len": 8, "windows": 1},
-    )
-    evaluation.evaluate = functools.partial(losses.LossEvaluation.evaluate, evaluation)
-    written = []
-    writer = types.SimpleNamespace(
-        pause=contextlib.nullcontext, evaluation=lambda *record: written.append(record)
-    )
-    return types.SimpleNamespace(
-        path=epath.Path(tmp_path),
-        evaluation=evaluation,
-        config=evaluation.config,
-        phases=lambda step: None,
-        prepared=types.SimpleNamespace(mesh=None),
-        session=types.SimpleNamespace(poll=lambda _: True),
-        writer=writer,
-        written=written,
-    )
-
-
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_sums_that_cannot_be_written_end_an_evaluation_and_no_training(
-    evaluated, error, monkeypatch, caplog
-):
-    def fail(*_):
+def test_a_file_that_training_can_do_without_ends_no_run(tmp_path, error, caplog):
+    with warn_if_unwritten(tmp_path / "eval/9"):
         raise error
-
-    monkeypatch.setattr(losses.paired, "write_atomic", fail)
-    Training.evaluate(evaluated, 9, None)
-    assert [step for step, _ in evaluated.written] == [9]
     assert len(caplog.records) == 1 and "eval/9: not written: " in caplog.text
-    with pytest.raises(type(error)):
-        evaluated.evaluation.evaluate(None, None, evaluated.path / "eval")
-
-
-def test_a_mistake_while_sums_are_written_is_not_hidden(evaluated, monkeypatch):
-    monkeypatch.setattr(losses.paired, "write_atomic", lambda *_: {}["x"])
-    with pytest.raises(KeyError):
-        Training.evaluate(evaluated, 9, None)
+    with pytest.raises(KeyError), warn_if_unwritten(tmp_path):
+        raise KeyError("a mistake of the program")
 
 
 def test_a_mistake_of_the_program_is_not_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "append_jsonl", lambda *_: {}["x"])
-    with pytest.raises(KeyError), _RecordFiles(epath.Path(tmp_path), 0, 9, None) as records:
+    with pytest.raises(KeyError), RecordFiles(epath.Path(tmp_path), 0, None) as records:
         records.write("metrics.jsonl", "train", {"step": 1})
 
 
 def test_a_line_of_which_the_disk_takes_a_part_is_taken_back(tmp_path, monkeypatch):
     path = epath.Path(tmp_path) / "metrics.jsonl"
     append_jsonl(path, {"step": 1})
-    open_file = open
-
     open_file = open
 
     class Full:
@@ -207,7 +154,7 @@ def test_a_large_event_file_of_a_bucket_is_followed_by_another(bucket, monkeypat
 
     monkeypatch.setattr(metrics, "upload", count)
     place = epath.Path(bucket)
-    with _RecordFiles(place, 0, 99, None) as records:
+    with RecordFiles(place, 0, None) as records:
         for step in range(1, 31):
             records.write("metrics.jsonl", "train", {"step": step, "loss": float(step)})
             records.flush(10.0)
@@ -224,7 +171,7 @@ def test_the_larger_the_files_the_more_seldom_they_are_written(bucket, monkeypat
     monkeypatch.setattr(
         metrics, "append_jsonl", lambda path, *new: (written.append(clock[0]), append(path, *new))
     )
-    with _RecordFiles(epath.Path(bucket), 0, 99, None) as records:
+    with RecordFiles(epath.Path(bucket), 0, None) as records:
         for size in (0, 10 * 2**20):
             records._num_bytes = size
             for _ in range(20):

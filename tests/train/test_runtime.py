@@ -1,20 +1,17 @@
 """Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
-import ast
 import contextlib
 import ctypes
 import importlib
 import json
 import math
 import os
-import pathlib
 import queue
 import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from etils import epath
@@ -39,6 +36,11 @@ def clock(monkeypatch):
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
         monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     return now
+
+
+@pytest.fixture
+def config():
+    return importlib.import_module("configs.quickstart").get_config("tiny")
 
 
 def test_a_save_is_due_after_the_minutes_and_again_after_as_many(clock):
@@ -101,14 +103,6 @@ def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_joi
         assert dog._progress == "a part of it"
     watchdog.alive("nothing")  # to which nobody listens
     assert dog._progress == "a part of it"
-
-
-@pytest.mark.parametrize("module", ["evaluate", "analyze", "export_hf", "ask"])
-def test_commands_that_compute_for_long_are_watched(module):
-    tree = ast.parse((ROOT / f"prope/{module}.py").read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    (run,) = [call for call in calls if ast.unparse(call.func) == "command.run"]
-    assert "watches=True" in ast.unparse(run)
 
 
 def test_what_commands_do_for_long_reports_progress(tmp_path, monkeypatch):
@@ -194,9 +188,8 @@ def test_an_error_of_one_process_counts(monkeypatch, fails, this):
             raise UsageError(errors[this])
 
 
-def test_speed_leaves_out_pauses(clock, tmp_path):
+def test_speed_leaves_out_pauses(clock, tmp_path, config):
     """Steps of 10 s, with an evaluation of 1000 s after the second one."""
-    config = importlib.import_module("configs.quickstart").get_config("tiny")
     config.log_every = 1
     tokens = config.batch_size * config.data.seq_len
     values = {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
@@ -230,9 +223,8 @@ def test_only_a_stop_ends_what_can_wait(monkeypatch, request_):
     assert session.wants_save == (request_.name != "NONE")
 
 
-def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog):
+def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog, config):
     caplog.set_level("INFO", "prope")
-    config = importlib.import_module("configs.quickstart").get_config("tiny")
     evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": None}
     names = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
     with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
@@ -244,8 +236,7 @@ def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog):
     assert "step 4: validation without a predicted token" in caplog.text
 
 
-def test_records_that_tell_all_processes_the_same_are_read_by_the_first(tmp_path, monkeypatch):
-    config = importlib.import_module("configs.quickstart").get_config("tiny")
+def test_records_for_all_processes_are_read_by_the_first(tmp_path, monkeypatch, config):
     monkeypatch.setattr(processes, "_count", 2)
     monkeypatch.setattr(processes, "_index", 1)
     monkeypatch.setattr(processes, "_wait_for_value", lambda key: '{"value": 3}')
@@ -260,21 +251,11 @@ def test_skips_in_a_row_end_with_the_step_that_a_run_resumes_from(tmp_path, step
     assert metrics._skips_before(epath.Path(tmp_path), step) == in_a_row
 
 
-def test_a_summary_without_an_evaluation_has_nulls(tmp_path):
-    config = importlib.import_module("configs.quickstart").get_config("tiny")
+def test_a_summary_without_an_evaluation_has_nulls(tmp_path, config):
     with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
         summary = writer.summary("0" * 16)
     names = ("eval_loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "loss")
     assert [summary[name] for name in names] == 5 * [None]
-
-
-def test_the_age_of_a_process_is_read_as_proc_5_says(monkeypatch):
-    """Field 22 of /proc/self/stat is the start, in ticks after boot; here each holds its number."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    stat = " ".join(["7", "(a (b) c)", "S", *(str(field * ticks) for field in range(4, 53))])
-    monkeypatch.setattr(pathlib.Path, "read_text", lambda path: stat)
-    monkeypatch.setattr(startup.time, "clock_gettime", lambda clock: 100.0)
-    assert startup._process_age() == 100 - 22
 
 
 def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
@@ -297,14 +278,3 @@ def test_an_accelerators_memory_is_what_it_says(stats, expected):
     """It is not the host's, where the driver does not say."""
     device = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
     assert memory.device_bytes(device) == expected
-
-
-def test_a_cpus_memory_is_its_share_of_the_hosts():
-    _, total_kib, *_ = pathlib.Path("/proc/meminfo").read_text().split()
-    host = int(total_kib) * 1024
-    container = pathlib.Path("/sys/fs/cgroup/memory.max")
-    text = container.read_text().strip() if container.exists() else "max"
-    if text != "max":
-        host = min(host, int(text))
-    share = host / jax.local_device_count()
-    assert memory.device_bytes(jax.devices()[0]) == pytest.approx(share, rel=0.01)

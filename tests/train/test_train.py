@@ -343,24 +343,6 @@ def test_an_evaluation_without_a_predicted_token_does_not_end_a_run(train, tmp_p
     assert "step 4: validation without a predicted token" in outcome.stderr
 
 
-def test_tensorboard_is_written_without_torch(tmp_path):
-    """tensorboardX imports what it finds of torch and cloud libraries: seconds of every start."""
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    write = (
-        "import sys, threading\n"
-        "from prope.workdir.metrics import EventFiles\n"
-        "with EventFiles(sys.argv[1] + '/run', 1) as events:\n"
-        "    events.add('train', {'loss': 1.0, 'step': 1})\n"
-        "    events.flush(threading.Lock())\n"
-        "assert 'torch' not in sys.modules, 'it can be imported later'\n"
-    )
-    (tmp_path / "run").mkdir()
-    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    subprocess.run([sys.executable, "-c", write, tmp_path], env=env, check=True, timeout=300)
-    (path,) = (tmp_path / "run").glob("events.out.tfevents.*")
-    assert b"train/loss" in path.read_bytes()
-
-
 @pytest.mark.slow
 def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
     outcome = run_command("prope.report", f"--workdir={whole[0]}")
