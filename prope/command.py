@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from prope.config import FIELDS, python_file
+from prope.config import FIELDS, describe_left, python_file
 from prope.errors import (
     INTERRUPTED,
     UsageError,
@@ -304,8 +304,8 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     for argument in argv:
         override = re.match(r"--?config\.([\w.]+)", argument)
         if override and fields and override[1] not in fields:
-            hint = nearest(override[1], fields)
-            return f"--config.{override[1]}: there is no such config field{hint}"
+            problem = f"there is no such config field{nearest(override[1], fields)}"
+            return f"--config.{override[1]}: {describe_left(override[1]) or problem}"
     if isinstance(error, flags.UnrecognizedFlagError):
         hint = _nearest_flag(error.flagname, names, fields)
         return f"--{error.flagname}: there is no such flag{hint}; --help lists the flags"
@@ -323,6 +323,8 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     place = "{} line {}: ".format(*frames[-1]) if frames else ""
     unknown = re.search(r'Key "(\w+)" does not exist', lines[0])
     if unknown:
+        if left := describe_left(unknown[1]):
+            return f"{place}config.{unknown[1]}: {left}"
         hint = nearest(unknown[1], [name.split(".")[-1] for name in FIELDS])
         return f"{place}there is no config field {unknown[1]}{hint}"
     if isinstance(error, OSError) and not frames:

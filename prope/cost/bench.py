@@ -23,7 +23,7 @@ from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.validate import validate_devices
 from prope.stack import parameters
-from prope.step import Prepared, compile_step, compiler_options, init_state, is_conversion, prepare
+from prope.step import Prepared, compile_step, compiler_options, init_state, prepare
 
 Shape = tuple[int, int, int, int]
 
@@ -165,9 +165,6 @@ def _attention_gradient(blocks: Blocks, T: int) -> Callable:
 def bench_step(config: ConfigDict, steps: int) -> dict:
     """Times warm steps of training on all devices, alternating with a plain matmul on one."""
     check_count()
-    if is_conversion(config):
-        problem = "is not timed: it needs another run's model"
-        raise usage_error("config.convert", dict(config.convert), problem, "leave it out")
     devices = jax.devices()
     first = devices[0]
     validate_devices(config, devices)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from prope import config as config_lib
 from prope import sharding
 from prope.encodings import INTERVENTIONS
-from prope.errors import Stopped, UsageError, log, usage_error
+from prope.errors import Stopped, UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import (
     as_path,
@@ -109,10 +109,6 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
         return Run(path, config, older, remedy)
 
     _, run = newest_undamaged(path / "checkpoints", steps[::-1], open_at, remedy)
-    schedule_steps = run.config.convert.schedule_steps
-    if run.step < schedule_steps:
-        line = "%s: step %d is read with the encoding of step %d on, to which it is being converted"
-        log.warning(line, path, run.step, schedule_steps)
     return run
 
 
