@@ -36,7 +36,7 @@ from prope.errors import (
 
 _WIDTH = 100  # columns of --help
 _MAX_INDENT = 34
-_STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
+_STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint, if there is one"
 _FIELDS_HELP = (
     "--config.FIELD=VALUE, after --config, sets a config field; prope/config.py has all of them, "
     "with their defaults and meanings."
@@ -99,11 +99,13 @@ def run(
     except KeyboardInterrupt:
         message = _STOPPED
         code = INTERRUPTED
+        leave = os._exit  # at exit JAX clears its caches: a crash where a compilation was cut off
     except Exception as error:
         message, code = _describe_error(error)
         if is_disk_full(error):
             leave = os._exit  # at exit, libraries would write to the full disk once more
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
+    sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     leave(code)
 
@@ -321,7 +323,8 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     trace = "".join(traceback.format_exception(error))
     frames = re.findall(r'File "(.+)", line (\d+), in get_config', trace)
     place = "{} line {}: ".format(*frames[-1]) if frames else ""
-    unknown = re.search(r'Key "(\w+)" does not exist', lines[0])
+    # A field of a group, which may not be set, or a group, which is not found.
+    unknown = re.search(r"""(?:Key "|^"')(\w+)(?:" does not exist|'"$)""", "\n".join(lines))
     if unknown:
         if left := describe_left(unknown[1]):
             return f"{place}config.{unknown[1]}: {left}"

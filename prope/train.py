@@ -61,6 +61,7 @@ from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import call_on_first, check_count, is_first, leave
 from prope.runtime.profiler import Profiler
+from prope.runtime.progress import compiling
 from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices
 from prope.stack import parameters
@@ -224,7 +225,7 @@ class Training:
         """Compiles the training step; from then on a signal saves before it stops the run."""
         self.session.startup.mark("first batch")
         local_config, mesh, optimizer, state = self.prepared
-        with self.writer.pause():
+        with self.writer.pause(), compiling():
             step = compile_step(local_config, optimizer, mesh, state)
             check_memory(step, _MEMORY_ADVICE)
         self.session.compiled()

@@ -21,6 +21,7 @@ from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
+from prope.runtime.progress import compiling
 from prope.runtime.validate import validate_devices
 from prope.stack import parameters
 from prope.step import Prepared, compile_step, compiler_options, init_state, prepare
@@ -171,7 +172,8 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
     prepared = prepare(config, devices)
     config, mesh, optimizer, shapes = prepared
     start = time.perf_counter()
-    step = compile_step(config, optimizer, mesh, shapes)
+    with compiling():
+        step = compile_step(config, optimizer, mesh, shapes)
     compile_seconds = time.perf_counter() - start
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
     size = 8192

@@ -640,15 +640,6 @@ def test_a_saved_config_comes_back_and_a_field_from_elsewhere_is_refused():
             from_dict(values)
 
 
-def test_a_teacher_needs_whole_heads():
-    config = default_config()
-    config.mesh.gather = "layer"
-    validate(config)
-    config.convert.distill_weight = 0.5
-    with pytest.raises(UsageError, match="config.mesh.gather=layer: must be head or ahead with"):
-        validate(config)
-
-
 def test_what_makes_another_run():
     config = default_config()
     other = default_config()
