@@ -390,12 +390,6 @@ INTERRUPTED = {
         2,
         -signal.SIGINT,
     ),
-    "while leaving": (
-        "import atexit\natexit.register(lambda: (say('ready'), time.sleep(60)))\n"
-        "def main():\n    say('ready')\n    time.sleep(60)",
-        2,
-        -signal.SIGINT,
-    ),
 }
 
 
