@@ -455,30 +455,30 @@ def test_without_a_compiler_its_extra_is_named(plan, tmp_path, topology, extra):
     assert f"pip install -e '.[{extra}]'" in outcome.error
 
 
-REFUSALS = {
-    "--topology=v9:2x2": "must be a TPU (v5e, v5p, v6e) and the shape of a slice",
-    "--topology=v5e": "must be a TPU",
-    "--topology=h100": "or a GPU (a100, h100, h200, b200) and nodes x GPUs of a node",
-    "--topology=h100:1x8x8": "must be a TPU",
-    "--topology=h100:0": "must be a TPU",
-    "--topology=v5e:3x3": "",
-    "--topology=h100:8 --slices=2": "TPUs have slices; nodes are in the topology: h100:2x8",
-    "--sequences_per_chip=0.3": "is 1.2 on 4 chips",
-    "--sequences_per_chip=nan": "must be a number",
-    "--sequences_per_chip=inf": "is inf on 4 chips",
-    "--config.batch_size=6": "must be a multiple of 4",
-    "--config.model.attention=cudnn": "cannot be used",
-    "--config.model.rope_percentage=75.0": "must be a fraction",
-}
+# Each has the name that the line must have in its last argument.
+REFUSED = [
+    "--topology=v9:2x2",
+    "--topology=v5e",
+    "--topology=h100",
+    "--topology=h100:1x8x8",
+    "--topology=h100:0",
+    "--topology=v5e:3x3",
+    "--topology=h100:8 --slices=2",
+    "--sequences_per_chip=0.3",
+    "--sequences_per_chip=nan",
+    "--sequences_per_chip=inf",
+    "--config.batch_size=6",
+    "--config.model.attention=cudnn",
+    "--config.model.rope_percentage=75.0",
+]
 
 
 @needs_libtpu
-@pytest.mark.parametrize("arguments", REFUSALS)
-def test_invalid_input_is_refused_in_one_line(plan, arguments):
-    *_, refused = arguments.split()
-    error = plan("--topology=v5e:2x2", *arguments.split()).error
-    assert refused.removeprefix("--") in error
-    assert REFUSALS[arguments] in error
+def test_invalid_input_is_refused_in_one_line(plan):
+    for arguments in REFUSED:
+        outcome = plan("--topology=v5e:2x2", *arguments.split())
+        assert outcome.code == 2
+        assert arguments.split()[-1].removeprefix("--") in outcome.error
 
 
 # --- XLA's flags --------------------------------------------------------------------------------
