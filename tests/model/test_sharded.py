@@ -388,7 +388,7 @@ def test_the_gradient_of_a_gathered_parameter_is_sharded_as_it_is():
 def shard_shapes(mesh_shape, shapes) -> dict:
     """The shape that a device holds of each leaf, by its path; no device is needed."""
     replicas, fsdp, tensor = mesh_shape
-    mesh = AbstractMesh((replicas, fsdp, 1, tensor), sharding._AXES)
+    mesh = AbstractMesh((replicas, fsdp, 1, tensor), sharding.make_mesh().axis_names)
     leaves = {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
     shardings = sharding.state_shardings(parameters.nest(leaves), mesh)
     places = leaves_by_path(shardings)
@@ -509,7 +509,7 @@ def test_only_replicas_are_on_different_slices(slices, options, shape):
     devices = make_devices(8, slices)
     assert sharding.num_slices(devices) == slices
     mesh = sharding.make_mesh(devices=devices, **options)
-    assert mesh.axis_names == sharding._AXES
+    assert mesh.axis_names == ("data", "fsdp", "context", "tensor")
     assert mesh.devices[:, :, 0].shape == shape
     assert {device.id for device in mesh.devices.ravel()} == set(range(8))
     by_replica = [slices_of(replica) for replica in mesh.devices]
