@@ -7,8 +7,9 @@ Command    python -m prope.import_hf --input=google/gemma-3-4b-pt --workdir=W0
                --init_from=W0 --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
            :llama31_8b the same with meta-llama/Llama-3.1-8B; :tiny converts nothing. Memory:
            python -m prope.plan --config=configs/conversion.py:gemma3_4b --topology=h100:8
-Hardware   8 H100: 55 (Gemma) and 52 (Llama) of the 78 GB of each; compiled on 2026-11-26, not run.
-Hours      3.1 and 5.8 at 40 % of their peak, computed; a roofline of the plan has 1.2 and 2.3.
+Hardware   8 H100: at most 55 (Gemma) and 52 (Llama) of the 78 GB of each; compiled on 2026-11-26
+           with the model as it was beside it, which dfe6f76 was the last to keep. Not run.
+Hours      At most 3.1 and 5.8 at 40 % of their peak, computed likewise.
 Expected   Not yet run.
 """
 
