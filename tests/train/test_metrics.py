@@ -131,7 +131,6 @@ def evaluated(tmp_path, monkeypatch):
         path=epath.Path(tmp_path),
         evaluation=evaluation,
         config=evaluation.config,
-        phases=lambda step: None,
         prepared=types.SimpleNamespace(mesh=None),
         session=types.SimpleNamespace(poll=lambda _: True),
         writer=writer,
